@@ -42,8 +42,7 @@ from rollout_backend.errors import CircuitOpen, ConfigError, RolloutBackendError
 from rollout_backend.garbage_collection import rare_full_collections
 from rollout_backend.logs import log_fields
 from rollout_backend.results.archive import RunArchive
-from rollout_backend.results.first_call import FirstCall
-from rollout_backend.results.progress import Progress
+from rollout_backend.results.progress import FirstCall, Progress
 from rollout_backend.results.records import RolloutRecord
 from rollout_backend.results.rollout_spans import rollout_spans
 from rollout_backend.results.run_info import RunStart, RunState, StartedBy

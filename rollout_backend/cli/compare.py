@@ -23,7 +23,7 @@ def compare(
 
 
 def _compare(first: str, second: str, as_json: bool) -> None:
-    from rollout_backend.results.run_comparison import compare_runs
+    from rollout_backend.results.comparison import compare_runs
     from rollout_backend.results.terminal.comparison_view import print_comparison
 
     found = compare_runs(find_run(first), find_run(second))

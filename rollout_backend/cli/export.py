@@ -58,8 +58,8 @@ def _export(folder: Path, to: ExportFormat, out: Path) -> dict[Path, int]:
 def _export_to_s3(folder: Path, to: ExportFormat, url: str) -> dict[str, int]:
     """Write the files to a temporary folder, and upload them when all are complete."""
     from rollout_backend.config.results import AwsConfig
+    from rollout_backend.results.export import S3Folder
     from rollout_backend.results.run_data import read_config
-    from rollout_backend.results.s3_folder import S3Folder
 
     target, config = S3Folder.parse(url), read_config(folder)
     with tempfile.TemporaryDirectory(prefix="rollout-export-") as temporary:

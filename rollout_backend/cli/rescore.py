@@ -30,7 +30,7 @@ def rescore(
 
 def _rescore(run: str | None, scorer: str, name: str | None, as_json: bool) -> None:
     from rollout_backend.results.rescoring import rescore
-    from rollout_backend.results.terminal.rescoring_view import print_rescoring
+    from rollout_backend.results.terminal.comparison_view import print_rescoring
     from rollout_backend.scoring.scorer import load_scorer
 
     found = rescore(find_run(run), load_scorer(scorer), name)

@@ -186,10 +186,10 @@ async def collect_step(
     from rollout_backend.core.tasks import check_private, planned_rollouts
     from rollout_backend.manager import RolloutManager
     from rollout_backend.results.cost import Prices
+    from rollout_backend.results.findings import count_failures, judge
     from rollout_backend.results.page.files import try_to_write_report
     from rollout_backend.results.terminal.run_summary import RunSummary
     from rollout_backend.results.terminal.view import print_step
-    from rollout_backend.results.verdict import count_failures, judge
 
     check_private(tasks, config.scoring.enabled)
     fit_to_runtime(tasks, config.runtime)

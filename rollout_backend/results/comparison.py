@@ -1,14 +1,26 @@
-"""Compare two runs, paired by task. Pure."""
+"""Compare two runs: their settings, rewards by task, lengths and failures.
+
+Invariant: rewards are compared on the tasks that both runs have, so that easier tasks do not look like a better run.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict
+from pydantic_core import from_json
 
 from agent_wrapper.contract import Outcome
+from rollout_backend.errors import ConfigError
+from rollout_backend.results.archive import CONFIG, RunArchive
 from rollout_backend.results.records import RolloutRecord
+from rollout_backend.results.run_data import RunData
 from rollout_backend.results.summary import Mean, duration
 
 REWARD = "reward"
@@ -48,6 +60,11 @@ def compare(
         _difference(name, better, *(_by_task(each, measure) for each in kept)) for name, measure, better in _MEASURES
     ]
     return tuple(difference for difference in found if difference is not None)
+
+
+def reward_of(measures: Iterable[Difference]) -> Difference | None:
+    """Return how rewards differ; None if no task has a reward in both runs."""
+    return next((each for each in measures if each.name == REWARD), None)
 
 
 def rewards_of_tasks(records: Iterable[RolloutRecord]) -> dict[str, float]:
@@ -94,3 +111,155 @@ _MEASURES: tuple[tuple[str, Measure, int], ...] = (
     ("prefix cache hit", _hit, 1),
     ("seconds", lambda each: duration(each) if each.outcome is Outcome.COMPLETED else None, -1),
 )
+
+
+_OF_THE_PLACE = ("run_id", "output_dir", "runtime.session_logs")
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class Entry(_Frozen):
+    """A setting, a version or a count that differs. None: the run does not have it."""
+
+    name: str
+    first: Any
+    second: Any
+
+
+class TaskReward(_Frozen):
+    """The mean reward of a task, of two runs or by two scorers."""
+
+    task_id: str
+    first: float
+    second: float
+
+
+class Comparison(_Frozen):
+    """How the second of two runs differs from the first."""
+
+    first: str
+    second: str
+    settings: tuple[Entry, ...]
+    versions: tuple[Entry, ...]
+    changed_tasks: int  # tasks of both runs whose payloads differ; their rewards are not compared
+    only_first: int  # tasks without a reward in the second run
+    only_second: int
+    measures: tuple[Difference, ...]  # those that a task has in both runs
+    rewards: tuple[TaskReward, ...]  # by the size of the difference, largest first
+    outcomes: tuple[Entry, ...]  # counts by outcome and reason
+
+    @property
+    def reward(self) -> Difference | None:
+        """Return how rewards differ; None if no task has a reward in both runs."""
+        return reward_of(self.measures)
+
+
+def compare_runs(first: Path, second: Path) -> Comparison:
+    """Compare two runs by their folders; of a training run, all steps together.
+
+    Raises:
+        ConfigError: a folder has no records, or they cannot be read.
+    """
+    runs = _Run(first), _Run(second)
+    changed = changed_tasks(*(run.tasks for run in runs))
+    means = [rewards_of_tasks(record for record in run.records if record.task_id not in changed) for run in runs]
+    return Comparison(
+        first=str(first),
+        second=str(second),
+        settings=_entries(*(run.settings for run in runs)),
+        versions=_entries(*(run.versions for run in runs)),
+        changed_tasks=len(changed),
+        only_first=len(means[0].keys() - means[1].keys()),
+        only_second=len(means[1].keys() - means[0].keys()),
+        measures=compare(runs[0].records, runs[1].records, changed),
+        rewards=task_rewards(*means),
+        outcomes=_entries(*(run.outcomes for run in runs), equal_too=True),
+    )
+
+
+def task_rewards(first: Mapping[str, float], second: Mapping[str, float]) -> tuple[TaskReward, ...]:
+    """Return the mean rewards of tasks that have both, by the size of the difference, largest first."""
+    both = [TaskReward(task_id=each, first=first[each], second=second[each]) for each in first if each in second]
+    return tuple(sorted(both, key=lambda each: (-abs(each.second - each.first), each.task_id)))
+
+
+def read_tasks(archive: RunArchive) -> dict[str, Any]:
+    """Return the payload of each task of a run, by its id. Raises ConfigError if a file is malformed."""
+    found: dict[str, Any] = {}
+    for file in map(archive.tasks_file, archive.steps()):
+        try:
+            rows = [from_json(line) for line in file.read_bytes().split(b"\n") if line] if file.is_file() else []
+            found |= {str(row["task_id"]): row["payload"] for row in rows}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{file} cannot be read: {error}") from None
+    return found
+
+
+def changed_tasks(first: Mapping[str, Any], second: Mapping[str, Any]) -> set[str]:
+    """Return the ids of tasks that both runs have, with different payloads."""
+    return {each for each in first.keys() & second.keys() if first[each] != second[each]}
+
+
+class _Run:
+    """What a run's folder says."""
+
+    def __init__(self, folder: Path) -> None:
+        archive = RunArchive(folder)
+        try:
+            self.records = [record for step in archive.steps() for record in archive.read_records(step)]
+            info = archive.read_info()
+            config = folder / CONFIG
+            settings = yaml.safe_load(config.read_text()) if config.is_file() else {}
+            self.tasks = read_tasks(archive)
+        except (ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+            raise ConfigError(f"{folder} cannot be read: {error}") from None
+        if not self.records:
+            raise ConfigError(f"{folder} has no records of rollouts: its run was killed, or has not ended a step")
+        self.settings = {k: v for k, v in _flat(settings).items() if k not in _OF_THE_PLACE}
+        start = info.starts[-1] if info is not None else None
+        agent = {f"agent {name}": value for name, value in start.agent.items()} if start is not None else {}
+        self.versions = {**start.versions, "commit": start.commit, **agent} if start is not None else {}
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        counts = Counter(map(_ending, self.records))
+        return {"planned": len(self.records), **dict(sorted(counts.items()))}
+
+
+def _ending(record: RolloutRecord) -> str:
+    outcome = str(record.outcome or "not settled")
+    return f"{outcome}: {record.reason}" if record.reason else outcome
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def _entries(first: Mapping[str, Any], second: Mapping[str, Any], *, equal_too: bool = False) -> tuple[Entry, ...]:
+    names = dict.fromkeys([*first, *second])
+    found = [Entry(name=name, first=first.get(name), second=second.get(name)) for name in names]
+    return tuple(each for each in found if equal_too or each.first != each.second)
+
+
+def shown_comparison(
+    run: RunData, records: Sequence[RolloutRecord], against: RunData | None, others: Sequence[RolloutRecord]
+) -> dict[str, Any]:
+    """Return the values that templates show of a run to compare with, which has the records `others`."""
+    differences: tuple[Difference, ...] = ()
+    if against is not None:
+        tasks = (read_tasks(RunArchive(each.run_dir)) for each in (against, run))
+        differences = compare(others, records, changed_tasks(*tasks))
+    return {
+        "against": against,
+        "differences": differences,
+        "reward_change": reward_of(differences),
+        "common_tasks": max((each.tasks for each in differences), default=0),
+    }

@@ -60,9 +60,8 @@ from rollout_backend.core.tasks import read_tasks
 from rollout_backend.errors import TaskFileError
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.messages import replies_by_turn, text_of
-from rollout_backend.results.page.settings import changed_settings
 from rollout_backend.results.records import ResultSummary, RolloutRecord
-from rollout_backend.results.run_data import RunData, StepData, last_start, read_rollout, read_run
+from rollout_backend.results.run_data import RunData, StepData, changed_settings, last_start, read_rollout, read_run
 from rollout_backend.results.run_info import RunStart
 from rollout_backend.results.summary import StepSummary, duration, span, summarize
 

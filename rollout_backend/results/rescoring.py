@@ -20,6 +20,7 @@ import secrets
 import shutil
 import sys
 from collections import defaultdict
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -30,11 +31,44 @@ from rollout_backend.atomic_file import write_file
 from rollout_backend.core.tasks import Task, read_tasks
 from rollout_backend.errors import ConfigError, TaskFileError
 from rollout_backend.results.archive import RunArchive
-from rollout_backend.results.comparison import Difference, rewards_of_tasks
+from rollout_backend.results.comparison import (
+    Difference,
+    TaskReward,
+    compare,
+    reward_of,
+    rewards_of_tasks,
+    task_rewards,
+)
 from rollout_backend.results.records import RolloutRecord
-from rollout_backend.results.reward_change import RescoredRollout, reward_change, with_rewards
-from rollout_backend.results.run_comparison import TaskReward, task_rewards
 from rollout_backend.scoring.scorer import ScoreInput, Scorer, ScoringError
+
+
+class RescoredRollout(BaseModel):
+    """A completed rollout with its stored reward and the new one."""
+
+    model_config = ConfigDict(frozen=True)
+
+    step: int
+    rollout_id: str
+    task_id: str
+    old: float | None
+    new: float | None  # None: it has no new reward, see `error`. Never 0 instead
+    error: str = ""
+
+
+def with_rewards(
+    records: Iterable[RolloutRecord], rescored: Iterable[RescoredRollout]
+) -> tuple[list[RolloutRecord], list[RolloutRecord]]:
+    """Return the records of the rollouts that have both rewards, and the same records with the new rewards."""
+    rewards = {(each.step, each.rollout_id): each.new for each in rescored if each.new is not None}
+    old = [record for record in records if (record.step, record.rollout_id) in rewards and record.result is not None]
+    return old, [_with_reward(record, rewards[record.step, record.rollout_id]) for record in old]
+
+
+def _with_reward(record: RolloutRecord, reward: float | None) -> RolloutRecord:
+    assert record.result is not None
+    return record.model_copy(update={"result": record.result.model_copy(update={"reward": reward})})
+
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -102,7 +136,7 @@ def rescore(run_dir: Path, scorer: Scorer, name: str | None = None) -> Rescoring
         scorer=info,
         rollouts=rollouts,
         tasks=task_rewards(rewards_of_tasks(old), rewards_of_tasks(new)),
-        reward=reward_change(old, new),
+        reward=reward_of(compare(old, new)),
     )
 
 

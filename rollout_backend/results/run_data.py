@@ -7,6 +7,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, SecretStr
+from pydantic_core import PydanticUndefined
 
 from agent_wrapper.contract import ContractError, Rollout
 from rollout_backend.config import RolloutConfig, load_config
@@ -144,3 +149,23 @@ def read_config(run_dir: Path) -> RolloutConfig | None:
         return load_config(path, env={}) if path.is_file() else None
     except ConfigError:
         return None
+
+
+def changed_settings(config: BaseModel, prefix: str = "") -> list[tuple[str, str]]:
+    """Return the names and values of settings that are required, or differ from their defaults. No secrets."""
+    return list(_changed(config, prefix))
+
+
+def _changed(config: BaseModel, prefix: str) -> Iterator[tuple[str, str]]:
+    for name, field in type(config).model_fields.items():
+        value: Any = getattr(config, name)
+        if isinstance(value, BaseModel):
+            yield from _changed(value, f"{prefix}{name}.")
+            continue
+        default = field.get_default(call_default_factory=False)
+        if isinstance(value, SecretStr):
+            yield prefix + name, "(secret)"
+        elif name == "endpoint_url" and value is not None:  # the path of a local cloud's lets callers run code
+            yield prefix + name, urlsplit(value)._replace(path="", query="").geturl()
+        elif value != default and not (default is PydanticUndefined and not value) and name != "run_id":
+            yield prefix + name, str(value)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from agent_wrapper.contract import Outcome, Rollout
 from rollout_backend.core.ledger import Ledger, LedgerEntry
 from rollout_backend.results.cost import NO_USAGE, Usage
+from rollout_backend.results.findings import FailureCount
 from rollout_backend.results.records import ResultSummary
 from rollout_backend.results.summary import duration
-from rollout_backend.results.verdict import FailureCount
 
 _LAST = 2
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from rollout_backend.errors import ConfigError
-from rollout_backend.results.run_comparison import compare_runs
+from rollout_backend.results.comparison import compare_runs
 from rollout_backend.results.terminal.comparison_view import print_comparison, reward_sentence
 from run_folders import write_run
 

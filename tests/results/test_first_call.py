@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollout_backend.gateway.stats import Counters, GatewayStats
-from rollout_backend.results.first_call import FirstCall
+from rollout_backend.results.progress import FirstCall
 
 
 def stats(in_flight: int = 0, calls: int = 0, **errors: int) -> GatewayStats:

@@ -10,11 +10,11 @@ from agent_wrapper.contract import Outcome
 from rollout_backend.core.ledger import Phase
 from rollout_backend.gateway.stats import Counters, GatewayStats
 from rollout_backend.results.cost import Prices, Usage
+from rollout_backend.results.findings import FailureCount
 from rollout_backend.results.progress import Progress
 from rollout_backend.results.step_report import CallRate
 from rollout_backend.results.step_totals import LastResult
 from rollout_backend.results.terminal.live_view import History, Snapshot, frame, one_line, plain_line, sparkline
-from rollout_backend.results.verdict import FailureCount
 from rollout_backend.serving.engine_fleet import ServerState
 from rollout_backend.serving.run_phase import RunPhase
 

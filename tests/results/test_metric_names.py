@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollout_backend.results.metric_names import METRICS
+from rollout_backend.results.metrics import METRICS
 
 ROOT = Path(__file__).parents[2]
 LABELS = {sample: {*metric.labels, "instance", "le"} for metric in METRICS for sample in metric.samples}

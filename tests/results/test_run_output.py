@@ -13,9 +13,9 @@ from rich.console import Console
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.ledger import Phase
+from rollout_backend.results.findings import FailureCount
 from rollout_backend.results.progress import Progress
 from rollout_backend.results.terminal.run_output import RunOutput, Style
-from rollout_backend.results.verdict import FailureCount
 from rollout_backend.serving.run_phase import RunPhase
 from rollout_backend.serving.supervisor import ServingEvent
 

@@ -8,10 +8,10 @@ from agent_wrapper.contract import Outcome, Rollout
 from rollout_backend.core.ledger import Ledger, PlannedRollout
 from rollout_backend.core.tasks import Task
 from rollout_backend.results.cost import Prices
+from rollout_backend.results.findings import judge
 from rollout_backend.results.records import records_of
 from rollout_backend.results.step_report import GroupResult, StepResult, make_report
 from rollout_backend.results.terminal.run_summary import RunSummary, print_summary
-from rollout_backend.results.verdict import judge
 from rollout_backend.serving.run_phase import RunPhase
 from rollouts import make_rollout
 

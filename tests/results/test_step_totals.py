@@ -6,8 +6,8 @@ import pytest
 
 from agent_wrapper.contract import Outcome, Rollout
 from rollout_backend.core.ledger import Ledger, Phase, PlannedRollout
+from rollout_backend.results.findings import FailureCount
 from rollout_backend.results.step_totals import StepTotals
-from rollout_backend.results.verdict import FailureCount
 from rollouts import make_rollout, make_segment
 
 

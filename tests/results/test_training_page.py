@@ -15,7 +15,7 @@ from rollout_backend.core.batch_numbers import batch_number, describe_batch
 from rollout_backend.local.cloud import ARN
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.page.files import write_report
-from rollout_backend.results.page.settings import changed_settings
+from rollout_backend.results.run_data import changed_settings
 
 
 @pytest.fixture(scope="module")

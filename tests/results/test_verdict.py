@@ -11,9 +11,9 @@ import pytest
 from agent_wrapper.contract import Outcome, Rollout
 from rollout_backend.core.ledger import Ledger, PlannedRollout
 from rollout_backend.core.tasks import Task
+from rollout_backend.results.findings import Level, Verdict, judge
 from rollout_backend.results.records import records_of
 from rollout_backend.results.step_report import GroupResult, StepResult, failures_of, make_report
-from rollout_backend.results.verdict import Level, Verdict, judge
 from rollouts import make_rollout, make_segment
 
 FORCED = "forced "

@@ -14,8 +14,7 @@ from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ServingError, StartupError, Throttled
 from rollout_backend.gateway.stats import Counters
 from rollout_backend.manager import RolloutManager
-from rollout_backend.results.metric_names import METRICS
-from rollout_backend.results.metrics import RunMetrics, serve_metrics
+from rollout_backend.results.metrics import METRICS, RunMetrics, serve_metrics
 from rollout_backend.run_lease import RunLease
 from rollout_backend.serving.engine_fleet import ServerState
 from rollout_backend.serving.supervisor import ServingEvent

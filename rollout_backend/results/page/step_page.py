@@ -10,14 +10,13 @@ from typing import Any
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.reasons import documented_at, what_to_do
+from rollout_backend.results.comparison import shown_comparison
 from rollout_backend.results.findings import findings_of
 from rollout_backend.results.page import charts
-from rollout_backend.results.page.comparison import comparison
 from rollout_backend.results.page.conversations import embedded
-from rollout_backend.results.page.settings import changed_settings
 from rollout_backend.results.page.token_text import TokenText
 from rollout_backend.results.records import RolloutRecord
-from rollout_backend.results.run_data import RunData, StepData
+from rollout_backend.results.run_data import RunData, StepData, changed_settings
 from rollout_backend.results.summary import Seconds, StepSummary, duration, mean, seconds_of, span, summarize
 
 _SLOWEST = 5
@@ -83,7 +82,7 @@ def step_context(
         "rows": mean([each.result.segments for each in records if each.result]),
         "failures": tuple(_failures(records)),
         "other_step": other,
-        **comparison(run, records, against, other.records if other is not None else ()),
+        **shown_comparison(run, records, against, other.records if other is not None else ()),
         "settings": changed_settings(run.config) if run.config is not None else None,
         "outcomes": OUTCOMES,
         "with_text": text is not None,

@@ -12,15 +12,13 @@ from itertools import pairwise
 from statistics import fmean, quantiles
 from typing import Any
 
+from rollout_backend.results.comparison import shown_comparison
 from rollout_backend.results.cost import Cost, Prices
-from rollout_backend.results.findings import findings_of
+from rollout_backend.results.findings import Level, findings_of
 from rollout_backend.results.page.charts import SHADES, nice
-from rollout_backend.results.page.comparison import comparison
-from rollout_backend.results.page.settings import changed_settings
 from rollout_backend.results.page.step_page import PHASES, phase_parts
-from rollout_backend.results.run_data import RunData, StepData
+from rollout_backend.results.run_data import RunData, StepData, changed_settings
 from rollout_backend.results.summary import Learning, Seconds, StepSummary, add, span, summarize
-from rollout_backend.results.verdict import Level
 
 WIDTH, HEIGHT = 500.0, 150.0
 _MAX_TASKS, _FINDINGS = 200, 8
@@ -165,7 +163,7 @@ def training_context(run: RunData, links: Mapping[int, str], against: RunData | 
         "longest": _longest(steps, gaps),
         "spent": phase_parts(add(step.summary.spent for step in steps)),
         "tasks": _tasks(steps),
-        **comparison(run, records, against, others),
+        **shown_comparison(run, records, against, others),
         "settings": changed_settings(run.config) if run.config is not None else None,
         "phase_names": PHASES,
     }

@@ -1,4 +1,4 @@
-"""Prints the comparison of two runs in a terminal."""
+"""Prints how two runs, or two versions of a run's rewards, differ in a terminal."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rollout_backend.results.comparison import Difference
-from rollout_backend.results.run_comparison import Comparison, Entry, TaskReward
+from agent_wrapper.contract import readable
+from rollout_backend.core.formats import count
+from rollout_backend.results.comparison import Comparison, Difference, Entry, TaskReward
+from rollout_backend.results.rescoring import Rescoring
 
 _TASKS_SHOWN = 10
 
@@ -24,13 +26,13 @@ def print_comparison(console: Console, found: Comparison) -> None:
     means = [(each.name, *_numbers(each)) for each in found.measures]
     _print_table(console, "mean over common tasks", first, second, means, "difference, 95%")
     print_task_rewards(console, first, second, found.rewards)
-    for count, what in (
+    for number, what in (
         (found.changed_tasks, "have the same id and another payload, and are not compared"),
         (found.only_first, f"have a reward in {first} only"),
         (found.only_second, f"have a reward in {second} only"),
     ):
-        if count:
-            console.print(f"tasks that {what}: {count}", highlight=False, soft_wrap=True)
+        if number:
+            console.print(f"tasks that {what}: {number}", highlight=False, soft_wrap=True)
     console.print(reward_sentence(found.reward), highlight=False, soft_wrap=True)
 
 
@@ -51,7 +53,7 @@ def reward_sentence(reward: Difference | None, both: str = "both runs") -> str:
     if reward is None:
         return f"no task has a reward in {both}, so rewards are not compared"
     change, margin = reward.change.value, reward.change.margin
-    means = f"mean reward {reward.first:.3f} and {reward.second:.3f} over {_tasks(reward.tasks)} of {both}"
+    means = f"mean reward {reward.first:.3f} and {reward.second:.3f} over {count(reward.tasks, 'task')} of {both}"
     if margin is None:
         return f"{means}: {change:+.3f}; too few tasks to say whether that is chance"
     if change == margin == 0:
@@ -59,10 +61,6 @@ def reward_sentence(reward: Difference | None, both: str = "both runs") -> str:
     chance = "is more than chance" if reward.is_clear else "may be chance"
     interval = f"95% interval {change - margin:+.3f} to {change + margin:+.3f}"
     return f"{means}: {change:+.3f} ({interval}), which {chance}"
-
-
-def _tasks(count: int) -> str:
-    return "1 task" if count == 1 else f"{count} tasks"
 
 
 def _rows(entries: Iterable[Entry]) -> Sequence[tuple[str, ...]]:
@@ -90,3 +88,24 @@ def _print_table(
 
 def _text(value: Any) -> str:
     return "-" if value is None else str(value)
+
+
+_FAILURES_SHOWN = 20
+
+
+def print_rescoring(console: Console, found: Rescoring) -> None:
+    """Print the tasks whose rewards differ most, the rollouts that have no new reward, and the difference."""
+    print_task_rewards(console, "stored", found.scorer.function, found.tasks)
+    lines = [f"{each.rollout_id}, step {each.step}: {readable(each.error)}" for each in found.failures]
+    if len(lines) > _FAILURES_SHOWN:
+        lines[_FAILURES_SHOWN:] = [f"... and {len(lines) - _FAILURES_SHOWN} more: --json has all"]
+    scored = [each for each in found.rollouts if each.new is not None]
+    changed = sum(each.new != each.old for each in scored)
+    counts = f"{len(scored)} of {len(found.rollouts)} completed rollouts scored, {changed} with another reward"
+    lines += [
+        f"{counts}, {len(found.failures)} without a new reward" if found.failures else counts,
+        reward_sentence(found.reward, "both versions"),
+        f"new version: {found.folder}",
+    ]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -18,9 +18,9 @@ from rich.text import Text
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.formats import count
 from rollout_backend.results.cost import Cost, Prices, dollars
+from rollout_backend.results.findings import Finding, Level
 from rollout_backend.results.progress import Progress
 from rollout_backend.results.step_totals import LastResult
-from rollout_backend.results.verdict import Finding, Level
 from rollout_backend.serving.engine_fleet import ServerState
 from rollout_backend.serving.run_phase import RunPhase
 

@@ -25,6 +25,7 @@ from agent_wrapper.contract import Outcome
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.reasons import documented_at
 from rollout_backend.results.cost import Prices
+from rollout_backend.results.findings import FailureCount
 from rollout_backend.results.progress import Progress
 from rollout_backend.results.records import RolloutRecord
 from rollout_backend.results.terminal.keys import Keys
@@ -38,7 +39,6 @@ from rollout_backend.results.terminal.live_view import (
     refused_calls,
 )
 from rollout_backend.results.terminal.run_summary import RunSummary, print_summary
-from rollout_backend.results.verdict import FailureCount
 from rollout_backend.serving.run_phase import RunPhase
 from rollout_backend.serving.supervisor import ServingEvent
 

@@ -13,11 +13,10 @@ from rich.text import Text
 
 from rollout_backend.core.formats import count
 from rollout_backend.results.cost import Cost, Prices
-from rollout_backend.results.findings import findings_of
+from rollout_backend.results.findings import Finding, Level, Verdict, findings_of, show_command
 from rollout_backend.results.step_report import StepResult
 from rollout_backend.results.summary import StepSummary, duration, summarize
 from rollout_backend.results.terminal.live_view import ratio, seconds, sentence
-from rollout_backend.results.verdict import Finding, Level, Verdict, show_command
 from rollout_backend.serving.run_phase import RunPhase
 
 MARKS = {Level.BAD: "!", Level.WARNING: "!", Level.NOTE: "-"}

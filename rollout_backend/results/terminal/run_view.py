@@ -19,7 +19,7 @@ from rollout_backend.core.reasons import documented_at
 from rollout_backend.errors import ConfigError
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.cost import Cost, Prices
-from rollout_backend.results.findings import findings_of
+from rollout_backend.results.findings import FailureCount, Finding, Level, count_failures, findings_of, show_command
 from rollout_backend.results.page.step_page import PHASES
 from rollout_backend.results.run_data import StepData, last_start, read_config, read_steps
 from rollout_backend.results.run_list import RunSummary, summarize_run
@@ -27,7 +27,6 @@ from rollout_backend.results.summary import Learning, Seconds, StepSummary, Task
 from rollout_backend.results.terminal.live_view import one_line, ratio, seconds
 from rollout_backend.results.terminal.run_summary import MARKS
 from rollout_backend.results.terminal.view import when
-from rollout_backend.results.verdict import FailureCount, Finding, Level, count_failures, show_command
 
 STEPS = 20  # in the table of a run
 _TASKS = 5  # in the table of a step; --json has all

@@ -12,10 +12,10 @@ from rich.text import Text
 
 from agent_wrapper.contract import Outcome, readable
 from rollout_backend.core.formats import count
+from rollout_backend.results.findings import show_command
 from rollout_backend.results.records import RolloutRecord
 from rollout_backend.results.summary import duration, mean
 from rollout_backend.results.terminal.live_view import one_line
-from rollout_backend.results.verdict import show_command
 
 _MAX_MESSAGE = 160
 

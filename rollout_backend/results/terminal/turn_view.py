@@ -15,11 +15,11 @@ from rich.text import Text
 from agent_wrapper.contract import Rollout, Segment, Turn, readable
 from rollout_backend.core.formats import count
 from rollout_backend.errors import ConfigError
+from rollout_backend.results.findings import show_command
 from rollout_backend.results.messages import replies_by_turn
 from rollout_backend.results.page.token_text import TokenText
 from rollout_backend.results.summary import mean
 from rollout_backend.results.terminal.view import plain, print_messages
-from rollout_backend.results.verdict import show_command
 
 _UNLIKELY = 5  # tokens that are named
 
