@@ -29,10 +29,9 @@ from rollout_backend.config import RolloutConfig, RuntimeConfig
 from rollout_backend.core.check_result import raise_problems
 from rollout_backend.core.circuit_breaker import CircuitBreaker, describe_log
 from rollout_backend.core.harbor import VERIFIER
-from rollout_backend.core.heartbeats import Heartbeats
 from rollout_backend.core.ledger import LedgerEntry
 from rollout_backend.core.seal import Sealer
-from rollout_backend.core.session_ends import SessionEnds
+from rollout_backend.core.session_ends import Heartbeats, SessionEnds
 from rollout_backend.dispatch.call_queue import CallQueue
 from rollout_backend.errors import ServingError
 from rollout_backend.janitor.janitor_process import Janitor

@@ -16,10 +16,10 @@ from agent_wrapper.contract import Trajectory
 from agent_wrapper.trajectory import TrajectoryUnavailable, fetch_trajectory
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.check_result import CheckResult
-from rollout_backend.core.engine_use import EngineSample
 from rollout_backend.core.formats import count
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.errors import RolloutBackendError
+from rollout_backend.gateway.stats import EngineSample
 from rollout_backend.serving.model_serving import ModelServing
 
 _MAX_TOKENS = 16

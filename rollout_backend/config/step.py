@@ -7,7 +7,7 @@ Where each timeout is enforced:
 - `publish_grace_s`: `step.rollout_task`
 - `collection_s`: `step.step`
 - `session_key_s`: `core.session_key`
-- `heartbeat_s`: `core.heartbeats`
+- `heartbeat_s`: `core.session_ends`
 """
 
 from __future__ import annotations

@@ -20,10 +20,26 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
+from agent_wrapper.contract import ContractObject
 from agent_wrapper.workspace import pack_folder
 from rollout_backend.config import RuntimeConfig, TaskImageConfig
-from rollout_backend.core.task_container import CONTAINER_FIELD, TaskContainer
 from rollout_backend.errors import ConfigError, TaskFileError
+
+CONTAINER_FIELD = "_container"
+"""The field of a payload that holds the container, for a runtime that starts it."""
+
+
+class TaskContainer(ContractObject):
+    """What a task's container is started with."""
+
+    image: str
+    workdir: str | None = None  # None: the image's
+    env: dict[str, str] = Field(default={})
+    resources: dict[str, str] = Field(default={})
+    """Quantities of Kubernetes, reserved and enforced."""
+
 
 if TYPE_CHECKING:
     from rollout_backend.core.tasks import Task

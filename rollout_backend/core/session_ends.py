@@ -1,14 +1,20 @@
-"""Sessions that ended without being stopped, as the runtime has seen them. Pure.
+"""Detect sessions that ended without being stopped: as the runtime reports them, or from missing heartbeats. Pure.
 
 Invariants:
 
 - An end is evidence, not the outcome: the session may have published its result before. S3 decides.
 - An end that is reported before its session is watched is not lost.
+- Only a session that has sent a heartbeat can be silent. Agents that implement the contract themselves send none.
+- Silence counts only while other sessions are heard through the same gateway. If no session is heard, the gateway, a
+  relay or the network may be down, and agents retry for minutes. Longer silence of all sessions counts only after
+  `_AGENTS_RETRY_S`, when agents stop retrying.
+- Time in which the gateway did not answer does not count: it may be restarting, or this machine may have slept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 _KEPT = 10_000  # ends of sessions that are not watched: mostly of those that were stopped meanwhile
@@ -56,3 +62,75 @@ class SessionEnds:
         for session_id in session_ids:
             self._watching.pop(session_id, None)
             self._ends.pop(session_id, None)
+
+
+MISSED = 3  # heartbeats in a row
+_AGENTS_RETRY_S = 300.0  # as long as agents retry a model call: see `RolloutContext.openai_kwargs`
+
+
+@dataclass(frozen=True)
+class HeartbeatReport:
+    """The sessions that a gateway has heard from since the last poll."""
+
+    beats: frozenset[str] = frozenset()  # sent a heartbeat
+    calls: frozenset[str] = frozenset()  # called the model, or fetched the trajectory
+
+
+@dataclass
+class _Gateway:
+    asked_at: float | None = None  # None: it did not answer last time
+    proven_s: float = 0.0  # time in which its agents could reach it, as far as known
+    unproven_s: float = 0.0  # since then: no session was heard
+
+
+class Heartbeats:
+    """Watches the sessions of all steps of a run."""
+
+    def __init__(self, every_s: float, gateways: int = 1, *, same_machine: bool = False) -> None:
+        """`same_machine`: agents run on this machine, so a gateway that answers us can be reached by them."""
+        self.poll_s = every_s / 5
+        self._every_s = every_s
+        self._same_machine = same_machine
+        self._gateways = [_Gateway() for _ in range(gateways)]
+        self._watched: set[str] = set()
+        self._last: dict[str, tuple[_Gateway, float]] = {}  # by session: `proven_s` of its gateway then
+
+    def watch(self, session_id: str) -> None:
+        self._watched.add(session_id)
+
+    def forget(self, session_ids: Iterable[str]) -> None:
+        for session_id in session_ids:
+            self._watched.discard(session_id)
+            self._last.pop(session_id, None)
+
+    def observe(self, now: float, answers: Sequence[HeartbeatReport | None]) -> None:
+        """Record each gateway's report; None if it did not answer."""
+        for gateway, heard in zip(self._gateways, answers, strict=True):
+            if heard is None:
+                gateway.asked_at, gateway.unproven_s = None, 0.0
+                continue
+            if gateway.asked_at is not None:
+                gateway.unproven_s += min(now - gateway.asked_at, 2 * self.poll_s)
+            gateway.asked_at = now
+            if heard.beats or heard.calls or self._same_machine:
+                # Capped: when a network recovers, the first heartbeat must not make the other sessions look late.
+                gateway.proven_s += min(gateway.unproven_s, 1.5 * self._every_s)
+                gateway.unproven_s = 0.0
+            elif gateway.unproven_s >= _AGENTS_RETRY_S:
+                gateway.proven_s += gateway.unproven_s
+                gateway.unproven_s = 0.0
+            for session_id in heard.beats & self._watched | heard.calls & self._last.keys():
+                self._last[session_id] = gateway, gateway.proven_s
+
+    @property
+    def lost_sessions(self) -> set[str]:
+        """Return the sessions that have missed `MISSED` heartbeats."""
+        limit = MISSED * self._every_s
+        return {name for name, (gateway, at) in self._last.items() if gateway.proven_s - at >= limit}
+
+    async def poll(self, ask: Callable[[], Awaitable[Sequence[HeartbeatReport | None]]]) -> None:
+        """Poll the gateways until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self.poll_s)
+            self.observe(loop.time(), await ask())

@@ -23,8 +23,8 @@ from agent_wrapper.contract import ContractError, Trajectory
 from agent_wrapper.contract.codec import MAX_OBJECT_BYTES, unpacked_size
 from rollout_backend.config import ExpertShape
 from rollout_backend.core.api_error import journal_unwritable, session_closed, trajectory_too_large
-from rollout_backend.core.heartbeats import HeartbeatReport
 from rollout_backend.core.seal import Sealer
+from rollout_backend.core.session_ends import HeartbeatReport
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.dialects.request_memo import RequestMemo
 from rollout_backend.gateway import journal_records

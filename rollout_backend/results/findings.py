@@ -9,9 +9,9 @@ from enum import IntEnum
 from typing import Protocol
 
 from agent_wrapper.contract import Outcome
-from rollout_backend.core.engine_use import EngineUse
 from rollout_backend.core.formats import count
 from rollout_backend.core.ledger import NO_RESULT
+from rollout_backend.gateway.stats import EngineUse
 from rollout_backend.results.records import ResultSummary, RolloutRecord
 from rollout_backend.results.step_report import CallRate, GroupReport, LengthBias, StepReport
 from rollout_backend.results.summary import TAIL, StepSummary, duration, tail_share

@@ -15,7 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from agent_wrapper.contract import ContractError, Rollout
 from rollout_backend.config import RolloutConfig, load_config
-from rollout_backend.core.batch_numbers import describe_batch
+from rollout_backend.core.earlier_batches import describe_batch
 from rollout_backend.errors import ConfigError
 from rollout_backend.results.archive import CONFIG, RunArchive
 from rollout_backend.results.cost import Prices

@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict
 
 from agent_wrapper.contract import Outcome, Rollout, Segment
 from rollout_backend.core.adapter import number_of
-from rollout_backend.core.engine_use import EngineUse
 from rollout_backend.core.ledger import CallTally, Ledger, LedgerEntry
 from rollout_backend.core.tasks import Task
+from rollout_backend.gateway.stats import EngineUse
 from rollout_backend.results.records import RolloutRecord
 
 # Of a segment; any other text in a result without a seal is the agent's.

@@ -19,8 +19,8 @@ from agent_wrapper.contract import Rollout
 from rollout_backend.aws import Permission
 from rollout_backend.config import RuntimeConfig, TaskImageConfig
 from rollout_backend.core.check_result import CheckResult
+from rollout_backend.core.harbor import TaskContainer
 from rollout_backend.core.session_ends import SessionEnd
-from rollout_backend.core.task_container import TaskContainer
 
 
 class SessionCalls(Protocol):

@@ -37,9 +37,8 @@ from agent_wrapper.verifier import ORDER, TESTS, VerifierOrder
 from agent_wrapper.workspace import WORKSPACE
 from rollout_backend.collect.presign import Presigner
 from rollout_backend.config import ScoringConfig
-from rollout_backend.core.harbor import VERIFIER, resolve_variables
+from rollout_backend.core.harbor import CONTAINER_FIELD, VERIFIER, TaskContainer, resolve_variables
 from rollout_backend.core.ledger import CallTally
-from rollout_backend.core.task_container import CONTAINER_FIELD, TaskContainer
 from rollout_backend.dispatch.call_queue import CallKind, CallQueue
 from rollout_backend.errors import RuntimeCallError
 from rollout_backend.runtimes.base import VerifierEnd, VerifierRuntime

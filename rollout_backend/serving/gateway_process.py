@@ -22,7 +22,7 @@ import aiohttp
 
 from agent_wrapper.contract import ModelEndpoint
 from rollout_backend.config import GatewayConfig, RolloutConfig
-from rollout_backend.core.heartbeats import HeartbeatReport
+from rollout_backend.core.session_ends import HeartbeatReport
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.errors import ConfigError, ServingError, StartupError
 from rollout_backend.gateway import journal as journals

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rollout_backend.config import GatewayConfig, RolloutConfig
-from rollout_backend.core.heartbeats import HeartbeatReport
+from rollout_backend.core.session_ends import HeartbeatReport
 from rollout_backend.errors import StartupError
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.serving.gateway_process import GatewayProcess, gateway_name

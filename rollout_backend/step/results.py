@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 
 from agent_wrapper.contract import ContractError, Rollout
-from rollout_backend.core.engine_use import EngineUseMeter
+from rollout_backend.gateway.stats import EngineUseMeter
 from rollout_backend.results.records import RolloutRecord, records_of
 from rollout_backend.results.rollout_spans import Delivery
 from rollout_backend.results.step_report import StepResult, failures_of, make_report

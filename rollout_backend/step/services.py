@@ -26,10 +26,9 @@ from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.collect.store import ObjectStore
 from rollout_backend.config import RolloutConfig, RuntimeConfig
 from rollout_backend.core.circuit_breaker import CircuitBreaker
-from rollout_backend.core.heartbeats import Heartbeats
 from rollout_backend.core.ledger import LedgerEntry
 from rollout_backend.core.manifest import Manifest
-from rollout_backend.core.session_ends import SessionEnds
+from rollout_backend.core.session_ends import Heartbeats, SessionEnds
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.core.tasks import Task
 from rollout_backend.dispatch.call_queue import CallQueue

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollout_backend.config import RolloutConfig
-from rollout_backend.core.batch_numbers import batch_number, validates
-from rollout_backend.core.earlier_batches import EarlierBatches, Origin
+from rollout_backend.core.earlier_batches import EarlierBatches, Origin, batch_number, validates
 from rollout_backend.core.manifest import digest_of
 from rollout_backend.core.tasks import Task
 from rollout_backend.manager import BlockingRolloutManager

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container
 
-from rollout_backend.core.batch_numbers import batch_number
+from rollout_backend.core.earlier_batches import batch_number
 
 
 class StepNumbers:

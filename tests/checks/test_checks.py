@@ -31,8 +31,8 @@ from rollout_backend.checks.preflight import check_run
 from rollout_backend.checks.public_address import _check_name, check_public_address
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.check_result import CheckResult
-from rollout_backend.core.engine_use import EngineSample
 from rollout_backend.errors import PreflightError
+from rollout_backend.gateway.stats import EngineSample
 from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.local.scripted import Fail, ScriptedEngine
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime

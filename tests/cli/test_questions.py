@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from made_runs import MadeRun, make_run
-from rollout_backend.core.engine_use import EngineUse
+from rollout_backend.gateway.stats import EngineUse
 
 PAGE = Path(__file__).parents[2] / "docs" / "read-a-run.md"
 ROWS = re.findall(r"^\| ([A-Z][^|]*\?) \| ([^|]*) \|", PAGE.read_text(), flags=re.M)

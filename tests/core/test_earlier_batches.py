@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rollout_backend.core.batch_numbers import batch_number
-from rollout_backend.core.earlier_batches import EarlierBatches, Origin
+from rollout_backend.core.earlier_batches import EarlierBatches, Origin, batch_number
 from rollout_backend.core.manifest import Manifest, PlannedTask
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from agent_wrapper.workspace import unpack_folder
 from rollout_backend.config import KubernetesConfig, ProcessConfig
-from rollout_backend.core.harbor import fit_to_runtime
-from rollout_backend.core.task_container import CONTAINER_FIELD
+from rollout_backend.core.harbor import CONTAINER_FIELD, fit_to_runtime
 from rollout_backend.core.tasks import Task, check_private, read_tasks
 from rollout_backend.errors import ConfigError, TaskFileError
 

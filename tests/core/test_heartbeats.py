@@ -4,7 +4,7 @@ from itertools import count
 
 import pytest
 
-from rollout_backend.core.heartbeats import HeartbeatReport, Heartbeats
+from rollout_backend.core.session_ends import HeartbeatReport, Heartbeats
 
 EVERY_S = 15.0
 

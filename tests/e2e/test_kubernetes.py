@@ -17,8 +17,7 @@ from agent_wrapper.contract import Outcome
 from builders import eventually
 from kubernetes_bench import Containers
 from rollout_backend.config import KubernetesConfig, load_config
-from rollout_backend.core.harbor import VERIFIER
-from rollout_backend.core.task_container import TaskContainer
+from rollout_backend.core.harbor import VERIFIER, TaskContainer
 from rollout_backend.core.tasks import Task
 from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.local.scripted import ScriptedEngine

@@ -13,7 +13,7 @@ from agent_wrapper.contract import RolloutRequest
 from agent_wrapper.one_shot import PAYLOAD_VARIABLE
 from kubernetes_bench import IMAGE, request_block
 from rollout_backend.config import KubernetesConfig
-from rollout_backend.core.task_container import TaskContainer
+from rollout_backend.core.harbor import TaskContainer
 from rollout_backend.runtimes.kubernetes.manifests import job_manifest, secret_manifest, verifier_manifest
 from rollouts import make_rollout
 

@@ -11,7 +11,7 @@ import pytest
 from made_runs import MadeRun, make_run
 from report_page import Page
 from rollout_backend.config import AgentCoreConfig
-from rollout_backend.core.batch_numbers import batch_number, describe_batch
+from rollout_backend.core.earlier_batches import batch_number, describe_batch
 from rollout_backend.local.cloud import ARN
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.page.files import write_report

@@ -26,8 +26,8 @@ from builders import skip, skip_to_end
 from kubernetes_bench import IMAGE, Bench, Containers, payload
 from rollout_backend.config import KubernetesConfig, load_config
 from rollout_backend.core.check_result import raise_problems
+from rollout_backend.core.harbor import TaskContainer
 from rollout_backend.core.session_ends import SessionEnd
-from rollout_backend.core.task_container import TaskContainer
 from rollout_backend.errors import (
     ConfigError,
     ContainerStartTimeout,

@@ -19,7 +19,7 @@ from agent_wrapper.workspace import WORKSPACE
 from kubernetes_bench import IMAGE, Containers, payload
 from rollout_backend.collect.presign import Presigner
 from rollout_backend.config import AwsConfig, KubernetesConfig, ScoringConfig, StorageConfig
-from rollout_backend.core.task_container import CONTAINER_FIELD, TaskContainer
+from rollout_backend.core.harbor import CONTAINER_FIELD, TaskContainer
 from rollout_backend.dispatch.call_queue import CallKind, CallQueue
 from rollout_backend.runtimes.kubernetes.runtime import KubernetesRuntime
 from rollout_backend.scoring.verifier_jobs import VerifierJobs

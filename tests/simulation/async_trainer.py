@@ -19,8 +19,7 @@ from typing import Any, Protocol
 
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.adapter import number_of
-from rollout_backend.core.batch_numbers import batch_number
-from rollout_backend.core.earlier_batches import EarlierBatches, Origin
+from rollout_backend.core.earlier_batches import EarlierBatches, Origin, batch_number
 from rollout_backend.core.manifest import Manifest, digest_of
 from rollout_backend.core.staleness import groups_to_await
 from rollout_backend.core.tasks import Task

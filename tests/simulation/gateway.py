@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from agent_wrapper.contract import ModelEndpoint, RolloutRequest
 from rollout_backend.core.api_error import ApiError
-from rollout_backend.core.heartbeats import HeartbeatReport
+from rollout_backend.core.session_ends import HeartbeatReport
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.gateway import journal as journals
 from tests.simulation.environment import Environment

@@ -15,8 +15,8 @@ from typing import Any
 from agent_wrapper.contract import Outcome
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.core.circuit_breaker import CircuitBreaker
-from rollout_backend.core.heartbeats import Heartbeats
 from rollout_backend.core.ledger import PlannedRollout, ResultStatus
+from rollout_backend.core.session_ends import Heartbeats
 from rollout_backend.core.tasks import Task
 from rollout_backend.dispatch.call_queue import CallQueue
 from rollout_backend.errors import CircuitOpen, RunHeld, StoreError

@@ -8,8 +8,8 @@ import pytest
 
 from agent_wrapper.contract import Outcome
 from builders import eventually, skip
-from rollout_backend.core.heartbeats import HeartbeatReport, Heartbeats
 from rollout_backend.core.ledger import Phase
+from rollout_backend.core.session_ends import HeartbeatReport, Heartbeats
 from step_bench import Agents, only
 
 

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 
 from agent_wrapper.contract import Failure, Outcome, Rollout, Segment, Turn, VersionSpan
 from builders import function_call
-from rollout_backend.core.engine_use import EngineUse
 from rollout_backend.core.ledger import Ledger, PlannedRollout
 from rollout_backend.core.tasks import Task
+from rollout_backend.gateway.stats import EngineUse
 from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.records import RolloutRecord, records_of

@@ -11,8 +11,7 @@ from omegaconf import OmegaConf
 
 from agent_wrapper.contract import Sampling
 from rollout_backend.config import RolloutConfig
-from rollout_backend.core.batch_numbers import batch_number
-from rollout_backend.core.earlier_batches import Origin
+from rollout_backend.core.earlier_batches import Origin, batch_number
 from rollout_backend.core.manifest import Manifest, PlannedTask, digest_of
 from rollout_backend.core.tasks import Task
 from rollout_backend.verl import async_batches

@@ -20,7 +20,7 @@ from typing import Any
 from agent_wrapper.contract import Rollout, RolloutRequest
 from agent_wrapper.one_shot import PAYLOAD_VARIABLE
 from rollout_backend.config import KubernetesConfig
-from rollout_backend.core.task_container import TaskContainer
+from rollout_backend.core.harbor import TaskContainer
 
 RUN_LABEL = "rollout-backend/run"
 SESSION_LABEL = "rollout-backend/session"

@@ -20,8 +20,8 @@ from pydantic_core import from_json
 from agent_wrapper.contract import REQUEST_FIELD, ContractError, Rollout, RolloutRequest
 from rollout_backend.config import KubernetesConfig
 from rollout_backend.core.check_result import CheckResult
+from rollout_backend.core.harbor import CONTAINER_FIELD, TaskContainer
 from rollout_backend.core.session_ends import SessionEnd
-from rollout_backend.core.task_container import CONTAINER_FIELD, TaskContainer
 from rollout_backend.errors import (
     ContainerStartTimeout,
     InvokeRejected,

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
-from rollout_backend.core.heartbeats import Heartbeats
 from rollout_backend.core.ledger import Ledger
 from rollout_backend.core.manifest import Manifest
+from rollout_backend.core.session_ends import Heartbeats
 from rollout_backend.dispatch.call_queue import CallKind
 from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.dispatch.session_closer import SessionCloser

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout_backend.core.engine_use import EngineSample, EngineUse, EngineUseMeter
+from rollout_backend.gateway.stats import EngineSample, EngineUse, EngineUseMeter
 from rollout_backend.results.findings import engine_findings
 
 

@@ -3,7 +3,7 @@
 import copy
 import random
 
-from rollout_backend.core.prefix_memo import PrefixMemo, common_prefix
+from rollout_backend.gateway.conversations import PrefixMemo, common_prefix
 
 
 class Steps:
