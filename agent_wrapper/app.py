@@ -316,7 +316,7 @@ class RolloutApp:
     def _accept(self, request: RolloutRequest, payload: dict[str, Any]) -> _Job:
         redact_logs()
         if not self._jobs:
-            reseed()  # this process may have been restored from a snapshot
+            reseed(request.session_id)  # this process may have been restored from a snapshot
         job = _Job(request)
         self._forget_oldest()
         self._jobs[request.run_id, request.rollout_id, request.session_id] = job

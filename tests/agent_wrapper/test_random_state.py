@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import random
 import sys
 
@@ -16,7 +17,7 @@ def test_processes_of_one_snapshot_draw_different_numbers() -> None:
         for _ in range(3):
             random.seed(7)
             numpy.random.seed(7)
-            reseed()
+            reseed("session")
             drawn.add((random.random(), numpy.random.random()))
     finally:
         random.setstate(state)
@@ -27,6 +28,15 @@ def test_processes_of_one_snapshot_draw_different_numbers() -> None:
 def test_numpy_is_not_imported_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     state = random.getstate()
     monkeypatch.delitem(sys.modules, "numpy")
-    reseed()
+    reseed("session")
     assert "numpy" not in sys.modules
     random.setstate(state)
+
+
+def test_sessions_differ_even_if_the_kernels_generator_was_restored_too(monkeypatch):
+    monkeypatch.setattr(os, "urandom", lambda size: bytes(size))
+    drawn = set()
+    for session in ("a", "b"):
+        reseed(session)
+        drawn.add(random.random())
+    assert len(drawn) == 2

@@ -60,6 +60,13 @@ def test_an_idempotency_key_identifies_one_call(counting):
     assert answers == ["1", "2", "1", "2", "3"]
 
 
+def test_sessions_that_repeat_each_others_idempotency_keys_get_their_own_samples(counting):
+    """Sessions restored from one snapshot may draw the same keys for the same question."""
+    sent = [(session, {"Idempotency-Key": "same"}) for session in ("s1", "s2", "s1", "s2")]
+    assert [said(post(counting, headers, session=session)) for session, headers in sent] == ["1", "2", "1", "2"]
+    assert [len(counting.trajectory(session).segments[0].turns) for session in ("s1", "s2")] == [1, 1]
+
+
 def test_another_body_session_or_dialect_is_another_call(counting):
     assert said(post(counting)) == "1"
     assert said(post(counting, RETRY, body={**BODY, "max_tokens": 7})) == "2"
