@@ -33,7 +33,7 @@ def test_numpy_is_not_imported_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     random.setstate(state)
 
 
-def test_sessions_differ_even_if_the_kernels_generator_was_restored_too(monkeypatch):
+def test_sessions_differ_even_if_the_kernels_generator_was_restored_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "urandom", lambda size: bytes(size))
     drawn = set()
     for session in ("a", "b"):
