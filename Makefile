@@ -181,6 +181,9 @@ constraints: setup  ## pin anew what the extras install
 	$(RUN)/uv pip compile pyproject.toml infra/trainer-requirements.in --extra verl \
 	  --override infra/trainer-overrides.txt --python-version 3.12 --python-platform x86_64-manylinux_2_39 --upgrade \
 	  --no-annotate --no-header --quiet > infra/trainer-requirements.txt
+	$(RUN)/uv pip compile pyproject.toml infra/trainer-vllm-requirements.in --extra verl \
+	  --python-version 3.12 --python-platform x86_64-manylinux_2_39 --upgrade \
+	  --no-annotate --no-header --quiet > infra/trainer-vllm-requirements.txt
 	# Without torch's own needs, which differ by its build.
 	$(RUN)/uv pip compile pyproject.toml --extra verl-local --extra otel --python-version 3.11 --upgrade \
 	  --no-annotate --no-header --quiet | grep -Ev '^(nvidia|cuda)-|^(torch|triton)==' > constraints/verl.txt

@@ -82,7 +82,8 @@ def set_streams(root: Any) -> None:
     """
     from omegaconf import OmegaConf
 
-    if root.actor_rollout_ref.rollout.get("name") == "sglang" and OmegaConf.select(root, _STREAMS) is None:
+    name = str(root.actor_rollout_ref.rollout.get("name"))
+    if name.startswith("sglang") and OmegaConf.select(root, _STREAMS) is None:
         OmegaConf.update(root, _STREAMS, True, force_add=True)
 
 

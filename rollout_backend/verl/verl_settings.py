@@ -43,6 +43,7 @@ def settings_of(config: Any, addresses: Sequence[str]) -> RolloutConfig:
             "name": PurePath(str(model.path)).name,
             "context_length": int(length),
             "routed_experts": records_experts,
+            "trust_remote_code": bool(model.get("trust_remote_code")),
         },
         "sampling": sampling_of(rollout, validate=False, greedy=False).model_dump(),
         "group": {"size": int(rollout.n)},

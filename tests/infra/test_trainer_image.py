@@ -57,6 +57,14 @@ def test_without_the_overrides_verl_and_its_sglang_cannot_be_installed_together(
     assert "sglang==0.5.12 depends on transformers==5.6.0" in done.stderr
 
 
+def test_the_lock_for_vllm_has_the_versions_that_verl_requires() -> None:
+    locked, with_sglang = pins(INFRA / "trainer-vllm-requirements.txt"), pins(LOCK)
+    assert locked["vllm"] == "0.24.0"
+    assert "sglang" not in locked
+    for name in ("verl", "torch", "transformers", "cupy-cuda13x", "renderers"):
+        assert locked[name] == with_sglang[name], name
+
+
 def test_the_lock_pins_the_packages_requirements() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     wanted = dict(re.findall(r"([\w.-]+)(?:\[\w+\])?==([\w.]+)", " ".join(extras["verl"] + extras["trainer"])))

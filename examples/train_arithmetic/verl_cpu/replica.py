@@ -7,7 +7,7 @@ from verl.workers.rollout.replica import RolloutReplica
 
 from rollout_backend.errors import ConfigError
 from verl_cpu.replica_server import SGLangServer
-from verl_cpu.replica_settings import ServerSettings, model_of
+from verl_cpu.replica_settings import ServerSettings, model_of, serving_of
 
 
 def actor_name(replica_rank: int, suffix: str = "") -> str:
@@ -33,7 +33,7 @@ class SGLangCpuReplica(RolloutReplica):  # type: ignore[misc]
         server = actor.remote(
             name,
             model_of(self.config, self.model_config),
-            settings.serving(self.config.dtype, self.config.skip_tokenizer_init, self.model_config),
+            serving_of(self.config, self.model_config),
             settings.log_dir.absolute() / f"{name}.log",
             can_sleep=self.config.free_cache_engine,
         )

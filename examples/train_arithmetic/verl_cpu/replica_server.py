@@ -31,17 +31,27 @@ ADAPTER = "verl_actor_lora_name"
 """The name under which verl loads its adapter into SGLang."""
 _CONTROL_S = 120.0
 _UPDATE_S = 600.0
+_NOT_OF_VERL = (
+    "--context-length",
+    "--sampling-defaults",
+    "--served-model-name",
+    "--stream-interval",
+    "--weight-version",
+)
 _LAUNCHER = Path(__file__).with_name("launch_server.py")
 
 
 def server_command(model: ModelConfig, serving: ServingConfig, node: ServerNode) -> Command:
-    """Return the command of `engine_command`, with memory that can be released, and with verl's environment."""
-    argv, env = engine_command(model, serving, node)
+    """Return the command of `engine_command`, with memory that can be released, and with verl's options and
+    environment."""
+    argv, env = engine_command(model, serving.model_copy(update={"extra_args": ()}), node)
+    env.pop("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION")  # verl does not set it
+    for option in _NOT_OF_VERL:
+        at = argv.index(option)
+        del argv[at : at + 2]
+    argv.remove("--incremental-streaming-output")  # in `extra_args`, if verl's settings have it
     module = argv.index("-m")
-    env.pop("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION")  # verl sets neither this
-    version = argv.index("--weight-version")  # nor a version
-    del argv[version : version + 2]
-    return [*argv[:module], str(_LAUNCHER), *argv[module + 2 :]], env
+    return [*argv[:module], str(_LAUNCHER), *argv[module + 2 :], *serving.extra_args], env
 
 
 class SGLangServer:

@@ -60,11 +60,15 @@ class ServerSettings(BaseModel):
                 "\n".join(f"{_WHERE}.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             ) from None
 
-    def serving(self, dtype: str, skip_tokenizer_init: bool = True, model: Any = None) -> ServingConfig:
+    def serving(
+        self, dtype: str, skip_tokenizer_init: bool = True, model: Any = None, streams_once: bool = False
+    ) -> ServingConfig:
         """Return the serving settings. By default the server has no tokenizer, like verl's own servers.
 
         `model` is verl's `HFModelConfig`; a server of a model with an adapter takes it, like verl's own servers.
+        `streams_once`: whether the settings of verl's SGLang have `incremental_streaming_output`.
         """
+        options = {"--skip-tokenizer-init": skip_tokenizer_init, "--incremental-streaming-output": streams_once}
         return ServingConfig.model_validate(
             {
                 "device": "cpu",
@@ -73,10 +77,17 @@ class ServerSettings(BaseModel):
                 "max_running_requests": self.max_running_requests,
                 "python": self.python,
                 "startup_timeout_s": self.startup_timeout_s,
-                "extra_args": ("--skip-tokenizer-init",) if skip_tokenizer_init else (),
+                "extra_args": ("--skip-server-warmup", *(name for name, given in options.items() if given)),
                 **(_adapters(model) if model is not None and serves_adapter(model) else {}),
             }
         )
+
+
+def serving_of(rollout: Any, model: Any) -> ServingConfig:
+    """Return how a server of verl's `RolloutConfig` and `HFModelConfig` runs."""
+    streams_once = ((rollout.engine_kwargs or {}).get("sglang") or {}).get("incremental_streaming_output")
+    settings = ServerSettings.of(rollout)
+    return settings.serving(rollout.dtype, rollout.skip_tokenizer_init, model, bool(streams_once))
 
 
 def serves_adapter(model: Any) -> bool:
@@ -98,4 +109,5 @@ def model_of(rollout: Any, model: Any) -> ModelConfig:
         path=Path(model.path).absolute(),
         context_length=max(length + 1, 16),
         routed_experts=bool(rollout.enable_rollout_routing_replay),
+        trust_remote_code=bool(getattr(model, "trust_remote_code", False)),
     )
