@@ -201,7 +201,8 @@ def _check_accepted(body: bytes) -> None:
     if status not in _ACCEPTED:
         raise InvokeRejected(
             f"the agent answered {body[:200]!r} instead of accepting the rollout: is its function wrapped in "
-            "RolloutApp, and the deployed image the current one?",
+            "RolloutApp, or its BedrockAgentCoreApp imported from agent_wrapper.bedrock_agentcore, and the deployed "
+            "image the current one?",
             reason="not_a_rollout_app",
         )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import secrets
 import signal
 import sys
@@ -36,6 +37,7 @@ from rollout_backend.serving.server_process import ServerProcess, free_port
 IMAGE = "000000000000.dkr.ecr.{region}.amazonaws.com/local/agent:latest"  # the agent's image
 ARN = "arn:aws:bedrock-agentcore:{region}:000000000000:runtime/local-0123456789"
 PRELOAD = sys.platform == "linux"  # macOS forbids a fork after system frameworks were used
+_UNCHANGED_IMPORT = re.compile(r"^from bedrock_agentcore(\.runtime)? import .*\bBedrockAgentCoreApp\b", re.MULTILINE)
 _START_S = 60.0
 _LOOPBACK = "127.0.0.1"
 
@@ -379,6 +381,11 @@ def _command(agent: Path | str | Sequence[str], python: Path | None) -> tuple[tu
     script = Path(agent).absolute()
     if not script.is_file() or script.suffix != ".py":
         raise ConfigError(f"there is no agent at {script}: name the Python file that starts its app")
+    if _UNCHANGED_IMPORT.search(source := script.read_text(errors="replace")) and "agent_wrapper" not in source:
+        raise ConfigError(
+            f"{script} imports BedrockAgentCoreApp from bedrock_agentcore, which runs no rollouts: import it from "
+            "agent_wrapper.bedrock_agentcore"
+        )
     interpreter = python.absolute() if python else Path(sys.executable)
     if not interpreter.is_file():
         raise ConfigError(f"there is no Python interpreter at {interpreter}")

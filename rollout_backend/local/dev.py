@@ -122,6 +122,9 @@ class DevRunner:
         except AgentRunError as error:
             self._print_run_error(error)
             return
+        except ConfigError as error:
+            self._print(Text(str(error), "red"))
+            return
         finally:
             waiting.cancel()
         took_s = time.monotonic() - began

@@ -305,6 +305,11 @@ class AgentHarness:
     async def _in_this_process(
         self, app: RolloutApp | BedrockAgentCoreApp, payload: dict[str, Any]
     ) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+        if not hasattr(app, "asgi"):
+            raise AgentRunError(
+                f"{app!r} runs no rollouts: make a RolloutApp, or import BedrockAgentCoreApp from "
+                "agent_wrapper.bedrock_agentcore"
+            )
         transport = httpx.ASGITransport(app.asgi)
         async with httpx.AsyncClient(transport=transport, base_url="http://agent", timeout=None) as http:  # noqa: S113
 

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 if os.environ.get("ROLLOUTS"):
+    from agent_wrapper import RolloutContext
     from agent_wrapper.bedrock_agentcore import BedrockAgentCoreApp
 else:
     from bedrock_agentcore import BedrockAgentCoreApp
@@ -93,6 +94,10 @@ def act(payload, context):
             return {"reward": 0.5, "replies": [ask_in_thread()]}
         case "strands":
             return {"result": STRANDS("Hi").message}
+        case "context":
+            current = RolloutContext.current()
+            current.artifacts.add("log.txt", "done")
+            return {"training": current.training, "model": current.model}
         case "wait":
             wait(payload)
     headers = {name: value for name, value in (context.request_headers or {}).items() if name.startswith("x-")}

@@ -215,6 +215,14 @@ def test_an_entrypoint_without_context_runs(use, entrypoint):
     assert rollout.extras["given"] == {"prompt": "Hi"}
 
 
+def test_an_entrypoint_finds_the_context_of_its_rollout(use):
+    container = use("sync_agent")
+    rollout = play(container, do="context")
+    assert rollout.extras == {"training": True, "model": "the-model"}
+    assert [artifact.name for artifact in rollout.artifacts] == ["log.txt"]
+    assert invoke(container, None, do="context").json() == {"training": False, "model": ""}
+
+
 def test_what_a_rollout_returns_or_raises_is_its_result(use):
     container = use("sync_agent")
     value = {"reward": 0.5, "turn_rewards": [], "steps": [1]}

@@ -117,6 +117,7 @@ async def test_agent_as_a_command(app, tmp_path, mark):
     [
         ("missing.py", None, "there is no agent at .*missing.py"),
         ("folder", None, "there is no agent at"),
+        ("plain.py", None, "import it from agent_wrapper.bedrock_agentcore"),
         ([], None, "the agent's command is empty"),
         ("agent.py", Path("/no/python"), "no Python interpreter at /no/python"),
     ],
@@ -124,6 +125,7 @@ async def test_agent_as_a_command(app, tmp_path, mark):
 def test_invalid_agents_are_refused_at_once(app, tmp_path, monkeypatch, agent, python, message):
     monkeypatch.chdir(app.parent)
     (app.parent / "folder").mkdir()
+    (app.parent / "plain.py").write_text("from bedrock_agentcore.runtime import BedrockAgentCoreApp\n")
     with pytest.raises(ConfigError, match=message):
         LocalCloud(agent, run_dir=tmp_path, python=python)
 

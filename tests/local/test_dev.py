@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -261,10 +262,11 @@ async def test_the_settings_limit_the_agents_time(tmp_path):
     assert "timed_out, agent_deadline: " in console.file.getvalue()
 
 
-async def test_an_agent_whose_process_cannot_start_prints_why(tmp_path):
+@pytest.mark.parametrize("error", [partial(AgentRunError, log=Path("none.log")), ConfigError])
+async def test_an_agent_whose_process_cannot_start_prints_why(tmp_path, error):
     class Harness:
         async def run(self, *_: object, **__: object) -> None:
-            raise AgentRunError("the app did not accept the task: no memory", tmp_path / "none.log")
+            raise error("the app did not accept the task: no memory")
 
     console = Console(file=io.StringIO(), width=200)
     await DevRunner(Harness(), tmp_path / "agent.py", console, config(tmp_path)).run(TASK)

@@ -8,7 +8,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from agent_wrapper.contract import REQUEST_FIELD, Outcome, Rollout
+from agent_wrapper.contract import REQUEST_FIELD, Failure, Outcome, Rollout
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CircuitOpen
 from rollout_backend.scoring.rollout_scorer import RolloutScorer
@@ -72,6 +72,31 @@ def test_the_scorer_replaces_the_agents_reward(play, make_run, make_config):
     assert not [payload for payload in invoked if b"secret-" in payload]
     assert set(json.loads(invoked[0])) == {"q", REQUEST_FIELD}
     assert not [key for key, body in run.world.bucket.objects.items() if b"secret-" in body or "secret-" in key]
+
+
+@pytest.mark.parametrize("has_scorer", [True, False])
+def test_what_an_agent_left_unscored_is_trained_with_the_scorers_reward_only(play, make_run, make_config, has_scorer):
+    async def work():
+        run = make_run(make_config(group={"size": 1}))
+        make_result = run.world.agents.make_result
+
+        def leave_unscored(*args: Any, **more: Any) -> Rollout:
+            failure = Failure(reason="no_reward", message="")
+            update = {"outcome": Outcome.AGENT_ERROR, "reward": None, "failure": failure}
+            return make_result(*args, **more).model_copy(update=update)
+
+        run.world.agents.make_result = leave_unscored
+        step = scored_step(run, Judge()) if has_scorer else Step(0, [Task("t0", {"q": "0"})], run.services, None)
+        return await step.run()
+
+    result = play(work())
+    rewards = [(rollout.outcome, rollout.reward) for rollout in result.rollouts]
+    if has_scorer:
+        assert rewards == [(Outcome.COMPLETED, 3.0)]
+        assert [rollout.score.agent_reward for rollout in result.rollouts] == [None]
+    else:
+        assert result.report.reasons == {"agent_error: no_reward": 1}
+        assert [group.rollouts for group in result.groups] == [()]
 
 
 def test_a_failing_scorer_is_called_again_and_no_rollout_runs_again(play, make_run, make_config):
