@@ -234,13 +234,13 @@ class RolloutBuffer:
         return MessageStatus.DONE if handled else MessageStatus.UNKNOWN
 
     def _is_trainer_object(self, item: Announcement) -> bool:
-        """Return whether it names an object that a trainer wrote, such as a manifest or a quarantine record.
+        """Return whether it names an object that a trainer wrote, such as a manifest, a quarantine record or a probe.
 
         S3 notifies of these too. Quarantining such a message would write another object, which S3 announces again,
         without an end.
         """
-        runs = rf"{re.escape(self._store.config.prefix)}runs/[^/]+/"
-        return item.bucket == self._store.config.bucket and bool(re.match(rf"{runs}(?!steps/).", item.key))
+        written = rf"{re.escape(self._store.config.prefix)}runs/(?:[^/]+/(?!steps/)|preflight/steps/probe-)."
+        return item.bucket == self._store.config.bucket and bool(re.match(written, item.key))
 
     def _is_of_another_run(self, item: Announcement) -> bool:
         match = re.fullmatch(rf"(.*/)?runs/({ID_PATTERN})/steps/[^/]+/[^/]+", item.key)

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from agent_wrapper.contract import Announcement, ContractError
+from agent_wrapper.contract import Announcement, ContractError, probe_key
 from collect_bench import Sink
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.queue import AnnouncementQueue
@@ -195,6 +195,7 @@ async def test_announcements_of_trainer_objects_are_ignored(open_run, run_id):
     for record in ("quarantine/0123.json", "manifests/00000000.json", "lease"):
         await run.announce(f"team/runs/{run_id}/{record}")
         await run.announce(f"team/runs/another-run/{record}")
+    await run.announce(f"team/{probe_key('', 'ab12', agents=True)}")
     await run.until_held(0)
     assert (run.buffer.refused, run.buffer.dangling, sink.arrived) == (0, 0, [])
     assert await run.quarantined() == []
