@@ -132,7 +132,9 @@ def preflight_error(error: BotoCoreError | ClientError, what: str, setting: str)
             "or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
     if isinstance(error, NO_CONNECTION):
-        return PreflightError(f"{what} cannot be reached: {error}. Check aws.region and aws.endpoint_url")
+        return PreflightError(
+            f"{what} cannot be reached: {error}. Check aws.region and aws.endpoint_url, or the service's own endpoint"
+        )
     if isinstance(error, ClientError):
         return PreflightError(_refusal(error, what, setting))
     return PreflightError(f"{what} cannot be used: {error}")

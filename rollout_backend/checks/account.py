@@ -38,6 +38,9 @@ _ROLLOUT = "doctor"
 
 async def find_identity(config: RolloutConfig) -> tuple[Identity | None, CheckResult]:
     """Ask who the caller is, and describe how long its credentials last."""
+    if config.aws.endpoint_url is None and not _of_aws(config):  # these credentials are none of AWS's
+        text = "S3 and SQS are not AWS's (aws.s3_endpoint_url, aws.sqs_endpoint_url), so STS is not asked about them"
+        return None, CheckResult("unchecked", "credentials", text)
     try:
         identity = await Identity.ask(config.aws.region, config.aws.endpoint_url)
     except (ClientError, BotoCoreError) as error:
@@ -79,12 +82,20 @@ def describe_credentials(identity: Identity, config: RolloutConfig, now: datetim
 
 
 def needed_permissions(config: RolloutConfig, identity: Identity) -> Sequence[Permission]:
-    """Return the permissions that a run needs for its bucket and its queue."""
+    """Return the permissions that a run needs for its bucket and its queue, where IAM's policies apply to them."""
     partition = identity.arn.split(":")[1]
-    found = _of_bucket(config, f"arn:{partition}:s3:::{config.storage.bucket}")
-    if config.uses_queue:
+    found = []
+    if config.aws.endpoint_of("s3") == config.aws.endpoint_url:
+        found += _of_bucket(config, f"arn:{partition}:s3:::{config.storage.bucket}")
+    if config.uses_queue and config.aws.endpoint_of("sqs") == config.aws.endpoint_url:
         found += _of_queue(config, f"arn:{partition}:sqs:{{}}:{{}}:{{}}".format, identity.account)
     return found
+
+
+def _of_aws(config: RolloutConfig) -> bool:
+    """Return whether bucket or queue is AWS's."""
+    used = [config.aws.endpoint_of("s3"), *([config.aws.endpoint_of("sqs")] if config.uses_queue else ())]
+    return None in used
 
 
 def _of_bucket(config: RolloutConfig, bucket: str) -> list[Permission]:
@@ -189,7 +200,7 @@ def _permission_line(permission: Permission, decision: str | None, called: bool 
 
 async def check_clock_and_region(config: RolloutConfig) -> list[CheckResult]:
     """Ask S3, without credentials, for the time and for the bucket's region."""
-    url = config.aws.endpoint_url or _s3_url(config.aws.region)
+    url = config.aws.endpoint_of("s3") or _s3_url(config.aws.region)
     try:
         async with (
             aiohttp.ClientSession(timeout=_ASK_TIMEOUT, trust_env=True) as http,

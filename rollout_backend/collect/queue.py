@@ -104,7 +104,7 @@ class AnnouncementQueue:
             made = aws.client(
                 "sqs",
                 region=aws_config.region,
-                endpoint_url=aws_config.endpoint_url,
+                endpoint_url=aws_config.endpoint_of("sqs"),
                 read_timeout_s=config.wait_s + 15.0,
                 connections=config.receivers + _CONNECTIONS,
                 retries=2,

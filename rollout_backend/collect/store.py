@@ -87,7 +87,7 @@ class ResultStore:
         made = aws.client(
             "s3",
             region=aws_config.region,
-            endpoint_url=aws_config.endpoint_url,
+            endpoint_url=aws_config.endpoint_of("s3"),
             connections=connections,
             retries=3,
         )
@@ -162,7 +162,7 @@ class ResultStore:
             f"bucket {self.config.bucket!r}: the store, or a proxy in front of it, does not support PutObject with "
             f"{header}: it {what}. Results are written once, and a manifest replaces only the version that was read, "
             "so both If-None-Match and If-Match are needed. Use a store that supports them (AWS S3, current MinIO or "
-            "Cloudflare R2), or point aws.endpoint_url past the proxy"
+            "Cloudflare R2), or point aws.s3_endpoint_url past the proxy"
         )
 
     @contextmanager

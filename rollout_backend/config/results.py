@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 from pydantic import Field, field_validator
 
@@ -73,3 +74,18 @@ class AwsConfig(Section):
     """Region of bucket and queue. The runtime's region follows from its ARN or its image."""
     endpoint_url: str | None = None
     """Endpoint of S3 and SQS if not AWS, such as a local emulator. Agents get it through their own environment."""
+    s3_endpoint_url: str | None = None
+    """Endpoint of S3 if it differs from `aws.endpoint_url`, for example an object store of your own. Agents: set
+    AWS_ENDPOINT_URL_S3."""
+    sqs_endpoint_url: str | None = None
+    """Endpoint of SQS if it differs from `aws.endpoint_url`. Agents: set AWS_ENDPOINT_URL_SQS."""
+
+    def endpoint_of(self, service: Literal["s3", "sqs"]) -> str | None:
+        """Return the service's endpoint; None: AWS's."""
+        return (self.s3_endpoint_url if service == "s3" else self.sqs_endpoint_url) or self.endpoint_url
+
+    @property
+    def agents_environment(self) -> dict[str, str]:
+        """The environment variables that name the endpoints to an agent's AWS clients."""
+        named = {"": self.endpoint_url, "_S3": self.s3_endpoint_url, "_SQS": self.sqs_endpoint_url}
+        return {f"AWS_ENDPOINT_URL{service}": url for service, url in named.items() if url is not None}

@@ -196,7 +196,7 @@ class RolloutConfig(Section):
     @property
     def run_runtime(self) -> RuntimeConfig:
         """Return the `runtime` section as this run opens it."""
-        return self.runtime.for_run(self.run_dir, self.aws.endpoint_url)
+        return self.runtime.for_run(self.run_dir, self.aws.agents_environment)
 
 
 def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:

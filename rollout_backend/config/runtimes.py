@@ -127,9 +127,9 @@ class RuntimeConfig(Section):
         """Raise ValueError if these settings end a session within the seconds that an agent and its result may
         take."""
 
-    def for_run(self, run_dir: Path, aws_endpoint_url: str | None) -> Self:
-        """Return the settings with what they take from other sections, if unset: the run's folder, and the endpoint
-        of S3 and SQS if not AWS."""
+    def for_run(self, run_dir: Path, aws_environment: Mapping[str, str]) -> Self:
+        """Return the settings with what they take from other sections, if unset: the run's folder, and environment
+        variables that name the endpoints of S3 and SQS if not AWS."""
         return self
 
 
@@ -416,7 +416,8 @@ class ProcessConfig(RuntimeConfig):
     """Working directory of every process. `app` is imported from there."""
     environment: dict[str, str] = Field(default={})
     """Environment variables, in addition to those of the backend except ROLLOUT__*. Set no secrets here: the settings
-    are stored in the run's folder. With `aws.endpoint_url`, AWS_ENDPOINT_URL has its value."""
+    are stored in the run's folder. AWS_ENDPOINT_URL, AWS_ENDPOINT_URL_S3 and AWS_ENDPOINT_URL_SQS
+    have the endpoints of `aws`."""
     keep_home: bool = False
     """Let all sessions share your HOME and XDG_* folders. By default each session has its own, which are removed at
     its end, because command-line agents keep the model's endpoint and key in their settings. ~/.aws is linked into
@@ -476,10 +477,9 @@ class ProcessConfig(RuntimeConfig):
                 f"timeouts.publish_grace_s ({needed_s:g}): raise it, or lower them"
             )
 
-    def for_run(self, run_dir: Path, aws_endpoint_url: str | None) -> Self:
-        endpoint = {} if aws_endpoint_url is None else {"AWS_ENDPOINT_URL": aws_endpoint_url}
+    def for_run(self, run_dir: Path, aws_environment: Mapping[str, str]) -> Self:
         logs = self.session_logs or run_dir.absolute() / "logs" / "sessions"
-        return self.model_copy(update={"environment": {**endpoint, **self.environment}, "session_logs": logs})
+        return self.model_copy(update={"environment": {**aws_environment, **self.environment}, "session_logs": logs})
 
 
 RUNTIME_KINDS: Mapping[str, type[RuntimeConfig]] = {

@@ -163,11 +163,11 @@ def _s3_client(where: dict[str, str]) -> Any:
         retries={"total_max_attempts": 6, "mode": "standard"},
         connect_timeout=10,
         read_timeout=30,
-        s3={"addressing_style": "path"} if where["endpoint_url"] else {},
+        s3={"addressing_style": "path"} if where["s3"] else {},
     )
     client: Any = boto3.client  # its types list every service by name
-    keys = client_keys(where["endpoint_url"])
-    return client("s3", region_name=where["region"], endpoint_url=where["endpoint_url"], config=config, **keys)
+    keys = client_keys(where["s3"])
+    return client("s3", region_name=where["region"], endpoint_url=where["s3"], config=config, **keys)
 
 
 def _delete_queues(where: dict[str, str], queues: dict[str, str]) -> None:
@@ -177,7 +177,7 @@ def _delete_queues(where: dict[str, str], queues: dict[str, str]) -> None:
     from rollout_backend.collect.queue import delete_queues
 
     async def delete() -> None:
-        async with aws.client("sqs", region=where["region"], endpoint_url=where["endpoint_url"], retries=5) as sqs:
+        async with aws.client("sqs", region=where["region"], endpoint_url=where["sqs"], retries=5) as sqs:
             for url, dead_url in queues.items():
                 await delete_queues(sqs, url, dead_url)
 

@@ -149,7 +149,11 @@ def _run(config: RolloutConfig, lease: RunLease, runtime: AgentRuntime) -> dict[
         "previous_manager_id": lease.previous_manager_id,
         "bucket": config.storage.bucket,
         "key": lease.key,
-        "aws": {"region": config.aws.region, "endpoint_url": config.aws.endpoint_url},
+        "aws": {
+            "region": config.aws.region,
+            "s3": config.aws.endpoint_of("s3"),
+            "sqs": config.aws.endpoint_of("sqs"),
+        },
         "grace_s": config.janitor.grace_s,
         "stop_per_s": config.runtime.stop_per_s,
         "cleanup": None if cleanup is None else dataclasses.asdict(cleanup),

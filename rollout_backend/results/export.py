@@ -177,7 +177,7 @@ class S3Folder:
         Raises:
             ConfigError: S3 refuses a file, and why.
         """
-        async with aws.client("s3", region=config.region, endpoint_url=config.endpoint_url, retries=4) as s3:
+        async with aws.client("s3", region=config.region, endpoint_url=config.endpoint_of("s3"), retries=4) as s3:
             for file in files:
                 try:
                     await s3.upload_file(str(file), self.bucket, f"{self.prefix}{file.name}")

@@ -379,6 +379,20 @@ async def test_nothing_stays_in_the_account(account):
     assert "QueueUrls" not in queues
 
 
+@pytest.mark.parametrize("elsewhere", [{"s3"}, {"sqs"}, {"s3", "sqs"}])
+async def test_s3_and_sqs_at_other_addresses(account, elsewhere):
+    """IAM's policies hold for what it guards, and STS is not asked about the credentials of other servers."""
+    account.sections["aws"] = {f"{name}_endpoint_url": account.storage.endpoint_url for name in elsewhere}
+    if len(elsewhere) < 2:
+        account.sections["aws"]["endpoint_url"] = account.iam.url
+    found = await examine(account.config(), machine=False)
+    assert [each.setting for each in found if each.level == "problem"] == []
+    simulated = {each.setting.partition(":")[0] for each in found if ":" in each.setting}
+    assert simulated == (set() if len(elsewhere) == 2 else {"s3", "sqs"} - elsewhere)
+    if len(elsewhere) == 2:
+        assert "STS is not asked" in line(found, "credentials").text
+
+
 async def test_a_queue_without_a_dead_letter_queue(account):
     async with account.storage.client("sqs") as sqs:
         url = (await sqs.create_queue(QueueName="doctor-alone"))["QueueUrl"]

@@ -221,9 +221,10 @@ def test_settings_that_cannot_work_are_refused(runtime, message):
 def test_a_run_gives_its_agents_a_folder_for_logs_and_the_endpoint_of_its_storage(tmp_path):
     runtime = {"kind": "process", "command": "python agent.py --fast", "environment": {"A": "b"}}
     base = {"model": {"path": "m"}, "storage": {"bucket": "rollouts"}, "runtime": runtime}
-    aws = {"endpoint_url": "http://127.0.0.1:9000"}
+    aws = {"endpoint_url": "http://127.0.0.1:9000", "sqs_endpoint_url": "http://127.0.0.1:9001"}
     config = load_config(base={**base, "aws": aws, "output_dir": str(tmp_path), "run_id": "r"}, env={}).run_runtime
     assert isinstance(config, ProcessConfig)
     assert config.argv == ["python", "agent.py", "--fast"]
     assert config.session_logs == tmp_path / "r" / "logs" / "sessions"
-    assert config.environment == {"A": "b", "AWS_ENDPOINT_URL": "http://127.0.0.1:9000"}
+    endpoints = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9000", "AWS_ENDPOINT_URL_SQS": "http://127.0.0.1:9001"}
+    assert config.environment == {"A": "b", **endpoints}
