@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -83,7 +84,7 @@ class Presigner:
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http:
                 url, body = await self._put_url(key, 60), b"{}"
                 async with http.put(url, data=body, headers=put_headers(body)) as response:
-                    status = response.status
+                    status, said = response.status, await response.content.read(10_000)
                 async with http.delete(await self._url("delete_object", 60, Key=key)):
                     pass  # without the permission the object stays
             left_s = await self._credentials_last_s(lasting_s)
@@ -91,10 +92,13 @@ class Presigner:
             raise PreflightError(f"storage.presigned: {error}") from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise PreflightError(f"storage.presigned: writing by a presigned URL failed: {error}") from error
-        log_call("s3", "PutObject by a presigned URL", status, "AccessDenied" if status == 403 else "")
+        named = re.search(rb"<Code>(.+?)</Code>\s*<Message>(.*?)</Message>", said, re.DOTALL)
+        code, message = (part.decode(errors="replace") for part in named.groups()) if named else ("", "")
+        log_call("s3", "PutObject by a presigned URL", status, code or ("AccessDenied" if status == 403 else ""))
         if status != 200:
+            why = f" ({code}: {message})" if code else ""
             raise PreflightError(
-                f"storage.presigned: S3 answered {status} to a write by a URL that these credentials signed. "
+                f"storage.presigned: S3 answered {status}{why} to a write by a URL that these credentials signed. "
                 "Deploy the stack with Presigned=true, attach its TrainerPolicyArn to the trainer's role, and set "
                 "storage.prefix to the stack's parameter ResultPrefix, or leave both out"
             )
@@ -133,11 +137,11 @@ class Presigner:
     async def _client(self) -> aws.Client:
         async with self._opening:
             if self._s3 is None:
-                style = "path" if self._where.endpoint_url else "virtual"
+                style = "path" if self._where.endpoint_of("s3") else "virtual"
                 made = aws.client(
                     "s3",
                     region=self._where.region,
-                    endpoint_url=self._where.endpoint_url,
+                    endpoint_url=self._where.endpoint_of("s3"),
                     signature_version="s3v4",  # older versions do not sign headers
                     request_checksum_calculation="when_required",  # the body is unknown at this time
                     s3={"addressing_style": style},

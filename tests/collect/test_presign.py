@@ -16,7 +16,7 @@ from rollout_backend.aws.clients import Credentials
 from rollout_backend.collect.presign import Presigner
 from rollout_backend.config import AwsConfig, StorageConfig
 from rollout_backend.core.session_key import SessionClaims
-from rollout_backend.errors import ConfigError, NoCredentials
+from rollout_backend.errors import ConfigError, NoCredentials, PreflightError
 
 
 @pytest.fixture
@@ -165,3 +165,9 @@ async def test_calls_share_one_renewal_and_its_failure(provider):
         CredentialRetrievalError
     }
     assert provider.runs.read_text() == "\n"
+
+
+async def test_a_refused_write_names_the_code_of_s3(local_aws, where):
+    async with aclosing(Presigner(StorageConfig(bucket="no-such-bucket"), where)) as presigner:
+        with pytest.raises(PreflightError, match=r"answered 404 \(NoSuchBucket: The specified bucket does not exist"):
+            await presigner.check(600)
