@@ -37,7 +37,7 @@ _MODELS = (
     "ANTHROPIC_DEFAULT_OPUS_MODEL",
     "CLAUDE_CODE_SUBAGENT_MODEL",
 )
-_MAX_RETRIES = 40  # of 8 s at most: five minutes without a gateway
+MAX_RETRIES = 40  # of 8 s at most: five minutes without a gateway
 _IN_HOME = {
     "XDG_CONFIG_HOME": ".config",
     "XDG_CACHE_HOME": ".cache",
@@ -115,7 +115,7 @@ class RolloutContext:
         """
         timeout = max(1.0, self.remaining_s) if self.training else _DEPLOYED_CALL_TIMEOUT_S
         endpoint = {"base_url": self.base_url, "api_key": self.api_key}
-        return {k: v for k, v in endpoint.items() if v} | {"timeout": timeout, "max_retries": _MAX_RETRIES}
+        return {k: v for k, v in endpoint.items() if v} | {"timeout": timeout, "max_retries": MAX_RETRIES}
 
     def environ(self, *, keep_home: bool = False) -> dict[str, str]:
         """Return the model's endpoint as environment variables, for a program that reads them.

@@ -16,6 +16,7 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import importlib
@@ -24,14 +25,17 @@ import json
 import math
 import os
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
-from agent_wrapper.context import CURRENT, RolloutContext
+from agent_wrapper.context import CURRENT, MAX_RETRIES, RolloutContext
 
 _HTTP_CLIENTS = ("httpx", "httpx2")  # openai 3 uses httpx2
 _PATHS = ("/chat/completions", "/completions", "/messages/count_tokens", "/messages", "/responses")
 _REPLACED = frozenset({"authorization", "x-api-key", "api-key", "host", "content-length"})
+_RETRIED = frozenset({502, 503, 504})
+_RETRY_COUNT = "x-stainless-retry-count"
 # Clients refuse to be made without a key. Each request gets the key of its rollout.
 _KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY")
 
@@ -89,26 +93,61 @@ def _redirect_http(module: Any) -> None:
 
     @functools.wraps(send)
     def redirected_send(client: Any, request: Any, *args: Any, **more: Any) -> Any:
-        return send(client, _redirect(request), *args, **more)
+        context = _context_of(request)
+        if context is None:
+            return send(client, request, *args, **more)
+        request = _redirect(request, context)
+        for pause_s in _pauses(request, context):
+            try:
+                response = send(client, request, *args, **more)
+            except module.ConnectError:
+                if pause_s is None:
+                    raise
+            else:
+                if pause_s is None or response.status_code not in _RETRIED:
+                    return response
+                response.close()
+            time.sleep(pause_s)
+        raise AssertionError("unreachable")
 
     @functools.wraps(async_send)
     async def redirected_async_send(client: Any, request: Any, *args: Any, **more: Any) -> Any:
-        return await async_send(client, _redirect(request), *args, **more)
+        context = _context_of(request)
+        if context is None:
+            return await async_send(client, request, *args, **more)
+        request = _redirect(request, context)
+        for pause_s in _pauses(request, context):
+            try:
+                response = await async_send(client, request, *args, **more)
+            except module.ConnectError:
+                if pause_s is None:
+                    raise
+            else:
+                if pause_s is None or response.status_code not in _RETRIED:
+                    return response
+                await response.aclose()
+            await asyncio.sleep(pause_s)
+        raise AssertionError("unreachable")
 
     module.Client.send, module.AsyncClient.send = redirected_send, redirected_async_send
 
 
-def _redirect(request: Any) -> Any:
-    """Return the request to send instead."""
-    path = next((path for path in _PATHS if request.url.path.endswith(path)), None)
-    if request.method != "POST" or path is None or (context := _rollout()) is None:
-        return request
+def _context_of(request: Any) -> RolloutContext | None:
+    """Return the rollout whose endpoint the request is to be sent to instead; None: it is sent unchanged."""
+    if request.method != "POST" or not request.url.path.endswith(_PATHS) or (context := _rollout()) is None:
+        return None
     try:
         body = json.loads(request.content)
     except (ValueError, RuntimeError):  # no JSON, or a stream, which no SDK sends
-        return request
-    if not isinstance(body, dict) or not isinstance(body.get("model"), str):
-        return request
+        return None
+    has_model = isinstance(body, dict) and isinstance(body.get("model"), str)
+    return context if has_model and not str(request.url).startswith(context.base_url) else None
+
+
+def _redirect(request: Any, context: RolloutContext) -> Any:
+    """Return the request to send instead."""
+    path = next(path for path in _PATHS if request.url.path.endswith(path))
+    body = {**json.loads(request.content), "model": context.model}
     headers = [(name, value) for name, value in request.headers.multi_items() if name.lower() not in _REPLACED]
     # A call that the client gives up and repeats is sampled twice.
     left_s = None if math.isinf(context.remaining_s) else max(1.0, context.remaining_s)
@@ -117,9 +156,24 @@ def _redirect(request: Any) -> Any:
         "POST",
         context.base_url + path,
         headers=[*headers, ("Authorization", f"Bearer {context.api_key}")],
-        content=json.dumps({**body, "model": context.model}).encode(),
+        content=json.dumps(body).encode(),
         extensions={**request.extensions, "timeout": timeout},
     )
+
+
+def _pauses(request: Any, context: RolloutContext) -> Iterator[float | None]:
+    """Yield the pause after each attempt at the request, and None for the last one. Repeats are marked as such.
+
+    A client makes few retries unless it is told otherwise, and a rollout must outlast a restart of the training side.
+    """
+    made = int(request.headers.get(_RETRY_COUNT, "0"))
+    for number in range(MAX_RETRIES):
+        pause_s = min(0.5 * 2**number, 8.0)
+        if pause_s >= context.remaining_s:
+            break
+        yield pause_s
+        request.headers[_RETRY_COUNT] = str(made + number + 1)
+    yield None
 
 
 def _redirect_strands() -> None:

@@ -45,7 +45,7 @@ class Models:
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, dict[str, Any]]] = []  # path, key and body
         self.url = ""
-        self.status = 200
+        self.failures: list[int] = []  # statuses of the next answers
         self.meet: threading.Barrier | None = None
 
     def handle(self, request: Request) -> tuple[int, bytes]:
@@ -58,8 +58,8 @@ class Models:
         self.calls.append((request.path, key, body))
         if self.meet is not None:
             self.meet.wait(60)
-        if self.status != 200:
-            return self.status, b'{"error": {"message": "no engine"}}'
+        if self.failures:
+            return self.failures.pop(0), b'{"error": {"message": "no engine"}}'
         reply = key[::-1]
         if request.path.endswith("/messages"):
             text = {"type": "text", "text": reply}
@@ -83,7 +83,7 @@ def model_server() -> Iterator[Models]:
 @pytest.fixture
 def models(model_server: Models) -> Models:
     model_server.calls.clear()
-    model_server.status, model_server.meet = 200, None
+    model_server.failures, model_server.meet = [], None
     return model_server
 
 
@@ -301,8 +301,15 @@ def test_a_call_that_could_belong_to_several_rollouts_is_not_made(use, models, m
     container.await_result(block)
 
 
+@pytest.mark.parametrize(("entrypoint", "act"), [("sync_agent", "ask"), ("async_agent", "anthropic")])
+def test_a_restart_of_the_training_side_ends_no_rollout(use, models, entrypoint, act):
+    """The clients themselves make no retry."""
+    models.failures = [503, 502]
+    assert play(use(entrypoint), do=act).reward == 0.5
+
+
 def test_a_model_endpoint_that_fails_is_no_error_of_the_agent(use, models):
-    models.status = 503
+    models.failures = [500]
     container = use("sync_agent")
     block = container.request()
     invoke(container, block, do="ask")
