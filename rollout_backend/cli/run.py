@@ -112,7 +112,7 @@ async def _run_on_local_storage(
 
     base = {"storage": {"bucket": "rollouts"}}
     early = load_config(file, overrides, base=base)  # errors show before anything starts
-    if not isinstance(early.runtime, ProcessConfig):
+    if type(early.runtime) is not ProcessConfig:
         raise ConfigError(
             f"--local keeps S3 on this machine, where agents of runtime.kind={early.runtime.kind} may not reach it: "
             "set runtime.kind=process, or try `rollout demo`"

@@ -18,6 +18,7 @@ from rollout_backend.config.runtimes import (
     HttpConfig,
     KubernetesConfig,
     ProcessConfig,
+    RayConfig,
     RuntimeConfig,
     TaskImageConfig,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "ObserveConfig",
     "ProcessConfig",
     "QueueConfig",
+    "RayConfig",
     "RelayConfig",
     "RolloutConfig",
     "RouterConfig",

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from pydantic import (
     BeforeValidator,
     Field,
+    JsonValue,
     SecretStr,
     SerializeAsAny,
     ValidationInfo,
@@ -467,7 +468,7 @@ class ProcessConfig(RuntimeConfig):
         return [str(self.python or sys.executable), "-c", f"from {module} import {name} as app; app.run()"]
 
     @property
-    def agents_host(self) -> str:
+    def agents_host(self) -> str | None:
         return "localhost"
 
     def check_session_lifetime(self, needed_s: float) -> None:
@@ -482,11 +483,39 @@ class ProcessConfig(RuntimeConfig):
         return self.model_copy(update={"environment": {**aws_environment, **self.environment}, "session_logs": logs})
 
 
+class RayConfig(ProcessConfig):
+    """Agents on the machines of a Ray cluster, one process for each session, with the settings of `process`. This
+    package and `working_dir` must be in the same place on each machine."""
+
+    implementation: ClassVar[str] = "rollout_backend.runtimes.ray.RayRuntime"
+
+    kind: Literal["ray"] = "ray"  # type: ignore[assignment]  # the kind of its base class
+    address: str = "auto"
+    """Address of the Ray cluster, HOST:PORT. Default: the cluster of this machine, or of the trainer."""
+    num_cpus: float = Field(default=1.0, ge=0)
+    """CPUs of a session, by which Ray chooses its machine."""
+    resources: dict[str, float] = Field(default={})
+    """Ray resources of a session, such as `{"agents": 1}` on machines started with `--resources '{"agents": 64}'`."""
+    node_labels: dict[str, str] = Field(default={})
+    """Labels that a session's machine must have, as Ray's label selector."""
+    runtime_env: dict[str, JsonValue] = Field(default={})
+    """Ray's runtime environment of the sessions, such as `{"image_uri": "..."}` or `{"pip": ["..."]}`."""
+    start_timeout_s: Seconds = 120.0
+    """Time for Ray to start a session. A start that takes longer is retried."""
+    max_sessions: int = Field(default=64, ge=1)
+    """Maximum concurrent sessions."""
+
+    @property
+    def agents_host(self) -> str | None:
+        return None
+
+
 RUNTIME_KINDS: Mapping[str, type[RuntimeConfig]] = {
     "agentcore": AgentCoreConfig,
     "http": HttpConfig,
     "kubernetes": KubernetesConfig,
     "process": ProcessConfig,
+    "ray": RayConfig,
 }
 
 

@@ -1,7 +1,8 @@
-"""The contract of `AgentRuntime`, for agents as processes."""
+"""The contract of `AgentRuntime`, for agents as processes of this machine, and of a Ray cluster of two machines."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -9,17 +10,22 @@ import sys
 from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rollout_backend.config import ProcessConfig
-from rollout_backend.testing.runtime_contract import Call, Fault, RuntimeContract, Service
+from rollout_backend.config import ProcessConfig, RayConfig
+from rollout_backend.core.session_ends import SessionEnd
+from rollout_backend.runtimes.registry import open_runtime
+from rollout_backend.testing.runtime_contract import Call, Fault, RuntimeContract, Service, new_session
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
 
 class ProcessService(Service):
     """Processes that run until they are stopped, each with a child that has left the process group."""
+
+    config: ProcessConfig
 
     def __init__(self, folder: Path) -> None:
         self.marker = f"CONTRACT_TEST={folder}"
@@ -98,3 +104,83 @@ class TestProcessRuntime(RuntimeContract):
             for pid in _processes(service.marker):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+
+# --- on a Ray cluster -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    cluster.add_node(num_cpus=1, include_dashboard=False)
+    cluster.add_node(num_cpus=1, resources={"agents": 100}, node_ip_address="127.0.0.2")
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+class RayService(ProcessService):
+    def __init__(self, folder: Path, address: str) -> None:
+        super().__init__(folder)
+        settings = {**self.config.model_dump(), "kind": "ray", "address": address, "num_cpus": 0}
+        self.config = RayConfig.model_validate({**settings, "resources": {"agents": 1}})
+
+        def other(**settings: object) -> RayConfig:
+            return RayConfig.model_validate({**self.config.model_dump(), **settings})
+
+        self.broken = {
+            r"runtime\.resources: a session needs 1 of nothing, and the Ray cluster has 0": other(
+                resources={"nothing": 1}
+            ),
+            r"runtime\.working_dir: there is no folder .* \(on a machine of the Ray cluster\)": other(
+                working_dir=folder / "missing"
+            ),
+        }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+class TestRayRuntime(RuntimeContract):
+    capacity = 4
+    reports_ends = True
+
+    @pytest.fixture(autouse=True)
+    def _in_cluster(self, cluster: Any) -> None:
+        self.address = cluster.address
+
+    @asynccontextmanager
+    async def serve(self, folder: Path) -> AsyncIterator[Service]:
+        service = RayService(folder, self.address)
+        try:
+            yield service
+        finally:
+            for pid in _processes(service.marker):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_a_lost_machine_of_a_ray_cluster_is_reported_at_once(cluster: Any, tmp_path: Path) -> None:
+    cluster.add_node(num_cpus=1, resources={"lost": 1}, node_ip_address="127.0.0.3")
+    service = RayService(tmp_path, cluster.address)
+    runtime = await open_runtime(RayConfig.model_validate({**service.config.model_dump(), "resources": {"lost": 1}}))
+    session, ends = new_session(), asyncio.Queue[SessionEnd]()
+    await runtime.invoke(session, b"{}")
+    watching = asyncio.create_task(runtime.watch_sessions("run", ends.put_nowait))
+    lost = next(node for node in cluster.list_all_nodes() if node.node_ip_address == "127.0.0.3")
+    await asyncio.to_thread(cluster.remove_node, lost, False)
+    async with asyncio.timeout(120):
+        end = await ends.get()
+    assert (end.session_id, end.reason) == (session, "container_lost")
+    assert "its machine or its Ray actor was lost" in end.message
+    await runtime.stop(session)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    await runtime.aclose()
+    for pid in _processes(service.marker):  # a real machine takes them with it
+        os.kill(pid, signal.SIGKILL)

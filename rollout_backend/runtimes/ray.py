@@ -1,0 +1,316 @@
+"""Agents on the machines of a Ray cluster: an actor for each session, which runs the agent's command like the runtime
+`process` does on one machine.
+
+Invariants:
+
+- A session outlives this process: its actor is detached. The next trainer of the run, or its janitor, stops it.
+- A session that ends without a stop is reported at once, also if its machine is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+
+from rollout_backend import errors
+from rollout_backend.config import RayConfig
+from rollout_backend.core.session_ends import SessionEnd
+from rollout_backend.errors import (
+    InvokeRejected,
+    OutcomeUnknown,
+    PreflightError,
+    QuotaExceeded,
+    RuntimeCallError,
+    RuntimeUnavailable,
+)
+from rollout_backend.runtimes.base import AgentRuntime, CleanupSpec
+from rollout_backend.runtimes.process.control import KILL_S, SESSION_ID, pipe_of, send_stop
+from rollout_backend.runtimes.process.runtime import ProcessRuntime
+from rollout_backend.runtimes.process.session import ProcessSession, log_of
+
+
+class _StartError(NamedTuple):
+    """An error of a session's start, as its actor returns it."""
+
+    kind: str
+    message: str
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, error: BaseException) -> Self:
+        options: dict[str, Any] = {}
+        if isinstance(error, RuntimeUnavailable):
+            options = {"never_opened": error.never_opened}
+        elif isinstance(error, InvokeRejected):
+            options = {"reason": error.reason}
+        return cls(type(error).__name__, str(error), options)
+
+    def raised(self) -> RuntimeCallError:
+        error: RuntimeCallError = getattr(errors, self.kind, OutcomeUnknown)(self.message, **self.options)
+        return error
+
+
+class _SessionActor:
+    """One session, on its machine. Its methods run concurrently."""
+
+    def __init__(self, config: RayConfig, folder: Path, session_id: str, payload: bytes) -> None:
+        self._config, self._folder, self._id, self._payload = config, folder, session_id, payload
+        self._session: ProcessSession | None = None
+
+    async def start(self) -> _StartError | None:
+        """Start the agent. Return why it did not start."""
+        argv = self._config.argv
+        self._session = ProcessSession(self._config, self._folder, self._id, argv, self._payload)
+        await asyncio.wait({self._session.started})
+        error = self._session.started.exception()
+        return None if error is None else _StartError.of(error)
+
+    async def wait(self) -> tuple[bool, str, str]:
+        """Return, once the session has ended, whether it was stopped, the reason of its end, and a description."""
+        session = self._session
+        if session is None:
+            return False, "container_lost", "it has not started"
+        await asyncio.wait({session.task})
+        stopped = session.end is not None and session.end["why"] == "stopped"
+        return stopped, session.reason(), f"{session.describe_end()}. Log: {session.log}"
+
+    async def stop(self) -> None:
+        """End the session. Return once its processes have ended."""
+        if self._session is not None:
+            await asyncio.wait({self._session.started})
+            send_stop(pipe_of(self._folder, self._id))
+            await asyncio.wait({self._session.task})
+
+
+def _check_on_a_node(config: RayConfig, folder: Path) -> str | None:
+    try:
+        asyncio.run(ProcessRuntime(config, folder).check())
+    except PreflightError as error:
+        return str(error)
+    return None
+
+
+def _connect(address: str) -> None:
+    if not ray.is_initialized():
+        ray.init(address=address, log_to_driver=False, logging_level="warning")
+
+
+class RayRuntime(AgentRuntime):
+    """The sessions of one run."""
+
+    def __init__(self, config: RayConfig, folder: Path) -> None:
+        self._config = config
+        self._folder = folder
+        self._namespace = f"rollouts-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
+        self._actors: dict[str, Any] = {}
+        self._starts: dict[str, asyncio.Task[None]] = {}
+        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._finished: set[str] = set()
+        self._ends: asyncio.Queue[SessionEnd] = asyncio.Queue()
+
+    @classmethod
+    async def open(cls, config: RayConfig, on_status: Callable[[str], object] = lambda text: None) -> Self:
+        try:
+            await asyncio.to_thread(_connect, config.address)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise PreflightError(
+                f"runtime.address: no Ray cluster answers at {config.address} ({error}): start Ray, or correct it"
+            ) from None
+        return cls(config, (config.session_logs or Path("sessions")).absolute())
+
+    async def check(self, session_s: float = 0.0) -> None:
+        config, total = self._config, await asyncio.to_thread(ray.cluster_resources)
+        for name, amount in {"CPU": config.num_cpus, **config.resources}.items():
+            if total.get(name, 0) < amount:
+                raise PreflightError(
+                    f"runtime.{'num_cpus' if name == 'CPU' else 'resources'}: a session needs {amount:g} of {name}, "
+                    f"and the Ray cluster has {total.get(name, 0):g}: start machines with it"
+                )
+        ref = ray.remote(_check_on_a_node).options(**self._placement()).remote(config, self._folder)
+        try:
+            async with asyncio.timeout(config.start_timeout_s):
+                problem = await ref
+        except (TimeoutError, RayError) as error:
+            ray.cancel(ref, force=True)
+            why = str(error).strip().splitlines()[:1] or [f"nothing ran within {config.start_timeout_s:g} s"]
+            raise PreflightError(
+                f"runtime: no machine of the Ray cluster could be checked ({why[0]}): this package must be installed "
+                "there, as here"
+            ) from None
+        if problem is not None:
+            raise PreflightError(f"{problem} (on a machine of the Ray cluster)")
+
+    def _placement(self) -> dict[str, Any]:
+        """Return Ray's options that choose a session's machine."""
+        config = self._config
+        options: dict[str, Any] = {"num_cpus": config.num_cpus, "resources": dict(config.resources)}
+        if config.node_labels:
+            options["label_selector"] = dict(config.node_labels)
+        if config.runtime_env:
+            options["runtime_env"] = dict(config.runtime_env)
+        return options
+
+    def limits(self) -> RayConfig:
+        return self._config
+
+    def describe(self) -> dict[str, str]:
+        return {"command": shlex.join(self._config.argv), "working_dir": str(self._config.working_dir)}
+
+    def log_location(self, session_id: str | None) -> str:
+        place = self._folder if session_id is None else log_of(self._folder, session_id)
+        return f"on the session's machine of the Ray cluster: {place}"
+
+    def cleanup_spec(self) -> CleanupSpec:
+        options = {"address": self._config.address, "namespace": self._namespace, "grace_s": self._config.grace_s}
+        return CleanupSpec("rollout_backend.runtimes.ray.session_stopper", options)
+
+    # --- sessions -----------------------------------------------------------------------------------------
+
+    async def invoke(self, session_id: str, payload: bytes) -> bytes:
+        if not SESSION_ID.fullmatch(session_id):
+            raise InvokeRejected(f"the session id {session_id!r} is no file name")
+        if session_id in self._finished:
+            return _status("finished")
+        if session_id in self._starts:
+            await asyncio.shield(self._starts[session_id])
+            return _status("running")
+        if len(self._starts) >= self._config.max_sessions:
+            raise QuotaExceeded(f"{len(self._starts)} sessions run, as many as runtime.max_sessions allows")
+        start = self._starts[session_id] = asyncio.create_task(self._start(session_id, payload))
+        start.add_done_callback(lambda done: done.cancelled() or done.exception())  # it counts as seen
+        await asyncio.shield(start)  # the start of a cancelled invoke goes on, until the session is stopped
+        return _status("accepted")
+
+    async def _start(self, session_id: str, payload: bytes) -> None:
+        try:
+            await self._start_actor(session_id, payload)
+        except BaseException:
+            self._kill(session_id)
+            del self._starts[session_id]
+            raise
+        self._watches[session_id] = asyncio.create_task(self._watch(session_id))
+
+    async def _start_actor(self, session_id: str, payload: bytes) -> None:
+        config = self._config
+        actor_class = ray.remote(_SessionActor).options(
+            name=session_id,
+            namespace=self._namespace,
+            lifetime="detached",
+            max_restarts=0,
+            max_concurrency=16,
+            **self._placement(),
+        )
+        try:
+            actor = await asyncio.to_thread(actor_class.remote, config, self._folder, session_id, payload)
+            self._actors[session_id] = actor
+            async with asyncio.timeout(config.start_timeout_s):
+                failed = await actor.start.remote()
+        except TimeoutError:
+            raise RuntimeUnavailable(
+                f"the Ray cluster has not started the session within {config.start_timeout_s:g} s "
+                "(runtime.start_timeout_s): its machines are full"
+            ) from None
+        except (RayError, ValueError, ConnectionError) as error:
+            raise OutcomeUnknown(f"the session's Ray actor was lost as it started: {_first_line(error)}") from None
+        if failed is not None:
+            raise _StartError(*failed).raised()
+
+    async def _watch(self, session_id: str) -> None:
+        stopped, reason, message = await _end_of(self._actors[session_id])
+        self._finished.add(session_id)
+        del self._starts[session_id], self._watches[session_id]
+        self._kill(session_id)
+        if not stopped:
+            text = f"session {session_id} ended without a result: {message}"
+            self._ends.put_nowait(SessionEnd(session_id, reason, text))
+
+    def _kill(self, session_id: str) -> None:
+        actor = self._actors.pop(session_id, None)
+        if actor is not None:
+            ray.kill(actor)
+
+    async def stop(self, session_id: str) -> None:
+        limit_s = self._config.grace_s + KILL_S
+        try:
+            if session_id not in self._starts:  # unknown, or of an earlier trainer
+                stop_other = session_stopper(self.cleanup_spec().options)
+                await asyncio.to_thread(stop_other, session_id)
+                return
+            await asyncio.wait({self._starts[session_id]})
+            async with asyncio.timeout(limit_s):
+                if (actor := self._actors.get(session_id)) is not None:
+                    with contextlib.suppress(RayActorError):  # it is gone
+                        await actor.stop.remote()
+                if (watch := self._watches.get(session_id)) is not None:
+                    await asyncio.wait({watch})
+        except (RayError, TimeoutError) as error:
+            raise RuntimeUnavailable(f"session {session_id} has not ended: {_first_line(error)}") from None
+
+    async def watch_sessions(self, run_id: str, on_end: Callable[[SessionEnd], None]) -> None:
+        async with asyncio.TaskGroup() as group:
+            for named in await asyncio.to_thread(ray.util.list_named_actors, True):
+                if named["namespace"] == self._namespace and named["name"] not in self._starts:
+                    group.create_task(self._watch_earlier(named["name"], on_end))
+            while True:
+                on_end(await self._ends.get())
+
+    async def _watch_earlier(self, session_id: str, on_end: Callable[[SessionEnd], None]) -> None:
+        """Report the end of a session that an earlier trainer started."""
+        with contextlib.suppress(ValueError):  # it has ended
+            actor = await asyncio.to_thread(ray.get_actor, session_id, self._namespace)
+            stopped, reason, message = await _end_of(actor)
+            if not stopped:
+                text = f"session {session_id}, of an earlier trainer, ended without a result: {message}"
+                on_end(SessionEnd(session_id, reason, text))
+            ray.kill(actor)
+
+    async def aclose(self) -> None:
+        """Leave the sessions. A step has stopped its own."""
+        tasks = [*self._starts.values(), *self._watches.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _end_of(actor: Any) -> tuple[bool, str, str]:
+    try:
+        stopped, reason, message = await actor.wait.remote()
+    except RayError as error:
+        return False, "container_lost", f"its machine or its Ray actor was lost: {_first_line(error)}"
+    return stopped, reason, message
+
+
+def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
+    """Return a function that stops one session, and returns False if it did not exist. See `CleanupSpec`."""
+    _connect(str(options["address"]))
+    limit_s = float(options["grace_s"]) + KILL_S
+
+    def stop(session_id: str) -> bool:
+        try:
+            actor = ray.get_actor(session_id, namespace=options["namespace"])
+            ray.get(actor.stop.remote(), timeout=limit_s)
+        except (ValueError, RayActorError):
+            return False
+        except GetTimeoutError:
+            raise TimeoutError(f"it has not ended within {limit_s:g} s") from None
+        ray.kill(actor)
+        return True
+
+    return stop
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _status(status: str) -> bytes:
+    return json.dumps({"status": status}).encode()
