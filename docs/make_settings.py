@@ -188,7 +188,9 @@ def page() -> str:
         if name == "runtime":
             tables["runtime, any kind"] = (shared, "runtime.")
             for kind, config in RUNTIME_KINDS.items():
-                tables[f"runtime, kind: {kind}"] = (_without(config.model_json_schema(), shared), "runtime.")
+                parent = config.__base__ if config.__base__ in RUNTIME_KINDS.values() else RuntimeConfig
+                own = _without(config.model_json_schema(), parent.model_json_schema())
+                tables[f"runtime, kind: {kind}"] = (own, "runtime.")
         else:
             for section in _sections(field, definitions):
                 tables[name] = (section, f"{name}.")
