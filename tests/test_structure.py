@@ -60,8 +60,7 @@ def imports() -> Iterator[tuple[str, str, str]]:
 
 
 def test_each_folder_has_one_layer():
-    names = {path.name.removesuffix(".py") for path in PACKAGE.iterdir() if path.suffix in ("", ".py")}
-    names -= {"__init__", "__pycache__"}
+    names = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in PACKAGE.rglob("*.py")} - {"__init__"}
     assert sorted(names) == sorted(name for layer in LAYERS for name in layer)
 
 
