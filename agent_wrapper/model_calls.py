@@ -83,7 +83,7 @@ def _install() -> None:
             if name not in _installed and importlib.util.find_spec(name) is not None:
                 _redirect_http(importlib.import_module(name))
                 _installed.add(name)
-        if "strands" not in _installed and all(map(importlib.util.find_spec, ("strands", "openai"))):
+        if "strands" not in _installed and importlib.util.find_spec("strands") is not None:
             _redirect_strands()
             _installed.add("strands")
 
@@ -178,13 +178,15 @@ def _pauses(request: Any, context: RolloutContext) -> Iterator[float | None]:
 
 def _redirect_strands() -> None:
     from strands.models.bedrock import BedrockModel
-    from strands.models.openai import OpenAIModel
 
     stream, structured_output = BedrockModel.stream, BedrockModel.structured_output
 
     def substitute() -> Any:
-        context = _rollout()
-        return context and OpenAIModel(client_args=context.openai_kwargs(), model_id=context.model)
+        if (context := _rollout()) is None:
+            return None
+        from strands.models.openai import OpenAIModel  # an agent of Bedrock may lack what it needs
+
+        return OpenAIModel(client_args=context.openai_kwargs(), model_id=context.model)
 
     @functools.wraps(stream)
     def redirected_stream(model: Any, *args: Any, **more: Any) -> Any:

@@ -61,16 +61,25 @@ import os, runpy, sys
 from pathlib import Path
 from agent_wrapper import RolloutApp
 
+apps = [RolloutApp]
+try:
+    from agent_wrapper.bedrock_agentcore import BedrockAgentCoreApp
+except ImportError:
+    pass
+else:
+    apps.append(BedrockAgentCoreApp)
+
 def served(app, *args, **options):
     app.asgi
     print("imported", flush=True)
     os._exit(0)
 
-RolloutApp.run = served
+for app in apps:
+    app.run = served
 script = sys.argv[1]
 sys.path.insert(0, str(Path(script).parent))
 for value in runpy.run_path(script, run_name="agent").values():
-    if isinstance(value, RolloutApp) or hasattr(value, "add_async_task") and hasattr(value, "asgi"):
+    if isinstance(value, tuple(apps)):
         served(value)
 print("no app")
 """
