@@ -44,13 +44,15 @@ FOLDERS = {  # and modules, with the extra that they need; those that are not he
     "rollout_backend/verl": "verl",
 }
 ELSEWHERE = {
-    "pytest": ("local", "testing"),  # which runs these modules
+    "bedrock_agentcore": ("agent_wrapper/bedrock_agentcore.py",),  # of the agent
+    "pytest": ("rollout_backend/local", "rollout_backend/testing"),  # which runs these modules
+    "strands": ("agent_wrapper/model_calls.py",),  # of the agent
     "torch": (
-        "local/tiny_model.py",
-        "serving",
-        "manager.py",
+        "rollout_backend/local/tiny_model.py",
+        "rollout_backend/serving",
+        "rollout_backend/manager.py",
     ),  # of the engine, or of the caller
-    "vllm": ("verl",),  # verl's choice of an engine
+    "vllm": ("rollout_backend/verl",),  # verl's choice of an engine
 }
 
 
@@ -83,7 +85,7 @@ def undeclared(place: str, source: str) -> set[str]:
         for name in imported(ast.parse(source))
         if name not in own
         and canonicalize_name(DISTRIBUTIONS.get(name, name)) not in known
-        and not any(place.startswith(f"rollout_backend/{each}") for each in ELSEWHERE.get(name, ()))
+        and not place.startswith(ELSEWHERE.get(name, ()))
     }
 
 
