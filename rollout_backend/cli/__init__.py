@@ -30,6 +30,7 @@ from rollout_backend.cli.replay import replay
 from rollout_backend.cli.report import report
 from rollout_backend.cli.rescore import rescore
 from rollout_backend.cli.run import run
+from rollout_backend.cli.serve import serve
 from rollout_backend.cli.show import show
 from rollout_backend.logs import configure_logs, select_json
 from rollout_backend.relay.cli import serve as relay
@@ -43,7 +44,23 @@ _HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown", context_settings=_HELP_NAMES
 )
-for command in (init, dev, demo, deploy, doctor, run, down, ls, show, report, compare, export, replay, rescore):
+for command in (
+    init,
+    dev,
+    demo,
+    deploy,
+    doctor,
+    run,
+    down,
+    ls,
+    show,
+    report,
+    compare,
+    export,
+    replay,
+    rescore,
+    serve,
+):
     app.command()(command)
 app.command("relay", rich_help_panel="Advanced")(relay)
 app.command(rich_help_panel="Advanced")(infra)

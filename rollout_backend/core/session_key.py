@@ -23,7 +23,7 @@ class SessionClaims(BaseModel):
     """Whose key it is. `expires_at` is in unix seconds; `journal_id` names the journal that holds the session,
     and `trainer_incarnation` the trainer's process in which it began. Sessions with the same `routing_key` share an
     engine; an empty one is the session's own. Model calls sample with the LoRA adapter `adapter`; an empty one is the
-    model without an adapter."""
+    model without an adapter. Unless `is_recorded`, each call is a session that is forgotten with its answer."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -38,6 +38,7 @@ class SessionClaims(BaseModel):
     trainer_incarnation: str = ""
     routing_key: str = ""
     adapter: str = ""
+    is_recorded: bool = True
 
 
 class KeyRefused(RolloutBackendError):

@@ -139,19 +139,20 @@ class CallHandler:
         """Answer a model call, with a body or with a stream of events."""
         request.state.dialect = dialect
         claims = self._authenticator.session(request)
-        current = claims.trainer_incarnation == self._settings.trainer_incarnation
+        current = not claims.is_recorded or claims.trainer_incarnation == self._settings.trainer_incarnation
         if not current and claims.session_id not in self._adopted:
             raise not_adopted()
-        share = self._registry.open(claims).state.share  # a closed session is refused before its body is read
+        session = self._registry.open(claims)  # a closed one is refused before its body is read
+        share = session.state.share
         with contextlib.ExitStack() as open_request:
             open_request.enter_context(share.request(self._max_requests))
             async with self._body(request, share) as body:
                 key = await share.parse(body, RequestKey, dialect.name, body, request.headers)
-                session = self._registry.open(claims)
+                session = self._registry.still_open(session)
                 running = session.state.retries.find(key)
                 if running is None:
                     call, question = await share.parse(body, self._parse, session, dialect, body)
-                    session = self._registry.open(claims)
+                    session = self._registry.still_open(session)
                     self._admit(session, key, call, question)
                     running = InFlightCall(
                         call,

@@ -172,10 +172,19 @@ class SessionRegistry:
         Raises:
             ApiError: status 410 if it is closed.
         """
+        if not claims.is_recorded:
+            conversations = Conversations(self._bundle, self._experts)
+            return OpenSession(
+                SessionState(claims.session_id, claims.expires_at, conversations), conversations, claims
+            )
         state = self._find(claims)
         if state.conversations is None:
             raise session_closed("sealed")
         return OpenSession(state, state.conversations, claims)
+
+    def still_open(self, session: OpenSession) -> OpenSession:
+        """Return the session again. Raises ApiError (410) if it was closed since it was opened."""
+        return self.open(session.claims) if session.claims.is_recorded else session
 
     async def seal(self, claims: SessionClaims) -> bytes:
         """Close the session, abort its calls in flight, and return its encoded `Trajectory`.

@@ -1,0 +1,105 @@
+"""`rollout serve`: a checkpoint behind the gateway of its training."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rollout_backend.cli.common import Overrides, echo, exit_codes, run_async
+from rollout_backend.config import RolloutConfig, load_config, merge_overrides
+from rollout_backend.errors import ConfigError
+
+_DAY_S = 86_400.0
+
+
+def serve(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A folder with weights and tokenizer, as from_pretrained reads.")
+    ],
+    config: Annotated[
+        Path | None, typer.Option(help="The settings of the training: its file, or config.yaml of a run's folder.")
+    ] = None,
+    days: Annotated[float, typer.Option(min=0.01, help="How long the key that is printed stays valid.")] = 30.0,
+    override: Overrides = None,
+) -> None:
+    """Serve a checkpoint to a deployed agent, with the engine, renderer and APIs of its training, until Ctrl-C.
+
+    It prints the address and a key, which stays valid after a restart. Calls are sampled with the settings of the
+    training, and nothing is recorded.
+    """
+    with exit_codes():
+        settings = serving_config(checkpoint, config, override or [])
+        run_async(serve_model(settings, days, echo))
+
+
+def serving_config(checkpoint: Path, config: Path | None, overrides: Sequence[str]) -> RolloutConfig:
+    """Return the settings of the training with the checkpoint as its model, under the training's name of the model.
+
+    Raises:
+        ConfigError: they are invalid, or the folder holds no checkpoint.
+    """
+    if not (checkpoint / "config.json").is_file():
+        raise ConfigError(
+            f"{checkpoint} has no config.json: name a folder in Hugging Face's format. `python -m verl.model_merger "
+            "merge` makes one of a checkpoint of verl"
+        )
+    nowhere = {"storage": {"bucket": "none"}, "runtime": {"kind": "http", "url": "http://127.0.0.1"}}
+    trained = load_config(config, base={**nowhere, "model": {"path": str(checkpoint)}}) if config else None
+    name = trained.model.served_name if trained is not None else checkpoint.name
+    top: dict[str, Any] = {
+        **nowhere,
+        "run_id": f"serve-{name}",
+        "model": {"path": str(checkpoint.absolute()), "name": name},
+        "gateway": {"processes": 1},
+    }
+    if trained is not None and trained.serving.kind == "external":  # the trainer's servers
+        top["serving"] = {"kind": "process", "engine": trained.serving.engine}
+    merge_overrides(top, overrides)
+    return load_config(config, top=top)
+
+
+async def serve_model(config: RolloutConfig, days: float, show: Callable[[str], object]) -> int:
+    """Serve until this is cancelled. `show` gets each line about the address.
+
+    Raises:
+        StartupError, ServingError: an engine or the gateway did not start, or was lost for good.
+    """
+    from rollout_backend.core.session_key import SessionClaims
+    from rollout_backend.serving.model_serving import ModelServing
+    from rollout_backend.serving.run_secret import run_secret
+
+    logs = config.run_dir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    show(f"starting the engines and the gateway; logs: {logs}")
+    serving = ModelServing(config, logs)
+    try:
+        await serving.start(run_secret(config))
+        claims = SessionClaims(
+            run_id=config.run_id,
+            step=0,
+            rollout_id="serve",
+            attempt=1,
+            session_id="serve",
+            sampling=config.sampling,
+            expires_at=time.time() + days * _DAY_S,
+            is_recorded=False,
+        )
+        endpoint = serving.gateways.endpoint(claims)
+        show(f"serving {endpoint.name} for {days:g} days:")
+        show(f"  OPENAI_BASE_URL={endpoint.base_url}")
+        show(f"  OPENAI_API_KEY={endpoint.api_key}")
+        lost = [asyncio.ensure_future(each) for each in serving.failures()]
+        try:
+            done, _ = await asyncio.wait(lost, return_when=asyncio.FIRST_COMPLETED)
+            await done.pop()
+        finally:
+            for task in lost:
+                task.cancel()
+    finally:
+        await serving.stop()
+    return 1
