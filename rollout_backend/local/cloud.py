@@ -69,6 +69,8 @@ class LocalStorage(_Startable):
     every key is accepted.
     """
 
+    _health = "moto-api/data.json"
+
     def __init__(
         self, *, run_dir: Path, bucket: str = "rollouts", region: str = "us-east-1", any_key: bool = False
     ) -> None:
@@ -115,7 +117,7 @@ class LocalStorage(_Startable):
         if not self._any_key:
             local_keys.publish_key(self.endpoint_url, self.access_key)
         try:
-            await self.process.wait_healthy(lambda: _answers(f"{self.endpoint_url}/moto-api/data.json"), _START_S)
+            await self.process.wait_healthy(lambda: _answers(f"{self.endpoint_url}/{self._health}"), _START_S)
             async with self.s3() as s3:
                 await s3.create_bucket(Bucket=self.bucket, **_place(self.region))
         except BaseException:

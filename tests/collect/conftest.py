@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+from anyio.from_thread import start_blocking_portal
 
 from builders import eventually
 from collect_bench import Run, Sink, end
+from ministack import MiniStack
 from rollout_backend import aws
 from rollout_backend.collect.queue import AnnouncementQueue, queue_name
 from rollout_backend.collect.store import ResultStore
@@ -18,6 +20,17 @@ from rollout_backend.config import AwsConfig, QueueConfig, StorageConfig
 from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.serving.server_process import free_port
 from rollout_backend.testing.fault_proxy import FaultProxy, Rule
+
+
+@pytest.fixture(scope="session", params=["moto", pytest.param("MiniStack", marks=pytest.mark.slow)])
+def storage(request, storage, tmp_path_factory) -> Iterator[LocalStorage]:
+    """Each server in turn, for the whole session."""
+    if request.param == "moto":
+        yield storage
+        return
+    other = MiniStack(tmp_path_factory.mktemp("ministack"))
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(other):
+        yield other
 
 
 @pytest.fixture

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from anyio.from_thread import start_blocking_portal
 
+from ministack import MiniStack
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
 from rollout_backend.local.scripted_sums import ScriptedSums
 
@@ -74,6 +76,19 @@ def test_a_run_needs_nothing_but_this_machine(tmp_path):
     )
     assert again.returncode == 2
     assert "its S3 was on this machine and ended with it" in again.stderr
+
+
+def test_s3_and_sqs_at_different_addresses(tmp_path, local_aws):
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(MiniStack(tmp_path)) as other:
+        addresses = {"s3_endpoint_url": local_aws.endpoint_url, "sqs_endpoint_url": other.endpoint_url}
+        settings = {"aws": addresses, "storage.bucket": local_aws.bucket, "collect.list_after_idle_s": 3600}
+        done = run(
+            tmp_path, *(part for name, value in settings.items() for part in ("-o", f"{name}={json.dumps(value)}"))
+        )
+    assert done.returncode == 3, done.stdout + done.stderr  # all rewards are equal
+    text = (tmp_path / "runs" / "r" / "steps" / "00000000.rollouts.jsonl").read_text()
+    records = {record["rollout_id"]: record for record in map(json.loads, text.splitlines())}
+    assert [records[f"sum.{n}"]["outcome"] for n in range(2)] == ["completed"] * 2
 
 
 def test_local_storage_is_refused_where_agents_may_not_reach_it(tmp_path):

@@ -6,6 +6,7 @@ which `python tests/support/harnesses.py codex.json` renews.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -16,9 +17,11 @@ from pathlib import Path
 from subprocess import check_output, run
 from tempfile import TemporaryDirectory
 
+from filelock import FileLock
 from uv import find_uv_bin
 
 from rollout_backend.local.scripted import ToolCall
+from rollout_backend.serving.install import cache_dir
 
 FOLDER = Path(__file__).parents[1] / "dialects" / "harnesses"
 ONE_ROW = ("first_call",)
@@ -375,11 +378,39 @@ example](../examples/tool_agent/agent.py) scores both.""",
 )
 
 
+def installed(file: str) -> Path:
+    """Install the packages of this file in pins/ once, in a folder of the cache; return the folder."""
+    pins = FOLDER / "pins" / file
+    digest = hashlib.sha256(pins.read_bytes()).hexdigest()[:8]
+    folder = cache_dir() / "harnesses" / f"{pins.stem}-{digest}"
+    ready = folder / ".ready"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if ready.exists():
+            return folder
+        shutil.rmtree(folder, ignore_errors=True)
+        if pins.suffix == ".txt":
+            run([find_uv_bin(), "venv", "--quiet", folder], check=True)
+            run(
+                [find_uv_bin(), "pip", "install", "--quiet", "--python", folder / "bin/python", "-r", pins],
+                check=True,
+            )
+        else:
+            folder.mkdir()
+            shutil.copy(pins, folder / "package-lock.json")
+            (folder / "package.json").write_text(json.dumps(json.loads(pins.read_text())["packages"][""]))
+            run(["npm", "install", "--no-audit", "--no-fund", "--silent"], cwd=folder, check=True)
+        ready.touch()
+    return folder
+
+
 def pin() -> None:
     """Write the newest versions into these files of pins/, by default into all."""
-    for file in sys.argv[1:] or sorted({harness.pins for harness in HARNESSES}):
+    for file in sys.argv[1:] or sorted(path.name for path in (FOLDER / "pins").iterdir()):
         path = FOLDER / "pins" / file
-        packages = sorted({word for each in HARNESSES if each.pins == file for word in each.install.split()})
+        packages = sorted({word for each in HARNESSES if each.pins == file for word in each.install.split()}) or [
+            path.stem
+        ]
         if path.suffix == ".txt":
             options = ["--python-version", "3.11", "--upgrade", "--no-annotate", "--no-header", "--quiet", "-o", path]
             run([find_uv_bin(), "pip", "compile", "-", *options], input="\n".join(packages), text=True, check=True)

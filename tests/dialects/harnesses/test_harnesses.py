@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -12,44 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
-from uv import find_uv_bin
 
 from gateway_server import Witness
-from harnesses import FOLDER, HARNESSES, NEW, OLD, TASK
+from harnesses import FOLDER, HARNESSES, NEW, OLD, TASK, installed
 from rollout_backend.local.scripted import ScriptedEngine
-from rollout_backend.serving.install import cache_dir
 from token_exact import is_as_sampled
 
 OFFLINE = {
     **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"),
     **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost"),
 }
-
-
-def installed(pins: Path) -> Path:
-    """Install the pinned packages once, in a folder of the cache; return the folder."""
-    digest = hashlib.sha256(pins.read_bytes()).hexdigest()[:8]
-    folder = cache_dir() / "harnesses" / f"{pins.stem}-{digest}"
-    ready = folder / ".ready"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if ready.exists():
-            return folder
-        shutil.rmtree(folder, ignore_errors=True)
-        if pins.suffix == ".txt":
-            subprocess.run([find_uv_bin(), "venv", "--quiet", folder], check=True)
-            subprocess.run(
-                [find_uv_bin(), "pip", "install", "--quiet", "--python", folder / "bin/python", "-r", pins],
-                check=True,
-            )
-        else:
-            folder.mkdir()
-            shutil.copy(pins, folder / "package-lock.json")
-            (folder / "package.json").write_text(json.dumps(json.loads(pins.read_text())["packages"][""]))
-            subprocess.run(["npm", "install", "--no-audit", "--no-fund", "--silent"], cwd=folder, check=True)
-        ready.touch()
-    return folder
 
 
 def reply(replies: Sequence[str], prompt: str) -> str:
@@ -84,7 +54,7 @@ CASES = [
 @pytest.mark.skipif(shutil.which("npm") is None, reason="half of the harnesses need Node.js")
 @pytest.mark.parametrize(("harness", "api"), CASES)
 def test_a_conversation_has_the_rows_that_the_page_states(serve, byte_model, repository, tmp_path, harness, api):
-    packages = installed(FOLDER / "pins" / harness.pins)
+    packages = installed(harness.pins)
     replies = [text.replace("REPOSITORY", str(repository)) for text in harness.replies]
     with ScriptedEngine(lambda prompt: reply(replies, prompt)) as engine, Witness(engine.url) as witness:
         model = byte_model.model_copy(update={"context_length": 1_000_000})
