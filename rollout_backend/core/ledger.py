@@ -245,16 +245,9 @@ class Ledger:
 
         `session_id` is that of the result's attempt, which an earlier trainer may have started.
         """
-        entry = self.entries.get(rollout_id)
-        if entry is None:
-            self.unknown += 1
-            return ResultStatus.UNKNOWN
-        if entry.outcome is not None:
-            if entry.by_result:
-                self.duplicates += 1
-                return ResultStatus.DUPLICATE
-            self.late += 1
-            return ResultStatus.LATE
+        if not self.is_open(rollout_id):
+            return self._count_extra(rollout_id)
+        entry = self.entries[rollout_id]
         if session_id and not entry.session_ids:
             entry.session_ids.append(session_id)
         self._settle(entry, outcome, reason, message, by_result=True, trainable=trainable)
@@ -264,10 +257,20 @@ class Ledger:
         """Record an announcement whose rollout is settled or was never planned, or whose attempt was abandoned."""
         if self.awaits_result(rollout_id):
             self.superseded += 1
-        elif self.is_open(rollout_id):
-            self.duplicates += 1
         else:
-            self.record_result(rollout_id, Outcome.COMPLETED)
+            self._count_extra(rollout_id)
+
+    def _count_extra(self, rollout_id: str) -> ResultStatus:
+        """Count a result of a rollout that has one, was settled without one, or was never planned."""
+        entry = self.entries.get(rollout_id)
+        if entry is None:
+            self.unknown += 1
+            return ResultStatus.UNKNOWN
+        if entry.outcome is None or entry.by_result:
+            self.duplicates += 1
+            return ResultStatus.DUPLICATE
+        self.late += 1
+        return ResultStatus.LATE
 
     def settle(self, rollout_id: str, outcome: Outcome, reason: str, message: str = "") -> bool:
         """Settle a rollout without a result. Return False if it is settled already."""
