@@ -298,7 +298,8 @@ class RolloutManager:
         Raises:
             TaskFileError: no task, or two with one id.
             ConfigError: the rollouts cannot finish within `timeouts.collection_s`, or a task has a private part and
-                no scorer is configured, or no such adapter is loaded; nothing was dispatched.
+                no scorer is configured, or no such adapter is loaded, or the step is being collected already; nothing
+                was dispatched.
             ManifestError: the step was started before, and its manifest cannot be read.
             StoreError: S3 refused the step's manifest until the step's deadline; nothing was dispatched.
             ServingError: no engine or no gateway is left; the step's open rollouts ended as infra_error.
@@ -333,6 +334,8 @@ class RolloutManager:
         ramp, _ = check_ramp(self.config, run.limits, planned_rollouts(wanted, self.config.group))
         log.info("%s", ramp)
         number = self._next_step if step is None else step
+        if number in self._steps:
+            raise ConfigError(f"step {number} is being collected: wait for it, or give this call another step")
         self._next_step = max(self._next_step, number + 1)
         version = run.serving.weight_version
         served = f"{self.config.model.path}@{weights or version or ''}"

@@ -315,6 +315,8 @@ async def test_a_wrong_public_url(settings, agent_server, run_id, caplog):
             await eventually(warned)
             await eventually(lambda: caplog.records)
             await eventually(manager.archive.running_steps)
+            with pytest.raises(ConfigError, match="step 0 is being collected"):
+                await manager.collect([Task("b", {})], step=0)
             [record] = read_run(manager.archive.run_dir).steps[0].open
             assert record.deadline is not None
             assert record.deadline > time.time()
