@@ -357,5 +357,5 @@ class RunServices:
 
 
 async def _forever(wait_lost: Callable[[], Awaitable[None]]) -> NoReturn:
-    await wait_lost()
-    raise AssertionError("unreachable: it raises")
+    while True:
+        await wait_lost()

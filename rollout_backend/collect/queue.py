@@ -116,8 +116,8 @@ class AnnouncementQueue:
                     url, dead_url = config.url, None
                 else:
                     url, dead_url = await _create(sqs, config, name)
-            return cls(config, url, dead_url, sqs, stack.pop_all())
-        raise AssertionError("unreachable")
+            kept = stack.pop_all()
+        return cls(config, url, dead_url, sqs, kept)
 
     async def check(self, config: QueueConfig) -> CheckResult:
         """Receive and delete as a run does, and describe the queue. Raises PreflightError."""
@@ -307,24 +307,24 @@ async def _create_one(sqs: Any, name: str, attributes: dict[str, str]) -> str:
         why = "its name is blocked for a minute after its deletion" if _deleted_recently(error) else str(error)
         log.warning("queue %s cannot be created yet (%s): retrying", name, why)
 
-    async for attempt in AsyncRetrying(
+    async def create() -> str:
+        try:
+            reply = await sqs.create_queue(QueueName=name, Attributes=attributes)
+        except ClientError as error:
+            if not aws.code_of(error).endswith(_EXISTS):
+                raise
+            # Each receive sets the visibility timeout, and the other attributes need not match.
+            log.info("queue %s exists with other attributes and is used unchanged", name)
+            reply = await sqs.get_queue_url(QueueName=name)
+        return str(reply["QueueUrl"])
+
+    return await AsyncRetrying(
         retry=retry_if_exception(lambda error: _deleted_recently(error) or _is_busy(error)),
         stop=stop_after_attempt(1 + round(_NAME_BLOCKED_S / _PAUSE_S)),
         wait=wait_fixed(_PAUSE_S),
         before_sleep=warn,
         reraise=True,
-    ):
-        with attempt:
-            try:
-                reply = await sqs.create_queue(QueueName=name, Attributes=attributes)
-            except ClientError as error:
-                if not aws.code_of(error).endswith(_EXISTS):
-                    raise
-                # Each receive sets the visibility timeout, and the other attributes need not match.
-                log.info("queue %s exists with other attributes and is used unchanged", name)
-                reply = await sqs.get_queue_url(QueueName=name)
-            return str(reply["QueueUrl"])
-    raise AssertionError("unreachable")
+    )(create)
 
 
 def _deleted_recently(error: BaseException | None) -> bool:

@@ -110,15 +110,12 @@ class VerifierJobs:
 
     async def _verify_unless_refused(self, given: ScoreInput) -> dict[str, Any]:
         """Repeat what is refused for now, until the step's deadline cancels it."""
-        async for attempt in AsyncRetrying(
+        return await AsyncRetrying(
             retry=retry_if_exception(lambda error: isinstance(error, RuntimeCallError) and error.refused),
             wait=wait_exponential_jitter(max=10),
             before_sleep=before_sleep_log(log, logging.INFO),
             reraise=True,
-        ):
-            with attempt:
-                return await self._verify(given)
-        raise AssertionError("unreachable")
+        )(self._verify, given)
 
     async def _verify(self, given: ScoreInput) -> dict[str, Any]:
         task, container = given.private.get("harbor"), given.payload.get(CONTAINER_FIELD)

@@ -73,8 +73,8 @@ class EngineFactory(ABC):
 
     async def follow(self, serve_with: Callable[[Sequence[str]], Awaitable[None]]) -> NoReturn:
         """Call `serve_with` with the URLs of all engines whenever they change; by default they never do."""
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
+        while True:
+            await asyncio.Event().wait()
 
     @abstractmethod
     def make(self, number: int) -> Engine:

@@ -250,8 +250,8 @@ class EngineFleet:
         Raises:
             StartupError: the router or the last engine is gone; the message carries the end of its log.
         """
-        await first_of(self._supervisors.failed(), self._factory.follow(self.follow))
-        raise AssertionError("unreachable")
+        while True:
+            await first_of(self._supervisors.failed(), self._factory.follow(self.follow))
 
     # --- parts ------------------------------------------------------------------------------------------------
 

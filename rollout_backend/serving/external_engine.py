@@ -98,8 +98,8 @@ class ExternalEngine:
             raise StartupError(f"{self._name}: {error}") from None
 
     async def wait(self) -> str:
-        await asyncio.Event().wait()  # its process is not visible; only a probe shows its end
-        raise AssertionError("unreachable")
+        while True:  # its process is not visible; only a probe shows its end
+            await asyncio.Event().wait()
 
     async def stop(self) -> None:
         pass

@@ -286,8 +286,8 @@ class EngineDirectory:
         await web.TCPSite(self._runner, self._config.host, self._port).start()
 
     async def wait(self) -> str:
-        await asyncio.Event().wait()  # it ends with this process
-        raise AssertionError("unreachable")
+        while True:  # it ends with this process
+            await asyncio.Event().wait()
 
     async def stop(self) -> None:
         self._urls.clear()

@@ -20,6 +20,7 @@ from agent_wrapper.contract import Sampling
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CredentialsExpired, StoreError, WriteConflict
+from rollout_backend.lazy_retry import retry
 from rollout_backend.step.services import StepServices
 
 log = logging.getLogger(__name__)
@@ -115,13 +116,11 @@ class StepPlan:
             error = state.outcome.exception() if state.outcome else None
             log.warning("step %d waits for S3: %s; retrying in %.1f s", self.step, error, pause)
 
-        async for attempt in AsyncRetrying(
+        retrying = AsyncRetrying(
             retry=retry_if_exception_type(StoreError),
             stop=lambda _: loop.time() >= self.deadline,
             wait=self.services.store_wait,
             before_sleep=warn,
             reraise=True,
-        ):
-            with attempt:
-                return await call()
-        raise AssertionError("unreachable")
+        )
+        return await retry(call, lambda: retrying)

@@ -84,16 +84,13 @@ class StepScoring:
                 "rollout %s: scorer %s failed, retrying in %.1f s: %s", rollout.rollout_id, scorer.name, pause, error
             )
 
-        async for attempt in AsyncRetrying(
+        return await AsyncRetrying(
             retry=retry_if_exception_type(ScoringError),
             stop=lambda _: loop.time() >= until,
             wait=_BACK_OFF,
             before_sleep=record,
             reraise=True,
-        ):
-            with attempt:
-                return await scorer.compute(rollout, data, rollout_task.task)
-        raise AssertionError("unreachable")
+        )(scorer.compute, rollout, data, rollout_task.task)
 
     def _fail(self, rollout_task: RolloutTask, why: str) -> None:
         rollout = self._unscored.pop(rollout_task)

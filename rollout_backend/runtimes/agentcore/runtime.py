@@ -71,8 +71,8 @@ class AgentCoreRuntime(AgentRuntime):
                 )
             )
             control = await stack.enter_async_context(control_client(config.region, config.endpoint_url))
-            return cls(config, arn, data, control, stack.pop_all())
-        raise AssertionError("unreachable")
+            kept = stack.pop_all()
+        return cls(config, arn, data, control, kept)
 
     @classmethod
     async def preview(cls, config: AgentCoreConfig) -> str | None:

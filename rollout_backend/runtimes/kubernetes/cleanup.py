@@ -25,17 +25,14 @@ def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
     async def delete(session_id: str) -> bool:
         api = await KubernetesApi.open(config)
         try:
-            async for attempt in AsyncRetrying(
+            return await AsyncRetrying(
                 retry=retry_if_exception(_is_transient),
                 stop=stop_after_attempt(_TRIES),
                 wait=_wait,
                 reraise=True,
-            ):
-                with attempt:
-                    return await delete_job(api, session_id)
+            )(delete_job, api, session_id)
         finally:
             await api.aclose()
-        raise AssertionError("unreachable")
 
     return lambda session_id: asyncio.run(delete(session_id))
 
