@@ -56,7 +56,7 @@ def _replay(run: str | None, step: int | None, out: Path | None, as_json: bool) 
 
 
 def _print(found: ReplayedStep) -> None:
-    from rollout_backend.results.training_rows import rollout_digest, step_digest
+    from rollout_backend.results.replay import rollout_digest, step_digest
 
     lines = [f"{rollout.rollout_id}: {rollout_digest(rollout)}" for rollout in found.rollouts]
     rows = sum(len(rollout.segments) for rollout in found.rollouts)
@@ -69,7 +69,7 @@ def _print(found: ReplayedStep) -> None:
 
 
 def _print_json(found: ReplayedStep) -> None:
-    from rollout_backend.results.training_rows import rollout_digest, step_digest
+    from rollout_backend.results.replay import rollout_digest, step_digest
 
     content = {
         "step": found.step,

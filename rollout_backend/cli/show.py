@@ -22,8 +22,7 @@ _LISTED = 20
 
 def complete_id(context: typer.Context, incomplete: str) -> list[str]:
     """Return the runs that begin so, and the tasks of a run's newest step. A task alone has its rollouts with it."""
-    from rollout_backend.results.archive import RunArchive
-    from rollout_backend.results.run_names import RunNames
+    from rollout_backend.results.archive import RunArchive, RunNames
 
     run = context.params.get("run")
     runs = complete_run(incomplete) if run is None else []
@@ -92,7 +91,7 @@ def _show(name: str | None, run: str | None, step: int | None, turn: int | None,
 
 def _show_similar(shown: _Shown, name: str, *, other_runs: bool) -> None:
     """Show what begins with the name. Raises ConfigError with what it may mean unless that is one thing."""
-    from rollout_backend.results.run_names import RunNames
+    from rollout_backend.results.archive import RunNames
 
     names = RunNames.read(shown.archive, shown.steps())
     found = (name,) if name in names.tasks else names.starting_with(name)
@@ -144,8 +143,8 @@ class _Shown:
 
     def task(self, task_id: str) -> bool:
         """Show the rollouts of a task, step by step. Return False if the run has no such task."""
+        from rollout_backend.results.archive import payload_of
         from rollout_backend.results.run_data import read_run_id
-        from rollout_backend.results.run_names import payload_of
         from rollout_backend.results.terminal.task_view import TaskView
 
         records = [record for record in self.archive.find_task(task_id) if self.step in (None, record.step)]

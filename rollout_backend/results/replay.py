@@ -6,7 +6,9 @@ has its seal if the run requires seals.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,11 @@ import numpy as np
 
 from agent_wrapper.contract import ContractError, Rollout, Segment
 from rollout_backend.config import RolloutConfig, load_config
-from rollout_backend.core.seal import Sealer, check_without_secret
+from rollout_backend.core.seal import Sealer, check_without_secret, digest_of
 from rollout_backend.errors import ConfigError
 from rollout_backend.results.archive import CONFIG, RunArchive
 from rollout_backend.results.records import RolloutRecord
-from rollout_backend.results.training_rows import trained_records
+from rollout_backend.results.step_report import StepReport
 from rollout_backend.serving.run_secret import revealed, run_secret, secret_file
 
 SealCheck = Callable[[Rollout], None]
@@ -158,3 +160,43 @@ def _routed_experts() -> Any:
 
     numbers = [(name, pyarrow.int32()) for name in ("layers", "topk", "id_bytes")]
     return pyarrow.struct([*numbers, ("ids", pyarrow.large_binary())])
+
+
+def trained_records(report: StepReport, records: Iterable[RolloutRecord]) -> list[RolloutRecord]:
+    """Return the rollouts that a step gave to the trainer, in its order: the trainable ones of the usable groups.
+
+    Of an oversampled group these are the first that arrived, up to its size.
+
+    Raises:
+        ValueError: the report and the records are not of the same step.
+    """
+    by_task: dict[str, list[RolloutRecord]] = defaultdict(list)
+    for record in records:
+        by_task[record.task_id].append(record)
+    found: list[RolloutRecord] = []
+    for group in report.groups:
+        if not group.usable:
+            continue
+        of_task = by_task[group.task_id]
+        arrived = sorted((each for each in of_task if each.trainable), key=lambda each: each.result_at or 0.0)
+        chosen = {record.rollout_id for record in arrived[: len(group.rewards)]}
+        trained = [record for record in of_task if record.rollout_id in chosen]
+        if [record.reward for record in trained] != list(group.rewards):
+            raise ValueError(f"the report names other rewards of task {group.task_id!r} than the records")
+        found += trained
+    return found
+
+
+def rollout_digest(rollout: Rollout) -> str:
+    """Return the SHA-256 of a rollout's rows."""
+    of_turns = f" {rollout.turn_rewards!r}" if rollout.turn_rewards else ""
+    return _sha256(f"{digest_of(rollout.segments)} {rollout.reward!r}{of_turns}")
+
+
+def step_digest(rollouts: Sequence[Rollout]) -> str:
+    """Return the SHA-256 of the rows of a step."""
+    return _sha256("\n".join(f"{rollout.rollout_id} {rollout_digest(rollout)}" for rollout in rollouts))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

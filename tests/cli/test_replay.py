@@ -20,9 +20,8 @@ from rollout_backend.config import RolloutConfig, load_config
 from rollout_backend.core.tasks import Task
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
 from rollout_backend.manager import RolloutManager
-from rollout_backend.results.replay import rows_as_parquet
+from rollout_backend.results.replay import rollout_digest, rows_as_parquet, step_digest
 from rollout_backend.results.step_report import StepResult
-from rollout_backend.results.training_rows import rollout_digest, step_digest
 
 
 @pytest.fixture(scope="module")
