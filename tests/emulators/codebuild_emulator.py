@@ -23,6 +23,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import tempfile
 import time
 import zipfile
@@ -287,25 +288,34 @@ class CodeBuildEmulator(HttpProxy):
             raise Refusal("YAML_FILE_ERROR", "Invalid buildspec version found")
         for command in spec["phases"]["build"]["commands"]:
             build.log.append(f"[Container] Running command {command}")
-            process = await asyncio.create_subprocess_shell(
+            # Not by asyncio, which leaves pipes open if it is cancelled while it starts a process.
+            process = subprocess.Popen(
                 command,
+                shell=True,
                 cwd=folder,
                 env={**self._environ, **build.environment, "AWS_DEFAULT_REGION": _REGION},
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
                 start_new_session=True,
             )
+            following = asyncio.ensure_future(asyncio.to_thread(self._follow, process, build.log))
             try:
-                assert process.stdout is not None
-                async for line in process.stdout:
-                    build.log.append(line.decode(errors="replace").rstrip())
-                code = await process.wait()
+                code = await asyncio.shield(following)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                await process.communicate()  # until the pipe is closed, which may be after the process's end
+                await following
             if code:
                 raise Refusal(
                     "COMMAND_EXECUTION_ERROR", f"Error while executing command: {command}. Reason: exit status {code}"
                 )
+
+    @staticmethod
+    def _follow(process: subprocess.Popen[str], log: list[str]) -> int:
+        with process:
+            assert process.stdout is not None
+            log.extend(line.rstrip() for line in process.stdout)
+        return process.returncode

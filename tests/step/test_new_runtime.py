@@ -127,7 +127,7 @@ def load(runtime: dict[str, Any]) -> RolloutConfig:
         ({"kind": f"{__name__}.ToyConfig", "greeting": "a", "extra": 1}, r"runtime\.extra: no such setting"),
         ({"kind": "no_such_package.Config"}, "no_such_package"),
         ({"kind": f"{__name__}.ToyRuntime"}, "is not a subclass of RuntimeConfig"),
-        ({"greeting": "hello"}, "kind is missing: it is one of agentcore, http, kubernetes, process, or the import"),
+        ({"greeting": "hello"}, "kind is missing: it is one of agentcore, http, kubernetes, process, ray, or the"),
     ],
 )
 def test_a_runtime_section_that_cannot_work_is_refused(runtime, message):
