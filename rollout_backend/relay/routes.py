@@ -2,7 +2,7 @@
 
 The relay checks first, and the dialer, which does not trust the relay, checks again.
 
-    /v1/...            to the gateway
+    /v1, /v1/...       to the gateway; clients probe /v1 itself
     /k/KEY/v1/...      to the gateway, which takes the session key from it
     /s/SHARD/...       to one of several gateway processes, without /s/SHARD
 
@@ -18,7 +18,8 @@ from rollout_backend.relay.frames import MAX_HEADERS, Headers
 
 METHODS = frozenset({"GET", "POST", "DELETE"})
 _PATH = re.compile(
-    r"(?:/s/([A-Za-z0-9_-]{1,64}))?((?:/k/[A-Za-z0-9._-]+)?/v1(?:/(?:[A-Za-z0-9._~:@-]|%2[Ff])+)+)(?:\?[\x21-\x7e]*)?"
+    r"(?:/s/([A-Za-z0-9_-]{1,64}))?((?:/k/[A-Za-z0-9._-]+)?/v1(?:/(?:[A-Za-z0-9._~:@-]|%2[Ff])+)*/?)"
+    r"(?:\?[\x21-\x7e]*)?"
 )
 _SLASH = re.compile("/|%2[Ff]")  # the second is in the names of models
 _NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
@@ -34,7 +35,7 @@ _HOP_BY_HOP = frozenset(
 def route(path: str) -> tuple[str, str] | None:
     """Return the shard (empty if the path names none) and the path there with its query; None if it is refused."""
     match = _PATH.fullmatch(path)
-    if match is None or any(set(part) <= {"."} for part in _SLASH.split(match[2])[1:]):
+    if match is None or any(set(part) <= {"."} for part in _SLASH.split(match[2].removesuffix("/"))[1:]):
         return None
     return match[1] or "", path[match.start(2) :]
 

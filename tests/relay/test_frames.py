@@ -151,6 +151,7 @@ def test_proof_is_valid_for_one_handshake(other):
         ("/v1/models/a%2Fb", ("", "/v1/models/a%2Fb")),
         ("/k/a.b-c_d/v1/v1/messages", ("", "/k/a.b-c_d/v1/v1/messages")),
         ("/s/3/k/a.b/v1/models?x", ("3", "/k/a.b/v1/models?x")),
+        ("/s/3/v1/", ("3", "/v1/")),
     ],
 )
 def test_allowed_paths(path, to):
@@ -159,7 +160,7 @@ def test_allowed_paths(path, to):
 
 @pytest.mark.parametrize(
     "path",
-    ["", "/", "/v1", "/v1/", "/v1/./x", "/v1/../x", "/v1/x/..", "/v1//x", "/v1/%41", "/v1/x#y", "/v1/x y", "/v1/x\n",
+    ["", "/", "/v1/%2F", "/v1/./x", "/v1/../x", "/v1/x/..", "/v1//x", "/v1/%41", "/v1/x#y", "/v1/x y", "/v1/x\n",
      "/v1/x\\y", "/v1/é", "/v1/..%2fx", "/v1/x%2F..%2Fy", "/v2/x", "/control/stats",
      "/s/a/b/v1/x", "/s//v1/x", "/s/../v1/x", "/s/1/control/x",
      "/k/v1/x", "/k/a/control/stats", "/k/../v1/x", "/k/a/b/v1/x", "/k/a/s/1/v1/x", "/k/%41/v1/x",
