@@ -136,6 +136,10 @@ def test_nothing_reaches_an_agent_and_only_the_load_balancer_reaches_the_gateway
     [calls] = resources["TrainerSecurityGroup"]["SecurityGroupIngress"]
     assert calls["SourceSecurityGroupId"] == {"Ref": "LoadBalancerSecurityGroup"}
     assert (calls["FromPort"], calls["ToPort"]) == (8000, 8000 + PROCESSES - 1)
+    # In the whole network, the names of the services lead to the endpoints.
+    endpoints = resources["EndpointSecurityGroup"]["SecurityGroupIngress"]
+    groups = [rule["SourceSecurityGroupId"]["Ref"] for rule in endpoints]
+    assert groups == ["AgentSecurityGroup", "TrainerSecurityGroup"]
 
 
 @pytest.mark.parametrize(
