@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from rollout_backend.atomic_file import write_file
 from rollout_backend.config import AgentCoreConfig, merge_overrides, read_yaml
+from rollout_backend.config.gateway import AUTO
 from rollout_backend.deploy.calls import Call, calls_of_deployment
 from rollout_backend.deploy.codebuild import build_image
 from rollout_backend.deploy.image import CODEBUILD, push_image
@@ -193,13 +194,20 @@ def config_text(
     """
     own = folder / "config.yaml"
     tree: dict[str, Any] = {"model": {"path": "/models/yours"}, **(read_yaml(own) if own.is_file() else {})}
-    gateway = {**tree.get("gateway", {}), **settings.get("gateway", {})}
+    own_gateway, found = tree.get("gateway") or {}, settings.get("gateway", {})
+    # `auto` is a default, and a load balancer's settings are not.
+    gateway = {**found, **own_gateway} if found.get("public_url") == AUTO else {**own_gateway, **found}
     tree |= {"queue": {}, **settings, "gateway": gateway, **replaced}
     tree = {section: value for section, value in tree.items() if value != {}}
     merge_overrides(tree, overrides)
-    platform = runtime_settings(folder, overrides).platform_version
-    if platform in ("V1", "V2"):
-        tree["prices"] = {"platform": platform, **tree.get("prices", {})}
+    runtime = runtime_settings(folder, overrides)
+    prices: dict[str, Any] = (
+        {"platform": runtime.platform_version} if runtime.platform_version in ("V1", "V2") else {}
+    )
+    if runtime.capacity_provider is not None:
+        prices |= {"vcpu_hour": 0.0, "gb_hour": 0.0}  # sessions run on EC2 instances
+    if prices:
+        tree["prices"] = {**prices, **(tree.get("prices") or {})}
     tree["runtime"] = {name: value for name, value in tree["runtime"].items() if name not in _SETTINGS}
     return f"{WRITTEN}\n{yaml.safe_dump(tree, sort_keys=False)}"
 

@@ -116,6 +116,9 @@ async def test_agents_in_a_network_of_the_users_call_the_runs_own_address(tmp_pa
     target = replace(await read(), arn=ARN, in_network=True)
     config = RolloutConfig.parse({"model": {"path": "/m"}, **target.settings()})
     assert (config.gateway.public_url, config.gateway.port) == ("auto", 8000)
+    (tmp_path / "config.yaml").write_text("gateway: {port: 9000, public_url: 'https://mine.example'}")
+    written = yaml.safe_load(config_text(target.settings(), tmp_path, {}, []))
+    assert written["gateway"] == {"port": 9000, "public_url": "https://mine.example"}
 
 
 async def test_without_a_way_to_the_internet_the_gateway_stays_the_users_own():
@@ -154,6 +157,10 @@ async def test_settings_of_the_runtime_are_deployed_and_not_written_into_the_con
     assert written["prices"] == {"platform": "V2"}
     with pytest.raises(ConfigError, match=r"runtime: .*max_lifetime_s above 28800 .* needs capacity_provider"):
         runtime_settings(tmp_path, ["runtime.max_lifetime_s=30000"])
+    provider = "arn:aws:bedrock-agentcore:us-east-1:123456789012:capacity-provider/mine-0123456789"
+    (tmp_path / "config.yaml").write_text(f"runtime: {{kind: agentcore, capacity_provider: '{provider}'}}\nprices:\n")
+    written = yaml.safe_load(config_text(target.settings(), tmp_path, {}, []))
+    assert written["prices"] == {"vcpu_hour": 0.0, "gb_hour": 0.0}  # the instances have a price of their own
 
 
 async def test_a_stack_for_agents_of_another_protocol_says_so_to_runs():
