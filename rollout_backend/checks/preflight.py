@@ -18,7 +18,7 @@ from rollout_backend.checks.machine import check_machine
 from rollout_backend.collect.presign import Presigner
 from rollout_backend.collect.queue import check_queue
 from rollout_backend.collect.store import ResultStore
-from rollout_backend.config import RolloutConfig, RuntimeConfig
+from rollout_backend.config import AgentCoreConfig, RolloutConfig, RuntimeConfig
 from rollout_backend.config.gateway import AUTO
 from rollout_backend.core.check_result import CheckResult, raise_problems
 from rollout_backend.dispatch.ramp import check_ramp, startable_rollouts
@@ -99,31 +99,33 @@ class Preflight:
         limits: RuntimeConfig = config
 
         lines: Sequence[CheckResult] = ()
+        # Of a runtime that is made from an image before the run.
+        in_public_network = isinstance(config, AgentCoreConfig) and bool(
+            config.image and not config.subnets and not config.endpoint_url
+        )
 
         async def check() -> str:
-            nonlocal limits, lines
+            nonlocal limits, lines, in_public_network
             changes = await implementation.preview(config)
             if changes is not None:
                 return changes
             runtime = await open_runtime(config)
             stack.push_async_callback(runtime.aclose)
             lines = await runtime.check(session_s) or ()
-            if (
-                self._config.gateway.public_url == AUTO
-                and self._config.relay is None
-                and runtime.is_in_public_network
-            ):
-                text = (
-                    "auto is this machine's private address, and the runtime's agents are in the public network: "
-                    "deploy them into this network (rollout deploy --subnet, --security-group), use a relay, or set "
-                    "a public address"
-                )
-                lines = [*lines, CheckResult("problem", "gateway.public_url", text, "gateway-network")]
+            in_public_network = runtime.is_in_public_network
             self.runtime, limits = runtime, runtime.limits()
             return "runtime: there, and ready"
 
         found = await _finding("runtime", check)
-        return [*(lines or [found]), self._check_ramp(limits)]
+        results = [*(lines or [found]), self._check_ramp(limits)]
+        if in_public_network and self._config.gateway.public_url == AUTO and self._config.relay is None:
+            text = (
+                "auto is this machine's private address, and the runtime's agents are in the public network: deploy "
+                "them into this network (rollout deploy --subnet, --security-group), use a relay, or set a public "
+                "address"
+            )
+            results.append(CheckResult("problem", "gateway.public_url", text, "gateway-network"))
+        return results
 
     def _check_ramp(self, limits: RuntimeConfig) -> CheckResult:
         setting = "runtime.invoke_per_s"

@@ -29,7 +29,7 @@ from rollout_backend.checks.installation import check_engine_version, check_open
 from rollout_backend.checks.model import check_context, check_tools
 from rollout_backend.checks.preflight import check_run
 from rollout_backend.checks.public_address import _check_name, check_public_address
-from rollout_backend.config import RolloutConfig
+from rollout_backend.config import AgentCoreConfig, RolloutConfig
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.errors import PreflightError
 from rollout_backend.gateway.stats import EngineSample
@@ -351,7 +351,21 @@ async def test_the_runs_own_address_is_of_no_use_to_agents_in_the_public_network
     account.agentcore()
     account.sections["gateway"] = {"public_url": "auto", "port": free_port()}
     monkeypatch.setattr(AgentCoreRuntime, "is_in_public_network", True)
-    with pytest.raises(PreflightError, match=r"gateway\.public_url: auto .* private address.*--subnet.*a relay"):
+    expected = r"gateway\.public_url: auto .* private address.*--subnet.*a relay"
+    with pytest.raises(PreflightError, match=expected):
+        await check_run(account.config(), machine=False)
+
+    async def preview(config: AgentCoreConfig) -> str:
+        return "the runtime would be created"
+
+    monkeypatch.setattr(AgentCoreRuntime, "preview", preview)
+    image = "123456789012.dkr.ecr.us-east-1.amazonaws.com/agent:1"
+    account.sections["runtime"] = {
+        "kind": "agentcore",
+        "image": image,
+        "role": "arn:aws:iam::123456789012:role/agent",
+    }
+    with pytest.raises(PreflightError, match=expected):
         await check_run(account.config(), machine=False)
 
 
