@@ -26,8 +26,8 @@ def public_gateway_config(config: RolloutConfig) -> RolloutConfig:
     gateway = config.gateway
     if config.relay is not None:
         changes = {"public_url": f"{config.relay.agents_url}/s/{{shard}}"}
-    elif gateway.public_url == AUTO:
-        changes = {"public_url": "http://{host}:{port}"}
+    elif gateway.public_url == AUTO or "://{host}" in (gateway.public_url or ""):
+        changes = {"public_url": "http://{host}:{port}"} if gateway.public_url == AUTO else {}
         if gateway.kind == "process" and is_loopback(gateway.host):
             changes["host"] = "0.0.0.0"  # noqa: S104
     else:

@@ -75,9 +75,9 @@ def test_the_public_url_names_the_shard(template, urls, tmp_path):
     assert tuple(shard.public_url for shard in shards) == urls
 
 
-@pytest.mark.parametrize("port", [0, 1])
-async def test_agents_reach_a_gateway_at_the_address_that_the_run_found(port, tmp_path, claims):
-    settings = run_config(gateway={"public_url": "auto", "port": port and free_port()})
+@pytest.mark.parametrize(("public_url", "port"), [("auto", 0), ("auto", 1), ("http://{host}:{port}", 1)])
+async def test_agents_reach_a_gateway_at_the_address_that_the_run_found(public_url, port, tmp_path, claims):
+    settings = run_config(gateway={"public_url": public_url, "port": port and free_port()})
     gateway = GatewayProcess(public_gateway_config(settings), "http://e", tmp_path / "log")
     await gateway.start()
     try:
