@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -53,7 +54,7 @@ def serving_config(checkpoint: Path, config: Path | None, overrides: Sequence[st
     name = trained.model.served_name if trained is not None else checkpoint.name
     top: dict[str, Any] = {
         **nowhere,
-        "run_id": f"serve-{name}",
+        "run_id": re.sub("[^A-Za-z0-9._-]+", "-", f"serve-{name}")[:128],
         "model": {"path": str(checkpoint.absolute()), "name": name},
         "gateway": {"processes": 1},
     }

@@ -22,7 +22,7 @@ QUESTION = [user("Say something.")]
 @pytest.fixture
 def training(tmp_path: Path) -> Path:
     """The settings of a training, whose storage and runtime are of no use here."""
-    model = {"path": "/models/Qwen3-0.6B", "renderer": "chatml", "context_length": 4096}
+    model = {"path": "/models/x", "name": "Qwen/Qwen3-0.6B", "renderer": "chatml", "context_length": 4096}
     tree = {
         "model": model,
         "storage": {"bucket": "my-bucket"},
@@ -54,7 +54,7 @@ async def test_a_deployed_agent_gets_the_model_of_its_training_and_nothing_is_ke
     with ScriptedEngine([f"answer {i}" for i in range(9)]) as engine:
         external = ["serving.kind=external", f"serving.urls=[{engine.url}]"]
         config = serving_config(checkpoint, training, external)
-        assert (config.model.served_name, config.model.path) == ("Qwen3-0.6B", checkpoint)
+        assert (config.model.served_name, config.model.path) == ("Qwen/Qwen3-0.6B", checkpoint)
         lines: list[str] = []
         keys = []
         for first in (0, 4):  # the second time, as after a restart
@@ -66,10 +66,10 @@ async def test_a_deployed_agent_gets_the_model_of_its_training_and_nothing_is_ke
             url = values["OPENAI_BASE_URL"]
             for i, key in enumerate([keys[0], keys[-1], keys[0]]):
                 async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
-                    reply = await client.chat.completions.create(model="Qwen3-0.6B", messages=QUESTION)
+                    reply = await client.chat.completions.create(model="Qwen/Qwen3-0.6B", messages=QUESTION)
                 assert reply.choices[0].message.content == f"answer {first + i}"
             async with anthropic.AsyncAnthropic(base_url=url, api_key=keys[0], max_retries=0) as client:
-                message = await client.messages.create(model="Qwen3-0.6B", messages=QUESTION, max_tokens=9)
+                message = await client.messages.create(model="Qwen/Qwen3-0.6B", messages=QUESTION, max_tokens=9)
             assert message.content[0].text == f"answer {first + 3}"
             serving.cancel()
             with pytest.raises(asyncio.CancelledError):
