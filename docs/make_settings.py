@@ -265,7 +265,7 @@ def _value(field: Schema) -> str:
     plain = {"string": "text", "number": "number", "integer": "whole number", "boolean": "true or false"}
     name = field["format"] if field.get("format") in ("path", "import path") else plain[field["type"]]
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    bounds = [f"{sign} {field[key]:g}" for key, sign in signs.items() if key in field]
+    bounds = [f"{sign} {field[key]:.10g}" for key, sign in signs.items() if key in field]
     return ", ".join([name, *bounds])
 
 

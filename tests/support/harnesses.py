@@ -390,7 +390,7 @@ def installed(file: str) -> Path:
             return folder
         shutil.rmtree(folder, ignore_errors=True)
         if pins.suffix == ".txt":
-            run([find_uv_bin(), "venv", "--quiet", folder], check=True)
+            run([find_uv_bin(), "venv", "--quiet", "--python", sys.executable, folder], check=True)
             run(
                 [find_uv_bin(), "pip", "install", "--quiet", "--python", folder / "bin/python", "-r", pins],
                 check=True,

@@ -271,7 +271,8 @@ class RuntimeMaker:
                 case "ValidationException":
                     raise PreflightError(
                         f"{name}: AgentCore refuses {operation}: {aws.message_of(error)}. Correct runtime.image, "
-                        "runtime.role, runtime.subnets, runtime.security_groups or runtime.environment"
+                        "runtime.role, runtime.subnets, runtime.security_groups, runtime.environment or the other "
+                        "settings of the section runtime that describe it"
                     ) from error
                 case "ServiceQuotaExceededException":
                     raise PreflightError(
@@ -292,7 +293,8 @@ class RuntimeMaker:
             )
         return PreflightError(
             f"runtime {self._wanted.name} is {described['status']}: {why}. Correct the cause and start again: "
-            f"runtime.image ({self._wanted.image}) must be there and be built for arm64, and runtime.role "
+            f"runtime.image ({self._wanted.image}) must be there and be built for "
+            f"{'the instances' if self._wanted.capacity_provider else 'arm64'}, and runtime.role "
             f"({self._wanted.role}) must trust AgentCore and may pull it"
         )
 

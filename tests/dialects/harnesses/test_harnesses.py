@@ -51,6 +51,7 @@ CASES = [
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # the first time, it installs the harness
 @pytest.mark.skipif(shutil.which("npm") is None, reason="half of the harnesses need Node.js")
 @pytest.mark.parametrize(("harness", "api"), CASES)
 def test_a_conversation_has_the_rows_that_the_page_states(serve, byte_model, repository, tmp_path, harness, api):
