@@ -27,7 +27,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from bedrock_agentcore import BedrockAgentCoreApp as _BedrockAgentCoreApp
-from bedrock_agentcore.runtime import PingStatus, RequestContext
+from bedrock_agentcore.runtime import BedrockAgentCoreContext, PingStatus, RequestContext
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -189,6 +189,7 @@ class _Rollouts(RolloutApp):
 
     def _accept(self, request: RolloutRequest, payload: dict[str, Any]) -> Any:
         if _request_context.get() is None:  # without HTTP
+            BedrockAgentCoreContext.set_request_context(request.rollout_id, request.session_id)
             _request_context.set(RequestContext(session_id=request.session_id))
         return super()._accept(request, payload)
 

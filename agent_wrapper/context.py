@@ -48,6 +48,26 @@ _IN_HOME = {
 
 CURRENT: ContextVar[RolloutContext | None] = ContextVar("rollout_context")
 """The rollout to which the running code belongs: None outside a rollout, unset where that is not known."""
+RUNNING: list[RolloutContext] = []
+"""The rollouts of this process that set CURRENT."""
+
+
+def rollout_of_this_code() -> RolloutContext | None:
+    """Return the rollout that this code runs in; in a thread without context, the only one of this process.
+
+    Raises:
+        RuntimeError: several rollouts run, and this thread has no context.
+    """
+    try:
+        return CURRENT.get()
+    except LookupError:
+        pass
+    if len(running := [*RUNNING]) > 1:
+        raise RuntimeError(
+            f"{len(running)} rollouts run in this process, and nothing says to which one this code belongs: start "
+            "the thread with contextvars.copy_context().run"
+        )
+    return running[0] if running else None
 
 
 def home_variables(folder: Path) -> dict[str, str]:
@@ -154,8 +174,12 @@ class RolloutContext:
     @classmethod
     def current(cls) -> RolloutContext:
         """Return the context of the rollout that this code runs in, for an agent in a `BedrockAgentCoreApp`. In
-        deployment it has no payload, and the endpoint of the environment."""
-        return CURRENT.get(None) or cls.from_environment({})
+        deployment it has no payload, and the endpoint of the environment.
+
+        Raises:
+            RuntimeError: this is a thread without context, and several rollouts run.
+        """
+        return rollout_of_this_code() or cls.from_environment({})
 
     @classmethod
     def from_environment(cls, payload: dict[str, Any], env: Mapping[str, str] | None = None) -> RolloutContext:

@@ -29,7 +29,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from agent_wrapper.context import CURRENT, MAX_RETRIES, RolloutContext
+from agent_wrapper.context import CURRENT, MAX_RETRIES, RUNNING, RolloutContext, rollout_of_this_code
 
 _HTTP_CLIENTS = ("httpx", "httpx2")  # openai 3 uses httpx2
 _PATHS = ("/chat/completions", "/completions", "/messages/count_tokens", "/messages", "/responses")
@@ -41,7 +41,6 @@ _KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY")
 
 _installing = threading.Lock()
 _installed: set[str] = set()
-_running: list[RolloutContext] = []
 
 
 def leave_unchanged() -> None:
@@ -54,25 +53,12 @@ def redirected(context: RolloutContext) -> Iterator[None]:
     """Send the model calls that are made in this context to the endpoint of a rollout."""
     _install()
     token = CURRENT.set(context)
-    _running.append(context)
+    RUNNING.append(context)
     try:
         yield
     finally:
-        _running.remove(context)
+        RUNNING.remove(context)
         CURRENT.reset(token)
-
-
-def _rollout() -> RolloutContext | None:
-    try:
-        return CURRENT.get()
-    except LookupError:
-        pass
-    if len(running := [*_running]) > 1:
-        raise RuntimeError(
-            f"{len(running)} rollouts run in this process, and nothing says to which one this model call belongs: "
-            "start the thread with contextvars.copy_context().run"
-        )
-    return running[0] if running else None
 
 
 def _install() -> None:
@@ -134,14 +120,21 @@ def _redirect_http(module: Any) -> None:
 
 def _context_of(request: Any) -> RolloutContext | None:
     """Return the rollout whose endpoint the request is to be sent to instead; None: it is sent unchanged."""
-    if request.method != "POST" or not request.url.path.endswith(_PATHS) or (context := _rollout()) is None:
+    if (
+        request.method != "POST"
+        or not request.url.path.endswith(_PATHS)
+        or (context := rollout_of_this_code()) is None
+    ):
         return None
     try:
         body = json.loads(request.content)
     except (ValueError, RuntimeError):  # no JSON, or a stream, which no SDK sends
         return None
     has_model = isinstance(body, dict) and isinstance(body.get("model"), str)
-    return context if has_model and not str(request.url).startswith(context.base_url) else None
+    key = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
+    # A client that an earlier rollout made has the same address, and a key of its own.
+    is_own = str(request.url).startswith(context.base_url) and key == context.api_key
+    return context if has_model and not is_own else None
 
 
 def _redirect(request: Any, context: RolloutContext) -> Any:
@@ -182,7 +175,7 @@ def _redirect_strands() -> None:
     stream, structured_output = BedrockModel.stream, BedrockModel.structured_output
 
     def substitute() -> Any:
-        if (context := _rollout()) is None:
+        if (context := rollout_of_this_code()) is None:
             return None
         from strands.models.openai import OpenAIModel  # an agent of Bedrock may lack what it needs
 

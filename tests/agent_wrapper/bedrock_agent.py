@@ -33,12 +33,21 @@ def ask():
     return OPENAI.chat.completions.create(model="gpt-5", messages=MESSAGES).choices[0].message.content
 
 
-def ask_in_thread():
-    replies = []
-    thread = threading.Thread(target=lambda: replies.append(ask()))  # without the context of its starter
+def in_thread(function):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))  # without the context of its starter
     thread.start()
     thread.join()
-    return replies[0]
+    return found[0]
+
+
+@functools.cache
+def kept_client():
+    return openai.OpenAI(**RolloutContext.current().openai_kwargs())
+
+
+def ask_kept():
+    return kept_client().chat.completions.create(model="the-model", messages=MESSAGES).choices[0].message.content
 
 
 async def ask_anthropic():
@@ -91,11 +100,13 @@ def act(payload, context):
             replies = [ask() for _ in range(payload.get("times", 1))]
             return {"reward": 0.5, "replies": replies}
         case "thread":
-            return {"reward": 0.5, "replies": [ask_in_thread()]}
+            return {"reward": 0.5, "replies": [in_thread(ask)]}
+        case "kept":
+            return {"reward": 0.5, "replies": [ask_kept()]}
         case "strands":
             return {"result": STRANDS("Hi").message}
-        case "context":
-            current = RolloutContext.current()
+        case "context" | "thread_context" as place:
+            current = RolloutContext.current() if place == "context" else in_thread(RolloutContext.current)
             current.artifacts.add("log.txt", "done")
             return {"training": current.training, "model": current.model}
         case "wait":

@@ -215,9 +215,10 @@ def test_an_entrypoint_without_context_runs(use, entrypoint):
     assert rollout.extras["given"] == {"prompt": "Hi"}
 
 
-def test_an_entrypoint_finds_the_context_of_its_rollout(use):
+@pytest.mark.parametrize("do", ["context", "thread_context"])
+def test_an_entrypoint_finds_the_context_of_its_rollout(use, do):
     container = use("sync_agent")
-    rollout = play(container, do="context")
+    rollout = play(container, do=do)
     assert rollout.extras == {"training": True, "model": "the-model"}
     assert [artifact.name for artifact in rollout.artifacts] == ["log.txt"]
     assert invoke(container, None, do="context").json() == {"training": False, "model": ""}
@@ -260,6 +261,15 @@ def test_a_client_made_at_import_calls_the_model_being_trained(use, models, entr
     [(path, used, body)] = models.calls
     assert path == (CHAT if act != "anthropic" else "/v1/messages")
     assert (used, body["model"]) == (key, "the-model")
+
+
+def test_a_client_that_an_earlier_rollout_made_calls_with_the_key_of_its_own(use, models):
+    container = use("sync_agent")
+    blocks = [container.request() for _ in range(2)]
+    for block in blocks:
+        invoke(container, block, do="kept")
+        container.await_result(block)
+    assert [key for _, key, _ in models.calls] == [f"Bearer {block['endpoint']['api_key']}" for block in blocks]
 
 
 def test_a_strands_agent_of_bedrock_calls_the_model_being_trained(use, models):
