@@ -146,13 +146,13 @@ def _record_of(
 
 
 class RunningRecords:
-    """The records of a step that runs. Each settled rollout is encoded once."""
+    """The records of a step that runs. A settled rollout is encoded again only if its group becomes usable."""
 
     def __init__(self, ledger: Ledger, log_of: Callable[[LedgerEntry], str], received: Sequence[Rollout]) -> None:
         self._ledger = ledger
         self._log_of = log_of
         self._received = received
-        self._settled: list[str] = []  # lines
+        self._settled: list[tuple[RolloutRecord, str]] = []  # each with its line
         self._results: dict[str, ResultSummary] = {}
         self._summarized = 0  # of those received
 
@@ -163,7 +163,13 @@ class RunningRecords:
         self._summarized = len(self._received)
         for entry in self._ledger.settled[len(self._settled) :]:
             result = self._results.pop(entry.planned.rollout_id, None)
-            self._settled.append(_record_of(self._ledger, entry, self._log_of, result).model_dump_json())
+            record = _record_of(self._ledger, entry, self._log_of, result)
+            self._settled.append((record, record.model_dump_json()))
+        for i, (record, _) in enumerate(self._settled):
+            usable = self._ledger.groups[record.task_id].usable
+            if record.group_usable is not usable:  # it follows from later rollouts
+                record = record.model_copy(update={"group_usable": usable})
+                self._settled[i] = record, record.model_dump_json()
         entries = self._ledger.open_entries()
         still_open = (_record_of(self._ledger, each, self._log_of, deadline=ends_at(each)) for each in entries)
-        return [*self._settled, *(record.model_dump_json() for record in still_open)]
+        return [*(line for _, line in self._settled), *(record.model_dump_json() for record in still_open)]

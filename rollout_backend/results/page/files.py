@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from rollout_backend.results.page.step_page import step_context
 from rollout_backend.results.page.templating import environment
 from rollout_backend.results.page.token_text import TokenText
 from rollout_backend.results.page.training_page import training_context
-from rollout_backend.results.run_data import StepData, read_run
+from rollout_backend.results.run_data import RUNS_S, StepData, read_run
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ def write_report(run_dir: Path, against: Path | None = None, known: dict[int, St
         ConfigError: a folder holds no step, or a file of another version.
         OSError: the disk refuses the file.
     """
+    began = time.time()
     run = read_run(run_dir, known)
     if known is not None:
         known.update((step.step, step) for step in run.steps)
@@ -48,6 +51,7 @@ def write_report(run_dir: Path, against: Path | None = None, known: dict[int, St
         page = run_dir / links[step.step]
         if other is not None or not _is_current(page, step, run_dir):
             _write(page, "step.html", step_context(run, step, against=other, text=text, steps_link=f"../{NAME}"))
+            os.utime(page, (began, began))  # what has changed since is not in it
     _write(path, "training.html", training_context(run, links, other))
     return path
 
@@ -55,6 +59,8 @@ def write_report(run_dir: Path, against: Path | None = None, known: dict[int, St
 def _is_current(page: Path, step: StepData, run_dir: Path) -> bool:
     settings = run_dir / CONFIG  # a page shows them, and may follow from the prices
     changed_at = max(step.changed_at, settings.stat().st_mtime if settings.is_file() else 0.0)
+    if step.report is None and not step.runs:
+        changed_at = max(changed_at, step.changed_at + RUNS_S)  # an older page says that the step runs
     return page.is_file() and page.stat().st_mtime > changed_at
 
 

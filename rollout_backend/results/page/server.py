@@ -56,6 +56,7 @@ class ReportServer:
     async def page(self, request: web.Request) -> web.Response:
         """Answer with a page of the report."""
         await self._renew()
+        version = self._version
         path = self._run_dir / (f"{STEPS}/{step}.html" if (step := request.match_info.get("step")) else NAME)
         text = f"<!doctype html><html><body><p>{html.escape(self._error)}</p></body></html>"
         if not self._error:
@@ -64,7 +65,7 @@ class ReportServer:
             except FileNotFoundError:
                 raise web.HTTPNotFound(text="this run has no such page") from None
         script = files(__package__).joinpath("templates/follow.js").read_text()
-        for name, value in (("VERSION", f'"{self._version}"'), ("NOW", f"{time.time():.3f}")):
+        for name, value in (("VERSION", f'"{version}"'), ("NOW", f"{time.time():.3f}")):
             script = script.replace(name, value)
         text = text.replace("default-src 'none';", "default-src 'none'; connect-src 'self';", 1)
         head, end, tail = text.rpartition("</body>")
