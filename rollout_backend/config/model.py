@@ -16,6 +16,7 @@ from rollout_backend.config.section import Section
 from rollout_backend.errors import ConfigError
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.gguf")
+_OTHER_FORMATS = ("original/*", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.gguf")  # which the engines do not load
 _MAX_DEFAULT_CONTEXT = 32_768  # fits a long agent conversation, and the cache of a single GPU
 _EXPERTS_FIELDS = ("num_experts", "n_routed_experts", "num_local_experts")
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
@@ -125,7 +126,7 @@ def _hub_folder(name: str, weights: bool, download: bool) -> Path:
     if not download:
         return Path(name)
     try:
-        return Path(snapshot_download(name, ignore_patterns=None if weights else list(_WEIGHT_FILES)))
+        return Path(snapshot_download(name, ignore_patterns=list(_OTHER_FORMATS if weights else _WEIGHT_FILES)))
     except Exception as error:  # also those of the hub's HTTP client
         raise ConfigError(
             f"model.path: there is no folder {name}, and no such model on the hub or in its local cache "
