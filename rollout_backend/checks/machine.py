@@ -240,7 +240,8 @@ def _check_addresses(config: RolloutConfig) -> Iterator[CheckResult]:
         return
     agents = config.runtime.agents_host
     if agents is None:
-        yield CheckResult("warning", setting, f"agents are told to call {url}, which works only on this machine")
+        text = f"agents are told to call {url}, which works only on this machine: for others, set it to auto"
+        yield CheckResult("warning", setting, text)
     elif _is_here(agents):
         yield CheckResult("ok", setting, "agents run on this machine and reach the gateway by its loopback address")
     else:

@@ -14,15 +14,16 @@ import contextlib
 import hashlib
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
 from rollout_backend import errors
 from rollout_backend.config import RayConfig
+from rollout_backend.core.check_result import CheckResult
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.errors import (
     InvokeRejected,
@@ -36,6 +37,8 @@ from rollout_backend.runtimes.base import AgentRuntime, CleanupSpec
 from rollout_backend.runtimes.process.control import KILL_S, SESSION_ID, pipe_of, send_stop
 from rollout_backend.runtimes.process.runtime import ProcessRuntime
 from rollout_backend.runtimes.process.session import ProcessSession, log_of
+
+_CHECK_S = 30.0  # within which a place for the check must be free
 
 
 class _StartError(NamedTuple):
@@ -127,7 +130,7 @@ class RayRuntime(AgentRuntime):
             ) from None
         return cls(config, (config.session_logs or Path("sessions")).absolute())
 
-    async def check(self, session_s: float = 0.0) -> None:
+    async def check(self, session_s: float = 0.0) -> Sequence[CheckResult] | None:
         config, total = self._config, await asyncio.to_thread(ray.cluster_resources)
         for name, amount in {"CPU": config.num_cpus, **config.resources}.items():
             if total.get(name, 0) < amount:
@@ -136,18 +139,22 @@ class RayRuntime(AgentRuntime):
                     f"and the Ray cluster has {total.get(name, 0):g}: start machines with it"
                 )
         ref = ray.remote(_check_on_a_node).options(**self._placement()).remote(config, self._folder)
+        limit_s = min(_CHECK_S, config.start_timeout_s)
         try:
-            async with asyncio.timeout(config.start_timeout_s):
+            async with asyncio.timeout(limit_s):
                 problem = await ref
-        except (TimeoutError, RayError) as error:
+        except TimeoutError:  # sessions of an earlier trainer may hold every place, and others' work
             ray.cancel(ref, force=True)
-            why = str(error).strip().splitlines()[:1] or [f"nothing ran within {config.start_timeout_s:g} s"]
+            text = f"not checked: no machine of the Ray cluster had a free place within {limit_s:g} s"
+            return [CheckResult("warning", "runtime", text)]
+        except RayError as error:
             raise PreflightError(
-                f"runtime: no machine of the Ray cluster could be checked ({why[0]}): this package must be installed "
-                "there, as here"
+                f"runtime: no machine of the Ray cluster could be checked ({_first_line(error)}): this package must "
+                "be installed there, as here"
             ) from None
         if problem is not None:
             raise PreflightError(f"{problem} (on a machine of the Ray cluster)")
+        return None
 
     def _placement(self) -> dict[str, Any]:
         """Return Ray's options that choose a session's machine."""
@@ -209,15 +216,19 @@ class RayRuntime(AgentRuntime):
             max_concurrency=16,
             **self._placement(),
         )
+        placed = False
         try:
             actor = await asyncio.to_thread(actor_class.remote, config, self._folder, session_id, payload)
             self._actors[session_id] = actor
             async with asyncio.timeout(config.start_timeout_s):
+                await actor.__ray_ready__.remote()
+                placed = True
                 failed = await actor.start.remote()
         except TimeoutError:
             raise RuntimeUnavailable(
                 f"the Ray cluster has not started the session within {config.start_timeout_s:g} s "
-                "(runtime.start_timeout_s): its machines are full"
+                f"(runtime.start_timeout_s): {'its agent starts slowly' if placed else 'its machines are full'}",
+                refused=not placed,
             ) from None
         except (RayError, ValueError, ConnectionError) as error:
             raise OutcomeUnknown(f"the session's Ray actor was lost as it started: {_first_line(error)}") from None
@@ -282,11 +293,15 @@ class RayRuntime(AgentRuntime):
 
 
 async def _end_of(actor: Any) -> tuple[bool, str, str]:
-    try:
-        stopped, reason, message = await actor.wait.remote()
-    except RayError as error:
-        return False, "container_lost", f"its machine or its Ray actor was lost: {_first_line(error)}"
-    return stopped, reason, message
+    while True:
+        try:
+            stopped, reason, message = await actor.wait.remote()
+        except ActorUnavailableError:  # it answers again, or is lost
+            await asyncio.sleep(1)
+        except RayError as error:
+            return False, "container_lost", f"its machine or its Ray actor was lost: {_first_line(error)}"
+        else:
+            return stopped, reason, message
 
 
 def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
@@ -298,6 +313,8 @@ def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
         try:
             actor = ray.get_actor(session_id, namespace=options["namespace"])
             ray.get(actor.stop.remote(), timeout=limit_s)
+        except ActorUnavailableError as error:
+            raise TimeoutError(f"it cannot be reached: {_first_line(error)}") from None
         except (ValueError, RayActorError):
             return False
         except GetTimeoutError:

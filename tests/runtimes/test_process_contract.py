@@ -16,6 +16,7 @@ import pytest
 
 from rollout_backend.config import ProcessConfig, RayConfig
 from rollout_backend.core.session_ends import SessionEnd
+from rollout_backend.errors import RuntimeUnavailable
 from rollout_backend.runtimes.registry import open_runtime
 from rollout_backend.testing.runtime_contract import Call, Fault, RuntimeContract, Service, new_session
 
@@ -184,3 +185,24 @@ async def test_a_lost_machine_of_a_ray_cluster_is_reported_at_once(cluster: Any,
     await runtime.aclose()
     for pid in _processes(service.marker):  # a real machine takes them with it
         os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_a_full_ray_cluster_is_waited_for_and_is_no_failed_attempt(cluster: Any, tmp_path: Path) -> None:
+    service = RayService(tmp_path, cluster.address)
+    whole = RayConfig.model_validate({**service.config.model_dump(), "resources": {"agents": 100}})
+    first = await open_runtime(whole)
+    second = await open_runtime(whole.model_copy(update={"start_timeout_s": 2.0}))
+    session, waiting = new_session(), new_session()
+    try:
+        await first.invoke(session, b"{}")
+        assert ["not checked: no machine" in each.text for each in await second.check() or ()] == [True]
+        with pytest.raises(RuntimeUnavailable, match="its machines are full") as full:
+            await second.invoke(waiting, b"{}")
+        assert full.value.refused
+    finally:
+        await first.stop(session)
+        await second.stop(waiting)
+        await first.aclose()
+        await second.aclose()
