@@ -210,9 +210,9 @@ def plan(wanted: RuntimeSpec, described: Mapping[str, Any] | None) -> Plan:
 
 def _differences(wanted: RuntimeSpec, described: Mapping[str, Any]) -> tuple[str, ...]:
     actual = RuntimeSpec.read(described)
-    differs = [name for name in vars(wanted) if getattr(wanted, name) != getattr(actual, name)]
-    if wanted.platform_version is None:
-        differs.remove("platform_version")
+    left_to_agentcore = {name for name in ("platform_version", "min_memory_mib") if getattr(wanted, name) is None}
+    names = [name for name in vars(wanted) if name not in left_to_agentcore]
+    differs = [name for name in names if getattr(wanted, name) != getattr(actual, name)]
     protocol = described.get("protocolConfiguration") or {}
     if protocol.get("serverProtocol", "HTTP") != "HTTP":
         differs.append("protocol")
