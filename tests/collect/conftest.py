@@ -22,7 +22,9 @@ from rollout_backend.serving.server_process import free_port
 from rollout_backend.testing.fault_proxy import FaultProxy, Rule
 
 
-@pytest.fixture(scope="session", params=["moto", pytest.param("MiniStack", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="session", params=["moto", pytest.param("MiniStack", marks=[pytest.mark.slow, pytest.mark.release])]
+)
 def storage(request, storage, tmp_path_factory) -> Iterator[LocalStorage]:
     """Each server in turn, for the whole session."""
     if request.param == "moto":
