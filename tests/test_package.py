@@ -165,7 +165,7 @@ class Installed:
 IMPORT_ALL = """
 import importlib, pkgutil
 import agent_wrapper, rollout_backend
-OPTIONAL = {"inspect_ai", "pytest", "sglang", "torch", "verl"}
+OPTIONAL = {"bedrock_agentcore", "inspect_ai", "pytest", "sglang", "torch", "verl"}
 for package in (agent_wrapper, rollout_backend):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".", onerror=lambda name: None):
         if not module.name.endswith("__main__"):
