@@ -234,6 +234,8 @@ def _write_config(
     replaced: Mapping[str, Any],
     overrides: Sequence[str],
 ) -> None:
+    import yaml
+
     from rollout_backend.deploy.deployment import config_text, write_config
 
     text = config_text(settings, deployment.folder, replaced, overrides)
@@ -243,7 +245,8 @@ def _write_config(
         return
     echo(f"wrote {config}")
     if not deployment.native:
-        missing = "model.path" if "public_url" in settings.get("gateway", {}) else "model.path and gateway.public_url"
+        has_url = "public_url" in yaml.safe_load(text).get("gateway", {})
+        missing = "model.path" if has_url else "model.path and gateway.public_url"
         echo(f"set {missing} in {config}")
     name, tasks = shlex.quote(str(config)), shlex.quote(str(deployment.folder / _TASKS))
     echo(f"next: rollout doctor {name}, then rollout run {name} --tasks {tasks}, and at the end rollout down {name}")
