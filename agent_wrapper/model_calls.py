@@ -36,7 +36,7 @@ _PATHS = ("/chat/completions", "/completions", "/messages/count_tokens", "/messa
 _REPLACED = frozenset({"authorization", "x-api-key", "api-key", "host", "content-length"})
 _RETRIED = frozenset({502, 503, 504})
 _RETRY_COUNT = "x-stainless-retry-count"
-# Clients refuse to be made without a key. Each request gets the key of its rollout.
+# The SDKs create no client without a key. Each request is then sent with the key of its rollout.
 _KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY")
 
 _installing = threading.Lock()
@@ -83,7 +83,9 @@ def _redirect_http(module: Any) -> None:
         if context is None:
             return send(client, request, *args, **more)
         request = _redirect(request, context)
-        for pause_s in _pauses(request, context):
+        pauses = _pauses(request, context)
+        while True:
+            pause_s = next(pauses)
             try:
                 response = send(client, request, *args, **more)
             except module.ConnectError:
@@ -94,7 +96,6 @@ def _redirect_http(module: Any) -> None:
                     return response
                 response.close()
             time.sleep(pause_s)
-        raise AssertionError("unreachable")
 
     @functools.wraps(async_send)
     async def redirected_async_send(client: Any, request: Any, *args: Any, **more: Any) -> Any:
@@ -102,7 +103,9 @@ def _redirect_http(module: Any) -> None:
         if context is None:
             return await async_send(client, request, *args, **more)
         request = _redirect(request, context)
-        for pause_s in _pauses(request, context):
+        pauses = _pauses(request, context)
+        while True:
+            pause_s = next(pauses)
             try:
                 response = await async_send(client, request, *args, **more)
             except module.ConnectError:
@@ -113,7 +116,6 @@ def _redirect_http(module: Any) -> None:
                     return response
                 await response.aclose()
             await asyncio.sleep(pause_s)
-        raise AssertionError("unreachable")
 
     module.Client.send, module.AsyncClient.send = redirected_send, redirected_async_send
 

@@ -104,7 +104,7 @@ def check_renderer(config: RolloutConfig) -> CheckResult:
 
 
 def check_tools(config: RolloutConfig) -> list[CheckResult]:
-    """Check that the template writes a tool call which the renderer's parser reads back. Return nothing if the model
+    """Check that the renderer's parser reads back a tool call that the template writes. Return nothing if the model
     cannot be loaded, which `check_renderer` reports."""
     from rollout_backend.rendering.renderer import load_renderer
     from rollout_backend.rendering.selection import CALL, call_turn, read_calls_of

@@ -81,7 +81,7 @@ class AwsConfig(Section):
     """Endpoint of SQS if it differs from `aws.endpoint_url`. Agents: set AWS_ENDPOINT_URL_SQS."""
 
     def endpoint_of(self, service: Literal["s3", "sqs"]) -> str | None:
-        """Return the service's endpoint; None: AWS's."""
+        """Return the endpoint of a service, or None for AWS's own."""
         return (self.s3_endpoint_url if service == "s3" else self.sqs_endpoint_url) or self.endpoint_url
 
     @property

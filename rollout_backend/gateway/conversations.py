@@ -77,7 +77,7 @@ class PrefixMemo:
 
 
 def common_prefix(some: Sequence[Message], other: Sequence[Message]) -> int:
-    """Return with how many equal messages both begin."""
+    """Return the number of messages at the start that both have in common."""
     n = min(len(some), len(other))
     if some[:n] == other[:n]:  # fast: identical objects are equal
         return n

@@ -181,7 +181,7 @@ class RunArchive:
         if records:
             lines = "".join(f"{record.model_dump_json()}\n" for record in records)
             self.try_to_write(self._step_file(step, _RECORDS), lines.encode())
-            # In the thread, after a write of this file that may still wait there.
+            # By the writers' thread, so that it follows any write of this file that is still pending.
             self._executor.submit(self._step_file(step, _RUNNING).unlink, missing_ok=True)
 
     def write_running(self, step: int, lines: Sequence[str]) -> Future[bool]:

@@ -252,7 +252,7 @@ def _entries(first: Mapping[str, Any], second: Mapping[str, Any], *, equal_too: 
 def shown_comparison(
     run: RunData, records: Sequence[RolloutRecord], against: RunData | None, others: Sequence[RolloutRecord]
 ) -> dict[str, Any]:
-    """Return the values that templates show of a run to compare with, which has the records `others`."""
+    """Return what the templates show of the other run, `against`, whose records are `others`."""
     differences: tuple[Difference, ...] = ()
     if against is not None:
         tasks = (read_tasks(RunArchive(each.run_dir)) for each in (against, run))

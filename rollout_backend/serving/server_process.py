@@ -38,7 +38,7 @@ _reserved: deque[socket.socket] = deque(maxlen=256)
 
 
 def free_port(host: str = "127.0.0.1", among: range = SERVER_PORTS) -> int:
-    """Return a port that no process listens on, and that no other process of this package has drawn.
+    """Return a port that no process listens on, and that no process of this package has reserved.
 
     A server may need a minute until it listens; until then another server on its port would answer its health check.
     The port is outside the ephemeral range, if `among` is: the kernel may assign an ephemeral port to an outgoing
