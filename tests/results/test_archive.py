@@ -57,14 +57,6 @@ def test_an_id_is_not_a_pattern_or_a_path(archive, wanted):
     assert archive.find_rollout(wanted) == []
 
 
-def test_keeping_a_rollout_again_replaces_it(archive):
-    for reward in (0.0, 1.0):
-        write(archive, make_rollout(reward=reward))
-    [path] = archive.find_rollout("task-a.0")
-    assert Rollout.decode(path.read_bytes()).reward == 1.0
-    assert list(path.parent.iterdir()) == [path]
-
-
 def test_a_failed_write_keeps_the_old_file_and_warns_once(archive, monkeypatch, caplog):
     write(archive, make_rollout(reward=0.0))
 
@@ -83,14 +75,6 @@ def test_a_failed_write_keeps_the_old_file_and_warns_once(archive, monkeypatch, 
     assert archive.find_rollout("task-b.0") == []
     assert write(archive, make_rollout("task-b.0"))
     assert len(archive.find_rollout("task-b.0")) == 1
-
-
-def test_a_kept_report_is_read_back(archive):
-    path = archive.write_report(report(3, planned=2))
-    assert path == archive.run_dir / "steps" / "00000003.json"
-    assert StepReport.model_validate_json(path.read_bytes()) == report(3, planned=2)
-    archive.write_report(report(3, planned=5))
-    assert StepReport.model_validate_json(path.read_bytes()).planned == 5
 
 
 def records(step: int, *rollout_ids: str, message: str = "boom") -> list[RolloutRecord]:

@@ -25,10 +25,6 @@ def prices(**section: float) -> Prices:
     return found
 
 
-def test_without_prices_there_is_no_estimate():
-    assert Prices.of(run_config()) is None
-
-
 def test_the_documented_example_of_a_rollout():
     cost = prices(session_vcpus=1, session_gb=0.5).cost(Usage(300, 270, 1), Usage(), 400)
     assert cost.agents == pytest.approx(0.000746 + 0.000394, abs=1e-6)
@@ -68,11 +64,6 @@ def test_prices_follow_the_runtimes_platform(runtime, section, rates):
     assert found is not None
     assert (found.own_s * 3600, found.session_s * 3600) == pytest.approx(rates)
     assert ("EC2 instances" in found.left_out) is ("capacity_provider" in runtime)
-
-
-def test_an_estimate_says_what_it_leaves_out():
-    assert prices(gpu_hour=1, gpus=1).left_out.startswith("sessions with their requests, storage")
-    assert prices(session_vcpus=1, session_gb=1).left_out.startswith("GPUs, storage")
 
 
 def test_a_step_costs_the_same_in_a_display_and_by_its_records():
@@ -121,12 +112,3 @@ def test_a_step_costs_the_same_in_a_display_and_by_its_records():
 def test_prices_that_make_no_sense_are_refused(sections, message):
     with pytest.raises(ConfigError, match=message):
         run_config(**sections)
-
-
-def test_amounts():
-    assert [dollars(value) for value in (0, 1e-6, 0.00114, 0.1, 0.526, 1234.5)] == [
-        "$0.00", "<$0.0001", "$0.0011", "$0.10", "$0.53", "$1,234.50",
-    ]  # fmt: skip
-    assert str(Cost(0.44, 0.09, 0, 0.05) + Cost(0, 0, 1, 0)) == (
-        "about $1.53 (agents $0.44, S3 and SQS $0.09, GPUs $1.00), $0.05 of it wasted (estimate)"
-    )

@@ -16,8 +16,7 @@ from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.export import export_run
 from rollout_backend.results.records import RolloutRecord
 from rollout_backend.results.step_report import StepReport
-from rollout_backend.results.tables import SCHEMAS, TABLES_VERSION, event_rows, turn_rows
-from rollouts import make_rollout, make_segment
+from rollout_backend.results.tables import SCHEMAS, TABLES_VERSION, event_rows
 from run_folders import write_run
 
 PAGE = Path(__file__).parents[2] / "docs" / "file-formats.md"
@@ -74,15 +73,6 @@ def test_each_model_call_of_a_stored_result_has_a_row(tables):
     assert last["tool_calls"] is None
     assert "The answer is" in last["text"]
     assert all(turn["mean_logprob"] < 0 and turn["weight_version"] == turn["last_weight_version"] for turn in turns)
-
-
-def test_what_a_turn_does_not_know_is_null():
-    record = RolloutRecord.model_construct(step=0, rollout_id="task-a.0", task_id="task-a")
-    rollout = make_rollout(segments=[make_segment(), make_segment(version=None, logprob=None)])
-    known, unknown = turn_rows("run", record, rollout)
-    assert (known["segment"], known["mean_logprob"], known["weight_version"]) == (0, -0.5, "7")
-    assert (unknown["segment"], unknown["mean_logprob"], unknown["weight_version"]) == (1, None, None)
-    assert "text" not in unknown
 
 
 def test_events_are_in_order_and_end_with_the_outcome(run: Path, tables):

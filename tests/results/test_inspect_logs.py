@@ -6,20 +6,17 @@ import base64
 import hashlib
 import json
 import subprocess
-import urllib.parse
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from agent_wrapper.contract import ImageSpan, Outcome
-from builders import assistant, function_call, tool_result, until, user
+from builders import assistant, function_call, tool_result, user
 from made_runs import MadeRun, make_run
 from rollout_backend.core.ledger import Ledger, PlannedRollout
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.records import records_of
-from rollout_backend.serving.server_process import free_port
 from rollouts import make_rollout, make_segment
 
 BIN = Path(__file__).parents[2] / ".venv-clients" / "bin"
@@ -170,33 +167,3 @@ def test_a_step_that_ran_again_replaces_its_log(tmp_path: Path):
         subprocess.run([*export, "--to", "inspect"], check=True, timeout=120)
     [log] = (tmp_path / "odd" / "inspect").iterdir()
     assert log.name.startswith("1970-01-01T00-33-20")
-
-
-def test_the_viewers_server_serves_the_logs(run: Path, logs, tmp_path: Path):
-    port, log = free_port(), tmp_path / "view.log"
-    command = [BIN / "inspect", "view", "start", "--log-dir", run.parent / "logs", "--port", str(port)]
-    base = f"http://127.0.0.1:{port}/api"
-    with (
-        log.open("wb") as out,
-        subprocess.Popen(command, stdout=out, stderr=out, cwd=tmp_path) as server,
-        httpx.Client(timeout=60) as http,
-    ):
-        try:
-
-            def serves() -> bool:
-                assert server.poll() is None, log.read_text()
-                try:
-                    return http.get(f"{base}/log-files").is_success
-                except httpx.TransportError:
-                    return False
-
-            until(serves, what="the server answers")
-            files = http.get(f"{base}/log-files").raise_for_status().json()["files"]
-            assert {file["task"] for file in files} == set(logs)
-            for file in files:
-                name = urllib.parse.quote(file["name"], safe="")
-                served = http.get(f"{base}/logs/{name}").raise_for_status().json()
-                assert served["eval"]["eval_id"] == logs[file["task"]]["eval"]["eval_id"]
-                assert len(served["samples"]) == len(logs[file["task"]]["samples"])
-        finally:
-            server.terminate()

@@ -69,16 +69,6 @@ async def test_a_terminal_that_was_closed_ends_the_reading(terminal):
     assert not keys.reading
 
 
-async def test_what_is_no_terminal_is_left_alone(tmp_path, terminal):
-    _, stream = terminal
-    stream.close()
-    with (tmp_path / "input").open("w+") as file:
-        for each in (file, stream):
-            keys = Keys(lambda key: None, each)
-            keys.start()
-            assert not keys.reading
-
-
 async def test_the_keys_of_a_run(terminal, make_screen, monkeypatch):
     user, stream = terminal
     monkeypatch.setattr(sys, "stdin", stream)

@@ -9,12 +9,11 @@ import pytest
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.ledger import Phase
 from rollout_backend.gateway.stats import Counters, GatewayStats
-from rollout_backend.results.cost import Prices, Usage
 from rollout_backend.results.findings import FailureCount
 from rollout_backend.results.progress import Progress
 from rollout_backend.results.step_report import CallRate
 from rollout_backend.results.step_totals import LastResult
-from rollout_backend.results.terminal.live_view import History, Snapshot, frame, one_line, plain_line, sparkline
+from rollout_backend.results.terminal.live_view import History, Snapshot, frame, plain_line
 from rollout_backend.serving.engine_fleet import ServerState
 from rollout_backend.serving.run_phase import RunPhase
 
@@ -105,12 +104,6 @@ def test_before_the_first_result_a_frame_says_what_is_waited_for():
         assert plain_line(snapshot(shown)) == words
 
 
-def test_a_frame_before_the_step():
-    phases = {RunPhase.CHECK: 0.4}
-    assert text(snapshot(phases=phases))[1:] == [" ● check  ○ engines  ○ gateway  ○ rollouts  ○ stop"]
-    assert len(text(snapshot(progress()))) == 2
-
-
 def servers(*states: tuple[bool, int]) -> tuple[ServerState, ...]:
     """Return a router and engines, each with whether it serves and how often it was restarted."""
     engines = [ServerState(f"engine-{i}", f"http://e{i}", *state) for i, state in enumerate(states)]
@@ -139,35 +132,6 @@ def test_engines_and_their_queues():
     assert " engines  0: serves    router: not serving, 1 restart" in text(
         snapshot(serving((router, *servers((True, 0))[1:])))
     )
-
-
-def test_many_engines_are_summed_unless_their_details_are_asked_for():
-    many = serving(servers(*[(True, 0)] * 15, (False, 1)), e0=(40, 1000), e1=(60, 2))
-    line = " engines  15 of 16 serve, 100 running, 1,002 queued, 1 restart"
-    assert line in text(snapshot(many))
-    lines = text(snapshot(many, details=True))
-    assert line in lines
-    for found in (
-        " gateway  0 sessions open, 7 calls answered, 0 cache breaks",
-        "          0 malformed tool calls; errors: rate_limit_exceeded 1,204",
-        " engine-0 40 running, 1,000 queued   http://e0",
-        " ... and 5 engines more",
-    ):
-        assert found in lines
-    assert " gateway  does not answer" in text(snapshot(progress(running=1), details=True))
-
-
-def test_the_cost_so_far():
-    prices = Prices(session_s=0.01, own_s=0.0, result=0.0, step_s=0.1)
-    shown = progress({Outcome.COMPLETED: 1}, trainable=Usage(100, 50, 1), wasted=Usage(20, 0, 0))
-    line = " cost     about $5.20, $0.87 of it wasted (estimate), $5.20 per session"
-    assert line in text(snapshot(shown, prices=prices))
-    assert not any("cost" in each for each in text(snapshot(shown)))
-
-
-def test_the_largest_session():
-    shown = progress(running=2, gateway=gateway(calls=3, largest={"task-a.0": 12_345, "task-b.0": 7}))
-    assert " largest  task-a.0, 12,345 tokens sampled" in text(snapshot(shown))
 
 
 def test_failures_by_reason_and_the_keys():
@@ -203,21 +167,6 @@ def test_no_line_is_wider_than_the_terminal_or_breaks(width):
     assert plain_line(snapshot(hostile)).isprintable()
 
 
-def test_a_plain_line_of_a_busy_step():
-    assert plain_line(snapshot(BUSY)).startswith(
-        "241 of 384 ended (229 done, 4 agent error, 8 lost), 96 at work, 47 waiting, reward 0.557, 34 of 39 whole "
-        "groups have a spread, 0 tokens/s, about 24 s left, slowest buy-9-fig.3, 64 s of at most 4 min; 8 of 384 "
-        "rollouts lost to the infrastructure"
-    )
-
-
-@pytest.mark.parametrize(("elapsed", "left"), [(40.0, 360.0), (500.0, 100.0), (700.0, 0.0)])
-def test_the_time_left_is_at_most_the_steps_limit(elapsed, left):
-    shown = progress({Outcome.COMPLETED: 1}, running=9)
-    assert snapshot(shown, phases={RunPhase.ROLLOUTS: elapsed}).left_s == pytest.approx(left)
-    assert snapshot(progress(running=1)).left_s is None
-
-
 # --- over time --------------------------------------------------------------------------------------------
 
 
@@ -239,28 +188,3 @@ def test_the_token_rate_is_that_of_the_last_seconds():
 def test_a_restarted_or_silent_gateway_gives_no_negative_rate():
     history = history_of(0, 1000, None, 0, 500)
     assert [point.tokens for point in history.points] == [0, 1000, 1000, 1000, 1500]
-
-
-def test_a_long_history_keeps_its_beginning_and_its_end_in_few_points():
-    history = history_of(*range(5000))
-    assert len(history.points) < 600
-    assert (history.points[0].at, history.points[-1].at) == (100.0, 5099.0)
-    assert history.tokens() == pytest.approx([5000 / 8] * 8, rel=0.05)
-
-
-def test_a_curve_of_rewards_has_a_gap_where_none_came():
-    history = History()
-    for i, (count, mean) in enumerate([(0, None), (2, 0.0), (2, 0.0), *[(4, 0.5)] * 6]):
-        history.add(float(i), progress(rewards=count, mean_reward=mean))
-    assert history.rewards()[:4] == [0.0, None, 1.0, None]
-
-
-def test_sparklines():
-    assert sparkline([]) == sparkline([None]) == ""
-    assert sparkline([0.0, 1.0, None, 7.0]) == "▁▂ █"
-    assert sparkline([5.0, 5.0]) == "▄▄"
-    assert sparkline([5.0, 5.0], low=0.0) == "██"
-
-
-def test_text_of_agents_is_put_on_one_line():
-    assert one_line("a\r\n b\tc\x1b[0m\u202e") == "a b c\N{REPLACEMENT CHARACTER}[0m\N{REPLACEMENT CHARACTER}"

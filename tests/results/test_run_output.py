@@ -85,11 +85,6 @@ async def test_a_terminal_shows_a_frame_and_keeps_what_matters_above_it(shown):
     assert "checking this machine" in await shown("verbose", terminal=True)
 
 
-async def test_quiet_prints_nothing_before_the_end(shown):
-    assert await shown("quiet") == ""
-    assert await shown("quiet", terminal=True) == ""
-
-
 async def test_json_prints_one_object_per_event(shown):
     events = [json.loads(line) for line in (await shown("json", terminal=True)).splitlines()]
     assert all(event["time"] > 0 for event in events)

@@ -69,11 +69,3 @@ def test_a_run_with_everything_in_it_has_twelve_lines(screen):
     assert len(screen.text.splitlines()) == 24
     assert "  cost     about $0.02 (S3 and SQS $0.02), $0.00 of it wasted (estimate)" in lines
     assert worst.fields()["cost"]["total"] == 0.02
-
-
-def test_a_run_without_a_result(screen):
-    print_summary(screen.console, summary(Outcome.INFRA_ERROR))
-    assert "✗ nothing to train on: 0 of 1 rollouts completed" in screen.text
-    assert "reward" not in screen.text
-    fields = summary(Outcome.INFRA_ERROR).fields()
-    assert (fields["passed"], fields["mean_reward"], fields["findings"][0]["level"]) == (False, None, "bad")

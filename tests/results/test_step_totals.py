@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from agent_wrapper.contract import Outcome, Rollout
-from rollout_backend.core.ledger import Ledger, Phase, PlannedRollout
+from rollout_backend.core.ledger import Ledger, PlannedRollout
 from rollout_backend.results.findings import FailureCount
 from rollout_backend.results.step_totals import StepTotals
-from rollouts import make_rollout, make_segment
+from rollouts import make_rollout
 
 
 class Step:
@@ -59,31 +57,3 @@ def test_failures_are_counted_by_reason_with_the_first_message():
         FailureCount(Outcome.INFRA_ERROR, "reason", 2, "a.0", "message 0"),
         FailureCount(Outcome.TIMED_OUT, "reason", 1, "a.2", "message 2"),
     ]
-
-
-def test_running_rollouts_are_kept_in_the_order_of_their_start():
-    step = Step("a.0", "a.1", "a.2")
-    for rollout_id in ("a.1", "a.0", "a.2"):
-        step.start(rollout_id)
-    assert list(step.ledger.running) == ["a.1", "a.0", "a.2"]
-    step.finish("a.1", 1.0)
-    step.ledger.abandon_attempt("a.0")
-    assert list(step.ledger.running) == ["a.2"]
-    assert step.ledger.phases()[Phase.RUNNING] == 1
-
-
-@pytest.mark.parametrize(
-    ("more", "text"),
-    [
-        (
-            {"segments": [make_segment().model_copy(update={"messages": ({"role": "assistant", "content": "4"},)})]},
-            "4",
-        ),
-        ({"segments": [make_segment()]}, ""),
-    ],
-)
-def test_the_last_reply_of_a_result(more, text):
-    step = Step("a.0")
-    step.start("a.0")
-    step.results.append(make_rollout("a.0", **more))
-    assert step.totals.last()[0].text == text

@@ -11,7 +11,6 @@ import pytest
 from made_runs import MadeRun, make_run
 from report_page import Page
 from rollout_backend.config import AgentCoreConfig
-from rollout_backend.core.earlier_batches import batch_number, describe_batch
 from rollout_backend.local.cloud import ARN
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.page.files import write_report
@@ -42,22 +41,6 @@ def test_each_step_has_a_row_with_its_numbers_and_a_link_to_its_page(training: P
         assert ("a", {"href": "../report.html"}) in below.tags
 
 
-def test_what_was_left_out_is_counted_by_reason(training: Path):
-    records = [record for step in range(4) for record in RunArchive(training).read_records(step)]
-    text = Page(training / "report.html").text("leftout")
-    trained = sum(record.trainable and record.group_usable for record in records)
-    assert f"Of 96 planned rollouts, {trained} were trained." in text
-    for reason in {record.reason for record in records if record.failed}:
-        assert f"{reason} {sum(record.reason == reason for record in records)}" in text
-
-
-def test_tasks_that_steps_share_have_a_row_with_their_gain(training: Path):
-    page = Page(training / "report.html")
-    assert "Mean reward of each of 6 tasks" in page.text("tasks")
-    cells = [attributes for tag, attributes in page.tags if tag == "rect" and attributes.get("height") == "13"]
-    assert len(cells) == 24
-
-
 def test_a_page_of_a_step_that_did_not_change_is_kept(training: Path):
     page = training / "report" / "00000001.html"
     page.write_text("kept")
@@ -67,12 +50,6 @@ def test_a_page_of_a_step_that_did_not_change_is_kept(training: Path):
     os.utime(records, (page.stat().st_mtime + 10,) * 2)
     write_report(training)
     assert page.read_text().startswith("<!doctype html>")
-
-
-def test_a_trainers_steps_have_the_names_of_its_global_steps():
-    assert describe_batch(batch_number(7, False, 0)) == ("7", False)
-    assert describe_batch(batch_number(7, True, 0)) == ("7 validation", True)
-    assert describe_batch(batch_number(7, False, 3)) == ("7.3", False)
 
 
 def test_the_secret_path_of_a_local_cloud_is_not_shown():

@@ -14,7 +14,7 @@ from rollout_backend.core.ledger import Ledger, PlannedRollout
 from rollout_backend.core.tasks import Task
 from rollout_backend.results.findings import findings_of
 from rollout_backend.results.records import RolloutRecord
-from rollout_backend.results.step_report import CallRate, GroupResult, StepResult, failures_of, make_report
+from rollout_backend.results.step_report import GroupResult, StepResult, failures_of, make_report
 from rollout_backend.results.summary import summarize
 from rollout_backend.results.terminal.view import print_record, print_rollout, print_step
 from rollouts import make_rollout, make_segment
@@ -143,43 +143,6 @@ def test_a_step_shows_its_ledger_rewards_and_failures(show):
         assert line in lines
 
 
-def test_an_empty_step_is_shown(show):
-    text = show({"task-a.0": "lost"}, deadline_reached=True, seconds=0.0)
-    assert "the step took 0.0 s, to its deadline" in text
-    assert "rollouts carry" not in text
-
-
-def test_the_rate_that_the_runtime_granted_is_shown(show):
-    result = step_result({})
-    throttled = {
-        "invoke_rate": CallRate(refused=37, seconds=12.0, granted_per_s=7.64),
-        "stop_rate": CallRate(refused=2, seconds=0.2, granted_per_s=None),
-    }
-    text = show(dataclasses.replace(result, report=result.report.model_copy(update=throttled)))
-    invokes = "the runtime refused 37 invokes in 12 s and granted 7.6 per second; a higher"
-    assert invokes in text.replace("\n", " ")
-    assert "the runtime refused 2 stops in 0 s; they were retried" in text
-
-
-def test_an_unclosed_session_is_shown(show):
-    result = step_result({"task-a.0": make_rollout()}, unclosed={"session-x": f"409 {MARKUP}"})
-    text = show(result)
-    assert f"session session-x could not be closed: 409 {MARKUP}" in text
-    assert "the ledger reconciles; 0 sessions open" in text
-    assert not result.report.balanced
-
-
-def test_ten_failures_are_shown_and_the_others_counted(show):
-    text = show({f"task-a.{i}": "lost" for i in range(13)})
-    assert text.count("timed_out, no_result: lost") == 10
-    assert "... and 3 more" in text
-
-
-def test_results_that_could_not_be_archived_are_counted(show):
-    text = show({"task-a.0": make_rollout()}, unarchived=3)
-    assert "3 results could not be written there; they are in S3" in text
-
-
 def test_a_failure_message_is_not_markup(show):
     failure = Failure(reason="agent_exception", message=MARKUP)
     text = show({"task-a.0": make_rollout("task-a.0", Outcome.AGENT_ERROR, failure=failure)})
@@ -212,20 +175,9 @@ def test_a_rollout_is_shown_completely(show):
         assert words in text
 
 
-def test_a_failure_is_shown_with_its_traceback(show):
-    failure = Failure(reason="agent_exception", message=f"boom {MARKUP}", traceback=f'File "agent.py" {MARKUP}')
-    text = show(make_rollout("task-a.0", Outcome.AGENT_ERROR, failure=failure))
-    for words in ("agent_error, reward none", f"boom {MARKUP}", f'File "agent.py" {MARKUP}'):
-        assert words in text
-
-
 def test_no_text_of_a_result_is_markup(show):
     names = {"session_id": MARKUP, "model": MARKUP, "extras": {"x": "[/nothing]"}}
     assert show(make_rollout(segments=[with_text(MARKUP)], **names)).count(MARKUP) == 6
-
-
-def test_a_missing_time_is_shown_as_unknown(show):
-    assert "start unknown, took 0" in show(make_rollout(started_at=0.0, finished_at=0.0))
 
 
 def test_agent_output_cannot_control_the_terminal(show):
@@ -275,20 +227,6 @@ def test_a_rollout_without_a_result_is_shown_by_its_record(screen):
         "planned 2001-09-09 01:46:40 UTC, invoked +1.5 s, settled +60.0 s",
     ):
         assert words in screen.text
-
-
-def test_a_rollout_that_was_never_invoked_is_shown(screen):
-    never = {"outcome": None, "reason": "", "message": "", "session_ids": (), "log": None, "invoked_at": None}
-    print_record(screen.console, RECORD.model_copy(update={**never, "settled_at": None}), with_outcome=True)
-    for words in ("not settled, no result was stored", "no message", "sessions: none opened"):
-        assert words in screen.text
-    assert "log:" not in screen.text
-
-
-def test_a_record_beside_its_result_shows_only_where_and_when(screen):
-    print_record(screen.console, RECORD, with_outcome=False)
-    assert "attempts 2" in screen.text
-    assert "nothing was published" not in screen.text
 
 
 def test_a_record_cannot_control_the_terminal(screen):
