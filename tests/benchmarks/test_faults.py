@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -47,18 +46,6 @@ def test_each_rollout_is_counted_once(faults) -> None:
     assert faults.count(truths, [])["lost"] == 5
 
 
-def test_nan_is_no_true_reward(faults) -> None:
-    assert faults.count([faults.Truth(1, "a", 0.5, False)], [trained("a", 1, float("nan"))])["invented"] == 1
-
-
-def test_more_than_a_group_needs_is_doubled_or_run_again(faults) -> None:
-    truths = [faults.Truth(proof, "a", 1.0, True) for proof in range(1, 7)]
-
-    found = faults.count(truths, [trained("a", proof, 1.0) for proof in range(1, 6)])
-
-    assert (found["delivered"], found["duplicated"], found["lost"], found["again"]) == (4, 1, 0, 2)
-
-
 def test_each_case_says_what_fails_or_why_it_cannot(load) -> None:
     cases = load("fault_cases")
     agents = (ROOT / "benchmarks" / "emulated_aws" / "faulty_agents.py").read_text()
@@ -69,17 +56,6 @@ def test_each_case_says_what_fails_or_why_it_cannot(load) -> None:
         assert met
         by_agents = f'"{case.name}"' in agents
         assert case.kill or by_agents or set(case.rules) == set(met), case.name
-
-
-def test_without_a_rival_the_error_says_what_to_do(faults, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str) -> Path:
-        raise faults.RivalFailed("pip ended with 1")
-
-    monkeypatch.setattr(faults, "python_of", fail)
-    monkeypatch.setattr(sys, "argv", ["faults.py"])
-
-    with pytest.raises(SystemExit, match=r"cannot be installed: pip ended with 1\n.*--systems ours"):
-        faults.main()
 
 
 def test_the_page_is_that_of_its_results(load) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import ModuleType
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -63,10 +62,6 @@ def test_runs_are_compared_by_seed(report, results) -> None:
     assert both[1] == "2"
 
 
-def test_one_pair_has_no_interval(report) -> None:
-    assert report.interval([0.5]) is None
-
-
 def test_losses_add_up(report, results) -> None:
     table = report.losses(results)
     faults, as_0 = ({row[0]: row[at] for row in table.rows} for at in (2, 3))
@@ -77,40 +72,3 @@ def test_losses_add_up(report, results) -> None:
     assert faults["killed, late or throttled"] == "18.8 %"  # 22 of 117
     assert as_0["rollouts trained with an invented 0"] == "30"
     assert as_0["rollouts trained with the agent's reward"] == "170"
-
-
-def test_only_parts_that_take_time_have_a_line(report, results) -> None:
-    assert report.parts(results, report.PATH).rows == [["`gen`", "1.50", "1.50"], ["rest", "0.50", "0.50"]]
-
-
-def test_a_picture_has_a_line_and_a_band_for_each_variant(report, results) -> None:
-    picture = ElementTree.fromstring(report.picture(results, report.LOSSES))
-
-    names = [element.tag.rpartition("}")[2] for element in picture]
-    assert (names.count("polyline"), names.count("polygon")) == (3, 3)
-    ElementTree.fromstring(report.picture({"runs": []}, report.PATH))
-
-
-def test_a_step_counts_the_first_sessions_of_its_rollouts(load, monkeypatch: pytest.MonkeyPatch) -> None:
-    curves = load("learning_curves")
-    record = load("emulated_aws.wrapped_agents").SessionRecord
-    records = [
-        record(200, "b.0", 1, True, 3, ""),
-        record(100, "a.0", 1, False, 3, "killed"),
-        record(100, "a.0", 2, True, 3, ""),
-        record(100, "a.1", 1, True, 2, ""),
-    ]
-
-    assert curves.right_by_step(records) == [0.5, 1.0]
-    assert curves.accounts(records, [])["lost"] == {"killed": 1}
-
-
-def test_longer_rollouts_are_lost_more_often(load) -> None:
-    rates = load("emulated_aws.wrapped_agents").LossRates(killed=0.04, late=0.02)
-
-    lots = {tokens: [rates.draw(f"{i}", tokens) for i in range(4000)] for tokens in (1, 3)}
-
-    assert lots[3].count("killed") / 4000 == pytest.approx(0.12, abs=0.02)
-    assert lots[3].count("late") / 4000 == pytest.approx(0.06, abs=0.02)
-    assert lots[1].count("killed") < lots[3].count("killed") / 2
-    assert rates.draw("7", 3) == rates.draw("7", 3)

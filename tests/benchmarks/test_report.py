@@ -6,7 +6,6 @@ import json
 import re
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -30,59 +29,6 @@ def test_the_summary_compares_the_same_work_only(load, results) -> None:
     assert ["a container", "import: CPU, ms", "198", "220 (toolkit)", "180", "1.1"] in rows
     assert ["a container with presigned URLs", "first rollout: return to stored, ms", "50", "", "", ""] in rows
     assert ["a step of the tiny model", "of it rollouts, s", "9", "3 (verl's agent loop)", "", ""] in rows
-
-
-def test_the_floor_of_collecting_is_bare_http_where_no_other_was_measured(load, results) -> None:
-    results["parts"]["rival_collection"] = [
-        one for one in results["parts"]["rival_collection"] if one["system"] != "checked HTTP"
-    ]
-
-    assert load("report").summary(results).rows[0][4:] == ["0.025", "2"]
-
-
-def test_the_details_have_all_works_and_only_parts_with_a_time(load, results) -> None:
-    report = load("report")
-    [collection] = report.collection_tables(results)
-    [training] = report.training_tables(results)
-
-    works = [row[:2] for row in collection.rows]
-    assert works == [
-        ["1,024 results at once", "ours"],
-        ["1,024 results at once", "bare HTTP"],
-        ["1,024 results at once", "checked HTTP"],
-        ["1,024 results at once", "toolkit, S3"],
-        ["64 results of 16,000 tokens at 25/s, agents of 20 s", "ours"],
-    ]
-    assert [row[0] for row in training.rows] == ["gen", "update_actor", "rest", "total"]
-    assert all(len(row) == len(table.header) for table in (collection, training) for row in table.rows)
-
-
-def test_what_has_no_figure_is_listed_with_its_reason(load, results) -> None:
-    assert load("report").failures(results) == [
-        "other: ended with 1",
-        "another, a container: pip ended with 1",
-        "<rival>, 1,024 results at once: did not end within 400 s",
-    ]
-
-
-def test_missing_parts_have_no_table(load, results) -> None:
-    report, plot = load("report"), load("plot")
-    results["parts"] = {}
-
-    assert report.summary(results).rows == []
-    assert [list(tables(results)) for tables in report.DETAILS.values()] == [[], [], []]
-    ElementTree.fromstring(plot.picture(results))
-
-
-def test_the_picture_has_a_bar_for_each_figure(load, results) -> None:
-    picture = ElementTree.fromstring(load("plot").picture(results))
-
-    texts = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
-    assert "1,024 results at once: toolkit, S3" in texts
-    assert "2,048 tokens: bare proxy" in texts
-    widths = [float(bar.get("width", "0").rstrip("%")) for bar in picture.iter("{http://www.w3.org/2000/svg}rect")]
-    assert min(widths) > 0
-    assert texts.count("gen") == 1
 
 
 def test_the_page_has_the_machine_the_tables_and_the_commands(load, results) -> None:

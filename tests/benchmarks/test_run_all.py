@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_parts_run_with_little_work(tmp_path):
     parts = ["emulator", "collection", "gateway"]
     command = [sys.executable, str(ROOT / "benchmarks" / "run_all.py"), "--smoke", "--out", str(tmp_path)]
