@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from agent_wrapper import RolloutApp, endpoint_probe
+from agent_wrapper import RolloutApp
 from agent_wrapper.app import SESSION_HEADER, _fetch_s, _Job
 from agent_wrapper.contract import Outcome, Rollout, RolloutRequest, unpack_artifacts
 from agent_wrapper.errors import EntrypointError
@@ -36,12 +36,6 @@ def test_a_returned_number_is_the_reward_and_the_rollout_is_identified(container
     assert rollout.sampled_tokens == 2
     assert before - 1 < rollout.started_at <= rollout.finished_at < time.time() + 1
     assert gateway.requests.count((f"/{block['rollout_id']}/trajectory", f"Bearer key-of-{block['rollout_id']}")) == 1
-
-
-def test_a_dict_brings_extras(container):
-    rollout = container.play("return {'reward': 1, 'steps': (1, 2), 'note': {'ok': True}}")
-    assert rollout.reward == 1
-    assert rollout.extras == {"steps": [1, 2], "note": {"ok": True}}
 
 
 def test_artifacts_are_written_once_beside_the_result_that_lists_them(container, cloud):
@@ -80,25 +74,13 @@ def marker_of(cloud, block) -> Rollout | None:
         return None
 
 
-@pytest.mark.parametrize("levels", [191, 255, 500, 990, 5000])
+@pytest.mark.parametrize("levels", [191, 5000])
 @pytest.mark.parametrize("name", ["deep", "messages"])
 def test_too_deep_nesting_is_the_agents_error(sync_container, levels, name):
     body = f"value = 1\nfor _ in range({levels}):\n    value = [value]\nreturn {{'reward': 1, {name!r}: value}}"
     rollout = sync_container.play(body)
     assert (rollout.outcome, rollout.failure.reason, rollout.reward) == (Outcome.AGENT_ERROR, "bad_reward", None)
     assert "cannot be stored as JSON" in rollout.failure.message
-
-
-def test_the_deepest_allowed_nesting_is_stored(sync_container):
-    body = """
-deep = 1
-for _ in range(180):
-    deep = [deep]
-return {'reward': 1, 'deep': deep, 'messages': [{'role': 'assistant', 'content': 'hi', 'more': deep}]}
-"""
-    rollout = sync_container.play(body)
-    assert rollout.outcome is Outcome.COMPLETED
-    assert Rollout.decode(rollout.to_json()).extras == rollout.extras
 
 
 def test_no_agent_meets_a_half_imported_http_client(start_container):
@@ -228,13 +210,6 @@ def test_past_its_deadline_an_agent_is_not_started(container, tmp_path):
     rollout = container.play(f"open({str(mark)!r}, 'w')", container.request(deadline=time.time() - 1))
     assert rollout.failure.reason == "agent_deadline"
     assert not mark.exists()
-
-
-def test_a_cancelled_agent_cleans_up(async_container, tmp_path):
-    mark = tmp_path / "cleaned"
-    body = f"pass_time(600)\ntry:\n    await asyncio.sleep(600)\nfinally:\n    open({str(mark)!r}, 'w')"
-    async_container.play(body)
-    until(mark.exists)
 
 
 def test_an_agent_that_blocks_its_loop_holds_up_neither_ping_nor_deadline(start_container, fifo):
@@ -368,14 +343,6 @@ def test_no_heartbeat_is_sent_unless_it_is_wanted(sync_container, gateway):
         assert beats(gateway, block) == 0
 
 
-def test_rollouts_run_side_by_side(sync_container, fifo):
-    slow, quick = sync_container.request(), sync_container.request()
-    sync_container.invoke(f"open({str(fifo)!r}).read()\nreturn 1", slow)
-    assert sync_container.play("return 2", quick).reward == 2
-    fifo.open("w").close()
-    assert sync_container.await_result(slow).reward == 1
-
-
 def test_ping_is_busy_until_the_result_is_published(sync_container, fifo):
     container = sync_container
     idle = container.await_idle()
@@ -448,22 +415,6 @@ def test_a_result_that_cannot_be_written_is_reported(sync_container, cloud):
 # --- whether the model's endpoint can be reached ------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (None, "[Errno 111] Connection refused"),
-        ((404, b"no such page"), "it answered 404: no such page"),
-        ((401, b"unknown key"), "it answered 401: unknown key"),
-        ((HANG_UP, b""), "RemoteDisconnected: Remote end closed connection"),
-    ],
-    ids=["no server", "another server", "the gateway of another run", "no HTTP"],
-)
-async def test_a_wrong_address_of_the_model_is_described(gateway, dead_url, answer, words):
-    gateway.answers["/elsewhere"] = [answer]
-    problem = await endpoint_probe._get(f"{gateway.url}/elsewhere" if answer else dead_url, "key", timeout_s=120)
-    assert problem.startswith(words)
-
-
 def test_a_wrong_address_of_the_model_is_reported_before_the_agent_runs(sync_container, dead_url, tmp_path):
     mark = tmp_path / "ran"
     block = sync_container.request(endpoint__base_url=dead_url, remaining_s=1)
@@ -523,12 +474,6 @@ def test_a_failing_model_endpoint_is_not_the_agents_fault(sync_container, gatewa
     rollout = sync_container.play(CALL, stream=stream)
     assert (rollout.outcome, rollout.failure.reason) == ended
     assert words in rollout.failure.message
-
-
-def test_an_agent_may_wrap_the_failure(sync_container, gateway):
-    gateway.answers["/v1/chat/completions"] = [(503, b"{}")]
-    body = "try:\n" + "\n".join(f"    {line}" for line in CALL.splitlines()) + "\nexcept Exception:\n    1 / 0"
-    assert sync_container.play(body).failure.reason == "model_unavailable"
 
 
 @pytest.mark.parametrize(
@@ -628,56 +573,24 @@ def test_importing_the_wrapper_loads_nothing_that_takes_long():
     assert not heavy.intersection(loaded)
 
 
-def test_two_entrypoints_are_refused():
-    app = RolloutApp()
-    app.entrypoint(lambda context: 1)
-    with pytest.raises(EntrypointError, match="has its entrypoint already"):
-        app.entrypoint(lambda context: 2)
-
-
 def test_a_missing_entrypoint_is_reported_before_anything_is_served():
     with pytest.raises(EntrypointError, match=r"put @app\.entrypoint above"):
         RolloutApp().run()
-
-
-def none() -> int:
-    return 1
-
-
-def two(context: object, more: object) -> int:
-    return 1
-
-
-def keyword(*, context: object) -> int:
-    return 1
 
 
 def yields(context: object):
     yield 1
 
 
-async def yields_async(context: object):
-    yield 1
-
-
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (none, r"none\(\).* exactly one argument"),
-        (two, "exactly one argument"),
-        (keyword, "exactly one argument"),
+        (lambda: 1, "exactly one argument"),
+        (lambda context, more: 1, "exactly one argument"),
         (yields, "must return its reward once"),
-        (yields_async, "must return its reward once"),
         (3, "must be a function"),
     ],
 )
 def test_a_wrong_entrypoint_is_refused(function, words):
     with pytest.raises(EntrypointError, match=words):
         RolloutApp().entrypoint(function)
-
-
-def test_the_decorator_leaves_the_function_as_it_is():
-    def agent(context: object, more: int = 2) -> int:
-        return more
-
-    assert RolloutApp().entrypoint(agent) is agent

@@ -5,7 +5,6 @@ import math
 import time
 
 import openai
-import pytest
 
 from agent_wrapper import RolloutContext
 from agent_wrapper.contract import ModelEndpoint, ResultTarget, RolloutRequest, Sampling
@@ -38,11 +37,6 @@ def test_in_training_the_context_names_the_rollouts_trace():
     assert RolloutContext.from_environment({}, {}).traceparent is None
 
 
-def test_settings_missing_in_the_environment_are_left_to_the_client():
-    context = RolloutContext.from_environment({}, {})
-    assert set(context.openai_kwargs()) == {"timeout", "max_retries"}
-
-
 def test_a_call_may_last_until_the_deadline():
     context = dataclasses.replace(
         RolloutContext.from_environment({}, {"OPENAI_API_KEY": "k"}), deadline=time.time() + 1000, rollout_id="r"
@@ -57,8 +51,3 @@ def test_the_openai_client_accepts_the_settings():
     context = RolloutContext.from_environment({}, {"OPENAI_BASE_URL": "http://model/v1", "OPENAI_API_KEY": "k"})
     with openai.OpenAI(**context.openai_kwargs()) as client:
         assert str(client.base_url) == "http://model/v1/"
-
-
-def test_a_context_is_immutable():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        RolloutContext.from_environment({}, {}).model = "other"  # type: ignore[misc]

@@ -285,12 +285,6 @@ def test_neither_failures_nor_extras_contain_the_session_key():
 MESSAGES = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 
 
-def test_returned_messages_are_extras():
-    rollout = rollout_of({"reward": 1, "messages": MESSAGES}, SAMPLED)
-    assert rollout.trainable
-    assert rollout.extras == {"messages": MESSAGES}
-
-
 def test_an_agent_may_leave_its_reward_to_a_scorer():
     rollout = rollout_of(Unscored({"result": "4"}), SAMPLED)
     assert ended(rollout) == (Outcome.AGENT_ERROR, None, "no_reward")

@@ -8,7 +8,7 @@ import os
 import msgpack
 import pytest
 
-from builders import eventually, skip
+from builders import eventually, is_running, skip
 from rollout_backend.config import ScoringConfig
 from rollout_backend.errors import ConfigError
 from rollout_backend.scoring.scorer import ScoringError, load_scorer
@@ -43,14 +43,6 @@ def score(given):
 
 def request(**private: str) -> bytes:
     return msgpack.packb({"task_id": "t", "payload": {}, "private": private, "result": make_rollout("t.0").encode()})
-
-
-def is_running(pid: str) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def hangs(pids) -> bool:

@@ -6,7 +6,7 @@ import socket
 import aiohttp
 import pytest
 
-from builders import post, skip
+from builders import is_running, post, skip
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.serving.engine import is_healthy, is_responding
 from rollout_backend.serving.engine_fleet import EngineFleet, engine_factory
@@ -37,14 +37,6 @@ def make_fleet(make_config, fake_command, tmp_path):
         return fleet, events, engines
 
     return make
-
-
-def alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def kinds(events, server):
@@ -79,7 +71,7 @@ async def test_fleet_serves_and_leaves_no_process(make_fleet):
         served = {(await generate(fleet, f"session-{i}"))[1] for i in range(30)}
         assert served == set(pids)
         router = fleet._router.pid
-    assert not any(alive(pid) for pid in [*pids, router])
+    assert not any(is_running(pid) for pid in [*pids, router])
     assert fleet.engine_urls == ()
     await fleet.stop()  # idempotent
 
@@ -117,7 +109,7 @@ async def test_engine_that_fails_its_probes_is_restarted(make_fleet, until):
         await post(f"{engines[0].url}/fail_probes", {"fail": True})
         await until(lambda: kinds(events, "engine-0") == ["started", "died", "restarted"])
         assert "did not answer any more" in next(event.detail for event in events if event.kind == "died")
-        assert not alive(engines[0].pid)
+        assert not is_running(engines[0].pid)
         assert await generate(fleet) == (200, engines[1].pid)
 
 
@@ -182,7 +174,7 @@ async def test_start_fails_if_no_engine_starts(make_fleet, mode, message):
     with pytest.raises(StartupError, match=message):
         await fleet.start()
     assert "started" not in [*kinds(events, "engine-0"), *kinds(events, "engine-1")]
-    assert not any(alive(pid) for engine in engines if (pid := engine.pid))
+    assert not any(is_running(pid) for engine in engines if (pid := engine.pid))
     assert not fleet._router.running
 
 
@@ -233,7 +225,7 @@ async def test_taken_router_port_is_refused(make_fleet):
         fleet, _, engines = make_fleet(router={"port": taken.getsockname()[1]})
         with pytest.raises(StartupError, match=r"set router\.port"):
             await fleet.start()
-    assert not any(alive(pid) for engine in engines if (pid := engine.pid))
+    assert not any(is_running(pid) for engine in engines if (pid := engine.pid))
 
 
 async def test_cancelled_start_leaves_no_process(make_fleet, until):
@@ -243,7 +235,7 @@ async def test_cancelled_start_leaves_no_process(make_fleet, until):
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    assert not alive(engines[0].pid)
+    assert not is_running(engines[0].pid)
     assert not fleet._router.running
 
 

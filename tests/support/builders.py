@@ -70,6 +70,13 @@ def listens(host: str, port: int) -> bool:
         return probe.connect_ex((host, port)) == 0
 
 
+def is_running(pid: int) -> bool:
+    """Return whether a process is there and no zombie."""
+    with contextlib.suppress(OSError):  # it ended before or during the read
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
 def processes_with(text: str) -> dict[int, str]:
     """Return the command lines of live processes with this text in their command line or environment, by pid."""
     found = {}
