@@ -133,17 +133,6 @@ async def compare(played_aws: Any, client: Any, method: str, fixed: dict[str, An
     assert repeats == [expected, expected]
 
 
-async def test_aiobotocore_prepares_one_request_and_sends_none(played_aws):
-    prepared = []
-    async with opened("s3") as client:
-        client.meta.events.register("before-call.s3.GetObject", lambda **event: prepared.append(event))
-        get = client.repeated("get_object", Bucket="my-bucket")
-        for name in "abc":
-            await get(Key=name)
-    assert len(prepared) == 1
-    assert [sent.url for sent in played_aws.sent] == [f"https://my-bucket.s3.amazonaws.com/{name}" for name in "abc"]
-
-
 @pytest.mark.parametrize(("service", "method", "fixed", "varying"), CALLS)
 async def test_later_calls_do_without_botocores_serializer(played_aws, monkeypatch, service, method, fixed, varying):
     async with opened(service) as client:
@@ -295,14 +284,6 @@ async def test_aiobotocore_makes_a_failed_call_again(played_aws, monkeypatch, fa
     async with opened("sqs") as client:
         assert (await client.repeated("receive_message", QueueUrl=QUEUE)())["Messages"] == []
     assert len(played_aws.sent) == 2
-
-
-async def test_a_client_without_retries_sends_a_failed_call_once(played_aws):
-    played_aws.answer = lambda sent: (503, {}, b"")
-    async with opened("bedrock-agentcore") as client:
-        with pytest.raises(ClientError):
-            await client.repeated("stop_runtime_session", **RUNTIME)(runtimeSessionId=SESSION)
-    assert len(played_aws.sent) == 1
 
 
 async def test_a_bucket_in_another_region_is_found_once(played_aws):

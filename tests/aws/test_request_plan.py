@@ -125,11 +125,3 @@ UNPLANNED = [
 def test_other_places_and_shapes_have_no_plan(service, operation, fixed, varying):
     model = model_of(service, operation)
     assert RequestPlan.of(model, made_by_botocore(model, {**fixed, **varying}), fixed, varying) is None
-
-
-def test_an_entry_with_bytes_is_left_to_botocore():
-    model, queue = model_of("sqs", "SendMessageBatch"), {"QueueUrl": "https://q.example/1/mine"}
-    entry = {"Id": "0", "MessageBody": "b"}
-    more = {"MessageAttributes": {"a": {"DataType": "Binary", "BinaryValue": b"x"}}}
-    assert check(model, queue, {"Entries": [entry]}, {"Entries": [entry, entry]}) is not None
-    assert check(model, queue, {"Entries": [entry]}, {"Entries": [{**entry, **more}]}) is None
