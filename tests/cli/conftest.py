@@ -50,3 +50,10 @@ def rollout(monkeypatch: pytest.MonkeyPatch):
         return result.exit_code, " ".join(result.output.split())
 
     return run
+
+
+@pytest.fixture
+def here(monkeypatch, tmp_path):
+    """Work in the folder that has `runs/`."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

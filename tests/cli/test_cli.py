@@ -58,11 +58,6 @@ def test_a_runtime_that_does_not_answer(rollout, settings, tasks):
     )
 
 
-def test_a_wrong_arn(rollout, settings, tasks):
-    config = settings(runtime={"kind": "agentcore", "arn": "my-agent"})
-    refused(rollout("run", config, "--tasks", tasks), "runtime.arn", "is not the ARN of an AgentCore runtime")
-
-
 def test_an_arn_of_no_runtime(rollout, settings, tasks, local_aws):
     config = settings(runtime={"kind": "agentcore", "arn": ARN, "endpoint_url": local_aws.endpoint_url})
     refused(rollout("run", config, "--tasks", tasks), f"runtime {ARN} does not exist", "runtime.arn")
@@ -123,10 +118,6 @@ def test_a_run_that_another_manager_holds_is_refused(rollout, settings, tasks, a
         assert engine.requests == []
         portal.call(lease.release)
         portal.call(lease._store.aclose)
-
-
-def test_an_agent_that_is_no_file(rollout, tasks, tmp_path):
-    refused(rollout("demo", "--agent", tmp_path / "none.py", "--tasks", tasks), "there is no agent at")
 
 
 def test_a_run_over_http_is_shown_and_read_again(rollout, settings, tasks, agent_server, tmp_path):

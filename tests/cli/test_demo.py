@@ -3,16 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import zipfile
-from pathlib import Path
 
-import pytest
-
-from rollout_backend.core.tasks import read_tasks
-from rollout_backend.local.scripted_sums import ScriptedSums
 from stub_server import StubServer
 
 
@@ -48,37 +39,3 @@ def test_an_endpoint_that_cannot_serve_is_refused_before_anything_starts(rollout
 def test_a_script_and_an_endpoint_exclude_each_other(rollout):
     code, output = rollout("demo", "--scripted", "--endpoint", "http://127.0.0.1:9")
     assert (code, "leave out --scripted or --endpoint" in output) == (2, True), output
-
-
-def test_the_script_answers_the_demos_tasks_so_that_most_groups_have_spread(repository):
-    reply = ScriptedSums()
-    tasks = read_tasks(repository / "rollout_backend" / "local" / "demo" / "tasks.jsonl")
-    questions = [(str(task.payload["question"]), f"It is {task.payload['answer']}.") for task in tasks]
-    right = [[reply(question) == answer for _ in range(4)] for question, answer in questions]
-    assert all(any(group) for group in right)
-    with_spread = sum(not all(group) for group in right)
-    assert len(right) / 2 < with_spread < len(right)
-    assert reply("Who are you?") == "This reply is scripted."
-
-
-@pytest.mark.slow
-def test_a_demo_runs_from_the_wheel_alone(repository: Path, tmp_path: Path):
-    """The wheel's files are unpacked, so that the demo imports nothing of the checkout."""
-    build = [sys.executable, "-m", "uv", "build", "--quiet", "--out-dir", str(tmp_path), str(repository)]
-    subprocess.run(build, check=True)
-    [wheel] = tmp_path.glob("*.whl")
-    site = tmp_path / "site"
-    zipfile.ZipFile(wheel).extractall(site)
-    argv = [sys.executable, "-P", "-m", "rollout_backend.cli", "demo", "--scripted", "--limit", "2"]
-    done = subprocess.run(
-        [*argv, "-o", "run_id=demo"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(site)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    [start] = json.loads((tmp_path / "runs" / "demo" / "run.json").read_text())["starts"]
-    assert start["agent"]["path"] == str(site / "rollout_backend" / "local" / "demo" / "agent.py")

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
 import subprocess
 import sys
 
 import pytest
-from typer.testing import CliRunner
-
-from rollout_backend import cli
-from rollout_backend.cli.common import errors
 
 COMMON = ["init", "dev", "demo", "doctor", "run", "ls", "show", "report", "compare", "export", "replay", "rescore"]
 ADVANCED = ["relay", "infra"]
-
-
-def test_the_version_is_that_of_the_distribution(rollout):
-    assert rollout("--version") == (0, f"rollout-backend {importlib.metadata.version('rollout-backend')}")
 
 
 def test_the_help_lists_the_commands_in_the_order_of_use_and_the_advanced_ones_apart(rollout):
@@ -31,33 +21,12 @@ def test_the_help_lists_the_commands_in_the_order_of_use_and_the_advanced_ones_a
     assert rollout("run", "-h") == rollout("run", "--help")
 
 
-def test_no_color_is_printed_on_a_terminal_on_request(rollout, monkeypatch, tmp_path):
-    monkeypatch.setenv("NO_COLOR", "")  # restores the variable afterwards
-    for console in (cli.console, errors):
-        monkeypatch.setattr(console, "no_color", False)
-    assert rollout("--no-color", "ls", tmp_path)[0] == 2
-    assert (cli.console.no_color, errors.no_color, os.environ["NO_COLOR"]) == (True, True, "1")
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shells_complete_the_names_of_commands(shell):
-    typed = {"COMP_WORDS": "rollout resc", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "rollout resc"}
-    action = {"_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-    env = {"_ROLLOUT_COMPLETE": f"complete_{shell}", **typed, **action}
-    result = CliRunner().invoke(cli.app, prog_name="rollout", env=env)
-    assert "rescore" in result.output
-    assert "report" not in result.output
-
-
 @pytest.mark.parametrize(
     ("missing", "command", "extra"),
     [
         ("typer", "", "trainer"),
         ("typer", "relay", "relay"),
-        ("rich", "ls", "trainer"),
-        ("yaml", "run config.yaml", "trainer"),
         ("watchfiles", "dev agent.py --tasks tasks.jsonl", "local"),
-        ("moto", "demo --scripted", "local"),
         ("inspect_ai", "export run --to inspect", "inspect"),
     ],
 )

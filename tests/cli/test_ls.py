@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.results.run_list import list_runs
 from run_folders import write_run
-
-
-@pytest.fixture
-def here(monkeypatch, tmp_path):
-    """Work in the folder that has `runs/`."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def test_runs_are_listed_with_their_state_the_newest_first(rollout, here):

@@ -221,15 +221,6 @@ def test_a_full_disk(config, tmp_path, monkeypatch, free, words):
     assert words.format(tmp_path / "runs") in checked(config({}))
 
 
-def test_a_rate_that_is_too_low_for_the_batch(rollout, config, tasks):
-    times = {"model_call_s": 300, "agent_s": 1800, "collection_s": 3600, "session_key_s": 5400}
-    runtime = {"runtime.invoke_per_s": 0.5, "runtime.max_sessions": 1000, "timeouts": times, "group.size": 1000}
-    code, output = rollout("doctor", config(runtime), "--tasks", tasks)
-    assert "warning runtime.invoke_per_s: " in output
-    assert "agents that take all of timeouts.agent_s do not all finish within timeouts.collection_s" in output
-    assert code == 0
-
-
 @pytest.mark.parametrize(
     ("source", "words"),
     [

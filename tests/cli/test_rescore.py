@@ -44,11 +44,10 @@ def narrow(given, more):
 
 
 @pytest.fixture
-def here(monkeypatch, tmp_path):
-    """Work in the folder that has `runs/` and a scorer."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "scorer.py").write_text(SCORER)
-    return tmp_path
+def here(here):
+    """Put a scorer there too."""
+    (here / "scorer.py").write_text(SCORER)
+    return here
 
 
 def answered(rollout_id: str, text: str, reward: float, **more: Any) -> Rollout:

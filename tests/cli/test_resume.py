@@ -26,13 +26,6 @@ AWS_KEY = "aws-secret-access-key-of-the-trainer"
 SIGNED = re.compile(rb"eyJ[\w-]+(?=\.[\w-]{43})")  # claims with their signature
 
 
-@pytest.fixture
-def here(monkeypatch, tmp_path):
-    """Work in the folder that has `runs/`."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def texts_of(folder: Path) -> dict[Path, bytes]:
     """Return the content of every file; results are compressed."""
     texts = {}

@@ -9,75 +9,10 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from agent_wrapper.contract import Outcome
 from made_runs import MadeRun, make_run
 from rollout_backend.cli import app
 from rollout_backend.core.tasks import Task
-from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.results.archive import RunArchive
-from stub_server import StubServer
-
-
-@pytest.fixture
-def here(monkeypatch, tmp_path):
-    """Work in the folder that has `runs/`."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def over_http(url: str, engine: ScriptedEngine, **sections) -> dict:
-    serving = {"kind": "external", "urls": [engine.url]}
-    return {"runtime": {"kind": "http", "url": url}, "serving": serving, "queue": {"wait_s": 1}, **sections}
-
-
-@pytest.mark.slow
-def test_a_newer_run_with_failures_alone_is_the_one_that_is_shown(rollout, settings, tasks, agent_server, here):
-    with ScriptedEngine(["It is 7."]) as engine, StubServer(lambda request: (200, b'"hello"')) as no_agent:
-        code, output = rollout("run", settings(**over_http(agent_server, engine, run_id="z-old")), "--tasks", tasks)
-        assert code == 0, output
-        assert "completed, reward 1" in rollout("show", "task-00000.0")[1]
-        rollout("run", settings(**over_http(no_agent.url, engine, run_id="a-new")), "--tasks", tasks)
-    code, output = rollout("show", "task-00000.0")
-    assert code == 0, output
-    for part in (
-        "infra_error, no result was stored",
-        "not_a_rollout_app",
-        "the agent answered b'\"hello\"'",
-        "see docs/troubleshooting.md#not_a_rollout_app",
-        "attempts 1, group not usable",
-        "sessions: rollout-",
-        f"log: the log of the agent server at {no_agent.url}, session rollout-",
-        "invoked +",
-        "settled +",
-    ):
-        assert part in output
-    assert "accepted" not in output
-    record = json.loads(rollout("show", "task-00000.0", "--json")[1])
-    assert (record["outcome"], record["reason"]) == ("infra_error", "not_a_rollout_app")
-    output = rollout("show", "task-00000.0", "--run", here / "runs" / "z-old")[1]
-    for part in ("completed, reward 1", "attempts 1, group usable", "accepted +", "result +"):
-        assert part in output
-    assert rollout("show", "task-00000.0", "--run", here / "runs" / "z-old", "--step", 0)[1] == output
-    code, output = rollout("show", "task-00000.0", "--run", here / "runs" / "z-old", "--step", 1)
-    assert (code, "step 1 of" in output) == (2, True)
-
-
-def test_there_is_no_run_to_show(rollout, here):
-    for folder in ("events", "other/plots"):  # of other tools that write to ./runs
-        (here / "runs" / folder).mkdir(parents=True)
-    code, output = rollout("show", "task-00000.0")
-    assert code == 2
-    assert "there is no run in" in output
-    assert "--run" in output
-
-
-def test_a_newer_run_without_that_rollout_hides_no_older_one(rollout, here):
-    for name, at in (("old", 1e9), ("new", 2e9)):
-        (here / "runs" / name / "rollouts" / "00000000").mkdir(parents=True)
-        os.utime(here / "runs" / name / "rollouts", (at, at))
-    code, output = rollout("show", "task-00000.0")
-    assert code == 2
-    assert "runs/new holds no task and no rollout 'task-00000.0'" in output
 
 
 @pytest.mark.parametrize(
@@ -185,30 +120,6 @@ def test_a_turn_has_messages_tokens_and_log_probabilities(rollout, runs):
     assert turn["reply"]["role"] == "assistant"
     assert len(turn["token_ids"]) == len(turn["logprobs"]) == turn["sampled_tokens"]
     assert turn["mean_logprob"] == pytest.approx(sum(turn["logprobs"]) / len(turn["logprobs"]))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("buy-3-plum.0", "--turn", 2, "--step", 1), "buy-3-plum.0 has no turn 2: its turns are 0 to 1"),
-        (("--turn", 0), "--turn shows a turn of one rollout: name the rollout"),
-        (("two", "--turn", 0), "--turn shows a turn of one rollout: name the rollout"),
-    ],
-)
-def test_a_turn_that_is_not_there(rollout, runs, options, words):
-    code, output = rollout("show", *options)
-    assert (code, words in output) == (2, True), output
-
-
-def test_a_rollout_without_a_result_has_no_turns(rollout, runs):
-    lost = next(
-        record.rollout_id
-        for record in RunArchive(runs / "one").read_records(0)
-        if record.outcome is Outcome.INFRA_ERROR
-    )
-    code, output = rollout("show", lost, "--run", "one", "--turn", 0)
-    assert code == 2
-    assert f"no result was stored: rollout show {lost} --run runs/one says why" in output
 
 
 def test_the_beginning_of_an_id_is_enough(rollout, runs):
