@@ -18,7 +18,6 @@ from rollout_backend.gateway.sharding import shard_of
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.gateway_fleet import GatewayFleet
 from rollout_backend.serving.relay_process import DialerProcess, public_gateway_config
-from rollout_backend.serving.server_process import free_port
 
 
 def config(url: str, key: str, **sections) -> RolloutConfig:
@@ -130,14 +129,6 @@ async def test_wrong_key_stops_the_run_at_start(start_relay, key, tmp_path):
     assert key not in (tmp_path / "dialer.log").read_text()
 
 
-@pytest.mark.slow  # it waits for the whole timeout
-async def test_unreachable_relay_is_reported(key, tmp_path):
-    settings = RelayConfig(url=f"ws://127.0.0.1:{free_port()}", key=SecretStr(key), startup_timeout_s=15)
-    dialer = DialerProcess(settings, ["http://127.0.0.1:9"], tmp_path / "dialer.log")
-    with pytest.raises(StartupError, match=r"cannot be reached.*the next attempt"):
-        await dialer.start()
-
-
 # --- settings ---------------------------------------------------------------------------------------------
 
 
@@ -157,11 +148,6 @@ def test_endpoints_point_to_the_relay(section, agents, key):
     settings = config("wss://x", key, relay={**section, "key": key})
     assert settings.relay.agents_url == agents
     assert public_gateway_config(settings).gateway.public_url == f"{agents}/s/{{shard}}"
-
-
-def test_settings_are_unchanged_without_a_relay(key):
-    settings = config("wss://x", key, relay=None)
-    assert public_gateway_config(settings) is settings
 
 
 def test_key_is_read_from_the_environment_and_hidden(tmp_path, key):

@@ -88,11 +88,6 @@ async def test_a_stranger_sends_little(line, http):
     assert socket.close_code == Close.BROKEN_FRAME
 
 
-async def test_plain_request_to_the_websocket_path_is_refused(line, http, get):
-    laid = await line()
-    assert (await get(f"{laid.url}/relay")).status == 400
-
-
 class FalseRelay:
     """A relay that knows the key, like a compromised one, and sends what the test says."""
 

@@ -10,19 +10,6 @@ import pytest
 from aiohttp import web
 
 from rollout_backend.relay.dialer import RelayRefused
-from rollout_backend.serving.server_process import free_port
-
-
-async def test_call_survives_a_cut(line, get, until):
-    laid = await line()
-    go = laid.upstream.hold()
-    call = await laid.held_call(get)
-    await laid.wire.cut()
-    go.set()
-    answer = await call
-    assert (answer.status, await answer.text()) == (200, "at last")
-    assert laid.wire.connections == 2
-    assert len(laid.upstream.asked) == 1  # the gateway got one request
 
 
 async def test_call_made_during_a_cut_waits(line, http, until, get):
@@ -203,11 +190,3 @@ async def test_dialer_refuses_a_relay_without_the_key(dial, upstream):
         await task
     assert b"a-key-that-both-sides-know" not in seen[0]
     assert seen[1] is aiohttp.WSMsgType.CLOSE
-
-
-async def test_dialer_waits_for_the_relay_to_start(start_relay, dial, until, upstream):
-    port = free_port()
-    _, task = dial(f"ws://127.0.0.1:{port}", upstream.url)
-    relay = await start_relay(port=port)
-    await until(relay.dialled)
-    assert not task.done()

@@ -2,7 +2,6 @@
 
 import asyncio
 import gzip
-import json
 
 import aiohttp
 import pytest
@@ -13,7 +12,6 @@ from rollout_backend.relay.channel import WINDOW
 from rollout_backend.relay.exchange import Link
 from rollout_backend.relay.relay_server import Relay
 from rollout_backend.relay.relay_settings import RelaySettings
-from rollout_backend.serving.server_process import free_port
 
 
 def sse(*texts: str) -> bytes:
@@ -56,18 +54,6 @@ async def test_chunked_and_compressed_bodies_are_forwarded(line, http):
         assert await answer.json() == ["gzip", 10_000]
 
 
-async def test_compressed_answer_is_forwarded_unchanged(line, http, get):
-    laid = await line()
-
-    async def packed(_: web.Request) -> web.Response:
-        return web.Response(body=gzip.compress(b"z" * 10_000), headers={"Content-Encoding": "gzip"})
-
-    laid.upstream.handle = packed
-    async with http.get(f"{laid.url}/v1/x") as answer:
-        assert await answer.read() == b"z" * 10_000
-        assert answer.headers["Content-Encoding"] == "gzip"
-
-
 async def test_stream_is_forwarded_without_delay(line, http, get):
     laid = await line()
     go = asyncio.Queue()
@@ -89,20 +75,7 @@ async def test_stream_is_forwarded_without_delay(line, http, get):
         assert await answer.content.read() == b"\n" + sse("two")
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/control/revoke",
-        "/v1/../control/stats",
-        "/v1/%2e%2e/control/stats",
-        "/v1/..%2fcontrol",
-        "/v1//control",
-        "/s/0/control/stats",
-        "/s/../v1/x",
-        "/",
-        "/metrics",
-    ],
-)
+@pytest.mark.parametrize("path", ["/control/revoke", "/v1/../control/stats", "/metrics"])  # more: test_frames
 async def test_other_paths_are_refused(line, path):
     laid = await line()
     reader, writer = await asyncio.open_connection("127.0.0.1", laid.relay.port)
@@ -262,18 +235,6 @@ async def test_error_before_the_body_was_read_is_forwarded(line, http):
         writer.transport.abort()  # closing it would wait until the relay has read the body
 
 
-async def test_many_concurrent_calls(line, http):
-    laid = await line()
-
-    async def one(number: int) -> None:
-        body = json.dumps({"n": number}).encode() + b" " * (number * 997)
-        async with http.post(f"{laid.url}/v1/n/{number}", data=body) as answer:
-            seen = await answer.json()
-            assert (seen["path"], seen["bytes"]) == (f"/v1/n/{number}", len(body))
-
-    await asyncio.gather(*(one(number) for number in range(200)))
-
-
 # --- memory -----------------------------------------------------------------------------------------------
 
 
@@ -400,10 +361,3 @@ async def test_cancelled_calls_on_a_blocked_connection_use_bounded_memory(key, u
 async def test_relay_requires_a_key(start_relay):
     with pytest.raises(Exception, match="ROLLOUT__RELAY__KEY must hold the training"):
         await start_relay(key="short")
-
-
-async def test_relay_requires_both_tls_files(start_relay, tmp_path):
-    certificate = tmp_path / "c.pem"
-    certificate.write_text("x")
-    with pytest.raises(Exception, match="belong together"):
-        await start_relay("--tls-certificate", certificate, port=free_port())
