@@ -12,7 +12,6 @@ from pathlib import Path
 
 import aioboto3
 import aiohttp
-import anyio.from_thread
 import boto3
 import httpx
 import pytest
@@ -22,8 +21,7 @@ from builders import eventually, processes_with
 from rollout_backend import aws
 from rollout_backend.config import load_config
 from rollout_backend.errors import ConfigError, StartupError
-from rollout_backend.local.cloud import LocalCloud, LocalRuntime
-from rollout_backend.local.session_pool import EmulatorLimits
+from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.runtimes.registry import open_runtime
 
 SESSION = "a" * 40
@@ -98,20 +96,6 @@ async def test_cloud_leaves_no_process(app, tmp_path, mark):
         await cloud.sessions()
 
 
-@pytest.mark.slow
-def test_cloud_in_synchronous_code(app, tmp_path, mark):
-    cloud = LocalCloud(app, run_dir=tmp_path / "run")
-    with anyio.from_thread.start_blocking_portal() as portal, portal.wrap_async_context_manager(cloud):
-        assert portal.call(invoke, cloud)["calls"] == 1
-        assert len(portal.call(cloud.sessions)["sessions"]) == 1
-    assert not processes_with(f"MARK={mark}")
-
-
-async def test_agent_as_a_command(app, tmp_path, mark):
-    async with LocalRuntime([sys.executable, str(app)], run_dir=tmp_path, env={}) as runtime:
-        assert (await runtime.sessions())["sessions"] == []
-
-
 @pytest.mark.parametrize(
     ("agent", "python", "message"),
     [
@@ -160,19 +144,6 @@ asyncio.run(main())
     await eventually(lambda: not processes_with(f"MARK={mark}"))
 
 
-async def test_limits_apply_to_the_emulator(app, tmp_path):
-    cloud = LocalCloud(app, run_dir=tmp_path, limits=EmulatorLimits(max_sessions=1))
-    assert cloud.settings()["runtime"]["max_sessions"] == 1
-    async with cloud:
-        await invoke(cloud)
-        runtime = cloud.settings()["runtime"]
-        async with client("bedrock-agentcore", cloud, runtime["endpoint_url"]) as agentcore:
-            with pytest.raises(agentcore.exceptions.ServiceQuotaExceededException):
-                await agentcore.invoke_agent_runtime(
-                    agentRuntimeArn=runtime["arn"], runtimeSessionId="b" * 40, payload=b"{}"
-                )
-
-
 async def test_only_the_url_of_the_cloud_lets_a_caller_run_code(app, tmp_path):
     """Every user of the machine can reach its ports, and sign with any credentials."""
     async with LocalCloud(app, run_dir=tmp_path) as cloud:
@@ -204,14 +175,6 @@ async def test_only_the_url_of_the_cloud_lets_a_caller_run_code(app, tmp_path):
                     assert refused.value.response["ResponseMetadata"]["HTTPStatusCode"] == 404
         assert (await cloud.sessions())["counters"]["started"] == 0
         assert (await invoke(cloud))["calls"] == 1
-
-
-def test_invalid_settings_of_the_program_are_refused():
-    program = [sys.executable, "-m", "rollout_backend.local.agentcore_emulator"]
-    ended = subprocess.run(program, input='{"arn": "x", "prot": 1}', capture_output=True, text=True)
-    assert ended.returncode == 1
-    assert "prot" in ended.stderr
-    assert "Traceback" not in ended.stderr
 
 
 async def test_a_cloud_serves_its_own_user_only(app, tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ import httpx
 import pytest
 from rich.console import Console
 
-from agent_wrapper.contract import Rollout, readable
+from agent_wrapper.contract import Rollout
 from agent_wrapper.workspace import WORKSPACE, pack_folder
 from builders import assistant, eventually, function_call, processes_with, user
 from rollout_backend.cli.dev import find_tasks
@@ -251,17 +251,6 @@ async def test_a_change_cancels_the_run_in_progress():
     assert (ended, loop.cancelled()) == ([0, 1], True)
 
 
-@pytest.mark.slow
-async def test_the_settings_limit_the_agents_time(tmp_path):
-    settings = config(tmp_path, timeouts={"model_call_s": 5, "agent_s": 10})
-    agent, console = tmp_path / "agent.py", Console(file=io.StringIO(), width=200)
-    agent.write_text(AGENT.replace("TOOLS}", "TOOLS, **__import__('time').sleep(600)}"))
-    with ScriptedEngine(answer) as engine:
-        async with AgentHarness(run_dir=tmp_path, config=settings, engine_url=engine.url) as harness:
-            await DevRunner(harness, agent, console, settings).run(TASK)
-    assert "timed_out, agent_deadline: " in console.file.getvalue()
-
-
 @pytest.mark.parametrize("error", [partial(AgentRunError, log=Path("none.log")), ConfigError])
 async def test_an_agent_whose_process_cannot_start_prints_why(tmp_path, error):
     class Harness:
@@ -303,21 +292,6 @@ async def test_the_tests_of_a_harbor_task_score_what_the_agent_left(tmp_path):
     assert (
         "the task's tests failed: the agent has published no artifact 'workspace.tar.gz'" in console.file.getvalue()
     )
-
-
-def test_output_is_printed_and_the_wrappers_lines_are_not():
-    console = Console(file=io.StringIO(), width=200)
-    show = CallPrinter(console).watcher.output
-    for line in (
-        "INFO:     Started server process [1]",
-        "2026-11-26 00:28:43,637 INFO agent_wrapper: rollout r accepted in session s",
-        "hello [red]\x1b[2J",
-        "",
-        "2026-11-26 00:28:44,616 ERROR agent_wrapper: the agent raised",
-        "Traceback (most recent call last):",
-    ):
-        show(line)
-    assert console.file.getvalue() == f"output    hello [red]{readable(chr(27))}[2J\n"
 
 
 async def test_a_run_in_which_nothing_happens_says_what_it_waits_for(tmp_path):
