@@ -43,17 +43,6 @@ def test_a_line_is_an_object_with_the_bound_fields(lines):
     assert later.keys() == {"time", "level", "logger", "message", "run"}
 
 
-def test_an_exception_is_a_field(lines):
-    try:
-        raise ValueError("two\nlines")
-    except ValueError:
-        log.exception("failed", stack_info=True)
-    (line,) = lines()
-    assert line["message"] == "failed"
-    assert line["exception"].endswith("ValueError: two\nlines")
-    assert "test_an_exception_is_a_field" in line["stack"]
-
-
 async def test_each_task_has_its_own_fields(lines):
     async def rollout(name: str) -> None:
         logs.bind_log_fields(rollout=name)
@@ -76,14 +65,6 @@ def test_the_option_selects_json_for_this_process_and_its_children(monkeypatch):
     assert done.exit_code == 0, done.output
     assert logs.logs_json()
     assert isinstance(logging.root.handlers[0].formatter, logs.JsonFormatter)
-
-
-def test_text_is_the_default(monkeypatch):
-    monkeypatch.setattr(logging.root, "handlers", [])
-    monkeypatch.delenv("ROLLOUT_LOG_FORMAT", raising=False)
-    logs.configure_logs(logging.WARNING)
-    record = logging.makeLogRecord({"name": "a", "levelname": "WARNING", "msg": "text"})
-    assert logging.root.handlers[0].format(record).endswith(" WARNING a: text")
 
 
 def test_repeated_lines_are_counted_and_other_ones_are_not():

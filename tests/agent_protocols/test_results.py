@@ -11,8 +11,6 @@ from agent_wrapper.outcome import AgentResult
 from protocol_requests import KEY, make_request
 from rollout_backend.agent_protocols.agentcore_rl_toolkit import AgentCoreRlToolkit
 from rollout_backend.agent_protocols.agentcore_runtime_app import AgentCoreRuntimeApp
-from rollout_backend.agent_protocols.base import WrittenResults, results_prefix
-from rollout_backend.agent_protocols.registry import agent_protocol
 from rollout_backend.agent_protocols.verl_4216 import Verl4216
 from rollout_backend.errors import InvokeRejected
 
@@ -28,10 +26,6 @@ REQUEST = make_request()
 
 def result(**fields: object) -> AgentResult:
     return TOOLKIT.read_result(json.dumps({**ADDED, **fields}).encode(), 10**6)
-
-
-def test_the_contract_itself_needs_no_translation():
-    assert agent_protocol("rollout") is None
 
 
 def test_the_payload_is_that_of_the_toolkits_client():
@@ -56,11 +50,6 @@ def test_the_payload_of_the_pull_request_names_session_and_queue():
     block = payload["_training"]
     assert (block["session_id"], block["sqs_url"]) == ("session", "https://sqs/q")
     assert VERL.result_key(REQUEST) == f"{block['exp_id']}/{block['input_id']}_{block['session_id']}.json"
-
-
-@pytest.mark.parametrize("protocol", [TOOLKIT, VERL])
-def test_results_lie_where_the_steps_are_listed(protocol: WrittenResults):
-    assert protocol.result_key(REQUEST).startswith(results_prefix(REQUEST))
 
 
 @pytest.mark.parametrize("answer", [b"", b"[]", b"null", b'{"status": "accepted"}', b'{"status": "processing"}'])

@@ -168,14 +168,6 @@ async def test_an_infrastructure_failure_is_no_reward(trajectory: Trajectory | T
     assert rollout.failure.reason == reason
 
 
-async def test_an_error_after_a_lost_model_call_is_the_infrastructures():
-    bench = Bench()
-    bench.trajectory = Trajectory(model="m", segments=(SEGMENT,), unanswered_calls=1)
-    bench.translator.watch(PAYLOAD)
-    bench.bucket.objects[OBJECT] = json.dumps({"status_code": 500, "stop_reason": "no answer"}).encode()
-    assert (await bench.rollout()).outcome is Outcome.INFRA_ERROR
-
-
 async def test_an_object_that_is_no_result_is_invalid():
     bench = Bench()
     bench.translator.watch(PAYLOAD)

@@ -43,11 +43,6 @@ def test_later_sources_win(tmp_path):
     assert config.serving.extra_args == ("--a", "1")
 
 
-def test_a_runtime_of_another_kind_replaces_the_one_below():
-    config = load_config(base=MINIMAL, env={}, top={"runtime": {"kind": "http", "url": "http://x"}})
-    assert config.runtime.kind == "http"
-
-
 def test_unknown_keys_are_named():
     refused(r"storage\.bukcet: no such setting", storage={"bucket": "rollouts", "bukcet": "x"})
     refused("storge: no such setting", storge={})
@@ -168,12 +163,6 @@ def test_settings_of_a_router_are_refused_for_vllm(setting, value):
 @pytest.mark.parametrize("prefix", ["a", "/a/", "a//", "a b/"])
 def test_a_prefix_that_is_no_folder_is_refused(prefix):
     refused(r"storage\.prefix", storage={"bucket": "rollouts", "prefix": prefix})
-
-
-def test_settings_cannot_be_changed_afterwards():
-    config = load_config(base=MINIMAL, env={})
-    with pytest.raises(ValueError, match="frozen"):
-        config.run_id = "x"
 
 
 @pytest.mark.parametrize(

@@ -77,11 +77,6 @@ def test_an_unclosed_session_is_named_and_not_counted_as_open():
     assert ledger.unclosed_sessions == {"s1": "503"}
 
 
-def test_nothing_is_planned_twice():
-    with pytest.raises(LedgerError, match=r"'a\.0' is planned twice"):
-        planned("a.0", "a.0")
-
-
 EVENTS = st.lists(
     st.tuples(
         st.sampled_from(["start_attempt", "accept", "record_result", "settle", "abandon_attempt", "replace"]),
@@ -141,12 +136,3 @@ def test_counts_equal_a_full_recount(events):
             assert group.trainable == sum(entry.trainable for entry in own)
             assert group.lost == sum(entry.lost for entry in own)
             assert group.replacements == sum(entry.planned.is_replacement for entry in own)
-
-
-def test_changed_groups_are_returned_once():
-    ledger = planned(*IDS)
-    assert [group.task_id for group in ledger.take_changed_groups()] == ["a", "b"]
-    ledger.start_attempt("a.0", "s1", deadline=1.0)
-    assert ledger.take_changed_groups() == []
-    ledger.settle("b.0", Outcome.CANCELLED, "x")
-    assert [group.task_id for group in ledger.take_changed_groups()] == ["b"]

@@ -52,11 +52,6 @@ def test_replace_plans_one_rollout_for_each_lost_one_up_to_its_limit():
     assert not policy.decide([group(trainable=3, lost=1)]).done
 
 
-def test_other_policies_replace_nothing():
-    policy = GroupPolicy.from_config(GroupConfig(size=4, policy="min_viable"))
-    assert policy.decide([group(trainable=3, lost=1)]).replace == ()
-
-
 def test_a_group_that_replacements_cannot_save_gets_no_replacement():
     decision = GroupPolicy(max_replacements=1).decide([group(needed=3, lost=4)])
     assert decision.replace == ()

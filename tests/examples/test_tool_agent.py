@@ -44,32 +44,7 @@ def test_the_calculator(tool_agent, expression, value):
 
 @pytest.mark.parametrize(
     "expression",
-    [
-        "",
-        "1 +",
-        "1 / 0",
-        "1 // 0",
-        "1 % 0",
-        "2 ** 100",
-        "1 << 100",
-        "True + 1",
-        "'a' * 9",
-        "1j",
-        "x",
-        "[1]",
-        "(1, 2)",
-        "abs(1)",
-        "__import__('os').system('true')",
-        "().__class__",
-        "lambda: 1",
-        "1 if 1 else 2",
-        "1 < 2",
-        "1\x00",
-        "(" * 150 + "1" + ")" * 150,
-        "(" * 99 + "1" + ")" * 100,
-        "9" * 201,
-        "1; 2",
-    ],
+    ["1 +", "1 / 0", "2 ** 100", "True + 1", "x", "().__class__", "lambda: 1", "1\x00", "(" * 150 + "1" + ")" * 150],
 )
 def test_the_calculator_runs_nothing_else(tool_agent, expression):
     with pytest.raises(ValueError):  # noqa: PT011  the model reads the message
@@ -92,10 +67,6 @@ def test_the_score(tool_agent, task, reply, reward):
     assert tool_agent.score(reply, task) == reward
 
 
-def test_a_right_number_among_words_has_a_partial_reward(tool_agent, task):
-    assert 0 < tool_agent.score("Answer: I believe it is -175", task) < 1
-
-
 def test_turns_with_a_tool_form_one_segment(run_agent, tool_agent, task):
     replies = [
         ToolCall("calculator", {"expression": "15 - 43"}),
@@ -109,12 +80,6 @@ def test_turns_with_a_tool_form_one_segment(run_agent, tool_agent, task):
     assert len(rollout.segments[0].turns) == 3
     results = [message["content"] for message in rollout.segments[0].messages if message["role"] == "tool"]
     assert [("-28" in text, "-175" in text) for text in map(str, results)] == [(True, False), (False, True)]
-
-
-def test_the_model_sees_tool_errors(run_agent, tool_agent, task):
-    rollout = run_agent(tool_agent.app, task, replies=[ToolCall("calculator", {"expression": "x"}), "Answer: 3"])
-    assert (rollout.outcome, rollout.reward) == ("completed", 0.0)
-    assert "are allowed, not 'x'" in str(rollout.segments[0].messages)
 
 
 def test_endless_tool_calls_are_stopped(run_agent, tool_agent, task):
@@ -141,8 +106,3 @@ async def test_a_lost_model_is_detected_through_the_framework(tool_agent, task):
         with pytest.raises(Exception) as caught:  # noqa: PT011  the framework wraps it
             await tool_agent.agent(context)
     assert classify(Raised(caught.value), context.base_url).failure.reason == "model_unavailable"
-
-
-def test_the_agent_runs_as_in_its_container(run_agent, examples, task):
-    rollout = run_agent(examples / "tool_agent" / "agent.py", task, replies=["Answer: -175"])
-    assert rollout.reward == 1.0

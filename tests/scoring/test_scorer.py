@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
@@ -128,13 +127,6 @@ def test_a_command_reads_json_and_prints_the_reward(tmp_path):
     assert command_scorer([sys.executable, "-S", str(script)], 20).sha256 != scorer.sha256
     with pytest.raises(ScoringError, match="No such file"):
         command_scorer([str(tmp_path / "none")], 20).score(given({}))
-
-
-def test_the_input_of_a_command_is_plain_json():
-    fields = json.loads(given({"answer": "7"}).to_json())
-    assert fields["reply"] == "It is 7."
-    assert fields["messages"] == [*MESSAGES]
-    assert (fields["rollout_id"], fields["outcome"], fields["extras"]) == ("t.0", "completed", {"note": "x"})
 
 
 def test_a_function_with_other_arguments_is_refused(tmp_path):
