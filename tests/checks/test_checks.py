@@ -135,10 +135,6 @@ def denied_action_and_simulation(account: Account) -> None:
     account.deny("s3:GetObject", "iam:SimulatePrincipalPolicy")
 
 
-def no_simulation(account: Account) -> None:
-    account.deny("iam:SimulatePrincipalPolicy")
-
-
 def no_invoke(account: Account) -> None:
     account.agentcore()
     account.deny("bedrock-agentcore:InvokeAgentRuntime")
@@ -165,20 +161,12 @@ def denied_delete(account: Account) -> None:
     account.deny("s3:DeleteObject")
 
 
-def denied_lifecycle(account: Account) -> None:
-    account.deny("s3:GetLifecycleConfiguration")
-
-
 def other_region(account: Account) -> None:
     account.iam.bucket_regions[account.storage.bucket] = "eu-west-1"
 
 
 def clock_far_off(account: Account) -> None:
     account.iam.clock_ahead_s = 600
-
-
-def clock_a_little_off(account: Account) -> None:
-    account.iam.clock_ahead_s = -120
 
 
 def store_without_conditions(account: Account) -> None:
@@ -197,14 +185,6 @@ def refused_presigned_url(account: Account) -> None:
 
 def denied_queue(account: Account) -> None:
     account.deny("sqs:CreateQueue")
-
-
-def denied_receive(account: Account) -> None:
-    account.deny("sqs:ReceiveMessage")
-
-
-def queue_of_another_region(account: Account) -> None:
-    account.sections["queue"] = {"url": "https://sqs.eu-west-1.amazonaws.com/000000000000/mine"}
 
 
 def slow_ramp(account: Account) -> None:
@@ -233,11 +213,6 @@ def quotas_below_the_settings(account: Account) -> None:
     account.iam.quotas = {"L-1": 7.0, "L-2": 8.0, "L-3E5722B2": 1000.0, "L-8EE2AEA2": 25.0}
 
 
-def quotas_that_suffice(account: Account) -> None:
-    account.agentcore()
-    account.iam.quotas = {"L-3E5722B2": 5000.0, "L-8EE2AEA2": 25.0}
-
-
 def no_sessions_granted(account: Account) -> None:
     account.agentcore()
     account.iam.quotas = {"L-3E5722B2": 0.0}
@@ -258,11 +233,6 @@ ACCOUNT: dict[Callable[[Account], None], tuple[str, str, str]] = {
     expired_token: ("credentials", "problem", "The AWS credentials have expired: get new ones"),
     denied_action: ("permission:s3:GetObject", "problem", "GetObject was refused. It is needed on arn:aws:s3:::"),
     denied_action_and_simulation: ("permission:s3:GetObject", "problem", "attach the stack's TrainerPolicyArn"),
-    no_simulation: (
-        "permission:s3:GetObject",
-        "ok",
-        "a call of GetObject was allowed (these credentials may not call",
-    ),
     no_invoke: (
         "permission:bedrock-agentcore:InvokeAgentRuntime",
         "problem",
@@ -275,14 +245,8 @@ ACCOUNT: dict[Callable[[Account], None], tuple[str, str, str]] = {
     ),
     prefix_of_another_stack: ("permission:s3:PutObject", "warning", "no policy allows it on"),
     denied_delete: ("storage.bucket", "ok", "an object of 2 bytes stays under runs/preflight/"),
-    denied_lifecycle: (
-        "bucket-keeping",
-        "unchecked",
-        "versioning and lifecycle are not known (these credentials may",
-    ),
     other_region: ("bucket-region", "problem", "set aws.region=eu-west-1"),
     clock_far_off: ("clock", "problem", "s behind S3's: AWS refuses calls that are 300 s off: synchronise it"),
-    clock_a_little_off: ("clock", "warning", "s ahead of S3's: AWS refuses calls at 300 s, and presigned URLs"),
     store_without_conditions: (
         "storage.bucket",
         "problem",
@@ -295,8 +259,6 @@ ACCOUNT: dict[Callable[[Account], None], tuple[str, str, str]] = {
         "PutObject by a presigned URL was refused",
     ),
     denied_queue: ("queue.url", "problem", "CreateQueue is not allowed"),
-    denied_receive: ("queue.url", "problem", "ReceiveMessage is not allowed"),
-    queue_of_another_region: ("queue-region", "problem", "bucket and queue must be in one region"),
     slow_ramp: ("runtime.invoke_per_s", "problem", "1,000 rollouts cannot finish within timeouts.collection_s"),
     no_agents: ("runtime", "problem", "start it, or correct runtime.url"),
     failed_runtime: ("runtime.arn", "problem", "is CREATE_FAILED, not READY. no such image"),
@@ -307,7 +269,6 @@ ACCOUNT: dict[Callable[[Account], None], tuple[str, str, str]] = {
         "warning",
         "runtime.max_sessions=5000 is above 1000 active sessions, which the account's quotas grant",
     ),
-    quotas_that_suffice: ("runtime-quotas", "ok", "grant 5,000 active sessions and 25 new ones per second"),
     no_sessions_granted: ("runtime-quotas", "problem", "ask AWS Support to enable AgentCore Runtime"),
     denied_quotas: ("runtime-quotas", "unchecked", "these credentials may not call servicequotas:ListServiceQuotas"),
     denied_stop: ("runtime-stop", "problem", "may not call StopRuntimeSession"),
@@ -339,12 +300,6 @@ async def test_a_line_about_the_account(account, break_it):
     found = line(await examine(account.config(), rollouts=1000, machine=False), name)
     assert words in str(found)
     assert found.level == level
-
-
-async def test_the_address_that_a_run_would_find_leads_to_this_machine():
-    config = run_config(gateway={"public_url": "auto", "port": free_port()})
-    found = line(await check_public_address(config), "gateway-answer")
-    assert (found.level, "leads to this machine" in found.text) == ("ok", True)
 
 
 async def test_the_runs_own_address_is_of_no_use_to_agents_in_the_public_network(account, monkeypatch):
@@ -559,13 +514,6 @@ async def test_an_address_that_leads_here():
     found = await check_public_address(run_config(gateway={"port": port, "public_url": f"http://127.0.0.1:{port}"}))
     assert "leads to this machine" in line(found, "gateway-answer").text
     assert f"urlopen('http://127.0.0.1:{port}/health', timeout=10)" in line(found, "gateway-probe").text
-
-
-async def test_a_gateway_that_is_running():
-    with StubServer(lambda request: (200, b'{"server": "rollout-backend"}')) as server:
-        port = int(server.url.rpartition(":")[2])
-        found = await check_public_address(run_config(gateway={"port": port, "public_url": server.url}))
-    assert "a gateway that is running answers" in line(found, "gateway-answer").text
 
 
 # --- this machine -----------------------------------------------------------------------------------------
