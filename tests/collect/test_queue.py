@@ -163,10 +163,6 @@ async def test_a_message_says_when_it_was_sent(open_queue, sqs):
     assert message.receipt
 
 
-async def test_an_empty_queue_returns_no_messages(open_queue):
-    assert await (await open_queue(wait_s=0)).receive() == []
-
-
 async def test_a_receive_waits_for_the_first_message(open_queue, sqs):
     queue = await open_queue(wait_s=20)
     receiving = asyncio.create_task(queue.receive())
@@ -195,10 +191,6 @@ async def test_a_message_is_hidden_while_it_is_handled_and_then_redelivered(open
     await reappear(sqs, queue, first)
     [second] = await queue.receive()
     assert (second.message_id, second.body) == (first.message_id, first.body)
-
-
-async def test_deleting_no_messages_makes_no_call(open_queue):
-    await (await open_queue()).delete([])
 
 
 async def test_a_message_that_cannot_be_deleted_is_logged_and_the_others_are_deleted(open_queue, sqs, caplog):

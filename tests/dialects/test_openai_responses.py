@@ -304,11 +304,6 @@ def test_a_reply_that_was_cut_is_incomplete():
     assert got["output"][0]["status"] == "incomplete"
 
 
-def test_an_empty_reply_is_a_message():
-    got = body({"role": "assistant", "content": ""})
-    assert [(item["type"], item["content"][0]["text"]) for item in got["output"]] == [("message", "")]
-
-
 def test_errors_have_openais_shape():
     said = DIALECT.error_body(ApiError(400, "why", param="input"))
     wanted = {"message": "why", "type": "invalid_request_error", "param": "input", "code": "invalid_request"}

@@ -6,7 +6,7 @@ from bisect import bisect_left
 
 import pytest
 
-from rollout_backend.config import AgentCoreConfig, GroupConfig, HttpConfig, RolloutConfig
+from rollout_backend.config import AgentCoreConfig, GroupConfig, RolloutConfig
 from rollout_backend.dispatch.ramp import Ramp, check_ramp, enough_rollouts
 from rollout_backend.dispatch.rate_limiter import AdaptiveRate
 from rollout_backend.errors import ConfigError
@@ -37,11 +37,6 @@ async def test_a_run_takes_its_limits_from_the_runtime(local_keys):
         assert check_ramp(settings, runtime.limits(), 1024)[0].startswith("1,024 rollouts start within 43 s")
     finally:
         await runtime.aclose()
-
-
-def test_a_limit_that_is_set_wins():
-    limits = config("eu-west-1", invoke_per_s=2, max_sessions=100)
-    assert (limits.invoke_per_s, limits.max_sessions) == (2, 100)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +80,3 @@ def test_a_target_replaces_the_number_of_planned_rollouts():
     assert enough_rollouts(GroupConfig(size=8)) is None
     assert enough_rollouts(GroupConfig(size=8, target_groups=10, policy="strict")) == 80
     assert enough_rollouts(GroupConfig(size=8, target_groups=10)) == 20  # min_viable: two of each are enough
-
-
-def test_an_own_server_has_no_quota():
-    assert HttpConfig(url="http://agents").invoke_per_s == 100

@@ -15,7 +15,6 @@ from rollout_backend.gateway.engine_load_poller import EngineLoadPoller
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.server_process import free_port
 
-IDLE = EngineLoad(running=0, waiting=0, free=64)
 FULL = EngineLoad(running=64, waiting=8, free=0)
 
 
@@ -27,11 +26,6 @@ def clock() -> Clock:
 @pytest.fixture
 def admission(clock) -> Admission:
     return Admission(max_calls=100, max_queued_per_engine=10, clock=clock)
-
-
-def begin(admission, calls: int) -> None:
-    for _ in range(calls):
-        admission.began()
 
 
 def admitted(admission, limit: int = 1000) -> int:
@@ -58,11 +52,6 @@ def test_calls_are_admitted_until_the_queue_is_full(admission):
     assert "wait for an engine" in str(admission.check())
 
 
-def test_free_places_are_filled_before_calls_queue(admission):
-    admission.observe([EngineLoad(running=60, waiting=0, free=4)])
-    assert admitted(admission) == 14
-
-
 def test_the_queue_limit_applies_to_all_engines_together(admission):
     admission.observe([FULL, EngineLoad(running=64, waiting=0, free=0)])
     assert admitted(admission) == 12
@@ -76,21 +65,11 @@ def test_a_call_that_ended_since_the_last_poll_is_not_counted(admission):
         admission.ended(0.1)
 
 
-def test_the_limit_applies_in_addition_to_the_queue(admission):
-    admission.observe([EngineLoad(running=0, waiting=0, free=1000)])
-    assert admitted(admission) == 100
-
-
 def test_an_old_load_is_ignored(admission, clock):
     admission.observe([EngineLoad(running=64, waiting=500, free=0)])
     assert admission.check() is not None
     clock.now += 10.1
     assert admission.check() is None
-
-
-def test_without_engines_only_the_limit_applies(admission):
-    admission.observe([])
-    assert admitted(admission) == 100
 
 
 def test_retry_after_follows_from_the_queue(admission):
@@ -118,23 +97,6 @@ def test_retry_after_is_at_most_a_minute(admission):
     admission.ended(300.0)
     admission.observe([EngineLoad(running=1, waiting=5000, free=0)])
     assert {admission.check().retry_after_s for _ in range(200)} == {60}
-
-
-@pytest.mark.parametrize("seconds", [0.0, 0.001])
-def test_retry_after_is_at_least_a_second(admission, seconds):
-    admission.began()
-    admission.ended(seconds)
-    admission.observe([EngineLoad(running=64, waiting=20, free=0)])
-    assert admission.check().retry_after_s == 1
-
-
-def test_a_failed_call_does_not_count_for_the_duration_of_calls(admission):
-    begin(admission, 2)
-    admission.ended(10.0)
-    admission.ended()
-    assert admission.in_flight == 0
-    admission.observe([EngineLoad(running=10, waiting=10, free=0)])
-    assert admission.check().retry_after_s == 1  # one too many, and two leave each second
 
 
 # --- polling the loads ------------------------------------------------------------------------------------
@@ -202,10 +164,6 @@ async def test_the_known_engines_are_kept_while_the_router_does_not_answer(site)
     await eventually(lambda: engines.urls == [])
     polling.cancel()
     await asyncio.gather(polling, return_exceptions=True)
-
-
-async def test_an_engine_without_a_router(site):
-    assert await first_look(await site({"/v1/loads": loads((4, 0))})) == [EngineLoad(4, 0, 60)]
 
 
 @pytest.mark.parametrize("page", [404, 500, {"loads": "many"}, {"loads": [{"num_running_reqs": 1}]}, []])

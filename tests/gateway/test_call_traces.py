@@ -48,11 +48,3 @@ def test_a_call_is_a_span_with_its_tokens_under_the_rollout_or_the_agents_span(p
     assert failed.error == failed.attributes["error.type"] == "engine_refused"
     assert "secret" not in repr(collector.spans)
     assert "private" not in repr(collector.spans)
-
-
-def test_a_traceparent_without_a_span_leaves_the_call_under_the_rollout(play, collector):
-    gateway = play(["5"], otlp_endpoint=collector.url)
-    header = {"traceparent": f"00-{TRACE}-{'0' * 16}-01"}
-    gateway.client().chat.completions.create(model="scripted", messages=[user("2 + 3?")], extra_headers=header)
-    until(lambda: collector.spans)
-    assert [span.parent_id for span in collector.spans] == [ROOT]

@@ -436,16 +436,16 @@ def test_invalid_keys_are_refused(send, path):
 @pytest.mark.parametrize(
     "path", [*EVERY_PATH, "/", "/v1", "/v2/messages", "/v1/chat/completions/x", "/v1/models/a%00%ff"]
 )
-@pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "BREW"])
-def test_wrong_methods_and_paths(send, path, method):
-    answer = send(method, path, b"{}", session=f"{method}{path}")
-    if method == "OPTIONS" and answer.status_code == 204:  # a probe
-        assert answer.headers["allow"]
-        return
-    check(answer, path)
+def test_wrong_methods_and_paths(send, path):
     right = "GET" if "models" in path or path in ("/control/stats", "/health") else "POST"
-    if path in EVERY_PATH and method not in (right, "HEAD"):
-        assert answer.status_code == 405
+    for method in ("GET", "HEAD", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "BREW"):
+        answer = send(method, path, b"{}", session=f"{method}{path}")
+        if method == "OPTIONS" and answer.status_code == 204:  # a probe
+            assert answer.headers["allow"]
+            continue
+        check(answer, path)
+        if path in EVERY_PATH and method not in (right, "HEAD"):
+            assert answer.status_code == 405
 
 
 def nested(levels: int) -> str:
@@ -567,7 +567,7 @@ def test_slow_chunked_and_incomplete_bodies(gateway, path):
     assert httpx.get(f"{gateway.url}/health", timeout=120).status_code == 200
 
 
-@pytest.mark.parametrize("path", EVERY_PATH)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/health"])
 def test_malformed_http_requests(gateway, path):
     for request in (
         head(gateway, path, method="G\x00T"),

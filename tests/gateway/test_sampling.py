@@ -49,9 +49,3 @@ def test_unset_parameters_are_not_sent():
 
 def test_an_agents_seed_differs_between_choices():
     assert [params(allowed=["seed"], sampling={"seed": 5}, choice=i)["sampling_seed"] for i in range(2)] == [5, 6]
-
-
-def test_settings_that_change_nothing_are_not_counted():
-    call = ModelCall("m", [], sampling={"temperature": 1.0, "top_p": 0.5, "min_p": 0.0, "presence_penalty": 1})
-    asked = engine_params(call, Sampling(), (), Budget(1, 10), [])
-    assert asked.overridden == ["top_p", "presence_penalty"]

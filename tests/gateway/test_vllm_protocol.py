@@ -4,7 +4,6 @@ import asyncio
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from agent_wrapper.contract import VersionSpan
@@ -169,11 +168,6 @@ async def test_an_unknown_end_is_no_completion(engine, generate, monkeypatch):
     )
     with pytest.raises(EngineUnavailable, match="ended with repetition"):
         await generate(attempts=1)
-
-
-def test_the_prompt_is_sent_as_numbers():
-    body = VllmProtocol().body(EngineRequest([1, 2], PARAMS))
-    assert isinstance(body["token_ids"], np.ndarray)
 
 
 # --- the gateway ------------------------------------------------------------------------------------------

@@ -383,11 +383,3 @@ async def test_the_doctor_finds_every_permission_in_the_stacks_policy(deploy, si
 def test_policies_are_evaluated_as_by_iam(statement, access, expected):
     assert allowed([{"Effect": "Allow", **statement}], access) is expected
     assert not allowed([{"Effect": "Allow", **statement}, {"Effect": "Deny", **statement}], access)
-
-
-def test_unknown_conditions_are_errors():
-    strange = {"Effect": "Allow", "Action": "*", "Resource": "*", "Condition": {"IpAddress": {"aws:SourceIp": "1.2"}}}
-    with pytest.raises(NotImplementedError, match="IpAddress"):
-        allowed([strange], Access("s3:GetObject", "b"))
-    with pytest.raises(NotImplementedError, match="NotAction"):
-        allowed([{"Effect": "Allow", "NotAction": "*", "Resource": "*"}], Access("s3:GetObject", "b"))

@@ -8,7 +8,7 @@ from rollout_backend.config import ModelConfig
 from rollout_backend.errors import ConfigError
 from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.rendering.chatml import ChatMLRenderer
-from rollout_backend.rendering.renderer import known_renderers, load_renderer
+from rollout_backend.rendering.renderer import load_renderer
 
 
 @pytest.fixture
@@ -39,11 +39,6 @@ def test_auto_selects_the_template_if_it_differs(model_folder):
 
 def test_auto_selects_chatml_for_the_small_model(smollm2):
     assert load_renderer(ModelConfig(path=smollm2)).name == "chatml"
-
-
-def test_the_models_end_tokens_are_stop_tokens(model_folder):
-    path = model_folder(generation_config={"eos_token_id": [0, 2]}, config={"eos_token_id": 1, "model_type": "llama"})
-    assert load_renderer(ModelConfig(path=path, renderer="chatml")).stop_token_ids == (2, 0)
 
 
 def test_a_renderer_by_import_path():
@@ -108,10 +103,6 @@ def test_a_late_system_message_that_the_models_template_does_not_show_is_refused
     assert bundle.decode(bundle.render(said[:2], None)) == "systemuser"
     with pytest.raises(ValueError, match=r"messages\.2: .* shows a system message only at the start"):
         bundle.render(said, None)
-
-
-def test_the_known_names_are_listed():
-    assert {"auto", "chatml", "default", "qwen3"} <= set(known_renderers())
 
 
 def test_renderer_options():

@@ -43,7 +43,6 @@ from rollout_backend.errors import (
 from rollout_backend.janitor.__main__ import stop_sessions
 from rollout_backend.runtimes.kubernetes.cluster import ExecPlugin, load_cluster
 from rollout_backend.runtimes.kubernetes.manifests import job_manifest
-from rollout_backend.runtimes.kubernetes.pod_state import pod_state
 from rollout_backend.runtimes.kubernetes.runtime import RULES, KubernetesRuntime
 from tests.emulators.kubernetes_emulator import ApiFault, KubernetesEmulator
 
@@ -235,13 +234,6 @@ async def test_missing_permissions_name_the_rule(bench):
     assert refused.value.never_opened
 
 
-async def test_a_secret_that_may_not_be_created_leaves_a_job_to_stop(bench):
-    bench.cluster.denied.add(("secrets", "create"))
-    with pytest.raises(InvokeRejected, match=r'resources: \["secrets"\]') as refused:
-        await bench.runtime.invoke("rollout-1", payload("rollout-1"))
-    assert not refused.value.never_opened
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -253,12 +245,6 @@ async def test_a_secret_that_may_not_be_created_leaves_a_job_to_stop(bench):
 async def test_the_check_names_what_is_missing(open_bench, settings, words):
     with pytest.raises(PreflightError, match=words):
         raise_problems(await (await open_bench(**settings)).runtime.check())
-
-
-async def test_the_check_has_a_line_for_each_call(bench):
-    lines = await bench.runtime.check()
-    assert {each.level for each in lines} == {"ok"}
-    assert len(lines) == len(RULES) + 2
 
 
 async def test_a_new_token_is_read_and_an_old_one_is_renewed(bench):
@@ -367,18 +353,6 @@ async def test_a_job_ends_at_its_deadline_without_a_trainer(open_bench):
     assert len(bench.ends) == 1
 
 
-async def test_a_job_that_has_finished_is_deleted_after_its_time_to_live(open_bench):
-    bench = await open_bench(keep_finished_s=30)
-    await bench.runtime.invoke("rollout-1", payload("rollout-1"))
-    bench.containers.started[0].exit(0)
-    await bench.end()
-    skip(30)
-    await bench.until(lambda: bench.cluster.names("pods") == [])
-    assert bench.cluster.names("jobs") == bench.cluster.names("secrets") == []
-    await bench.runtime.stop("rollout-1")
-    assert len(bench.ends) == 1
-
-
 async def test_tls_is_verified_by_the_kubeconfigs_authority(tmp_path):
     import ssl
 
@@ -459,21 +433,6 @@ def test_a_kubeconfig_with_what_is_not_supported_is_refused(tmp_path, user, word
 
 
 # --- pure -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("status", "reason"),
-    [
-        ({"phase": "Failed", "reason": "Evicted", "message": "low on memory"}, "evicted"),
-        ({"phase": "Failed", "reason": "OutOfcpu", "message": "x"}, "container_lost"),
-        ({"phase": "Failed", "reason": "Terminated", "message": "node shutdown"}, "evicted"),
-    ],
-)
-def test_a_failed_pod_says_why(status, reason):
-    state = pod_state({"metadata": {"name": "p"}, "status": status})
-    assert state.finished
-    assert state.problem is not None
-    assert state.problem.reason == reason
 
 
 @pytest.mark.parametrize("task", [None, TaskContainer(image="task")], ids=["the agent's image", "a task's image"])

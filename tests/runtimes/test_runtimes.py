@@ -103,14 +103,6 @@ async def test_errors_of_agentcore_are_classified(open_agentcore):
         await runtime.stop(session())
 
 
-async def test_agentcores_throttling(open_agentcore):
-    runtime, _ = await open_agentcore(invoke_per_s=0.001, stop_per_s=0.001)
-    name = session()
-    for call in (runtime.invoke(name, b"{}") for _ in range(5)), (runtime.stop(name) for _ in range(5)):
-        answers = await asyncio.gather(*call, return_exceptions=True)
-        assert {type(answer) for answer in answers if isinstance(answer, Exception)} == {Throttled}
-
-
 @pytest.mark.parametrize(
     ("refusal", "opens"),
     [
