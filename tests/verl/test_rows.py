@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -329,11 +327,3 @@ def test_gae_finds_the_reward_if_the_last_sampled_token_is_masked() -> None:
         batch["rm_scores"], torch.zeros(1, 6), batch["response_mask"], gamma=1.0, lam=1.0
     )
     assert returns[0, :2].tolist() == [1.0, 1.0]
-
-
-def test_the_benchmark_of_rows_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    benchmark = importlib.import_module("rows")
-    figures = benchmark.measure(count=8, tokens=1024, turns=2, repetitions=1)
-    assert 8 * 900 < figures["tokens"] <= 8 * 1024
-    assert min(figures["tokens_per_core_s"].values()) > 0
