@@ -96,21 +96,6 @@ def test_every_direct_import_is_declared_by_the_extra_that_needs_it() -> None:
     assert found == {}
 
 
-@pytest.mark.parametrize(
-    ("place", "source", "found"),
-    [
-        ("agent_wrapper/app.py", "import aiohttp", {"aiohttp"}),
-        ("agent_wrapper/app.py", "def f():\n    import yaml.nodes, boto3", {"yaml"}),
-        ("rollout_backend/relay/cli.py", "from numpy import array", {"numpy"}),
-        ("rollout_backend/step/step.py", "if TYPE_CHECKING:\n    import torch", set()),
-        ("rollout_backend/step/step.py", "import torch, moto, yaml", {"torch", "moto"}),
-        ("rollout_backend/verl/rows.py", "import torch, PIL", set()),
-    ],
-)
-def test_an_undeclared_import_is_found(place: str, source: str, found: set[str]) -> None:
-    assert undeclared(place, source) == found
-
-
 def test_the_version_is_that_of_the_distribution() -> None:
     assert rollout_backend.__version__ == PROJECT["version"]
     assert Requirement(f"python{PROJECT['requires-python']}").specifier.contains(PYTHONS[0])
@@ -258,6 +243,7 @@ def test_the_lowest_versions_that_are_declared_work(wheel: str, tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("extra", sorted(PROJECT["optional-dependencies"]))
+@pytest.mark.release
 def test_every_extra_can_be_resolved_with_its_lowest_versions(extra: str) -> None:
     lowest = ("--resolution", "lowest-direct", "--python-version", PYTHONS[0])
     uv("pip", "compile", "pyproject.toml", "--extra", extra, *lowest)

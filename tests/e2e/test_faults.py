@@ -46,7 +46,7 @@ from rollout_backend.serving.server_process import ServerProcess
 from rollout_backend.testing.fault_proxy import Fault, FaultProxy, Rule
 from rollouts import make_claims
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 ROOT = Path(__file__).parents[2]
 AGENT = ROOT / "examples" / "arithmetic" / "agent.py"
@@ -300,15 +300,7 @@ async def calm(world: World, run: RolloutManager) -> Rows:
 # --- S3 and SQS -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow  # test_security has a run without a queue, too
-async def test_a_run_without_a_queue_completes(world: World, listing: RolloutManager, calm: Rows) -> None:
-    async with world.faults():
-        result = await listing.collect(TASKS)
-        assert {call.operation for call in world.agents.calls} == {"s3:PutObject"}
-    await same_as(calm, result, world)
-
-
-BOTH = pytest.mark.parametrize("manager", ["run", pytest.param("listing", marks=pytest.mark.slow)], indirect=True)
+BOTH = pytest.mark.parametrize("manager", ["run", "listing"], indirect=True)
 
 
 @BOTH
@@ -324,7 +316,6 @@ async def test_s3_fails_on_both_sides(world: World, manager: RolloutManager, cal
         await same_as(calm, await manager.collect(TASKS, step=1), world)
 
 
-@pytest.mark.slow
 @BOTH
 async def test_truncated_bodies_are_read_again(world: World, manager: RolloutManager, calm: Rows) -> None:
     trainer = [
@@ -340,7 +331,6 @@ async def test_truncated_bodies_are_read_again(world: World, manager: RolloutMan
         await same_as(calm, await manager.collect(TASKS, step=8), world)
 
 
-@pytest.mark.slow
 async def test_s3_and_sqs_hang_for_a_while(world: World, run: RolloutManager, calm: Rows) -> None:
     agents = [
         Rule("s3:PutObject", Fault.HANG, share=0.3, seconds=3),
@@ -367,7 +357,6 @@ async def test_a_write_whose_response_is_lost_counts(world: World, run: RolloutM
     assert not any("another attempt wrote" in log for log in logs)
 
 
-@pytest.mark.slow
 async def test_failed_presigned_writes_are_retried(world: World, calm: Rows) -> None:
     """The URLs are signed for the trainer's S3 endpoint, so agents' writes go through the trainer's proxy."""
     storage = {"bucket": world.storage.bucket, "presigned": True}
@@ -418,18 +407,6 @@ async def test_sqs_fails_on_both_sides(world: World, run: RolloutManager, calm: 
         await same_as(calm, await run.collect(TASKS, step=4), world)
 
 
-@pytest.mark.slow  # tests/step shows it for single messages
-async def test_announcements_may_be_lost_duplicated_and_reordered(world, run, calm):
-    agents = [
-        Rule("sqs:SendMessage", Fault.DROP, share=0.1),
-        Rule("sqs:SendMessage", Fault.DOUBLE, share=0.1),
-        Rule("sqs:SendMessage", Fault.DELAY, seconds=1.0),
-    ]
-    async with world.faults(agents=agents):
-        await same_as(calm, await run.collect(TASKS, step=5), world)
-
-
-@pytest.mark.slow
 async def test_a_run_restarts_after_its_queue_was_deleted(world, calm, caplog):
     async with world.run("queueless") as manager:
         assert manager._run is not None
@@ -468,7 +445,6 @@ async def three_of_the_agents_are_shot(world: World, manager: RolloutManager, *h
     return await collecting
 
 
-@pytest.mark.slow
 async def test_killed_agents_are_detected_by_missing_heartbeats(world, calm, caplog):
     """The agents' deadline is hours away, so only missing heartbeats can end the test."""
     timeouts = {
@@ -486,7 +462,7 @@ async def test_killed_agents_are_detected_by_missing_heartbeats(world, calm, cap
     assert caplog.text.count("sent heartbeats and fell silent") == 3
 
 
-@pytest.mark.slow
+@pytest.mark.release
 async def test_without_heartbeats_killed_agents_time_out(world: World, calm: Rows) -> None:
     timeouts = {"model_call_s": 25, "agent_s": 30, "publish_grace_s": 10, "collection_s": 300, "session_key_s": 400}
     async with world.run("shot-quietly", timeouts={**timeouts, "heartbeat_s": None}) as manager:
@@ -501,7 +477,6 @@ async def test_without_heartbeats_killed_agents_time_out(world: World, calm: Row
     assert await world.nothing_is_open()
 
 
-@pytest.mark.slow
 async def test_the_router_is_killed(world: World, run: RolloutManager, calm: Rows) -> None:
     assert run._run is not None
     world.hold()
@@ -515,26 +490,9 @@ async def test_the_router_is_killed(world: World, run: RolloutManager, calm: Row
     await same_as(calm, await collecting, world)
 
 
-@pytest.mark.slow  # see tests/serving/test_fleet.py
-async def test_an_engine_is_killed(world: World, run: RolloutManager, calm: Rows) -> None:
-    victim = world.engines[1]
-    before = len(victim.requests)
-    world.hold()
-    collecting = asyncio.create_task(run.collect(TASKS, step=7))
-    await eventually(lambda: world.asked() == PLANNED)
-    assert len(victim.requests) > before
-    await asyncio.to_thread(victim.__exit__, None, None, None)
-    world.model.let_go()
-    await same_as(calm, await collecting, world)
-    revived = ScriptedEngine(world.model, port=victim.port)
-    await asyncio.to_thread(revived.__enter__)
-    world.engines[1] = revived
-
-
 # --- the clock --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 async def test_a_step_survives_clock_jumps_of_the_trainer(world: World, calm: Rows, tmp_path: Path) -> None:
     """The clock jumps by six hours. Trainer and gateway share that clock; agents keep the right one."""
     clock, done = tmp_path / "clock", tmp_path / "steps.jsonl"
@@ -620,7 +578,6 @@ class Vault:
         return calls[-1].access_key if calls else ""
 
 
-@pytest.mark.slow
 async def test_expiring_credentials_are_renewed(world, calm, tmp_path, monkeypatch):
     vault = Vault(world.agents, world.trainer)
     async with served(vault.give) as url:
@@ -659,7 +616,6 @@ async def test_expiring_credentials_are_renewed(world, calm, tmp_path, monkeypat
     assert not [call for call in calls if call.fault]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("by_queue", [True, False], ids=["queue", "listing"])
 async def test_expired_credentials_end_the_run_and_new_ones_resume_it(world, calm, by_queue):
     settings = {"run_id": f"expired-{by_queue}", "queue": {"enabled": by_queue, "wait_s": 1}}

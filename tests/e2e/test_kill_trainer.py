@@ -33,6 +33,7 @@ def test_a_killed_asynchronous_trainer_loses_no_rollout_and_runs_none_twice(tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_a_killed_trainer_loses_no_rollout_runs_none_twice_and_leaves_none_open(tmp_path: Path, repository: Path):
     command = [
         *(sys.executable, str(repository / "benchmarks" / "kill_trainer.py")),

@@ -96,18 +96,6 @@ def rewards(result: StepResult) -> dict[str, float | None]:
     return {rollout.rollout_id: rollout.reward for rollout in result.rollouts}
 
 
-async def test_a_step_of_jobs(cluster):
-    async with cluster.run("calm") as manager:
-        result = await manager.collect(TASKS)
-    assert result.report.outcomes[Outcome.COMPLETED] == PLANNED, result.failures
-    assert result.report.attempts == PLANNED
-    assert result.report.balanced
-    assert cluster.emulator.running_pods() == []
-    assert all(rollout.trainable for rollout in result.rollouts)
-    [record, *_] = result.records
-    assert f"kubectl logs --namespace rollouts job/{record.session_ids[-1]}" in record.log
-
-
 async def test_no_rollout_is_lost_to_a_cluster_full_of_faults(cluster):
     emulator = cluster.emulator
     emulator.fates.extend(

@@ -19,7 +19,7 @@ from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
 from rollout_backend.local.scripted_sums import ScriptedSums
 from rollout_backend.manager import RolloutManager
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.release, pytest.mark.timeout(900)]
 
 AGENT = """
 import os, time

@@ -91,17 +91,10 @@ async def test_an_agent_in_a_runtime_app_is_trained_token_exact(open_run, script
     assert failures["dies"].reason in ("terminated", "container_lost")  # its invoke is cut, and its process ends
 
 
-@pytest.mark.parametrize(
-    ("settings", "file"),
-    [
-        (("runtime.agent_protocol=agentcore-runtime-app", "runtime.poll_interval_s=0.2"), "runtime_app_agent.py"),
-        (SETTINGS, AGENT.name),
-    ],
-    ids=["runtime app", "toolkit"],
-)
-async def test_an_agent_that_hangs_ends_at_its_deadline(open_run, script, settings, file):
+async def test_an_agent_that_hangs_ends_at_its_deadline(open_run, script):
+    settings = ("runtime.agent_protocol=agentcore-runtime-app", "runtime.poll_interval_s=0.2")
     limits = "timeouts={model_call_s: 5, agent_s: 10, publish_grace_s: 5, collection_s: 300, session_key_s: 400}"
-    command = [script[0], str(AGENT.with_name(file))]
+    command = [script[0], str(AGENT.with_name("runtime_app_agent.py"))]
     run = await open_run(*settings, "group.size=1", limits, replies=answer, script=command)
     result = await run.manager.collect([Task("hangs", {"question": "2 + 2?", "answer": "4", "hang": True})])
     [failure] = result.failures
@@ -118,6 +111,7 @@ async def test_an_agent_of_the_pull_request_is_trained_token_exact(open_run):
     assert result.report.refused == 0
 
 
+@pytest.mark.release
 async def test_agents_of_the_toolkit_outlive_a_killed_and_restarted_trainer(base_settings, tmp_path, script):
     tasks = [{"payload": {"question": f"2 + 2? {i}", "answer": "4", "folder": str(tmp_path)}} for i in range(2)]
     (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))

@@ -175,6 +175,7 @@ async def test_the_hidden_tests_score_what_an_unmodified_agent_leaves_at_the_emu
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.release
 async def test_the_ten_tasks_as_processes_and_on_kubernetes_sample_the_same_tokens(examples, made, tmp_path, storage):
     places = tmp_path / "processes", tmp_path / "kubernetes"
     for place in places:

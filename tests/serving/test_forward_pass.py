@@ -54,7 +54,8 @@ def test_invalid_temperatures_are_refused(tmp_path):
 
 
 @pytest.mark.engine
-@pytest.mark.slow  # the gateway's test of token identity compares the same values
+@pytest.mark.slow
+@pytest.mark.release  # the gateway's test of token identity compares the same values
 @pytest.mark.timeout(400)  # a real engine and a forward pass, on cores that other processes may use
 async def test_logprobs_equal_those_of_a_plain_forward_pass(sampled_by):
     """The engine reports a token's logprob at its sampling temperature."""

@@ -59,14 +59,11 @@ def trained_as_one_step(run: Any, tasks: list[dict[str, Any]]) -> None:
 
 
 async def test_a_killed_trainer_resumes_from_its_checkpoint_with_finished_rollouts(tmp_path, training):
-    """Rows of the second step come from two processes, all sampled by the weights that it trains.
-
-    With resume_mode=disable other weights are served, so nothing is reused; that process ends with its engine.
-    """
+    """Rows of the second step come from two processes, all sampled by the weights that it trains."""
     tasks = [task(number) for number in range(4)]
     resumes = ("trainer.resume_mode=auto", "trainer.save_freq=1", "data.shuffle=True")
     async with training(tmp_path, tasks, 2, *resumes, timeouts=TIMEOUTS) as run:
-        first, second = await half_of_step_2(run)
+        _, second = await half_of_step_2(run)
         finished = {rollout.rollout_id: rollout.encode() for rollout in run.rollouts(2)}
         begun = {rollout_id for rollout_id, name in run.begun().items() if name in second}
         await run.kill()
@@ -88,6 +85,33 @@ async def test_a_killed_trainer_resumes_from_its_checkpoint_with_finished_rollou
         trained_as_one_step(run, [tasks[int(name.removeprefix("task-"))] for name in second])
         await run.leaves_nothing()
 
+
+@pytest.mark.release
+async def test_a_restarted_trainer_keeps_running_agents(tmp_path: Path, training: Any) -> None:
+    """The trainer is back before the janitor closes the sessions, so no token is sampled again.
+
+    With resume_mode=disable other weights are served, so nothing is reused; that process ends with its engine.
+    """
+    tasks = [task(number) for number in range(4)]
+    resumes = ("trainer.resume_mode=auto", "trainer.save_freq=1", "data.shuffle=True")
+    async with training(tmp_path, tasks, 2, *resumes, timeouts=TIMEOUTS) as run:
+        run.own.write_text(yaml.safe_dump(yaml.safe_load(run.own.read_text()) | {"janitor": {"grace_s": 300}}))
+        first, second = await half_of_step_2(run)
+        begun = run.begun()
+        await run.kill()
+        run.say(*(f"{name}-late" for name in second))  # they call a gateway that is down
+        await run.start_again()
+        assert await run.ends() == 0, run.verl.log_tail()
+        assert run.begun() == begun, "agents were started again"
+        report = run.report(2)
+        assert (report.resumed, report.reattached, report.attempts) == (4, 4, 0)
+        assert report.trainable == report.planned == 2 * GROUP
+        assert report.broken_histories == 0
+        assert report.balanced
+        assert report.sessions_open == 0
+        trained_as_one_step(run, [tasks[int(name.removeprefix("task-"))] for name in second])
+        await run.leaves_nothing()
+
         updates, logged = len(run.spy_file.read_text().splitlines()), len(run.log)
         assert updates == 2
         run.forget()
@@ -103,26 +127,3 @@ async def test_a_killed_trainer_resumes_from_its_checkpoint_with_finished_rollou
         assert "a batch failed as a whole: engine-0 is gone" in run.log[logged:]
         assert len(run.spy_file.read_text().splitlines()) == updates, "a step whose engine died was trained"
         await run.leaves_nothing()
-
-
-@pytest.mark.release
-async def test_a_restarted_trainer_keeps_running_agents(tmp_path: Path, training: Any) -> None:
-    """The trainer is back before the janitor closes the sessions, so no token is sampled again."""
-    tasks = [task(number) for number in range(4)]
-    resumes = ("trainer.resume_mode=auto", "trainer.save_freq=1", "data.shuffle=True")
-    async with training(tmp_path, tasks, 2, *resumes, timeouts=TIMEOUTS) as run:
-        run.own.write_text(yaml.safe_dump(yaml.safe_load(run.own.read_text()) | {"janitor": {"grace_s": 300}}))
-        _, second = await half_of_step_2(run)
-        begun = run.begun()
-        await run.kill()
-        run.say(*(f"{name}-late" for name in second))  # they call a gateway that is down
-        await run.start_again()
-        assert await run.ends() == 0, run.verl.log_tail()
-        assert run.begun() == begun, "agents were started again"
-        report = run.report(2)
-        assert (report.resumed, report.reattached, report.attempts) == (4, 4, 0)
-        assert report.trainable == report.planned == 2 * GROUP
-        assert report.broken_histories == 0
-        assert report.balanced
-        assert report.sessions_open == 0
-        trained_as_one_step(run, [tasks[int(name.removeprefix("task-"))] for name in second])

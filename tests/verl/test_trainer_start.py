@@ -95,12 +95,8 @@ async def test_verl_ends_before_it_starts_an_engine_and_says_why(ready: Any, tmp
     rows.write_text(ready.rows.read_text() + '{"question": "What is 3 + 4?"}\n')
     cases: dict[str, list[str]] = {"no payload": [f"data.train_files={rows}"]}
     said = {"no payload": ["rows.jsonl, line 2: there is no payload, only ['question']"]}
-    for case in ("no such class", "unknown setting", "no such bucket"):
-        folder = tmp_path / case.replace(" ", "-")
-        folder.mkdir()
-        cases[case], said[case] = overrides_of(case, ready, folder), WRONG[case][2]
     verls = [f"data.custom_cls.{key}=null" for key in ("path", "name")]
-    cases["verl's own dataset"] = [*cases["no such bucket"], *verls]
+    cases["verl's own dataset"] = [*overrides_of("no such bucket", ready, tmp_path), *verls]
     said["verl's own dataset"] = ["not-there"]
     file = tmp_path / "cases.json"
     hydra = [f"hydra.run.dir={tmp_path}", "hydra.output_subdir=null"]
