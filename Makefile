@@ -42,8 +42,8 @@ SDK_TESTS := $(addprefix tests/,dialects/test_fields.py dialects/test_sdk_client
   gateway/test_server.py gateway/test_retries.py local/test_pytest_plugin.py relay/test_gateway.py test_logs.py)
 MAIN_TESTS := $(RUN)/pytest $(FIXED)
 VERL_TESTS := $(VERL)/bin/pytest tests/verl --numprocesses 0 $(FIXED) -o cache_dir=$(VERL)/.pytest_cache
-# Both environments' tests of one kind, at the same time: $(call both,MARKER,PROCESSES). Many quick tests wait, so five
-# processes keep two cores busy.
+# Both environments' tests of one kind, at the same time: $(call both,MARKER,PROCESSES). Many quick tests wait, so four
+# processes keep two cores busy. Each more costs 15 s of CPU: it collects all tests, and starts servers of its own.
 define both
 @echo "the tests of tests/verl run meanwhile, and print their output last"
 @$(VERL_TESTS) -m "$(1)" --durations 10 > $(VERL)/tests.log 2>&1 & verl=$$!; trap "kill $$verl" INT TERM; \
@@ -59,7 +59,7 @@ test: setup $(if $(IN_VERL),verl)
 endif
 
 quick: engine verl
-	$(call both,not slow,5)
+	$(call both,not slow,4)
 
 test-loaded: engine verl  ## the quick tests beside two busy processes per core, then on one core: load decides no test
 	@for each in $$(seq $$((2 * $$(nproc)))); do timeout 3600 sh -c 'while :; do :; done' & busy="$$busy $$!"; done; \
