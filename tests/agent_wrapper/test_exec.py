@@ -81,6 +81,18 @@ async def test_two_agents_that_write_their_configuration_keep_their_keys(tmp_pat
     assert not [home for home in homes if os.path.exists(home)]  # noqa: ASYNC240
 
 
+@pytest.mark.parametrize("how", ["--keep-home", "one rollout per container"])
+async def test_the_real_home_can_be_kept(tmp_path, monkeypatch, how):
+    for name, value in {"HOME": tmp_path, "XDG_CONFIG_HOME": tmp_path, "TMPDIR": tmp_path}.items():
+        monkeypatch.setenv(name, str(value))
+    options = [how]
+    if how != "--keep-home":
+        monkeypatch.setenv("ROLLOUT_PAYLOAD_FILE", "/payload")
+        options = []
+    found = await run_two(tmp_path, *options)
+    assert {each["home"] for each in found} == {str(tmp_path)}
+
+
 def test_a_verifier_does_not_get_the_home_of_the_command(tmp_path):
     verifier = "test ! -e $HOME/.agent && echo 1"
     assert run("--reward", "stdout", "--verifier", f"sh -c '{verifier}'", "--", "sh", "-c", "touch $HOME/.agent")

@@ -286,6 +286,14 @@ async def test_aiobotocore_makes_a_failed_call_again(played_aws, monkeypatch, fa
     assert len(played_aws.sent) == 2
 
 
+async def test_a_client_without_retries_sends_a_failed_call_once(played_aws):
+    played_aws.answer = lambda sent: (503, {}, b"")
+    async with opened("bedrock-agentcore") as client:
+        with pytest.raises(ClientError):
+            await client.repeated("stop_runtime_session", **RUNTIME)(runtimeSessionId=SESSION)
+    assert len(played_aws.sent) == 1
+
+
 async def test_a_bucket_in_another_region_is_found_once(played_aws):
     def answer(sent):
         if "eu-west-1" in sent.url:

@@ -43,6 +43,11 @@ def test_later_sources_win(tmp_path):
     assert config.serving.extra_args == ("--a", "1")
 
 
+def test_a_runtime_of_another_kind_replaces_the_one_below():
+    config = load_config(base=MINIMAL, env={}, top={"runtime": {"kind": "http", "url": "http://x"}})
+    assert config.runtime.kind == "http"
+
+
 def test_unknown_keys_are_named():
     refused(r"storage\.bukcet: no such setting", storage={"bucket": "rollouts", "bukcet": "x"})
     refused("storge: no such setting", storge={})

@@ -81,6 +81,13 @@ def test_time_in_which_the_gateway_does_not_answer_does_not_count(outage_s):
     assert bench.play(45) == {"a"}
 
 
+def test_a_suspended_machine_misses_no_heartbeat():
+    bench = Bench("a", "b", same_machine=True)
+    bench.play(60)
+    bench.now += 8 * 3600
+    assert bench.play(60) == set()
+
+
 def test_all_sessions_are_lost_after_agents_would_have_given_up():
     bench = Bench("a", "b")
     bench.play(60)
@@ -109,3 +116,12 @@ def test_each_gateways_heartbeats_count_only_for_its_own_sessions():
     for i in range(60, 100):
         heartbeats.observe(3.0 * i, [beats[0], HeartbeatReport(frozenset({"unwatched"}))])
     assert heartbeats.lost_sessions == {"b"}
+
+
+def test_a_session_that_beats_again_is_not_lost():
+    bench = Bench("a", "b")
+    bench.play(60)
+    bench.dead = {"a"}
+    assert bench.play(60) == {"a"}
+    bench.dead = set()
+    assert bench.play(15) == set()

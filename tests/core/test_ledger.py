@@ -77,6 +77,11 @@ def test_an_unclosed_session_is_named_and_not_counted_as_open():
     assert ledger.unclosed_sessions == {"s1": "503"}
 
 
+def test_nothing_is_planned_twice():
+    with pytest.raises(LedgerError, match=r"'a\.0' is planned twice"):
+        planned("a.0", "a.0")
+
+
 EVENTS = st.lists(
     st.tuples(
         st.sampled_from(["start_attempt", "accept", "record_result", "settle", "abandon_attempt", "replace"]),

@@ -9,7 +9,7 @@ import pytest
 from pydantic_core import from_json
 
 from agent_wrapper.contract.codec import MAX_DEPTH
-from rollout_backend.core.tasks import MAX_TASK_ID, Task, check_private, read_tasks
+from rollout_backend.core.tasks import MAX_TASK_ID, Task, check_private, check_unique, read_tasks
 from rollout_backend.errors import ConfigError, TaskFileError
 
 
@@ -148,6 +148,12 @@ def test_payloads_that_the_wrapper_can_parse_are_accepted():
     assert from_json(json.dumps({**task.payload}))["text"] == payload["text"]
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
+    file = tmp_path / "t.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"payload": {"q": 1}}\r\n{"payload": {"q": 2}}\r\n')
+    assert [task.payload["q"] for task in read_tasks(file)] == [1, 2]
+
+
 def test_nulls_that_a_library_fills_in_are_named(tmp_path, caplog):
     """A Parquet struct has the fields of all rows, and `Dataset.to_json` writes those that a row lacks."""
     payloads = [
@@ -207,6 +213,11 @@ def test_a_doubled_task_id_names_the_file_and_both_lines(tmp_path):
     file.write_text("".join(f'{{"task_id": "{name}", "payload": {{}}}}\n' for name in "aba"))
     with pytest.raises(TaskFileError, match=r"tasks\.jsonl, line 3: task_id 'a' occurs twice, first in line 1"):
         read_tasks(file)
+
+
+def test_two_tasks_with_the_same_id_are_refused():
+    with pytest.raises(TaskFileError, match="'a' occurs twice"):
+        check_unique([Task("a", {}), Task("b", {}), Task("a", {})])
 
 
 def test_a_task_id_leaves_room_for_the_rollout_number():

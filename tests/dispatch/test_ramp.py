@@ -39,6 +39,11 @@ async def test_a_run_takes_its_limits_from_the_runtime(local_keys):
         await runtime.aclose()
 
 
+def test_a_limit_that_is_set_wins():
+    limits = config("eu-west-1", invoke_per_s=2, max_sessions=100)
+    assert (limits.invoke_per_s, limits.max_sessions) == (2, 100)
+
+
 @pytest.mark.parametrize(
     ("limits", "quota", "window_s", "used"), [({"invoke_per_s": 6.5}, 400, 60, 0.95), ({}, 25, 1, 0.9)]
 )

@@ -95,6 +95,13 @@ def test_granted_calls_lead_back_to_the_ceiling_within_a_minute():
     assert rate.rate == 20
 
 
+def test_a_slow_ceiling_has_a_floor_below_it():
+    rate = AdaptiveRate(0.2)
+    for now in range(10):
+        rate.refused(sent_at=now, now=now)
+    assert 0 < rate.rate == rate.floor < 0.2
+
+
 def test_a_call_that_was_not_sent_gives_its_place_back():
     rate = AdaptiveRate(1)
     rate.take(0.0)

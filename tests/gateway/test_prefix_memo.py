@@ -35,6 +35,13 @@ def test_a_changed_message_in_the_middle_is_digested_again_with_all_after_it():
     assert steps.taken == 3 + 2
 
 
+def test_digests_of_another_context_are_not_reused():
+    memo, steps = PrefixMemo(), Steps()
+    memo.chain(said("a"), steps, context=b"tools")
+    memo.chain(said("a"), steps, context=b"other tools")
+    assert steps.taken == 2
+
+
 def test_a_list_that_its_owner_extends_later_changes_nothing():
     memo, messages = PrefixMemo(), said("a")
     memo.chain(messages, Steps())

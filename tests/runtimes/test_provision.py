@@ -33,7 +33,7 @@ from rollout_backend.runtimes.agentcore.control import (
 )
 from rollout_backend.runtimes.agentcore.endpoint import pin_endpoint
 from rollout_backend.runtimes.agentcore.permissions import needed_permissions
-from rollout_backend.runtimes.agentcore.provision import DEFINITION, MARK, Action, RuntimeSpec, plan
+from rollout_backend.runtimes.agentcore.provision import DEFINITION, MARK, Action, CodeArtifact, RuntimeSpec, plan
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
 from rollout_backend.serving.server_process import free_port
 
@@ -94,6 +94,13 @@ def test_each_difference_is_an_update_that_names_it(setting, value):
     assert plan(wanted, described(description="by hand")).action is Action.LEAVE
 
 
+def test_the_order_of_a_network_is_no_difference():
+    wanted = dataclasses.replace(SPEC, subnets=frozenset({"subnet-01234567", "subnet-89abcdef"}))
+    network = {"subnets": ["subnet-89abcdef", "subnet-01234567"], "securityGroups": ["sg-01234567"]}
+    actual = described(networkConfiguration={"networkMode": "VPC", "networkModeConfig": network})
+    assert plan(wanted, actual).action is Action.READY
+
+
 def test_out_of_the_network_and_into_the_public_one():
     public = dataclasses.replace(SPEC, subnets=frozenset(), security_groups=frozenset())
     assert public.definition()["networkConfiguration"] == {"networkMode": "PUBLIC"}
@@ -104,6 +111,14 @@ def test_out_of_the_network_and_into_the_public_one():
 @pytest.mark.parametrize("metadata", [None, {}, {"requireMMDSV2": False}])
 def test_a_runtime_that_could_not_be_invoked_is_updated(metadata):
     assert plan(SPEC, described(metadataConfiguration=metadata)).differs == ("requireMMDSV2",)
+
+
+def test_another_protocol_and_another_kind_of_artifact():
+    assert plan(SPEC, described(protocolConfiguration={"serverProtocol": "MCP"})).differs == ("protocol",)
+    code = dataclasses.replace(SPEC, image=CodeArtifact("bucket", "code/agent/1.zip", "3.12"))
+    assert plan(code, described()).differs == ("image",)
+    assert plan(SPEC, described(**code.definition())).differs == ("image",)
+    assert plan(code, described(**code.definition())).action is Action.READY
 
 
 @pytest.mark.parametrize("status", ["CREATING", "UPDATING", "DELETING", "A_STATE_OF_NEXT_YEAR"])
