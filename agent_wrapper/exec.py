@@ -184,16 +184,18 @@ class _Folder:
 
     def unpack(self, template: str) -> None:
         """Write the files of an archive in the payload to the work folder. "." makes the working directory of this
-        process that folder.
+        process that folder, and an absolute path the folder of that name.
 
         Raises:
             AgentFailure: it is no archive, or the working directory is the root.
         """
         filled = self.fill(template)
-        if filled == ".":
-            self.work = Path.cwd()
+        if filled == "." or filled.startswith("/"):  # no archive in base64 begins with a slash
+            self.work = Path(filled).resolve()
             if self.work == Path(self.work.anchor):
                 raise AgentFailure(f"--workspace {template}: the container's working directory is /: set WORKDIR")
+            if not self.work.is_dir():
+                raise AgentFailure(f"--workspace {template}: the container has no folder {filled}")
             return
         try:
             unpack_folder(base64.b64decode(filled, validate=True), self.work)

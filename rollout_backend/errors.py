@@ -13,6 +13,7 @@
     │   ├── Throttled              429: retried until the deadline, at a lower rate
     │   ├── QuotaExceeded          402: too many sessions; retried likewise
     │   ├── RuntimeConflict        409: retried until the deadline, at the same rate
+    │   ├── RuntimeNotReady        the runtime of a task's image is being created: retried likewise
     │   ├── RuntimeUnavailable     503, or no connection: retried like Throttled. After another 5xx the session may
     │   │                          be open: it is closed, and another attempt is made
     │   ├── NoCredentials          no credentials were found or could be renewed; retried like Throttled
@@ -98,6 +99,10 @@ class RuntimeConflict(RuntimeCallError):
     never_opened = refused = True
 
 
+class RuntimeNotReady(RuntimeConflict):
+    reason = "runtime_not_ready"
+
+
 class RuntimeUnavailable(RuntimeCallError):
     reason = "runtime_unavailable"
     slow_down = True
@@ -129,13 +134,18 @@ class ContainerStartTimeout(RuntimeCallError):
         self.reason = reason
 
 
+_NEVER_OPENED = frozenset(
+    {"runtime_not_found", "runtime_create_failed", "access_denied", "credentials_expired", "run_taken_over"}
+)
+
+
 class InvokeRejected(RuntimeCallError):
     reason = "invoke_rejected"
 
     def __init__(self, message: str, reason: str = "invoke_rejected") -> None:
         super().__init__(message)
         self.reason = reason
-        self.never_opened = reason in ("runtime_not_found", "access_denied", "credentials_expired", "run_taken_over")
+        self.never_opened = reason in _NEVER_OPENED
 
 
 class RunHeld(RolloutBackendError):

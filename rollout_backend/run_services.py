@@ -311,6 +311,7 @@ class RunServices:
             session_ends=ends,
             adopt=adopt,
             on_adopted=translator.watch if translator is not None else None,
+            wait_ready=runtime.wait_ready if type(runtime).wait_ready is not AgentRuntime.wait_ready else None,
             presign=presigner.urls if presigned else None,
             log_of=log_of,
             breaker=CircuitBreaker(config.circuit_breaker, log_of),

@@ -42,6 +42,7 @@ _IMAGE = (
     r"(?:\d{12}\.dkr\.ecr\.[a-z0-9-]+\.amazonaws\.com(?:\.cn)?|public\.ecr\.aws)/(?:[a-z0-9]+(?:[._-]+[a-z0-9]+)*/)*"
     r"[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?::[A-Za-z0-9_][A-Za-z0-9._-]{0,127})?(?:@sha256:[a-f0-9]{64})?"
 )
+_TASK_IMAGE = r"[^{}]+\{task\}[^{}]*"
 _PUBLIC = "public.ecr.aws/"
 _IMAGE_FORM = (
     "an image in ECR: ACCOUNT.dkr.ecr.REGION.amazonaws.com/REPOSITORY:TAG, or public.ecr.aws/REPOSITORY:TAG. "
@@ -74,6 +75,7 @@ _IMAGE_ONLY = frozenset(
         "min_memory_mib",
         "capacity_provider",
         "image_region",
+        "task_image",
         "ready_timeout_s",
     }
 )
@@ -175,6 +177,11 @@ class AgentCoreConfig(RuntimeConfig):
     """ARN of a capacity provider, with `image`: sessions run on its EC2 instances (x86, GPU), for up to 14 days."""
     image_region: Annotated[str, matching("[a-z]{2,}(-[a-z0-9]+)+", "a region, such as us-east-1")] | None = None
     """Region of the runtime, with an image of ECR Public, whose name contains none."""
+    task_image: Annotated[str, matching(_TASK_IMAGE, "an image's name with {task} in it")] | None = None
+    """Image of each Harbor task whose task.toml names none in ECR, such as
+    ACCOUNT.dkr.ecr.REGION.amazonaws.com/tasks:{task}, with `image`. `{task}` is the name of the task's folder, in
+    lower case. The run creates a runtime for each image: see
+    [harbor.md](harbor.md#run-each-task-in-its-own-image-on-agentcore). Without it, tasks run in `image`."""
     ready_timeout_s: Seconds = 600.0
     """Timeout until a runtime created from `image` is ready and its endpoint serves it."""
     qualifier: str = "DEFAULT"
@@ -265,6 +272,11 @@ class AgentCoreConfig(RuntimeConfig):
         repository = re.split("[:@]", str(self.image).rpartition("/")[2])[0]
         return re.sub("[^a-zA-Z0-9]+", "_", f"rollout_{repository}")[:48]
 
+    @staticmethod
+    def can_pull(image: str) -> bool:
+        """Return whether AgentCore pulls this image: it is in ECR."""
+        return re.fullmatch(_IMAGE, image) is not None
+
     @property
     def agents_host(self) -> str:
         return urlsplit(self.endpoint_url or "").hostname or "AgentCore"
@@ -309,7 +321,7 @@ class TaskImageConfig(RuntimeConfig):
     command: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
     """Command of the container: text, or a list. Default: the image's. Required for Harbor tasks, such as
     `[/agent/bin/python, -I, -m, agent_wrapper.exec, ...]`."""
-    task_image: Annotated[str, matching(r"[^{}]+\{task\}[^{}]*", "an image's name with {task} in it")] | None = None
+    task_image: Annotated[str, matching(_TASK_IMAGE, "an image's name with {task} in it")] | None = None
     """Image of each Harbor task whose task.toml names none, such as `registry.example.com/tasks/{task}:1`. `{task}`
     is the name of the task's folder, in lower case."""
     start_timeout_s: Seconds = 600.0

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import hashlib
+import json
 import logging
 import os
 import posixpath
@@ -24,7 +26,7 @@ from pydantic import Field
 
 from agent_wrapper.contract import ContractObject
 from agent_wrapper.workspace import pack_folder
-from rollout_backend.config import RuntimeConfig, TaskImageConfig
+from rollout_backend.config import AgentCoreConfig, RuntimeConfig, TaskImageConfig
 from rollout_backend.errors import ConfigError, TaskFileError
 
 CONTAINER_FIELD = "_container"
@@ -41,6 +43,15 @@ class TaskContainer(ContractObject):
     """Quantities of Kubernetes, reserved and enforced."""
 
 
+def container_key(payload: Mapping[str, Any]) -> str:
+    """Return a short digest of the container that a payload names; empty if it names none."""
+    container = payload.get(CONTAINER_FIELD)
+    if container is None:
+        return ""
+    text = json.dumps(container, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
 if TYPE_CHECKING:
     from rollout_backend.core.tasks import Task
 
@@ -52,6 +63,7 @@ SUPPORTED_PREFIX = "harbor-supported:"
 """As `PREFIX`, but leaves out the tasks that cannot run."""
 VERIFIER = "rollout_backend.scoring.harbor:verify"
 """The value of scoring.function that runs a task's tests."""
+_AGENTCORE_MIB = 8192  # of each session
 _MAX_BYTES = 8 * 1024 * 1024  # of a task's archives: each rollout's invoke carries the environment
 _IMAGE = re.compile(r"[A-Za-z0-9][\w.:-]*(/[a-z0-9][a-z0-9._-]*)*(:[\w][\w.-]{0,127})?(@sha256:[a-f0-9]{64})?")
 _MEGABYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
@@ -126,12 +138,16 @@ def _fit(task: Task, runtime: RuntimeConfig) -> Task:
     assert task.private is not None
     harbor = task.private["harbor"]
     wanted = harbor.get("container", {})
+    if isinstance(runtime, AgentCoreConfig) and runtime.image is not None:
+        container = _agentcore_container(task.task_id, wanted, runtime)
+        return task if container is None else _in_container(task, container, wanted.get("workdir") or ".")
     if not isinstance(runtime, TaskImageConfig):
         for name, field in (("docker_image", "image"), ("env", "env")):
             if wanted.get(field):
                 raise ConfigError(
                     f"environment.{name} in task.toml of the Harbor task {task.task_id!r} needs a container of the "
-                    f"task, and runtime.kind={runtime.kind} has none: set runtime.kind=kubernetes, or remove it"
+                    f"task, and runtime.kind={runtime.kind} has none: set runtime.kind=kubernetes, or agentcore with "
+                    "runtime.image, or remove it"
                 )
         return task
     tests = len(harbor["tests"]) * 3 // 4
@@ -153,8 +169,29 @@ def _fit(task: Task, runtime: RuntimeConfig) -> Task:
         env=resolve_variables(wanted.get("env", {})),
         resources=_resources(wanted),
     )
-    payload = {**task.payload, "environment": ".", CONTAINER_FIELD: container.model_dump(mode="json")}
+    return _in_container(task, container, ".")
+
+
+def _in_container(task: Task, container: TaskContainer, workdir: str) -> Task:
+    payload = {**task.payload, "environment": workdir, CONTAINER_FIELD: container.model_dump(mode="json")}
     return dataclasses.replace(task, payload=payload)
+
+
+def _agentcore_container(task_id: str, wanted: Mapping[str, Any], runtime: AgentCoreConfig) -> TaskContainer | None:
+    """Return the container of a task; None if it runs in the agent's image."""
+    image = wanted.get("image")
+    if runtime.task_image is not None and not (image and runtime.can_pull(image)):
+        image = _image(task_id, runtime.task_image)
+    if image is None and not wanted.get("env"):
+        return None
+    if image is None or not runtime.can_pull(image):
+        raise ConfigError(
+            f"the Harbor task {task_id!r} needs an image in ECR, and names {image or 'none'}: AgentCore pulls from "
+            "ECR only. Add your agent to the task's image, push it there, and set runtime.task_image (docs/harbor.md)"
+        )
+    memory_mb = wanted.get("memory_mb") or 0
+    resources = {"memory": f"{memory_mb}Mi"} if memory_mb > _AGENTCORE_MIB else {}
+    return TaskContainer(image=image, env=resolve_variables(wanted.get("env", {})), resources=resources)
 
 
 def _image(task_id: str, template: str | None) -> str:

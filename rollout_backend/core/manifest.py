@@ -20,6 +20,7 @@ from typing import Literal, Self
 from pydantic import Field
 
 from agent_wrapper.contract import MAX_STEP, ContractObject, Identifier, Sampling
+from rollout_backend.core.harbor import container_key
 from rollout_backend.core.tasks import Task, rollout_id, sibling_id
 
 
@@ -28,6 +29,8 @@ class PlannedTask(ContractObject):
 
     task_id: Identifier
     digest: str
+    container: str = ""
+    """See `container_key`."""
     rollouts: tuple[Identifier, ...]
 
 
@@ -93,6 +96,7 @@ class Manifest(ContractObject):
             PlannedTask(
                 task_id=task.task_id,
                 digest=digest_of(task, size, sampling),
+                container=container_key(task.payload),
                 rollouts=tuple(rollout_id(task.task_id, i) for i in range(size)),
             )
             for task, size, sampling in tasks
@@ -177,13 +181,16 @@ class Manifest(ContractObject):
 
     def session_id(self, rollout_id: str, attempt: int) -> str:
         """Return the session id of an attempt, counted from 1 over all executions. It has 40 characters: AgentCore
-        needs 33.
+        needs 33. That of a task with a container ends with the container's key as well, so that any process can tell
+        which runtime has the session.
 
         The nonce makes it a secret of the attempt's own container: agents cannot read manifests, and a result is
         believed only if it names the session of its attempt.
         """
         text = f"{self.nonce}/{self.generation}/{rollout_id}/{attempt}"
-        return f"rollout-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
+        planned = (*self.tasks, *self.left_out)
+        key = next((task.container for task in planned if task.container and rollout_id in task.rollouts), "")
+        return f"rollout-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}" + (f"-{key}" if key else "")
 
     def open_sessions(self, besides: Container[int] = ()) -> list[str]:
         """Return the sessions that executions up to this one may have left open, `besides` these attempts: for each

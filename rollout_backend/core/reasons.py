@@ -38,6 +38,8 @@ WHAT_TO_DO = {
     "throttled": "raise the quota, or `timeouts.collection_s`; see throttling",
     "quota_exceeded": "lower `runtime.max_sessions`, or raise the quota",
     "runtime_conflict": "check what else uses the runtime",
+    "runtime_not_ready": "read the message; raise the quota of runtimes, or `timeouts.collection_s`",
+    "runtime_create_failed": "read AgentCore's reason; check the task's image, that it is arm64, and `runtime.role`",
     "runtime_unavailable": "check the runtime's status and the network",
     "runtime_error": "read the message",
     "invoke_outcome_unknown": "raise `runtime.read_timeout_s` if containers start slowly",

@@ -32,7 +32,7 @@ from rollout_backend.deploy.upload import upload_once
 from rollout_backend.errors import ConfigError
 from rollout_backend.runtimes.agentcore.control import ENDPOINT, RuntimeMaker, control_client
 from rollout_backend.runtimes.agentcore.endpoint import pin_endpoint
-from rollout_backend.runtimes.agentcore.provision import CodeArtifact, RuntimeSpec
+from rollout_backend.runtimes.agentcore.provision import TAG, CodeArtifact, RuntimeSpec
 
 WRITTEN = "# Written by `rollout deploy`, which overwrites this file."
 _READY_S = 900.0
@@ -118,7 +118,7 @@ class Deployment:
             security_groups=frozenset(security_groups),
         )
         async with control_client(target.region, target.runtime_endpoint_url) as client:
-            runtime = await RuntimeMaker(spec, client, _READY_S, made_by="deploy", on_status=echo).make()
+            runtime = await RuntimeMaker(spec, client, _READY_S, tags={TAG: "deploy"}, on_status=echo).make()
             if target.is_pinned:
                 await pin_endpoint(client, runtime, target.qualifier, _READY_S, echo)
         deployed = replace(target, arn=runtime.arn, in_network=bool(self.subnets))

@@ -72,7 +72,8 @@ def main() -> None:
     logging.getLogger("botocore").setLevel(logging.WARNING)
     manager, state = int(sys.argv[1]), RunState()
     watch(manager, state)
-    if state.done or not (state.queues or state.sessions):
+    remover = (state.run.get("cleanup") or {}).get("remover")
+    if state.done or not (state.queues or state.sessions or remover):
         return
     grace_s, per_s = float(state.run["grace_s"]), float(state.run["stop_per_s"])
     log.info(
@@ -138,6 +139,8 @@ def clean_up(state: RunState) -> None:
         sessions = list(state.sessions)
         _record(run, "closed", sessions)  # otherwise a later start would wait for these agents
         _record(run, "stopped", stop_sessions(run["cleanup"], float(run["stop_per_s"]), sessions))
+    if (remover := (run["cleanup"] or {}).get("remover")) is not None:
+        _imported(remover)(run["cleanup"]["options"], run["run_id"])
 
 
 def _record(run: dict[str, Any], what: str, sessions: list[str]) -> None:
@@ -202,6 +205,11 @@ def _lease(s3: Any, run: dict[str, Any]) -> tuple[dict[str, Any], float]:
     return json.loads(reply["Body"].read()), (now - reply["LastModified"]).total_seconds()
 
 
+def _imported(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
 def stop_sessions(
     cleanup: dict[str, Any], per_s: float, sessions: list[str], retry_s: Sequence[float] = _RETRY_S
 ) -> list[str]:
@@ -209,8 +217,7 @@ def stop_sessions(
 
     What failed is repeated after the pauses `retry_s`, by a new stopper, which finds its credentials again.
     """
-    module, _, name = cleanup["stopper"].rpartition(".")
-    make = getattr(importlib.import_module(module), name)
+    make = _imported(cleanup["stopper"])
     existed: dict[str, bool] = {}
     errors: dict[str, Exception] = {}
 

@@ -130,6 +130,9 @@ class AgentCoreEmulator:
             limits=settings.control,
             on_live=self._serve,
             on_gone=self._drop,
+            sessions_of=lambda arn: sum(
+                len(pool.snapshot()["sessions"]) for (of, _), pool in self._pools.items() if of == arn
+            ),
         )
 
     def app(self) -> Starlette:

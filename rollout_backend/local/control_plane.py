@@ -57,7 +57,7 @@ _DEFINITION = (
     "resourceConfigurations",
 )
 _MICROVM_S, _INSTANCE_S = 28_800, 1_209_600  # the longest lifetime of a session
-_MAX_ENDPOINTS = 10
+_MAX_ENDPOINTS, _MAX_TAGS = 10, 50
 _TRANSITIONS = ("CREATING", "UPDATING", "DELETING")
 
 
@@ -77,6 +77,8 @@ class ControlLimits(BaseModel):
     """False: a runtime must be updated once before it can be invoked, as on some AWS accounts."""
     failing_deletions: int = Field(default=0, ge=0)
     """How many of the first deletions end as DELETE_FAILED."""
+    keeps_runtimes_with_sessions: bool = False
+    """Whether the deletion of a runtime with open sessions is refused. False: it ends them."""
 
 
 @dataclass
@@ -142,7 +144,9 @@ class ControlPlane:
         limits: ControlLimits,
         on_live: Callable[[RuntimeRecord, str], Awaitable[None]],
         on_gone: Callable[[RuntimeRecord, str], Awaitable[None]],
+        sessions_of: Callable[[str], int] = lambda arn: 0,
     ) -> None:
+        """`sessions_of` returns how many sessions of the runtime with an ARN are open."""
         self.runtimes: dict[str, RuntimeRecord] = {}  # by ARN
         self._region = region
         self._images = images
@@ -154,6 +158,7 @@ class ControlPlane:
         self._failing_deletions = limits.failing_deletions
         self._on_live = on_live
         self._on_gone = on_gone
+        self._sessions_of = sessions_of
         self._changing: set[asyncio.Task[None]] = set()
 
     def routes(self) -> list[Route]:
@@ -169,7 +174,7 @@ class ControlPlane:
             Route(endpoints + "{name}/", self._get_endpoint, methods=["GET"]),
             Route(endpoints + "{name}/", self._update_endpoint, methods=["PUT"]),
             Route(endpoints + "{name}/", self._delete_endpoint, methods=["DELETE"]),
-            Route("/tags/{arn:path}", self._list_tags, methods=["GET"]),
+            Route("/tags/{arn:path}", self._tags, methods=["GET", "POST", "DELETE"]),
         ]
 
     def add(self, arn: str, definition: dict[str, Any]) -> RuntimeRecord:
@@ -225,6 +230,8 @@ class ControlPlane:
             raise ServiceError("ConflictException", f"Agent {record.id} is {record.status}")
         if record.endpoints:
             raise ServiceError("ConflictException", f"Agent {record.id} has endpoints {sorted(record.endpoints)}")
+        if self._limits.keeps_runtimes_with_sessions and self._sessions_of(record.arn):
+            raise ServiceError("ConflictException", f"Agent {record.id} has open sessions")
         record.status = "DELETING"
         self._begin(self._be_deleted(record))
         return JSONResponse({"agentRuntimeId": record.id, "status": record.status}, 202)
@@ -308,12 +315,23 @@ class ControlPlane:
             raise ServiceError("ValidationException", f"Agent {record.id} has no version {version} that is ready")
         return version
 
-    async def _list_tags(self, request: Request) -> Response:
-        self._admit(request)
+    async def _tags(self, request: Request) -> Response:
+        """List the tags of a runtime, add some, or remove some."""
+        added = (await self._body(request))["tags"] if request.method == "POST" else {}
+        if request.method != "POST":
+            self._admit(request)
         record = self.runtimes.get(request.path_params["arn"])
         if record is None or not _is_visible(record):
             raise ServiceError("ResourceNotFoundException", f"{request.path_params['arn']} was not found")
-        return JSONResponse({"tags": record.tags})
+        if request.method == "GET":
+            return JSONResponse({"tags": record.tags})
+        tags = {**record.tags, **added}
+        for key in request.query_params.getlist("tagKeys"):
+            tags.pop(key, None)
+        if len(tags) > _MAX_TAGS:
+            raise ServiceError("ValidationException", f"{record.arn} would have {len(tags)} tags, and may have 50")
+        record.tags = tags
+        return Response(status_code=204)
 
     # --- transitions --------------------------------------------------------------------------------------
 

@@ -52,6 +52,8 @@ class CleanupSpec:
     False if the session did not exist and raises if it could not be stopped. It is called from several threads."""
     options: Mapping[str, Any]
     """JSON values."""
+    remover: str | None = None
+    """Import path of a function that takes `options` and the run's id, and removes what else the run has left."""
 
 
 class AgentRuntime(ABC):
@@ -110,6 +112,10 @@ class AgentRuntime(ABC):
     def describe(self) -> dict[str, str]:
         """Return what is known of the agent that runs, such as its image and version, for the run's folder."""
         return {}
+
+    async def wait_ready(self, payload: Mapping[str, Any], run_id: str) -> None:  # noqa: B027  # not abstract
+        """Wait until an invoke with this task's payload can start a container. Called before a rollout takes a slot,
+        so that it delays no other task."""
 
     @abstractmethod
     async def invoke(self, session_id: str, payload: bytes) -> bytes:

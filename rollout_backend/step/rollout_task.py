@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -113,6 +114,10 @@ class RolloutTask:
     async def run(self) -> None:
         """Make attempts until the result of one is in, and close its session."""
         bind_log_fields(rollout=self.rollout_id)
+        if self.adopted is None and self._services.wait_ready is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._invoke_until):
+                    await self._services.wait_ready(self.task.payload, self.context.plan.manifest.run_id)
         async with self._services.dispatcher.slots:
             session_id = self.adopted.session_id if self.adopted is not None else await self._submit()
             while session_id is not None:
@@ -121,6 +126,11 @@ class RolloutTask:
                     break
                 session_id = await self._submit()
         self.context.changed.set()  # a submission that failed has settled the rollout
+
+    @property
+    def _invoke_until(self) -> float:
+        """Loop seconds until which a refused invoke is repeated."""
+        return self.context.plan.deadline - self._services.config.timeouts.publish_grace_s
 
     async def _wait_over(self) -> bool:
         """Return True once no attempt is needed any more, and False once the current one is abandoned."""
@@ -138,7 +148,7 @@ class RolloutTask:
                 self.context.ledger,
                 prepare=self._prepare,
                 close=self.context.sessions.close,
-                until=self.context.plan.deadline - self._services.config.timeouts.publish_grace_s,
+                until=self._invoke_until,
             )
         except StoreError:  # the step's time is up, which settles it as not started
             return None

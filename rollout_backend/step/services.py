@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -65,6 +65,7 @@ class StepServices:
     sealed_by: tuple[str, ...] = ()
     """Fingerprints of the secrets behind the seals that the buffer accepts, that of new seals first. Empty: it checks
     none."""
+    wait_ready: Callable[[Mapping[str, Any], str], Awaitable[None]] | None = None  # see `AgentRuntime.wait_ready`
     presign: Callable[[SessionClaims], Awaitable[ResultUrls]] | None = None  # how agents write without credentials
     log_of: Callable[[LedgerEntry], str] = lambda entry: ""  # where a person finds the log of a rollout's session
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)

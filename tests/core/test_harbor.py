@@ -7,7 +7,7 @@ import base64
 import pytest
 
 from agent_wrapper.workspace import unpack_folder
-from rollout_backend.config import KubernetesConfig, ProcessConfig
+from rollout_backend.config import AgentCoreConfig, KubernetesConfig, ProcessConfig
 from rollout_backend.core.harbor import CONTAINER_FIELD, fit_to_runtime
 from rollout_backend.core.tasks import Task, check_private, read_tasks
 from rollout_backend.errors import ConfigError, TaskFileError
@@ -223,6 +223,44 @@ def test_tests_that_no_secret_holds_are_refused(make, monkeypatch):
     monkeypatch.setattr("rollout_backend.config.KubernetesConfig.max_tests_bytes", 100)
     with pytest.raises(ConfigError, match=r"tests/ of the Harbor task 'fix-sum' has .* bytes compressed"):
         fit_to_runtime(read_tasks(make()), kubernetes())
+
+
+ECR = "123456789012.dkr.ecr.us-east-1.amazonaws.com"
+
+
+def agentcore(**more):
+    return AgentCoreConfig(image=f"{ECR}/agent:1", role="arn:aws:iam::123456789012:role/r", **more)
+
+
+@pytest.mark.parametrize(
+    ("toml", "template", "image"),
+    [
+        ("", None, None),  # runs in the agent's image
+        ("", f"{ECR}/tasks:{{task}}", f"{ECR}/tasks:fix-sum"),
+        (f"docker_image = '{ECR}/own:1'", f"{ECR}/tasks:{{task}}", f"{ECR}/own:1"),
+        (f"docker_image = '{ECR}/own:1'", None, f"{ECR}/own:1"),
+        ("docker_image = 'swebench/x:latest'", f"{ECR}/tasks:{{task}}", f"{ECR}/tasks:fix-sum"),
+    ],
+)
+def test_on_agentcore_a_task_runs_in_its_image_in_ecr(make, toml, template, image):
+    (task,) = fit_to_runtime(read_tasks(make(toml=f"[environment]\n{toml}")), agentcore(task_image=template))
+    container = task.payload.get(CONTAINER_FIELD)
+    assert (container and container["image"]) == image
+    assert (task.payload["environment"] == ".") == (image is not None)
+
+
+def test_on_agentcore_what_makes_the_runtime_and_the_folder(make):
+    toml = f"[environment]\ndocker_image = '{ECR}/a:1'\nmemory = '16G'\nworkdir = '/src'\nenv = {{ A = 'b' }}"
+    (task,) = fit_to_runtime(read_tasks(make(toml=toml)), agentcore())
+    container = {"image": f"{ECR}/a:1", "workdir": None, "env": {"A": "b"}, "resources": {"memory": "16384Mi"}}
+    assert task.payload[CONTAINER_FIELD] == container
+    assert task.payload["environment"] == "/src"
+
+
+@pytest.mark.parametrize("toml", ["docker_image = 'a/b'", "env = { A = 'b' }"])
+def test_on_agentcore_an_image_elsewhere_is_refused(make, toml):
+    with pytest.raises(ConfigError, match=r"'fix-sum' needs an image in ECR, .* set runtime.task_image"):
+        fit_to_runtime(read_tasks(make(toml=f"[environment]\n{toml}")), agentcore())
 
 
 @pytest.mark.parametrize("toml", ["docker_image = 'a/b'", "env = { A = 'b' }"])

@@ -287,7 +287,8 @@ class IamProxy(HttpProxy):
                 made = [Access(f"{service}:{_CONTROL[request.method]}", f"{root}/*")]
                 return [*made, *_of_creation(json.loads(body), root)] if request.method == "PUT" else made
             case [tagged] if request.path.startswith("/tags/"):
-                return [Access(f"{service}:ListTagsForResource", tagged)]
+                tagging = {"GET": "ListTagsForResource", "POST": "TagResource", "DELETE": "UntagResource"}
+                return [Access(f"{service}:{tagging[request.method]}", tagged)]
             case [runtime]:
                 found = [Access(f"{service}:{_VERBS[request.method]}AgentRuntime", f"{root}/{runtime}")]
                 if request.method == "DELETE":

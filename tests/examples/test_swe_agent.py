@@ -18,9 +18,11 @@ from agent_wrapper.contract import Rollout
 from rollout_backend.config import load_config
 from rollout_backend.core.harbor import VERIFIER
 from rollout_backend.core.tasks import read_tasks
-from rollout_backend.local.cloud import LocalStorage
+from rollout_backend.local.cloud import LocalRuntime, LocalStorage
+from rollout_backend.local.control_plane import ControlLimits
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine, ToolCall
 from rollout_backend.results.archive import RunArchive
+from rollout_backend.runtimes.agentcore.control import control_client, list_runtimes
 from rollout_backend.serving.server_process import free_port
 from tests.emulators.kubernetes_emulator import KubernetesEmulator
 from tests.emulators.kubernetes_images import FolderImage, can_make_containers
@@ -55,6 +57,8 @@ def test_each_of_the_ten_tasks_has_one_bug_that_its_hidden_tests_find(made, tmp_
 def test_the_settings_are_valid(examples):
     settings = load_config(examples / "swe_agent" / "config.yaml", env={})
     assert (settings.runtime.kind, settings.scoring.function) == ("process", VERIFIER)
+    settings = load_config(examples / "swe_agent" / "agentcore.yaml", env={})
+    assert (settings.runtime.kind, settings.scoring.function) == ("agentcore", VERIFIER)
 
 
 def script(bugs):
@@ -102,6 +106,23 @@ def on_kubernetes(
         "runtime.start_timeout_s=300",
     ]
     return ["run", str(example / "kubernetes.yaml"), *(part for each in overrides for part in ("-o", each))]
+
+
+def on_agentcore(example: Path, engine: ScriptedEngine, local: LocalRuntime, storage: LocalStorage) -> list[str]:
+    port = free_port()
+    overrides = [
+        MODEL,
+        f"gateway={{host: 127.0.0.1, port: {port}, public_url: 'http://127.0.0.1:{port}'}}",
+        f"serving={{kind: external, urls: ['{engine.url}']}}",
+        f"aws={{region: {storage.region}, endpoint_url: '{storage.endpoint_url}'}}",
+        f"storage.bucket={storage.bucket}",
+        f"runtime.image={local.image}",
+        f"runtime.role={local.role}",
+        f"runtime.endpoint_url={local.endpoint_url}",
+        f"runtime.session_logs={local.session_logs}",
+        "runtime.max_sessions=4",
+    ]
+    return ["run", str(example / "agentcore.yaml"), *(part for each in overrides for part in ("-o", each))]
 
 
 def images(tasks: Path, folder: Path, root: Path) -> dict[str, FolderImage]:
@@ -202,3 +223,42 @@ async def test_the_ten_tasks_as_processes_and_on_kubernetes_sample_the_same_toke
     )  # each in its task's image, and one to score it
     assert ["tests.tar.gz" in each["data"] for each in secrets].count(True) == 10
     assert all(("tests.tar.gz" in each["data"]) == ("payload.json" not in each["data"]) for each in secrets)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_the_ten_tasks_in_two_images_on_agentcore(examples, made, tmp_path, storage, local_keys):
+    made.make_tasks(tmp_path / "tasks")
+    found, folders = {}, {}
+    for i, task in enumerate(sorted((tmp_path / "tasks").iterdir())):
+        image = f"000000000000.dkr.ecr.us-east-1.amazonaws.com/tasks:{'ab'[i % 2]}"
+        with (task / "task.toml").open("a") as file:
+            file.write(f'\n[environment]\ndocker_image = "{image}"\n')
+        folder = folders.setdefault(image, tmp_path / f"image-{'ab'[i % 2]}")
+        shutil.copytree(task / "environment", folder, dirs_exist_ok=True)
+        # Each container has the image's files in a separate folder.
+        agent = examples / "swe_agent" / "agent.py"
+        start = f"cd $(mktemp -d) && cp -r {folder}/. . && exec {sys.executable} {agent}"
+        found[image] = ("sh", "-c", start)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**storage.environ, "PATH": path, "PYTHONPATH": str(examples.parent), "TMPDIR": str(tmp_path)}
+    control = ControlLimits(transition_s=1.0, invisible_s=0.5, keeps_runtimes_with_sessions=True)
+    with ScriptedEngine(script(made.BUGS)) as engine:
+        local = LocalRuntime(
+            examples / "swe_agent" / "agent.py",
+            run_dir=tmp_path / "cloud",
+            env=env,
+            images=found,
+            control=control,
+            preload=False,
+        )
+        async with local:
+            argv = on_agentcore(examples / "swe_agent", engine, local, storage)
+            records = await run(argv, tmp_path, examples.parent, 10, **storage.environ)
+            async with control_client("us-east-1", local.endpoint_url) as client:
+                names = [each["agentRuntimeName"] async for each in list_runtimes(client)]
+            sessions = await local.sessions()
+    check_run(records, tmp_path, engine, made.BUGS)
+    assert len([each for each in names if each.startswith("rollout_agent_")]) == len(found) == 2
+    assert sessions["sessions"] == []
+    assert sessions["counters"]["started"] == 10

@@ -341,6 +341,23 @@ async def test_a_throttled_submission_is_repeated_in_the_same_session(open_bench
     assert first.key == second.key
 
 
+async def test_a_task_whose_runtime_is_not_ready_takes_no_slot(open_bench):
+    bench = await open_bench("runtime.max_sessions=1", "group.size=1", "group.min_viable=1")
+    ready = asyncio.Event()
+
+    async def wait_ready(payload, run_id):
+        if payload["q"] == "task-a":
+            await ready.wait()
+
+    async def behave(agents, request):
+        await agents.complete(request)
+        ready.set()
+
+    bench.replace(wait_ready=wait_ready)
+    assert completed(await bench.run("task-a", "task-b", behave=behave)) == 2
+    assert [request.task_id for request in bench.agents.requests] == ["task-b", "task-a"]
+
+
 async def test_sessions_open_at_once_are_capped(open_bench):
     bench = await open_bench("group.size=12", "runtime.max_sessions=3")
     open_at_once = []

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
+from functools import cache
+from threading import Lock
 from typing import Any
 
 import boto3
 from botocore.config import Config
 
 from rollout_backend.local_keys import client_keys
+from rollout_backend.runtimes.agentcore.images import has_image, image_runtimes, may_have
 
 _CONNECTIONS = 8
 
 
 def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
     """Return a function that stops one session, and returns False if it did not exist."""
+    listing = Lock()  # one listing for all sessions
     make: Any = boto3.client  # its types list every service by name
     agentcore = make(
         "bedrock-agentcore",
@@ -28,11 +33,19 @@ def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
             max_pool_connections=_CONNECTIONS,
         ),
     )
+    of_images = cache(lambda: asyncio.run(image_runtimes(options["region"], options["endpoint_url"])))
 
     def stop(session_id: str) -> bool:
+        arns = [options["arn"]]
+        if has_image(session_id):
+            with listing:
+                arns = [arn for name, arn in of_images().items() if may_have(name, session_id)]
+        return sum(stop_in(arn, session_id) for arn in arns) > 0
+
+    def stop_in(arn: str, session_id: str) -> bool:
         try:
             agentcore.stop_runtime_session(
-                agentRuntimeArn=options["arn"], qualifier=options["qualifier"], runtimeSessionId=session_id
+                agentRuntimeArn=arn, qualifier=options["qualifier"], runtimeSessionId=session_id
             )
         except agentcore.exceptions.ResourceNotFoundException:
             return False

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ ENDPOINT = "DEFAULT"
 _PAGE = 100
 _PAUSE_S = (0.2, 5.0)  # between two polls of a runtime in transition: first and longest
 
+MADE_BY_RUN: Mapping[str, str] = {TAG: "run"}
 _ATTEMPTS = 8  # AgentCore throttles its control plane at a few calls per second
 
 _JSON = {"shape": "Json"}
@@ -89,6 +90,14 @@ async def preview_runtime(config: AgentCoreConfig) -> str:
         return await RuntimeMaker(RuntimeSpec.of(config), client).preview()
 
 
+class QuotaOfRuntimes(PreflightError):
+    """The account has as many runtimes as it may have."""
+
+
+class RuntimeDelayed(PreflightError):
+    """The runtime is not ready yet. A later call may find it ready."""
+
+
 class ReadyRuntime(NamedTuple):
     """A runtime whose endpoint DEFAULT serves the wanted settings, and the version that has them."""
 
@@ -97,7 +106,7 @@ class ReadyRuntime(NamedTuple):
 
 
 class RuntimeMaker:
-    """Creates one runtime, with the tag TAG. `on_status` receives a line for each change."""
+    """Creates one runtime, with `tags`. `on_status` receives a line for each change."""
 
     def __init__(
         self,
@@ -105,14 +114,17 @@ class RuntimeMaker:
         client: Any,
         ready_timeout_s: float = 600.0,
         *,
-        made_by: str = "run",
+        tags: Mapping[str, str] = MADE_BY_RUN,
         on_status: Callable[[str], object] = lambda text: None,
+        find_id: Callable[[str], Awaitable[str | None]] | None = None,
     ) -> None:
+        """`find_id` returns the id of the runtime with a name; by default each call lists all runtimes."""
         self._wanted = wanted
         self._client = client
         self._ready_timeout_s = ready_timeout_s
-        self._made_by = made_by
+        self._tags = tags
         self._on_status = on_status
+        self._find_id = find_id
         self._id: str | None = None  # of the runtime of that name, once it is known
         self._version = 0  # what we made: an older one that still shows is not the answer yet
         self._asked: list[Action] = []
@@ -150,7 +162,7 @@ class RuntimeMaker:
                     await wait_served(self._client, str(self._id), version)
                 return ReadyRuntime(str(described["agentRuntimeArn"]), version)
         except TimeoutError:
-            raise PreflightError(
+            raise RuntimeDelayed(
                 f"runtime {self._wanted.name} was not ready after {self._ready_timeout_s:g} s: look at it in "
                 "the AgentCore console, or raise runtime.ready_timeout_s"
             ) from None
@@ -209,7 +221,7 @@ class RuntimeMaker:
                     self._on_status(f"making runtime {wanted.name} from {wanted.image}")
                     with self._explained("CreateAgentRuntime"):
                         made = await self._client.create_agent_runtime(
-                            agentRuntimeName=wanted.name, tags={TAG: self._made_by}, **wanted.definition()
+                            agentRuntimeName=wanted.name, tags=self._tags, **wanted.definition()
                         )
                 case Action.UPDATE:
                     assert described is not None
@@ -247,6 +259,8 @@ class RuntimeMaker:
 
     async def _id_by_name(self) -> str | None:
         with self._explained("ListAgentRuntimes"):
+            if self._find_id is not None:
+                return await self._find_id(self._wanted.name)
             found = await find_runtime(self._client, self._wanted.name)
         return None if found is None else str(found["agentRuntimeId"])
 
@@ -275,7 +289,7 @@ class RuntimeMaker:
                         "settings of the section runtime that describe it"
                     ) from error
                 case "ServiceQuotaExceededException":
-                    raise PreflightError(
+                    raise QuotaOfRuntimes(
                         f"{name}: {aws.message_of(error)}. Delete a runtime or have the quota raised, or set "
                         "runtime.arn to one that exists"
                     ) from error
@@ -287,7 +301,7 @@ class RuntimeMaker:
     def _failed(self, described: Mapping[str, Any]) -> PreflightError:
         why = described.get("failureReason") or "AgentCore gives no reason"
         if described["status"] == "DELETE_FAILED":
-            return PreflightError(
+            return RuntimeDelayed(
                 f"runtime {self._wanted.name} is DELETE_FAILED: {why}. Delete it in the AgentCore console, or set "
                 "runtime.name to another name"
             )

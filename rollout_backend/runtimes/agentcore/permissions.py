@@ -28,6 +28,8 @@ def needed_permissions(config: AgentCoreConfig) -> Sequence[Permission]:
             Permission(f"{_SERVICE}:ListAgentRuntimes", ("*",)),
             Permission(f"{_SERVICE}:CreateAgentRuntime", ("*",)),
             Permission(f"{_SERVICE}:TagResource", (arn,)),
+            Permission(f"{_SERVICE}:ListTagsForResource", (arn,), needed=config.task_image is not None),
+            Permission(f"{_SERVICE}:UntagResource", (arn,), needed=config.task_image is not None),
             Permission(f"{_SERVICE}:UpdateAgentRuntime", (arn,)),
             Permission(f"{_SERVICE}:DeleteAgentRuntime", (arn,)),
             Permission("iam:PassRole", (config.role,), passed),

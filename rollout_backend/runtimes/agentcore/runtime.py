@@ -11,11 +11,14 @@ from uuid import uuid4
 
 import aiohttp
 from botocore.exceptions import BotoCoreError, ClientError, ParamValidationError
+from pydantic_core import from_json
 
+from agent_wrapper.contract import REQUEST_FIELD
 from rollout_backend import aws
 from rollout_backend.aws import Permission
 from rollout_backend.config import AgentCoreConfig
 from rollout_backend.core.check_result import CheckResult
+from rollout_backend.core.harbor import CONTAINER_FIELD
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.errors import (
     ContainerStartTimeout,
@@ -25,11 +28,13 @@ from rollout_backend.errors import (
     QuotaExceeded,
     RuntimeCallError,
     RuntimeConflict,
+    RuntimeNotReady,
     RuntimeUnavailable,
     Throttled,
     WrongClock,
 )
 from rollout_backend.runtimes.agentcore.control import ENDPOINT, control_client, make_runtime, preview_runtime
+from rollout_backend.runtimes.agentcore.images import ImageRuntimes, has_image, remove_unused
 from rollout_backend.runtimes.agentcore.permissions import needed_permissions
 from rollout_backend.runtimes.agentcore.provision import RuntimeSpec
 from rollout_backend.runtimes.agentcore.quotas import account_quotas, describe_quotas, describe_unknown_quotas
@@ -45,13 +50,20 @@ _POLL_S = 1.0  # of the local emulator for sessions that ended
 class AgentCoreRuntime(AgentRuntime):
     """An agent runtime, by its ARN."""
 
-    def __init__(self, config: AgentCoreConfig, arn: str, data: Any, control: Any, stack: AsyncExitStack) -> None:
+    def __init__(
+        self,
+        config: AgentCoreConfig,
+        arn: str,
+        data: Any,
+        control: Any,
+        stack: AsyncExitStack,
+        on_status: Callable[[str], object] = lambda text: None,
+    ) -> None:
         self._config = config
         self.arn = arn
-        place = {"agentRuntimeArn": arn, "qualifier": config.qualifier}
-        content_types = {"contentType": "application/json", "accept": "application/json"}
-        self._invoke = data.repeated("invoke_agent_runtime", **place, **content_types)
-        self._stop = data.repeated("stop_runtime_session", **place)
+        self._data = data
+        self._calls: dict[str, tuple[Any, Any]] = {}  # by the runtime's ARN
+        self._images = ImageRuntimes(config, control, on_status) if config.image is not None else None
         self._control = control
         self._stack = stack
         self.described: Mapping[str, Any] = {}  # GetAgentRuntime's answer; empty until `check` got one
@@ -72,7 +84,7 @@ class AgentCoreRuntime(AgentRuntime):
             )
             control = await stack.enter_async_context(control_client(config.region, config.endpoint_url))
             kept = stack.pop_all()
-        return cls(config, arn, data, control, kept)
+        return cls(config, arn, data, control, kept, on_status)
 
     @classmethod
     async def preview(cls, config: AgentCoreConfig) -> str | None:
@@ -107,6 +119,8 @@ class AgentCoreRuntime(AgentRuntime):
             f"runtime {self.arn}", "runtime.arn", "get_agent_runtime", agentRuntimeId=runtime_id, **pinned
         )
         defined = [*_check_definition(self.arn, self.described), *_check_lifetime(self.described, session_s)]
+        if self._images is not None:
+            self._images.session_s = session_s or self._images.session_s
         return [found, endpoint, *defined, *await self._try_stop()]
 
     async def _try_stop(self) -> list[CheckResult]:
@@ -160,7 +174,8 @@ class AgentCoreRuntime(AgentRuntime):
     def log_location(self, session_id: str | None) -> str:
         if (folder := self._config.session_logs) is not None:
             return str(folder if session_id is None else folder / f"{session_id}.log")
-        runtime_id = self.arn.rpartition("/")[2]
+        arn = None if self._images is None or session_id is None else self._images.arn_of(session_id)
+        runtime_id = (arn or self.arn).rpartition("/")[2]
         return f"CloudWatch, /aws/bedrock-agentcore/runtimes/{runtime_id}-{self._config.qualifier}"
 
     async def watch_sessions(self, run_id: str, on_end: Callable[[SessionEnd], None]) -> None:
@@ -181,7 +196,8 @@ class AgentCoreRuntime(AgentRuntime):
     def cleanup_spec(self) -> CleanupSpec:
         return CleanupSpec(
             "rollout_backend.runtimes.agentcore.cleanup.session_stopper",
-            {
+            remover=f"{remove_unused.__module__}.{remove_unused.__name__}" if self._images is not None else None,
+            options={
                 "arn": self.arn,
                 "qualifier": self._config.qualifier,
                 "region": self._config.region,
@@ -189,9 +205,35 @@ class AgentCoreRuntime(AgentRuntime):
             },
         )
 
+    async def wait_ready(self, payload: Mapping[str, Any], run_id: str) -> None:
+        if self._images is not None and CONTAINER_FIELD in payload:
+            await self._images.wait_ready(payload, run_id)
+
     async def invoke(self, session_id: str, payload: bytes) -> bytes:
+        if self._images is None or CONTAINER_FIELD.encode() not in payload:
+            return await self._invoke(self.arn, session_id, payload)
         try:
-            reply = await self._invoke(runtimeSessionId=session_id, payload=payload)
+            fields = from_json(payload)
+            named = CONTAINER_FIELD in fields
+            run_id = fields[REQUEST_FIELD]["run_id"] if named else ""
+        except (ValueError, LookupError, TypeError) as error:
+            raise InvokeRejected(f"the payload requests no rollout: {error}") from error
+        if not named:
+            return await self._invoke(self.arn, session_id, payload)
+        arn = await self._images.open_session(session_id, fields, run_id)
+        try:
+            return await self._invoke(arn, session_id, payload)
+        except RuntimeCallError as error:
+            if error.never_opened:
+                self._images.close_session(session_id)
+            if error.reason == "runtime_not_found":  # deleted by hand, or by a run that did not see the lease yet
+                self._images.forget(fields)
+                raise RuntimeNotReady(f"runtime {arn} was deleted, and is created again") from error
+            raise
+
+    async def _invoke(self, arn: str, session_id: str, payload: bytes) -> bytes:
+        try:
+            reply = await self._calls_of(arn)[0](runtimeSessionId=session_id, payload=payload)
             async with asyncio.timeout(self._config.read_timeout_s), reply["response"] as body:
                 return await read_answer(body)
         except ClientError as error:
@@ -208,8 +250,25 @@ class AgentCoreRuntime(AgentRuntime):
             raise OutcomeUnknown(f"the invoke was cut off: {error or type(error).__name__}") from error
 
     async def stop(self, session_id: str) -> None:
+        if self._images is None or not has_image(session_id):
+            await self._stop(self.arn, session_id)
+            return
+        for arn in await self._images.arns_of(session_id):
+            await self._stop(arn, session_id)
+        self._images.close_session(session_id)
+
+    def _calls_of(self, arn: str) -> tuple[Any, Any]:
+        """Return the calls that invoke and stop sessions of a runtime."""
+        if arn not in self._calls:
+            place = {"agentRuntimeArn": arn, "qualifier": self._config.qualifier}
+            content_types = {"contentType": "application/json", "accept": "application/json"}
+            invoke = self._data.repeated("invoke_agent_runtime", **place, **content_types)
+            self._calls[arn] = invoke, self._data.repeated("stop_runtime_session", **place)
+        return self._calls[arn]
+
+    async def _stop(self, arn: str, session_id: str) -> None:
         try:
-            await self._stop(runtimeSessionId=session_id, clientToken=str(uuid4()))
+            await self._calls_of(arn)[1](runtimeSessionId=session_id, clientToken=str(uuid4()))
         except ClientError as error:
             if aws.status_of(error) == 404:
                 return
@@ -220,6 +279,8 @@ class AgentCoreRuntime(AgentRuntime):
             raise RuntimeUnavailable(f"the stop was not answered: {error}") from error
 
     async def aclose(self) -> None:
+        if self._images is not None:
+            await self._images.aclose()
         await self._stack.aclose()
 
 

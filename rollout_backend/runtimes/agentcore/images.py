@@ -1,0 +1,420 @@
+"""The runtimes of tasks that name an image: one for each image, created on demand and shared by steps and runs.
+
+Invariants:
+
+- A runtime's name follows from everything that defines it, so two runs that need the same one create it once.
+- A runtime with an open session of this run, or with a lease of another run, is not deleted. A lease is a tag that
+  names the run and the time until which its sessions can last. It is written before the first session.
+- Only runtimes with this backend's tag are deleted: the least recently used one, when the quota of runtimes refuses
+  another, and by the janitor those that a killed run has left and no other run leases.
+- A creation that failed ends the rollouts of its image, with the service's reason. What was refused or not answered
+  is repeated until the deadline of the rollouts that wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from botocore.exceptions import BotoCoreError, ClientError
+
+from rollout_backend import aws
+from rollout_backend.config import AgentCoreConfig
+from rollout_backend.core.harbor import CONTAINER_FIELD, TaskContainer, container_key
+from rollout_backend.errors import (
+    InvokeRejected,
+    NoCredentials,
+    PreflightError,
+    RuntimeCallError,
+    RuntimeNotReady,
+    WrongClock,
+)
+from rollout_backend.runtimes.agentcore.control import (
+    QuotaOfRuntimes,
+    RuntimeDelayed,
+    RuntimeMaker,
+    control_client,
+    list_runtimes,
+    pauses,
+)
+from rollout_backend.runtimes.agentcore.provision import TAG, RuntimeSpec
+
+log = logging.getLogger(__name__)
+
+MADE_BY = "image"  # the value of TAG
+LEASE, USED = "rollout-backend-run:", "rollout-backend-used"
+_NAME = re.compile(r"[A-Za-z]\w*_([0-9a-f]{12})_[0-9a-f]{8}")
+_SESSION = re.compile(r"rollout-[0-9a-f]{32}-([0-9a-f]{12})")
+_PREFIX = 26  # characters of a name, which has 48, before the two digests
+_MAKERS = 8  # runtimes created at once: AgentCore throttles its control plane at a few calls per second
+_SESSION_S = 3600.0  # until `session_s` is known
+_WAIT_S = 10.0  # of an invoke for its runtime; then the dispatcher repeats it
+_CLOSE_S = 60.0  # of giving up leases
+
+
+@dataclasses.dataclass(eq=False)
+class ImageRuntime:
+    """A runtime that this run uses. `sessions` are those that may be open."""
+
+    spec: RuntimeSpec
+    key: str
+    making: asyncio.Task[str] | None = None
+    sessions: set[str] = dataclasses.field(default_factory=set)
+    leases: dict[str, float] = dataclasses.field(default_factory=dict)  # unix seconds, by run
+    leasing: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    used: float = 0.0  # unix seconds
+
+    @property
+    def arn(self) -> str | None:
+        made = self.making is not None and self.making.done() and not self.making.cancelled()
+        return self.making.result() if made and self.making and self.making.exception() is None else None
+
+
+class ImageRuntimes:
+    """The runtimes of one run's tasks. `wall` returns unix seconds."""
+
+    def __init__(
+        self,
+        config: AgentCoreConfig,
+        client: Any,
+        on_status: Callable[[str], object] = lambda text: None,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.session_s = _SESSION_S  # how long a session can last
+        self._config = config
+        self._client = client
+        self._on_status = on_status
+        self._wall = wall
+        self._known: dict[str, ImageRuntime] = {}  # by name
+        self._makers = asyncio.Semaphore(_MAKERS)
+        self._listing = asyncio.Lock()
+        self._listed: tuple[float, Mapping[str, str]] = (float("-inf"), {})  # when, and the ARNs by name
+        self._evicting = asyncio.Lock()
+        self._candidates: list[tuple[str, str]] = []  # name and ARN, the least recently used last
+
+    async def wait_ready(self, payload: Mapping[str, Any], run_id: str) -> None:
+        """Return once the task's runtime can be invoked, or cannot be created."""
+        while True:
+            try:
+                await asyncio.shield(self._make_once(self._runtime_of(payload), run_id))
+            except RuntimeNotReady:
+                await asyncio.sleep(_WAIT_S)
+            except RuntimeCallError:  # the invoke raises it again
+                return
+            else:
+                return
+
+    async def open_session(self, session_id: str, payload: Mapping[str, Any], run_id: str) -> str:
+        """Return the ARN of the task's runtime, which is not deleted until `close_session`.
+
+        Raises:
+            RuntimeCallError: it is not ready, or cannot be created.
+        """
+        runtime = self._runtime_of(payload)
+        was_open = session_id in runtime.sessions
+        runtime.sessions.add(session_id)
+        runtime.used = self._wall()
+        making = self._make_once(runtime, run_id)
+        try:
+            await asyncio.wait([making], timeout=_WAIT_S)
+            if not making.done():
+                raise RuntimeNotReady(f"runtime {runtime.spec.name} for {runtime.spec.image} is being created")
+            arn = making.result()
+            await self._lease(runtime, arn, run_id)
+        except BaseException:
+            if not was_open:
+                runtime.sessions.discard(session_id)
+            raise
+        return arn
+
+    def close_session(self, session_id: str) -> None:
+        for runtime in self._known.values():
+            runtime.sessions.discard(session_id)
+
+    def arn_of(self, session_id: str) -> str | None:
+        """Return the runtime of an open session, if this process has opened it."""
+        return next((each.arn for each in self._known.values() if session_id in each.sessions), None)
+
+    def forget(self, payload: Mapping[str, Any]) -> None:
+        """Create the runtime again at the next use: somebody has deleted it."""
+        self._runtime_of(payload).making = None
+
+    async def arns_of(self, session_id: str) -> list[str]:
+        """Return the runtimes that may have this session. Raises RuntimeCallError."""
+        if (known := self.arn_of(session_id)) is not None:
+            return [known]
+        with _as_call_error("ListAgentRuntimes"):
+            arns = await self._arns()
+        return [arn for name, arn in arns.items() if may_have(name, session_id)]
+
+    async def aclose(self) -> None:
+        """Stop creating runtimes, and give up the leases of those without an open session."""
+        making = [each.making for each in self._known.values() if each.making is not None]
+        for task in making:
+            task.cancel()
+        await asyncio.gather(*making, return_exceptions=True)
+        with contextlib.suppress(TimeoutError, *aws.CALL_ERRORS):
+            async with asyncio.timeout(_CLOSE_S):
+                for each in self._known.values():
+                    if each.leases and not each.sessions and (arn := each.arn) is not None:
+                        keys, each.leases = [f"{LEASE}{run_id}" for run_id in each.leases], {}
+                        await self._client.untag_resource(resourceArn=arn, tagKeys=keys)
+
+    # --- one runtime --------------------------------------------------------------------------------------
+
+    def _runtime_of(self, payload: Mapping[str, Any]) -> ImageRuntime:
+        spec = spec_of(self._config, TaskContainer.parse(payload[CONTAINER_FIELD], f"{CONTAINER_FIELD}."), payload)
+        return self._known.setdefault(spec.name, ImageRuntime(spec, container_key(payload)))
+
+    def _make_once(self, runtime: ImageRuntime, run_id: str) -> asyncio.Task[str]:
+        """Return the task that creates the runtime, for all that wait for it. One that failed is repeated."""
+        made = runtime.making
+        if made is None or made.cancelled() or (made.done() and made.exception() is not None):
+            made = runtime.making = asyncio.create_task(self._make(runtime.spec, run_id))
+            made.add_done_callback(lambda task: task.cancelled() or task.exception())  # also if nobody waits
+        return made
+
+    async def _make(self, spec: RuntimeSpec, run_id: str) -> str:
+        tags = {TAG: MADE_BY, **self._lease_tags(run_id)}
+        async with self._makers:
+            while True:
+                maker = RuntimeMaker(
+                    spec,
+                    self._client,
+                    self._config.ready_timeout_s,
+                    tags=tags,
+                    on_status=self._on_status,
+                    find_id=self._id_of,
+                )
+                try:
+                    with _as_call_error(f"runtime {spec.name} for {spec.image}"):
+                        return (await maker.make()).arn
+                except _Full as error:
+                    if not await self._evict():
+                        raise RuntimeNotReady(
+                            f"runtime {spec.name} for {spec.image}: {error}, and every runtime of an image is in use"
+                        ) from error
+
+    async def _lease(self, runtime: ImageRuntime, arn: str, run_id: str) -> None:
+        """Write until when the run may have sessions in the runtime, unless a tag that lasts long enough says so."""
+        async with runtime.leasing:
+            if runtime.leases.get(run_id, 0.0) >= self._wall() + self.session_s:
+                return
+            tags = self._lease_tags(run_id)
+            with _as_call_error(f"a lease of {arn}"):
+                if run_id not in runtime.leases:  # a resource has at most 50 tags, and killed runs leave theirs
+                    before = (await self._client.list_tags_for_resource(resourceArn=arn))["tags"]
+                    now = self._wall()
+                    if ended := [key for key in before if key.startswith(LEASE) and not _is_leased(before, key, now)]:
+                        await self._client.untag_resource(resourceArn=arn, tagKeys=ended)
+                await self._client.tag_resource(resourceArn=arn, tags=tags)
+            runtime.leases[run_id] = float(tags[f"{LEASE}{run_id}"])
+
+    def _lease_tags(self, run_id: str) -> dict[str, str]:
+        now = self._wall()
+        return {f"{LEASE}{run_id}": str(int(now + 2 * self.session_s)), USED: str(int(now))}
+
+    # --- the account's runtimes ---------------------------------------------------------------------------
+
+    async def _id_of(self, name: str) -> str | None:
+        arn = (await self._arns()).get(name)
+        return None if arn is None else arn.rpartition("/")[2]
+
+    async def _arns(self) -> Mapping[str, str]:
+        """Return the runtimes of images by name. Calls at the same time share one listing."""
+        loop = asyncio.get_running_loop()
+        called = loop.time()
+        async with self._listing:
+            if self._listed[0] < called:
+                began = loop.time()
+                self._listed = began, await _arns_by_name(self._client)
+            return self._listed[1]
+
+    async def _evict(self) -> bool:
+        """Delete the least recently used runtime of an image that no run uses. Return False if there is none."""
+        async with self._evicting:
+            with _as_call_error("the deletion of a runtime"):
+                self._candidates = self._candidates or await self._scan()
+                while self._candidates:
+                    name, arn = self._candidates.pop()
+                    if self._is_unused(name, await tags_of(self._client, arn)):
+                        self._known.pop(name, None)
+                        self._on_status(f"deleting runtime {name}, to create another one within the quota")
+                        if await delete_runtime(self._client, arn, self._config.ready_timeout_s):
+                            return True
+        return False
+
+    async def _scan(self) -> list[tuple[str, str]]:
+        """Return the unused runtimes, the least recently used last."""
+        found = []
+        for name, arn in (await self._arns()).items():
+            tags = await tags_of(self._client, arn)
+            if self._is_unused(name, tags):
+                known = self._known.get(name)
+                found.append((max(_number(tags.get(USED)), known.used if known else 0.0), name, arn))
+        return [(name, arn) for _, name, arn in sorted(found, reverse=True)]
+
+    def _is_unused(self, name: str, tags: Mapping[str, str]) -> bool:
+        if tags.get(TAG) != MADE_BY:
+            return False
+        known = self._known.get(name)
+        if known is not None and (known.sessions or (known.making is not None and not known.making.done())):
+            return False
+        own = {f"{LEASE}{run_id}" for run_id in known.leases} if known is not None else set()
+        return not any(_is_leased(tags, key, self._wall()) for key in tags.keys() - own)
+
+
+def spec_of(config: AgentCoreConfig, container: TaskContainer, payload: Mapping[str, Any]) -> RuntimeSpec:
+    """Return the runtime of a task's container, under a name that follows from its definition. Pure."""
+    memory = [config.min_memory_mib, *(int(each.removesuffix("Mi")) for each in container.resources.values())]
+    spec = dataclasses.replace(
+        RuntimeSpec.of(config),
+        image=container.image,
+        environment={**config.environment, **container.env},
+        min_memory_mib=max((each for each in memory if each is not None), default=None),
+    )
+    digest = hashlib.sha256(json.dumps(spec.definition(), sort_keys=True).encode()).hexdigest()[:8]
+    return dataclasses.replace(spec, name=f"{spec.name[:_PREFIX]}_{container_key(payload)}_{digest}")
+
+
+def has_image(session_id: str) -> bool:
+    """Return whether a session's id names a container: see `Manifest.session_id`."""
+    return _SESSION.fullmatch(session_id) is not None
+
+
+def may_have(name: str, session_id: str) -> bool:
+    """Return whether a session may be in the runtime of this name."""
+    named, wanted = _NAME.fullmatch(name), _SESSION.fullmatch(session_id)
+    return named is not None and wanted is not None and named[1] == wanted[1]
+
+
+def _number(text: str | None) -> float:
+    try:
+        return float(text or 0)
+    except ValueError:
+        return 0.0
+
+
+def _is_leased(tags: Mapping[str, str], key: str, now: float) -> bool:
+    return key.startswith(LEASE) and _number(tags[key]) > now
+
+
+async def _arns_by_name(client: Any) -> dict[str, str]:
+    """Return the runtimes whose names are those of images' runtimes."""
+    found = [(each["agentRuntimeName"], each["agentRuntimeArn"]) async for each in list_runtimes(client)]
+    return {name: arn for name, arn in found if _NAME.fullmatch(name)}
+
+
+async def tags_of(client: Any, arn: str) -> Mapping[str, str]:
+    """Return a runtime's tags; none if it is gone, or if these credentials may not read them."""
+    try:
+        return dict((await client.list_tags_for_resource(resourceArn=arn))["tags"])
+    except ClientError as error:
+        if aws.is_denied(error) or aws.status_of(error) == 404:
+            return {}
+        raise
+
+
+async def delete_runtime(client: Any, arn: str, timeout_s: float) -> bool:
+    """Delete a runtime, and wait until it is gone. Return False if AgentCore refuses it, as for open sessions."""
+    place = {"agentRuntimeId": arn.rpartition("/")[2]}
+    exceptions = client.exceptions
+    try:
+        await client.delete_agent_runtime(**place)
+        async with asyncio.timeout(timeout_s):
+            for pause in pauses():
+                if (await client.get_agent_runtime(**place))["status"] == "DELETE_FAILED":
+                    return False
+                await asyncio.sleep(pause)
+    except exceptions.ResourceNotFoundException:
+        return True
+    except (exceptions.ConflictException, TimeoutError):
+        return False
+    raise AssertionError("unreachable")
+
+
+class _Full(Exception):
+    """The account has as many runtimes as its quota allows."""
+
+
+@contextmanager
+def _as_call_error(what: str) -> Iterator[None]:
+    """Turn errors of the control plane into RuntimeCallError, or into `_Full`."""
+    try:
+        yield
+    except QuotaOfRuntimes as error:
+        raise _Full(str(error)) from error
+    except RuntimeDelayed as error:
+        raise RuntimeNotReady(str(error)) from error
+    except PreflightError as error:
+        raise _classify(error.__cause__, str(error)) from error
+    except aws.CALL_ERRORS as error:
+        raise _classify(error, f"{what}: {aws.reason(error)}") from error
+
+
+def _classify(cause: BaseException | None, text: str) -> RuntimeCallError:
+    if isinstance(cause, ClientError):
+        if aws.is_expired(cause):
+            return InvokeRejected(text, reason="credentials_expired")
+        if aws.is_wrong_clock(cause):
+            return WrongClock(text)
+        if aws.is_denied(cause):
+            return InvokeRejected(text, reason="access_denied")
+        if aws.is_throttled(cause) or aws.status_of(cause) >= 500 or aws.status_of(cause) in (404, 409):
+            return RuntimeNotReady(text)
+    elif isinstance(cause, aws.UNSIGNED):
+        return NoCredentials(text)
+    elif isinstance(cause, (BotoCoreError, *aws.NO_ANSWER)):
+        return RuntimeNotReady(text)
+    return InvokeRejected(text, reason="runtime_create_failed")
+
+
+# --- for the janitor --------------------------------------------------------------------------------------
+
+
+async def image_runtimes(region: str, endpoint_url: str | None) -> dict[str, str]:
+    """Return the ARNs of the runtimes of images by name."""
+    async with control_client(region, endpoint_url) as client:
+        return await _arns_by_name(client)
+
+
+def remove_unused(options: Mapping[str, Any], run_id: str) -> None:
+    """Delete the runtimes of images that a killed run has left, unless another run leases them."""
+    try:
+        asyncio.run(_remove_unused(options["region"], options["endpoint_url"], run_id))
+    except aws.CALL_ERRORS as error:
+        log.warning("runtimes of images may be left: %s", aws.reason(error))
+
+
+async def _remove_unused(region: str, endpoint_url: str | None, run_id: str) -> None:
+    removed, own = 0, f"{LEASE}{run_id}"
+    async with control_client(region, endpoint_url) as client:
+        for arn in (await _arns_by_name(client)).values():
+            tags = await tags_of(client, arn)
+            if tags.get(TAG) != MADE_BY or own not in tags:
+                continue
+            await client.untag_resource(resourceArn=arn, tagKeys=[own])
+            if not any(_is_leased(tags, key, time.time()) for key in tags.keys() - {own}):
+                removed += await _delete_once_possible(client, arn)
+    log.info("deleted %d runtimes of images, which only run %s has used", removed, run_id)
+
+
+async def _delete_once_possible(client: Any, arn: str) -> bool:
+    """Delete a runtime that may be in transition, or have sessions that are still being stopped."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_CLOSE_S * 2):
+            for pause in pauses():
+                if await delete_runtime(client, arn, _CLOSE_S):
+                    return True
+                await asyncio.sleep(pause)
+    log.warning("runtime %s could not be deleted, and stays", arn)
+    return False

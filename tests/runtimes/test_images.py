@@ -1,0 +1,253 @@
+"""Runtimes of tasks that name an image: shared by runs, within the account's quota, removed after a killed run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from botocore.exceptions import ClientError
+
+from bare_agent import BARE_AGENT
+from builders import eventually
+from rollout_backend.config import AgentCoreConfig
+from rollout_backend.core.harbor import CONTAINER_FIELD, TaskContainer, container_key
+from rollout_backend.errors import InvokeRejected, RuntimeNotReady
+from rollout_backend.local.agentcore_emulator import ROLE, AgentCoreEmulator, EmulatorSettings
+from rollout_backend.runtimes.agentcore.cleanup import session_stopper
+from rollout_backend.runtimes.agentcore.control import control_client, list_runtimes
+from rollout_backend.runtimes.agentcore.images import _classify, remove_unused, spec_of
+from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
+
+ECR = "000000000000.dkr.ecr.us-east-1.amazonaws.com"
+AGENT, ONE, TWO, THREE = (f"{ECR}/team/{name}:1" for name in ("agent", "one", "two", "three"))
+MISSING = f"{ECR}/team/missing:1"
+HOUR = 3600.0
+
+
+class Cloud:
+    """An emulator with a control plane, and the runs that use it."""
+
+    def __init__(self, emulator: AgentCoreEmulator, url: str, stack: AsyncExitStack) -> None:
+        self.emulator = emulator
+        self.url = url
+        self._stack = stack
+
+    def config(self, **more: object) -> AgentCoreConfig:
+        fields = {"image": AGENT, "role": ROLE, "endpoint_url": self.url, "ready_timeout_s": 60, **more}
+        return AgentCoreConfig.model_validate(fields)
+
+    async def run(self, run_id: str, **more: object) -> Run:
+        runtime = await AgentCoreRuntime.open(self.config(**more))
+        self._stack.push_async_callback(runtime.aclose)
+        return Run(runtime, run_id)
+
+    async def images(self) -> list[str]:
+        """The images of the runtimes of tasks, in the order of their creation."""
+        async with control_client("us-east-1", self.url) as client:
+            found = [each async for each in list_runtimes(client)]
+            described = [await client.get_agent_runtime(agentRuntimeId=each["agentRuntimeId"]) for each in found]
+        uris = [each["agentRuntimeArtifact"]["containerConfiguration"]["containerUri"] for each in described]
+        return [each for each in uris if each != AGENT]
+
+    async def sessions(self) -> list[str]:
+        response = await self.emulator._sessions(None)  # type: ignore[arg-type]
+        return [each["id"] for each in json.loads(response.body)["sessions"]]
+
+
+class Run:
+    def __init__(self, runtime: AgentCoreRuntime, run_id: str) -> None:
+        self.runtime = runtime
+        self.run_id = run_id
+
+    def task(self, image: str) -> dict[str, Any]:
+        return {CONTAINER_FIELD: TaskContainer(image=image).model_dump(mode="json")}
+
+    async def invoke(self, image: str, session_id: str = "") -> tuple[str, dict[str, Any]]:
+        payload = self.task(image)
+        session_id = session_id or f"rollout-{uuid.uuid4().hex}-{container_key(payload)}"
+        request = json.dumps({**payload, "_rollout": {"run_id": self.run_id}}).encode()
+        return session_id, json.loads(await self.runtime.invoke(session_id, request))
+
+    async def use(self, image: str) -> str:
+        session_id, answer = await self.invoke(image)
+        assert answer["image"] == image
+        return session_id
+
+
+@pytest.fixture
+async def start(tmp_path: Path, local_keys: None) -> AsyncIterator[Any]:
+    app = tmp_path / "app.py"
+    app.write_text(BARE_AGENT)
+    async with AsyncExitStack() as stack:
+
+        async def start(**control: object) -> Cloud:
+            listener = socket.create_server(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+            limits = {"transition_s": 0.05, "keeps_runtimes_with_sessions": True, **control}
+            settings = EmulatorSettings.model_validate(
+                {
+                    "arn": "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/none-0123456789",
+                    "images": {each: [sys.executable, str(app), each] for each in (AGENT, ONE, TWO, THREE)},
+                    "cwd": tmp_path,
+                    "env": {},
+                    "log_dir": tmp_path,
+                    "port": port,
+                    "control": limits,
+                }
+            )
+            emulator = AgentCoreEmulator(settings)
+            server = uvicorn.Server(uvicorn.Config(emulator.app(), log_level="error", lifespan="on"))
+            serving = asyncio.create_task(server.serve([listener]))
+
+            async def end() -> None:
+                server.should_exit = True
+                await serving
+
+            stack.push_async_callback(end)
+            await eventually(lambda: server.started)
+            return Cloud(emulator, f"http://127.0.0.1:{port}", stack)
+
+        yield start
+
+
+def test_a_name_follows_from_all_that_makes_the_runtime():
+    def name(image: str = ONE, env: dict[str, str] = {}, memory: str = "", **more: object) -> str:  # noqa: B006
+        config = AgentCoreConfig.model_validate({"image": AGENT, "role": ROLE, **more})
+        container = TaskContainer(image=image, env=env, resources={"memory": memory} if memory else {})
+        return spec_of(config, container, {CONTAINER_FIELD: container.model_dump(mode="json")}).name
+
+    vpc = {"subnets": ["subnet-01234567"], "security_groups": ["sg-01234567"]}
+    others = [name(TWO), name(env={"A": "1"}), name(memory="9000Mi"), name(**vpc), name(idle_timeout_s=60)]
+    assert name() == name()
+    assert len({name(), *others}) == 6
+    longest = name(name="a" * 48)
+    assert len(longest) == 48
+    assert longest.startswith("a" * 26 + "_")
+
+
+async def test_two_runs_share_the_runtime_of_an_image(start):
+    cloud = await start(invisible_s=0.3)
+    runs = await asyncio.gather(cloud.run("a"), cloud.run("b"))
+    sessions = await asyncio.gather(*(run.use(ONE) for run in runs for _ in range(2)))
+    assert await cloud.images() == [ONE]
+    assert sorted(await cloud.sessions()) == sorted(sessions)
+    # A restarted trainer knows only the ids of the sessions.
+    restarted = await cloud.run("a")
+    for session in sessions[:3]:
+        await restarted.runtime.stop(session)
+    stop = session_stopper(runs[1].runtime.cleanup_spec().options)  # the janitor's
+    assert await asyncio.to_thread(stop, sessions[3])
+    assert await cloud.sessions() == []
+
+
+async def test_the_least_recently_used_runtime_makes_room_within_the_quota(start):
+    cloud = await start(max_runtimes=3)
+    run = await cloud.run("a")
+    first, second = await run.use(ONE), await run.use(TWO)
+    with pytest.raises(RuntimeNotReady, match=r"the maximum.*every runtime of an image is in use"):
+        await run.use(THREE)
+    await run.runtime.stop(first)
+    await run.runtime.stop(second)
+    await run.runtime.stop(await run.use(ONE))
+    run.runtime._images._known[_name(run, ONE)].used += 1  # TWO is the older one, also within the same second
+    await run.use(THREE)
+    assert await cloud.images() == [ONE, THREE]
+
+
+def _name(run: Run, image: str) -> str:
+    payload = run.task(image)
+    return spec_of(run.runtime.limits(), TaskContainer(image=image), payload).name
+
+
+async def test_a_runtime_that_another_run_leases_is_not_deleted(start):
+    cloud = await start(max_runtimes=2)
+    one, two = await cloud.run("a"), await cloud.run("b")
+    await one.runtime.stop(await one.use(ONE))
+    with pytest.raises(RuntimeNotReady, match="in use"):
+        await two.use(TWO)
+    assert await cloud.images() == [ONE]
+    await one.runtime.aclose()  # gives its leases up
+    await two.use(TWO)
+    assert await cloud.images() == [TWO]
+
+
+async def test_a_lease_ends_with_its_time(start):
+    cloud = await start(max_runtimes=2)
+    one, two = await cloud.run("a"), await cloud.run("b")
+    now = 1e9
+    for run in (one, two):
+        run.runtime._images._wall = lambda: now
+        run.runtime._images.session_s = HOUR
+    await one.runtime.stop(await one.use(ONE))
+    now += HOUR - 1
+    await one.runtime.stop(await one.use(ONE))  # the lease lasts long enough
+    now += HOUR
+    with pytest.raises(RuntimeNotReady, match="in use"):
+        await two.use(TWO)
+    now += 2
+    await two.use(TWO)
+    assert await cloud.images() == [TWO]
+
+
+async def test_an_image_without_a_runtime_fails_alone_with_the_reason_of_the_service(start):
+    cloud = await start()
+    run = await cloud.run("a")
+    await run.runtime.wait_ready(run.task(MISSING), "a")  # returns: the invoke says why
+    with pytest.raises(InvokeRejected, match=r"CREATE_FAILED: The specified image .*missing.*arm64") as caught:
+        await run.use(MISSING)
+    assert (caught.value.reason, caught.value.never_opened) == ("runtime_create_failed", True)
+    await run.use(ONE)
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "reason"),
+    [
+        ("ThrottlingException", 429, "runtime_not_ready"),
+        ("InternalServerException", 500, "runtime_not_ready"),
+        ("ConflictException", 409, "runtime_not_ready"),
+        ("AccessDeniedException", 403, "access_denied"),
+        ("ExpiredTokenException", 403, "credentials_expired"),
+        ("ValidationException", 400, "runtime_create_failed"),
+    ],
+)
+def test_what_was_not_answered_is_asked_again(code, status, reason):
+    said: Any = {"Error": {"Code": code, "Message": "m"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    error = _classify(ClientError(said, "CreateAgentRuntime"), "why")
+    assert (error.reason, error.refused) == (reason, reason == "runtime_not_ready")
+    assert error.never_opened
+
+
+async def test_a_runtime_that_somebody_has_deleted_is_created_again(start):
+    cloud = await start()
+    run = await cloud.run("a")
+    await run.runtime.stop(await run.use(ONE))
+    async with control_client("us-east-1", cloud.url) as client:
+        arn = run.runtime._images._known[_name(run, ONE)].arn
+        await client.delete_agent_runtime(agentRuntimeId=arn.rpartition("/")[2])
+    await eventually(lambda: arn not in cloud.emulator._control.runtimes)
+    with pytest.raises(RuntimeNotReady, match="was deleted"):
+        await run.use(ONE)
+    await run.use(ONE)
+
+
+async def test_the_janitor_removes_what_only_the_killed_run_has_used(start):
+    cloud = await start()
+    killed, other = await cloud.run("a"), await cloud.run("b")
+    shared, session = await other.use(ONE), await killed.use(TWO)
+    await killed.use(ONE)
+    await killed.runtime.wait_ready(killed.task(THREE), "a")  # no session was ever opened there
+    spec = killed.runtime.cleanup_spec()
+    stop = session_stopper(spec.options)
+    assert await asyncio.to_thread(stop, session)
+    await asyncio.to_thread(remove_unused, spec.options, "a")
+    assert await cloud.images() == [ONE]
+    assert shared in await cloud.sessions()
