@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from functools import partial
+from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -45,17 +46,14 @@ _MIN_REQUESTS = 16  # of one session
 _RETRIED = frozenset({408, 409, 429})  # statuses below 500 that OpenAI's and Anthropic's clients retry
 
 
-class _Answer(StreamingResponse):
-    """An answer that ends early if the client disconnects.
-
-    The functions of `on_end` are called when it ends, also if the client disconnects before it starts.
-    """
+class _Answer(Response):
+    """An answer. It calls the functions of `on_end` when it ends, also if the client disconnects before it starts."""
 
     is_cancelled = False
     """Whether it ended because this gateway stops."""
 
-    def __init__(self, content: AsyncIterator[bytes], media_type: str, headers: Mapping[str, str]) -> None:
-        super().__init__(content, media_type=media_type, headers=headers)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._ends = contextlib.ExitStack()
 
     def on_end(self, function: Callable[[], object]) -> None:
@@ -63,12 +61,37 @@ class _Answer(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            await self._send(scope, receive, send)
         except asyncio.CancelledError:
             self.is_cancelled = True
             raise
         finally:
             self._ends.close()
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await super().__call__(scope, receive, send)
+
+
+class _Stream(_Answer, StreamingResponse):
+    """Events, until the client disconnects."""
+
+
+class _Whole(_Answer):
+    """A body that is sent at once: a StreamingResponse would cost a tenth of the call's time."""
+
+    def __init__(self, request: Request, running: InFlightCall, content: object) -> None:
+        super().__init__(JSONResponse(content).body, media_type="application/json")
+        self._request, self._running = request, running
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def write() -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self.body, "more_body": True})
+
+        with contextlib.suppress(ClientDisconnect):
+            await wait_or_disconnect(self._request, write())
+            self._running.delivered = True
+            await send({"type": "http.response.body"})
 
 
 class CallHandler:
@@ -235,11 +258,10 @@ class CallHandler:
             if not call.stream or running.done:
                 answer = running.outcome()
             if call.stream:
-                response = _Answer(self._events(dialect, session, running), "text/event-stream", _STREAM_HEADERS)
+                events = self._events(dialect, session, running)
+                response: _Answer = _Stream(events, media_type="text/event-stream", headers=_STREAM_HEADERS)
             else:
-                content = bytes(JSONResponse(dialect.body(call, answer)).body)
-                length = {"Content-Length": str(len(content))}
-                response = _Answer(_whole(running, content), "application/json", length)
+                response = _Whole(request, running, dialect.body(call, answer))
         except BaseException as error:
             self._leave(session, running, given_up=isinstance(error, ClientDisconnect))
             raise
@@ -288,11 +310,6 @@ class CallHandler:
         if running.delivered:
             session.state.undelivered.discard(running)
         return aborted
-
-
-async def _whole(running: InFlightCall, content: bytes) -> AsyncIterator[bytes]:
-    yield content
-    running.delivered = True
 
 
 def _is_left_out(call: ModelCall, headers: Mapping[str, str], rules: Iterable[LeftOut]) -> bool:
