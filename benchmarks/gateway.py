@@ -47,10 +47,10 @@ from tokenizers import Tokenizer
 from agent_wrapper.contract import Sampling
 from rollout_backend.config import ModelConfig
 from rollout_backend.core.session_key import SessionClaims, issue
-from rollout_backend.gateway import journal
 from rollout_backend.gateway.__main__ import allow_files
-from rollout_backend.gateway.engine_protocol import STREAM_INTERVAL
+from rollout_backend.gateway.engine.protocol import STREAM_INTERVAL
 from rollout_backend.gateway.gateway_settings import GatewaySettings
+from rollout_backend.gateway.sessions import journal
 from rollout_backend.serving.install import find_model
 from rollout_backend.serving.server_process import ServerProcess, free_port
 

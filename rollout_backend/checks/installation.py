@@ -13,7 +13,7 @@ from rollout_backend.child_process import run_child
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.errors import ConfigError
-from rollout_backend.gateway.open_files import needed_files
+from rollout_backend.gateway.http_protocol import needed_files
 from rollout_backend.serving.engine_environment import interpreter
 
 _PACKAGE = "rollout-backend"

@@ -8,6 +8,7 @@ checks them.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -71,3 +72,9 @@ def verify(secret: str, key: str, now: float, previous_secret: str | None = None
     if claims.expires_at <= now:
         raise KeyRefused("expired")
     return claims
+
+
+def shard_of(session_id: str, shards: int) -> int:
+    """Return which of a run's gateways a session belongs to, from 0."""
+    digest = hashlib.blake2b(session_id.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % shards

@@ -1,6 +1,6 @@
 """The gateway process: an OpenAI and Anthropic endpoint for agents, with token ids behind it.
 
-`server` is the HTTP server, `model_call_executor` executes a call, `conversations` and `journal` record what
-was sampled, `session_registry` keeps the sessions.
+`server` is the HTTP server, `call_handler` takes a call and `model_call_executor` executes it. `sessions` holds what
+was sampled in each session, with its journal; `engine` calls the engines.
 `serving.gateway_process` starts the process.
 """

@@ -14,11 +14,10 @@ import time
 from starlette.requests import Request
 
 from rollout_backend.core.api_error import ApiError
-from rollout_backend.core.session_key import KeyRefused, SessionClaims, verify
+from rollout_backend.core.session_key import KeyRefused, SessionClaims, shard_of, verify
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.http_requests import bearer
-from rollout_backend.gateway.journal import check_journal
-from rollout_backend.gateway.sharding import check_shard
+from rollout_backend.gateway.sessions.journal import check_journal
 from rollout_backend.logs import bind_log_fields
 
 _MAX_VERIFIED = 1024  # keys that are not checked again
@@ -55,12 +54,23 @@ class Authenticator:
         except KeyRefused as error:
             advice = "use the api_key of this rollout's request, or set gateway.key_in_path for agents that cannot"
             raise ApiError(401, f"{error}; {advice}", code="invalid_api_key") from None
-        check_shard(claims.session_id, self._settings.shard, self._settings.gateway.processes)
+        self._check_shard(claims.session_id)
         check_journal(claims, self._journal_id)
         if len(self._verified) >= _MAX_VERIFIED:
             del self._verified[next(iter(self._verified))]
         self._verified[key] = claims
         return claims
+
+    def _check_shard(self, session_id: str) -> None:
+        shard, shards = self._settings.shard, self._settings.gateway.processes
+        owner = shard_of(session_id, shards)
+        if owner != shard:
+            raise ApiError(
+                421,
+                f"this is gateway {shard} of {shards}, and the session belongs to gateway {owner} of {shards}: use "
+                "the base_url of this rollout's request as it is",
+                code="wrong_shard",
+            )
 
     def require_control_key(self, request: Request) -> None:
         """Raise ApiError (401) if the request does not carry the control key."""

@@ -26,7 +26,6 @@ from rollout_backend.config import LeftOut
 from rollout_backend.core.api_error import ApiError, not_adopted
 from rollout_backend.core.model_call import Answer, ModelCall
 from rollout_backend.dialects.base import Dialect
-from rollout_backend.gateway import journal_records
 from rollout_backend.gateway.admission import Admission
 from rollout_backend.gateway.authentication import Authenticator
 from rollout_backend.gateway.call_traces import CallTraces
@@ -34,10 +33,11 @@ from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.http_requests import too_large, wait_or_disconnect
 from rollout_backend.gateway.in_flight_call import InFlightCall
 from rollout_backend.gateway.model_call_executor import ModelCallExecutor
-from rollout_backend.gateway.retries import RequestKey
 from rollout_backend.gateway.sampling import context_exceeded
-from rollout_backend.gateway.session_registry import OpenSession, SessionRegistry
-from rollout_backend.gateway.session_share import SessionShare, is_brief
+from rollout_backend.gateway.sessions import journal_records
+from rollout_backend.gateway.sessions.registry import OpenSession, SessionRegistry
+from rollout_backend.gateway.sessions.retries import RequestKey
+from rollout_backend.gateway.sessions.share import SessionShare, is_brief
 from rollout_backend.gateway.stats import Counters, GatewayStats
 
 _BYTES, _TOKEN_BYTES = 1024 * 1024, 32  # of a body without images, besides its text and per token of the context

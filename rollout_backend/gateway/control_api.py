@@ -9,13 +9,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from rollout_backend.core.adapter import AdapterVersions
 from rollout_backend.core.api_error import ApiError
-from rollout_backend.gateway.adapter_versions import AdapterVersions
 from rollout_backend.gateway.authentication import Authenticator
 from rollout_backend.gateway.call_handler import CallHandler
-from rollout_backend.gateway.generation_gate import GenerationGate
+from rollout_backend.gateway.engine.calls import EngineCalls
 from rollout_backend.gateway.http_requests import read_body
-from rollout_backend.gateway.session_registry import SessionRegistry
+from rollout_backend.gateway.sessions.registry import SessionRegistry
 
 _Body = TypeVar("_Body", bound=BaseModel)
 
@@ -40,14 +40,14 @@ class ControlApi:
         authenticator: Authenticator,
         registry: SessionRegistry,
         calls: CallHandler,
-        gate: GenerationGate,
+        engine_calls: EngineCalls,
         adapters: AdapterVersions,
         max_body_bytes: int,
     ) -> None:
         self._authenticator = authenticator
         self._registry = registry
         self._calls = calls
-        self._gate = gate
+        self._engine_calls = engine_calls
         self._adapters = adapters
         self._max_body_bytes = max_body_bytes
         self.routes = [
@@ -77,12 +77,12 @@ class ControlApi:
 
     async def pause(self, request: Request) -> Response:
         self._authenticator.require_control_key(request)
-        await self._gate.close()
+        await self._engine_calls.pause()
         return JSONResponse({"paused": True})
 
     async def resume(self, request: Request) -> Response:
         self._authenticator.require_control_key(request)
-        self._gate.open()
+        self._engine_calls.resume()
         return JSONResponse({"paused": False})
 
     async def adapters(self, request: Request) -> Response:

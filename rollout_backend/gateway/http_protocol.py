@@ -18,20 +18,45 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from rollout_backend.gateway.open_files import OTHER_FILES
+from rollout_backend.errors import ConfigError
+from rollout_backend.gateway.sessions.journal import OPEN_FILES
 
 HEAD_S = 5.0
 KEEP_ALIVE_S = 4200  # above any load balancer's, so that none reuses a closing connection
 MAX_HEAD_BYTES = 64 * 1024
 _FRAME_BYTES = 16  # of a chunked body, per byte of content
 _MAX_CONNECTIONS = 65_536
+_FILES_OF_A_CALL = 3  # a connection of the agent, one to the engine, and one that an agent keeps open when idle
+_OTHER_FILES = 256 + OPEN_FILES
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+def needed_files(calls: int) -> int:
+    """Return how many open files a gateway with this many concurrent calls needs."""
+    return calls * _FILES_OF_A_CALL + _OTHER_FILES
+
+
+def allow_files(calls: int) -> None:
+    """Raise this process's limit of open files to what this many concurrent calls need. A shell's default is 1024.
+
+    Raises:
+        ConfigError: the hard limit is lower.
+    """
+    needed = needed_files(calls)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"gateway.max_concurrent_calls={calls} takes {needed} open files, and this machine allows a process "
+            f"{hard}: raise that (`ulimit -Hn`), or lower the setting and raise gateway.processes"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def max_connections(calls: int) -> int:
     """Return how many connections fit into this process's limit of open files, beside those to engines."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(16, soft - OTHER_FILES - calls)
+    return _MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(16, soft - _OTHER_FILES - calls)
 
 
 def bounded_protocol(connections: int, head_s: float = HEAD_S) -> type[HttpToolsProtocol]:

@@ -1,25 +1,56 @@
 """Read requests: their keys, their bodies, and whether their clients are still connected.
 
-Invariant: a compressed body costs no more memory and time than its limit allows, whatever it claims to hold.
+Invariants:
+
+- A compressed body costs no more memory and time than its limit allows, whatever it claims to hold.
+- Behind `PathKeys` no path contains a key, so no log, error, trace or journal can.
 """
 
 from __future__ import annotations
 
 import asyncio
 import io
+import re
 import zlib
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
 import zstandard
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout_backend.core.api_error import ApiError
 
 _MAX_DIGITS = 15  # Python refuses to convert thousands of digits
 _GZIP, _ZLIB, _RAW_DEFLATE = 31, 15, -15  # zlib's window bits
 _MAX_WINDOW_BYTES = 8 * 2**20  # what RFC 9659 allows
+_KEY_PATH = re.compile(r"/k/([A-Za-z0-9._-]+)(/v1/.*)", re.DOTALL)
+_KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 _ENCODINGS = ("gzip", "deflate", "zstd")
+
+
+class PathKeys:
+    """ASGI middleware that takes session keys from URLs, for agents that hard-code an API key or send none.
+
+    /k/KEY/v1/... is served as /v1/... with the session key KEY, which replaces those in the headers. Unless
+    `enabled`, the path is not found.
+    """
+
+    def __init__(self, app: ASGIApp, enabled: bool) -> None:
+        self._app = app
+        self._enabled = enabled
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (found := _KEY_PATH.fullmatch(scope["path"])):
+            key, path = found.groups()
+            headers = scope["headers"]
+            if self._enabled:
+                headers = [(name, value) for name, value in headers if name not in _KEY_HEADERS]
+                headers.append((b"authorization", b"Bearer " + key.encode()))
+            else:
+                path = f"/k/...{path}"
+            scope = {**scope, "path": path, "raw_path": path.encode(), "headers": headers}
+        await self._app(scope, receive, send)
 
 
 def bearer(request: Request) -> str:

@@ -18,21 +18,20 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rollout_backend.core.adapter import AdapterVersions
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.model_call import Answer, Choice, ModelCall
 from rollout_backend.errors import EngineUnavailable
-from rollout_backend.gateway import journal_records
-from rollout_backend.gateway.adapter_versions import AdapterVersions
-from rollout_backend.gateway.conversations import Prompt, RecordedTurn
-from rollout_backend.gateway.direct_routing import DirectRouting
-from rollout_backend.gateway.engine_client import Completion, EngineClient, EngineRefused, Progress
-from rollout_backend.gateway.engine_protocol import EngineProtocol, PromptDiffers
+from rollout_backend.gateway.engine.client import Completion, EngineClient, EngineRefused, Progress
+from rollout_backend.gateway.engine.engines import Engines
+from rollout_backend.gateway.engine.protocol import EngineProtocol, PromptDiffers
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.in_flight_call import InFlightCall
-from rollout_backend.gateway.prefix_cache import is_cache_break
 from rollout_backend.gateway.rendering_thread import RenderingThread
 from rollout_backend.gateway.sampling import Budget, context_exceeded, engine_params
-from rollout_backend.gateway.session_registry import OpenSession
+from rollout_backend.gateway.sessions import journal_records
+from rollout_backend.gateway.sessions.conversations import Prompt, RecordedTurn
+from rollout_backend.gateway.sessions.registry import OpenSession
 from rollout_backend.gateway.stats import Counters
 from rollout_backend.rendering.constrained_decoding import Constraints
 from rollout_backend.rendering.renderer import RendererBundle
@@ -45,6 +44,7 @@ logger = logging.getLogger(__name__)
 _ENGINE_RETRY_S = 5
 _NEVER = -100.0  # a logit bias that rules a token out
 _PACE_S = 0.03  # between two deltas of a stream
+_CACHE_MIN_TOKENS, _CACHE_SHARE = 256, 0.5  # engines cache whole pages, and not the last one
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class ModelCallExecutor:
         settings: GatewaySettings,
         bundle: RendererBundle,
         counters: Counters,
-        engines: DirectRouting,
+        engines: Engines,
         protocol: EngineProtocol,
         adapters: AdapterVersions,
     ) -> None:
@@ -167,7 +167,8 @@ class ModelCallExecutor:
             counters.cache_unknown_tokens += len(prompt.ids)
         else:
             counters.cached_tokens += cached_tokens
-            counters.cache_breaks += is_cache_break(prompt.known, cached_tokens)
+            lost = cached_tokens < prompt.known * _CACHE_SHARE  # evicted or flushed, or it is another engine
+            counters.cache_breaks += lost and prompt.known >= _CACHE_MIN_TOKENS
         answer = Answer(
             id=running.id,
             created=running.created,

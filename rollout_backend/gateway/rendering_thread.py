@@ -21,9 +21,9 @@ from renderers import ParsedResponse
 from rollout_backend.core.api_error import NO_TOOL_PARSER, ApiError
 from rollout_backend.core.images import check_pixels
 from rollout_backend.core.model_call import Message, ModelCall
-from rollout_backend.gateway.conversations import Conversations, Prompt
-from rollout_backend.gateway.engine_client import Completion
+from rollout_backend.gateway.engine.client import Completion
 from rollout_backend.gateway.sampling import context_exceeded
+from rollout_backend.gateway.sessions.conversations import Conversations, Prompt
 from rollout_backend.rendering.renderer import RendererBundle
 from rollout_backend.rendering.reply import Reply, logprob_entry, read_reply
 from rollout_backend.rendering.stop_strings import StopStrings

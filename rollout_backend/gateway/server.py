@@ -46,30 +46,29 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from agent_wrapper.contract import Trajectory
+from rollout_backend.core.adapter import AdapterVersions
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.images import ImageLimits
 from rollout_backend.core.seal import Sealer
 from rollout_backend.dialects.base import Dialect
 from rollout_backend.dialects.registry import DIALECTS, dialect_of_client
 from rollout_backend.errors import ConfigError
-from rollout_backend.gateway.adapter_versions import AdapterVersions
 from rollout_backend.gateway.admission import Admission
 from rollout_backend.gateway.authentication import Authenticator
 from rollout_backend.gateway.call_handler import CallHandler
 from rollout_backend.gateway.call_traces import CallTraces
 from rollout_backend.gateway.control_api import ControlApi
-from rollout_backend.gateway.direct_routing import DirectRouting
-from rollout_backend.gateway.engine_load_poller import EngineLoadPoller
-from rollout_backend.gateway.engine_protocol import EngineProtocol
+from rollout_backend.gateway.engine.calls import EngineCalls
+from rollout_backend.gateway.engine.engines import EngineLoadPoller, Engines
+from rollout_backend.gateway.engine.protocol import EngineProtocol
+from rollout_backend.gateway.engine.sglang import SglangProtocol
+from rollout_backend.gateway.engine.vllm import VllmProtocol
 from rollout_backend.gateway.gateway_settings import GatewaySettings
-from rollout_backend.gateway.generation_gate import GenerationGate
-from rollout_backend.gateway.journal import SessionJournal
+from rollout_backend.gateway.http_requests import PathKeys
 from rollout_backend.gateway.model_call_executor import ModelCallExecutor
-from rollout_backend.gateway.path_keys import PathKeys
-from rollout_backend.gateway.session_registry import SessionRegistry
-from rollout_backend.gateway.sglang_protocol import SglangProtocol
+from rollout_backend.gateway.sessions.journal import SessionJournal
+from rollout_backend.gateway.sessions.registry import SessionRegistry
 from rollout_backend.gateway.stats import Counters
-from rollout_backend.gateway.vllm_protocol import VllmProtocol
 from rollout_backend.rendering.renderer import RendererBundle, load_renderer
 
 SERVER_NAME = "rollout-backend"
@@ -117,7 +116,7 @@ class Gateway:
         protocol: EngineProtocol = (
             SglangProtocol(experts, settings.router) if settings.engine_name == "sglang" else VllmProtocol()
         )
-        self._engines = DirectRouting(GenerationGate(is_open=not settings.paused), protocol.needs_direct_calls)
+        self._engines = Engines(EngineCalls(paused=settings.paused), protocol.needs_direct_calls)
         adapters = AdapterVersions(settings.adapters)
         self._executor = ModelCallExecutor(settings, bundle, self._counters, self._engines, protocol, adapters)
         config = settings.gateway
@@ -140,7 +139,7 @@ class Gateway:
             self._authenticator,
             self._registry,
             self._calls,
-            self._engines.gate,
+            self._engines.calls,
             adapters,
             settings.gateway.max_body_bytes,
         )

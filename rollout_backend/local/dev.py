@@ -27,7 +27,7 @@ from rollout_backend.core.harbor import VERIFIER
 from rollout_backend.core.model_call import Message, ModelCall
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError
-from rollout_backend.gateway.conversations import RecordedTurn
+from rollout_backend.gateway.sessions.conversations import RecordedTurn
 from rollout_backend.local.harness import AgentHarness, AgentRunError, Watcher
 from rollout_backend.scoring.scorer import ScoringError, configured_scorer, load_scorer
 

@@ -44,9 +44,9 @@ from rollout_backend.core.model_call import ModelCall
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.errors import RolloutBackendError
-from rollout_backend.gateway import journal_records
-from rollout_backend.gateway.conversations import RecordedTurn
-from rollout_backend.gateway.journal import read_session
+from rollout_backend.gateway.sessions import journal_records
+from rollout_backend.gateway.sessions.conversations import RecordedTurn
+from rollout_backend.gateway.sessions.journal import read_session
 from rollout_backend.local.call_proxy import CallProxy
 from rollout_backend.local.cloud import ARN, LocalRuntime, LocalStorage
 from rollout_backend.local.scripted import BYTE_MODEL, Script, ScriptedEngine

@@ -27,9 +27,8 @@ from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_f
 from agent_wrapper.contract import ModelEndpoint
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.session_ends import HeartbeatReport
-from rollout_backend.core.session_key import SessionClaims
+from rollout_backend.core.session_key import SessionClaims, shard_of
 from rollout_backend.errors import RolloutBackendError, ServingError
-from rollout_backend.gateway.sharding import shard_of
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.lazy_retry import retry
 from rollout_backend.serving.gateway_process import GatewayProcess, is_loopback, public_url

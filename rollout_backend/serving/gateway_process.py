@@ -25,8 +25,8 @@ from rollout_backend.config import GatewayConfig, RolloutConfig
 from rollout_backend.core.session_ends import HeartbeatReport
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.errors import ConfigError, ServingError, StartupError
-from rollout_backend.gateway import journal as journals
 from rollout_backend.gateway.gateway_settings import GatewaySettings
+from rollout_backend.gateway.sessions import journal as journals
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.serving.model_endpoint import model_endpoint
 from rollout_backend.serving.run_secret import key_secret, revealed

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rollout_backend.config import ModelConfig, ServingConfig
-from rollout_backend.gateway.engine_protocol import STREAM_INTERVAL
+from rollout_backend.gateway.engine.protocol import STREAM_INTERVAL
 from rollout_backend.serving.engine_environment import Command, base_environment, cpu_threads, interpreter
 from rollout_backend.serving.placement import ServerNode
 

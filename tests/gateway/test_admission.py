@@ -10,8 +10,7 @@ from starlette.routing import Route
 
 from builders import Clock, eventually, served, until, user
 from rollout_backend.gateway.admission import Admission, EngineLoad
-from rollout_backend.gateway.direct_routing import DirectRouting
-from rollout_backend.gateway.engine_load_poller import EngineLoadPoller
+from rollout_backend.gateway.engine.engines import EngineLoadPoller, Engines
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.server_process import free_port
 
@@ -153,7 +152,7 @@ async def test_engines_are_listed_by_the_router_and_polled_one_by_one(site):
 async def test_the_known_engines_are_kept_while_the_router_does_not_answer(site):
     engine = await site({"/v1/loads": loads((1, 0))})
     pages = {"/workers": {"workers": [{"id": engine, "url": engine, "is_healthy": True}], "total": 1}}
-    looks, engines = [], DirectRouting()
+    looks, engines = [], Engines()
     polling = asyncio.create_task(EngineLoadPoller(await site(pages), looks.append, 0.01, engines).run())
     await eventually(lambda: len(looks) > 0)
     assert engines.urls == [engine]
@@ -168,7 +167,7 @@ async def test_the_known_engines_are_kept_while_the_router_does_not_answer(site)
 
 @pytest.mark.parametrize("page", [404, 500, {"loads": "many"}, {"loads": [{"num_running_reqs": 1}]}, []])
 async def test_engines_without_a_load_are_logged_once(site, page, caplog):
-    caplog.set_level("INFO", "rollout_backend.gateway.engine_load_poller")
+    caplog.set_level("INFO", "rollout_backend.gateway.engine.engines")
 
     class Pages(dict):
         asked = 0

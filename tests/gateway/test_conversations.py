@@ -9,8 +9,8 @@ import json
 import pytest
 
 from builders import assistant, function_call, function_tool, system, tool_result, user
-from rollout_backend.gateway.conversations import Conversations, RecordedReply
-from rollout_backend.gateway.engine_client import Completion
+from rollout_backend.gateway.engine.client import Completion
+from rollout_backend.gateway.sessions.conversations import Conversations, RecordedReply
 from rollout_backend.local.scripted import ToolCall
 from rollout_backend.rendering.renderer import load_renderer
 

@@ -7,10 +7,10 @@ from tenacity import RetryCallState
 
 from agent_wrapper.contract import VersionSpan
 from builders import eventually, served
+from rollout_backend.core.adapter import AdapterVersions
 from rollout_backend.errors import EngineUnavailable
-from rollout_backend.gateway.adapter_versions import AdapterVersions
-from rollout_backend.gateway.direct_routing import DirectRouting
-from rollout_backend.gateway.engine_client import EngineClient, EngineRefused, _Aborted, _Retry
+from rollout_backend.gateway.engine.client import EngineClient, EngineRefused, _Aborted, _Retry
+from rollout_backend.gateway.engine.engines import Engines
 from rollout_backend.rendering.stop_strings import StopStrings
 from rollout_backend.serving.server_process import free_port
 
@@ -376,7 +376,7 @@ async def test_a_generation_that_cannot_be_resumed_starts_again(engine):
 @pytest.mark.parametrize("leaves", ["at a stop string", "as its call is cancelled"])
 async def test_an_engine_is_told_by_id_which_request_has_no_reader_left(engine, leaves):
     """SGLang 0.5.12 looks for closed connections every 2 s. A router forwards no abort, so the engines get it."""
-    routing = DirectRouting()
+    routing = Engines()
     routing.urls = (engine.url,)
     if leaves == "at a stop string":
         await engine.generate([[piece([7, 8, 9], 3), "run until aborted"]], engines=routing, stops=STOPS)
@@ -430,43 +430,43 @@ URLS = [f"http://10.0.0.{i}:30000" for i in range(8)]
 
 
 @pytest.fixture
-def engines() -> DirectRouting:
-    engines = DirectRouting()
+def engines() -> Engines:
+    engines = Engines()
     engines.urls = URLS
     return engines
 
 
 def test_calls_that_a_router_forwards_unchanged_go_to_the_router(engines):
-    assert engines.for_call({**PARAMS, "json_schema": "{}", "stop": ["x"]}, "s") is None
+    assert engines.for_direct_call({**PARAMS, "json_schema": "{}", "stop": ["x"]}, "s") is None
 
 
 @pytest.mark.parametrize("params", [FORCED, {**PARAMS, "logit_bias": {"7": -100}}])
 def test_calls_that_a_router_would_change_go_to_one_engine_per_session(engines, params):
-    first = {key: engines.for_call(params, key) for key in map(str, range(200))}
+    first = {key: engines.for_direct_call(params, key) for key in map(str, range(200))}
     assert set(first.values()) == set(URLS)  # all of them have work
     gone = first["0"]
     engines.urls = [url for url in reversed(URLS) if url != gone]
-    after = {key: engines.for_call(params, key) for key in first}
+    after = {key: engines.for_direct_call(params, key) for key in first}
     assert all(after[key] == url for key, url in first.items() if url != gone)
     assert gone not in after.values()
 
 
 def test_without_known_engines_the_router_gets_the_call(engines):
     engines.urls = []
-    assert engines.for_call(FORCED, "s") is None
+    assert engines.for_direct_call(FORCED, "s") is None
 
 
 def test_failed_engines_are_tried_last(engines):
     order: list[str] = []
     for _ in URLS:
-        order.append(engines.for_call(FORCED, "s", order))
+        order.append(engines.for_direct_call(FORCED, "s", order))
     assert sorted(order) == sorted(URLS)
-    assert engines.for_call(FORCED, "s", order) == order[0]
+    assert engines.for_direct_call(FORCED, "s", order) == order[0]
 
 
 @pytest.mark.parametrize("failure", [(503, "starting"), "cut"])
 async def test_a_constrained_call_is_retried_at_another_engine(engine, failure):
-    engines = DirectRouting()
+    engines = Engines()
     same_server = engine.url.replace("127.0.0.1", "localhost")
     engines.urls = [engine.url, same_server]
     completion = await engine.generate([failure, reply([7])], params=FORCED, engines=engines)
@@ -476,7 +476,7 @@ async def test_a_constrained_call_is_retried_at_another_engine(engine, failure):
 
 
 async def test_an_engine_that_aborts_keeps_the_call(engine):
-    engines = DirectRouting()
+    engines = Engines()
     engines.urls = [engine.url, engine.url.replace("127.0.0.1", "localhost")]
     await engine.generate([reply([7], "abort"), reply([7])], params=FORCED, engines=engines, resumable=False)
     assert len(set(engine.hosts)) == 1
@@ -487,7 +487,7 @@ async def test_an_engine_that_aborts_keeps_the_call(engine):
 
 @pytest.mark.parametrize("lost", [False, True])
 async def test_a_call_waits_until_a_restarted_router_has_its_engines(lost):
-    engines, port = DirectRouting(), free_port()
+    engines, port = Engines(), free_port()
     engines.urls = URLS[:3]
     listed, asked = [0], []
 

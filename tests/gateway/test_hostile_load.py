@@ -17,7 +17,7 @@ import pytest
 
 from gateway_server import CONTROL_KEY, SECRET, session_key
 from rollout_backend.gateway.gateway_settings import GatewaySettings
-from rollout_backend.gateway.open_files import needed_files
+from rollout_backend.gateway.http_protocol import needed_files
 from rollout_backend.local.scripted import BYTE_MODEL, Pieces, Reply, ScriptedEngine
 from rollout_backend.serving.server_process import free_port
 

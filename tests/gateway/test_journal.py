@@ -15,11 +15,11 @@ from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_key import KeyRefused, issue, verify
 from rollout_backend.errors import ConfigError
-from rollout_backend.gateway import journal as journals
-from rollout_backend.gateway import journal_records
-from rollout_backend.gateway.conversations import Conversations
-from rollout_backend.gateway.journal import SessionJournal
-from rollout_backend.gateway.session_registry import SessionRegistry
+from rollout_backend.gateway.sessions import journal as journals
+from rollout_backend.gateway.sessions import journal_records
+from rollout_backend.gateway.sessions.conversations import Conversations
+from rollout_backend.gateway.sessions.journal import SessionJournal
+from rollout_backend.gateway.sessions.registry import SessionRegistry
 from rollout_backend.local.scripted import Fail, ScriptedEngine
 from rollout_backend.serving.run_secret import key_secret
 

@@ -3,7 +3,7 @@
 import copy
 import random
 
-from rollout_backend.gateway.conversations import PrefixMemo, common_prefix
+from rollout_backend.gateway.sessions.conversations import PrefixMemo, common_prefix
 
 
 class Steps:

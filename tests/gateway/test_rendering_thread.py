@@ -8,9 +8,9 @@ import pytest
 
 from builders import assistant, user
 from rollout_backend.core.model_call import ModelCall
-from rollout_backend.gateway.conversations import Conversations
-from rollout_backend.gateway.engine_client import Completion
+from rollout_backend.gateway.engine.client import Completion
 from rollout_backend.gateway.rendering_thread import RenderingThread
+from rollout_backend.gateway.sessions.conversations import Conversations
 
 
 @pytest.fixture

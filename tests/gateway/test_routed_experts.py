@@ -18,9 +18,9 @@ from gateway_fixtures import make_gateway
 from rollout_backend.config import ExpertShape, ModelConfig
 from rollout_backend.core.routed_experts import ExpertRows, pack, row_bytes, unpack
 from rollout_backend.errors import ConfigError
-from rollout_backend.gateway import journal as journals
-from rollout_backend.gateway.direct_routing import DirectRouting
-from rollout_backend.gateway.sglang_protocol import SglangProtocol
+from rollout_backend.gateway.engine.engines import Engines
+from rollout_backend.gateway.engine.sglang import SglangProtocol
+from rollout_backend.gateway.sessions import journal as journals
 from rollout_backend.local.scripted import BYTE_MODEL, Aborted, ScriptedEngine
 from rollout_backend.rendering.segments import SegmentRecorder
 from tests.emulators.scripted_experts import seeded_routing
@@ -194,9 +194,9 @@ def test_a_restarted_gateway_has_the_routing_of_the_calls_before(serve, model, t
 
 @pytest.mark.parametrize(("router", "engine"), [("sglang-router", "http://engine"), ("smg", None)])
 def test_calls_for_routing_bypass_a_router_that_drops_the_request(router, engine):
-    routing = DirectRouting(all_calls=SglangProtocol(SHAPE, router).needs_direct_calls)
+    routing = Engines(all_calls_direct=SglangProtocol(SHAPE, router).needs_direct_calls)
     routing.urls = ("http://engine",)
-    assert routing.for_call({}, "session") == engine
+    assert routing.for_direct_call({}, "session") == engine
 
 
 @pytest.mark.parametrize("router", ["sglang-router", "smg"])

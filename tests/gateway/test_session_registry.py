@@ -6,7 +6,7 @@ from agent_wrapper.contract import Sampling, Trajectory
 from builders import Clock
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.session_key import SessionClaims
-from rollout_backend.gateway.session_registry import SessionRegistry
+from rollout_backend.gateway.sessions.registry import SessionRegistry
 
 
 def claims(session="s", expires_at=100.0) -> SessionClaims:

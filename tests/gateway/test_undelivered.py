@@ -13,9 +13,9 @@ import pytest
 from agent_wrapper.contract import Trajectory
 from builders import assistant, user
 from gateway_server import CONTROL_KEY, SECRET, session_key
-from rollout_backend.gateway import journal as journals
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.server import create_app
+from rollout_backend.gateway.sessions import journal as journals
 from rollout_backend.local.scripted import ScriptedEngine
 
 ONE, TWO = user("One?"), user("Two?")

@@ -9,11 +9,11 @@ import pytest
 from agent_wrapper.contract import VersionSpan
 from builders import eventually, user
 from rollout_backend.errors import ConfigError, EngineUnavailable
-from rollout_backend.gateway.engine_client import EngineClient, EngineRefused
-from rollout_backend.gateway.engine_protocol import EngineRequest
+from rollout_backend.gateway.engine.client import EngineClient, EngineRefused
+from rollout_backend.gateway.engine.protocol import EngineRequest
+from rollout_backend.gateway.engine.vllm import VllmProtocol
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.server import create_app
-from rollout_backend.gateway.vllm_protocol import VllmProtocol
 from rollout_backend.local.scripted import LOGPROB, Fail, ToolCall
 from rollout_backend.rendering.stop_strings import StopStrings
 from tests.emulators.scripted_vllm import ScriptedVllm

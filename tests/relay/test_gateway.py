@@ -13,8 +13,8 @@ from pydantic import SecretStr
 from agent_wrapper.trajectory import fetch_trajectory
 from builders import complete, run_config
 from rollout_backend.config import RelayConfig, RolloutConfig, load_config
+from rollout_backend.core.session_key import shard_of
 from rollout_backend.errors import ConfigError, StartupError
-from rollout_backend.gateway.sharding import shard_of
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.gateway_fleet import GatewayFleet
 from rollout_backend.serving.relay_process import DialerProcess, public_gateway_config

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rollout_backend.errors import ServingError
-from rollout_backend.gateway.engine_client import EngineClient
-from rollout_backend.gateway.vllm_protocol import VllmProtocol
+from rollout_backend.gateway.engine.client import EngineClient
+from rollout_backend.gateway.engine.vllm import VllmProtocol
 from rollout_backend.serving.engine_fleet import EngineFleet
 from rollout_backend.serving.forward_pass import reference_logprobs
 from rollout_backend.serving.install import find_engine, find_model

@@ -16,8 +16,8 @@ from agent_wrapper.endpoint_probe import probe_endpoint
 from agent_wrapper.heartbeat import send_heartbeats
 from agent_wrapper.trajectory import TrajectoryUnavailable, fetch_trajectory
 from builders import complete, eventually, listens, run_config, session_of
+from rollout_backend.core.session_key import shard_of
 from rollout_backend.errors import ConfigError, ServingError, StartupError
-from rollout_backend.gateway.sharding import shard_of
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.gateway_fleet import GatewayFleet

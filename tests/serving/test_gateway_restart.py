@@ -12,8 +12,8 @@ import pytest
 from agent_wrapper.trajectory import fetch_trajectory
 from builders import complete, eventually, user
 from rollout_backend.core.seal import Sealer
+from rollout_backend.core.session_key import shard_of
 from rollout_backend.errors import ServingError, StartupError
-from rollout_backend.gateway.sharding import shard_of
 from rollout_backend.local.scripted import LOGPROB, ScriptedEngine
 from rollout_backend.serving.gateway_fleet import GatewayFleet
 from rollout_backend.serving.run_secret import key_secret

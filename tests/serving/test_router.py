@@ -17,7 +17,7 @@ from rollout_backend.checks.machine import check_machine
 from rollout_backend.config import RouterConfig
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.errors import ConfigError, StartupError
-from rollout_backend.gateway.engine_client import EngineClient
+from rollout_backend.gateway.engine.client import EngineClient
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving import router as router_module
 from rollout_backend.serving.router import Router, router_command
@@ -285,7 +285,7 @@ UNKNOWN = {"return_routed_experts": True, "routed_experts_start_len": 1, "return
 
 @pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_which_fields_of_a_call_reach_the_engine(router, stream):
-    """`DirectRouting` sends the calls that need one of the others to an engine."""
+    """`Engines` sends the calls that need one of the others to an engine."""
     params = {**KEPT["sampling_params"], **DROPPED}
     body = {**KEPT, **UNKNOWN, "sampling_params": params, "stream": stream}
     with ScriptedEngine(["a", "a"]) as engine:

@@ -13,7 +13,7 @@ from agent_wrapper.contract import ModelEndpoint, RolloutRequest
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.session_ends import HeartbeatReport
 from rollout_backend.core.session_key import SessionClaims
-from rollout_backend.gateway import journal as journals
+from rollout_backend.gateway.sessions import journal as journals
 from tests.simulation.environment import Environment
 from tests.simulation.session import Session
 from tests.simulation.trainer import Trainer

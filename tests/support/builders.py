@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from agent_wrapper.contract import ModelEndpoint
 from rollout_backend.config import RolloutConfig
-from rollout_backend.gateway.sharding import shard_of
+from rollout_backend.core.session_key import shard_of
 from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.serving.server_process import free_port
 

@@ -18,8 +18,8 @@ import pytest_asyncio
 from agent_wrapper.contract import Outcome, Rollout
 from rollout_backend.config import load_config
 from rollout_backend.core.tasks import Task
-from rollout_backend.gateway.direct_routing import DirectRouting
-from rollout_backend.gateway.engine_client import EngineClient
+from rollout_backend.gateway.engine.client import EngineClient
+from rollout_backend.gateway.engine.engines import Engines
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.local.tiny_model import make_tiny_model
@@ -90,7 +90,7 @@ async def test_a_server_whose_version_cannot_be_set_is_logged(caplog: pytest.Log
 @pytest.mark.slow
 async def test_verl_may_release_memory_right_after_stop_strings(server: SGLangServer) -> None:
     """verl's asynchronous modes pause and release; the pause waits for requests whose stream is open alone."""
-    routing = DirectRouting()
+    routing = Engines()
     routing.urls = (url_of(server),)
     client = EngineClient(url_of(server), 60, engines=routing)
     stops = StopStrings(["x"], dict.fromkeys(range(1000), b"x"))

@@ -14,8 +14,8 @@ import pytest
 
 from adapters import save_adapter
 from rollout_backend.errors import EngineUnavailable
-from rollout_backend.gateway.engine_client import Completion, EngineClient, EngineRefused
-from rollout_backend.gateway.vllm_protocol import VllmProtocol
+from rollout_backend.gateway.engine.client import Completion, EngineClient, EngineRefused
+from rollout_backend.gateway.engine.vllm import VllmProtocol
 from rollout_backend.local.tiny_model import make_tiny_model
 from rollout_backend.serving.engine_environment import base_environment, cpu_threads
 from rollout_backend.serving.forward_pass import adapter_logprobs

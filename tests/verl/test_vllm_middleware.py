@@ -13,9 +13,9 @@ import pytest
 
 from agent_wrapper.contract import VersionSpan
 from rollout_backend.errors import EngineUnavailable, PreflightError
-from rollout_backend.gateway import engine_client
-from rollout_backend.gateway.engine_client import EngineClient, EngineRefused
-from rollout_backend.gateway.vllm_protocol import VllmProtocol
+from rollout_backend.gateway.engine import client as engine_client
+from rollout_backend.gateway.engine.client import EngineClient, EngineRefused
+from rollout_backend.gateway.engine.vllm import VllmProtocol
 from rollout_backend.local.scripted import Fail
 from rollout_backend.serving.model_server import check_vllm
 from rollout_backend.verl import vllm_middleware

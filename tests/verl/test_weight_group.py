@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from builders import eventually, run_config, served, skip
 from rollout_backend.errors import ServingError
-from rollout_backend.gateway.engine_client import EngineClient
+from rollout_backend.gateway.engine.client import EngineClient
 from rollout_backend.local.tiny_model import make_tiny_model
 from rollout_backend.serving import weight_group
 from rollout_backend.serving.engine import PROBE

@@ -19,8 +19,8 @@ from builders import assistant, system, user
 from rollout_backend.config import ModelConfig
 from rollout_backend.core.images import read_image
 from rollout_backend.core.seal import Sealer
-from rollout_backend.gateway import journal as journals
-from rollout_backend.gateway.conversations import Conversations
+from rollout_backend.gateway.sessions import journal as journals
+from rollout_backend.gateway.sessions.conversations import Conversations
 from rollout_backend.local.scripted import Fail, ScriptedEngine, ToolCall
 from rollout_backend.rendering.renderer import load_renderer
 from sdk_agents import AGENTS, MessagesAgent, data_url

@@ -17,8 +17,8 @@ from builders import assistant, function_tool, system, tool_result, user
 from rollout_backend.config import ModelConfig
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.dialects.openai_chat import OpenAIChat
-from rollout_backend.gateway.conversations import Conversations
 from rollout_backend.gateway.rendering_thread import RenderingThread
+from rollout_backend.gateway.sessions.conversations import Conversations
 from rollout_backend.rendering.renderer import RendererBundle, known_renderers, load_renderer
 from rollout_backend.rendering.reply import read_reply
 from rollout_backend.rendering.streaming_parser import StreamingParser

@@ -19,8 +19,8 @@ import pytest
 
 from gateway_server import Witness
 from rollout_backend.config import ModelConfig
-from rollout_backend.gateway.sglang_protocol import SglangProtocol
-from rollout_backend.gateway.vllm_protocol import VllmProtocol
+from rollout_backend.gateway.engine.sglang import SglangProtocol
+from rollout_backend.gateway.engine.vllm import VllmProtocol
 from rollout_backend.serving.install import find_engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.core.manifest import Manifest
-from rollout_backend.gateway import journal
+from rollout_backend.gateway.sessions import journal
 from rollout_backend.step import restart as restart_module
 from rollout_backend.step.in_flight import InFlightLog, OpenSessions
 from rollout_backend.step.restart import resumable_attempts

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout_backend.gateway.engine_protocol import STREAM_INTERVAL, EngineRequest, Span, Tokens, covering, finite
+from rollout_backend.gateway.engine.protocol import STREAM_INTERVAL, EngineRequest, Span, Tokens, covering, finite
 
 _MISSING_LOGPROB = -9999.0
 _ID_PREFIX = "token_id:"  # of the tokens in 0.24.0's logprobs

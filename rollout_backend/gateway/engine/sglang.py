@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rollout_backend.config import ExpertShape, RouterKind
 from rollout_backend.core.routed_experts import pack
-from rollout_backend.gateway.engine_protocol import (
+from rollout_backend.gateway.engine.protocol import (
     STREAM_INTERVAL,
     EngineRequest,
     PromptDiffers,

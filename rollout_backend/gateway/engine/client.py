@@ -48,16 +48,14 @@ from tenacity import (
 )
 
 from agent_wrapper.contract import VersionSpan
-from rollout_backend.core.adapter import NamedAdapter
+from rollout_backend.core.adapter import AdapterVersions, NamedAdapter
 from rollout_backend.core.images import PlacedImage
 from rollout_backend.core.routed_experts import ExpertRows
 from rollout_backend.errors import EngineUnavailable, ServingError
-from rollout_backend.gateway.adapter_versions import AdapterVersions
-from rollout_backend.gateway.direct_routing import DirectRouting
-from rollout_backend.gateway.engine_protocol import EngineProtocol, EngineRequest, ReplyReader
-from rollout_backend.gateway.generation_gate import GateClosed
-from rollout_backend.gateway.router_restart import RouterRestart
-from rollout_backend.gateway.sglang_protocol import SglangProtocol
+from rollout_backend.gateway.engine.calls import CallsPaused
+from rollout_backend.gateway.engine.engines import Engines, RouterRestart
+from rollout_backend.gateway.engine.protocol import EngineProtocol, EngineRequest, ReplyReader
+from rollout_backend.gateway.engine.sglang import SglangProtocol
 from rollout_backend.lazy_retry import retry
 from rollout_backend.rendering.stop_strings import Stop, StopStrings
 
@@ -213,7 +211,7 @@ class EngineClient:
         url: str,
         timeout_s: float,
         attempts: int = 10,
-        engines: DirectRouting | None = None,
+        engines: Engines | None = None,
         protocol: EngineProtocol | None = None,
         adapters: AdapterVersions | None = None,
         *,
@@ -222,7 +220,7 @@ class EngineClient:
         self._url = url.rstrip("/")
         self._after_abort_s = after_abort_s
         self._adapters = adapters or AdapterVersions()
-        self._engines = engines or DirectRouting()
+        self._engines = engines or Engines()
         self._protocol = protocol or SglangProtocol()
         self._timeout_s = timeout_s
         self._attempts = attempts
@@ -282,7 +280,7 @@ class EngineClient:
                 f"no engine answered in {self._attempts} attempts; the last said: {cause or type(cause).__name__}"
             ) from cause
         except TimeoutError:
-            asleep = "" if self._engines.gate.is_open else ": they sleep while the trainer has their memory"
+            asleep = "" if not self._engines.calls.paused else ": they are paused while the trainer has their memory"
             raise EngineUnavailable(f"no engine answered within {self._timeout_s:g} s{asleep}") from None
         return partial.completion(time.monotonic() - began, experts_from)
 
@@ -294,14 +292,14 @@ class EngineClient:
 
         async def attempt() -> _Partial:
             nonlocal partial, fruitless
-            await self._engines.gate.wait()
+            await self._engines.calls.wait()
             if not request.resumable:
                 partial = _Partial(routed=request.experts_from or 0)
-            url = self._engines.for_call(request.params, request.routing_key, failed) or self._url
+            url = self._engines.for_direct_call(request.params, request.routing_key, failed) or self._url
             adapter = self._adapters.newest(request.adapter)
             try:
-                await self._engines.gate.run(self._advance(url, partial, request, adapter))
-            except GateClosed:
+                await self._engines.calls.run(self._advance(url, partial, request, adapter))
+            except CallsPaused:
                 raise _Interrupted("the engines were put to sleep") from None
             except EngineRefused:
                 if adapter == self._adapters.newest(request.adapter):

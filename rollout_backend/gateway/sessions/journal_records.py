@@ -28,8 +28,8 @@ from agent_wrapper.contract import ImageSpan, VersionSpan
 from rollout_backend.core.images import Image
 from rollout_backend.core.model_call import Answer, Choice
 from rollout_backend.core.routed_experts import ExpertRows
-from rollout_backend.gateway.conversations import Conversations, RecordedReply, RecordedTurn
-from rollout_backend.gateway.engine_client import Completion
+from rollout_backend.gateway.engine.client import Completion
+from rollout_backend.gateway.sessions.conversations import Conversations, RecordedReply, RecordedTurn
 from rollout_backend.rendering.segments import TurnPosition
 
 Record = dict[str, Any]

@@ -39,7 +39,7 @@ from rollout_backend.atomic_file import write_file
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.errors import ConfigError
-from rollout_backend.gateway.journal_records import Record
+from rollout_backend.gateway.sessions.journal_records import Record
 
 _PARTS = ("sessions", "closed", "journal_id")
 _HEAD = struct.Struct("<II")

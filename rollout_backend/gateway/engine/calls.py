@@ -1,6 +1,6 @@
 """Pause all calls to engines while a trainer uses their memory.
 
-Invariant: once `close` has returned, no request to an engine is in flight, and none begins before `open`.
+Invariant: once `pause` has returned, no request to an engine is in flight, and none begins before `resume`.
 """
 
 from __future__ import annotations
@@ -12,47 +12,47 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 
 
-class GateClosed(Exception):
-    """The work was cut short because the gate closed."""
+class CallsPaused(Exception):
+    """The call was cut short by a pause."""
 
 
-class GenerationGate:
-    """The gate between one gateway process and its engines."""
+class EngineCalls:
+    """The calls of one gateway process to its engines."""
 
-    def __init__(self, is_open: bool = True) -> None:
-        self._opened = asyncio.Event()
-        if is_open:
-            self._opened.set()
+    def __init__(self, *, paused: bool = False) -> None:
+        self._resumed = asyncio.Event()
+        if not paused:
+            self._resumed.set()
         self._running: set[asyncio.Task[Any]] = set()
 
     @property
-    def is_open(self) -> bool:
-        return self._opened.is_set()
+    def paused(self) -> bool:
+        return not self._resumed.is_set()
 
-    def open(self) -> None:
-        self._opened.set()
+    def resume(self) -> None:
+        self._resumed.set()
 
-    async def close(self) -> None:
+    async def pause(self) -> None:
         """Cancel all requests to engines and return when they have ended."""
-        self._opened.clear()
+        self._resumed.clear()
         running = list(self._running)
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
     async def wait(self) -> None:
-        """Return when the gate is open."""
-        await self._opened.wait()
+        """Return unless, or as soon as no longer, calls are paused."""
+        await self._resumed.wait()
 
     async def run(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Return what `work` returns.
 
         Raises:
-            GateClosed: the gate is closed, or closed meanwhile; `work` was cancelled.
+            CallsPaused: calls are paused, or were meanwhile; `work` was cancelled.
         """
-        if not self.is_open:
+        if self.paused:
             work.close()
-            raise GateClosed
+            raise CallsPaused
         task = asyncio.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -62,4 +62,4 @@ class GenerationGate:
             caller = asyncio.current_task()
             if not task.cancelled() or (caller is not None and caller.cancelling()):
                 raise
-            raise GateClosed from None
+            raise CallsPaused from None
