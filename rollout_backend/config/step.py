@@ -2,7 +2,7 @@
 
 Where each timeout is enforced:
 
-- `model_call_s`: `gateway.engine_client`
+- `model_call_s`: `gateway.engine.client`
 - `agent_s`: `agent_wrapper.app`
 - `publish_grace_s`: `step.rollout_task`
 - `collection_s`: `step.step`
