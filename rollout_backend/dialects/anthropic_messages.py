@@ -8,9 +8,10 @@ Invariants:
 - An answer sent back as history is the message that was sampled. Arguments that JSON in UTF-8 cannot hold (half of a
   surrogate pair) are returned as {"INVALID_JSON": "the sampled text"}, the form that Anthropic documents for clients,
   and such an input is read as that text again.
-- Input that the model cannot process is refused: documents, images if it takes none, tools built into Anthropic's
-  models, a prefilled reply. Ignored: `cache_control`, signatures, `redacted_thinking`, and what only saves the
-  provider's tokens: all tools are shown, deferred ones too, and the whole history. The trainer sets thinking.
+- Input that the model cannot process is refused: documents, images if it takes none, a prefilled reply. Ignored:
+  `cache_control`, signatures, `redacted_thinking`, and what only saves the provider's tokens: all tools are shown,
+  deferred ones too, and the whole history. The trainer sets thinking.
+- Tools that Anthropic runs or trains its own models on are left out and counted, as by SGLang.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.images import Image, message_content
@@ -38,6 +39,10 @@ _SIGNATURE = "unsigned"  # clients require one with thinking; it is ignored when
 # Claude Code's accounting: a line of the system prompt whose hash changes with every call. If it were kept, each turn
 # would start a new conversation.
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
+_HOSTED = re.compile(
+    r"(bash|text_editor|computer|memory|web_search|web_fetch|code_execution|advisor|(browser|computer)_toolset)_\d{8}"
+    r"|tool_search_tool_(bm25|regex)(_\d{8})?|mcp_toolset"
+)
 _HARMLESS = frozenset(
     {
         *("metadata", "service_tier", "inference_geo", "user_profile_id", "fallback_credit_token"),
@@ -158,11 +163,9 @@ class _Message(Body):
     output_config: Any = None
 
 
-def _is_custom(tool: object) -> object:
+def _tool_kind(tool: object) -> str | None:
     kind = tool.get("type") if isinstance(tool, dict) else None
-    if kind not in (None, "custom"):
-        raise ValueError(f"{kind!r} is built into Anthropic's own models; define a tool with an input_schema instead")
-    return tool
+    return "custom" if kind is None else "hosted" if _HOSTED.fullmatch(str(kind)) else str(kind)
 
 
 class _Tool(Body):
@@ -172,6 +175,10 @@ class _Tool(Body):
     strict: bool | None = None
     allowed_callers: Annotated[Any, refuse("only the model itself calls tools here; leave it out", ["direct"])] = None
     input_examples: Annotated[Any, refuse("are not shown to the model; put them into the description", [])] = None
+
+
+class _HostedTool(Body):
+    type: str
 
 
 class _ToolChoice(Body):
@@ -199,7 +206,14 @@ class _Conversation(Body):
     model: str
     messages: list[_Message]
     system: _Texts | None = None
-    tools: list[Annotated[_Tool, BeforeValidator(_is_custom)]] | None = None
+    tools: (
+        list[
+            Annotated[
+                Annotated[_Tool, Tag("custom")] | Annotated[_HostedTool, Tag("hosted")], Discriminator(_tool_kind)
+            ]
+        ]
+        | None
+    ) = None
     tool_choice: _ToolChoice | None = None
     output_config: _OutputConfig | None = None
     output_format: _Format | None = None  # replaced by output_config.format
@@ -250,7 +264,9 @@ class AnthropicMessages(Dialect):
             max_new_tokens=request.max_tokens,
             stop=request.stop_sequences or (),
             stream=bool(request.stream),
-            ignored=ignored(body, request.model_extra),
+            ignored=ignored(body, request.model_extra).union(
+                tool.type for tool in request.tools or () if isinstance(tool, _HostedTool)
+            ),
             sampling={name: value for name, value in sampling.items() if value is not None},
         )
 
@@ -283,11 +299,12 @@ def _call(request: _Conversation, images: ImageReader, **more: Any) -> ModelCall
     if choice.type == "tool" and choice.name is None:
         raise refused("tool_choice.name", "is missing; name the tool that must be called")
     output_format = (request.output_config and request.output_config.format) or request.output_format
+    tools = [tool for tool in request.tools or () if isinstance(tool, _Tool)]
     call = ModelCall(
         model=request.model,
         messages=_messages(request, images),
         images=images.found,
-        tools=[wire.chat_tool(t.name, t.description, t.input_schema, t.strict) for t in request.tools or ()] or None,
+        tools=[wire.chat_tool(t.name, t.description, t.input_schema, t.strict) for t in tools] or None,
         tool_choice="required" if forced else "none" if choice.type == "none" else "auto",
         tool_name=choice.name if choice.type == "tool" else None,
         parallel_tool_calls=not choice.disable_parallel_tool_use,

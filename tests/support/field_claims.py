@@ -253,11 +253,6 @@ _FUNCTION_FIELDS = {
     "output_schema": Refused({"type": "object"}),
 }
 _GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}
-HOSTED = {  # tools that are left out and counted by their type
-    *("FileSearchToolParam", "ComputerToolParam", "ComputerUsePreviewToolParam", "WebSearchToolParam", "Mcp"),
-    *("CodeInterpreter", "ProgrammaticToolCalling", "ImageGeneration", "LocalShell", "FunctionShellToolParam"),
-    *("ToolSearchToolParam", "WebSearchPreviewToolParam", "ApplyPatchToolParam"),
-}
 _INPUT_TEXT = {"text": Honoured("else"), "type": TAG, "prompt_cache_breakpoint": BREAKPOINT}
 _INPUT_MESSAGE = {**_MESSAGE, "type": TAG, "phase": Harmless("commentary"), "status": Harmless("completed")}
 RESPONSES_TYPES = {
