@@ -25,6 +25,7 @@ _HARMLESS = frozenset({"cache_salt", "client_metadata", "priority", "request_id"
 _TEMPLATE = "the chat template and its options are the trainer's (model.renderer_options); leave it out"
 _FORM = "ask for a form by a JSON schema in this API's own field for it, or in the prompt"
 _END = "a reply ends at the model's own end token, at a stop string or at its limit; leave it out"
+_READ = "a reply is always text and reasoning apart, without control tokens; leave it out"
 _EXTENSIONS: Mapping[str, tuple[str, tuple[Any, ...]]] = {  # advice, and the values that change nothing
     "add_generation_prompt": ("a reply always starts a new turn; leave it out", (True,)),
     "continue_final_message": ("this model cannot continue a prefilled reply; leave it out", (False,)),
@@ -33,6 +34,10 @@ _EXTENSIONS: Mapping[str, tuple[str, tuple[Any, ...]]] = {  # advice, and the va
     **dict.fromkeys(("structured_outputs", "json_schema", "regex", "ebnf", "structural_tag"), (_FORM, ())),
     **dict.fromkeys(("stop_token_ids", "stop_regex"), ("send stop strings instead", ([],))),
     "ignore_eos": (_END, (False,)),
+    **dict.fromkeys(
+        ("include_reasoning", "separate_reasoning", "stream_reasoning", "skip_special_tokens"), (_READ, (True,))
+    ),
+    **dict.fromkeys(("no_stop_trim", "return_token_ids"), (_READ, (False,))),
     "min_tokens": (_END, (0,)),
     "stop": ("this API has no stop strings", ([],)),
 }

@@ -26,7 +26,7 @@ _TEXT_ONLY = "parts of type 'image_url' are not supported, only text is"
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "seed"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "logit_bias"),
-    *("reasoning_effort", "verbosity"),
+    *("reasoning_effort", "reasoning", "thinking", "verbosity"),
 )
 _HARMLESS = frozenset(
     {
@@ -59,7 +59,7 @@ class _Function(_Body):
 
 class _ToolCall(_Body):
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Annotated[Literal["function"], BeforeValidator(lambda kind: kind or "function")] = "function"
     function: _Function
 
 
@@ -154,6 +154,8 @@ class _Request(_Body):
     min_p: JsonValue = None
     logit_bias: JsonValue = None
     reasoning_effort: JsonValue = None
+    reasoning: JsonValue = None  # OpenRouter's and DeepSeek's names of the effort
+    thinking: JsonValue = None
     verbosity: JsonValue = None
     functions: Annotated[JsonValue, refuse("use tools instead of functions", [])] = None
     function_call: Annotated[JsonValue, refuse("use tool_choice instead of function_call", "none")] = None
@@ -262,9 +264,7 @@ def _plain(message: _Message, where: str, images: ImageReader) -> Message:
     }
     if message.name is not None:
         plain["name"] = message.name
-    if message.role == "tool":
-        if message.tool_call_id is None:
-            raise refused(f"{where}.tool_call_id", "is missing")
+    if message.role == "tool" and message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
     if message.role == "assistant":
         if message.tool_calls:
@@ -273,8 +273,6 @@ def _plain(message: _Message, where: str, images: ImageReader) -> Message:
             ]
         if (reasoning := message.reasoning_content or message.reasoning) is not None:
             plain["reasoning_content"] = reasoning
-    elif message.content is None:
-        raise refused(f"{where}.content", "is missing")
     return plain
 
 

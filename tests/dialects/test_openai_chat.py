@@ -28,7 +28,8 @@ def test_messages_are_normalised():
         {"role": "assistant", "content": None, "refusal": None, "tool_calls": [CALL]},
         {"role": "tool", "tool_call_id": "1", "content": []},
         {"role": "assistant", "content": "d", "reasoning_content": "r", "name": "n", "prefix": False},
-        {"role": "assistant", "content": "e", "reasoning": "r"},
+        {"role": "assistant", "content": "e", "reasoning": "r", "tool_calls": [{**CALL, "type": None}]},
+        *({"role": role, "content": None} for role in ("tool", "user", "system")),
     ]
     assert parse(messages=messages).messages == [
         {"role": "system", "content": "ab"},
@@ -36,7 +37,8 @@ def test_messages_are_normalised():
         {"role": "assistant", "content": "", "tool_calls": [CALL]},
         {"role": "tool", "content": "", "tool_call_id": "1"},
         {"role": "assistant", "content": "d", "reasoning_content": "r", "name": "n"},
-        {"role": "assistant", "content": "e", "reasoning_content": "r"},
+        {"role": "assistant", "content": "e", "reasoning_content": "r", "tool_calls": [CALL]},
+        *({"role": role, "content": ""} for role in ("tool", "user", "system")),
     ]
 
 
@@ -70,10 +72,19 @@ def test_sampling_and_limits():
         top_k=3,
         min_p=0.1,
         logit_bias={"1": 2},
+        reasoning={"effort": "low"},
+        thinking={"type": "enabled"},
         parallel_tool_calls=False,
     )
     assert (call.max_new_tokens, call.stop, call.n, call.logprobs, call.stream) == (4, ("x",), 2, True, True)
-    assert call.sampling == {"temperature": 0.5, "top_k": 3, "min_p": 0.1, "logit_bias": True}
+    assert call.sampling == {
+        "temperature": 0.5,
+        "top_k": 3,
+        "min_p": 0.1,
+        "logit_bias": True,
+        "reasoning": True,
+        "thinking": True,
+    }
     assert not call.parallel_tool_calls
     assert parse() == ModelCall("m", [{"role": "user", "content": "a"}], dialect_data=False)
 
@@ -109,9 +120,7 @@ def test_response_format(asked, wanted):
     ("more", "where"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages.0.content"),
         ({"messages": [user("\ud800")]}, ""),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.tool_call_id"),
         ({"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}])]}, "messages.0.content.0"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),

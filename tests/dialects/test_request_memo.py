@@ -102,7 +102,7 @@ def test_a_field_that_comes_twice_counts_as_the_parser_counts_it(chat):
     same(memo, chat, body([USER, CALLED, RESULT, USER]))
 
 
-@pytest.mark.parametrize("wrong", [{"role": "user"}, {"role": "robot", "content": "x"}, 5])
+@pytest.mark.parametrize("wrong", [{"content": "x"}, {"role": "robot", "content": "x"}, 5])
 def test_an_error_names_the_message_by_its_place_in_the_conversation(chat, wrong):
     memo = RequestMemo()
     memo.parse(chat, body([SYSTEM, USER]))
