@@ -106,6 +106,18 @@ class RolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _seeds_are_read(self) -> Self:
+        serving = self.serving
+        if self.sampling.seed is None or serving.engine != "sglang" or serving.kind not in ("process", "ray"):
+            return self
+        if "--enable-deterministic-inference" not in serving.extra_args:
+            raise ValueError(
+                f"sampling.seed={self.sampling.seed}: SGLang ignores seeds without --enable-deterministic-inference, "
+                "which costs throughput: add it to serving.extra_args, or remove the seed"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _urls_live_long_enough(self) -> Self:
         if self.storage.presigned and self.timeouts.session_key_s > MAX_URL_S:
             raise ValueError(

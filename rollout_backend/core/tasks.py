@@ -89,6 +89,12 @@ def sibling_id(rollout_id: str, number: int) -> str:
     return f"{match[1]}.{number}{match[3] or ''}"
 
 
+def planned_id(rollout_id: str) -> str:
+    """Return the id that the rollout had before any restart of the trainer."""
+    match = _ROLLOUT_ID.fullmatch(rollout_id)
+    return rollout_id.removesuffix(match[3] or "") if match is not None else rollout_id
+
+
 def task_of(rollout_id: str) -> str:
     """Return the id of the task that the rollout was named after."""
     match = _ROLLOUT_ID.fullmatch(rollout_id)

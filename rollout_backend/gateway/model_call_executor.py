@@ -28,7 +28,7 @@ from rollout_backend.gateway.engine.protocol import EngineProtocol, PromptDiffer
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.in_flight_call import InFlightCall
 from rollout_backend.gateway.rendering_thread import RenderingThread
-from rollout_backend.gateway.sampling import Budget, context_exceeded, engine_params
+from rollout_backend.gateway.sampling import Budget, context_exceeded, engine_params, reply_seed
 from rollout_backend.gateway.sessions import journal_records
 from rollout_backend.gateway.sessions.conversations import Prompt, RecordedTurn
 from rollout_backend.gateway.sessions.registry import OpenSession
@@ -209,7 +209,7 @@ class ModelCallExecutor:
                 None if cap is None else cap - state.sampled_tokens,
             ),
             self._bundle.stop_token_ids,
-            seed_salt=f"{claims.rollout_id}/{state.started}",
+            seed=reply_seed(claims.sampling.seed, claims.step, claims.rollout_id, state.started),
             choice=choice,
         )
         if choice == 0:

@@ -19,6 +19,7 @@ from typing import Any
 from agent_wrapper.contract import Sampling
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.model_call import ModelCall
+from rollout_backend.core.tasks import planned_id
 
 _FIELDS = ("temperature", "top_p", "top_k", "seed")
 
@@ -69,21 +70,18 @@ def engine_params(
     allowed: Collection[str],
     budget: Budget,
     stop_token_ids: Sequence[int],
-    seed_salt: str = "",
+    seed: int | None = None,
     choice: int = 0,
 ) -> EngineParams:
     """Return the sampling parameters of one choice.
 
-    The trainer's seed is mixed with `seed_salt`, which differs between calls and choices: with the plain seed, all
-    rollouts of a group would be identical. An agent's seed is used unchanged, plus the choice's index.
+    `seed` is the reply's: see `reply_seed`. An agent's seed is used unchanged, plus the choice's index.
 
     Raises:
         ApiError: status 400 if no token may be sampled (see `Budget`).
     """
     left = budget.left()
-    values: dict[str, Any] = {name: getattr(sampling, name) for name in _FIELDS}
-    if sampling.seed is not None:
-        values["seed"] = zlib.crc32(f"{sampling.seed}/{seed_salt}".encode())
+    values: dict[str, Any] = {name: getattr(sampling, name) for name in _FIELDS} | {"seed": seed}
     overridden = []
     for name, asked in call.sampling.items():
         if name not in _FIELDS:
@@ -103,6 +101,14 @@ def engine_params(
     if values["seed"] is not None:
         params["sampling_seed"] = values["seed"]
     return EngineParams(params, overridden)
+
+
+def reply_seed(seed: int | None, step: int, rollout_id: str, turn: int) -> int | None:
+    """Return the seed of a rollout's reply, its `turn`-th from 1, for the trainer's seed of the run.
+
+    With the trainer's own seed, the rollouts of a group would be identical. A repeated attempt has the same seeds.
+    """
+    return None if seed is None else zlib.crc32(f"{seed}/{step}/{planned_id(rollout_id)}/{turn}".encode())
 
 
 def context_exceeded(message: str) -> ApiError:

@@ -145,6 +145,7 @@ class ScriptedEngine:
         self.image_tokens = image_tokens
         self.routing = routing
         self.hierarchical_cache = False
+        self.deterministic = True
         self.crashed = False
         self._skip_tokenizer_init = skip_tokenizer_init
         self._version = version
@@ -226,6 +227,7 @@ class ScriptedEngine:
                     "version": "scripted",
                     "enable_return_routed_experts": routed,
                     "enable_hierarchical_cache": self.hierarchical_cache,
+                    "enable_deterministic_inference": self.deterministic,
                 }
             )
 

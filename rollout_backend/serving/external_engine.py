@@ -22,7 +22,7 @@ from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import PreflightError, StartupError
 from rollout_backend.serving import engine
 from rollout_backend.serving.engine import EngineFactory, is_responding, probe_url
-from rollout_backend.serving.model_server import check_records_experts, check_vllm
+from rollout_backend.serving.model_server import check_reads_seeds, check_records_experts, check_vllm
 
 _LOOK_UP_S = 1.0
 
@@ -68,6 +68,7 @@ class ExternalEngine:
         self._name = name
         self._engine = config.serving.engine
         self._records_experts = config.model.routed_experts
+        self._seeded = config.sampling.seed is not None
         self._timeout_s = config.serving.startup_s()
         self.url = url.rstrip("/")
 
@@ -92,8 +93,11 @@ class ExternalEngine:
         try:
             if self._engine == "vllm":
                 await check_vllm(self.url)
-            elif self._records_experts:
+                return
+            if self._records_experts:
                 await check_records_experts(self.url)
+            if self._seeded:
+                await check_reads_seeds(self.url)
         except PreflightError as error:
             raise StartupError(f"{self._name}: {error}") from None
 

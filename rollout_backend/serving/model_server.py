@@ -112,6 +112,18 @@ async def check_records_experts(url: str) -> None:
         )
 
 
+async def check_reads_seeds(url: str) -> None:
+    """Raise PreflightError if an SGLang server ignores the seeds of requests."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as http:
+        status, info = await _ask(http, f"{url}/server_info")
+    if not info.get("enable_deterministic_inference"):
+        raise PreflightError(
+            f"sampling.seed is set, and {url}/server_info answers {status} without enable_deterministic_inference: "
+            "SGLang ignores seeds then. Start it with --enable-deterministic-inference, in verl by "
+            "+actor_rollout_ref.rollout.engine_kwargs.sglang.enable_deterministic_inference=True, or remove the seed"
+        )
+
+
 async def _ask(
     http: aiohttp.ClientSession, url: str, body: Mapping[str, Any] | None = None
 ) -> tuple[int, dict[str, Any]]:

@@ -89,6 +89,7 @@ def engine_command(
     if on_cpu:
         env["SGLANG_USE_CPU_ENGINE"] = "1"  # else rotary embedding imports CUDA operations and dies
         env["PYTHONPATH"] = str(_STUBS)  # replaces two GPU packages: see its sitecustomize.py
+        env["TORCH_COMPILE_DISABLE"] = "1"  # SGLang compiles its sampling with a seed, which needs a C++ compiler
         env |= cpu_threads(serving.threads)
         if serving.gpus_per_server > 1:  # else SGLang refuses more processes than the machine has NUMA nodes
             cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))

@@ -188,7 +188,7 @@ class CloudAgentLoopManager:
         import transfer_queue as tq
 
         uid, base = batch.uid(group.task.task_id), batch.prompts[group.task.task_id]
-        step = int(base["global_steps"])
+        step, order = int(base["global_steps"]), batch.order(group.task.task_id)
         # Validation has no advantages, and verl groups its metrics by the prompt's uid.
         by_row = self._row_uids and not batch.validates
         keys, fields, tags = [], [], []
@@ -206,7 +206,7 @@ class CloudAgentLoopManager:
                     columns = {**base, "session_id": session, "uid": key if by_row else uid}
                     extras = _numeric_extras(rollout)
                     fields.append(row_formats.v1_fields(row, columns, extras, self._vision))
-                    tags.append(row_formats.v1_tag(row, step, _weight_version(step, batch.validates)))
+                    tags.append(row_formats.v1_tag(row, step, _weight_version(step, batch.validates)) | order)
                     keys.append(key)
             if keys:
                 data = verl_api.list_of_dict_to_tensordict(fields)
@@ -321,7 +321,9 @@ class CloudAgentLoopManager:
             task_id=task_id,
             payload=payload,
             rollouts=default_n if n is None else int(n),
-            sampling=sampling_of(self._rollout, validate=validate, greedy=_is_greedy(row)),
+            sampling=sampling_of(self._rollout, validate=validate, greedy=_is_greedy(row)).model_copy(
+                update={"seed": self.settings.sampling.seed}
+            ),
             private=private_of(row, scored=self.settings.scoring.enabled),
         )
 

@@ -19,6 +19,9 @@ After a restart of the trainer a rollout can still be too old, judged by the ver
 It is dropped then. If fewer than two rollouts of a group remain, the whole group is dropped, because a single rollout
 has no baseline. Each dropped group is replaced by one of another prompt.
 
+Rows come in the order of verl's prompts, their rollouts and segments, not in that of their arrival: sums of
+floating-point numbers depend on it, so equal rollouts would otherwise give different gradients.
+
 With `stable_steps`, the default, the number of optimizer steps does not depend on how many rows a batch has: see
 `StableSteps`.
 """
@@ -116,6 +119,7 @@ class RolloutSampler:
         too_old: Counter[str] = Counter()
         if self._max_staleness is not None:
             batch, metrics, too_old = self._drop_stale(batch, metrics, global_steps)
+        batch.reorder(sorted(range(len(batch)), key=lambda i: _place(batch.keys[i], batch.tags[i])))
         counts = TALLY.take(partition_id)
         counts.update(too_old)
         parts = [(tag["trained_tokens"], tag["mean_version"], tag["min_global_steps"]) for tag in batch.tags]
@@ -191,6 +195,12 @@ def _split_stale(batch: KVBatchMeta, oldest: int, counts: Counter[str]) -> tuple
     rows = dict(zip(batch.keys, batch.tags, strict=True))
     counts["too_old_tokens"] += sum(tag["trained_tokens"] for key, tag in rows.items() if _session(key) in out)
     return {key: tag for key, tag in rows.items() if _session(key) not in out}, len(dropped)
+
+
+def _place(key: str, tag: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the place of a row among others: its batch, prompt, session and segment."""
+    _, session, index = key.rsplit("_", 2)
+    return tag.get("batch", 0), tag.get("place", 0), int(session), int(index)
 
 
 def _session(key: str) -> str:

@@ -44,7 +44,7 @@ class V1Batch:
         self.validates = validates
         self.abandoned = abandoned
         self.tasks: list[Task] = []
-        self.prompts: dict[str, dict[str, Any]] = {}
+        self.prompts: dict[str, dict[str, Any]] = {}  # in verl's order
         for row, task in requests:
             self.tasks.append(task)
             self.prompts[task.task_id] = {key: value for key, value in row.items() if key not in _CONTROL_COLUMNS}
@@ -65,6 +65,10 @@ class V1Batch:
     def uid(self, task_id: str) -> str:
         """Return verl's uid of the prompt."""
         return str(self.prompts[task_id]["uid"])
+
+    def order(self, task_id: str) -> dict[str, int]:
+        """Return the fields of a row's tag by which `RolloutSampler` orders the rows of a step."""
+        return {"batch": self.number, "place": list(self.prompts).index(task_id)}
 
     def report(self, group: GroupResult) -> bool:
         """Record a group's result. Return False for the last group, which must wait for the end of the batch."""

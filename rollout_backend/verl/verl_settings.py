@@ -36,6 +36,9 @@ def settings_of(config: Any, addresses: Sequence[str]) -> RolloutConfig:
     model = config.actor_rollout_ref.model
     length = rollout.get("max_model_len") or rollout.prompt_length + rollout.response_length
     records_experts = bool(rollout.get("enable_rollout_routing_replay"))
+    sampling = sampling_of(rollout, validate=False, greedy=False).model_dump()
+    if rollout.get("full_determinism"):  # else verl's seed, which has a default, seeds no reply
+        sampling["seed"] = int(rollout.seed)
     base = {
         "run_id": run_id_of(config.trainer),
         "model": {
@@ -45,7 +48,7 @@ def settings_of(config: Any, addresses: Sequence[str]) -> RolloutConfig:
             "routed_experts": records_experts,
             "trust_remote_code": bool(model.get("trust_remote_code")),
         },
-        "sampling": sampling_of(rollout, validate=False, greedy=False).model_dump(),
+        "sampling": sampling,
         "group": {"size": int(rollout.n)},
     }
     scorer = _reward_function(config)
@@ -71,6 +74,12 @@ def settings_of(config: Any, addresses: Sequence[str]) -> RolloutConfig:
             f"verl starts its servers by actor_rollout_ref.rollout.enable_rollout_routing_replay={records_experts}: "
             "remove model.routed_experts"
         )
+    for name, value in settings.sampling.model_dump(exclude={"seed"}).items():
+        if value != sampling[name]:
+            raise ConfigError(
+                f"under {KEY} sampling.{name}={value}: verl's settings decide how tokens are sampled, except for "
+                "sampling.seed: remove it, and set verl's own, such as actor_rollout_ref.rollout.temperature"
+            )
     _check_estimator(config, settings)
     return settings
 

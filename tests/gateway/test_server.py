@@ -476,13 +476,25 @@ def test_an_agent_sets_what_the_settings_allow(play):
     assert gateway.stats().overridden == {"top_p": 1}
 
 
-def test_each_call_of_a_session_has_a_different_seed(play):
+def test_a_reply_has_the_seed_of_its_step_task_rollout_and_turn(play):
     gateway = play(lambda _: "x")
-    client = gateway.client(seed=1)
-    ask(client)
-    ask(client)
-    first, second = (request["sampling_params"]["sampling_seed"] for request in gateway.engine.requests)
-    assert first != second
+    planned = {"rollout_id": "task.1", "step": 2, "seed": 1}
+    sessions = [
+        planned,
+        {**planned, "attempt": 2},
+        {**planned, "rollout_id": "task.1.g1"},  # planned again by a restarted trainer
+        {**planned, "step": 3},
+        {**planned, "rollout_id": "task.2"},
+        {**planned, "seed": 2},
+    ]
+    for i, claims in enumerate(sessions):
+        client = gateway.client(f"s{i}", **claims)
+        ask(client)
+        ask(client)
+    seeds = [request["sampling_params"]["sampling_seed"] for request in gateway.engine.requests]
+    first, *others = [tuple(seeds[i : i + 2]) for i in range(0, len(seeds), 2)]
+    assert others[:2] == [first, first]
+    assert len({*first, *(seed for pair in others[2:] for seed in pair)}) == 8
 
 
 # --- keys, sealing, revoking ------------------------------------------------------------------------------

@@ -183,6 +183,23 @@ async def test_an_external_server_without_routed_experts_is_refused(monkeypatch)
         assert engine.requests == []
 
 
+def test_a_seed_needs_an_engine_that_reads_it():
+    with pytest.raises(ConfigError, match=r"sampling\.seed=1: SGLang ignores seeds.*serving\.extra_args"):
+        run_config(sampling={"seed": 1}, serving={})
+    run_config(sampling={"seed": 1}, serving={"extra_args": ["--enable-deterministic-inference"]})
+    run_config(sampling={"seed": 1}, serving={"engine": "vllm"})
+
+
+async def test_an_external_server_that_ignores_seeds_is_refused():
+    with ScriptedEngine([]) as engine:
+        serving = {"kind": "external", "urls": [engine.url]}
+        server = ExternalEngine("engine-0", engine.url, run_config(sampling={"seed": 1}, serving=serving))
+        await server.start()
+        engine.deterministic = False
+        with pytest.raises(StartupError, match=r"engine-0: sampling\.seed .*--enable-deterministic-inference"):
+            await server.start()
+
+
 @pytest.mark.parametrize("experts", [0, 8])
 def test_the_model_of_routed_experts_is_checked(tmp_path, experts):
     config = {"num_hidden_layers": 4, "num_experts": experts, "num_experts_per_tok": 2}

@@ -78,14 +78,17 @@ def session_key(
     lives_s: float = 600,
     journal_id: str = "",
     routing_key: str = "",
+    step: int = 0,
+    rollout_id: str = "r",
+    attempt: int = 1,
     **sampling: Any,
 ) -> str:
     """Return a session's key; `sampling` is the trainer's."""
     claims = SessionClaims(
         run_id="run",
-        step=0,
-        rollout_id="r",
-        attempt=1,
+        step=step,
+        rollout_id=rollout_id,
+        attempt=attempt,
         session_id=session,
         sampling=Sampling(**sampling),
         expires_at=time.time() + lives_s,

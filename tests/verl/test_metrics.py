@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from rollout_backend.results.step_report import GroupResult, StepFailure
 from rollout_backend.verl.metrics import CLASSES, TALLY, PartitionCounts, as_metrics, count_group, staleness
 from rollout_backend.verl.row_formats import v1_fields, v1_tag
 from rollout_backend.verl.rows import Rows, rows_of
+from rollout_backend.verl.v1_batch import V1Batch
 from rollouts import make_rollout, make_segment
 
 
@@ -193,13 +194,20 @@ class Trainer:
             self.fresh += 1
             self.finish(f"u{self.fresh}", [9, 9])
 
-    def finish(self, uid: str, versions: list[int], step: int = 10, status: str = "finished") -> None:
-        """Write a group whose sessions were sampled by these versions."""
+    def finish(
+        self,
+        uid: str,
+        versions: list[int],
+        step: int = 10,
+        status: str = "finished",
+        order: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """Write a group whose sessions were sampled by these versions, the last one first."""
         tag = {"is_prompt": True, "status": "running", "global_steps": step}
         self.queue.kv_put(key=uid, partition_id="train", tag=tag)
-        for session, version in enumerate(versions):
+        for session, version in reversed(list(enumerate(versions))):
             (row,) = rows_of(rollout(session, str(version)), 8, 8)
-            self.queue.kv_put(key=f"{uid}_{session}_0", partition_id="train", tag=v1_tag(row, step))
+            self.queue.kv_put(key=f"{uid}_{session}_0", partition_id="train", tag=v1_tag(row, step) | order)
         self.queue.kv_put(key=uid, partition_id="train", tag={"status": status})
 
     def left(self) -> set[str]:
@@ -230,10 +238,20 @@ def test_a_finished_batch_is_found_by_the_next_poll(queue: Any, mode: str, monke
         pauses.append(seconds)
         trainer.finish("u1", [9, 9])
 
-    monkeypatch.setattr(replay_buffer, "time", types.SimpleNamespace(sleep=pause, time=time.time))
+    monkeypatch.setattr(replay_buffer, "time", SimpleNamespace(sleep=pause, time=time.time))
     batch, _ = trainer.sampler.sample(global_steps=10, partition_id="train", batch_size=1)
     assert batch.keys
     assert pauses == [0.25]
+
+
+@on_a_real_queue
+def test_rows_have_the_order_of_the_prompts_and_not_of_their_arrival(queue: Any) -> None:
+    trainer = Trainer(queue, "sync", "data.train_batch_size=2")
+    batch = V1Batch(10, [({"uid": uid}, Task(uid, {})) for uid in ("u2", "u1")])
+    for uid in ("u1", "u2"):
+        trainer.finish(uid, [9, 9, 9], order=batch.order(uid))
+    taken, _ = trainer.sampler.sample(global_steps=10, partition_id="train", batch_size=2)
+    assert taken.keys == ["u2_0_0", "u2_1_0", "u2_2_0", "u1_0_0", "u1_1_0", "u1_2_0"]
 
 
 @on_a_real_queue
@@ -267,7 +285,7 @@ def test_a_batch_waits_for_groups_that_would_become_too_old(queue: Any, monkeypa
         awaited.append(uids := sorted(uid for uid in trainer.left() if uid in ("u1", "u2", "u3")))
         trainer.finish(uids[len(awaited) - 1], [step - 1 for step in (8, 8)], step=7 + len(awaited))
 
-    monkeypatch.setattr(sampler, "time", types.SimpleNamespace(sleep=finish_one))
+    monkeypatch.setattr(sampler, "time", SimpleNamespace(sleep=finish_one))
     batch, found = trainer.sampler.sample(global_steps=10, partition_id="train", batch_size=1)
     assert len(awaited) == 2
     assert set(batch.keys) == {"u1_0_0", "u1_1_0"}, "the oldest group is not trained first"

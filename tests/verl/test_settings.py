@@ -141,6 +141,23 @@ def test_a_wrong_setting_is_named_with_its_place(own, match):
         settings_of(verl_config(own), ["a:1"])
 
 
+@pytest.mark.parametrize(
+    ("own", "rollout", "seed"),
+    [
+        ({}, {"seed": 5}, None),
+        ({}, {"seed": 5, "full_determinism": True}, 5),
+        ({"sampling": {"seed": 7}}, {"seed": 5, "full_determinism": True}, 7),
+    ],
+)
+def test_the_seed_of_replies_is_verls_if_it_asks_for_determinism(own, rollout, seed):
+    assert settings_of(verl_config({**OWN, **own}, **rollout), ["a:1"]).sampling.seed == seed
+
+
+def test_sampling_other_than_verls_is_refused():
+    with pytest.raises(ConfigError, match=r"sampling\.top_k=40.*actor_rollout_ref\.rollout\.temperature"):
+        settings_of(verl_config({**OWN, "sampling": {"top_k": 40}}), ["a:1"])
+
+
 def test_validation_and_greedy_sampling():
     rollout = verl_config().actor_rollout_ref.rollout
     assert sampling_of(rollout, validate=True, greedy=False).temperature == 0.5

@@ -61,20 +61,31 @@ class ServerSettings(BaseModel):
             ) from None
 
     def serving(
-        self, dtype: str, skip_tokenizer_init: bool = True, model: Any = None, streams_once: bool = False
+        self,
+        dtype: str,
+        skip_tokenizer_init: bool = True,
+        model: Any = None,
+        streams_once: bool = False,
+        deterministic: bool = False,
     ) -> ServingConfig:
         """Return the serving settings. By default the server has no tokenizer, like verl's own servers.
 
         `model` is verl's `HFModelConfig`; a server of a model with an adapter takes it, like verl's own servers.
         `streams_once`: whether the settings of verl's SGLang have `incremental_streaming_output`.
+        `deterministic`: equal prompts and seeds give equal replies. Matrix products on the CPU depend on the batch,
+        so the server then runs one request at a time.
         """
-        options = {"--skip-tokenizer-init": skip_tokenizer_init, "--incremental-streaming-output": streams_once}
+        options = {
+            "--skip-tokenizer-init": skip_tokenizer_init,
+            "--incremental-streaming-output": streams_once,
+            "--enable-deterministic-inference": deterministic,
+        }
         return ServingConfig.model_validate(
             {
                 "device": "cpu",
                 "dtype": dtype,
                 "threads": self.threads,
-                "max_running_requests": self.max_running_requests,
+                "max_running_requests": 1 if deterministic else self.max_running_requests,
                 "python": self.python,
                 "startup_timeout_s": self.startup_timeout_s,
                 "extra_args": ("--skip-server-warmup", *(name for name, given in options.items() if given)),
@@ -87,7 +98,9 @@ def serving_of(rollout: Any, model: Any) -> ServingConfig:
     """Return how a server of verl's `RolloutConfig` and `HFModelConfig` runs."""
     streams_once = ((rollout.engine_kwargs or {}).get("sglang") or {}).get("incremental_streaming_output")
     settings = ServerSettings.of(rollout)
-    return settings.serving(rollout.dtype, rollout.skip_tokenizer_init, model, bool(streams_once))
+    return settings.serving(
+        rollout.dtype, rollout.skip_tokenizer_init, model, bool(streams_once), bool(rollout.full_determinism)
+    )
 
 
 def serves_adapter(model: Any) -> bool:

@@ -11,6 +11,11 @@ it raises `NotImplementedError`, so no result can come from a stub unnoticed. An
 
 SGLang also pins the memory in which it records routed experts, and that of LoRA adapters, for copies from and to a
 GPU. That needs CUDA, so it is left out.
+
+SGLang reads a request's `sampling_seed` only with --enable-deterministic-inference, which it refuses for torch's
+attention, because matrix products on the CPU depend on the batch. A server with --max-running-requests 1 has batches
+of one request, so the option is allowed, without the kernels for GPUs that replace those products, and with a hash in
+torch for the noise of a seed.
 """
 
 import contextlib
@@ -21,8 +26,11 @@ import types
 from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
+_32_BITS = 0xFFFFFFFF
 NAMES = ("sgl_kernel", "torchvision")
 _PINS_EXPERTS = "sglang.srt.mem_cache.pool_host.common"
+_BACKENDS, _BATCH_INVARIANT = "sglang.srt.arg_groups.choices", "sglang.srt.batch_invariant_ops"
+_HASH = "sglang.kernels.ops.sampling.murmur_hash"
 _PINS_ADAPTERS = ("sglang.srt.lora.layers", "sglang.srt.lora.lora", "sglang.srt.lora.backend.torch_backend")
 
 
@@ -104,26 +112,49 @@ class _UnpinnedTorch(types.ModuleType):
         return lambda *args, pin_memory=False, **kwargs: value(*args, **kwargs)
 
 
-class _Unpinned(importlib.machinery.SourceFileLoader):
-    """Loads a module that pins memory, and replaces the functions that do."""
+def _murmur_hash32(seed_B: Any, positions_B: Any, columns_V: Any) -> Any:
+    """Return [B, V]: MurmurHash3 of a seed of 8 bytes, a position and a column, as SGLang's kernel computes it."""
+    seeds = seed_B.to(columns_V.dtype)  # int64, in which a product keeps its lower 32 bits
+    h = 0
+    for k in (seeds[:, None], seeds[:, None] >> 32, positions_B[:, None], columns_V[None]):
+        k = _rotated((k & _32_BITS) * 0xCC9E2D51 & _32_BITS, 15) * 0x1B873593 & _32_BITS
+        h = _rotated(h ^ k, 13) * 5 + 0xE6546B64 & _32_BITS
+    h ^= 16  # bytes
+    h = (h ^ h >> 16) * 0x85EBCA6B & _32_BITS
+    h = (h ^ h >> 13) * 0xC2B2AE35 & _32_BITS
+    return h ^ h >> 16
+
+
+def _rotated(value: Any, bits: int) -> Any:
+    return (value << bits | value >> 32 - bits) & _32_BITS
+
+
+class _Changed(importlib.machinery.SourceFileLoader):
+    """Loads a module, and replaces what needs a GPU."""
 
     def exec_module(self, module: Any) -> None:
         super().exec_module(module)
         if module.__name__ == _PINS_EXPERTS:
             module._cuda_host_register = lambda *_: None
+        elif module.__name__ == _BACKENDS:
+            module.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")
+        elif module.__name__ == _BATCH_INVARIANT:
+            module.enable_batch_invariant_mode = lambda: None
+        elif module.__name__ == _HASH:
+            module.murmur_hash32 = _murmur_hash32
         else:
             module.torch = _UnpinnedTorch(module.torch)
 
 
-class _UnpinnedFinder(importlib.abc.MetaPathFinder):
+class _ChangedFinder(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: object = None) -> ModuleSpec | None:
-        if name != _PINS_EXPERTS and name not in _PINS_ADAPTERS:
+        if name not in (_PINS_EXPERTS, _BACKENDS, _BATCH_INVARIANT, _HASH, *_PINS_ADAPTERS):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None and spec.origin is not None:
-            spec.loader = _Unpinned(name, spec.origin)
+            spec.loader = _Changed(name, spec.origin)
         return spec
 
 
 sys.meta_path.append(_Finder())
-sys.meta_path.insert(0, _UnpinnedFinder())
+sys.meta_path.insert(0, _ChangedFinder())
