@@ -65,6 +65,13 @@ def a_full_run_is_due():
 
 
 @pytest.mark.usefixtures("a_full_run_is_due")
+def test_a_collector_that_is_switched_off_stays_off():
+    gc.set_threshold(0)
+    with rare_full_collections():
+        assert gc.get_threshold()[0] == 0
+    assert gc.get_threshold()[0] == 0
+
+
 def test_no_full_run_is_made_during_a_step():
     before = runs_of_old_objects()
     with rare_full_collections():

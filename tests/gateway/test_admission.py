@@ -56,6 +56,12 @@ def test_the_queue_limit_applies_to_all_engines_together(admission):
     assert admitted(admission) == 12
 
 
+@pytest.mark.parametrize(("free", "calls"), [(4, 14), (1000, 100)])
+def test_free_places_are_filled_before_calls_queue_and_the_limit_holds(admission, free, calls):
+    admission.observe([EngineLoad(running=60, waiting=0, free=free)])
+    assert admitted(admission) == calls
+
+
 def test_a_call_that_ended_since_the_last_poll_is_not_counted(admission):
     admission.observe([FULL])
     for _ in range(50):
@@ -77,6 +83,17 @@ def test_retry_after_follows_from_the_queue(admission):
     admission.observe([EngineLoad(running=64, waiting=20, free=0)])
     refusal = admission.check()
     assert refusal.retry_after_s == math.ceil((20 + 1 - 10) / 4)
+
+
+def test_a_failed_call_does_not_count_for_the_duration_of_calls_and_a_second_is_the_least(admission):
+    admission.began()
+    admission.began()
+    admission.ended(10.0)
+    admission.ended()
+    admission.observe([EngineLoad(running=10, waiting=10, free=0)])
+    assert admission.check().retry_after_s == 1  # one too many, and two leave each second
+    admission.observe([EngineLoad(running=1000, waiting=10, free=0)])
+    assert admission.check().retry_after_s == 1
 
 
 def test_retry_after_spreads_refused_calls(admission, clock):

@@ -361,3 +361,9 @@ async def test_cancelled_calls_on_a_blocked_connection_use_bounded_memory(key, u
 async def test_relay_requires_a_key(start_relay):
     with pytest.raises(Exception, match="ROLLOUT__RELAY__KEY must hold the training"):
         await start_relay(key="short")
+
+
+async def test_a_relay_with_one_of_both_tls_files_does_not_serve_in_the_clear(start_relay, tmp_path):
+    (key := tmp_path / "key.pem").write_text("x")
+    with pytest.raises(Exception, match="belong together"):
+        await start_relay("--tls-key", key)
