@@ -99,6 +99,8 @@ results: engine verl  ## docs/results.md: all experiments again, against other p
 	$(RUN)/python docs/make_results.py --from runs/results/faults.json
 	$(VERL)/bin/python benchmarks/many_turns.py --json runs/results/many_turns.json
 	$(RUN)/python docs/make_results.py --from runs/results/many_turns.json
+	$(VERL)/bin/python benchmarks/identity.py --json runs/results/identity.json
+	$(RUN)/python docs/make_results.py --from runs/results/identity.json
 	$(VERL)/bin/python benchmarks/learning_curves.py --json runs/results/learning.json
 	$(RUN)/python docs/make_results.py --from runs/results/learning.json
 

@@ -60,8 +60,8 @@ HERE = Path(__file__).parent
 RUNS = HERE.parent / "runs" / "results" / "learning"
 INVOKE = "bedrock-agentcore:InvokeAgentRuntime"
 # Ray would run its workers at a lower priority than the agents. One thread each, so that runs can be compared.
-_TRAINER = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
-_KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": REGION}
+TRAINER = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
+KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": REGION}
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ async def run_verl(example: Example, settings: Settings) -> dict[str, Any]:
         f"trainer.v1.sampler.custom_sampler.path={HERE.absolute() / 'eager_buffer.py'}",
         "trainer.v1.sampler.custom_sampler.name=EagerReplayBuffer",
     ]
-    await asyncio.to_thread(example.run, [*common_overrides(settings), *own], _TRAINER)
+    await asyncio.to_thread(example.run, [*common_overrides(settings), *own], TRAINER)
     return {}
 
 
@@ -188,7 +188,7 @@ async def run_ours(variant: str, seed: int, example: Example, settings: Settings
         path = example.work / "rollout_backend.json"  # JSON is YAML
         path.write_text(json.dumps(backend_settings(url, proxy.url, example.work / "runs")))
         own = [*common_overrides(settings), *example.module.backend_overrides(example.tasks, path)]
-        await asyncio.to_thread(example.run, own, _TRAINER)
+        await asyncio.to_thread(example.run, own, TRAINER)
         throttled = proxy.count(INVOKE, Fault.FAIL)
     reports = [
         StepReport.model_validate_json(file.read_text()) for file in (example.work / "runs").glob("*/steps/*.json")
@@ -299,7 +299,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     settings = Settings(steps=2 if options.smoke else options.steps)
-    os.environ.update(_KEYS)
+    os.environ.update(KEYS)
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
     runs = []
     for seed in options.seeds[:1] if options.smoke else options.seeds:
