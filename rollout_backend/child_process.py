@@ -1,4 +1,4 @@
-"""Run a command to its end, read the end of a process's log, and find uv, which installs packages."""
+"""Run a command to its end, find out why a process ended, and find uv, which installs packages."""
 
 from __future__ import annotations
 
@@ -44,6 +44,25 @@ def find_uv() -> str:
     if uv is None:
         raise ConfigError("uv, which installs packages, is not here: pip install uv, or install the extra local")
     return uv
+
+
+def oom_kills(counters: Path = Path("/proc/vmstat")) -> int:
+    """Return how many processes of this machine the kernel has killed for lack of memory; 0 if it does not say."""
+    try:
+        lines = counters.read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+    except (OSError, StopIteration):
+        return 0
+
+
+def describe_sigkill(before: int, now: int) -> str:
+    """Describe a process's end by SIGKILL by the number of `oom_kills` before its start, and now.
+
+    Programs such as systemd-oomd kill for lack of memory as well, and the kernel does not count them.
+    """
+    if now > before:
+        return "killed by SIGKILL, and since its start the kernel has killed a process for lack of memory"
+    return "killed by SIGKILL, perhaps for lack of memory"
 
 
 def last_lines(log: Path, count: int) -> list[str]:

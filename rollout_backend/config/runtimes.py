@@ -59,6 +59,7 @@ _PROVIDER = (
 _MICROVM_S, _INSTANCE_S = 28_800, 1_209_600  # AgentCore's limits of a session's lifetime
 _DNS_LABEL = "[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 _TOLERATION = frozenset({"key", "operator", "value", "effect", "tolerationSeconds"})
+_RAY_ENVIRONMENT = frozenset({"env_vars", "pip"})
 SMALL_REGION_SESSIONS = 2_500  # AgentCore's quota of active sessions outside the large regions
 LARGE_REGIONS = frozenset({"us-east-1", "us-west-2"})  # their quota is the default of the setting
 _IMAGE_ONLY = frozenset(
@@ -509,13 +510,24 @@ class RayConfig(ProcessConfig):
     resources: dict[str, float] = Field(default={})
     """Ray resources of a session, such as `{"agents": 1}` on machines started with `--resources '{"agents": 64}'`."""
     node_labels: dict[str, str] = Field(default={})
-    """Labels that a session's machine must have, as Ray's label selector."""
+    """Labels that a session's machine must have, as Ray's label selector: `{"pool": "agents"}` on machines started
+    with `--labels pool=agents`."""
     runtime_env: dict[str, JsonValue] = Field(default={})
-    """Ray's runtime environment of the sessions, such as `{"image_uri": "..."}` or `{"pip": ["..."]}`."""
+    """Ray's runtime environment of the sessions: `env_vars`, and packages under `pip`. Others are refused."""
     start_timeout_s: Seconds = 120.0
     """Time for Ray to start a session. A start that takes longer is retried."""
     max_sessions: int = Field(default=64, ge=1)
     """Maximum concurrent sessions."""
+
+    @field_validator("runtime_env")
+    @classmethod
+    def _supported(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        if others := sorted(value.keys() - _RAY_ENVIRONMENT):
+            raise ValueError(
+                f"{', '.join(others)}: agents on Ray take {' and '.join(sorted(_RAY_ENVIRONMENT))}. An agent in an "
+                "image runs on kubernetes or agentcore"
+            )
+        return value
 
     @property
     def agents_host(self) -> str | None:

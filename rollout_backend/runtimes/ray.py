@@ -4,6 +4,7 @@
 Invariants:
 
 - A session outlives this process: its actor is detached. The next trainer of the run, or its janitor, stops it.
+- A session does not outlive its actor.
 - A session that ends without a stop is reported at once, also if its machine is lost.
 """
 
@@ -72,7 +73,9 @@ class _SessionActor:
     async def start(self) -> _StartError | None:
         """Start the agent. Return why it did not start."""
         argv = self._config.argv
-        self._session = ProcessSession(self._config, self._folder, self._id, argv, self._payload)
+        self._session = ProcessSession(
+            self._config, self._folder, self._id, argv, self._payload, ends_with_starter=True
+        )
         await asyncio.wait({self._session.started})
         error = self._session.started.exception()
         return None if error is None else _StartError.of(error)
@@ -100,6 +103,17 @@ def _check_on_a_node(config: RayConfig, folder: Path) -> str | None:
     except PreflightError as error:
         return str(error)
     return None
+
+
+def _check_labels(wanted: Mapping[str, str]) -> None:
+    """Check that a machine has each label. Operators of Ray's selectors, such as `!in(a,b)`, are left to Ray."""
+    machines = [node["Labels"] for node in ray.nodes() if node["Alive"]]
+    for name, value in wanted.items():
+        if "(" not in value and "!" not in value and all(labels.get(name) != value for labels in machines):
+            raise PreflightError(
+                f"runtime.node_labels: no machine of the Ray cluster has the label {name}={value}: correct it, or "
+                "start one with `ray start --labels`"
+            )
 
 
 def _connect(address: str) -> None:
@@ -138,6 +152,7 @@ class RayRuntime(AgentRuntime):
                     f"runtime.{'num_cpus' if name == 'CPU' else 'resources'}: a session needs {amount:g} of {name}, "
                     f"and the Ray cluster has {total.get(name, 0):g}: start machines with it"
                 )
+        await asyncio.to_thread(_check_labels, config.node_labels)
         ref = ray.remote(_check_on_a_node).options(**self._placement()).remote(config, self._folder)
         limit_s = min(_CHECK_S, config.start_timeout_s)
         try:

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
-from rollout_backend.child_process import last_lines
+from rollout_backend.child_process import describe_sigkill, last_lines, oom_kills
 from rollout_backend.errors import StartupError
 from rollout_backend.serving import process_group_guard
 
@@ -117,6 +117,7 @@ class ServerProcess:
         self._stdin = stdin
         self._memory_advice = memory_advice
         self._process: asyncio.subprocess.Process | None = None
+        self._oom_kills = oom_kills()
 
     @property
     def pid(self) -> int | None:
@@ -201,7 +202,7 @@ class ServerProcess:
         if any(_OUT_OF_MEMORY.search(line) for line in last_lines(self.log, _SEARCHED_LINES)):
             return f"It ran out of memory. {self._memory_advice}. "
         if self.returncode == -signal.SIGKILL:
-            return f"Something killed it, usually the kernel for lack of memory. {self._memory_advice}. "
+            return f"It was {describe_sigkill(self._oom_kills, oom_kills())}. {self._memory_advice}. "
         return ""
 
     async def _guard(self, pid: int) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import sys
+import zipfile
 from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from builders import eventually
 from rollout_backend.config import ProcessConfig, RayConfig
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.errors import RuntimeUnavailable
@@ -117,7 +119,7 @@ def cluster() -> Iterator[Any]:
 
     cluster = Cluster()
     cluster.add_node(num_cpus=1, include_dashboard=False)
-    cluster.add_node(num_cpus=1, resources={"agents": 100}, node_ip_address="127.0.0.2")
+    cluster.add_node(num_cpus=1, resources={"agents": 100}, labels={"pool": "agents"}, node_ip_address="127.0.0.2")
     ray.init(address=cluster.address, log_to_driver=False)
     yield cluster
     ray.shutdown()
@@ -136,6 +138,9 @@ class RayService(ProcessService):
         self.broken = {
             r"runtime\.resources: a session needs 1 of nothing, and the Ray cluster has 0": other(
                 resources={"nothing": 1}
+            ),
+            r"runtime\.node_labels: no machine of the Ray cluster has the label pool=others": other(
+                node_labels={"pool": "others"}
             ),
             r"runtime\.working_dir: there is no folder .* \(on a machine of the Ray cluster\)": other(
                 working_dir=folder / "missing"
@@ -206,3 +211,70 @@ async def test_a_full_ray_cluster_is_waited_for_and_is_no_failed_attempt(cluster
         await second.stop(waiting)
         await first.aclose()
         await second.aclose()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_an_agent_ends_with_its_ray_actor(cluster: Any, tmp_path: Path) -> None:
+    """Also one that ignores SIGTERM, with its child that has left the process group."""
+    import ray
+
+    service = RayService(tmp_path, cluster.address)
+    stubborn = service.config.model_copy(
+        update={"command": ("sh", "-c", "trap '' TERM; setsid sleep 600 & sleep 600"), "grace_s": 0.1}
+    )
+    runtime = await open_runtime(stubborn)
+    session, ends = new_session(), asyncio.Queue[SessionEnd]()
+    watching = asyncio.create_task(runtime.watch_sessions("run", ends.put_nowait))
+    await runtime.invoke(session, b"{}")
+    assert await service.sessions() == {session}
+    actor = ray.get_actor(session, namespace=runtime.cleanup_spec().options["namespace"])
+    os.kill(await actor.__ray_call__.remote(lambda _: os.getpid()), signal.SIGKILL)
+    async with asyncio.timeout(120):
+        assert (await ends.get()).reason == "container_lost"
+    await eventually(lambda: not [*_processes(service.marker)])
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    await runtime.aclose()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_labels_and_the_runtime_environment_reach_an_agents_machine(cluster: Any, tmp_path: Path) -> None:
+    wheel = tmp_path / "greeting-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as made:
+        made.writestr("greeting.py", "HELLO = 'hello'")
+        made.writestr("greeting-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: greeting\nVersion: 1.0\n")
+        made.writestr(
+            "greeting-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        made.writestr("greeting-1.0.dist-info/RECORD", "")
+    service = RayService(tmp_path, cluster.address)
+    (tmp_path / "agent.py").write_text(
+        "import os, greeting, types\n"
+        "def run(): print(greeting.HELLO, os.environ['TO'])\n"
+        "app = types.SimpleNamespace(run=run)\n"
+    )
+    config = service.config.model_dump() | {
+        "resources": {},
+        "node_labels": {"pool": "agents"},
+        "runtime_env": {"env_vars": {"TO": "world"}, "pip": [str(wheel)]},
+        "command": (),
+        "app": "agent:app",
+        "start_timeout_s": 300,
+    }
+    runtime = await open_runtime(RayConfig.model_validate(config))
+    session, ends = new_session(), asyncio.Queue[SessionEnd]()
+    watching = asyncio.create_task(runtime.watch_sessions("run", ends.put_nowait))
+    await runtime.invoke(session, b"{}")
+    async with asyncio.timeout(120):
+        end = await ends.get()
+    assert "exited with code 0: hello world" in end.message
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    await runtime.aclose()
+
+
+def test_fields_of_the_runtime_environment_that_were_never_run_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"image_uri: agents on Ray take env_vars and pip"):
+        RayConfig(command=["true"], working_dir=tmp_path, runtime_env={"image_uri": "agent:1"})

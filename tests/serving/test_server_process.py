@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rollout_backend.child_process import describe_sigkill, oom_kills
 from rollout_backend.errors import StartupError
 from rollout_backend.serving import server_process
 from rollout_backend.serving.server_process import SERVER_PORTS, ServerProcess, free_port
@@ -74,7 +75,7 @@ def test_ephemeral_port_is_returned_if_every_port_is_ephemeral(monkeypatch):
     [
         ("raise SystemExit('RuntimeError: Not enough memory.')", "ended with code 1 before it was up. It ran out of"),
         ("raise SystemExit('torch.OutOfMemoryError: CUDA out of memory')", "It ran out of memory. Lower the setting"),
-        ("import os; os.kill(os.getpid(), 9)", "Something killed it, usually the kernel for lack of memory. Lower"),
+        ("import os; os.kill(os.getpid(), 9)", "It was killed by SIGKILL, perhaps for lack of memory. Lower"),
         ("raise SystemExit('no such file')", "ended with code 1 before it was up. Its log"),
     ],
     ids=["SGLang", "torch", "the kernel", "another cause"],
@@ -91,3 +92,12 @@ async def test_a_server_without_memory_is_recognised(tmp_path, program, words):
     with pytest.raises(StartupError) as ended:
         await process.wait_healthy(never, 60)
     assert words in str(ended.value)
+
+
+def test_a_kill_is_blamed_on_the_lack_of_memory_only_if_the_kernel_has_counted_one(tmp_path):
+    counters = tmp_path / "vmstat"
+    counters.write_text("nr_free_pages 5\noom_kill 3\n")
+    assert oom_kills(counters) == 3
+    assert oom_kills(tmp_path / "none") == 0
+    assert "since its start the kernel has killed a process for lack of memory" in describe_sigkill(2, 3)
+    assert describe_sigkill(3, 3) == "killed by SIGKILL, perhaps for lack of memory"

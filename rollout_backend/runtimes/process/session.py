@@ -20,7 +20,7 @@ from typing import Any
 from agent_wrapper.command import describe_exit
 from agent_wrapper.context import home_variables
 from agent_wrapper.one_shot import PAYLOAD_VARIABLE
-from rollout_backend.child_process import last_lines
+from rollout_backend.child_process import describe_sigkill, last_lines, oom_kills
 from rollout_backend.config import ProcessConfig
 from rollout_backend.errors import InvokeRejected, OutcomeUnknown, RuntimeCallError, RuntimeUnavailable
 from rollout_backend.runtimes.process import supervisor
@@ -45,6 +45,7 @@ class ProcessSession:
         argv: Sequence[str],
         payload: bytes = b"",
         lifetime_s: float | None = None,
+        ends_with_starter: bool = False,
     ) -> None:
         self.log = log_of(folder, session_id)
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -55,6 +56,8 @@ class ProcessSession:
         self._argv = [*argv]
         self._payload = payload
         self._lifetime_s = lifetime_s or config.max_lifetime_s
+        self._ends_with_starter = ends_with_starter
+        self._oom_kills = oom_kills()
         self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
@@ -94,6 +97,7 @@ class ProcessSession:
             nice=config.nice,
             grace_s=config.grace_s,
             lifetime_s=self._lifetime_s,
+            ends_with_starter=self._ends_with_starter,
         )
 
     def _home(self, scratch: Path) -> dict[str, str]:
@@ -125,7 +129,7 @@ class ProcessSession:
         elif end["why"] == "memory":
             how = f"its processes used more than {self._config.memory_bytes} bytes (runtime.memory_bytes)"
         elif end["code"] == -signal.SIGKILL:
-            how = "it was killed by SIGKILL, usually by the kernel for lack of memory"
+            how = f"it was {describe_sigkill(self._oom_kills, oom_kills())}"
         else:
             how = f"it {describe_exit(end['code'])}"
         return f"{how}: {last}"

@@ -7,7 +7,8 @@ It is a program, run by path, so it imports the standard library only.
 
 Invariants:
 
-- It outlives its starter. A session ends by itself, by a byte in its pipe, or at its maximum lifetime.
+- It outlives its starter, unless its order says otherwise. A session ends by itself, by a byte in its pipe, or at its
+  maximum lifetime.
 - At the end no process of the session is left: on Linux descendants that left the process group are killed too.
 - The pipe has a reader as long as the session lasts, so any process can ask whether it does.
 """
@@ -53,6 +54,8 @@ class Order(TypedDict):
     grace_s: float
     """From SIGTERM to SIGKILL."""
     lifetime_s: float
+    ends_with_starter: bool
+    """Whether the session is stopped once its starter has closed the pipe of this program's output, or is dead."""
 
 
 class ProcessEnd(TypedDict):
@@ -92,10 +95,17 @@ def _supervise(order: Order) -> ProcessEnd:
     stop = os.open(order["pipe"], os.O_RDWR | os.O_NONBLOCK)
     agent = _start(order)
     _say({"started": True})
-    why = _wait(agent, stop, awake, time.monotonic() + order["lifetime_s"], order["memory_bytes"])
+    events = select.poll()
+    events.register(awake, select.POLLIN)
+    events.register(stop, select.POLLIN)
+    if order["ends_with_starter"]:
+        events.register(1, 0)  # a pipe without a reader reports an error, which needs no mask
+    why = _wait(agent, events, awake, time.monotonic() + order["lifetime_s"], order["memory_bytes"])
     if why in ("stopped", "lifetime"):
         _signal(agent, signal.SIGTERM)
-        _wait(agent, None, awake, time.monotonic() + order["grace_s"], None)
+        ended = select.poll()
+        ended.register(awake, select.POLLIN)
+        _wait(agent, ended, awake, time.monotonic() + order["grace_s"], None)
     _kill_all(agent)
     return ProcessEnd(code=agent.returncode, why=why)
 
@@ -120,7 +130,7 @@ def _start(order: Order) -> subprocess.Popen[bytes]:
 
 
 def _wait(
-    agent: subprocess.Popen[bytes], stop: int | None, awake: int, until: float, memory_bytes: int | None
+    agent: subprocess.Popen[bytes], events: select.poll, awake: int, until: float, memory_bytes: int | None
 ) -> Why:
     """Wait until the agent has ended, the session is stopped, or it exceeds its time or memory. Return which."""
     while agent.poll() is None:
@@ -131,10 +141,10 @@ def _wait(
             if _resident_bytes() > memory_bytes:
                 return "memory"
             left = min(left, _MEMORY_POLL_S)
-        ready, _, _ = select.select([awake, *([stop] if stop is not None else [])], [], [], left)
-        if stop in ready:
+        ready = {descriptor for descriptor, _ in events.poll(left * 1000)}
+        if ready - {awake}:
             return "stopped"
-        if awake in ready:
+        if ready:
             os.read(awake, 4096)
             _reap_orphans(agent)
     return "ended"
