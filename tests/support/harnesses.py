@@ -25,6 +25,7 @@ from rollout_backend.serving.install import cache_dir
 
 FOLDER = Path(__file__).parents[1] / "dialects" / "harnesses"
 ONE_ROW = ("first_call",)
+PYTHON = {"openhands.txt": "3.12"}  # where 3.11 is too old
 
 
 def said(name: str, **arguments: object) -> str:
@@ -247,8 +248,30 @@ aider --model openai/MODEL --message "TASK" --edit-format whole --no-auto-commit
         note="""\
 Without `--no-auto-commits`, aider asks the model for a commit message, which is a separate row.""",
     ),
+    Harness(
+        name="Cline",
+        install="cline",
+        pins="cline.json",
+        command="""\
+cline auth openai-compatible --apikey $OPENAI_API_KEY --baseurl $OPENAI_BASE_URL --modelid MODEL
+cline --provider openai-compatible "TASK\"""",
+        replies=(
+            f"I look first.\n{said('read_files', files=[{'path': 'REPOSITORY/double.py'}])}",
+            said("run_commands", commands=["sed -i 's/ + 1//' double.py"]),
+            "It is fixed.",
+        ),
+        env={"OPENAI_BASE_URL": "BASE_URL", "OPENAI_API_KEY": "API_KEY"},
+    ),
     COPILOT,
     replace(COPILOT, apis=("chat",), env={**COPILOT.env, "COPILOT_PROVIDER_WIRE_API": "completions"}),
+    Harness(
+        "OpenHands SDK",
+        "openhands-sdk",
+        "openhands.txt",
+        "python openhands_agent.py",
+        env={"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        note="It needs Python 3.12.",
+    ),
     Harness(
         "LangChain",
         "langchain langchain-openai langchain-anthropic",
@@ -390,7 +413,8 @@ def installed(file: str) -> Path:
             return folder
         shutil.rmtree(folder, ignore_errors=True)
         if pins.suffix == ".txt":
-            run([find_uv_bin(), "venv", "--quiet", "--python", sys.executable, folder], check=True)
+            python = PYTHON.get(file, sys.executable)
+            run([find_uv_bin(), "venv", "--quiet", "--python", python, folder], check=True)
             run(
                 [find_uv_bin(), "pip", "install", "--quiet", "--python", folder / "bin/python", "-r", pins],
                 check=True,
@@ -412,7 +436,16 @@ def pin() -> None:
             path.stem
         ]
         if path.suffix == ".txt":
-            options = ["--python-version", "3.11", "--upgrade", "--no-annotate", "--no-header", "--quiet", "-o", path]
+            options = [
+                "--python-version",
+                PYTHON.get(file, "3.11"),
+                "--upgrade",
+                "--no-annotate",
+                "--no-header",
+                "--quiet",
+                "-o",
+                path,
+            ]
             run([find_uv_bin(), "pip", "compile", "-", *options], input="\n".join(packages), text=True, check=True)
             continue
         with TemporaryDirectory() as folder:

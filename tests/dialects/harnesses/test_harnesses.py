@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from uv import find_uv_bin
 
 from gateway_server import Witness
-from harnesses import FOLDER, HARNESSES, NEW, OLD, TASK, installed
+from harnesses import FOLDER, HARNESSES, NEW, OLD, PYTHON, TASK, installed
 from rollout_backend.local.scripted import ScriptedEngine
 from token_exact import is_as_sampled
 
@@ -55,6 +56,10 @@ CASES = [
 @pytest.mark.skipif(shutil.which("npm") is None, reason="half of the harnesses need Node.js")
 @pytest.mark.parametrize(("harness", "api"), CASES)
 def test_a_conversation_has_the_rows_that_the_page_states(serve, byte_model, repository, tmp_path, harness, api):
+    if (python := PYTHON.get(harness.pins)) and subprocess.run(
+        [find_uv_bin(), "python", "find", python], check=False
+    ).returncode:
+        pytest.skip(f"it needs Python {python}")
     packages = installed(harness.pins)
     replies = [text.replace("REPOSITORY", str(repository)) for text in harness.replies]
     with ScriptedEngine(lambda prompt: reply(replies, prompt)) as engine, Witness(engine.url) as witness:
