@@ -35,11 +35,11 @@ from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.server import create_app
 from rollout_backend.rendering.chatml import ChatMLRenderer
 from rollout_backend.rendering.renderer import RendererBundle, load_renderer
-from rollout_backend.serving.forward_pass import reference_logprobs
 from rollout_backend.serving.install import find_engine, find_model
 from rollout_backend.serving.local_engine import LocalEngine
-from rollout_backend.serving.model_endpoint import model_endpoint
+from rollout_backend.serving.run_secret import model_endpoint
 from rollout_backend.serving.server_process import free_port
+from rollout_backend.testing.forward_pass import reference_logprobs
 
 AT_ONCE = 8
 QUESTIONS = 3

@@ -38,7 +38,7 @@ from rollout_backend.results.step_totals import LastResult  # noqa: E402
 from rollout_backend.results.terminal.live_view import History, Snapshot, frame  # noqa: E402
 from rollout_backend.serving.engine_fleet import ServerState  # noqa: E402
 from rollout_backend.serving.install import find_model  # noqa: E402
-from rollout_backend.serving.run_phase import RunPhase  # noqa: E402
+from rollout_backend.serving.model_serving import RunPhase  # noqa: E402
 
 WIDTH = 1280
 

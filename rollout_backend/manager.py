@@ -51,7 +51,7 @@ from rollout_backend.run_services import RunServices
 from rollout_backend.serving.adapters import AdapterUpdate
 from rollout_backend.serving.engine import reported_version
 from rollout_backend.serving.engine_fleet import ServerState
-from rollout_backend.serving.run_phase import RunPhase
+from rollout_backend.serving.model_serving import RunPhase
 from rollout_backend.serving.supervisor import ServingEvent
 from rollout_backend.serving.weights import WeightUpdate
 from rollout_backend.step.plan import StepPlan

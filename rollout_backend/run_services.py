@@ -42,8 +42,7 @@ from rollout_backend.runtimes.registry import open_runtime, runtime_class
 from rollout_backend.scoring.rollout_scorer import RolloutScorer
 from rollout_backend.scoring.verifier_jobs import VerifierJobs
 from rollout_backend.scoring.worker_pool import WorkerPool
-from rollout_backend.serving.model_serving import ModelServing
-from rollout_backend.serving.run_phase import RunPhase
+from rollout_backend.serving.model_serving import ModelServing, RunPhase
 from rollout_backend.serving.run_secret import revealed, run_secret
 from rollout_backend.serving.supervisor import OnEvent
 from rollout_backend.step.in_flight import InFlightLog, StepFiles

@@ -51,6 +51,7 @@ ELSEWHERE = {
         "rollout_backend/local/tiny_model.py",
         "rollout_backend/serving",
         "rollout_backend/manager.py",
+        "rollout_backend/testing/forward_pass.py",
     ),  # of the engine, or of the caller
     "vllm": ("rollout_backend/verl",),  # verl's choice of an engine
 }

@@ -24,7 +24,7 @@ from rollout_backend.atomic_file import write_file
 from rollout_backend.aws.signer import Request, authorize
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_key import SessionClaims
-from rollout_backend.serving.model_endpoint import model_endpoint
+from rollout_backend.serving.run_secret import model_endpoint
 from rollout_backend.step.in_flight import InFlightAttempt, InFlightLog, StepFiles
 
 RUN, STEP, WORK_S = "checked", 0, 3600.0

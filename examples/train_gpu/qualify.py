@@ -31,9 +31,9 @@ from agent_wrapper.contract import ModelEndpoint, Sampling, Segment
 from agent_wrapper.trajectory import fetch_trajectory
 from rollout_backend.config import RolloutConfig, load_config
 from rollout_backend.core.session_key import SessionClaims
-from rollout_backend.serving.engine_environment import interpreter
-from rollout_backend.serving.forward_pass import reference_logprobs
+from rollout_backend.serving.engine_commands import interpreter
 from rollout_backend.serving.model_serving import ModelServing
+from rollout_backend.testing.forward_pass import reference_logprobs
 
 SESSIONS = 8
 LIMIT_S = 600.0

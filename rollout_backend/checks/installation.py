@@ -14,7 +14,7 @@ from rollout_backend.config import RolloutConfig
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.errors import ConfigError
 from rollout_backend.gateway.http_protocol import needed_files
-from rollout_backend.serving.engine_environment import interpreter
+from rollout_backend.serving.engine_commands import interpreter
 
 _PACKAGE = "rollout-backend"
 _SHOWN = ("renderers", "sglang-router", "smg", "verl")

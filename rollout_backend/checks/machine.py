@@ -28,10 +28,15 @@ from rollout_backend.config import AgentCoreConfig, RolloutConfig
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.core.formats import count
 from rollout_backend.errors import ConfigError, StartupError
-from rollout_backend.serving.engine_environment import interpreter
-from rollout_backend.serving.gateway_process import check_certificate, gateway_name, is_loopback, public_url
+from rollout_backend.serving.engine_commands import interpreter
+from rollout_backend.serving.gateway_process import (
+    check_certificate,
+    gateway_name,
+    is_loopback,
+    public_gateway_config,
+    public_url,
+)
 from rollout_backend.serving.install import CPU_ENGINES
-from rollout_backend.serving.relay_process import public_gateway_config
 from rollout_backend.serving.router import check_installed as check_router_installed
 from rollout_backend.serving.server_process import require_port
 from rollout_backend.tracing import check_installed

@@ -23,8 +23,7 @@ from aiohttp import web
 from rollout_backend.config import AgentCoreConfig, GatewayConfig, RolloutConfig
 from rollout_backend.config.gateway import AUTO
 from rollout_backend.core.check_result import CheckResult
-from rollout_backend.serving.gateway_process import is_loopback, own_address, public_url
-from rollout_backend.serving.relay_process import public_gateway_config
+from rollout_backend.serving.gateway_process import is_loopback, own_address, public_gateway_config, public_url
 
 _TIMEOUT_S = 10.0
 _SOON_DAYS = 14

@@ -36,7 +36,7 @@ async def local_model(
             model = {"path": str(BYTE_MODEL), "renderer": "chatml", "context_length": 32_768}
             yield {"model": model, "serving": {"kind": "external", "urls": [script.url]}}
     elif endpoint is not None:
-        from rollout_backend.serving.model_server import served_model
+        from rollout_backend.serving.external_engine import served_model
 
         url = endpoint.rstrip("/").removesuffix("/v1")
         served = await served_model(url)

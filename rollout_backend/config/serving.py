@@ -21,7 +21,7 @@ LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 
 ENGINE_KINDS: Mapping[str, str] = {
     "process": "rollout_backend.serving.local_engine.LocalEngineFactory",
-    "ray": "rollout_backend.serving.ray_engine.RayEngineFactory",
+    "ray": "rollout_backend.serving.ray_servers.RayEngineFactory",
     "external": "rollout_backend.serving.external_engine.ExternalEngineFactory",
 }
 """Import path of the `EngineFactory` of each kind. It is imported when a run starts, because Ray is slow to

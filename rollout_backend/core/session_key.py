@@ -2,7 +2,7 @@
 
 A key carries its claims, so nothing is registered before a dispatch and every process that knows the secret can check
 a key by itself. Anybody who holds a key can read its claims but not alter them.
-Keys and the secret never go into a log or a message. `serving.model_endpoint` issues keys, `gateway.authentication`
+Keys and the secret never go into a log or a message. `serving.run_secret` issues keys, `gateway.authentication`
 checks them.
 """
 

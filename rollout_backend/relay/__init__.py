@@ -18,5 +18,5 @@ Invariants:
 
 Modules: `frames` (the messages), `handshake` (mutual authentication), `routes` (which calls are allowed), `channel`
 (the two streams of one call), `exchange` (all calls over one link after another), `relay_server`, `dialer`, and
-`cli`, which runs the relay. `serving.relay_process` runs the dialer for the manager.
+`cli`, which runs the relay. `serving.model_serving` runs the dialer for the manager.
 """

@@ -3,5 +3,6 @@
 To add a kind of engine, implement `engine.EngineFactory` in a module here or in your own package, and list it in
 `ENGINE_KINDS` of `rollout_backend/config/serving.py`; your own package needs no entry.
 
-`supervisor` restarts servers that exit. `run_secret` makes the run's secret. `model_endpoint` issues session keys.
+`supervisor` restarts servers that exit. `run_secret` makes the run's secret and the session keys. `cpu_engine`
+has what the interpreter of a CPU engine runs.
 """

@@ -29,8 +29,7 @@ from rollout_backend.atomic_file import write_file
 from rollout_backend.config import EngineName, RolloutConfig, ServingConfig
 from rollout_backend.core.adapter import NamedAdapter
 from rollout_backend.errors import ConfigError, ServingError, WeightsMismatch
-from rollout_backend.serving.model_folder import ModelFolder, Shape, tensor_shapes
-from rollout_backend.serving.weights import Weights
+from rollout_backend.serving.weights import ModelFolder, Shape, Weights, tensor_shapes
 
 _TIMEOUT_S = 120.0
 _MESSAGE_CHARS = 500

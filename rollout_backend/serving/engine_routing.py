@@ -19,8 +19,15 @@ from typing import Protocol
 from rollout_backend.config import ServingConfig
 from rollout_backend.errors import ServingError, StartupError
 from rollout_backend.serving.adapters import Adapter, load_on_engine, unload_from_engine
-from rollout_backend.serving.engine import Engine, MakeEngine, ReservingEngine, is_responding
-from rollout_backend.serving.generation_control import abort_generation, pause_generation, resume_generation
+from rollout_backend.serving.engine import (
+    Engine,
+    MakeEngine,
+    ReservingEngine,
+    abort_generation,
+    is_responding,
+    pause_generation,
+    resume_generation,
+)
 from rollout_backend.serving.supervisor import OnEvent, Probing, RestartLimits, Supervisor, first_of
 from rollout_backend.serving.weights import Weights, load_weights
 

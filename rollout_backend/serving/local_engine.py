@@ -8,13 +8,9 @@ from pathlib import Path
 
 from rollout_backend.config import EngineName, ModelConfig, RolloutConfig, ServingConfig
 from rollout_backend.errors import ServingError, StartupError
-from rollout_backend.serving.engine import EngineFactory, is_healthy
-from rollout_backend.serving.engine_environment import Command
-from rollout_backend.serving.generation_control import set_weight_version
-from rollout_backend.serving.placement import ServerNode
+from rollout_backend.serving.engine import EngineFactory, is_healthy, set_weight_version
+from rollout_backend.serving.engine_commands import Command, ServerNode, sglang_command, vllm_command
 from rollout_backend.serving.server_process import ServerProcess, free_port
-from rollout_backend.serving.sglang import engine_command
-from rollout_backend.serving.vllm import vllm_command
 
 # SGLang checks for SIGTERM only every 5 s, vLLM drains, and an engine that is stopped has nothing to finish.
 _GRACE_S = 1.0
@@ -24,9 +20,9 @@ _MEMORY_ADVICE = (
 )
 
 MakeCommand = Callable[[ModelConfig, ServingConfig, ServerNode], Command]
-"""Like `engine_command`. Another one starts another kind of server."""
+"""Like `sglang_command`. Another one starts another kind of server."""
 
-_COMMANDS: Mapping[EngineName, MakeCommand] = {"sglang": engine_command, "vllm": vllm_command}
+_COMMANDS: Mapping[EngineName, MakeCommand] = {"sglang": sglang_command, "vllm": vllm_command}
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 

@@ -22,8 +22,7 @@ from rollout_backend.errors import ConfigError, ServingError, WeightUpdateFailed
 from rollout_backend.serving.adapters import AdapterStore, AdapterUpdate
 from rollout_backend.serving.engine_fleet import EngineFleet, ServerState
 from rollout_backend.serving.gateway_fleet import GatewayFleet
-from rollout_backend.serving.relay_process import DialerProcess, public_gateway_config
-from rollout_backend.serving.run_phase import RunPhase
+from rollout_backend.serving.gateway_process import public_gateway_config
 from rollout_backend.serving.run_secret import key_secret
 from rollout_backend.serving.supervisor import OnEvent
 from rollout_backend.serving.weights import WeightStore, WeightUpdate
@@ -31,7 +30,30 @@ from rollout_backend.serving.weights import WeightStore, WeightUpdate
 if TYPE_CHECKING:
     import torch
 
+
+import json
+import sys
+from enum import StrEnum
+from typing import NoReturn
+
+import aiohttp
+
+from rollout_backend.config import RelayConfig
+from rollout_backend.relay.handshake import new_id
+from rollout_backend.relay.relay_settings import DialerSettings
+from rollout_backend.serving.server_process import ServerProcess
+
 log = logging.getLogger(__name__)
+
+
+class RunPhase(StrEnum):
+    """The phases of a run, in order. A run that cannot start skips to the last one."""
+
+    CHECK = "check"  # of this machine, bucket, runtime and queue
+    ENGINES = "engines"  # the start of the engines and their router
+    GATEWAY = "gateway"
+    ROLLOUTS = "rollouts"
+    STOP = "stop"
 
 
 class ModelServing:
@@ -217,3 +239,64 @@ class ModelServing:
     def snapshot(self) -> tuple[ServerState, ...]:
         """Return the state of the router and of each engine."""
         return self.engines.snapshot()
+
+
+class DialerProcess:
+    """The dialer, which carries the relay's calls to the gateways at `urls`. Not restartable.
+
+    It is a separate process, so that relayed bytes never delay the manager's event loop.
+    """
+
+    def __init__(self, config: RelayConfig, urls: Sequence[str], log: Path) -> None:
+        self._config = config
+        self._id = new_id()
+        settings = {
+            "key": config.key.get_secret_value(),
+            "url": config.url,
+            "gateways": {str(shard): url for shard, url in enumerate(urls)},
+            "dialer_id": self._id,
+            "reconnect_s": config.reconnect_s,
+            "heartbeat_s": config.heartbeat_s,
+        }
+        DialerSettings.model_validate(settings)
+        self._process = ServerProcess(
+            "the relay's dialer",
+            [sys.executable, "-m", "rollout_backend.relay.dialer"],
+            log,
+            stdin=json.dumps(settings).encode(),
+        )
+
+    async def start(self) -> None:
+        """Start the dialer; return once the relay reports that it is connected.
+
+        Raises:
+            StartupError: the relay refuses it or cannot be reached; the message carries the end of its log.
+        """
+        health = f"{self._config.own_url}/health"
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5), trust_env=True) as http:
+
+            async def connected() -> bool:
+                try:
+                    async with http.get(health) as response:
+                        return response.status == 200 and (await response.json())["dialer"] == self._id
+                except (aiohttp.ClientError, TimeoutError, ValueError, KeyError):
+                    return False
+
+            try:
+                await self._process.start()
+                await self._process.wait_healthy(connected, self._config.startup_timeout_s)
+            except BaseException:
+                await self.stop()
+                raise
+
+    async def stop(self) -> None:
+        """End the dialer. Do nothing if it never ran."""
+        await self._process.stop()
+
+    async def failed(self) -> NoReturn:
+        """Wait until the dialer has ended.
+
+        Raises:
+            ServingError: how it ended, with the end of its log.
+        """
+        raise ServingError(f"the relay's dialer {await self._process.wait_ended()}")

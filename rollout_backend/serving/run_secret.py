@@ -1,4 +1,6 @@
-"""The run's secret: `gateway.secret`, or a generated one that is stored next to the runs' folders for later restarts.
+"""The run's secret, and the session keys made from it.
+
+The secret is `gateway.secret`, or a generated one that is stored next to the runs' folders for later restarts.
 
 Invariants:
 
@@ -17,9 +19,10 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
+from agent_wrapper.contract import ModelEndpoint
 from rollout_backend.atomic_file import write_file
 from rollout_backend.config import RolloutConfig
-from rollout_backend.core.session_key import MIN_SECRET_CHARS
+from rollout_backend.core.session_key import MIN_SECRET_CHARS, SessionClaims, issue
 from rollout_backend.errors import ConfigError
 
 
@@ -65,3 +68,25 @@ def key_secret(secret: str, run_id: str) -> str:
     It is derived from the run's secret and the run id, because several runs may share `gateway.secret`.
     """
     return hmac.digest(secret.encode(), b"the session keys of " + run_id.encode(), "sha256").hex()
+
+
+def model_endpoint(
+    public_url: str, model: str, secret: str, claims: SessionClaims, *, key_in_path: bool = False
+) -> ModelEndpoint:
+    """Return the model endpoint of one session, with a new key for these claims.
+
+    Args:
+        public_url: The gateway's address as agents reach it, without a trailing slash.
+        model: The model's served name.
+        secret: The run's secret.
+        claims: What the key allows, and until when.
+        key_in_path: Whether the base URL contains the key too.
+    """
+    base, key = f"{public_url}/v1", issue(secret, claims)
+    return ModelEndpoint(
+        base_url=f"{public_url}/k/{key}/v1" if key_in_path else base,
+        api_key=key,
+        name=model,
+        trajectory_url=f"{base}/rollout/trajectory",
+        heartbeat_url=f"{base}/rollout/heartbeat",
+    )

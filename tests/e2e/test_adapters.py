@@ -15,8 +15,8 @@ from rollout_backend.core.tasks import read_tasks
 from rollout_backend.errors import ConfigError
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.manager import RolloutManager
-from rollout_backend.serving.forward_pass import adapter_logprobs
 from rollout_backend.serving.install import find_engine
+from rollout_backend.testing.forward_pass import adapter_logprobs
 from tiny_engine import make_models, requests_run, versions_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]

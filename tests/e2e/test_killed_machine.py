@@ -24,9 +24,9 @@ from rollout_backend.core.tasks import Task
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.manager import RolloutManager
 from rollout_backend.results.step_report import StepResult
-from rollout_backend.serving.forward_pass import reference_logprobs
 from rollout_backend.serving.install import find_engine
 from rollout_backend.serving.supervisor import ServingEvent
+from rollout_backend.testing.forward_pass import reference_logprobs
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.release, pytest.mark.timeout(900)]
 

@@ -15,8 +15,8 @@ from rollout_backend.config import load_config
 from rollout_backend.core.tasks import read_tasks
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.manager import RolloutManager
-from rollout_backend.serving.forward_pass import reference_logprobs
 from rollout_backend.serving.install import find_engine
+from rollout_backend.testing.forward_pass import reference_logprobs
 from tiny_engine import engine_url, make_models, requests_run, server_process, versions_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -12,8 +12,8 @@ import pytest
 from builders import run_config
 from ray_cluster import machine, ray_machines
 from rollout_backend.serving.engine_fleet import EngineFleet
-from rollout_backend.serving.forward_pass import reference_logprobs
 from rollout_backend.serving.install import find_engine
+from rollout_backend.testing.forward_pass import reference_logprobs
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.release, pytest.mark.timeout(600)]
 

@@ -20,7 +20,7 @@ from rollout_backend.deploy.image import DOCKERFILE
 from rollout_backend.dialects.registry import DIALECTS
 from rollout_backend.relay.routes import route as relay_route
 from rollout_backend.serving.gateway_process import public_url
-from rollout_backend.serving.model_endpoint import model_endpoint
+from rollout_backend.serving.run_secret import model_endpoint
 from tests.infra.conftest import Stack
 
 TEMPLATE = Path(__file__).parents[2] / "infra" / "network.yaml"

@@ -17,7 +17,8 @@ from rollout_backend.core.session_key import shard_of
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.gateway_fleet import GatewayFleet
-from rollout_backend.serving.relay_process import DialerProcess, public_gateway_config
+from rollout_backend.serving.gateway_process import public_gateway_config
+from rollout_backend.serving.model_serving import DialerProcess
 
 
 def config(url: str, key: str, **sections) -> RolloutConfig:

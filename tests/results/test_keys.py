@@ -17,7 +17,7 @@ from rollout_backend.core.ledger import Phase
 from rollout_backend.results.progress import Progress
 from rollout_backend.results.terminal.keys import Keys, restore_terminals
 from rollout_backend.results.terminal.run_output import RunOutput
-from rollout_backend.serving.run_phase import RunPhase
+from rollout_backend.serving.model_serving import RunPhase
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from rollout_backend.results.step_report import CallRate
 from rollout_backend.results.step_totals import LastResult
 from rollout_backend.results.terminal.live_view import History, Snapshot, frame, plain_line
 from rollout_backend.serving.engine_fleet import ServerState
-from rollout_backend.serving.run_phase import RunPhase
+from rollout_backend.serving.model_serving import RunPhase
 
 RUNNING = {RunPhase.CHECK: 1.2, RunPhase.ENGINES: 27.0, RunPhase.GATEWAY: 3.0, RunPhase.ROLLOUTS: 40.0}
 HOSTILE = "[red]\x1b[2J\nline\u202e two\x07 \N{CJK UNIFIED IDEOGRAPH-4E2D}" * 9

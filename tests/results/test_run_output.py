@@ -16,7 +16,7 @@ from rollout_backend.core.ledger import Phase
 from rollout_backend.results.findings import FailureCount
 from rollout_backend.results.progress import Progress
 from rollout_backend.results.terminal.run_output import RunOutput, Style
-from rollout_backend.serving.run_phase import RunPhase
+from rollout_backend.serving.model_serving import RunPhase
 from rollout_backend.serving.supervisor import ServingEvent
 
 LOST = FailureCount(Outcome.INFRA_ERROR, "throttled", 2, "task-a.0", "429\n[red]\x1b[2Jslow down")

@@ -12,12 +12,11 @@ from builders import eventually, run_config
 from rollout_backend.config import RolloutConfig
 from rollout_backend.serving.adapters import AdapterStore
 from rollout_backend.serving.engine import is_healthy
-from rollout_backend.serving.engine_environment import Command
+from rollout_backend.serving.engine_commands import Command, ServerNode
 from rollout_backend.serving.engine_fleet import EngineFleet, engine_factory
 from rollout_backend.serving.gateway_fleet import GatewayFleet
 from rollout_backend.serving.local_engine import LocalEngine
 from rollout_backend.serving.model_serving import ModelServing
-from rollout_backend.serving.placement import ServerNode
 from rollout_backend.serving.server_process import ServerProcess, free_port
 from rollout_backend.serving.weights import WeightStore
 

@@ -11,8 +11,8 @@ from rollout_backend.errors import ServingError
 from rollout_backend.gateway.engine.client import EngineClient
 from rollout_backend.gateway.engine.vllm import VllmProtocol
 from rollout_backend.serving.engine_fleet import EngineFleet
-from rollout_backend.serving.forward_pass import reference_logprobs
 from rollout_backend.serving.install import find_engine, find_model
+from rollout_backend.testing.forward_pass import reference_logprobs
 
 WORST_DIFFERENCE = 1e-4  # in probability: both sides compute in float32, with different orders of summation
 

@@ -21,8 +21,7 @@ from rollout_backend.errors import ConfigError, ServingError, StartupError
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.gateway_fleet import GatewayFleet
-from rollout_backend.serving.gateway_process import GatewayProcess, is_loopback, own_address
-from rollout_backend.serving.relay_process import public_gateway_config
+from rollout_backend.serving.gateway_process import GatewayProcess, is_loopback, own_address, public_gateway_config
 from rollout_backend.serving.server_process import free_port
 
 

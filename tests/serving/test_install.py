@@ -79,7 +79,7 @@ def test_missing_engine_or_model_names_the_install_command(tmp_path):
 
 
 def test_pins_are_exact_without_build_or_location():
-    lines = (Path(install.__file__).parent / "engine-cpu.txt").read_text().splitlines()
+    lines = (Path(install.__file__).parent / "cpu_engine" / "engine-cpu.txt").read_text().splitlines()
     pins = [line for line in lines if not line.startswith("#")]
     assert "sglang==0.5.23" in pins
     assert all(line.count("==") == 1 and not set(line) & set("+@/:;") for line in [*pins, install.TORCH])
@@ -139,7 +139,7 @@ def test_engine_environment_is_separate(fake_engine, monkeypatch):
 
 
 def run_with_stubs(script: str) -> None:
-    env = {"PYTHONPATH": str(Path(install.__file__).parent / "cpu_stubs")}
+    env = {"PYTHONPATH": str(Path(install.__file__).parent / "cpu_engine" / "stubs")}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

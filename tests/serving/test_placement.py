@@ -6,9 +6,9 @@ import pytest
 
 from rollout_backend.config import ModelConfig, ServingConfig
 from rollout_backend.errors import ConfigError
+from rollout_backend.serving.engine_commands import ServerNode, sglang_command
 from rollout_backend.serving.local_engine import weight_bytes
-from rollout_backend.serving.placement import Placement, ServerNode
-from rollout_backend.serving.sglang import engine_command
+from rollout_backend.serving.ray_servers import Placement
 
 MODEL = ModelConfig(path=Path("/models/GLM-5"), name="glm", context_length=4096)
 EIGHT = {"CPU": 64.0, "GPU": 8.0}
@@ -69,14 +69,14 @@ def test_auto_counts_the_servers_that_fit(sizes, machines, servers):
 def test_each_node_of_a_server_gets_its_rank_and_the_rendezvous():
     serving = on_ray(tensor_parallel=16, expert_parallel=16, attention_data_parallel=4, nodes_per_server=2)
     for rank, host in enumerate(("10.0.0.1", "10.0.0.2")):
-        argv, _ = engine_command(MODEL, serving, ServerNode(host, 4000, 0, rank, "10.0.0.1:5000"), inherited={})
+        argv, _ = sglang_command(MODEL, serving, ServerNode(host, 4000, 0, rank, "10.0.0.1:5000"), inherited={})
         line = " ".join(argv)
         assert f"--host {host} --port 4000" in line
         assert "--tp-size 16" in line
         assert "--attn-dp-size 4 --ep-size 16" in line
         assert f"--nnodes 2 --node-rank {rank} --dist-init-addr 10.0.0.1:5000" in line
         assert "--pp-size" not in line
-    argv, _ = engine_command(MODEL, on_ray(pipeline_parallel=2, data_parallel=2), ServerNode("h", 1), inherited={})
+    argv, _ = sglang_command(MODEL, on_ray(pipeline_parallel=2, data_parallel=2), ServerNode("h", 1), inherited={})
     assert argv[argv.index("--pp-size") :][:4] == ["--pp-size", "2", "--dp-size", "2"]
     assert not {"--nnodes", "--node-rank", "--dist-init-addr"} & {*argv}
 

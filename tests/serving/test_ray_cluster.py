@@ -10,7 +10,7 @@ import pytest
 
 from ray_cluster import REMOVABLE, machine, ray_machines
 from rollout_backend.serving.engine_fleet import EngineFleet
-from rollout_backend.serving.ray_engine import RayEngineFactory
+from rollout_backend.serving.ray_servers import RayEngineFactory
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

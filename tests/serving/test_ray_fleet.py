@@ -13,7 +13,7 @@ import pytest
 from rollout_backend.errors import StartupError
 from rollout_backend.serving.engine import is_healthy
 from rollout_backend.serving.engine_fleet import EngineFleet
-from rollout_backend.serving.ray_engine import RayEngine, RayEngineFactory
+from rollout_backend.serving.ray_servers import RayEngine, RayEngineFactory
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 
@@ -48,7 +48,7 @@ async def reserved(engine: RayEngine) -> list[str]:
 
 
 def test_fleet_does_not_import_ray():
-    modules = "rollout_backend.serving.engine_fleet, rollout_backend.serving.ray_engine"
+    modules = "rollout_backend.serving.engine_fleet, rollout_backend.serving.ray_servers"
     script = f"import sys, {modules}; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 

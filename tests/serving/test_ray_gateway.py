@@ -13,7 +13,7 @@ from rollout_backend.errors import ServingError, StartupError
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.gateway_fleet import GatewayFleet, Shard
 from rollout_backend.serving.gateway_process import GatewayProcess
-from rollout_backend.serving.ray_actor import RayActor
+from rollout_backend.serving.ray_servers import RayActor
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ async def test_an_actor_that_is_killed_for_its_memory_has_died():
 
 @pytest.mark.slow
 def test_the_router_is_reached_at_this_machines_address(ray, tmp_path):
-    from rollout_backend.serving.ray_gateway import ray_shards
+    from rollout_backend.serving.ray_servers import ray_shards
 
     settings = run_config(gateway={"kind": "ray"}, router={"host": "0.0.0.0"})
     (shard,) = asyncio.run(

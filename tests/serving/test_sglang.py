@@ -10,10 +10,9 @@ from rollout_backend.checks.model import check_experts
 from rollout_backend.config import ExpertShape, ModelConfig, ServingConfig
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.local.scripted import ScriptedEngine
+from rollout_backend.serving.engine_commands import ServerNode, sglang_command
 from rollout_backend.serving.external_engine import ExternalEngine
 from rollout_backend.serving.install import find_engine
-from rollout_backend.serving.placement import ServerNode
-from rollout_backend.serving.sglang import engine_command
 from tests.emulators.scripted_experts import seeded_routing
 
 MODEL = ModelConfig(path=Path("/models/Qwen3-8B"), name="qwen", context_length=4096)
@@ -29,7 +28,7 @@ def flags(argv: list[str]) -> dict[str, str]:
 
 def test_command_of_a_gpu_server():
     serving = ServingConfig(python=PYTHON, tensor_parallel=2, extra_args=("--mem-fraction-static", "0.7"))
-    argv, env = engine_command(MODEL, serving, ServerNode("10.0.0.3", 4000, first_gpu=2), inherited={})
+    argv, env = sglang_command(MODEL, serving, ServerNode("10.0.0.3", 4000, first_gpu=2), inherited={})
     assert argv[:3] == ["/opt/sglang/bin/python", "-m", "sglang.launch_server"]
     assert flags(argv) == {
         "model-path": "/models/Qwen3-8B",
@@ -57,7 +56,7 @@ def test_command_of_a_gpu_server():
 
 def test_command_of_a_cpu_server():
     serving = ServingConfig(device="cpu", python=PYTHON, dtype="float32", threads=2)
-    argv, env = engine_command(MODEL, serving, NODE, inherited={})
+    argv, env = sglang_command(MODEL, serving, NODE, inherited={})
     given = flags(argv)
     assert given["device"] == "cpu"
     assert given["max-total-tokens"] == "32768"
@@ -71,25 +70,25 @@ def test_command_of_a_cpu_server():
 
 def test_adapters_have_room_for_the_requests_without_one():
     serving = ServingConfig(python=PYTHON, lora_rank=16, lora_targets=("q_proj", "v_proj"), max_adapters=3)
-    argv = engine_command(MODEL, serving, NODE, inherited={})[0]
+    argv = sglang_command(MODEL, serving, NODE, inherited={})[0]
     given = flags(argv)
     assert ("enable-lora" in given, given["max-lora-rank"], given["max-loras-per-batch"]) == (True, "16", "4")
     at = argv.index("--lora-target-modules")
     assert argv[at + 1 : at + 3] == ["q_proj", "v_proj"]
-    assert "enable-lora" not in flags(engine_command(MODEL, ServingConfig(python=PYTHON), NODE, inherited={})[0])
+    assert "enable-lora" not in flags(sglang_command(MODEL, ServingConfig(python=PYTHON), NODE, inherited={})[0])
 
 
 def test_model_code_is_trusted_only_if_configured():
     serving = ServingConfig(python=PYTHON)
-    assert "trust-remote-code" not in flags(engine_command(MODEL, serving, NODE, inherited={})[0])
+    assert "trust-remote-code" not in flags(sglang_command(MODEL, serving, NODE, inherited={})[0])
     trusted = MODEL.model_copy(update={"trust_remote_code": True})
-    assert "trust-remote-code" in flags(engine_command(trusted, serving, NODE, inherited={})[0])
+    assert "trust-remote-code" in flags(sglang_command(trusted, serving, NODE, inherited={})[0])
 
 
 def test_cache_size_applies_to_gpu_and_cpu():
     for device in ("cpu", "cuda"):
         serving = ServingConfig(device=device, python=PYTHON, max_total_tokens=2048)
-        argv, _ = engine_command(MODEL, serving, NODE, inherited={})
+        argv, _ = sglang_command(MODEL, serving, NODE, inherited={})
         assert flags(argv)["max-total-tokens"] == "2048"
 
 
@@ -103,18 +102,18 @@ def test_engine_inherits_only_needed_variables():
         "RAY_ADDRESS": "ray",
         "ROLLOUT__STORAGE__BUCKET": "b",
     }
-    _, env = engine_command(MODEL, ServingConfig(python=PYTHON), NODE, inherited=ours)
+    _, env = sglang_command(MODEL, ServingConfig(python=PYTHON), NODE, inherited=ours)
     assert env["PATH"] == "/bin"
     assert env["CUDA_VISIBLE_DEVICES"] == "3"
     assert not {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "RAY_ADDRESS", "ROLLOUT__STORAGE__BUCKET"} & set(env)
 
 
 def test_interpreter_of_the_engine(monkeypatch, tmp_path):
-    argv, _ = engine_command(MODEL, ServingConfig(), NODE, inherited={})
+    argv, _ = sglang_command(MODEL, ServingConfig(), NODE, inherited={})
     assert argv[0] == sys.executable
     monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path))
     with pytest.raises(ConfigError, match="rollout engine install"):
-        engine_command(MODEL, ServingConfig(device="cpu"), NODE, inherited={})
+        sglang_command(MODEL, ServingConfig(device="cpu"), NODE, inherited={})
 
 
 @pytest.mark.engine
@@ -125,8 +124,8 @@ def test_sglang_accepts_the_command_line(device):
     sizes = {"tensor_parallel": 8, "attention_data_parallel": 4, "expert_parallel": 2} if device == "cuda" else {}
     nodes = {"kind": "ray", "pipeline_parallel": 2, "nodes_per_server": 2}
     serving = ServingConfig(device=device, python=find_engine(), max_total_tokens=4096, **nodes, **sizes)
-    argv, _ = engine_command(MODEL, serving, ServerNode("0.0.0.0", 4000, 4, 1, "10.0.0.1:5000"))
-    _, env = engine_command(MODEL, ServingConfig(device="cpu", python=find_engine()), NODE)  # for the import
+    argv, _ = sglang_command(MODEL, serving, ServerNode("0.0.0.0", 4000, 4, 1, "10.0.0.1:5000"))
+    _, env = sglang_command(MODEL, ServingConfig(device="cpu", python=find_engine()), NODE)  # for the import
     script = (
         "import json, sys; from sglang.srt.server_args import prepare_server_args;"
         "args = prepare_server_args(sys.argv[1:]);"
@@ -146,9 +145,9 @@ def test_sglang_accepts_the_command_line(device):
 
 def test_routed_experts_are_recorded_only_if_configured():
     serving = ServingConfig(python=PYTHON)
-    assert "enable-return-routed-experts" not in flags(engine_command(MODEL, serving, NODE, inherited={})[0])
+    assert "enable-return-routed-experts" not in flags(sglang_command(MODEL, serving, NODE, inherited={})[0])
     recording = MODEL.model_copy(update={"routed_experts": True})
-    assert "enable-return-routed-experts" in flags(engine_command(recording, serving, NODE, inherited={})[0])
+    assert "enable-return-routed-experts" in flags(sglang_command(recording, serving, NODE, inherited={})[0])
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,11 @@ import pytest
 from builders import run_config
 from rollout_backend.config import ModelConfig, RouterConfig, ServingConfig
 from rollout_backend.errors import ConfigError, PreflightError, StartupError
+from rollout_backend.serving.engine_commands import ServerNode, vllm_command
 from rollout_backend.serving.engine_fleet import EngineFleet
-from rollout_backend.serving.external_engine import ExternalEngineFactory
+from rollout_backend.serving.external_engine import ExternalEngineFactory, check_vllm, served_model
 from rollout_backend.serving.install import CPU_ENGINES
-from rollout_backend.serving.model_server import check_vllm, served_model
-from rollout_backend.serving.placement import ServerNode
 from rollout_backend.serving.router import EngineDirectory
-from rollout_backend.serving.vllm import vllm_command
 from tests.emulators.scripted_vllm import ScriptedVllm
 
 MODEL = ModelConfig(path=Path("/models/Qwen3-8B"), name="qwen", context_length=4096)

@@ -16,7 +16,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import HFModelConfig, RolloutConfig
 
 from rollout_backend.local.scripted import BYTE_MODEL
-from rollout_backend.serving.placement import ServerNode
+from rollout_backend.serving.engine_commands import ServerNode
 from rollout_backend.verl.early_checks import set_streams
 from verl_cpu.replica_server import server_command
 from verl_cpu.replica_settings import model_of, serving_of

@@ -29,7 +29,7 @@ from gateway_fixtures import make_gateway
 from rollout_backend.config import ModelConfig
 from rollout_backend.core.seal import Sealer
 from rollout_backend.local.scripted import BYTE_MODEL, Aborted, Routing, ScriptedEngine
-from rollout_backend.serving.model_server import check_records_experts
+from rollout_backend.serving.external_engine import check_records_experts
 from rollout_backend.verl.row_formats import legacy_batch, v1_fields
 from rollout_backend.verl.rows import Row, rows_of
 from rollouts import make_rollout

@@ -21,9 +21,9 @@ import torch
 
 from rollout_backend.errors import EngineUnavailable, WeightsMismatch
 from rollout_backend.local.tiny_model import make_tiny_model
-from rollout_backend.serving.generation_control import pause_generation, resume_generation
-from rollout_backend.serving.model_folder import ModelFolder
-from rollout_backend.serving.placement import ServerNode
+from rollout_backend.serving.engine import pause_generation, resume_generation
+from rollout_backend.serving.engine_commands import ServerNode
+from rollout_backend.serving.weights import ModelFolder
 from verl_cpu.environment import ROLLOUT_NAME, overrides
 from verl_cpu.replica_server import SGLangServer
 from verl_cpu.replica_settings import ServerSettings, model_of

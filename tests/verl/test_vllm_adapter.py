@@ -17,9 +17,9 @@ from rollout_backend.errors import EngineUnavailable
 from rollout_backend.gateway.engine.client import Completion, EngineClient, EngineRefused
 from rollout_backend.gateway.engine.vllm import VllmProtocol
 from rollout_backend.local.tiny_model import make_tiny_model
-from rollout_backend.serving.engine_environment import base_environment, cpu_threads
-from rollout_backend.serving.forward_pass import adapter_logprobs
+from rollout_backend.serving.engine_commands import base_environment, cpu_threads
 from rollout_backend.serving.server_process import ServerProcess, free_port
+from rollout_backend.testing.forward_pass import adapter_logprobs
 from rollout_backend.verl.verl_api import ADAPTER
 from rollout_backend.verl.vllm_middleware import INFO
 

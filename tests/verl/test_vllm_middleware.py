@@ -17,7 +17,7 @@ from rollout_backend.gateway.engine import client as engine_client
 from rollout_backend.gateway.engine.client import EngineClient, EngineRefused
 from rollout_backend.gateway.engine.vllm import VllmProtocol
 from rollout_backend.local.scripted import Fail
-from rollout_backend.serving.model_server import check_vllm
+from rollout_backend.serving.external_engine import check_vllm
 from rollout_backend.verl import vllm_middleware
 from rollout_backend.verl.verl_api import ADAPTER
 from rollout_backend.verl.vllm_middleware import GENERATE, WeightVersions, attach

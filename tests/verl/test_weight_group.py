@@ -21,10 +21,10 @@ from rollout_backend.gateway.engine.client import EngineClient
 from rollout_backend.local.tiny_model import make_tiny_model
 from rollout_backend.serving import weight_group
 from rollout_backend.serving.engine import PROBE
-from rollout_backend.serving.forward_pass import reference_logprobs
 from rollout_backend.serving.install import find_engine
 from rollout_backend.serving.model_serving import ModelServing
 from rollout_backend.serving.weights import Weights, load_weights
+from rollout_backend.testing.forward_pass import reference_logprobs
 
 TENSORS = {
     "norm": torch.arange(5, dtype=torch.bfloat16),

@@ -22,10 +22,8 @@ import aiohttp
 
 from rollout_backend.config import ModelConfig, ServingConfig
 from rollout_backend.errors import EngineUnavailable, ServingError
-from rollout_backend.serving.engine_environment import Command
+from rollout_backend.serving.engine_commands import Command, ServerNode, sglang_command
 from rollout_backend.serving.local_engine import LocalEngine, MakeCommand
-from rollout_backend.serving.placement import ServerNode
-from rollout_backend.serving.sglang import engine_command
 
 ADAPTER = "verl_actor_lora_name"
 """The name under which verl loads its adapter into SGLang."""
@@ -42,9 +40,9 @@ _LAUNCHER = Path(__file__).with_name("launch_server.py")
 
 
 def server_command(model: ModelConfig, serving: ServingConfig, node: ServerNode) -> Command:
-    """Return the command of `engine_command`, with memory that can be released, and with verl's options and
+    """Return the command of `sglang_command`, with memory that can be released, and with verl's options and
     environment."""
-    argv, env = engine_command(model, serving.model_copy(update={"extra_args": ()}), node)
+    argv, env = sglang_command(model, serving.model_copy(update={"extra_args": ()}), node)
     env.pop("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION")  # verl does not set it
     for option in _NOT_OF_VERL:
         at = argv.index(option)

@@ -22,7 +22,7 @@ from rollout_backend.results.findings import Finding, Level
 from rollout_backend.results.progress import Progress
 from rollout_backend.results.step_totals import LastResult
 from rollout_backend.serving.engine_fleet import ServerState
-from rollout_backend.serving.run_phase import RunPhase
+from rollout_backend.serving.model_serving import RunPhase
 
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_POINTS = 8

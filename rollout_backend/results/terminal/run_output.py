@@ -39,7 +39,7 @@ from rollout_backend.results.terminal.live_view import (
     refused_calls,
 )
 from rollout_backend.results.terminal.run_summary import RunSummary, print_summary
-from rollout_backend.serving.run_phase import RunPhase
+from rollout_backend.serving.model_serving import RunPhase
 from rollout_backend.serving.supervisor import ServingEvent
 
 log = logging.getLogger(__name__)

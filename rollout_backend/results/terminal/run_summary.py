@@ -17,7 +17,7 @@ from rollout_backend.results.findings import Finding, Level, Verdict, findings_o
 from rollout_backend.results.step_report import StepResult
 from rollout_backend.results.summary import StepSummary, duration, summarize
 from rollout_backend.results.terminal.live_view import ratio, seconds, sentence
-from rollout_backend.serving.run_phase import RunPhase
+from rollout_backend.serving.model_serving import RunPhase
 
 MARKS = {Level.BAD: "!", Level.WARNING: "!", Level.NOTE: "-"}
 _MAX_LINES = 12
