@@ -12,7 +12,7 @@ Invariants:
   and added again. A lost router is restarted on the same port with all engines.
 - An engine that does not start, or is lost repeatedly, does not stop the others. The run ends once no engine is left
   that may be restarted (`serving.max_restarts` within `serving.restart_window_s`).
-- While the engines are asleep (`sleep`), the fleet sends no request that generates, and counts no restart for them.
+- While the engines are paused, the fleet sends no request that generates, and counts no restart for them.
 - No process that the fleet started outlives it, even if `start` fails or is cancelled.
 """
 
@@ -30,8 +30,8 @@ from rollout_backend.config import ENGINE_KINDS, RolloutConfig
 from rollout_backend.config.section import import_path
 from rollout_backend.errors import ConfigError, ServingError, StartupError
 from rollout_backend.serving.adapters import Adapter
-from rollout_backend.serving.engine import EngineFactory, MakeEngine
-from rollout_backend.serving.engine_routing import EngineRouter, EngineRouting, EngineSupervisor, RouterSupervisor
+from rollout_backend.serving.engine import Engine, EngineFactory, MakeEngine, ReservingEngine, is_responding
+from rollout_backend.serving.engine_routing import EngineRouter, EngineRouting, RoutedEngine
 from rollout_backend.serving.external_engine import ExternalEngine
 from rollout_backend.serving.router import EngineDirectory, Router
 from rollout_backend.serving.supervisor import (
@@ -39,19 +39,21 @@ from rollout_backend.serving.supervisor import (
     Probing,
     RestartLimits,
     ServingEvent,
+    Supervisor,
     SupervisorGroup,
     first_of,
 )
 from rollout_backend.serving.weights import Weights
 
 _JOIN_S = 10.0
+_FOREVER_S = 10 * 365 * 86_400.0
 
 
 @dataclass(frozen=True)
 class ServerState:
     """The current state of one server.
 
-    `serving`: up, and, if it is an engine, known to the router. `asleep`: a trainer has its memory. `waiting_for`:
+    `serving`: up, and, if it is an engine, known to the router. `paused`: a trainer has its memory. `waiting_for`:
     what it needs before it can start, such as a machine.
     """
 
@@ -59,7 +61,7 @@ class ServerState:
     url: str
     serving: bool
     restarts: int
-    asleep: bool = False
+    paused: bool = False
     waiting_for: str = ""
 
 
@@ -100,6 +102,7 @@ class EngineFleet:
         )
         self._routing = EngineRouting(self._router, config.serving, newest, adapters)
         self._router_supervisor = RouterSupervisor(self._routing, self._limits, on_event, self._probing)
+        self._engines: list[EngineSupervisor] = []
         self._supervisors = SupervisorGroup()
         self._next_number = 0
         self._following = asyncio.Lock()
@@ -114,17 +117,13 @@ class EngineFleet:
         """The URLs of the engines that serve at this moment."""
         return tuple(engine.url for engine in self._engines if engine.serving)
 
-    @property
-    def _engines(self) -> list[EngineSupervisor]:
-        return self._routing.engines
-
     def snapshot(self) -> tuple[ServerState, ...]:
         """Return the current state of the router and then of the engines."""
-        router, asleep = self._router_supervisor, self._routing.asleep
+        router, paused = self._router_supervisor, self._routing.paused
         return (
             ServerState(router.name, self._router.url, router.serving, router.restarts),
             *(
-                ServerState(each.name, each.url, each.serving, each.restarts, asleep, each.waiting_for)
+                ServerState(each.name, each.url, each.serving, each.restarts, paused, each.waiting_for)
                 for each in self._engines
             ),
         )
@@ -151,7 +150,7 @@ class EngineFleet:
             await self._factory.open()
             count, make = self._factory.count, self._factory.make
             self._next_number = count
-            self._routing.engines = [self._supervisor(number, make) for number in range(count)]
+            self._engines += [self._supervisor(number, make) for number in range(count)]
             await self._router_supervisor.start()
             self._router_supervisor.report("started")
             for engine in self._engines:
@@ -172,10 +171,10 @@ class EngineFleet:
         """
         async with self._following:
             left = [engine for engine in self._engines if engine.url not in urls]
-            self._routing.engines = [engine for engine in self._engines if engine not in left]
             for engine in left:
+                self._engines.remove(engine)
                 await self._supervisors.remove(engine)
-            await asyncio.gather(*(self._routing.remove(engine.url) for engine in left))
+            await asyncio.gather(*(engine.release() for engine in left))
             for engine in left:
                 engine.report("left")
             known = {engine.url for engine in self._engines}
@@ -184,18 +183,18 @@ class EngineFleet:
                 async with asyncio.timeout(_JOIN_S):
                     await self._supervisors.run_until(_tried(joined))
 
-    async def sleep(self) -> None:
+    async def pause(self) -> None:
         """End all generation before a trainer takes the engines' memory; return once every engine is idle.
 
         verl's servers assert that they are idle when their memory is released, and any request that generates before
         they have it back kills them. So generation is paused too: a request that still arrives waits in the server.
-        Until `wake` no engine is probed or added to the router, which would request `/health`.
+        Until `resume` no engine is probed or added to the router, which would request `/health`.
         """
-        await self._routing.sleep()
+        await self._routing.pause([engine.url for engine in self._engines])
 
-    async def wake(self) -> None:
-        """Serve again after `sleep`."""
-        await self._routing.wake()
+    async def resume(self) -> None:
+        """Serve again after `pause`."""
+        await self._routing.resume([engine.url for engine in self._engines])
 
     @property
     def takes_weights(self) -> bool:
@@ -210,9 +209,9 @@ class EngineFleet:
         restart with the previous weights.
 
         Raises:
-            ServingError: the engines are asleep, or `commit` raised it, and all restart with the previous weights.
+            ServingError: the engines are paused, or `commit` raised it, and all restart with the previous weights.
         """
-        if self._routing.asleep:
+        if self._routing.paused:
             raise ServingError("the engines are paused: call resume_engines before update_weights")
         return await self._routing.update(weights, commit)
 
@@ -236,7 +235,7 @@ class EngineFleet:
     async def stop(self) -> None:
         """End all servers. May be called twice, and after a start that failed."""
         await self._supervisors.stop()
-        stops = [self._router.stop(), *(engine.engine.stop() for engine in self._engines)]
+        stops = [self._router.stop(), *(engine.server.stop() for engine in self._engines)]
         results = await asyncio.gather(*stops, return_exceptions=True)
         for server in (self._router_supervisor, *self._engines):
             server.serving = False
@@ -287,7 +286,9 @@ class EngineFleet:
         self._on_event(event)
 
     def _supervisor(self, number: int, make: MakeEngine) -> EngineSupervisor:
-        return EngineSupervisor(number, make, self._routing, self._limits, self._on_engine_event, self._probing)
+        return EngineSupervisor(
+            number, make, self._routing, self._engines, self._limits, self._on_engine_event, self._probing
+        )
 
     def _join(self, url: str) -> EngineSupervisor:
         number, self._next_number = self._next_number, self._next_number + 1
@@ -295,6 +296,105 @@ class EngineFleet:
         self._engines.append(engine)
         self._supervisors.add(engine)
         return engine
+
+
+class RouterSupervisor(Supervisor):
+    def __init__(self, routing: EngineRouting, limits: RestartLimits, on_event: OnEvent, probing: Probing) -> None:
+        super().__init__("router", limits, on_event, probing)
+        self._routing = routing
+
+    async def start_server(self) -> None:
+        await self._routing.start_router()
+
+    async def wait_ended(self) -> str:
+        return await self._routing.router.wait()
+
+    async def is_responding(self) -> bool:
+        return await self._routing.router.alive()
+
+
+class EngineSupervisor(Supervisor):
+    """Keeps one engine running, with a new `Engine` for each start."""
+
+    def __init__(
+        self,
+        number: int,
+        make: MakeEngine,
+        routing: EngineRouting,
+        engines: Sequence[EngineSupervisor],
+        limits: RestartLimits,
+        on_event: OnEvent,
+        probing: Probing,
+    ) -> None:
+        """`engines` are all of the fleet's."""
+        super().__init__(f"engine-{number}", limits, on_event, probing)
+        self.server: Engine = make(number)
+        self.waiting_for = ""  # what the engine needs before it can start, while it waits for it
+        self._number = number
+        self._make = make
+        self._routing = routing
+        self._routed: RoutedEngine | None = None  # from the server's start to its release
+        self._engines = engines
+        self._probe_timeout_s = probing.timeout_s
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    async def start_server(self) -> None:
+        if self.tried.is_set():
+            self.server = self._make(self._number)
+        if isinstance(self.server, ReservingEngine):
+            try:
+                async for waiting_for in self.server.reserve():
+                    self.waiting_for = waiting_for
+                    self.report("waiting", waiting_for)
+            finally:
+                self.waiting_for = ""
+        await self.server.start()
+        self._routed = RoutedEngine(self.name, self.server)
+        await self._routing.add(self._routed)
+
+    async def wait_ended(self) -> str:
+        assert self._routed is not None, "not started"
+        return await first_of(self.server.wait(), self._unfit(self._routed), self._refused(self._routed))
+
+    async def _unfit(self, engine: RoutedEngine) -> str:
+        await engine.unfit.wait()
+        return engine.why_unfit
+
+    async def _refused(self, engine: RoutedEngine) -> str:
+        """Return why the router does not accept the engine, after a second attempt."""
+        while True:
+            await engine.refused.wait()
+            engine.refused.clear()
+            try:
+                await self._routing.add(engine)
+            except StartupError as error:
+                return str(error)
+
+    async def is_responding(self) -> bool:
+        return self._routing.paused or await is_responding(self.url, self._routing.engine, self._probe_timeout_s)
+
+    async def log_tail(self) -> str:
+        return await self.server.log_tail()
+
+    async def release(self) -> None:
+        if self._routed is not None:
+            routed, self._routed = self._routed, None
+            await self._routing.remove(routed)
+        await self.server.stop()
+
+    async def exhausted(self, wait_s: float) -> None:
+        """Wait until a restart is allowed again. Raise StartupError if no other engine is left."""
+        engines = self._engines
+        if all(engine.gave_up for engine in engines):
+            self.report("gave_up", self.last_words)
+            others = ", and no other engine is left" if len(engines) > 1 else ""
+            raise StartupError(f"{self.gone}{others}: {self.last_words}")
+        up = sum(engine.serving for engine in engines)
+        self.report("gave_up", f"{self.gone}; {up} of {len(engines)} engines serve")
+        await asyncio.sleep(min(wait_s, _FOREVER_S))
 
 
 async def _tried(engines: Sequence[EngineSupervisor]) -> None:

@@ -138,11 +138,11 @@ class ModelServing:
         try:
             await self.gateways.pause()
         finally:
-            await self.engines.sleep()
+            await self.engines.pause()
 
     async def resume(self) -> None:
         """Let model calls reach the engines again. Raise ServingError if a gateway does not answer."""
-        await self.engines.wake()
+        await self.engines.resume()
         await self.gateways.resume()
 
     @property

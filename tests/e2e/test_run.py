@@ -186,7 +186,7 @@ async def test_calls_refused_by_the_engine_stop_the_run_as_infrastructure_errors
 async def test_no_call_reaches_paused_engines(open_run):
     run = await open_run()
     await run.manager.pause_engines()
-    assert [server.asleep for server in run.manager.servers()] == [False, True]
+    assert [server.paused for server in run.manager.servers()] == [False, True]
     collecting = asyncio.create_task(run.manager.collect([Task("a", {})]))
 
     async def both_wait() -> bool:

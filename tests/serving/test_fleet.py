@@ -376,15 +376,15 @@ async def test_server_is_idle_when_it_sleeps_and_stays_alive(sleeper, until):
         asyncio.create_task(post(f"{url}/generate", {"sampling_params": {"max_new_tokens": tokens}})) for _ in "ab"
     ]
     await until(lambda: process.log.read_text().count(f"generates {tokens}") == len(calls))  # `/health` generates too
-    await fleet.sleep()
-    assert [state.asleep for state in fleet.snapshot()] == [False, True]
+    await fleet.pause()
+    assert [state.paused for state in fleet.snapshot()] == [False, True]
     assert await asyncio.gather(*calls) == [200, 200]  # aborted
     assert await post(f"{url}/release_memory_occupation") == 200
     straggler = asyncio.create_task(generate(fleet))
     await until(lambda: "called for 1\n" in process.log.read_text())
     assert not straggler.done(), "a sleeping server generated"
     assert await post(f"{url}/resume_memory_occupation") == 200
-    await fleet.wake()
+    await fleet.resume()
     assert (await straggler)[0] == 200
     assert process.running, process.log_tail()
     assert kinds(events, "engine-0") == ["started"]
@@ -394,13 +394,13 @@ async def test_server_is_idle_when_it_sleeps_and_stays_alive(sleeper, until):
 async def test_router_restarted_while_servers_sleep_gets_them_when_they_wake(sleeper, until):
     """Both routers request `/health` from a new engine and ignore `--health-check-endpoint`."""
     fleet, url, process, events = sleeper
-    await fleet.sleep()
+    await fleet.pause()
     assert await post(f"{url}/release_memory_occupation") == 200
     os.kill(fleet._router.pid, signal.SIGKILL)
     await until(lambda: kinds(events, "router") == ["started", "died", "restarted"])
     assert await fleet._router.workers() == {}
     assert await post(f"{url}/resume_memory_occupation") == 200
-    await fleet.wake()
+    await fleet.resume()
     assert await generate(fleet) == (200, process.pid)
     assert kinds(events, "engine-0") == ["started"]
 
@@ -408,7 +408,7 @@ async def test_router_restarted_while_servers_sleep_gets_them_when_they_wake(sle
 async def test_sleeping_server_that_does_not_answer_counts_no_restart(sleeper, until):
     """Like a server that moves gigabytes in the process that answers."""
     fleet, url, process, events = sleeper
-    await fleet.sleep()
+    await fleet.pause()
     await post(f"{url}/fail_probes", {"fail": True})
     [engine], probes = fleet._engines, []
     is_responding = engine.is_responding
@@ -420,7 +420,7 @@ async def test_sleeping_server_that_does_not_answer_counts_no_restart(sleeper, u
     engine.is_responding = count
     await until(lambda: len(probes) > OFTEN.failures)
     await post(f"{url}/fail_probes", {"fail": False})
-    await fleet.wake()
+    await fleet.resume()
 
     async def generates():
         return await generate(fleet) == (200, process.pid)

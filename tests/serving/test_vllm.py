@@ -113,9 +113,9 @@ async def test_only_servers_that_this_side_started_are_paused(tmp_path, kind, pa
         config = external if kind == "external" else run_config(serving={"engine": "vllm", "python": PYTHON})
         factory = ExternalEngineFactory(external, tmp_path)
         async with EngineFleet(config, tmp_path, factory=factory) as fleet:
-            await fleet.sleep()
+            await fleet.pause()
             assert engine.paused is paused
-            await fleet.wake()
+            await fleet.resume()
             assert not engine.paused
 
 

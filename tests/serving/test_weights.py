@@ -112,7 +112,7 @@ async def test_a_restarted_trainer_serves_the_newest_weights_and_counts_on(serve
 async def test_an_interrupted_update_restarts_the_engines_with_the_previous_weights(serve, tmp_path, until):
     async with serve("hangs", "hangs") as (serving, _, _):
         updating = asyncio.create_task(serving.update_weights(save(tmp_path / "new", 1.0)))
-        await until(lambda: serving.snapshot()[1].asleep)
+        await until(lambda: serving.snapshot()[1].paused)
         updating.cancel()
         with pytest.raises(asyncio.CancelledError):
             await updating

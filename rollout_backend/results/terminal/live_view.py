@@ -275,15 +275,15 @@ def _servers(progress: Progress, width: int) -> Iterator[Text]:
 
 
 def _takes_calls(server: ServerState) -> bool:
-    return server.serving and not server.asleep
+    return server.serving and not server.paused
 
 
 def _state(server: ServerState, progress: Progress) -> str:
     load = load_of(server, progress)
     if not server.serving:
         state = "waiting" if server.waiting_for else "not serving"
-    elif server.asleep:
-        state = "asleep"
+    elif server.paused:
+        state = "paused"
     else:
         state = f"{load[0]:,} running, {load[1]:,} queued" if load is not None else "serves"
     return state + _restarts(server.restarts)
