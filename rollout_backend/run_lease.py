@@ -15,7 +15,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import uuid
@@ -27,6 +26,7 @@ from time import time
 from typing import Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from tenacity import wait_fixed
 
 from agent_wrapper.contract import lease_key
 from rollout_backend.collect.store import ObjectStore
@@ -39,6 +39,7 @@ from rollout_backend.errors import (
     StoreError,
     WriteConflict,
 )
+from rollout_backend.retry import at, retry
 from rollout_backend.runtimes.base import SessionCalls
 
 log = logging.getLogger(__name__)
@@ -330,12 +331,8 @@ class RunLease:
 
     async def _retry(self, call: Callable[[], Awaitable[_T]]) -> _T:
         """Retry a call until S3 answers. Raises StoreError after some minutes."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + self._retry_s
-        while True:
-            with contextlib.suppress(StoreError) if loop.time() < until else contextlib.nullcontext():
-                return await call()
-            await asyncio.sleep(_PAUSE_S)
+        until = asyncio.get_running_loop().time() + self._retry_s
+        return await retry(call, StoreError, wait_fixed(_PAUSE_S), stop=at(until))
 
     def _held_by(self, other: LeaseHolder, lease_s: float) -> RunHeld:
         return RunHeld(

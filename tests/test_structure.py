@@ -9,7 +9,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "rollout_backend"
 LAYERS = (
     {"errors"},
-    {"atomic_file", "child_process", "garbage_collection", "lazy_retry", "local_keys", "logs"},
+    {"atomic_file", "child_process", "garbage_collection", "local_keys", "logs", "retry"},
     {"aws", "config"},
     {"core"},
     {"rendering", "runtimes", "tracing"},

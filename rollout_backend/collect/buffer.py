@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable
 from enum import Enum
 from typing import TypeVar
 
-from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential_jitter
+from tenacity import wait_exponential_jitter
 
 from agent_wrapper.contract import (
     Announcement,
@@ -44,7 +44,7 @@ from rollout_backend.collect.sink import ResultSink
 from rollout_backend.collect.store import ObjectStore
 from rollout_backend.config import CollectConfig
 from rollout_backend.errors import CredentialsExpired, StoreError
-from rollout_backend.lazy_retry import retry
+from rollout_backend.retry import retry
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ IDLE_INTERVALS = 3  # a step is listed after this many `collect.list_after_idle_
 
 _T = TypeVar("_T")
 
+_BACK_OFF = wait_exponential_jitter(multiplier=0.5, max=30)
 _LARGE_BATCH = 5  # of at most 10 messages: SQS often returns fewer than it has
 _RECEIVES = 20  # by then the run that a message is for has received it, or has ended
 
@@ -139,15 +140,10 @@ class RolloutBuffer:
 
         A large batch shows a backlog: if there is room, one more receiver helps with it.
         """
-        retrying = functools.partial(
-            AsyncRetrying,
-            retry=retry_if_exception_type(AWS_ERRORS),
-            wait=wait_exponential_jitter(multiplier=0.5, max=30),
-        )
         while True:
             await room.acquire()
             # Without an end: meanwhile results are found by listing.
-            messages = await retry(lambda: self._receive_once(queue), retrying)
+            messages = await retry(lambda: self._receive_once(queue), AWS_ERRORS, _BACK_OFF)
             batch = tasks.create_task(self.handle(queue, messages))
             batch.add_done_callback(lambda _: room.release())
             if len(messages) >= _LARGE_BATCH:

@@ -25,12 +25,13 @@ from typing import Any, Protocol, Self
 
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_fixed
+from tenacity import RetryCallState, stop_after_attempt, wait_fixed
 
 from rollout_backend import aws
 from rollout_backend.config import AwsConfig, QueueConfig, StorageConfig
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.errors import PreflightError
+from rollout_backend.retry import retry
 
 log = logging.getLogger(__name__)
 
@@ -318,13 +319,13 @@ async def _create_one(sqs: Any, name: str, attributes: dict[str, str]) -> str:
             reply = await sqs.get_queue_url(QueueName=name)
         return str(reply["QueueUrl"])
 
-    return await AsyncRetrying(
-        retry=retry_if_exception(lambda error: _deleted_recently(error) or _is_busy(error)),
+    return await retry(
+        create,
+        lambda error: _deleted_recently(error) or _is_busy(error),
+        wait_fixed(_PAUSE_S),
         stop=stop_after_attempt(1 + round(_NAME_BLOCKED_S / _PAUSE_S)),
-        wait=wait_fixed(_PAUSE_S),
         before_sleep=warn,
-        reraise=True,
-    )(create)
+    )
 
 
 def _deleted_recently(error: BaseException | None) -> bool:

@@ -19,13 +19,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    retry_if_exception,
-    stop_after_attempt,
-    wait_exponential_jitter,
-)
+from tenacity import stop_after_attempt, wait_exponential_jitter
 from tenacity.wait import WaitBaseT
 
 from agent_wrapper.contract import Outcome
@@ -38,7 +32,7 @@ from rollout_backend.errors import (
     RuntimeCallError,
     RuntimeUnavailable,
 )
-from rollout_backend.lazy_retry import retry
+from rollout_backend.retry import at, log_retry, retry
 from rollout_backend.runtimes.base import SessionCalls
 
 log = logging.getLogger(__name__)
@@ -115,13 +109,10 @@ class Dispatcher:
         try:
             running = await retry(
                 lambda: self._attempt(rollout_id, ledger, prepared, close, until),
-                lambda: AsyncRetrying(
-                    retry=retry_if_exception(lambda error: isinstance(error, _RETRYABLE) and not _refused(error)),
-                    stop=stop_after_attempt(self._max_attempts - before),
-                    wait=self._wait,
-                    before_sleep=_log_retry(rollout_id, "attempt", logging.WARNING),
-                    reraise=True,
-                ),
+                lambda error: isinstance(error, _RETRYABLE) and not _refused(error),
+                self._wait,
+                stop=stop_after_attempt(self._max_attempts - before),
+                before_sleep=log_retry(log, "rollout %s", rollout_id),
             )
         except RuntimeCallError as error:
             if ledger.awaits_result(rollout_id):
@@ -140,16 +131,12 @@ class Dispatcher:
         until: float,
     ) -> bool:
         """Make one attempt. Retry while the runtime refuses the invoke."""
-        now = asyncio.get_running_loop().time
         return await retry(
             lambda: self._invoke(rollout_id, ledger, prepare, close),
-            lambda: AsyncRetrying(
-                retry=retry_if_exception(_refused),
-                stop=lambda state: now() >= until,
-                wait=self._wait_refused,
-                before_sleep=_log_retry(rollout_id, "refusal", logging.INFO),
-                reraise=True,
-            ),
+            _refused,
+            self._wait_refused,
+            stop=at(until),
+            before_sleep=log_retry(log, "the invoke of rollout %s", rollout_id, level=logging.INFO),
         )
 
     async def _invoke(
@@ -205,13 +192,3 @@ def _check_accepted(body: bytes) -> None:
             "image the current one?",
             reason="not_a_rollout_app",
         )
-
-
-def _log_retry(rollout_id: str, what: str, level: int) -> Callable[[RetryCallState], None]:
-    def write(state: RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
-        wait = state.next_action.sleep if state.next_action else 0.0
-        text = "rollout %s, %s %d: %s; retrying in %.1f s"
-        log.log(level, text, rollout_id, what, state.attempt_number, error, wait)
-
-    return write

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential_jitter
+from tenacity import RetryCallState, wait_exponential_jitter
 from tenacity.wait import WaitBaseT
 
 from rollout_backend.core.ledger import Ledger
@@ -26,7 +26,7 @@ from rollout_backend.errors import (
     Throttled,
     WrongClock,
 )
-from rollout_backend.lazy_retry import retry
+from rollout_backend.retry import retry
 from rollout_backend.runtimes.base import SessionCalls
 
 log = logging.getLogger(__name__)
@@ -60,12 +60,7 @@ class SessionCloser:
             return state.attempt_number >= _LEAST_TRIES and now() - failed_at >= self._retry_s
 
         try:
-            await retry(
-                lambda: self.stop_once(session_id, ledger, call),
-                lambda: AsyncRetrying(
-                    retry=retry_if_exception_type(_RETRYABLE), stop=enough, wait=self._wait, reraise=True
-                ),
-            )
+            await retry(lambda: self.stop_once(session_id, ledger, call), _RETRYABLE, self._wait, stop=enough)
         except RuntimeCallError as error:
             log.warning("session %s would not close: %s", session_id, error)
             ledger.session_unclosed(session_id, str(error))

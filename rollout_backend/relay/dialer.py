@@ -19,8 +19,8 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import aiohttp
-import tenacity
 from multidict import CIMultiDict
+from tenacity import wait_random_exponential
 from yarl import URL
 
 from rollout_backend.logs import configure_logs
@@ -42,11 +42,12 @@ from rollout_backend.relay.frames import (
 )
 from rollout_backend.relay.relay_settings import DialerSettings
 from rollout_backend.relay.routes import METHODS, forwarded_headers, route
+from rollout_backend.retry import log_retry, retry
 
 log = logging.getLogger(__name__)
 
 _CONNECT_S = 10.0
-_BACKOFF = tenacity.wait_random_exponential(multiplier=0.25, max=10.0)
+_BACKOFF = wait_random_exponential(multiplier=0.25, max=10.0)
 _GATEWAY_KEEPALIVE_S = 2.0  # shorter than the gateway's, so that the gateway closes no connection in use
 _REFUSALS = {
     Close.WRONG_KEY: "the relay refuses our key: relay.key here and ROLLOUT__RELAY__KEY there must be the same",
@@ -88,11 +89,10 @@ class Dialer(Exchange):
                 )
             )
             stack.push_async_callback(self._end_calls)
-            dialling = tenacity.AsyncRetrying(
-                retry=tenacity.retry_if_exception_type(_NoLink), wait=_BACKOFF, before_sleep=_log_retry
-            )
             while True:
-                link: Link = await dialling(self._dial, outside)
+                link = await retry(
+                    lambda: self._dial(outside), _NoLink, _BACKOFF, before_sleep=log_retry(log, "dialling out")
+                )
                 log.info("connected to %s", self._settings.url)
                 try:
                     await self.serve(link)
@@ -257,12 +257,6 @@ def _without_url(error: Exception) -> str:
 def _stop_if_refused(closed: LinkClosed) -> None:
     if closed.code in _REFUSALS:
         raise RelayRefused(_REFUSALS[Close(closed.code)]) from None
-
-
-def _log_retry(state: tenacity.RetryCallState) -> None:
-    assert state.outcome is not None
-    wait_s = state.next_action.sleep if state.next_action is not None else 0.0
-    log.warning("%s; the next attempt is in %.1f s", state.outcome.exception(), wait_s)
 
 
 def main() -> None:

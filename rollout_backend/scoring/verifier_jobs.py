@@ -23,14 +23,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tenacity import (
-    AsyncRetrying,
-    before_sleep_log,
-    retry_if_exception,
-    retry_if_exception_type,
-    stop_after_delay,
-    wait_exponential_jitter,
-)
+from tenacity import wait_exponential_jitter
 
 from agent_wrapper.contract import Rollout
 from agent_wrapper.verifier import ORDER, TESTS, VerifierOrder
@@ -41,11 +34,13 @@ from rollout_backend.core.harbor import CONTAINER_FIELD, VERIFIER, TaskContainer
 from rollout_backend.core.ledger import CallTally
 from rollout_backend.dispatch.call_queue import CallKind, CallQueue
 from rollout_backend.errors import RuntimeCallError
+from rollout_backend.retry import at, log_retry, retry
 from rollout_backend.runtimes.base import VerifierEnd, VerifierRuntime
 from rollout_backend.scoring.scorer import ScoreInput, Scorer, ScoringError, load_scorer
 
 log = logging.getLogger(__name__)
 
+_BACK_OFF = wait_exponential_jitter(max=10)
 _STOP_S = 60.0  # of trying to stop a verifier; then its deadline ends it
 _URL_S = 3600.0  # beyond the time to start
 
@@ -110,12 +105,12 @@ class VerifierJobs:
 
     async def _verify_unless_refused(self, given: ScoreInput) -> dict[str, Any]:
         """Repeat what is refused for now, until the step's deadline cancels it."""
-        return await AsyncRetrying(
-            retry=retry_if_exception(lambda error: isinstance(error, RuntimeCallError) and error.refused),
-            wait=wait_exponential_jitter(max=10),
-            before_sleep=before_sleep_log(log, logging.INFO),
-            reraise=True,
-        )(self._verify, given)
+        return await retry(
+            lambda: self._verify(given),
+            lambda error: isinstance(error, RuntimeCallError) and error.refused,
+            _BACK_OFF,
+            before_sleep=log_retry(log, "verifier of task %s", given.task_id, level=logging.INFO),
+        )
 
     async def _verify(self, given: ScoreInput) -> dict[str, Any]:
         task, container = given.private.get("harbor"), given.payload.get(CONTAINER_FIELD)
@@ -162,17 +157,14 @@ class VerifierJobs:
         return _read_reward(end, self._runtime.log_location(session_id))
 
     async def _stop(self, session_id: str) -> None:
+        async def stop() -> None:
+            await self._admission.admit(CallKind.STOP)
+            with self._admission.track(CallKind.STOP, CallTally()):
+                await self._runtime.stop(session_id)
+
+        until = asyncio.get_running_loop().time() + _STOP_S
         try:
-            async for attempt in AsyncRetrying(
-                retry=retry_if_exception_type(RuntimeCallError),
-                stop=stop_after_delay(_STOP_S),
-                wait=wait_exponential_jitter(max=10),
-                reraise=True,
-            ):
-                with attempt:
-                    await self._admission.admit(CallKind.STOP)
-                    with self._admission.track(CallKind.STOP, CallTally()):
-                        await self._runtime.stop(session_id)
+            await retry(stop, RuntimeCallError, _BACK_OFF, stop=at(until))
         except RuntimeCallError as error:  # its reward counts all the same
             log.warning("the verifier %s could not be stopped, and ends at its deadline: %s", session_id, error)
         else:

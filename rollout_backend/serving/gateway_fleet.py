@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 from urllib.parse import urlsplit
 
-from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_fixed
+from tenacity import wait_fixed
 
 from agent_wrapper.contract import ModelEndpoint
 from rollout_backend.config import RolloutConfig
@@ -30,7 +30,7 @@ from rollout_backend.core.session_ends import HeartbeatReport
 from rollout_backend.core.session_key import SessionClaims, shard_of
 from rollout_backend.errors import RolloutBackendError, ServingError
 from rollout_backend.gateway.stats import GatewayStats
-from rollout_backend.lazy_retry import retry
+from rollout_backend.retry import at, retry
 from rollout_backend.serving.gateway_process import GatewayProcess, is_loopback, public_url
 from rollout_backend.serving.run_secret import model_endpoint
 from rollout_backend.serving.supervisor import OnEvent, RestartLimits, Supervisor, SupervisorGroup, cancel_all
@@ -302,12 +302,9 @@ async def _instruct(gateway: _GatewaySupervisor, send: Callable[[Shard], Awaitab
     """Send an instruction to a shard, and retry while the shard restarts."""
     await retry(
         lambda: send(gateway.shard),
-        lambda: AsyncRetrying(
-            retry=retry_if_exception(lambda error: isinstance(error, ServingError) and not gateway.gave_up),
-            stop=stop_after_delay(_INSTRUCT_S),
-            wait=wait_fixed(0.5),
-            reraise=True,
-        ),
+        lambda error: isinstance(error, ServingError) and not gateway.gave_up,
+        wait_fixed(0.5),
+        stop=at(asyncio.get_running_loop().time() + _INSTRUCT_S),
     )
 
 

@@ -14,13 +14,11 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
-
 from agent_wrapper.contract import Sampling
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CredentialsExpired, StoreError, WriteConflict
-from rollout_backend.lazy_retry import retry
+from rollout_backend.retry import at, log_retry, retry
 from rollout_backend.step.services import StepServices
 
 log = logging.getLogger(__name__)
@@ -109,18 +107,5 @@ class StepPlan:
 
     async def retry(self, call: Callable[[], Awaitable[_T]]) -> _T:
         """Repeat a call to S3 with back-off until it is answered. Raises StoreError at the step's deadline."""
-        loop = asyncio.get_running_loop()
-
-        def warn(state: RetryCallState) -> None:
-            pause = state.next_action.sleep if state.next_action else 0.0
-            error = state.outcome.exception() if state.outcome else None
-            log.warning("step %d waits for S3: %s; retrying in %.1f s", self.step, error, pause)
-
-        retrying = AsyncRetrying(
-            retry=retry_if_exception_type(StoreError),
-            stop=lambda _: loop.time() >= self.deadline,
-            wait=self.services.store_wait,
-            before_sleep=warn,
-            reraise=True,
-        )
-        return await retry(call, lambda: retrying)
+        warn = log_retry(log, "step %d waits for S3", self.step)
+        return await retry(call, StoreError, self.services.store_wait, stop=at(self.deadline), before_sleep=warn)

@@ -14,10 +14,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential_jitter
+from tenacity import RetryCallState, wait_exponential_jitter
 
 from agent_wrapper.contract import Rollout
 from rollout_backend.errors import RolloutBackendError, StoreError
+from rollout_backend.retry import at, log_retry, retry
 from rollout_backend.scoring.rollout_scorer import RolloutScorer, scored, unscored
 from rollout_backend.scoring.scorer import Score, ScoringError
 from rollout_backend.step.rollout_task import RolloutTask, StepContext
@@ -72,25 +73,24 @@ class StepScoring:
     async def _compute(
         self, scorer: RolloutScorer, rollout_task: RolloutTask, rollout: Rollout, data: bytes
     ) -> Score:
-        loop = asyncio.get_running_loop()
-        until = min(loop.time() + self._context.services.config.scoring.retry_s, self._context.plan.deadline)
+        now = asyncio.get_running_loop().time()
+        until = min(now + self._context.services.config.scoring.retry_s, self._context.plan.deadline)
+
+        warn = log_retry(log, "rollout %s: scorer %s", rollout.rollout_id, scorer.name)
 
         def record(state: RetryCallState) -> None:
             error = state.outcome.exception() if state.outcome else None
             if isinstance(error, ScoringError):
                 self._last_error[rollout_task] = error
-            pause = state.next_action.sleep if state.next_action else 0.0
-            log.warning(
-                "rollout %s: scorer %s failed, retrying in %.1f s: %s", rollout.rollout_id, scorer.name, pause, error
-            )
+            warn(state)
 
-        return await AsyncRetrying(
-            retry=retry_if_exception_type(ScoringError),
-            stop=lambda _: loop.time() >= until,
-            wait=_BACK_OFF,
+        return await retry(
+            lambda: scorer.compute(rollout, data, rollout_task.task),
+            ScoringError,
+            _BACK_OFF,
+            stop=at(until),
             before_sleep=record,
-            reraise=True,
-        )(scorer.compute, rollout, data, rollout_task.task)
+        )
 
     def _fail(self, rollout_task: RolloutTask, why: str) -> None:
         rollout = self._unscored.pop(rollout_task)

@@ -39,13 +39,7 @@ import aiohttp
 import numpy as np
 import orjson
 from numpy.typing import NDArray
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    RetryError,
-    retry_if_exception_type,
-    wait_exponential_jitter,
-)
+from tenacity import RetryCallState, wait_exponential_jitter
 
 from agent_wrapper.contract import VersionSpan
 from rollout_backend.core.adapter import AdapterVersions, NamedAdapter
@@ -56,8 +50,8 @@ from rollout_backend.gateway.engine.calls import CallsPaused
 from rollout_backend.gateway.engine.engines import Engines, RouterRestart
 from rollout_backend.gateway.engine.protocol import EngineProtocol, EngineRequest, ReplyReader
 from rollout_backend.gateway.engine.sglang import SglangProtocol
-from rollout_backend.lazy_retry import retry
 from rollout_backend.rendering.stop_strings import Stop, StopStrings
+from rollout_backend.retry import retry
 
 ROUTING_HEADER = "X-SMG-Routing-Key"
 _RETRIED = frozenset({408, 429, 499})  # and every 5xx
@@ -274,18 +268,13 @@ class EngineClient:
         try:
             async with asyncio.timeout(self._timeout_s):
                 partial = await self._sample(request)
-        except RetryError as error:
-            cause = error.last_attempt.exception()
-            raise EngineUnavailable(
-                f"no engine answered in {self._attempts} attempts; the last said: {cause or type(cause).__name__}"
-            ) from cause
         except TimeoutError:
             asleep = "" if not self._engines.calls.paused else ": they are paused while the trainer has their memory"
             raise EngineUnavailable(f"no engine answered within {self._timeout_s:g} s{asleep}") from None
         return partial.completion(time.monotonic() - began, experts_from)
 
     async def _sample(self, request: _Request) -> _Partial:
-        """Sample until a reply is complete. Raises RetryError after the last attempt."""
+        """Sample until a reply is complete. Raises EngineUnavailable after the last attempt."""
         partial = _Partial(routed=request.experts_from or 0)
         failed: set[str] = set()
         fruitless = 0
@@ -317,12 +306,12 @@ class EngineClient:
                 raise
             return partial
 
-        return await retry(
-            attempt,
-            lambda: AsyncRetrying(
-                retry=retry_if_exception_type(_TRANSIENT), stop=lambda _: fruitless >= self._attempts, wait=self._wait
-            ),
-        )
+        try:
+            return await retry(attempt, _TRANSIENT, self._wait, stop=lambda _: fruitless >= self._attempts)
+        except _TRANSIENT as error:
+            raise EngineUnavailable(
+                f"no engine answered in {self._attempts} attempts; the last said: {error or type(error).__name__}"
+            ) from error
 
     def _wait(self, state: RetryCallState) -> float:
         """Return the seconds before the next attempt.

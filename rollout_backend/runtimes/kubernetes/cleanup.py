@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import aiohttp
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_exponential_jitter
+from tenacity import RetryCallState, stop_after_attempt, wait_exponential_jitter
 
 from rollout_backend.config import KubernetesConfig
 from rollout_backend.errors import NoCredentials
+from rollout_backend.retry import retry
 from rollout_backend.runtimes.kubernetes.api import ApiError, KubernetesApi
 from rollout_backend.runtimes.kubernetes.runtime import delete_job
 
@@ -25,12 +26,9 @@ def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
     async def delete(session_id: str) -> bool:
         api = await KubernetesApi.open(config)
         try:
-            return await AsyncRetrying(
-                retry=retry_if_exception(_is_transient),
-                stop=stop_after_attempt(_TRIES),
-                wait=_wait,
-                reraise=True,
-            )(delete_job, api, session_id)
+            return await retry(
+                lambda: delete_job(api, session_id), _is_transient, _wait, stop=stop_after_attempt(_TRIES)
+            )
         finally:
             await api.aclose()
 
