@@ -45,9 +45,9 @@ from agent_wrapper.one_shot import payload_file, run_and_exit
 from agent_wrapper.outcome import AgentResult, build_rollout, classify, describe, failed, without_artifacts
 from agent_wrapper.publish import Publisher, PublishError
 from agent_wrapper.random_state import reseed
-from agent_wrapper.redaction import redact_logs
 from agent_wrapper.runner import Agent, Returned
-from agent_wrapper.trajectory import TrajectoryUnavailable, fetch_trajectory, load_http_client, preload
+from agent_wrapper.shared.redaction import redact_logs
+from agent_wrapper.shared.trajectory import TrajectoryUnavailable, fetch_trajectory, load_http_client, preload
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def new_session(region: str | None) -> boto3.Session:
     """Return a boto3 session whose clients share this process's models."""
-    import boto3  # imported on first use: see trajectory.py
+    import boto3  # imported on first use: see shared/trajectory.py
     import botocore.session
 
     core = botocore.session.get_session()

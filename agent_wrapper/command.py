@@ -25,8 +25,9 @@ from tempfile import TemporaryFile
 from typing import TextIO
 
 from agent_wrapper.context import RolloutContext
+from agent_wrapper.contract import PAYLOAD_VARIABLE
 from agent_wrapper.errors import CommandError, CommandNotStarted
-from agent_wrapper.one_shot import PAYLOAD_VARIABLE
+from agent_wrapper.shared.processes import describe_exit
 
 _LOGGED_BYTES = 16 * 1024 * 1024
 _KEPT_BYTES = 16 * 1024 * 1024
@@ -213,13 +214,3 @@ def _is_in_exec(process: Path, began_at: float) -> bool:
     """Return whether a process without an environment is new and may get one soon: it is no zombie."""
     state, *fields = (process / "stat").read_text().rpartition(")")[2].split()
     return state not in "ZX" and int(fields[18]) >= int(began_at * os.sysconf("SC_CLK_TCK"))
-
-
-def describe_exit(exit_code: int) -> str:
-    """Return `exited with code 3` or `was killed by SIGSEGV`. Real-time signals have no names."""
-    if exit_code >= 0:
-        return f"exited with code {exit_code}"
-    try:
-        return f"was killed by {signal.Signals(-exit_code).name}"
-    except ValueError:
-        return f"was killed by signal {-exit_code}"

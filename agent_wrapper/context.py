@@ -23,6 +23,7 @@ from agent_wrapper.artifacts import Artifacts
 from agent_wrapper.contract import RolloutRequest, Sampling
 from agent_wrapper.contract.trace import traceparent
 from agent_wrapper.one_shot import payload_file
+from agent_wrapper.shared.processes import home_variables
 
 _DEPLOYED_CALL_TIMEOUT_S = 600.0
 _BASE_URLS = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL")
@@ -38,12 +39,6 @@ _MODELS = (
     "CLAUDE_CODE_SUBAGENT_MODEL",
 )
 MAX_RETRIES = 40  # of 8 s at most: five minutes without a gateway
-_IN_HOME = {
-    "XDG_CONFIG_HOME": ".config",
-    "XDG_CACHE_HOME": ".cache",
-    "XDG_DATA_HOME": ".local/share",
-    "XDG_STATE_HOME": ".local/state",
-}
 
 
 CURRENT: ContextVar[RolloutContext | None] = ContextVar("rollout_context")
@@ -68,19 +63,6 @@ def rollout_of_this_code() -> RolloutContext | None:
             "the thread with contextvars.copy_context().run"
         )
     return running[0] if running else None
-
-
-def home_variables(folder: Path) -> dict[str, str]:
-    """Return the environment variables of a home in this folder, and make what they name.
-
-    Programs keep settings there, some of them the model's endpoint and its key, which belong to one rollout.
-    """
-    home = folder / "home"
-    named = {"HOME": home, "TMPDIR": folder / "tmp", "XDG_RUNTIME_DIR": folder / "run"}
-    named |= {name: home / path for name, path in _IN_HOME.items()}
-    for path in named.values():
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return {name: str(path) for name, path in named.items()}
 
 
 def own_home(folder: Path, keep_home: bool) -> dict[str, str]:

@@ -46,8 +46,8 @@ from agent_wrapper.app import RolloutApp
 from agent_wrapper.command import CommandResult, run_to_end
 from agent_wrapper.context import RolloutContext, own_home
 from agent_wrapper.errors import AgentFailure, CommandError, CommandNotStarted, RewardError, VerifierError
-from agent_wrapper.outcome import finite_number
-from agent_wrapper.workspace import WORKSPACE, pack_folder, unpack_folder
+from agent_wrapper.shared.json_values import finite_number
+from agent_wrapper.shared.workspace import WORKSPACE, pack_folder, unpack_folder
 
 logger = logging.getLogger("agent_wrapper")
 

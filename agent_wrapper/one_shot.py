@@ -17,16 +17,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from agent_wrapper.contract import ContractError
+from agent_wrapper.contract import PAYLOAD_VARIABLE, ContractError
 
 if TYPE_CHECKING:
     from agent_wrapper.app import RolloutApp
 
 logger = logging.getLogger("agent_wrapper")
-
-PAYLOAD_VARIABLE = "ROLLOUT_PAYLOAD_FILE"
-"""Environment variable that holds the path of an invoke's payload. If it is set, `RolloutApp.run` serves this payload
-instead of HTTP."""
 
 
 def payload_file() -> Path | None:

@@ -22,16 +22,11 @@ same count makes a failed command, or one without a reward, `model_unavailable`.
 
 from __future__ import annotations
 
-import json
-import math
-import numbers
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
-
-import msgpack
 
 from agent_wrapper.contract import (
     NO_REWARD,
@@ -44,16 +39,14 @@ from agent_wrapper.contract import (
     Trajectory,
     check_rewards,
 )
-from agent_wrapper.contract.codec import MAX_DEPTH, check_packed
 from agent_wrapper.errors import AgentFailure, CommandError, CommandNotStarted, RewardError, VerifierError
-from agent_wrapper.json_values import check_json_value
-from agent_wrapper.redaction import without_key
 from agent_wrapper.runner import Raised, Returned
-from agent_wrapper.trajectory import TrajectoryTooLarge, TrajectoryUnavailable
+from agent_wrapper.shared.json_values import finite_number, read_extras, short
+from agent_wrapper.shared.redaction import without_key
+from agent_wrapper.shared.trajectory import TrajectoryTooLarge, TrajectoryUnavailable
 
 _MESSAGE_CHARS = 2_000
 _TRACEBACK_CHARS = 20_000
-_EXTRAS_DEPTH = MAX_DEPTH - 10  # extras are nested some levels deep in the result
 _WANTED = "return a finite number, or a dict with one under 'reward' and other JSON values"
 
 _OF_COMMANDS: dict[type[Exception], tuple[Outcome, str]] = {
@@ -243,44 +236,8 @@ def _classify_value(value: object) -> AgentResult:
 
 def _turn_rewards(value: object) -> tuple[float, ...]:
     if not isinstance(value, Iterable) or isinstance(value, str):
-        raise ValueError(f"turn_rewards is {_short(value)}, not a list of numbers")  # noqa: TRY004
+        raise ValueError(f"turn_rewards is {short(value)}, not a list of numbers")  # noqa: TRY004
     return tuple(finite_number(each) for each in value)
-
-
-def read_extras(values: Mapping[Any, object]) -> dict[str, Any]:
-    """Return the values as a result stores them. Raises ValueError: names the one that is no JSON."""
-    extras = {_key(key): _json(key, value) for key, value in values.items()}
-    check_packed(msgpack.packb(extras), share=2)  # the other half is for what was sampled
-    return extras
-
-
-def finite_number(value: object) -> float:
-    """Convert a number of Python or NumPy. True is 1 and False is 0, so `return answer == wanted` is a reward."""
-    if not isinstance(value, numbers.Real):
-        raise ValueError(f"the reward is {_short(value)}, a {type(value).__name__}, not a number")  # noqa: TRY004
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise ValueError(f"the reward is {_short(value)}, which is not finite")
-    return number
-
-
-def _key(key: object) -> str:
-    if not isinstance(key, str):
-        raise ValueError(f"the key {_short(key)} is not a string")  # noqa: TRY004
-    return key
-
-
-def _json(key: object, value: object) -> Any:
-    try:
-        plain = json.loads(json.dumps(value, allow_nan=False))
-        check_json_value(plain, "it", _EXTRAS_DEPTH)
-        msgpack.packb([key, plain])  # the stored form has no integers over 64 bits
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{key!r} cannot be stored as JSON: {error}") from None
-    return plain
 
 
 # --- what the agent raised --------------------------------------------------------------------------------
@@ -350,11 +307,6 @@ def _attribute(value: object, *path: str) -> object:
         except RuntimeError:  # httpx's errors raise for a request that was never set
             return None
     return value
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def _text(text: str) -> str:

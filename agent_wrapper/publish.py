@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from agent_wrapper.botocore_models import new_session
 from agent_wrapper.contract import Announcement, ResultTarget
-from agent_wrapper.presigned import is_transient, put_once
+from agent_wrapper.shared.presigned import is_transient, put_once
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -143,7 +143,7 @@ class Publisher:
         self._retry("sqs", target.region, budget_s, send)
 
     def _client(self, service: str, region: str | None) -> Any:
-        from botocore.config import Config  # late: see trajectory.py
+        from botocore.config import Config  # late: see shared/trajectory.py
 
         with self._lock:
             if (service, region) not in self._clients:

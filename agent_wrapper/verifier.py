@@ -19,26 +19,14 @@ import shutil
 import sys
 from pathlib import Path
 
-from pydantic import Field
+from agent_wrapper.contract import ContractError, unpack_artifacts
+from agent_wrapper.contract.verifier_order import ORDER, TESTS, VerifierOrder
+from agent_wrapper.shared.harbor_tests import TestsFailed, read_reward, run_tests
+from agent_wrapper.shared.workspace import WORKSPACE, unpack_folder
 
-from agent_wrapper.contract import Artifact, ContractError, ContractObject, unpack_artifacts
-from agent_wrapper.harbor_tests import TestsFailed, read_reward, run_tests
-from agent_wrapper.workspace import WORKSPACE, unpack_folder
-
-ORDER, TESTS = "verifier.json", "tests.tar.gz"
-"""Names of the files in FOLDER."""
 MAX_MESSAGE_BYTES = 4096
 """Of a termination message."""
 _DOWNLOAD_S = 120.0
-
-
-class VerifierOrder(ContractObject):
-    """What to score, and how."""
-
-    artifacts_url: str = Field(repr=False)  # GET returns the object that `artifacts_key` names
-    artifacts: tuple[Artifact, ...]  # that the agent's result lists
-    timeout_s: float = Field(gt=0)  # of the tests
-    env: dict[str, str] = Field(default={}, repr=False)  # variables of the tests
 
 
 def main(folder: Path, *, root: Path = Path("/"), message: Path = Path("/dev/termination-log")) -> int:

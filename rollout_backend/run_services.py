@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack
 from typing import Any, NoReturn, TypeVar
 
 from agent_wrapper.contract import RolloutRequest, Trajectory
-from agent_wrapper.trajectory import fetch_trajectory
+from agent_wrapper.shared.trajectory import fetch_trajectory
 from rollout_backend.agent_protocols.base import PolledResults, WrittenResults
 from rollout_backend.agent_protocols.registry import agent_protocol
 from rollout_backend.agent_protocols.translator import BucketTranslator, PollingTranslator, Translator

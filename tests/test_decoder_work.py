@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from agent_wrapper.contract import Announcement, ContractError, Rollout, readable
 from agent_wrapper.contract.codec import unpack
-from agent_wrapper.redaction import without_secrets
-from agent_wrapper.workspace import unpack_folder
+from agent_wrapper.shared.redaction import without_secrets
+from agent_wrapper.shared.workspace import unpack_folder
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.dialects.registry import DIALECTS
 from rollout_backend.dialects.request_memo import RequestMemo

@@ -73,6 +73,20 @@ def test_no_module_imports_a_layer_above_its_own():
     assert upward == {}
 
 
+def test_the_training_side_takes_only_what_both_sides_share_from_the_wrapper():
+    """`local` runs the wrapper, `agent_protocols` does its work for agents without it, and `deploy` packs it."""
+    whole, shared = ("local", "agent_protocols", "deploy"), ("agent_wrapper.contract", "agent_wrapper.shared")
+    beyond = [
+        (str(module.relative_to(PACKAGE)), node.module)
+        for module in PACKAGE.rglob("*.py")
+        if module.relative_to(PACKAGE).parts[0] not in whole
+        for node in ast.walk(ast.parse(module.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("agent_wrapper")
+        if not node.module.startswith(shared)
+    ]
+    assert beyond == []
+
+
 def test_agent_wrapper_imports_nothing_of_the_training_side():
     for module in (PACKAGE.parent / "agent_wrapper").rglob("*.py"):
         assert list(imported_by(module)) == [], module

@@ -71,6 +71,7 @@ from agent_wrapper.contract.objects import (
     unpack_artifacts,
 )
 from agent_wrapper.contract.request import (
+    PAYLOAD_VARIABLE,
     PUT_HEADERS,
     REQUEST_FIELD,
     ModelEndpoint,
@@ -89,6 +90,7 @@ __all__ = [
     "MAX_PACKED_ARTIFACT_BYTES",
     "MAX_STEP",
     "NO_REWARD",
+    "PAYLOAD_VARIABLE",
     "PUT_HEADERS",
     "REQUEST_FIELD",
     "SCHEMA_VERSION",

@@ -11,6 +11,9 @@ from pydantic import Field
 from agent_wrapper.contract.keys import MAX_STEP, artifacts_key, failure_marker_key, result_key
 from agent_wrapper.contract.objects import ContractObject, Identifier, Outcome
 
+PAYLOAD_VARIABLE = "ROLLOUT_PAYLOAD_FILE"
+"""Environment variable that holds the path of an invoke's payload. If it is set, `RolloutApp.run` serves this payload
+instead of HTTP."""
 REQUEST_FIELD = "_rollout"  # the field of an invoke's payload that holds the request
 
 PUT_HEADERS = {"Content-Type": "application/octet-stream", "If-None-Match": "*"}

@@ -28,7 +28,7 @@ import aiohttp
 import orjson
 
 from agent_wrapper.contract import ModelEndpoint, Sampling, Segment
-from agent_wrapper.trajectory import fetch_trajectory
+from agent_wrapper.shared.trajectory import fetch_trajectory
 from rollout_backend.config import RolloutConfig, load_config
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.serving.engine_commands import interpreter

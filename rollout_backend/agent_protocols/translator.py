@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 
 from agent_wrapper.contract import REQUEST_FIELD, ContractError, Outcome, RolloutRequest, Trajectory
 from agent_wrapper.outcome import build_rollout, failed
-from agent_wrapper.trajectory import TrajectoryUnavailable
+from agent_wrapper.shared.trajectory import TrajectoryUnavailable
 from rollout_backend.agent_protocols.base import AgentProtocol, PolledResults, WrittenResults, results_prefix
 from rollout_backend.collect.buffer import log_defects
 from rollout_backend.collect.inventory import MAX_KEYS

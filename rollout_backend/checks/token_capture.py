@@ -13,7 +13,7 @@ from pathlib import Path
 import aiohttp
 
 from agent_wrapper.contract import Trajectory
-from agent_wrapper.trajectory import TrajectoryUnavailable, fetch_trajectory
+from agent_wrapper.shared.trajectory import TrajectoryUnavailable, fetch_trajectory
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.core.formats import count

@@ -26,7 +26,7 @@ from pydantic import (
     model_validator,
 )
 
-from agent_wrapper.one_shot import PAYLOAD_VARIABLE
+from agent_wrapper.contract import PAYLOAD_VARIABLE
 from rollout_backend.config.section import (
     HttpUrl,
     Rate,

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from agent_wrapper.contract import ContractObject
-from agent_wrapper.workspace import pack_folder
+from agent_wrapper.shared.workspace import pack_folder
 from rollout_backend.config import AgentCoreConfig, RuntimeConfig, TaskImageConfig
 from rollout_backend.errors import ConfigError, TaskFileError
 

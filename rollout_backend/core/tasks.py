@@ -19,7 +19,7 @@ from typing import Any
 
 from agent_wrapper.contract import REQUEST_FIELD, Sampling
 from agent_wrapper.contract.codec import MAX_DEPTH
-from agent_wrapper.json_values import check_json_value
+from agent_wrapper.shared.json_values import check_json_value
 from rollout_backend.config import GroupConfig
 from rollout_backend.core.harbor import PREFIX, SUPPORTED_PREFIX, VERIFIER, read_harbor_tasks
 from rollout_backend.errors import ConfigError, TaskFileError

@@ -18,8 +18,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from agent_wrapper.harbor_tests import TestsFailed, read_reward, run_tests
-from agent_wrapper.workspace import WORKSPACE, unpack_folder
+from agent_wrapper.shared.harbor_tests import TestsFailed, read_reward, run_tests
+from agent_wrapper.shared.workspace import WORKSPACE, unpack_folder
 from rollout_backend.core.harbor import resolve_variables
 from rollout_backend.scoring.scorer import ScoreInput, ScoringError
 

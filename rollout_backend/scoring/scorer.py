@@ -24,7 +24,7 @@ import msgpack
 from pydantic import Field
 
 from agent_wrapper.contract import ContractObject, Rollout, check_rewards
-from agent_wrapper.outcome import finite_number, read_extras
+from agent_wrapper.shared.json_values import finite_number, read_extras
 from rollout_backend.core.reasons import ARTIFACT_LOST, SCORER_FAILED
 from rollout_backend.errors import ConfigError
 from rollout_backend.scoring.command import run_command

@@ -26,8 +26,8 @@ from typing import Any
 from tenacity import wait_exponential_jitter
 
 from agent_wrapper.contract import Rollout
-from agent_wrapper.verifier import ORDER, TESTS, VerifierOrder
-from agent_wrapper.workspace import WORKSPACE
+from agent_wrapper.contract.verifier_order import ORDER, TESTS, VerifierOrder
+from agent_wrapper.shared.workspace import WORKSPACE
 from rollout_backend.collect.presign import Presigner
 from rollout_backend.config import ScoringConfig
 from rollout_backend.core.harbor import CONTAINER_FIELD, VERIFIER, TaskContainer, resolve_variables

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agent_wrapper.contract import REQUEST_FIELD, Outcome, Rollout, RolloutRequest, Trajectory
-from agent_wrapper.trajectory import TrajectoryUnavailable
+from agent_wrapper.shared.trajectory import TrajectoryUnavailable
 from protocol_requests import KEY, make_request
 from rollout_backend.agent_protocols.agentcore_rl_toolkit import AgentCoreRlToolkit
 from rollout_backend.agent_protocols.agentcore_runtime_app import AgentCoreRuntimeApp

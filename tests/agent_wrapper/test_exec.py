@@ -21,7 +21,7 @@ from agent_wrapper.errors import RewardError
 from agent_wrapper.exec import make_app, parse_arguments
 from agent_wrapper.outcome import classify
 from agent_wrapper.runner import Raised
-from agent_wrapper.workspace import WORKSPACE, pack_folder, unpack_folder
+from agent_wrapper.shared.workspace import WORKSPACE, pack_folder, unpack_folder
 from builders import is_running, until
 from wrapper_containers import Container
 

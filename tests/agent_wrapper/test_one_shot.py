@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from agent_wrapper.contract import Outcome
-from agent_wrapper.one_shot import PAYLOAD_VARIABLE
+from agent_wrapper.contract import PAYLOAD_VARIABLE, Outcome
 from wrapper_containers import AGENT
 
 STARTED = "with open(context.payload['started'], 'w') as pipe:\n    pipe.write('!')\n"

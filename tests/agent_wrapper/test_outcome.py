@@ -17,7 +17,7 @@ from agent_wrapper import AgentFailure, CommandError
 from agent_wrapper.contract import ModelEndpoint, Outcome, ResultTarget, Rollout, RolloutRequest, Sampling, Trajectory
 from agent_wrapper.outcome import Unscored, build_rollout, classify, failed
 from agent_wrapper.runner import Raised, Returned
-from agent_wrapper.trajectory import TrajectoryTooLarge, TrajectoryUnavailable
+from agent_wrapper.shared.trajectory import TrajectoryTooLarge, TrajectoryUnavailable
 from rollouts import make_rollout, make_segment
 
 URL = "http://gateway:80/v1"

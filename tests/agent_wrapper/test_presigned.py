@@ -10,8 +10,8 @@ import pytest
 from botocore.config import Config
 
 from agent_wrapper.contract import Outcome, RolloutRequest
-from agent_wrapper.presigned import PutRefused, put_once
 from agent_wrapper.publish import Publisher, PublishError, WriteOutcome
+from agent_wrapper.shared.presigned import PutRefused, put_once
 from stub_server import HANG_UP, Request, StubServer
 
 NO_CREDENTIALS = {

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from agent_wrapper.redaction import redact_logs, without_key, without_secrets
+from agent_wrapper.shared.redaction import redact_logs, without_key, without_secrets
 
 
 @pytest.mark.parametrize(

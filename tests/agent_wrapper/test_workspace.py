@@ -9,7 +9,7 @@ import tarfile
 
 import pytest
 
-from agent_wrapper.workspace import pack_folder, unpack_folder
+from agent_wrapper.shared.workspace import pack_folder, unpack_folder
 
 
 def archive(*members) -> bytes:

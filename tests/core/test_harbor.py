@@ -6,7 +6,7 @@ import base64
 
 import pytest
 
-from agent_wrapper.workspace import unpack_folder
+from agent_wrapper.shared.workspace import unpack_folder
 from rollout_backend.config import AgentCoreConfig, KubernetesConfig, ProcessConfig
 from rollout_backend.core.harbor import CONTAINER_FIELD, fit_to_runtime
 from rollout_backend.core.tasks import Task, check_private, read_tasks

@@ -9,8 +9,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from agent_wrapper.contract import RolloutRequest
-from agent_wrapper.one_shot import PAYLOAD_VARIABLE
+from agent_wrapper.contract import PAYLOAD_VARIABLE, RolloutRequest
 from kubernetes_bench import IMAGE, request_block
 from rollout_backend.config import KubernetesConfig
 from rollout_backend.core.harbor import TaskContainer

@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 from agent_wrapper.contract import Rollout
-from agent_wrapper.workspace import WORKSPACE, pack_folder
+from agent_wrapper.shared.workspace import WORKSPACE, pack_folder
 from builders import assistant, eventually, function_call, processes_with, user
 from rollout_backend.cli.dev import find_tasks
 from rollout_backend.config import RolloutConfig

@@ -10,7 +10,7 @@ import openai
 import pytest
 from pydantic import SecretStr
 
-from agent_wrapper.trajectory import fetch_trajectory
+from agent_wrapper.shared.trajectory import fetch_trajectory
 from builders import complete, run_config
 from rollout_backend.config import RelayConfig, RolloutConfig, load_config
 from rollout_backend.core.session_key import shard_of

@@ -20,8 +20,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from agent_wrapper.contract import REQUEST_FIELD, RolloutRequest
-from agent_wrapper.one_shot import PAYLOAD_VARIABLE
+from agent_wrapper.contract import PAYLOAD_VARIABLE, REQUEST_FIELD, RolloutRequest
 from builders import skip, skip_to_end
 from kubernetes_bench import IMAGE, Bench, Containers, payload
 from rollout_backend.config import KubernetesConfig, load_config

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_wrapper.workspace import WORKSPACE, pack_folder
+from agent_wrapper.shared.workspace import WORKSPACE, pack_folder
 from builders import until
 from rollout_backend.core.harbor import VERIFIER
 from rollout_backend.scoring.harbor import verify

@@ -14,7 +14,7 @@ import pytest
 
 from agent_wrapper.endpoint_probe import probe_endpoint
 from agent_wrapper.heartbeat import send_heartbeats
-from agent_wrapper.trajectory import TrajectoryUnavailable, fetch_trajectory
+from agent_wrapper.shared.trajectory import TrajectoryUnavailable, fetch_trajectory
 from builders import complete, eventually, listens, run_config, session_of
 from rollout_backend.core.session_key import shard_of
 from rollout_backend.errors import ConfigError, ServingError, StartupError

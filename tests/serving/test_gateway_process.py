@@ -8,7 +8,7 @@ import sys
 import openai
 import pytest
 
-from agent_wrapper.trajectory import fetch_trajectory
+from agent_wrapper.shared.trajectory import fetch_trajectory
 from builders import complete, run_config
 from rollout_backend.core.seal import Sealer
 from rollout_backend.errors import ServingError, StartupError

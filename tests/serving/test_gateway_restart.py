@@ -9,7 +9,7 @@ import threading
 import openai
 import pytest
 
-from agent_wrapper.trajectory import fetch_trajectory
+from agent_wrapper.shared.trajectory import fetch_trajectory
 from builders import complete, eventually, user
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_key import shard_of

@@ -7,7 +7,7 @@ import pytest
 import trustme
 
 from agent_wrapper.contract import ModelEndpoint
-from agent_wrapper.trajectory import fetch_trajectory
+from agent_wrapper.shared.trajectory import fetch_trajectory
 from builders import complete, run_config
 from rollout_backend.errors import StartupError
 from rollout_backend.local.scripted import ScriptedEngine

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from agent_wrapper.contract import REQUEST_FIELD
-from agent_wrapper.one_shot import PAYLOAD_VARIABLE
+from agent_wrapper.contract import PAYLOAD_VARIABLE, REQUEST_FIELD
 from rollout_backend.config import KubernetesConfig
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.runtimes.kubernetes.runtime import KubernetesRuntime

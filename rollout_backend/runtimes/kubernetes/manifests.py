@@ -17,8 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agent_wrapper.contract import Rollout, RolloutRequest
-from agent_wrapper.one_shot import PAYLOAD_VARIABLE
+from agent_wrapper.contract import PAYLOAD_VARIABLE, Rollout, RolloutRequest
 from rollout_backend.config import KubernetesConfig
 from rollout_backend.core.harbor import TaskContainer
 

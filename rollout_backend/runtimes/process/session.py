@@ -17,9 +17,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from agent_wrapper.command import describe_exit
-from agent_wrapper.context import home_variables
-from agent_wrapper.one_shot import PAYLOAD_VARIABLE
+from agent_wrapper.contract import PAYLOAD_VARIABLE
+from agent_wrapper.shared.processes import describe_exit, home_variables
 from rollout_backend.child_process import describe_sigkill, last_lines, oom_kills
 from rollout_backend.config import ProcessConfig
 from rollout_backend.errors import InvokeRejected, OutcomeUnknown, RuntimeCallError, RuntimeUnavailable

@@ -9,7 +9,7 @@ import re
 from typing import TYPE_CHECKING
 
 from agent_wrapper.contract import put_headers
-from agent_wrapper.redaction import redact_logs, without_secrets
+from agent_wrapper.shared.redaction import redact_logs, without_secrets
 
 if TYPE_CHECKING:
     import httpx
@@ -32,7 +32,7 @@ def put_once(url: str, body: bytes, budget_s: float) -> bool:
     Raises:
         PutRefused: the retries took `budget_s`, or the error is permanent.
     """
-    import httpx  # late: see trajectory.py
+    import httpx  # late: see shared/trajectory.py
     import tenacity
 
     retrying = tenacity.Retrying(

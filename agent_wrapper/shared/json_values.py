@@ -6,8 +6,17 @@ other side refuse those, and a value that was accepted here would be lost there.
 
 from __future__ import annotations
 
+import json
 import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
 
+import msgpack
+
+from agent_wrapper.contract.codec import MAX_DEPTH, check_packed
+
+_EXTRAS_DEPTH = MAX_DEPTH - 10  # extras are nested some levels deep in the result
 _MAX_INTEGER_BITS = 10_000  # parsers stop at 4,300 digits
 
 
@@ -58,5 +67,46 @@ def _check_text(text: str, place: str) -> None:
 
 
 def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def read_extras(values: Mapping[Any, object]) -> dict[str, Any]:
+    """Return the values as a result stores them. Raises ValueError: names the one that is no JSON."""
+    extras = {_key(key): _json(key, value) for key, value in values.items()}
+    check_packed(msgpack.packb(extras), share=2)  # the other half is for what was sampled
+    return extras
+
+
+def finite_number(value: object) -> float:
+    """Convert a number of Python or NumPy. True is 1 and False is 0, so `return answer == wanted` is a reward."""
+    if not isinstance(value, numbers.Real):
+        raise ValueError(f"the reward is {short(value)}, a {type(value).__name__}, not a number")  # noqa: TRY004
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"the reward is {short(value)}, which is not finite")
+    return number
+
+
+def _key(key: object) -> str:
+    if not isinstance(key, str):
+        raise ValueError(f"the key {short(key)} is not a string")  # noqa: TRY004
+    return key
+
+
+def _json(key: object, value: object) -> Any:
+    try:
+        plain = json.loads(json.dumps(value, allow_nan=False))
+        check_json_value(plain, "it", _EXTRAS_DEPTH)
+        msgpack.packb([key, plain])  # the stored form has no integers over 64 bits
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{key!r} cannot be stored as JSON: {error}") from None
+    return plain
+
+
+def short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}..."
