@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollout_backend.deploy.calls import BUILD, DEPLOY, DOWN, Call
+from rollout_backend.deploy.calls import ADOPT, BUILD, DEPLOY, DOWN, Call
 
 PAGE = Path(__file__).with_name("deploy.md")
 _BEGIN, _END = "<!-- calls: python docs/make_calls.py -->", "<!-- end of calls -->"
@@ -23,7 +23,7 @@ def page() -> str:
 def _lines() -> Iterator[str]:
     yield "| command | call | what it does | IAM actions |"
     yield "| --- | --- | --- | --- |"
-    for command, calls in (("deploy", DEPLOY), ("CodeBuild", BUILD), ("down", DOWN)):
+    for command, calls in (("deploy", DEPLOY), ("CodeBuild", BUILD), ("deploy --adopt", ADOPT), ("down", DOWN)):
         for call in calls:
             actions = ", ".join(f"`{action}`" for action in call.actions)
             yield f"| {command} | {call.name} | {call.why}{_when(call)} | {actions} |"

@@ -147,6 +147,7 @@ class RolloutManager:
                 self.archive.write_failed_start(self.config, await asyncio.to_thread(RunStart.of, *how), str(error))
                 raise
             stack.callback(self.archive.close)
+            self.config = self.config.priced_for(run.agent.get("platform"))
             self.archive.write_start(self.config, await self._describe_start(run))
             setting = "relay.url" if self.config.relay is not None else "gateway.public_url"
             self._first_call = FirstCall(run.serving.gateways.public_urls[0], setting, 6 * self._gateway_poll_s)

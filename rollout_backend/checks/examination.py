@@ -32,8 +32,8 @@ async def examine(
 ) -> list[CheckResult]:
     """Run every check. `rollouts` is the size of a batch. Without `machine`, leave out what only the machine of the
     run can answer; with `engine`, make one model call, and start the engines for it."""
-    found = await _examine_account(config, rollouts, machine=machine)
-    found += [_describe_timeouts(config), estimate_cost(config, rollouts)]
+    found, platform = await _examine_account(config, rollouts, machine=machine)
+    found += [_describe_timeouts(config), estimate_cost(config.priced_for(platform), rollouts)]
     if machine:
         found += await check_public_address(config)
         found += await asyncio.to_thread(check_tools, config)
@@ -42,8 +42,11 @@ async def examine(
     return found
 
 
-async def _examine_account(config: RolloutConfig, rollouts: int | None, *, machine: bool) -> list[CheckResult]:
-    """Run the checks of every run, and judge permissions by IAM and by the calls that those checks made."""
+async def _examine_account(
+    config: RolloutConfig, rollouts: int | None, *, machine: bool
+) -> tuple[list[CheckResult], str | None]:
+    """Run the checks of every run, and judge permissions by IAM and by the calls that those checks made. Return the
+    platform of the runtime as well, if it is known."""
     preflight = Preflight(config, rollouts)
     found: list[CheckResult] = []
     async with AsyncExitStack() as stack:
@@ -53,13 +56,14 @@ async def _examine_account(config: RolloutConfig, rollouts: int | None, *, machi
             await preflight.run(stack, machine=machine)
             kept = await _describe_keeping(preflight.store)
             quotas = await check_quotas(config, preflight.runtime)
+            platform = None if preflight.runtime is None else preflight.runtime.describe().get("platform")
         if identity is not None:
             wanted = [
                 *needed_permissions(config, identity),
                 *runtime_class(config.runtime).permissions(config.runtime),
             ]
             found += await check_permissions(config, identity, wanted, calls)
-    return [*found, *preflight.findings, *quotas, kept, *_check_queue_region(config)]
+    return [*found, *preflight.findings, *quotas, kept, *_check_queue_region(config)], platform
 
 
 async def check_quotas(config: RolloutConfig, runtime: AgentRuntime | None) -> Sequence[CheckResult]:

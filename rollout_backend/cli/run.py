@@ -211,6 +211,7 @@ async def collect_step(
     try:
         async with output.watch(manager.progress), manager:
             started = True
+            output.started(manager.config)
             result = await manager.collect(tasks)
             output.failures(count_failures(result.records))
     except (asyncio.CancelledError, RolloutBackendError):
@@ -233,7 +234,7 @@ async def collect_step(
             report=try_to_write_report(config.run_dir),
             show="" if config.output_dir == RUNS else f" --run {shlex.quote(str(config.run_dir))}",
             again=_again_command(config) if started_by == "run" else "",
-            prices=Prices.of(config),
+            prices=Prices.of(manager.config),
         )
     )
     return code

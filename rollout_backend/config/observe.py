@@ -31,8 +31,8 @@ class PriceConfig(Section):
     `session_gb`, or `gpu_hour`, are set. Defaults are AWS prices of November 2026 in us-east-1; check yours."""
 
     platform: Literal["V1", "V2"] | None = None
-    """AgentCore's platform, whose prices are the defaults of `vcpu_hour` and `gb_hour`. Default:
-    `runtime.platform_version`, or else V1."""
+    """AgentCore's platform, whose prices are the defaults of `vcpu_hour` and `gb_hour`. Default: that of the runtime,
+    as AgentCore describes it when the run starts."""
     vcpu_hour: Dollars | None = None
     """Price of a vCPU-hour of agents. Default: 0.0895 on V1, 0.1276 on V2. AgentCore Runtime bills the CPU time used;
     waiting for the model is free."""

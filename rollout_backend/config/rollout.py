@@ -205,6 +205,12 @@ class RolloutConfig(Section):
     def run_dir(self) -> Path:
         return self.output_dir / self.run_id
 
+    def priced_for(self, platform: str | None) -> Self:
+        """Return the settings with the prices of the runtime's platform, unless they name a platform."""
+        if platform not in ("V1", "V2") or self.prices.platform is not None:
+            return self
+        return self.model_copy(update={"prices": self.prices.model_copy(update={"platform": platform})})
+
     @property
     def run_runtime(self) -> RuntimeConfig:
         """Return the `runtime` section as this run opens it."""

@@ -76,6 +76,16 @@ DEPLOY = (
     Call("GetObject", ("s3:GetObject",), "reads the smoke rollout's result"),
     Call("StopRuntimeSession", (f"{_AC}:StopRuntimeSession",), "stops its session"),
 )
+ADOPT = (
+    Call("GetAgentRuntime", (f"{_AC}:GetAgentRuntime",), "reads what it has, and waits until it is ready"),
+    Call(
+        "UpdateAgentRuntime",
+        (f"{_AC}:UpdateAgentRuntime", "iam:PassRole"),
+        "requires MMDSv2, with `--yes`, and keeps the rest",
+    ),
+    Call("GetAgentRuntimeEndpoint", (f"{_AC}:GetAgentRuntimeEndpoint",), "waits until its endpoint serves it"),
+    Call("ListAgentRuntimeEndpoints", (f"{_AC}:ListAgentRuntimeEndpoints",), "names endpoints of older versions"),
+)
 DOWN = (
     Call("DescribeStacks", ("cloudformation:DescribeStacks",), "reads the outputs of the stack"),
     Call("ListAgentRuntimes", (f"{_AC}:ListAgentRuntimes",), "finds the runtimes"),

@@ -86,6 +86,8 @@ class Deployment:
             if (value := getattr(self.runtime, name)) != getattr(_DEFAULTS, name):
                 shown = ", ".join(value) if isinstance(value, dict) else value
                 yield f"give it {name}: {shown}"
+        if self.runtime.capacity_provider is not None:
+            yield "build for arm64 only: for x86 instances, push an image and set runtime.image instead of deploying"
         subnets, _ = self._network()
         yield f"run its sessions in {', '.join(subnets) or 'the public network'}"
         yield "wait until its endpoint DEFAULT serves it"

@@ -161,6 +161,8 @@ async def test_settings_of_the_runtime_are_deployed_and_not_written_into_the_con
     (tmp_path / "config.yaml").write_text(f"runtime: {{kind: agentcore, capacity_provider: '{provider}'}}\nprices:\n")
     written = yaml.safe_load(config_text(target.settings(), tmp_path, {}, []))
     assert written["prices"] == {"vcpu_hour": 0.0, "gb_hour": 0.0}  # the instances have a price of their own
+    plan = [*Deployment(tmp_path, target, runtime=runtime_settings(tmp_path, [])).plan()]
+    assert [line for line in plan if "for x86 instances, push an image and set runtime.image" in line]
 
 
 async def test_a_stack_for_agents_of_another_protocol_says_so_to_runs():

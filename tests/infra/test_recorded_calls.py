@@ -19,7 +19,8 @@ from rollout_backend.collect.queue import queue_name
 from rollout_backend.config import StorageConfig
 from rollout_backend.deploy import codebuild as codebuild_module
 from rollout_backend.deploy import deployment as deployment_module
-from rollout_backend.deploy.calls import DOWN, Call, calls_of_deployment
+from rollout_backend.deploy.adoption import adopt
+from rollout_backend.deploy.calls import ADOPT, DOWN, Call, calls_of_deployment
 from rollout_backend.deploy.deployment import Deployment
 from rollout_backend.deploy.package import CodePackage
 from rollout_backend.deploy.target import find_deployed, read_stack
@@ -143,6 +144,12 @@ async def test_deploy_and_down_make_the_calls_that_the_table_lists(storage, stac
         assert proxy.denied == []
         seen = {access.action for _, access in proxy.accesses}
         assert seen == actions_of(calls_of_deployment("code", pinned=True)) - NOT_SEEN - OF_UPDATE
+        proxy.accesses.clear()
+        assert deployed.arn is not None
+        await adopt(deployed.arn, told.append, carry_out=True, endpoint_url=proxy.url)  # there is nothing to update
+        assert proxy.denied == []
+        seen = {access.action for _, access in proxy.accesses}
+        assert seen == actions_of(ADOPT) - {"bedrock-agentcore:UpdateAgentRuntime", "iam:PassRole"}
         proxy.accesses.clear()
         target = replace(await read_stack("my-agent", endpoint_url=proxy.url), **place, qualifier="training")
         by_image = Deployment(tmp_path / "agent", target, "codebuild")

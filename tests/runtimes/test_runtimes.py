@@ -76,7 +76,7 @@ async def open_agentcore(tmp_path: Path, local_keys: None) -> AsyncIterator[Open
 async def test_a_runtime_describes_its_agent(open_agentcore):
     runtime, local = await open_agentcore()
     raise_problems(await runtime.check())
-    described = {"arn": local.arn, "qualifier": "DEFAULT", "version": "1", "image": local.image}
+    described = {"arn": local.arn, "qualifier": "DEFAULT", "version": "1", "image": local.image, "platform": "V1"}
     assert runtime.describe() == described
 
 

@@ -89,6 +89,10 @@ class RunOutput:
         fields = {"run_id": config.run_id, "folder": str(config.run_dir), "tasks": tasks, "rollouts": rollouts}
         self._print("run", line, **fields)
 
+    def started(self, config: RolloutConfig) -> None:
+        """Use the settings with which the run has started: its prices are those of the runtime."""
+        self._prices = Prices.of(config)
+
     # --- what a run reports -------------------------------------------------------------------------------
 
     def status(self, text: str) -> None:

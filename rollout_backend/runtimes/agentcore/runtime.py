@@ -162,12 +162,13 @@ class AgentCoreRuntime(AgentRuntime):
         return self._config
 
     def describe(self) -> dict[str, str]:
-        image = RuntimeSpec.read(self.described).image if self.described else None
+        spec = RuntimeSpec.read(self.described) if self.described else None
         found = {
             "arn": self.arn,
             "qualifier": self._config.qualifier,
             "version": self.described.get("agentRuntimeVersion"),
-            "image": image,
+            "image": spec and spec.image,
+            "platform": spec and spec.platform_version,
         }
         return {name: str(value) for name, value in found.items() if value}
 
