@@ -50,6 +50,7 @@ from learning_curves import (
 from run_all import machine
 from training_step import Example, agent_loop_overrides, example_module, write_questions
 
+from agent_wrapper import RolloutContext
 from rollout_backend.results.step_report import StepReport
 
 HERE = Path(__file__).parent.absolute()
@@ -100,8 +101,7 @@ async def _run(variant: str, example: Example, settings: Settings) -> dict[str, 
         ]
         await asyncio.to_thread(example.run, [*common, *own, *recorded], env)
         return {}
-    rates = _FirstSessions(killed=0.2) if variant == KILLED else LossRates()
-    agents = WrappedAgents(_is_right, rates, SEED)
+    agents = _LossyAgents() if variant == KILLED else WrappedAgents(_is_right, LossRates(), SEED)
     async with Cloud(agents).serve() as url, agents:
         os.environ["AWS_ENDPOINT_URL"] = url  # of the agents, which run in this process
         path = example.work / "rollout_backend.json"
@@ -116,6 +116,18 @@ async def _run(variant: str, example: Example, settings: Settings) -> dict[str, 
 class _FirstSessions(LossRates):
     def draw(self, name: str, tokens: int) -> str:
         return super().draw(name, 1) if name.endswith(" 1") else ""
+
+
+class _LossyAgents(WrappedAgents):
+    """Agents that take some seconds: a session's silence is noticed only while others are heard."""
+
+    def __init__(self) -> None:
+        super().__init__(_is_right, _FirstSessions(killed=0.2), SEED)
+
+    async def _agent(self, context: RolloutContext) -> dict[str, Any]:
+        found = await super()._agent(context)
+        await asyncio.sleep(8)
+        return found
 
 
 def _is_right(reply: str, answer: str) -> bool:
