@@ -94,8 +94,10 @@ seed, made of its step, task, rollout and turn. SGLang runs on the CPU in float3
 weights is right every fifth time at the start.
 
 Compared are the columns with which each step trains the actor, row by row: tokens, masks and positions, logprobs of
-the engine and of the trainer, rewards and advantages; and all weights after the last step. *killed*: a fifth of the
-rollouts lose their first session after it has sampled, and another session replaces it.
+the engine and of the trainer, rewards and advantages; and all weights after the last step.
+"""
+_IDENTITY_KILLED = """\
+*killed*: a fifth of the rollouts lose their first session after it has sampled, and another session replaces it.
 """
 _IDENTITY_ENDS = """\
 A first comparison differed in one reward, in step 9: the model had sampled a special token inside of a reply. verl
@@ -222,6 +224,8 @@ def _learning(results: dict[str, Any]) -> Iterator[str]:
 
 def _identity(results: dict[str, Any]) -> Iterator[str]:
     yield _IDENTITY.format(**results["settings"])
+    if any(each["lost"] for each in results["comparisons"]):
+        yield _IDENTITY_KILLED
     header = (
         "trainer",
         "run",
