@@ -36,7 +36,6 @@ from rollout_backend.core.harbor import fit_to_runtime
 from rollout_backend.core.ledger import Phase
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.tasks import Task, check_private, check_unique, planned_rollouts
-from rollout_backend.core.trace import Span
 from rollout_backend.dispatch.ramp import check_ramp
 from rollout_backend.errors import CircuitOpen, ConfigError, RolloutBackendError, RunHeld, ServingError
 from rollout_backend.garbage_collection import rare_full_collections
@@ -56,7 +55,7 @@ from rollout_backend.serving.supervisor import ServingEvent
 from rollout_backend.serving.weights import WeightUpdate
 from rollout_backend.step.plan import StepPlan
 from rollout_backend.step.step import Step
-from rollout_backend.tracing import SpanSender
+from rollout_backend.tracing import Span, SpanSender
 
 if TYPE_CHECKING:  # only a run with metrics loads prometheus_client
     import torch

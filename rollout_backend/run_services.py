@@ -27,7 +27,6 @@ from rollout_backend.collect.queue import AnnouncementQueue, queue_name
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import RolloutConfig, RuntimeConfig
 from rollout_backend.core.check_result import raise_problems
-from rollout_backend.core.circuit_breaker import CircuitBreaker, describe_log
 from rollout_backend.core.harbor import VERIFIER
 from rollout_backend.core.ledger import LedgerEntry
 from rollout_backend.core.seal import Sealer
@@ -45,6 +44,7 @@ from rollout_backend.scoring.worker_pool import WorkerPool
 from rollout_backend.serving.model_serving import ModelServing, RunPhase
 from rollout_backend.serving.run_secret import revealed, run_secret
 from rollout_backend.serving.supervisor import OnEvent
+from rollout_backend.step.circuit_breaker import CircuitBreaker, describe_log
 from rollout_backend.step.in_flight import InFlightLog, StepFiles
 from rollout_backend.step.services import StepServices
 

@@ -15,7 +15,6 @@ import typer
 from rich.logging import RichHandler
 
 from rollout_backend.cli.common import console, errors
-from rollout_backend.cli.compare import compare
 from rollout_backend.cli.demo import demo
 from rollout_backend.cli.deploy import deploy
 from rollout_backend.cli.dev import dev
@@ -27,7 +26,7 @@ from rollout_backend.cli.infra import infra
 from rollout_backend.cli.init import init
 from rollout_backend.cli.ls import ls
 from rollout_backend.cli.replay import replay
-from rollout_backend.cli.report import report
+from rollout_backend.cli.report import compare, report
 from rollout_backend.cli.rescore import rescore
 from rollout_backend.cli.run import run
 from rollout_backend.cli.serve import serve

@@ -7,7 +7,7 @@ import secrets
 import time
 
 from agent_wrapper.contract.trace import trace_ids
-from rollout_backend.core import trace
+from rollout_backend import tracing
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.gateway.in_flight_call import InFlightCall
@@ -38,8 +38,8 @@ class CallTraces:
             elif all(caller):
                 links = (caller,)
         error = _error(running)
-        attributes = _attributes(claims, running) | ({trace.ERROR_TYPE: error} if error else {})
-        span = trace.Span(
+        attributes = _attributes(claims, running) | ({tracing.ERROR_TYPE: error} if error else {})
+        span = tracing.Span(
             f"chat {running.call.model}",
             trace_id,
             secrets.randbits(64) or 1,
@@ -67,34 +67,34 @@ def _error(running: InFlightCall) -> str:
     return error.code if isinstance(error, ApiError) else type(error).__name__
 
 
-def _attributes(claims: SessionClaims, running: InFlightCall) -> dict[str, trace.Value]:
+def _attributes(claims: SessionClaims, running: InFlightCall) -> dict[str, tracing.Value]:
     call, sampling = running.call, claims.sampling
-    found: dict[str, trace.Value] = {
-        trace.OPERATION: "chat",
-        trace.PROVIDER: "sglang",
-        trace.CONVERSATION: claims.session_id,
-        trace.REQUEST_MODEL: call.model,
-        trace.REQUEST_TEMPERATURE: sampling.temperature,
-        trace.REQUEST_TOP_P: sampling.top_p,
-        trace.REQUEST_CHOICES: call.n,
-        trace.REQUEST_STREAM: call.stream,
-        trace.RUN_ID: claims.run_id,
-        trace.STEP: claims.step,
-        trace.ROLLOUT_ID: claims.rollout_id,
-        trace.ATTEMPT: claims.attempt,
-        trace.SESSION_ID: claims.session_id,
+    found: dict[str, tracing.Value] = {
+        tracing.OPERATION: "chat",
+        tracing.PROVIDER: "sglang",
+        tracing.CONVERSATION: claims.session_id,
+        tracing.REQUEST_MODEL: call.model,
+        tracing.REQUEST_TEMPERATURE: sampling.temperature,
+        tracing.REQUEST_TOP_P: sampling.top_p,
+        tracing.REQUEST_CHOICES: call.n,
+        tracing.REQUEST_STREAM: call.stream,
+        tracing.RUN_ID: claims.run_id,
+        tracing.STEP: claims.step,
+        tracing.ROLLOUT_ID: claims.rollout_id,
+        tracing.ATTEMPT: claims.attempt,
+        tracing.SESSION_ID: claims.session_id,
     }
     if call.max_new_tokens is not None:
-        found[trace.REQUEST_MAX_TOKENS] = call.max_new_tokens
+        found[tracing.REQUEST_MAX_TOKENS] = call.max_new_tokens
     if running.answered:
         answer = running.outcome()
         found |= {
-            trace.RESPONSE_ID: answer.id,
-            trace.RESPONSE_MODEL: answer.model,
-            trace.FINISH_REASONS: [choice.finish_reason for choice in answer.choices],
-            trace.INPUT_TOKENS: answer.prompt_tokens,
-            trace.OUTPUT_TOKENS: answer.sampled_tokens,
+            tracing.RESPONSE_ID: answer.id,
+            tracing.RESPONSE_MODEL: answer.model,
+            tracing.FINISH_REASONS: [choice.finish_reason for choice in answer.choices],
+            tracing.INPUT_TOKENS: answer.prompt_tokens,
+            tracing.OUTPUT_TOKENS: answer.sampled_tokens,
         }
         if answer.cached_tokens is not None:
-            found[trace.CACHED_TOKENS] = answer.cached_tokens
+            found[tracing.CACHED_TOKENS] = answer.cached_tokens
     return found

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from agent_wrapper.contract import Rollout
 from agent_wrapper.contract.trace import trace_ids
-from rollout_backend.core.trace import (
+from rollout_backend.results.records import RolloutRecord
+from rollout_backend.tracing import (
     ANNOUNCED,
     ATTEMPTS,
     GROUP_USABLE,
@@ -34,7 +35,6 @@ from rollout_backend.core.trace import (
     Span,
     Value,
 )
-from rollout_backend.results.records import RolloutRecord
 
 
 @dataclass(frozen=True)

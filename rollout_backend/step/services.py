@@ -25,7 +25,6 @@ from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.collect.store import ObjectStore
 from rollout_backend.config import RolloutConfig, RuntimeConfig
-from rollout_backend.core.circuit_breaker import CircuitBreaker
 from rollout_backend.core.ledger import LedgerEntry
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.session_ends import Heartbeats, SessionEnds
@@ -36,6 +35,7 @@ from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.dispatch.session_closer import SessionCloser
 from rollout_backend.runtimes.base import SessionCalls
 from rollout_backend.scoring.rollout_scorer import RolloutScorer
+from rollout_backend.step.circuit_breaker import CircuitBreaker
 from rollout_backend.step.in_flight import InFlightLog, NoLines
 from rollout_backend.step.task_blocklist import Blocklist, NoBlocklist, TaskBlocklist
 

@@ -10,10 +10,10 @@ import pytest
 
 from agent_wrapper.contract import Outcome
 from agent_wrapper.contract.trace import trace_ids
-from rollout_backend.core import trace
-from rollout_backend.core.trace import Span
+from rollout_backend import tracing
 from rollout_backend.results.records import ResultSummary, RolloutRecord
 from rollout_backend.results.rollout_spans import Delivery, rollout_spans
+from rollout_backend.tracing import Span
 from rollouts import make_rollout
 
 
@@ -86,7 +86,7 @@ def test_a_clock_of_the_container_that_is_ahead_makes_no_negative_span():
 
 def test_the_page_lists_each_attribute_and_span():
     page = (Path(__file__).parents[2] / "docs" / "tracing.md").read_text()
-    named = {value for name, value in vars(trace).items() if name.isupper() and isinstance(value, str)}
+    named = {value for name, value in vars(tracing).items() if name.isupper() and isinstance(value, str)}
     assert set(re.findall(r"`((?:rl|gen_ai|error)\.[a-z_.]+)`", page)) == named
     rollout = make_rollout()
     made = rollout_spans("run", record(result=ResultSummary.of(rollout)), rollout, Delivery(30.0, 0.5))

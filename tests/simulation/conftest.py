@@ -11,8 +11,8 @@ import pytest
 
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.config import RolloutConfig
-from rollout_backend.core.circuit_breaker import CircuitBreaker
 from rollout_backend.core.tasks import Task
+from rollout_backend.step.circuit_breaker import CircuitBreaker
 from rollout_backend.step.services import StepServices
 from rollout_backend.step.step import Step
 from tests.simulation.clock import VirtualLoop

@@ -14,7 +14,6 @@ from typing import Any
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.collect.buffer import RolloutBuffer
-from rollout_backend.core.circuit_breaker import CircuitBreaker
 from rollout_backend.core.ledger import PlannedRollout, ResultStatus
 from rollout_backend.core.session_ends import Heartbeats
 from rollout_backend.core.tasks import Task
@@ -23,6 +22,7 @@ from rollout_backend.errors import CircuitOpen, RunHeld, StoreError
 from rollout_backend.results.step_report import StepResult
 from rollout_backend.run_lease import FencedRuntime, LeaseHolder, RunLease
 from rollout_backend.scoring.rollout_scorer import RolloutScorer
+from rollout_backend.step.circuit_breaker import CircuitBreaker
 from rollout_backend.step.services import StepServices
 from rollout_backend.step.step import Step
 from tests.simulation.checks import Checks, Violation

@@ -8,10 +8,10 @@ import pytest
 
 from agent_wrapper.contract import Failure, Outcome, Sampling, failure_marker_key
 from builders import eventually
-from rollout_backend.core.circuit_breaker import CircuitBreaker
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.tasks import Task, rollout_id
 from rollout_backend.errors import CircuitOpen
+from rollout_backend.step.circuit_breaker import CircuitBreaker
 from step_bench import Agents, only
 
 

@@ -18,13 +18,13 @@ from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.queue import AnnouncementQueue, queue_name
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import RolloutConfig
-from rollout_backend.core.circuit_breaker import CircuitBreaker, describe_log
 from rollout_backend.core.ledger import Ledger
 from rollout_backend.core.tasks import Task
 from rollout_backend.dispatch.call_queue import CallQueue
 from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.dispatch.session_closer import SessionCloser
 from rollout_backend.results.step_report import StepResult
+from rollout_backend.step.circuit_breaker import CircuitBreaker, describe_log
 from rollout_backend.step.services import StepServices
 from rollout_backend.step.step import Step
 from rollouts import make_rollout

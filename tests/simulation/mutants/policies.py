@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from unittest.mock import patch
 
-from rollout_backend.core.circuit_breaker import CircuitBreaker
 from rollout_backend.core.policy import StragglerRule
 from rollout_backend.step.absence_check import AbsenceCheck
+from rollout_backend.step.circuit_breaker import CircuitBreaker
 from rollout_backend.step.rollout_task import RolloutTask
 from rollout_backend.step.task_blocklist import TaskBlocklist
 from tests.simulation.mutants.registry import Patch, mutant

@@ -2,9 +2,9 @@ import pytest
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.config import CircuitBreakerConfig, RolloutConfig
-from rollout_backend.core.circuit_breaker import CircuitBreaker, describe_log
 from rollout_backend.core.ledger import LedgerEntry, PlannedRollout
 from rollout_backend.runtimes.registry import open_runtime
+from rollout_backend.step.circuit_breaker import CircuitBreaker, describe_log
 
 ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/my_agent-0123456789"
 
