@@ -64,7 +64,6 @@ def a_full_run_is_due():
     assert kept
 
 
-@pytest.mark.usefixtures("a_full_run_is_due")
 def test_a_collector_that_is_switched_off_stays_off():
     gc.set_threshold(0)
     with rare_full_collections():
@@ -72,6 +71,7 @@ def test_a_collector_that_is_switched_off_stays_off():
     assert gc.get_threshold()[0] == 0
 
 
+@pytest.mark.usefixtures("a_full_run_is_due")
 def test_no_full_run_is_made_during_a_step():
     before = runs_of_old_objects()
     with rare_full_collections():

@@ -43,6 +43,13 @@ def test_a_line_is_an_object_with_the_bound_fields(lines):
     assert later.keys() == {"time", "level", "logger", "message", "run"}
 
 
+def test_an_exception_is_a_field(lines):
+    log.warning("failed", exc_info=ValueError("two\nlines"), stack_info=True)
+    [line] = lines()
+    assert line["exception"] == "ValueError: two\nlines"
+    assert "test_an_exception_is_a_field" in line["stack"]
+
+
 async def test_each_task_has_its_own_fields(lines):
     async def rollout(name: str) -> None:
         logs.bind_log_fields(rollout=name)

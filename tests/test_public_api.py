@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,10 @@ def test_every_public_name_resolves_and_is_documented() -> None:
 
 
 def test_type_checkers_see_every_public_name() -> None:
+    shipped = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    for package in ("agent_wrapper", "rollout_backend"):
+        assert "py.typed" in shipped[package]
+        assert (ROOT / package / "py.typed").is_file()
     tree = ast.parse(Path(rollout_backend.__file__).read_text())
     imported = {
         alias.asname or alias.name

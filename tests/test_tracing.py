@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
 import threading
 
 import pytest
@@ -35,6 +36,16 @@ def test_a_collector_that_is_away_holds_nothing_up_and_is_reported_once(caplog):
     first, last = caplog.messages
     assert "observe.otlp_endpoint" in first
     assert "Connection refused" in first
+    assert "3,000 spans did not reach the collector" in last
+
+
+def test_a_collector_that_does_not_answer_is_reported_at_the_end(caplog):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        sender = SpanSender(f"http://127.0.0.1:{silent.getsockname()[1]}", "rollout-manager", close_s=0.1)
+        sender.send(SPANS)
+        sender.close()
+    first, last = caplog.messages
+    assert "did not answer before the end" in first
     assert "3,000 spans did not reach the collector" in last
 
 

@@ -34,6 +34,7 @@ REQUEST = make_request()
 OBJECT = AgentCoreRlToolkit().result_key(REQUEST)
 PAYLOAD = json.dumps({"question": "2 + 2?", REQUEST_FIELD: REQUEST.model_dump(mode="json")}).encode()
 SEGMENT = make_segment()
+UNANSWERED = Trajectory(model="m", segments=(SEGMENT,), unanswered_calls=1)
 RESULT = {"rewards": [1.0], "status_code": 200, "note": f"https://gateway/k/{KEY}/v1"}
 
 
@@ -151,17 +152,20 @@ async def test_the_result_of_an_adopted_session_is_found():
 
 
 @pytest.mark.parametrize(
-    ("trajectory", "reason"),
+    ("trajectory", "status", "reason"),
     [
-        (Trajectory(model="m", segments=(SEGMENT,), unanswered_calls=1), "model_unavailable"),
-        (TrajectoryUnavailable("gone"), "trajectory_unavailable"),
+        (UNANSWERED, 200, "model_unavailable"),
+        (UNANSWERED, 500, "model_unavailable"),
+        (TrajectoryUnavailable("gone"), 200, "trajectory_unavailable"),
     ],
 )
-async def test_an_infrastructure_failure_is_no_reward(trajectory: Trajectory | TrajectoryUnavailable, reason: str):
+async def test_an_infrastructure_failure_is_no_reward(
+    trajectory: Trajectory | TrajectoryUnavailable, status: int, reason: str
+):
     bench = Bench()
     bench.trajectory = trajectory
     bench.translator.watch(PAYLOAD)
-    bench.bucket.objects[OBJECT] = json.dumps(RESULT).encode()
+    bench.bucket.objects[OBJECT] = json.dumps(RESULT | {"status_code": status}).encode()
     rollout = await bench.rollout()
     assert (rollout.outcome, rollout.reward) == (Outcome.INFRA_ERROR, None)
     assert rollout.failure is not None

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from agent_wrapper import RolloutApp
+from agent_wrapper import RolloutApp, endpoint_probe
 from agent_wrapper.app import SESSION_HEADER, _fetch_s, _Job
 from agent_wrapper.contract import Outcome, Rollout, RolloutRequest, unpack_artifacts
 from agent_wrapper.errors import EntrypointError
@@ -415,6 +415,18 @@ def test_a_result_that_cannot_be_written_is_reported(sync_container, cloud):
 # --- whether the model's endpoint can be reached ------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ((404, b"no such page"), "it answered 404: no such page"),  # another server
+        ((401, b"unknown key"), "it answered 401: unknown key"),  # the gateway of another run
+    ],
+)
+async def test_an_address_that_leads_elsewhere_is_described(gateway, answer, words):
+    gateway.answers["/elsewhere"] = [answer]
+    assert await endpoint_probe._get(f"{gateway.url}/elsewhere", "key", timeout_s=120) == words
+
+
 def test_a_wrong_address_of_the_model_is_reported_before_the_agent_runs(sync_container, dead_url, tmp_path):
     mark = tmp_path / "ran"
     block = sync_container.request(endpoint__base_url=dead_url, remaining_s=1)
@@ -589,12 +601,17 @@ def yields(context: object):
     yield 1
 
 
+async def yields_async(context: object):
+    yield 1
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
         (lambda: 1, "exactly one argument"),
         (lambda context, more: 1, "exactly one argument"),
         (yields, "must return its reward once"),
+        (yields_async, "must return its reward once"),
         (3, "must be a function"),
     ],
 )

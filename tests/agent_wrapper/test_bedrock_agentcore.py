@@ -343,6 +343,20 @@ def test_a_rollout_lasts_until_its_background_tasks_are_complete(use, models, en
     assert len(models.calls) == 1
 
 
+def test_a_status_of_the_agents_own_is_busy_while_a_rollout_runs(start, make_signal):
+    container = start(ROLLOUTS="1", IDLE="1")
+    container.client.get("/use/async_agent")
+    started = make_signal()
+    assert container.ping()["status"] == "Healthy"
+    block = container.request()
+    invoke(container, block, do="wait", started=started.path)
+    started.wait()
+    assert container.ping()["status"] == "HealthyBusy"
+    assert container.stop_session(block["session_id"]).json() == {"status": "stopping"}
+    until(lambda: container.ping()["status"] == "Healthy", what="the rollout has ended")
+    assert container.stop_session(block["session_id"]).json()["error"] == "SessionNotFound"
+
+
 def test_a_stopped_container_publishes_its_rollouts(start, make_signal):
     container = start(ROLLOUTS="1")
     container.client.get("/use/async_agent")

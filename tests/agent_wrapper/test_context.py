@@ -5,10 +5,11 @@ import math
 import time
 
 import openai
+import pytest
 
 from agent_wrapper import RolloutContext
 from agent_wrapper.contract import ModelEndpoint, ResultTarget, RolloutRequest, Sampling
-from agent_wrapper.contract.trace import traceparent
+from agent_wrapper.contract.trace import trace_ids
 
 
 def test_in_deployment_the_environment_decides():
@@ -33,8 +34,17 @@ def test_in_training_the_context_names_the_rollouts_trace():
         result=ResultTarget(bucket="rollouts"),
     )
     context = RolloutContext.from_request(request, {})
-    assert context.traceparent == context.environ()["TRACEPARENT"] == traceparent("run", 3, "task.0")
+    ids = trace_ids("run", 3, "task.0")
+    assert context.traceparent == context.environ()["TRACEPARENT"] == "00-{:032x}-{:016x}-01".format(*ids)
     assert RolloutContext.from_environment({}, {}).traceparent is None
+
+
+def test_what_is_not_known_is_left_to_the_environment_and_the_client():
+    context = RolloutContext.from_environment({}, {"ROLLOUT_MODEL": "m"})
+    assert {*context.environ(keep_home=True).values()} == {"m"}
+    assert {*context.openai_kwargs()} == {"timeout", "max_retries"}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        context.model = "other"  # type: ignore[misc]
 
 
 def test_a_call_may_last_until_the_deadline():

@@ -53,7 +53,7 @@ touch $HOME/there && touch $XDG_CONFIG_HOME/there $TMPDIR/there
 echo $OPENAI_API_KEY > $HOME/.agent
 touch {met}/{payload.name}
 while [ $(ls {met} | wc -l) -lt 2 ]; do sleep 0.02; done
-echo '{{"reward": 1, "key": "'$(cat $HOME/.agent)'", "home": "'$HOME'"}}'
+echo '{{"reward": 1, "key": "'$(cat $HOME/.agent)'", "home": "'$HOME'", "file": "'$ROLLOUT_PAYLOAD_FILE'"}}'
 """
 
 
@@ -90,7 +90,7 @@ async def test_the_real_home_can_be_kept(tmp_path, monkeypatch, how):
         monkeypatch.setenv("ROLLOUT_PAYLOAD_FILE", "/payload")
         options = []
     found = await run_two(tmp_path, *options)
-    assert {each["home"] for each in found} == {str(tmp_path)}
+    assert {(each["home"], each["file"]) for each in found} == {(str(tmp_path), "")}
 
 
 def test_a_verifier_does_not_get_the_home_of_the_command(tmp_path):

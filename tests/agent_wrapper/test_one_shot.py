@@ -52,6 +52,7 @@ def test_sigterm_publishes_the_rollout_as_a_failure(sync_container, make_signal,
     ("payload", "message"),
     [
         ("{", "EOF while parsing"),
+        ([], "it is not a JSON object"),
         ({"_rollout": {"run_id": "r"}}, "_rollout.step"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fractions
+import json
 import math
 from collections import OrderedDict
 
@@ -131,6 +132,11 @@ def test_accepted_extras_can_be_stored(extras):
     rollout = make_rollout("x.0", Outcome.INFRA_ERROR, extras=ending.extras)
     assert Rollout.decode(rollout.encode()).extras == ending.extras
     assert Rollout.decode(rollout.to_json()).extras == ending.extras
+
+
+def test_the_deepest_extras_are_stored():
+    deep = json.loads("[" * 190 + "]" * 190)
+    assert classify(Returned({"reward": 1, "deep": deep}), URL).extras == {"deep": deep}
 
 
 def test_a_failures_texts_are_bounded_and_storable():

@@ -165,6 +165,14 @@ def other_region(account: Account) -> None:
     account.iam.bucket_regions[account.storage.bucket] = "eu-west-1"
 
 
+def denied_lifecycle(account: Account) -> None:
+    account.deny("s3:GetLifecycleConfiguration")
+
+
+def clock_a_little_off(account: Account) -> None:
+    account.iam.clock_ahead_s = -120
+
+
 def clock_far_off(account: Account) -> None:
     account.iam.clock_ahead_s = 600
 
@@ -185,6 +193,14 @@ def refused_presigned_url(account: Account) -> None:
 
 def denied_queue(account: Account) -> None:
     account.deny("sqs:CreateQueue")
+
+
+def denied_receive(account: Account) -> None:
+    account.deny("sqs:ReceiveMessage")
+
+
+def queue_of_another_region(account: Account) -> None:
+    account.sections["queue"] = {"url": "https://sqs.eu-west-1.amazonaws.com/000000000000/mine"}
 
 
 def slow_ramp(account: Account) -> None:
@@ -246,6 +262,12 @@ ACCOUNT: dict[Callable[[Account], None], tuple[str, str, str]] = {
     prefix_of_another_stack: ("permission:s3:PutObject", "warning", "no policy allows it on"),
     denied_delete: ("storage.bucket", "ok", "an object of 2 bytes stays under runs/preflight/"),
     other_region: ("bucket-region", "problem", "set aws.region=eu-west-1"),
+    denied_lifecycle: (
+        "bucket-keeping",
+        "unchecked",
+        "versioning and lifecycle are not known (these credentials may",
+    ),
+    clock_a_little_off: ("clock", "warning", "s ahead of S3's: AWS refuses calls at 300 s, and presigned URLs"),
     clock_far_off: ("clock", "problem", "s behind S3's: AWS refuses calls that are 300 s off: synchronise it"),
     store_without_conditions: (
         "storage.bucket",
@@ -259,6 +281,8 @@ ACCOUNT: dict[Callable[[Account], None], tuple[str, str, str]] = {
         "PutObject by a presigned URL was refused",
     ),
     denied_queue: ("queue.url", "problem", "CreateQueue is not allowed"),
+    denied_receive: ("queue.url", "problem", "ReceiveMessage is not allowed"),
+    queue_of_another_region: ("queue-region", "problem", "bucket and queue must be in one region"),
     slow_ramp: ("runtime.invoke_per_s", "problem", "1,000 rollouts cannot finish within timeouts.collection_s"),
     no_agents: ("runtime", "problem", "start it, or correct runtime.url"),
     failed_runtime: ("runtime.arn", "problem", "is CREATE_FAILED, not READY. no such image"),
@@ -514,6 +538,13 @@ async def test_an_address_that_leads_here():
     found = await check_public_address(run_config(gateway={"port": port, "public_url": f"http://127.0.0.1:{port}"}))
     assert "leads to this machine" in line(found, "gateway-answer").text
     assert f"urlopen('http://127.0.0.1:{port}/health', timeout=10)" in line(found, "gateway-probe").text
+
+
+async def test_a_gateway_that_is_running():
+    with StubServer(lambda request: (200, b'{"server": "rollout-backend"}')) as server:
+        port = int(server.url.rpartition(":")[2])
+        found = await check_public_address(run_config(gateway={"port": port, "public_url": server.url}))
+    assert "a gateway that is running answers" in line(found, "gateway-answer").text
 
 
 # --- this machine -----------------------------------------------------------------------------------------

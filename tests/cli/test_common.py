@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import sys
 import pytest
 import typer
 
+from rollout_backend.cli import main
 from rollout_backend.cli.common import errors, exit_codes, load_settings, make_console
 from rollout_backend.deploy import target as target_module
 from rollout_backend.deploy.target import Network, Target
@@ -68,6 +70,13 @@ def test_other_errors_of_the_system_are_bugs_and_keep_their_traceback():
         raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
 
 
+def test_a_bad_log_level_is_named(monkeypatch, capsys):
+    monkeypatch.setenv("ROLLOUT_LOG_LEVEL", "loud")
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert capsys.readouterr().err.startswith("error: ROLLOUT_LOG_LEVEL=LOUD is none of DEBUG, INFO")
+
+
 def test_a_pipe_gets_whole_lines(capsys):
     make_console().print("word " * 60)
     assert capsys.readouterr().out.count("\n") == 1
@@ -88,3 +97,15 @@ def test_an_override_wins_over_the_stack(tmp_path, monkeypatch):
     file.write_text("{model: {path: /m}, storage: {bucket: mine}, gateway: {port: 9000}}")
     settings = load_settings(file, ["gateway.port=9001"], "my-agent")
     assert (settings.storage.bucket, settings.gateway.port) == ("stacks-bucket", 9001)
+
+
+def test_on_a_terminal_a_live_display_sees_what_is_written_to_stderr():
+    """A second console would leave a copy of the display's first lines at each warning."""
+    code = "from rollout_backend.cli import common; print(common.errors is common.console)"
+    ours, its = pty.openpty()
+    with os.fdopen(ours, "rb") as screen:
+        subprocess.run([sys.executable, "-c", code], stdout=its, stderr=its, check=True)
+        os.close(its)
+        assert screen.readline().strip() == b"True"
+    piped = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert piped.stdout.strip() == b"False"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
+
+from rollout_backend import cli
+from rollout_backend.cli.common import errors
 
 COMMON = ["init", "dev", "demo", "doctor", "run", "ls", "show", "report", "compare", "export", "replay", "rescore"]
 ADVANCED = ["relay", "infra"]
@@ -53,3 +57,11 @@ def test_a_missing_module_of_the_user_is_not_explained(tmp_path):
     argv = [sys.executable, "-c", code, "ls"]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "ModuleNotFoundError: No module named 'no_such_module'" in done.stderr
+
+
+def test_no_color_is_printed_on_a_terminal_on_request(rollout, monkeypatch, tmp_path):
+    monkeypatch.setenv("NO_COLOR", "")  # restores the variable afterwards
+    for console in (cli.console, errors):
+        monkeypatch.setattr(console, "no_color", False)
+    assert rollout("--no-color", "ls", tmp_path)[0] == 2
+    assert (cli.console.no_color, errors.no_color, os.environ["NO_COLOR"]) == (True, True, "1")

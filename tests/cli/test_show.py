@@ -9,6 +9,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
+from agent_wrapper.contract import Outcome
 from made_runs import MadeRun, make_run
 from rollout_backend.cli import app
 from rollout_backend.core.tasks import Task
@@ -120,6 +121,29 @@ def test_a_turn_has_messages_tokens_and_log_probabilities(rollout, runs):
     assert turn["reply"]["role"] == "assistant"
     assert len(turn["token_ids"]) == len(turn["logprobs"]) == turn["sampled_tokens"]
     assert turn["mean_logprob"] == pytest.approx(sum(turn["logprobs"]) / len(turn["logprobs"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("buy-3-plum.0", "--turn", 2, "--step", 1), "buy-3-plum.0 has no turn 2: its turns are 0 to 1"),
+        (("two", "--turn", 0), "--turn shows a turn of one rollout: name the rollout"),
+    ],
+)
+def test_a_turn_that_is_not_there(rollout, runs, options, words):
+    code, output = rollout("show", *options)
+    assert (code, words in output) == (2, True), output
+
+
+def test_a_rollout_without_a_result_has_no_turns(rollout, runs):
+    lost = next(
+        record.rollout_id
+        for record in RunArchive(runs / "one").read_records(0)
+        if record.outcome is Outcome.INFRA_ERROR
+    )
+    code, output = rollout("show", lost, "--run", "one", "--turn", 0)
+    assert code == 2
+    assert f"no result was stored: rollout show {lost} --run runs/one says why" in output
 
 
 def test_the_beginning_of_an_id_is_enough(rollout, runs):

@@ -43,6 +43,12 @@ def test_later_sources_win(tmp_path):
     assert config.serving.extra_args == ("--a", "1")
 
 
+def test_settings_cannot_be_changed_afterwards():
+    config = load_config(base=MINIMAL, env={})
+    with pytest.raises(ValueError, match="frozen"):
+        config.run_id = "x"
+
+
 def test_a_runtime_of_another_kind_replaces_the_one_below():
     config = load_config(base=MINIMAL, env={}, top={"runtime": {"kind": "http", "url": "http://x"}})
     assert config.runtime.kind == "http"
@@ -116,6 +122,9 @@ def test_a_runtime_from_an_image_needs_little():
         (by_image(idle_timeout_s=3600, max_lifetime_s=1900), "idle_timeout_s must not be above max_lifetime_s"),
         (by_image(max_lifetime_s=1800), r"max_lifetime_s \(1800\) ends sessions before .*\(1920\)"),
         (by_image(qualifier="training"), "leave qualifier out"),
+        ({"greeting": "hello"}, "kind is missing: it is one of agentcore, http, kubernetes, process, ray, or the"),
+        ({"kind": "no_such_package.Config"}, "no_such_package"),
+        ({"kind": "rollout_backend.config.load_config"}, "is not a subclass of RuntimeConfig"),
         ({"kind": "process", "app": "agent.py"}, r"runtime\.app: .*must be MODULE:NAME, such as agent:app"),
     ],
 )

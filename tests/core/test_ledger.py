@@ -82,6 +82,13 @@ def test_nothing_is_planned_twice():
         planned("a.0", "a.0")
 
 
+def test_changed_groups_are_returned_once():
+    ledger = planned(*IDS)
+    assert [group.task_id for group in ledger.take_changed_groups()] == ["a", "b"]
+    ledger.settle("b.0", Outcome.CANCELLED, "x")
+    assert [group.task_id for group in ledger.take_changed_groups()] == ["b"]
+
+
 EVENTS = st.lists(
     st.tuples(
         st.sampled_from(["start_attempt", "accept", "record_result", "settle", "abandon_attempt", "replace"]),

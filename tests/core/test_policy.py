@@ -49,6 +49,8 @@ def test_replace_plans_one_rollout_for_each_lost_one_up_to_its_limit():
     assert policy.decide([group(trainable=3, lost=1)]).replace == (("a", 1),)
     assert policy.decide([group(trainable=1, lost=3, replacements=1)]).replace == (("a", 1),)
     assert policy.decide([group(trainable=3, lost=1, replacements=1)]).done
+    others = GroupPolicy.from_config(GroupConfig(size=4, policy="min_viable", max_replacements=2))
+    assert others.decide([group(trainable=3, lost=1)]).replace == ()
     assert not policy.decide([group(trainable=3, lost=1)]).done
 
 

@@ -35,6 +35,7 @@ async def test_a_run_takes_its_limits_from_the_runtime(local_keys):
     try:
         assert runtime.limits().max_sessions == 2_500
         assert check_ramp(settings, runtime.limits(), 1024)[0].startswith("1,024 rollouts start within 43 s")
+        assert [check_ramp(settings, runtime.limits(), rollouts)[1] for rollouts in (2500, 2501)] == [True, False]
     finally:
         await runtime.aclose()
 

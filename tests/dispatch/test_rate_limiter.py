@@ -128,6 +128,11 @@ def test_it_finds_a_quota_below_the_ceiling(quota):
     assert refused < granted
 
 
+def test_a_ceiling_that_admits_nothing_is_refused():
+    with pytest.raises(ValueError, match="a rate must be above 0"):
+        AdaptiveRate(0)
+
+
 @given(
     ceiling=st.floats(0.5, 100),
     calls=st.lists(st.tuples(st.floats(0, 2), st.sampled_from(["granted", "refused", "lost"])), max_size=60),

@@ -21,15 +21,17 @@ def collector(monkeypatch):
 
 
 def test_a_call_is_a_span_with_its_tokens_under_the_rollout_or_the_agents_span(play, collector):
-    gateway = play(["5", Fail(400, "a private text")], otlp_endpoint=collector.url)
+    gateway = play(["5", Fail(400, "a private text"), "5"], otlp_endpoint=collector.url)
     agents = {"traceparent": f"00-{TRACE}-00000000000000aa-01"}
     others = {"traceparent": f"00-{'ab' * 16}-00000000000000bb-01"}
     client = gateway.client()
     answer = client.chat.completions.create(model="scripted", messages=[user("2 + 3?")], extra_headers=agents)
     with pytest.raises(openai.APIError):
         client.chat.completions.create(model="scripted", messages=[user("a secret")], extra_headers=others)
-    until(lambda: len(collector.spans) == 2)
-    done, failed = sorted(collector.spans, key=lambda span: span.start)
+    nobodys = {"traceparent": f"00-{TRACE}-{'0' * 16}-01"}
+    client.chat.completions.create(model="scripted", messages=[user("2 + 3?")], extra_headers=nobodys)
+    until(lambda: len(collector.spans) == 3)
+    done, failed, spanless = sorted(collector.spans, key=lambda span: span.start)
     assert (done.service, done.name, done.trace_id, done.error) == ("rollout-gateway", "chat scripted", TRACE, "")
     assert (done.parent_id, done.links) == ("00000000000000aa", ())
     expected = {
@@ -45,6 +47,7 @@ def test_a_call_is_a_span_with_its_tokens_under_the_rollout_or_the_agents_span(p
     assert done.attributes["gen_ai.conversation.id"].endswith("s1")
     assert done.start < done.end
     assert (failed.parent_id, failed.links) == (ROOT, (("ab" * 16, "00000000000000bb"),))
+    assert (spanless.parent_id, spanless.links) == (ROOT, ())
     assert failed.error == failed.attributes["error.type"] == "engine_refused"
     assert "secret" not in repr(collector.spans)
     assert "private" not in repr(collector.spans)

@@ -73,6 +73,13 @@ async def test_headers_are_forwarded_as_on_aws(start_runtime):
     assert not {"x-mine", "authorization"} & seen.keys()
 
 
+async def test_event_stream_passes_through(start_runtime):
+    runtime = await start_runtime()
+    answer = await runtime.invoke("a", b'{"do": "stream"}')
+    assert answer["contentType"] == "text/event-stream"
+    assert answer["body"] == b"data: 1\n\ndata: 2\n\n"
+
+
 @BOTH_SPAWNERS
 async def test_stop_ends_the_process_and_the_id_stays_valid(start_runtime, tmp_path, preload):
     runtime = await start_runtime(preload=preload)

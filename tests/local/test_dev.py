@@ -18,7 +18,7 @@ import httpx
 import pytest
 from rich.console import Console
 
-from agent_wrapper.contract import Rollout
+from agent_wrapper.contract import Rollout, readable
 from agent_wrapper.shared.workspace import WORKSPACE, pack_folder
 from builders import assistant, eventually, function_call, processes_with, user
 from rollout_backend.cli.dev import find_tasks
@@ -374,3 +374,18 @@ def test_an_interrupt_ends_everything(repository, tmp_path):
             process.kill()
     assert process.returncode == 130
     assert (processes_with(str(tmp_path)), list(tmp_path.iterdir())) == ({}, [])
+
+
+def test_output_is_printed_and_the_wrappers_lines_are_not():
+    console = Console(file=io.StringIO(), width=200)
+    show = CallPrinter(console).watcher.output
+    for line in (
+        "INFO:     Started server process [1]",
+        "2026-11-26 00:28:43,637 INFO agent_wrapper: rollout r accepted in session s",
+        "hello [red]\x1b[2J",
+        "",
+        "2026-11-26 00:28:44,616 ERROR agent_wrapper: the agent raised",
+        "Traceback (most recent call last):",
+    ):
+        show(line)
+    assert console.file.getvalue() == f"output    hello [red]{readable(chr(27))}[2J\n"

@@ -69,6 +69,20 @@ def test_reward_of_a_file(run_agent, script, monkeypatch):
     assert run_agent(script, TASK, replies=["4"]).extras["colour"] == "green"
 
 
+@pytest.mark.slow
+def test_slow_agent_times_out(run_agent):
+    import asyncio
+
+    slow = RolloutApp()
+
+    @slow.entrypoint
+    async def agent(context):
+        await asyncio.Event().wait()
+
+    rollout = run_agent(slow, {}, replies=[], timeout_s=10, outcome="timed_out")
+    assert rollout.failure.reason == "agent_deadline"
+
+
 def test_agent_failures_are_results(run_agent, app, script):
     broken = run_agent(app, {"question": "?"}, replies=["4"], outcome="agent_error")
     assert broken.reward is None

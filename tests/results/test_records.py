@@ -3,6 +3,7 @@ import pytest
 from agent_wrapper.contract import Outcome, Rollout, Segment, Turn
 from rollout_backend.core.ledger import Ledger, PlannedRollout
 from rollout_backend.results.records import ResultSummary, RolloutRecord, RunningRecords, records_of
+from rollout_backend.results.summary import summarize
 from rollouts import make_rollout
 
 
@@ -91,3 +92,14 @@ def test_the_records_of_a_running_step_follow_its_ledger():
     found = read()
     final = records_of(ledger, lambda entry: "log", received)
     assert [found[each.rollout_id] for each in final] == [*final]
+
+
+def test_the_hit_rate_of_a_step_is_over_the_rollouts_whose_engine_reports_it():
+    def hit(*rollouts: Rollout) -> float | None:
+        ledger = Ledger(0, lambda: 0.0)
+        ledger.plan(PlannedRollout(f"a.{i}", "a", is_replacement=False) for i in range(len(rollouts)))
+        named = [rollout.model_copy(update={"rollout_id": f"a.{i}"}) for i, rollout in enumerate(rollouts)]
+        return summarize(records_of(ledger, lambda entry: "", named)).cache_hit
+
+    assert hit(rollout_of(3), rollout_of(None, None)) == 3 / 4
+    assert hit(rollout_of(None)) is None

@@ -42,6 +42,7 @@ from rollout_backend.errors import (
 from rollout_backend.janitor.__main__ import stop_sessions
 from rollout_backend.runtimes.kubernetes.cluster import ExecPlugin, load_cluster
 from rollout_backend.runtimes.kubernetes.manifests import job_manifest
+from rollout_backend.runtimes.kubernetes.pod_state import pod_state
 from rollout_backend.runtimes.kubernetes.runtime import RULES, KubernetesRuntime
 from tests.emulators.kubernetes_emulator import ApiFault, KubernetesEmulator
 
@@ -371,7 +372,7 @@ async def test_tls_is_verified_by_the_kubeconfigs_authority(tmp_path):
     async with KubernetesEmulator({}, tmp_path, tls=tls, authority=tmp_path / "ca.pem") as cluster:
         config = KubernetesConfig(image=IMAGE, kubeconfig=cluster.kubeconfig)
         runtime = await KubernetesRuntime.open(config)
-        await runtime.check()
+        assert [each.level for each in await runtime.check()] == ["ok"] * (len(RULES) + 2)
         await runtime.aclose()
         tree = yaml.safe_load(cluster.kubeconfig.read_text())
         del tree["clusters"][0]["cluster"]["certificate-authority"]
@@ -439,6 +440,12 @@ def test_a_kubeconfig_with_what_is_not_supported_is_refused(tmp_path, user, word
 
 
 # --- pure -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("why", "reason"), [("Evicted", "evicted"), ("OutOfcpu", "container_lost")])
+def test_a_failed_pod_says_why(why, reason):
+    state = pod_state({"metadata": {"name": "p"}, "status": {"phase": "Failed", "reason": why}})
+    assert (state.finished, state.problem and state.problem.reason) == (True, reason)
 
 
 @pytest.mark.parametrize("task", [None, TaskContainer(image="task")], ids=["the agent's image", "a task's image"])

@@ -114,11 +114,13 @@ def test_a_command_reads_json_and_prints_the_reward(tmp_path):
     script.write_text(
         "import json, sys\nfields = json.load(sys.stdin)\nprint('about', fields['task_id'])\n"
         "if fields['private'] == {}: sys.exit('there is no answer')\n"
-        "print(json.dumps({'reward': fields['private']['answer'] in fields['reply'], 'was': fields['agent_reward']}))"
+        "print(json.dumps({'reward': fields['private']['answer'] in fields['reply'], 'was': fields}))"
     )
     scorer = command_scorer([sys.executable, "-S", str(script)], 20)
     found = scorer.score(given({"answer": "7"}))
-    assert (found.reward, found.extras) == (1.0, {"was": 1.0})
+    assert found.reward == 1.0
+    of_result = {"rollout_id": "t.0", "outcome": "completed", "extras": {"note": "x"}, "agent_reward": 1.0}
+    assert {**of_result, "messages": [*MESSAGES], "reply": "It is 7."}.items() <= found.extras["was"].items()
     with pytest.raises(ScoringError, match="exited with 1: there is no answer"):
         scorer.score(given({}))
     script.write_text("print('good')")
