@@ -16,7 +16,8 @@ from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.export import export_run
 from rollout_backend.results.records import RolloutRecord
 from rollout_backend.results.step_report import StepReport
-from rollout_backend.results.tables import SCHEMAS, TABLES_VERSION, event_rows
+from rollout_backend.results.tables import SCHEMAS, TABLES_VERSION, event_rows, turn_rows
+from rollouts import make_rollout, make_segment
 from run_folders import write_run
 
 PAGE = Path(__file__).parents[2] / "docs" / "file-formats.md"
@@ -159,3 +160,12 @@ def test_the_pandas_example_of_the_documentation_runs(run: Path, tables, capsys:
     assert example is not None
     exec(example[1].replace("runs/RUN_ID", str(run)), {})
     assert "buy-3-melon" in capsys.readouterr().out
+
+
+def test_what_a_turn_does_not_know_is_null():
+    record = RolloutRecord.model_construct(step=0, rollout_id="task-a.0", task_id="task-a")
+    rollout = make_rollout(segments=[make_segment(), make_segment(version=None, logprob=None)])
+    known, unknown = turn_rows("run", record, rollout)
+    assert (known["segment"], known["mean_logprob"], known["weight_version"]) == (0, -0.5, "7")
+    assert (unknown["segment"], unknown["mean_logprob"], unknown["weight_version"]) == (1, None, None)
+    assert "text" not in unknown

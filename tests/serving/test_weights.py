@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from rollout_backend.errors import ConfigError, ServingError, WeightsMismatch, WeightUpdateFailed
 from rollout_backend.serving.model_serving import ModelServing
-from rollout_backend.serving.weights import Weights, WeightStore, load_weights
+from rollout_backend.serving.weights import ModelFolder, Weights, WeightStore, load_weights
 
 SHAPES = {"embed.weight": (8, 4), "norm.weight": (4,)}
 
@@ -188,3 +188,11 @@ def test_weights_in_memory_end_with_the_trainer_and_their_version_is_not_used_ag
 def test_a_group_with_engines_that_cannot_join_it_is_refused(make_config, engines):
     with pytest.raises(ConfigError, match="weight_transfer=gloo needs engine=sglang and servers that the run starts"):
         make_config(serving={"weight_transfer": "gloo", **engines})
+
+
+def test_a_folder_without_safetensors_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        ModelFolder.at(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="save_pretrained"):
+        ModelFolder.at(tmp_path)
