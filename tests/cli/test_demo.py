@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+from rollout_backend.core.tasks import read_tasks
+from rollout_backend.local.scripted_sums import ScriptedSums
 from stub_server import StubServer
 
 
@@ -39,3 +41,14 @@ def test_an_endpoint_that_cannot_serve_is_refused_before_anything_starts(rollout
 def test_a_script_and_an_endpoint_exclude_each_other(rollout):
     code, output = rollout("demo", "--scripted", "--endpoint", "http://127.0.0.1:9")
     assert (code, "leave out --scripted or --endpoint" in output) == (2, True), output
+
+
+def test_the_script_answers_the_demos_tasks_so_that_most_groups_have_spread(repository):
+    reply = ScriptedSums()
+    tasks = read_tasks(repository / "rollout_backend" / "local" / "demo" / "tasks.jsonl")
+    questions = [(str(task.payload["question"]), f"It is {task.payload['answer']}.") for task in tasks]
+    right = [[reply(question) == answer for _ in range(4)] for question, answer in questions]
+    assert all(any(group) for group in right)
+    with_spread = sum(not all(group) for group in right)
+    assert len(right) / 2 < with_spread < len(right)
+    assert reply("Who are you?") == "This reply is scripted."

@@ -21,6 +21,7 @@ from builders import eventually, processes_with
 from rollout_backend import aws
 from rollout_backend.config import load_config
 from rollout_backend.errors import ConfigError, StartupError
+from rollout_backend.local.agentcore_emulator import main
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.runtimes.registry import open_runtime
 
@@ -142,6 +143,11 @@ asyncio.run(main())
         assert {process.pid, pid} <= processes_with(f"MARK={mark}").keys()
         process.send_signal(signal.SIGKILL)
     await eventually(lambda: not processes_with(f"MARK={mark}"))
+
+
+def test_invalid_settings_of_the_program_are_refused():
+    with pytest.raises(SystemExit, match="settings are invalid"):
+        main(lambda: '{"arn": "x", "prot": 1}')
 
 
 async def test_only_the_url_of_the_cloud_lets_a_caller_run_code(app, tmp_path):
