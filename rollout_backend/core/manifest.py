@@ -15,6 +15,7 @@ import json
 import secrets
 from collections import defaultdict
 from collections.abc import Container, Iterable, Sequence
+from functools import cached_property
 from typing import Literal, Self
 
 from pydantic import Field
@@ -156,7 +157,8 @@ class Manifest(ContractObject):
                 return None
             chosen = next((task for task in same if task.task_id == group.task_id), same[0])
             same.remove(chosen)
-            found.append(group.model_copy(update={"rollouts": chosen.rollouts}))
+            kept = {"rollouts": chosen.rollouts, "container": chosen.container}  # which name its sessions
+            found.append(group.model_copy(update=kept))
         left_out = [task for same in known.values() for task in same]
         if not allow_subset and any(task in self.tasks for task in left_out):
             return None
@@ -172,7 +174,9 @@ class Manifest(ContractObject):
             task.model_copy(update={"rollouts": (*task.rollouts, rollout_id)}) if task.task_id == task_id else task
             for task in self.tasks
         )
-        return self.model_copy(update={"tasks": tasks})
+        copied = self.model_copy(update={"tasks": tasks})
+        copied.__dict__.pop("_containers", None)
+        return copied
 
     def next_rollout(self, task_id: str) -> str:
         """Return the id of the task's next replacement rollout."""
@@ -180,17 +184,22 @@ class Manifest(ContractObject):
         return sibling_id(task.rollouts[0], len(task.rollouts))
 
     def session_id(self, rollout_id: str, attempt: int) -> str:
-        """Return the session id of an attempt, counted from 1 over all executions. It has 40 characters: AgentCore
-        needs 33. That of a task with a container ends with the container's key as well, so that any process can tell
-        which runtime has the session.
+        """Return the session id of an attempt, counted from 1 over all executions. It has 40 characters or more:
+        AgentCore needs 33. That of a task with a container ends with the container's key: any process can tell which
+        runtime has the session.
 
         The nonce makes it a secret of the attempt's own container: agents cannot read manifests, and a result is
         believed only if it names the session of its attempt.
         """
         text = f"{self.nonce}/{self.generation}/{rollout_id}/{attempt}"
-        planned = (*self.tasks, *self.left_out)
-        key = next((task.container for task in planned if task.container and rollout_id in task.rollouts), "")
+        key = self._containers.get(rollout_id, "")
         return f"rollout-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}" + (f"-{key}" if key else "")
+
+    @cached_property
+    def _containers(self) -> dict[str, str]:
+        """The containers' keys by rollout, of tasks that have one."""
+        planned = [task for task in (*self.tasks, *self.left_out) if task.container]
+        return {rollout_id: task.container for task in planned for rollout_id in task.rollouts}
 
     def open_sessions(self, besides: Container[int] = ()) -> list[str]:
         """Return the sessions that executions up to this one may have left open, `besides` these attempts: for each
