@@ -207,9 +207,10 @@ class RolloutConfig(Section):
 
     def priced_for(self, platform: str | None) -> Self:
         """Return the settings with the prices of the runtime's platform, unless they name a platform."""
-        if platform not in ("V1", "V2") or self.prices.platform is not None:
+        if platform is None or self.prices.platform is not None:
             return self
-        return self.model_copy(update={"prices": self.prices.model_copy(update={"platform": platform})})
+        known = "V1" if platform == "V1" else "V2"  # a later one is priced as the newest that is known
+        return self.model_copy(update={"prices": self.prices.model_copy(update={"platform": known})})
 
     @property
     def run_runtime(self) -> RuntimeConfig:

@@ -57,14 +57,18 @@ PROVIDER = "arn:aws:bedrock-agentcore:us-east-1:000000000000:capacity-provider/m
         ({"platform_version": "V2"}, {}, (0.1276, 0.0169)),
         ({"platform_version": "V2"}, {"vcpu_hour": 1}, (1, 0.0169)),
         ({"capacity_provider": PROVIDER}, {}, (0, 0)),
-        ({"image": None, "role": None, "arn": ARN}, {}, (0.1276, 0.0169)),  # which AgentCore says
+        (
+            {"image": None, "role": None, "arn": ARN},
+            {},
+            (0.1276, 0.0169),
+        ),  # AgentCore says V3, which nobody knows yet
         ({"image": None, "role": None, "arn": ARN}, {"platform": "V1"}, (0.0895, 0.00945)),
     ],
 )
 def test_prices_follow_the_runtimes_platform(runtime, section, rates):
     runtime = {"kind": "agentcore", "image": IMAGE, "role": ROLE, **runtime}
     config = run_config(runtime=runtime, prices={"session_vcpus": 1, "session_gb": 1, **section})
-    found = Prices.of(config.priced_for("V2") if "arn" in runtime else config)
+    found = Prices.of(config.priced_for("V3") if "arn" in runtime else config)
     assert found is not None
     assert (found.own_s * 3600, found.session_s * 3600) == pytest.approx(rates)
     assert ("EC2 instances" in found.left_out) is ("capacity_provider" in runtime)
