@@ -329,7 +329,9 @@ class ControlPlane:
         for key in request.query_params.getlist("tagKeys"):
             tags.pop(key, None)
         if len(tags) > _MAX_TAGS:
-            raise ServiceError("ValidationException", f"{record.arn} would have {len(tags)} tags, and may have 50")
+            raise ServiceError(
+                "ServiceQuotaExceededException", f"{record.arn} would have {len(tags)} tags, and may have 50"
+            )
         record.tags = tags
         return Response(status_code=204)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -112,6 +113,10 @@ class AgentRuntime(ABC):
     def describe(self) -> dict[str, str]:
         """Return what is known of the agent that runs, such as its image and version, for the run's folder."""
         return {}
+
+    def hold(self, payload: Mapping[str, Any]) -> AbstractContextManager[object]:
+        """Keep what this task's containers are started from while its rollout waits or runs."""
+        return nullcontext()
 
     async def wait_ready(self, payload: Mapping[str, Any], run_id: str) -> None:  # noqa: B027  # not abstract
         """Wait until an invoke with this task's payload can start a container. Called before a rollout takes a slot,

@@ -114,17 +114,18 @@ class RolloutTask:
     async def run(self) -> None:
         """Make attempts until the result of one is in, and close its session."""
         bind_log_fields(rollout=self.rollout_id)
-        if self.adopted is None and self._services.wait_ready is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(self._invoke_until):
-                    await self._services.wait_ready(self.task.payload, self.context.plan.manifest.run_id)
-        async with self._services.dispatcher.slots:
-            session_id = self.adopted.session_id if self.adopted is not None else await self._submit()
-            while session_id is not None:
-                if await self._wait_over():
-                    await self.context.sessions.close(session_id)
-                    break
-                session_id = await self._submit()
+        with self._services.hold(self.task.payload):
+            if self.adopted is None and self._services.wait_ready is not None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(self._invoke_until):
+                        await self._services.wait_ready(self.task.payload, self.context.plan.manifest.run_id)
+            async with self._services.dispatcher.slots:
+                session_id = self.adopted.session_id if self.adopted is not None else await self._submit()
+                while session_id is not None:
+                    if await self._wait_over():
+                        await self.context.sessions.close(session_id)
+                        break
+                    session_id = await self._submit()
         self.context.changed.set()  # a submission that failed has settled the rollout
 
     @property

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -65,6 +66,7 @@ class StepServices:
     sealed_by: tuple[str, ...] = ()
     """Fingerprints of the secrets behind the seals that the buffer accepts, that of new seals first. Empty: it checks
     none."""
+    hold: Callable[[Mapping[str, Any]], AbstractContextManager[object]] = nullcontext  # see `AgentRuntime.hold`
     wait_ready: Callable[[Mapping[str, Any], str], Awaitable[None]] | None = None  # see `AgentRuntime.wait_ready`
     presign: Callable[[SessionClaims], Awaitable[ResultUrls]] | None = None  # how agents write without credentials
     log_of: Callable[[LedgerEntry], str] = lambda entry: ""  # where a person finds the log of a rollout's session

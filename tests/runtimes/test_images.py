@@ -20,11 +20,11 @@ from bare_agent import BARE_AGENT
 from builders import eventually
 from rollout_backend.config import AgentCoreConfig
 from rollout_backend.core.harbor import CONTAINER_FIELD, TaskContainer, container_key
-from rollout_backend.errors import InvokeRejected, RuntimeNotReady
+from rollout_backend.errors import InvokeRejected, RuntimeNotReady, RuntimeUnavailable, Throttled
 from rollout_backend.local.agentcore_emulator import ROLE, AgentCoreEmulator, EmulatorSettings
 from rollout_backend.runtimes.agentcore.cleanup import session_stopper
 from rollout_backend.runtimes.agentcore.control import control_client, list_runtimes
-from rollout_backend.runtimes.agentcore.images import _classify, remove_unused, spec_of
+from rollout_backend.runtimes.agentcore.images import _classify, lease_of, remove_unused, spec_of
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
 
 ECR = "000000000000.dkr.ecr.us-east-1.amazonaws.com"
@@ -61,6 +61,11 @@ class Cloud:
     async def sessions(self) -> list[str]:
         response = await self.emulator._sessions(None)  # type: ignore[arg-type]
         return [each["id"] for each in json.loads(response.body)["sessions"]]
+
+
+def refusal(code: str, status: int) -> ClientError:
+    said: Any = {"Error": {"Code": code, "Message": "m"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    return ClientError(said, "AnyOperation")
 
 
 class Run:
@@ -132,6 +137,7 @@ def test_a_name_follows_from_all_that_makes_the_runtime():
     longest = name(name="a" * 48)
     assert len(longest) == 48
     assert longest.startswith("a" * 26 + "_")
+    assert [len(lease_of("r" * size)) <= 128 for size in (108, 109, 1000)] == [True] * 3
 
 
 async def test_two_runs_share_the_runtime_of_an_image(start):
@@ -171,13 +177,77 @@ def _name(run: Run, image: str) -> str:
 async def test_a_runtime_that_another_run_leases_is_not_deleted(start):
     cloud = await start(max_runtimes=2)
     one, two = await cloud.run("a"), await cloud.run("b")
-    await one.runtime.stop(await one.use(ONE))
+    await one.runtime.wait_ready(one.task(ONE), "a")
     with pytest.raises(RuntimeNotReady, match="in use"):
         await two.use(TWO)
     assert await cloud.images() == [ONE]
     await one.runtime.aclose()  # gives its leases up
     await two.use(TWO)
     assert await cloud.images() == [TWO]
+
+
+async def test_a_runtime_of_a_waiting_or_adopted_rollout_is_not_deleted(start):
+    cloud = await start(max_runtimes=2)
+    before, restarted = await cloud.run("a"), await cloud.run("a")
+    await before.runtime.stop(await before.use(ONE))
+    for run in (before, restarted):
+        with run.runtime.hold(run.task(ONE)), pytest.raises(RuntimeNotReady, match="in use"):
+            await run.use(TWO)
+    await restarted.use(TWO)  # the lease is its own
+    assert await cloud.images() == [TWO]
+
+
+async def test_a_session_that_may_be_open_counts_until_its_time_is_over(start, monkeypatch):
+    cloud = await start(max_runtimes=2)
+    run = await cloud.run("a")
+    images, now = run.runtime._images, 1e9
+    images._wall = lambda: now
+    errors = iter([RuntimeUnavailable("503", refused=True), Throttled("429")])
+
+    async def refuse(*of: object) -> bytes:
+        raise next(errors)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run.runtime, "_invoke", refuse)
+        for error in (RuntimeUnavailable, Throttled):
+            with pytest.raises(error):
+                await run.invoke(ONE, "s")
+    with pytest.raises(RuntimeNotReady, match="in use"):
+        await run.use(TWO)
+    now += images.session_s
+    await run.use(TWO)
+    assert await cloud.images() == [TWO]
+
+
+async def test_one_runtime_makes_room_also_if_the_quota_is_freed_late(start):
+    cloud = await start()
+    run = await cloud.run("a")
+    for image in (ONE, TWO):
+        await run.runtime.stop(await run.use(image))
+    client, refused = run.runtime._images._client, iter(range(3))
+    create = client.create_agent_runtime
+
+    async def create_late(**fields: object) -> Any:
+        if next(refused, None) is not None:
+            raise refusal("ServiceQuotaExceededException", 402)
+        return await create(**fields)
+
+    client.create_agent_runtime = create_late
+    await run.runtime.wait_ready(run.task(THREE), "a")
+    assert len(await cloud.images()) == 2
+
+
+async def test_a_lease_needs_no_permission_to_remove_those_that_ended(start):
+    cloud = await start()
+    first, run = await cloud.run("a"), await cloud.run("b")
+    await first.use(ONE)
+    run.runtime._images._wall = lambda: 4e9
+
+    async def deny(**fields: object) -> None:
+        raise refusal("AccessDeniedException", 403)
+
+    run.runtime._images._client.untag_resource = deny
+    await run.use(ONE)
 
 
 async def test_a_lease_ends_with_its_time(start):
@@ -201,11 +271,29 @@ async def test_a_lease_ends_with_its_time(start):
 async def test_an_image_without_a_runtime_fails_alone_with_the_reason_of_the_service(start):
     cloud = await start()
     run = await cloud.run("a")
+    now = 1e9
+    run.runtime._images._wall = lambda: now
     await run.runtime.wait_ready(run.task(MISSING), "a")  # returns: the invoke says why
+    failed = run.runtime._images._known[_name(run, MISSING)]
+    making = failed.making
     with pytest.raises(InvokeRejected, match=r"CREATE_FAILED: The specified image .*missing.*arm64") as caught:
         await run.use(MISSING)
     assert (caught.value.reason, caught.value.never_opened) == ("runtime_create_failed", True)
+    assert failed.making is making, "the second rollout did not create it again"
+    now += HOUR
+    with pytest.raises(InvokeRejected):
+        await run.use(MISSING)
+    assert failed.making is not making
     await run.use(ONE)
+
+
+async def test_a_container_that_cannot_be_started_fails_its_own_rollouts(start):
+    run = await (await start()).run("a")
+    for container in (5, {"image": 5}, {"image": ONE, "resources": {"memory": "4Gi"}}):
+        await run.runtime.wait_ready({CONTAINER_FIELD: container}, "a")
+        request = {CONTAINER_FIELD: container, "_rollout": {"run_id": "a"}}
+        with pytest.raises(InvokeRejected, match="container cannot be started"):
+            await run.runtime.invoke("s", json.dumps(request).encode())
 
 
 @pytest.mark.parametrize(
@@ -214,29 +302,36 @@ async def test_an_image_without_a_runtime_fails_alone_with_the_reason_of_the_ser
         ("ThrottlingException", 429, "runtime_not_ready"),
         ("InternalServerException", 500, "runtime_not_ready"),
         ("ConflictException", 409, "runtime_not_ready"),
+        ("ServiceQuotaExceededException", 402, "runtime_not_ready"),
         ("AccessDeniedException", 403, "access_denied"),
         ("ExpiredTokenException", 403, "credentials_expired"),
         ("ValidationException", 400, "runtime_create_failed"),
     ],
 )
 def test_what_was_not_answered_is_asked_again(code, status, reason):
-    said: Any = {"Error": {"Code": code, "Message": "m"}, "ResponseMetadata": {"HTTPStatusCode": status}}
-    error = _classify(ClientError(said, "CreateAgentRuntime"), "why")
+    error = _classify(refusal(code, status), "why")
     assert (error.reason, error.refused) == (reason, reason == "runtime_not_ready")
     assert error.never_opened
 
 
-async def test_a_runtime_that_somebody_has_deleted_is_created_again(start):
+@pytest.mark.parametrize("leased", [True, False])
+async def test_a_runtime_that_somebody_has_deleted_is_created_again(start, leased):
     cloud = await start()
     run = await cloud.run("a")
     await run.runtime.stop(await run.use(ONE))
     async with control_client("us-east-1", cloud.url) as client:
-        arn = run.runtime._images._known[_name(run, ONE)].arn
+        known = run.runtime._images._known[_name(run, ONE)]
+        arn = known.arn
         await client.delete_agent_runtime(agentRuntimeId=arn.rpartition("/")[2])
     await eventually(lambda: arn not in cloud.emulator._control.runtimes)
+    if not leased:
+        known.leases.clear()
     with pytest.raises(RuntimeNotReady, match="was deleted"):
         await run.use(ONE)
+    assert not known.leases
     await run.use(ONE)
+    run.runtime._images.forget(arn)  # another rollout's invoke of the deleted one is answered late
+    assert known.arn is not None
 
 
 async def test_the_janitor_removes_what_only_the_killed_run_has_used(start):

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -343,19 +344,28 @@ async def test_a_throttled_submission_is_repeated_in_the_same_session(open_bench
 
 async def test_a_task_whose_runtime_is_not_ready_takes_no_slot(open_bench):
     bench = await open_bench("runtime.max_sessions=1", "group.size=1", "group.min_viable=1")
-    ready = asyncio.Event()
+    ready, held = asyncio.Event(), set()
 
     async def wait_ready(payload, run_id):
+        assert payload["q"] in held
         if payload["q"] == "task-a":
             await ready.wait()
 
     async def behave(agents, request):
+        assert request.task_id in held
         await agents.complete(request)
         ready.set()
 
-    bench.replace(wait_ready=wait_ready)
+    @contextmanager
+    def hold(payload):
+        held.add(payload["q"])
+        yield
+        held.discard(payload["q"])
+
+    bench.replace(wait_ready=wait_ready, hold=hold)
     assert completed(await bench.run("task-a", "task-b", behave=behave)) == 2
     assert [request.task_id for request in bench.agents.requests] == ["task-b", "task-a"]
+    assert not held
 
 
 async def test_sessions_open_at_once_are_capped(open_bench):

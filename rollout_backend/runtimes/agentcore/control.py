@@ -288,7 +288,7 @@ class RuntimeMaker:
                         "runtime.role, runtime.subnets, runtime.security_groups, runtime.environment or the other "
                         "settings of the section runtime that describe it"
                     ) from error
-                case "ServiceQuotaExceededException":
+                case "ServiceQuotaExceededException" if operation == "CreateAgentRuntime":
                     raise QuotaOfRuntimes(
                         f"{name}: {aws.message_of(error)}. Delete a runtime or have the quota raised, or set "
                         "runtime.arn to one that exists"

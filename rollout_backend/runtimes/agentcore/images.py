@@ -3,12 +3,13 @@
 Invariants:
 
 - A runtime's name follows from everything that defines it, so two runs that need the same one create it once.
-- A runtime with an open session of this run, or with a lease of another run, is not deleted. A lease is a tag that
-  names the run and the time until which its sessions can last. It is written before the first session.
+- A runtime that a rollout of this run needs, or that has an open session of it or a lease of another run, is not
+  deleted. A lease is a tag that names the run and the time until which its sessions can last. It is written before
+  the first session.
 - Only runtimes with this backend's tag are deleted: the least recently used one, when the quota of runtimes refuses
   another, and by the janitor those that a killed run has left and no other run leases.
 - A creation that failed ends the rollouts of its image, with the service's reason. What was refused or not answered
-  is repeated until the deadline of the rollouts that wait for it.
+  is repeated until the deadline of the rollouts that wait for it. A runtime that was deleted is created again.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -54,8 +57,11 @@ MADE_BY = "image"  # the value of TAG
 LEASE, USED = "rollout-backend-run:", "rollout-backend-used"
 _NAME = re.compile(r"[A-Za-z]\w*_([0-9a-f]{12})_[0-9a-f]{8}")
 _SESSION = re.compile(r"rollout-[0-9a-f]{32}-([0-9a-f]{12})")
+_RUN_ID = 108  # characters of a run's id: a tag's key has 128
 _PREFIX = 26  # characters of a name, which has 48, before the two digests
 _MAKERS = 8  # runtimes created at once: AgentCore throttles its control plane at a few calls per second
+_FAILED_S = 300.0  # after a failed creation, until the next
+_FREEING = 12  # creations after a deletion, over half a minute, before another runtime is deleted
 _SESSION_S = 3600.0  # until `session_s` is known
 _WAIT_S = 10.0  # of an invoke for its runtime; then the dispatcher repeats it
 _CLOSE_S = 60.0  # of giving up leases
@@ -63,13 +69,13 @@ _CLOSE_S = 60.0  # of giving up leases
 
 @dataclasses.dataclass(eq=False)
 class ImageRuntime:
-    """A runtime that this run uses. `sessions` are those that may be open."""
+    """A runtime that this run uses. `sessions` are those that may be open, and until when."""
 
     spec: RuntimeSpec
-    key: str
     making: asyncio.Task[str] | None = None
-    sessions: set[str] = dataclasses.field(default_factory=set)
-    leases: dict[str, float] = dataclasses.field(default_factory=dict)  # unix seconds, by run
+    failed: float = float("-inf")  # unix seconds of the last creation that cannot succeed
+    sessions: dict[str, float] = dataclasses.field(default_factory=dict)  # unix seconds
+    leases: dict[str, float] = dataclasses.field(default_factory=dict)  # unix seconds, by tag
     leasing: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     used: float = 0.0  # unix seconds
 
@@ -95,11 +101,23 @@ class ImageRuntimes:
         self._on_status = on_status
         self._wall = wall
         self._known: dict[str, ImageRuntime] = {}  # by name
+        self._needed: Counter[str] = Counter()  # rollouts, by the key of their container
+        self._own: set[str] = set()  # the tags of this run's leases
         self._makers = asyncio.Semaphore(_MAKERS)
         self._listing = asyncio.Lock()
         self._listed: tuple[float, Mapping[str, str]] = (float("-inf"), {})  # when, and the ARNs by name
         self._evicting = asyncio.Lock()
         self._candidates: list[tuple[str, str]] = []  # name and ARN, the least recently used last
+
+    @contextmanager
+    def hold(self, payload: Mapping[str, Any]) -> Iterator[None]:
+        """Keep the task's runtime, also while its rollout waits for a slot, or runs since before this process."""
+        key = container_key(payload)
+        self._needed[key] += 1
+        try:
+            yield
+        finally:
+            self._needed[key] -= 1
 
     async def wait_ready(self, payload: Mapping[str, Any], run_id: str) -> None:
         """Return once the task's runtime can be invoked, or cannot be created."""
@@ -121,7 +139,7 @@ class ImageRuntimes:
         """
         runtime = self._runtime_of(payload)
         was_open = session_id in runtime.sessions
-        runtime.sessions.add(session_id)
+        runtime.sessions[session_id] = self._wall() + self.session_s
         runtime.used = self._wall()
         making = self._make_once(runtime, run_id)
         try:
@@ -132,21 +150,25 @@ class ImageRuntimes:
             await self._lease(runtime, arn, run_id)
         except BaseException:
             if not was_open:
-                runtime.sessions.discard(session_id)
+                runtime.sessions.pop(session_id, None)
             raise
         return arn
 
     def close_session(self, session_id: str) -> None:
         for runtime in self._known.values():
-            runtime.sessions.discard(session_id)
+            runtime.sessions.pop(session_id, None)
 
     def arn_of(self, session_id: str) -> str | None:
         """Return the runtime of an open session, if this process has opened it."""
         return next((each.arn for each in self._known.values() if session_id in each.sessions), None)
 
-    def forget(self, payload: Mapping[str, Any]) -> None:
-        """Create the runtime again at the next use: somebody has deleted it."""
-        self._runtime_of(payload).making = None
+    def forget(self, arn: str) -> RuntimeNotReady:
+        """Create a runtime that somebody has deleted again at its next use. Return the error that says so."""
+        for runtime in self._known.values():
+            if runtime.arn == arn:
+                runtime.making = None
+                runtime.leases.clear()
+        return RuntimeNotReady(f"runtime {arn} was deleted, and is created again")
 
     async def arns_of(self, session_id: str) -> list[str]:
         """Return the runtimes that may have this session. Raises RuntimeCallError."""
@@ -162,29 +184,42 @@ class ImageRuntimes:
         for task in making:
             task.cancel()
         await asyncio.gather(*making, return_exceptions=True)
-        with contextlib.suppress(TimeoutError, *aws.CALL_ERRORS):
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
-                for each in self._known.values():
-                    if each.leases and not each.sessions and (arn := each.arn) is not None:
-                        keys, each.leases = [f"{LEASE}{run_id}" for run_id in each.leases], {}
-                        await self._client.untag_resource(resourceArn=arn, tagKeys=keys)
+                await asyncio.gather(*(self._give_up(each) for each in self._known.values() if not each.sessions))
+
+    async def _give_up(self, runtime: ImageRuntime) -> None:
+        """Remove this run's leases, which the creation has written also if no session was ever opened."""
+        arn = runtime.arn
+        runtime.leases.clear()
+        if arn is not None:
+            async with self._makers:
+                with contextlib.suppress(*aws.CALL_ERRORS):
+                    await self._client.untag_resource(resourceArn=arn, tagKeys=sorted(self._own))
 
     # --- one runtime --------------------------------------------------------------------------------------
 
     def _runtime_of(self, payload: Mapping[str, Any]) -> ImageRuntime:
-        spec = spec_of(self._config, TaskContainer.parse(payload[CONTAINER_FIELD], f"{CONTAINER_FIELD}."), payload)
-        return self._known.setdefault(spec.name, ImageRuntime(spec, container_key(payload)))
+        try:
+            container = TaskContainer.parse(payload[CONTAINER_FIELD], f"{CONTAINER_FIELD}.")
+            spec = spec_of(self._config, container, payload)
+        except ValueError as error:
+            raise InvokeRejected(f"the payload's container cannot be started: {error}") from error
+        return self._known.setdefault(spec.name, ImageRuntime(spec))
 
     def _make_once(self, runtime: ImageRuntime, run_id: str) -> asyncio.Task[str]:
-        """Return the task that creates the runtime, for all that wait for it. One that failed is repeated."""
-        made = runtime.making
-        if made is None or made.cancelled() or (made.done() and made.exception() is not None):
-            made = runtime.making = asyncio.create_task(self._make(runtime.spec, run_id))
+        """Return the task that creates the runtime, for all that wait for it. One that failed is repeated, but
+        one that cannot succeed only after some minutes."""
+        self._own.add(lease_of(run_id))
+        made, fails = runtime.making, self._wall() < runtime.failed + _FAILED_S
+        if made is None or made.cancelled() or (made.done() and made.exception() is not None and not fails):
+            made = runtime.making = asyncio.create_task(self._make(runtime, run_id))
             made.add_done_callback(lambda task: task.cancelled() or task.exception())  # also if nobody waits
         return made
 
-    async def _make(self, spec: RuntimeSpec, run_id: str) -> str:
-        tags = {TAG: MADE_BY, **self._lease_tags(run_id)}
+    async def _make(self, runtime: ImageRuntime, run_id: str) -> str:
+        spec, tags = runtime.spec, {TAG: MADE_BY, **self._lease_tags(run_id)}
+        repeats: Iterator[float] = iter(())
         async with self._makers:
             while True:
                 maker = RuntimeMaker(
@@ -198,30 +233,46 @@ class ImageRuntimes:
                 try:
                     with _as_call_error(f"runtime {spec.name} for {spec.image}"):
                         return (await maker.make()).arn
+                except InvokeRejected as error:
+                    if error.reason == "runtime_create_failed":
+                        runtime.failed = self._wall()
+                    raise
                 except _Full as error:
-                    if not await self._evict():
+                    if (pause := next(repeats, None)) is not None:  # the quota may be freed late
+                        await asyncio.sleep(pause)
+                    elif await self._evict():
+                        repeats = itertools.islice(pauses(), _FREEING)
+                    else:
                         raise RuntimeNotReady(
                             f"runtime {spec.name} for {spec.image}: {error}, and every runtime of an image is in use"
                         ) from error
 
     async def _lease(self, runtime: ImageRuntime, arn: str, run_id: str) -> None:
         """Write until when the run may have sessions in the runtime, unless a tag that lasts long enough says so."""
+        key = lease_of(run_id)
         async with runtime.leasing:
-            if runtime.leases.get(run_id, 0.0) >= self._wall() + self.session_s:
+            if runtime.leases.get(key, 0.0) >= self._wall() + self.session_s:
                 return
             tags = self._lease_tags(run_id)
             with _as_call_error(f"a lease of {arn}"):
-                if run_id not in runtime.leases:  # a resource has at most 50 tags, and killed runs leave theirs
-                    before = (await self._client.list_tags_for_resource(resourceArn=arn))["tags"]
-                    now = self._wall()
-                    if ended := [key for key in before if key.startswith(LEASE) and not _is_leased(before, key, now)]:
-                        await self._client.untag_resource(resourceArn=arn, tagKeys=ended)
-                await self._client.tag_resource(resourceArn=arn, tags=tags)
-            runtime.leases[run_id] = float(tags[f"{LEASE}{run_id}"])
+                if key not in runtime.leases:
+                    await self._untag_ended(arn)
+                try:
+                    await self._client.tag_resource(resourceArn=arn, tags=tags)
+                except self._client.exceptions.ResourceNotFoundException as error:
+                    raise self.forget(arn) from error
+            runtime.leases[key] = float(tags[key])
+
+    async def _untag_ended(self, arn: str) -> None:
+        """Remove leases that killed runs have left, if these credentials may: a resource has at most 50 tags."""
+        tags, now = await tags_of(self._client, arn), self._wall()
+        if ended := [key for key in tags if key.startswith(LEASE) and not _is_leased(tags, key, now)]:
+            with contextlib.suppress(ClientError):
+                await self._client.untag_resource(resourceArn=arn, tagKeys=ended)
 
     def _lease_tags(self, run_id: str) -> dict[str, str]:
         now = self._wall()
-        return {f"{LEASE}{run_id}": str(int(now + 2 * self.session_s)), USED: str(int(now))}
+        return {lease_of(run_id): str(int(now + 2 * self.session_s)), USED: str(int(now))}
 
     # --- the account's runtimes ---------------------------------------------------------------------------
 
@@ -257,20 +308,24 @@ class ImageRuntimes:
         """Return the unused runtimes, the least recently used last."""
         found = []
         for name, arn in (await self._arns()).items():
-            tags = await tags_of(self._client, arn)
-            if self._is_unused(name, tags):
+            if not self._is_used(name) and self._is_unused(name, tags := await tags_of(self._client, arn)):
                 known = self._known.get(name)
                 found.append((max(_number(tags.get(USED)), known.used if known else 0.0), name, arn))
         return [(name, arn) for _, name, arn in sorted(found, reverse=True)]
 
+    def _is_used(self, name: str) -> bool:
+        """Return whether this process uses the runtime."""
+        known, now = self._known.get(name), self._wall()
+        if known is not None and known.making is not None and not known.making.done():
+            return True
+        opened = known is not None and any(until > now for until in known.sessions.values())
+        return opened or self._needed[name.split("_")[-2]] > 0
+
     def _is_unused(self, name: str, tags: Mapping[str, str]) -> bool:
-        if tags.get(TAG) != MADE_BY:
+        """Return whether no run uses the runtime. Leases of this run, also of an earlier process, do not count."""
+        if tags.get(TAG) != MADE_BY or self._is_used(name):
             return False
-        known = self._known.get(name)
-        if known is not None and (known.sessions or (known.making is not None and not known.making.done())):
-            return False
-        own = {f"{LEASE}{run_id}" for run_id in known.leases} if known is not None else set()
-        return not any(_is_leased(tags, key, self._wall()) for key in tags.keys() - own)
+        return not any(_is_leased(tags, key, self._wall()) for key in tags.keys() - self._own)
 
 
 def spec_of(config: AgentCoreConfig, container: TaskContainer, payload: Mapping[str, Any]) -> RuntimeSpec:
@@ -284,6 +339,11 @@ def spec_of(config: AgentCoreConfig, container: TaskContainer, payload: Mapping[
     )
     digest = hashlib.sha256(json.dumps(spec.definition(), sort_keys=True).encode()).hexdigest()[:8]
     return dataclasses.replace(spec, name=f"{spec.name[:_PREFIX]}_{container_key(payload)}_{digest}")
+
+
+def lease_of(run_id: str) -> str:
+    """Return the key of the tag that is the lease of a run."""
+    return LEASE + (run_id if len(run_id) <= _RUN_ID else hashlib.sha256(run_id.encode()).hexdigest())
 
 
 def has_image(session_id: str) -> bool:
@@ -369,7 +429,7 @@ def _classify(cause: BaseException | None, text: str) -> RuntimeCallError:
             return WrongClock(text)
         if aws.is_denied(cause):
             return InvokeRejected(text, reason="access_denied")
-        if aws.is_throttled(cause) or aws.status_of(cause) >= 500 or aws.status_of(cause) in (404, 409):
+        if aws.is_throttled(cause) or aws.status_of(cause) >= 500 or aws.status_of(cause) in (402, 404, 409):
             return RuntimeNotReady(text)
     elif isinstance(cause, aws.UNSIGNED):
         return NoCredentials(text)
@@ -396,7 +456,7 @@ def remove_unused(options: Mapping[str, Any], run_id: str) -> None:
 
 
 async def _remove_unused(region: str, endpoint_url: str | None, run_id: str) -> None:
-    removed, own = 0, f"{LEASE}{run_id}"
+    removed, own = 0, lease_of(run_id)
     async with control_client(region, endpoint_url) as client:
         for arn in (await _arns_by_name(client)).values():
             tags = await tags_of(client, arn)

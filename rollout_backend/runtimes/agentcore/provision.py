@@ -38,7 +38,7 @@ DEFINITION = (
 """The fields that CreateAgentRuntime and UpdateAgentRuntime share."""
 _KEPT = ("platformVersion", *DEFINITION[-4:])  # which no setting describes, or one only at the creation
 _PLATFORM = "V1"  # the service's default
-TAG = "rollout-backend"  # the tag of what this backend creates; its value says by which command
+TAG = "rollout-backend"  # the tag of what this backend creates; its value says for what
 
 
 class Action(Enum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack
 from typing import Any, Self
 from uuid import uuid4
 
@@ -28,7 +28,6 @@ from rollout_backend.errors import (
     QuotaExceeded,
     RuntimeCallError,
     RuntimeConflict,
-    RuntimeNotReady,
     RuntimeUnavailable,
     Throttled,
     WrongClock,
@@ -206,6 +205,9 @@ class AgentCoreRuntime(AgentRuntime):
             },
         )
 
+    def hold(self, payload: Mapping[str, Any]) -> AbstractContextManager[object]:
+        return super().hold(payload) if self._images is None else self._images.hold(payload)
+
     async def wait_ready(self, payload: Mapping[str, Any], run_id: str) -> None:
         if self._images is not None and CONTAINER_FIELD in payload:
             await self._images.wait_ready(payload, run_id)
@@ -221,15 +223,15 @@ class AgentCoreRuntime(AgentRuntime):
             raise InvokeRejected(f"the payload requests no rollout: {error}") from error
         if not named:
             return await self._invoke(self.arn, session_id, payload)
+        may_be_open = self._images.arn_of(session_id) is not None  # after an invoke that was not answered
         arn = await self._images.open_session(session_id, fields, run_id)
         try:
             return await self._invoke(arn, session_id, payload)
         except RuntimeCallError as error:
-            if error.never_opened:
+            if error.never_opened and not may_be_open:
                 self._images.close_session(session_id)
             if error.reason == "runtime_not_found":  # deleted by hand, or by a run that did not see the lease yet
-                self._images.forget(fields)
-                raise RuntimeNotReady(f"runtime {arn} was deleted, and is created again") from error
+                raise self._images.forget(arn) from error
             raise
 
     async def _invoke(self, arn: str, session_id: str, payload: bytes) -> bytes:
