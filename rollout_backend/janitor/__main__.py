@@ -131,7 +131,8 @@ def clean_up(state: RunState) -> None:
     while (starting := _starting(s3, run)) is not None:  # they become that manager's, unless its start fails
         log.info("run %s is being started again (%s): waiting for that start to end", run["run_id"], starting)
         time.sleep(_POLL_S)
-    if (now := _lease(s3, run)[0].get("manager_id")) not in (None, run["manager_id"], run["previous_manager_id"]):
+    dead = (None, run["manager_id"], run["previous_manager_id"])
+    if (now := _lease(s3, run)[0].get("manager_id")) not in dead:
         log.info("run %s was started again (%s): nothing to clean up", run["run_id"], now)
         return
     _delete_queues(run["aws"], state.queues)
@@ -140,7 +141,11 @@ def clean_up(state: RunState) -> None:
         _record(run, "closed", sessions)  # otherwise a later start would wait for these agents
         _record(run, "stopped", stop_sessions(run["cleanup"], float(run["stop_per_s"]), sessions))
     if (remover := (run["cleanup"] or {}).get("remover")) is not None:
-        _imported(remover)(run["cleanup"]["options"], run["run_id"])
+
+        def is_dead() -> bool:
+            return _starting(s3, run) is None and _lease(s3, run)[0].get("manager_id") in dead
+
+        _imported(remover)(run["cleanup"]["options"], run["run_id"], is_dead)
 
 
 def _record(run: dict[str, Any], what: str, sessions: list[str]) -> None:

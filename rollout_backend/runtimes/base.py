@@ -54,7 +54,8 @@ class CleanupSpec:
     options: Mapping[str, Any]
     """JSON values."""
     remover: str | None = None
-    """Import path of a function that takes `options` and the run's id, and removes what else the run has left."""
+    """Import path of a function that takes `options`, the run's id and a function that returns False once the run was
+    started again, and removes what else the run has left."""
 
 
 class AgentRuntime(ABC):

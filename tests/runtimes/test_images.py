@@ -343,6 +343,17 @@ async def test_the_janitor_removes_what_only_the_killed_run_has_used(start):
     spec = killed.runtime.cleanup_spec()
     stop = session_stopper(spec.options)
     assert await asyncio.to_thread(stop, session)
-    await asyncio.to_thread(remove_unused, spec.options, "a")
+    await asyncio.to_thread(remove_unused, spec.options, "a", lambda: False)
+    assert len(await cloud.images()) == 3, "the run was started again"
+    errors = [refusal("InternalError", 500)]
+
+    def is_dead() -> bool:
+        if errors:
+            raise errors.pop()
+        return True
+
+    await asyncio.to_thread(remove_unused, spec.options, "a", is_dead)
+    assert len(await cloud.images()) < 3, "the error has cost one runtime"
+    await asyncio.to_thread(remove_unused, spec.options, "a", is_dead)
     assert await cloud.images() == [ONE]
     assert shared in await cloud.sessions()

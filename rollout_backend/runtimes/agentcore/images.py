@@ -447,32 +447,43 @@ async def image_runtimes(region: str, endpoint_url: str | None) -> dict[str, str
         return await _arns_by_name(client)
 
 
-def remove_unused(options: Mapping[str, Any], run_id: str) -> None:
-    """Delete the runtimes of images that a killed run has left, unless another run leases them."""
+def remove_unused(options: Mapping[str, Any], run_id: str, is_dead: Callable[[], bool]) -> None:
+    """Delete the runtimes of images that a killed run has left, unless another run leases them, while `is_dead`."""
     try:
-        asyncio.run(_remove_unused(options["region"], options["endpoint_url"], run_id))
+        asyncio.run(_remove_unused(options["region"], options["endpoint_url"], lease_of(run_id), is_dead))
     except aws.CALL_ERRORS as error:
         log.warning("runtimes of images may be left: %s", aws.reason(error))
 
 
-async def _remove_unused(region: str, endpoint_url: str | None, run_id: str) -> None:
-    removed, own = 0, lease_of(run_id)
+async def _remove_unused(region: str, endpoint_url: str | None, own: str, is_dead: Callable[[], bool]) -> None:
+    at_once = asyncio.Semaphore(_MAKERS)
+
+    async def remove(arn: str) -> bool:
+        async with at_once:
+            try:
+                tags = await tags_of(client, arn)
+                if tags.get(TAG) != MADE_BY or own not in tags or not is_dead():
+                    return False
+                await client.untag_resource(resourceArn=arn, tagKeys=[own])
+                if any(_is_leased(tags, key, time.time()) for key in tags.keys() - {own}):
+                    return False
+                return await _delete_once_possible(client, arn, is_dead)
+            except aws.CALL_ERRORS as error:
+                log.warning("runtime %s may be left: %s", arn, aws.reason(error))
+                return False
+
     async with control_client(region, endpoint_url) as client:
-        for arn in (await _arns_by_name(client)).values():
-            tags = await tags_of(client, arn)
-            if tags.get(TAG) != MADE_BY or own not in tags:
-                continue
-            await client.untag_resource(resourceArn=arn, tagKeys=[own])
-            if not any(_is_leased(tags, key, time.time()) for key in tags.keys() - {own}):
-                removed += await _delete_once_possible(client, arn)
-    log.info("deleted %d runtimes of images, which only run %s has used", removed, run_id)
+        removed = await asyncio.gather(*(remove(arn) for arn in (await _arns_by_name(client)).values()))
+    log.info("deleted %d runtimes of images, which only the run of %s has used", sum(removed), own)
 
 
-async def _delete_once_possible(client: Any, arn: str) -> bool:
+async def _delete_once_possible(client: Any, arn: str, is_dead: Callable[[], bool]) -> bool:
     """Delete a runtime that may be in transition, or have sessions that are still being stopped."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_CLOSE_S * 2):
             for pause in pauses():
+                if not is_dead():
+                    return False
                 if await delete_runtime(client, arn, _CLOSE_S):
                     return True
                 await asyncio.sleep(pause)
