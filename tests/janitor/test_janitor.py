@@ -26,7 +26,7 @@ from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import StorageConfig, load_config
 from rollout_backend.core.harbor import CONTAINER_FIELD, container_key
 from rollout_backend.errors import QuotaExceeded
-from rollout_backend.janitor.__main__ import RunState, stop_sessions
+from rollout_backend.janitor.__main__ import RunState, _s3_client, clean_up, stop_sessions
 from rollout_backend.janitor.janitor_process import Janitor
 from rollout_backend.local.cloud import LocalRuntime, LocalStorage
 from rollout_backend.local.session_pool import EmulatorLimits
@@ -263,6 +263,29 @@ def test_the_runtimes_of_images_that_only_a_killed_run_has_used_are_deleted(star
     assert not cloud.sessions
     assert set(portal.call(names)) == {*before, "rollout_agent"}  # which the next run finds again
     assert "deleted 1 runtimes of images" in cloud.log
+
+
+def remove_slowly(options: dict[str, Any], run_id: str, is_dead: Callable[[], bool]) -> None:
+    options["dead"].append(is_dead())
+    options["restart"]()
+    options["dead"].append(is_dead())
+
+
+@pytest.mark.parametrize("record", [{"manager_id": "new"}, {"manager_id": "old", "starting": {"id": "new"}}])
+def test_what_is_removed_slowly_stays_once_the_run_is_started_again(local_aws, run_id, record):
+    where = {"region": local_aws.region, "s3": local_aws.endpoint_url, "sqs": local_aws.endpoint_url}
+    place = {"Bucket": local_aws.bucket, "Key": f"{run_id}/lease"}
+    dead: list[bool] = []
+
+    def write(**lease: object) -> None:
+        _s3_client(where).put_object(**place, Body=json.dumps({"lease_s": 60, **lease}))
+
+    options = {"dead": dead, "restart": lambda: write(**record)}
+    cleanup = {"remover": f"{__name__}.{remove_slowly.__name__}", "options": options}
+    run = {"run_id": run_id, "manager_id": "old", "previous_manager_id": None, "cleanup": cleanup, "aws": where}
+    write(manager_id="old")
+    clean_up(RunState({**run, "bucket": place["Bucket"], "key": place["Key"]}))
+    assert dead == [True, False]
 
 
 def test_a_run_that_ends_by_itself_takes_its_janitor_with_it(start, cloud):
