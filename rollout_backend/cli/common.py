@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from agent_wrapper.contract import readable
-from rollout_backend.config import RolloutConfig, load_config, merge_overrides
+from rollout_backend.config import RolloutConfig, RuntimeConfig, load_config, merge_overrides
 from rollout_backend.errors import ConfigError, PreflightError, RolloutBackendError, TaskFileError
 from rollout_backend.results.terminal.keys import restore_terminals
 
@@ -119,11 +119,11 @@ def load_settings(config: Path | None, overrides: Sequence[str], stack: str | No
     return load_config(config, top=top)
 
 
-def read_limited(tasks: Path, limit: int | None) -> Sequence[Task]:
-    """Read the first tasks of a file."""
+def read_limited(tasks: Path, limit: int | None, runtime: RuntimeConfig) -> Sequence[Task]:
+    """Read the first tasks of a file that `runtime` can run."""
     from rollout_backend.core.tasks import read_tasks
 
-    return read_tasks(tasks)[:limit]
+    return read_tasks(tasks, runtime)[:limit]
 
 
 def run_output(quiet: bool, verbose: bool, as_json: bool) -> RunOutput:

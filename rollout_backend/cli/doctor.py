@@ -71,7 +71,9 @@ def doctor(
                 raise
             print(json.dumps([each.fields() for each in _invalid_settings(error)], indent=1))
             raise typer.Exit(2) from None
-        wanted = None if tasks is None else fit_to_runtime(read_limited(tasks, limit), settings.runtime)
+        wanted = (
+            None if tasks is None else fit_to_runtime(read_limited(tasks, limit, settings.runtime), settings.runtime)
+        )
         if services and engine:
             raise ConfigError("choose one of --services and --engine")
         how = {"services": services, "engine": engine, "verbose": verbose, "as_json": as_json}

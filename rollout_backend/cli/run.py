@@ -95,16 +95,16 @@ def run(
         elif local:
             if config is None or stack is not None:
                 raise ConfigError("--local needs CONFIG, and no --stack")
-            wanted = read_limited(tasks, limit)
-            run_async(_run_on_local_storage(config, override or [], wanted, output, min_completed))
+            run_async(_run_on_local_storage(config, override or [], tasks, limit, output, min_completed))
             return
         else:
-            settings, wanted = load_settings(config, override or [], stack), read_limited(tasks, limit)
+            settings = load_settings(config, override or [], stack)
+            wanted = read_limited(tasks, limit, settings.runtime)
         run_async(collect_step(settings, wanted, output, min_completed=min_completed))
 
 
 async def _run_on_local_storage(
-    file: Path, overrides: Sequence[str], tasks: Sequence[Task], output: RunOutput, min_completed: int
+    file: Path, overrides: Sequence[str], tasks: Path, limit: int | None, output: RunOutput, min_completed: int
 ) -> int:
     """Run one step as `collect_step` does, with S3 and SQS that end with it."""
     from rollout_backend.local.cloud import LocalStorage
@@ -117,13 +117,14 @@ async def _run_on_local_storage(
             f"--local keeps S3 on this machine, where agents of runtime.kind={early.runtime.kind} may not reach it: "
             "set runtime.kind=process, or try `rollout demo`"
         )
+    wanted = read_limited(tasks, limit, early.runtime)
     async with LocalStorage(run_dir=early.run_dir / "logs", bucket=early.storage.bucket) as storage:
         os.environ.update(storage.environ)  # agents inherit them
         config = load_config(file, overrides, base=base, top={"run_id": early.run_id, **storage.settings()})
         runtime = config.run_runtime
         assert isinstance(runtime, ProcessConfig)
         try:
-            return await collect_step(config, tasks, output, storage.wait_lost, min_completed, started_by="local")
+            return await collect_step(config, wanted, output, storage.wait_lost, min_completed, started_by="local")
         finally:
             if runtime.session_logs is not None:
                 stop_all(runtime.session_logs)  # a run that lost its S3 leaves sessions open
@@ -158,7 +159,7 @@ def _read_run(folder: Path, overrides: Sequence[str]) -> tuple[RolloutConfig, Se
         raise ConfigError(f"{error}\n{_set_again(info.secrets)}" if info.secrets else str(error)) from None
     if missing := sorted(set(info.secrets).difference(secret_settings(settings), ["gateway.previous_secret"])):
         raise ConfigError(_set_again(missing))
-    return settings, read_limited(tasks, None)
+    return settings, read_limited(tasks, None, settings.runtime)
 
 
 def _set_again(secrets: Sequence[str]) -> str:

@@ -85,10 +85,12 @@ _NOT_SUPPORTED = {
 }
 
 
-def read_harbor_tasks(folder: Path, only_supported: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_harbor_tasks(
+    folder: Path, only_supported: bool = False, runtime: RuntimeConfig | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the tasks of a folder, or the one task that it is, as rows of a task file with their places.
 
-    With `only_supported`, the tasks that cannot run are left out, with a warning.
+    With `only_supported`, the tasks that cannot run, on `runtime` if it is given, are left out with a warning.
 
     Raises:
         TaskFileError: there is none, or some cannot run; names each.
@@ -104,8 +106,10 @@ def read_harbor_tasks(folder: Path, only_supported: bool = False) -> Iterator[tu
     for each in found:
         try:
             row = _row(each)
-            Task(**row)
-        except (OSError, ValueError, TaskFileError) as error:
+            task = Task(**row)
+            if only_supported and runtime is not None:
+                _fit(task, runtime)
+        except (OSError, ValueError, ConfigError, TaskFileError) as error:
             refused.append(f"the Harbor task {each}: {error}")
         else:
             rows.append((f"task {each.name}", row))

@@ -20,7 +20,7 @@ from typing import Any
 from agent_wrapper.contract import REQUEST_FIELD, Sampling
 from agent_wrapper.contract.codec import MAX_DEPTH
 from agent_wrapper.shared.json_values import check_json_value
-from rollout_backend.config import GroupConfig
+from rollout_backend.config import GroupConfig, RuntimeConfig
 from rollout_backend.core.harbor import PREFIX, SUPPORTED_PREFIX, VERIFIER, read_harbor_tasks
 from rollout_backend.errors import ConfigError, TaskFileError
 
@@ -129,14 +129,14 @@ def check_unique(tasks: Iterable[Task]) -> tuple[Task, ...]:
     return tuple(found.values())
 
 
-def read_tasks(path: str | Path) -> tuple[Task, ...]:
-    """Reads a whole task file.
+def read_tasks(path: str | Path, runtime: RuntimeConfig | None = None) -> tuple[Task, ...]:
+    """Reads a whole task file. `harbor-supported:` leaves out what cannot run, also on `runtime` if it is given.
 
     Raises:
         TaskFileError: the file, the line or the row that is at fault, and what is wrong with it.
     """
     tasks, places = [], dict[str, str]()
-    for i, (where, row) in enumerate(read_rows(path)):
+    for i, (where, row) in enumerate(read_rows(path, runtime)):
         try:
             task = _task(row, default_id=f"task-{i:05d}")
             if (first := places.setdefault(task.task_id, where)) != where:
@@ -147,7 +147,7 @@ def read_tasks(path: str | Path) -> tuple[Task, ...]:
     return check_unique(tasks)
 
 
-def read_rows(path: str | Path) -> Iterator[tuple[str, object]]:
+def read_rows(path: str | Path, runtime: RuntimeConfig | None = None) -> Iterator[tuple[str, object]]:
     """Yield the rows of a .jsonl or .parquet file, or of `harbor:FOLDER`, each with its location for error messages.
 
     Raises:
@@ -155,7 +155,7 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, object]]:
     """
     for prefix in (PREFIX, SUPPORTED_PREFIX):
         if str(path).startswith(prefix):
-            return read_harbor_tasks(Path(str(path).removeprefix(prefix)), only_supported=prefix == SUPPORTED_PREFIX)
+            return read_harbor_tasks(Path(str(path).removeprefix(prefix)), prefix == SUPPORTED_PREFIX, runtime)
     path = Path(path)
     if not path.is_file():
         raise TaskFileError(f"there is no task file {path}")

@@ -59,13 +59,14 @@ class PayloadDataset(Dataset):  # type: ignore[misc]  # torch has no types here
         """
         from rollout_backend.verl.verl_api import copy_to_local  # late: it imports verl
 
-        early_checks.check(config)
+        backend = early_checks.check(config)
+        runtime = None if backend is None else backend.runtime
 
         prompt_key = str(config.get("prompt_key", "prompt"))
         rows: list[dict[str, Any]] = []
         for name in [data_files] if isinstance(data_files, str) else list(data_files):
             path = Path(copy_to_local(name, cache_dir=config.get("cache_dir"), use_shm=config.get("use_shm", False)))
-            for where, row in read_rows(path):
+            for where, row in read_rows(path, runtime):
                 try:
                     rows.append(_checked(row, len(rows), prompt_key, data_source=path.stem))
                 except TaskFileError as error:

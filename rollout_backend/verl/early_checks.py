@@ -30,24 +30,28 @@ _KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 _STREAMS = "actor_rollout_ref.rollout.engine_kwargs.sglang.incremental_streaming_output"
 _NO_SERVER_YET = ("127.0.0.1:1",)
 _checked: Any = None  # verl's settings that passed: sampler and datasets ask in turn
+_config: RolloutConfig | None = None  # what they mean
 
 
-def check(section: Any) -> None:
-    """Check the run that this section of verl's settings belongs to. Do nothing if it does not use this backend.
+def check(section: Any) -> RolloutConfig | None:
+    """Check the run that this section of verl's settings belongs to, and return its settings; None, without a check,
+    if it does not use this backend.
 
     Sets what verl's engines need and verl does not set: see `set_streams`.
 
     Raises:
         ConfigError, PreflightError: the run cannot start; says what to change.
     """
-    global _checked
+    global _checked, _config
     root = section._get_root() if hasattr(section, "_get_root") else None
-    if root is None or "actor_rollout_ref" not in root or was_checked(root):
-        return
+    if root is None or "actor_rollout_ref" not in root:
+        return None
+    if was_checked(root):
+        return _config
     rollout = root.actor_rollout_ref.rollout
     name = (rollout.get("agent") or {}).get("agent_loop_manager_class")
     if not name and "rollout_backend" not in (rollout.get("custom") or {}):
-        return
+        return None
     check_version()
     _check_class(name)
     refuse_unsupported(root)
@@ -59,7 +63,8 @@ def check(section: Any) -> None:
     for finding in found:
         logger.log(logging.WARNING if finding.level == "warning" else logging.INFO, "%s", finding)
     set_streams(root)
-    _checked = root
+    _checked, _config = root, config
+    return config
 
 
 def was_checked(root: Any) -> bool:

@@ -109,6 +109,17 @@ def test_all_tasks_that_cannot_run_are_named_and_can_be_left_out(make, caplog):
     assert "3 of 4 tasks are left out" in caplog.text
 
 
+def test_tasks_that_the_runtime_cannot_run_are_left_out_too(make, caplog):
+    make("good")
+    supported = make("own-image", "[environment]\ndocker_image = 'python:3.12'").replace(
+        "harbor:", "harbor-supported:"
+    )
+    process = ProcessConfig(command="run")
+    assert [task.task_id for task in read_tasks(supported, process)] == ["good"]
+    assert "'own-image' needs a container" in caplog.text
+    assert len(read_tasks(supported)) == 2
+
+
 DOCKERFILES = {
     "RUN make": "/app",
     "WORKDIR /a\nWORKDIR b/../c\n  workdir d/": "/a/c/d",
