@@ -24,8 +24,8 @@ import asyncio
 import json
 import os
 import re
+import shlex
 import shutil
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -206,16 +206,16 @@ def measure(trainer: str, variants: list[str], steps: int, folder: Path) -> list
     return found
 
 
-def section(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what `docs/make_results.py` takes."""
+def section(found: list[dict[str, Any]], command: str, steps: int) -> dict[str, Any]:
+    """Return this section's entry of `docs/results.json`, for `docs/make_results.py`."""
     of_verl = {each["trainer"]: each["seconds_verl"] for each in found}
     return {
         "section": "identity",
         "date": datetime.now(UTC).date().isoformat(),
         "machine": machine(),
-        "command": "python benchmarks/identity.py",
+        "command": command,
         "seconds": sum(of_verl.values()) + sum(each["seconds"] for each in found),
-        "results": {"settings": asdict(Settings()), "comparisons": found},
+        "results": {"settings": asdict(Settings(steps=steps)), "comparisons": found},
     }
 
 
@@ -234,8 +234,9 @@ def main() -> None:
         found += measure(trainer, options.variants, options.steps, options.runs)
         if options.json is not None:
             options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(section(found), indent=1) + "\n")
-    sys.exit(any(each["differences"] or each["differing_weights"] for each in found))
+            chosen = ["--trainers", *options.trainers, "--variants", *options.variants]
+            command = f"python benchmarks/identity.py {shlex.join(chosen)}"
+            options.json.write_text(json.dumps(section(found, command, options.steps), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -249,6 +249,10 @@ def _identity(results: dict[str, Any]) -> Iterator[str]:
         for each in results["comparisons"]
     ]
     yield Table("identity", header, lines).markdown() + "\n"
+    compared = {each[name] for each in results["comparisons"] for name in ("trainer", "variant")}
+    missing = {"legacy": "the legacy trainer", "ours, killed": "lost sessions"}
+    names = [what for name, what in missing.items() if name not in compared]
+    yield f"Not compared: {', '.join([*names, 'asynchronous trainers', 'vLLM', 'conversations of many turns'])}.\n"
     yield _IDENTITY_ENDS
 
 
