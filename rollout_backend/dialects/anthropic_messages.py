@@ -39,10 +39,12 @@ _SIGNATURE = "unsigned"  # clients require one with thinking; it is ignored when
 # Claude Code's accounting: a line of the system prompt whose hash changes with every call. If it were kept, each turn
 # would start a new conversation.
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
+_LEFT_OUT = "a tool of Anthropic's"
 _HOSTED = re.compile(
     r"(bash|text_editor|computer|memory|web_search|web_fetch|code_execution|advisor|(browser|computer)_toolset)_\d{8}"
     r"|tool_search_tool_(bm25|regex)(_\d{8})?|mcp_toolset"
 )
+_RUN_BY_AGENTS = re.compile(r"(bash|text_editor|computer|memory|(browser|computer)_toolset)_\d{8}")
 _HARMLESS = frozenset(
     {
         *("metadata", "service_tier", "inference_geo", "user_profile_id", "fallback_credit_token"),
@@ -165,7 +167,7 @@ class _Message(Body):
 
 def _tool_kind(tool: object) -> str | None:
     kind = tool.get("type") if isinstance(tool, dict) else None
-    return "custom" if kind is None else "hosted" if _HOSTED.fullmatch(str(kind)) else str(kind)
+    return "custom" if kind is None else _LEFT_OUT if _HOSTED.fullmatch(str(kind)) else str(kind)
 
 
 class _Tool(Body):
@@ -209,7 +211,7 @@ class _Conversation(Body):
     tools: (
         list[
             Annotated[
-                Annotated[_Tool, Tag("custom")] | Annotated[_HostedTool, Tag("hosted")], Discriminator(_tool_kind)
+                Annotated[_Tool, Tag("custom")] | Annotated[_HostedTool, Tag(_LEFT_OUT)], Discriminator(_tool_kind)
             ]
         ]
         | None
@@ -300,6 +302,13 @@ def _call(request: _Conversation, images: ImageReader, **more: Any) -> ModelCall
         raise refused("tool_choice.name", "is missing; name the tool that must be called")
     output_format = (request.output_config and request.output_config.format) or request.output_format
     tools = [tool for tool in request.tools or () if isinstance(tool, _Tool)]
+    left_out = [tool.type for tool in request.tools or () if isinstance(tool, _HostedTool)]
+    if not tools and (run_by_the_agent := [kind for kind in left_out if _RUN_BY_AGENTS.fullmatch(kind)]):
+        raise refused(
+            "tools",
+            f"has only tools that Anthropic trains its own models on, such as {run_by_the_agent[0]!r}; define a tool "
+            "with an input_schema instead",
+        )
     call = ModelCall(
         model=request.model,
         messages=_messages(request, images),

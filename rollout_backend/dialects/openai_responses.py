@@ -52,6 +52,7 @@ _WHOLE_IMAGES = ({}, *({"context_compression": compression} for compression in (
 _Sync = Annotated[Any, refuse("a tool's result is awaited before the next reply; leave it out", False)]
 _DirectOnly = Annotated[Any, refuse("only the model itself calls tools here; leave it out", ["direct"])]
 _Direct = Annotated[Any, refuse("there are no programs here that call tools; leave it out", {"type": "direct"})]
+_LEFT_OUT = "a tool of OpenAI's"
 _HOSTED = frozenset(
     {
         *("apply_patch", "code_interpreter", "computer", "computer_use_preview", "file_search", "image_generation"),
@@ -230,14 +231,14 @@ def _tool_kind(tool: object) -> str | None:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if not isinstance(kind, str):
         return None
-    return "hosted" if kind in _HOSTED else kind
+    return _LEFT_OUT if kind in _HOSTED else kind
 
 
 _AnyTool = Annotated[
     Annotated[_Tool, Tag("function")]
     | Annotated[_CustomTool, Tag("custom")]
     | Annotated[_Namespace, Tag("namespace")]
-    | Annotated[_HostedTool, Tag("hosted")],
+    | Annotated[_HostedTool, Tag(_LEFT_OUT)],
     Discriminator(_tool_kind),
 ]
 
