@@ -138,6 +138,8 @@ class ModelCallExecutor:
 
     async def _answer(self, session: OpenSession, running: InFlightCall, digest: bytes) -> Answer:
         call, state = running.call, session.state
+        number = state.started + 1  # of the first choice, before any wait: in the order of arrival
+        state.started += call.n
         prompt = await self._prompt(session, call, running.brief)
         forced = {}
         if call.is_constrained:
@@ -148,7 +150,7 @@ class ModelCallExecutor:
             _ChoiceRequest(
                 running,
                 prompt,
-                self._params(session, call, prompt, i) | forced,
+                self._params(session, call, prompt, i, number + i) | forced,
                 routing_key,
                 i,
                 bool(forced),
@@ -193,9 +195,10 @@ class ModelCallExecutor:
             state.left_out += running.replies
         return answer
 
-    def _params(self, session: OpenSession, call: ModelCall, prompt: Prompt, choice: int) -> dict[str, Any]:
+    def _params(
+        self, session: OpenSession, call: ModelCall, prompt: Prompt, choice: int, number: int
+    ) -> dict[str, Any]:
         settings, state, claims = self._settings.gateway, session.state, session.claims
-        state.started += 1
         cap = settings.session_tokens
         if cap is not None and state.sampled_tokens >= cap:
             self._counters.runaways.update_to(claims.rollout_id, state.sampled_tokens)
@@ -209,7 +212,7 @@ class ModelCallExecutor:
                 None if cap is None else cap - state.sampled_tokens,
             ),
             self._bundle.stop_token_ids,
-            seed=reply_seed(claims.sampling.seed, claims.step, claims.rollout_id, state.started),
+            seed=reply_seed(claims.sampling.seed, claims.step, claims.rollout_id, number),
             choice=choice,
         )
         if choice == 0:
