@@ -208,7 +208,7 @@ async def check_clock_and_region(config: RolloutConfig) -> list[CheckResult]:
         ):
             headers = reply.headers
     except (aiohttp.ClientError, TimeoutError) as error:
-        return [CheckResult("unchecked", "clock", f"{url} gave no answer: {error or type(error).__name__}")]
+        return [CheckResult("unchecked", "clock", f"{url} gave no answer: {str(error) or type(error).__name__}")]
     found = []
     with contextlib.suppress(KeyError, ValueError):  # not every store sends a date
         found.append(describe_clock(time.time() - parsedate_to_datetime(headers["Date"]).timestamp()))

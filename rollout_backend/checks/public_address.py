@@ -186,9 +186,8 @@ async def _ask(setting: str, url: str, token: str | None) -> CheckResult:
         ):
             status, body = reply.status, await reply.content.read(4096)
     except (aiohttp.ClientError, TimeoutError) as error:
-        text = (
-            f"{url} gives no answer ({error or type(error).__name__}): open the way to the gateway's port. {outside}"
-        )
+        why = str(error) or type(error).__name__
+        text = f"{url} gives no answer ({why}): open the way to the gateway's port. {outside}"
         return CheckResult("warning", setting, text, name)
     if status in _BUSY:
         text = (

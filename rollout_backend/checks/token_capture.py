@@ -35,7 +35,7 @@ async def check_capture(config: RolloutConfig) -> list[CheckResult]:
             found = await _call(config, serving)
             return [found, judge_room(config, (await serving.gateways.stats()).engines.values())]
         except (RolloutBackendError, TrajectoryUnavailable, aiohttp.ClientError, TimeoutError) as error:
-            text = f"a model call failed: {error or type(error).__name__}"
+            text = f"a model call failed: {str(error) or type(error).__name__}"
             return [CheckResult("problem", "serving", text, _NAME)]
         finally:
             await serving.stop()

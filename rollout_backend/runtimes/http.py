@@ -84,7 +84,7 @@ class HttpRuntime(AgentRuntime):
             async with self._post("/stop", session_id) as reply:
                 body = await reply.content.read(500)
         except (aiohttp.ClientError, TimeoutError) as error:
-            why = error or type(error).__name__
+            why = str(error) or type(error).__name__
             raise PreflightError(f"{self._url}/stop is not answered ({why}): see the server's log") from error
         if reply.status in (401, 403):
             raise PreflightError(
@@ -118,7 +118,7 @@ class HttpRuntime(AgentRuntime):
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise RuntimeUnavailable(f"the agent server cannot be reached: {error}", never_opened=True) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise OutcomeUnknown(f"the invoke was cut off: {error or type(error).__name__}") from error
+            raise OutcomeUnknown(f"the invoke was cut off: {str(error) or type(error).__name__}") from error
         text = f"{reply.status}: {body[:500].decode(errors='replace')}"
         match reply.status:
             case 200 | 202:
@@ -145,7 +145,7 @@ class HttpRuntime(AgentRuntime):
             async with self._post("/stop", session_id) as reply:
                 text = f"{reply.status}: {(await reply.content.read(500)).decode(errors='replace')}"
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise RuntimeUnavailable(f"the stop was not answered: {error or type(error).__name__}") from error
+            raise RuntimeUnavailable(f"the stop was not answered: {str(error) or type(error).__name__}") from error
         match reply.status:
             case status if status < 300 or status == 404:
                 return

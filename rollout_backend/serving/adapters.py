@@ -204,7 +204,7 @@ async def _post(url: str, body: Mapping[str, Any], what: str) -> None:
     except TimeoutError:
         raise ServingError(f"it did not {what} within {_TIMEOUT_S:g} s") from None
     except aiohttp.ClientError as error:
-        raise ServingError(f"it did not {what}: {error or type(error).__name__}") from None
+        raise ServingError(f"it did not {what}: {str(error) or type(error).__name__}") from None
     if reply.status != 200:
         raise ServingError(f"it answered {reply.status} to the request to {what}: {text[:_MESSAGE_CHARS]}")
 

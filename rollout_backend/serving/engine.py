@@ -164,7 +164,7 @@ async def pause_generation(url: str, engine: EngineName = "sglang", timeout_s: f
     except TimeoutError:
         raise ServingError(f"it was not idle {timeout_s:g} s after its generation was paused") from None
     except aiohttp.ClientError as error:
-        raise ServingError(f"it did not pause its generation: {error or type(error).__name__}") from None
+        raise ServingError(f"it did not pause its generation: {str(error) or type(error).__name__}") from None
 
 
 async def abort_generation(url: str, engine: EngineName = "sglang", timeout_s: float = _TIMEOUT_S) -> None:
@@ -181,7 +181,7 @@ async def abort_generation(url: str, engine: EngineName = "sglang", timeout_s: f
             if not await _post(http, url + path, {"mode": "abort"}):
                 raise ServingError("it refused to pause its generation")
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise ServingError(f"it did not pause its generation: {error or type(error).__name__}") from None
+        raise ServingError(f"it did not pause its generation: {str(error) or type(error).__name__}") from None
 
 
 async def resume_generation(url: str, engine: EngineName = "sglang", timeout_s: float = _TIMEOUT_S) -> None:
@@ -195,7 +195,7 @@ async def resume_generation(url: str, engine: EngineName = "sglang", timeout_s: 
             if not resumed:
                 raise ServingError("it refused to resume its generation")
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise ServingError(f"it did not resume its generation: {error or type(error).__name__}") from None
+        raise ServingError(f"it did not resume its generation: {str(error) or type(error).__name__}") from None
 
 
 async def set_weight_version(url: str, version: str, timeout_s: float = _TIMEOUT_S) -> None:
@@ -205,7 +205,9 @@ async def set_weight_version(url: str, version: str, timeout_s: float = _TIMEOUT
             if not await _post(http, f"{url}/update_weight_version", {"new_version": version}):
                 raise ServingError("it refused to set the version of its weights")
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise ServingError(f"it did not set the version of its weights: {error or type(error).__name__}") from None
+        raise ServingError(
+            f"it did not set the version of its weights: {str(error) or type(error).__name__}"
+        ) from None
 
 
 async def _post(http: aiohttp.ClientSession, url: str, body: object = None) -> bool:

@@ -246,7 +246,7 @@ class Router:
                 return reply
         except (aiohttp.ClientError, TimeoutError) as error:
             raise StartupError(
-                f"the router did not answer {method} {path} ({error or type(error).__name__}). {self._tail()}"
+                f"the router did not answer {method} {path} ({str(error) or type(error).__name__}). {self._tail()}"
             ) from None
 
     def _tail(self) -> str:

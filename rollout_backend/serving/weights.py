@@ -214,7 +214,7 @@ async def load_weights(url: str, weights: Weights, serving: ServingConfig) -> No
     except TimeoutError:
         raise ServingError(f"it did not load new weights within {timeout_s:g} s") from None
     except (aiohttp.ClientError, ValueError, AttributeError) as error:
-        raise ServingError(f"it did not answer to new weights: {error or type(error).__name__}") from None
+        raise ServingError(f"it did not answer to new weights: {str(error) or type(error).__name__}") from None
     if reported != version:
         raise ServingError(f"it reports version {reported!r} of its weights after loading {version}")
     await asyncio.to_thread(weights.check_unchanged)

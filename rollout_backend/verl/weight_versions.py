@@ -77,5 +77,5 @@ class VersionLabels:
                 label,
                 url,
                 consequence,
-                error or type(error).__name__,
+                str(error) or type(error).__name__,
             )

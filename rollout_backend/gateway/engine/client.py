@@ -310,7 +310,8 @@ class EngineClient:
             return await retry(attempt, _TRANSIENT, self._wait, stop=lambda _: fruitless >= self._attempts)
         except _TRANSIENT as error:
             raise EngineUnavailable(
-                f"no engine answered in {self._attempts} attempts; the last said: {error or type(error).__name__}"
+                f"no engine answered in {self._attempts} attempts; "
+                f"the last said: {str(error) or type(error).__name__}"
             ) from error
 
     def _wait(self, state: RetryCallState) -> float:

@@ -250,7 +250,7 @@ class AgentCoreRuntime(AgentRuntime):
         except ParamValidationError as error:
             raise InvokeRejected(f"the invoke was not sent: {error}") from error
         except aws.NO_ANSWER as error:
-            raise OutcomeUnknown(f"the invoke was cut off: {error or type(error).__name__}") from error
+            raise OutcomeUnknown(f"the invoke was cut off: {str(error) or type(error).__name__}") from error
 
     async def stop(self, session_id: str) -> None:
         if self._images is None or not has_image(session_id):

@@ -138,7 +138,7 @@ class PodWatch:
         return any_event
 
     async def _pause(self, error: BaseException) -> None:
-        self.trouble = f"the pods cannot be watched: {error or type(error).__name__}"
+        self.trouble = f"the pods cannot be watched: {str(error) or type(error).__name__}"
         if self._failures == len(_PAUSES_S):
             log.warning("%s; retrying", self.trouble)
         asked_s = error.retry_after_s if isinstance(error, ApiError) else 0.0
