@@ -108,12 +108,16 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _seeds_are_read(self) -> Self:
         serving = self.serving
-        if self.sampling.seed is None or serving.engine != "sglang" or serving.kind not in ("process", "ray"):
+        seeds = [
+            *(["sampling.seed"] if self.sampling.seed is not None else ()),
+            *(["gateway.agent_sampling_overrides=seed"] if "seed" in self.gateway.agent_sampling_overrides else ()),
+        ]
+        if not seeds or serving.engine != "sglang" or serving.kind not in ("process", "ray"):
             return self
         if "--enable-deterministic-inference" not in serving.extra_args:
             raise ValueError(
-                f"sampling.seed={self.sampling.seed}: SGLang ignores seeds without --enable-deterministic-inference, "
-                "which costs throughput: add it to serving.extra_args, or remove the seed"
+                f"{' and '.join(seeds)}: SGLang ignores seeds without --enable-deterministic-inference, which costs "
+                "throughput: add it to serving.extra_args, or remove the seed"
             )
         return self
 

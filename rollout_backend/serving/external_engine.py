@@ -77,7 +77,7 @@ class ExternalEngine:
         self._name = name
         self._engine = config.serving.engine
         self._records_experts = config.model.routed_experts
-        self._seeded = config.sampling.seed is not None
+        self._seeded = config.sampling.seed is not None or "seed" in config.gateway.agent_sampling_overrides
         self._timeout_s = config.serving.startup_s()
         self.url = url.rstrip("/")
 
@@ -259,8 +259,9 @@ async def check_reads_seeds(url: str) -> None:
         status, info = await _ask(http, f"{url}/server_info")
     if not info.get("enable_deterministic_inference"):
         raise PreflightError(
-            f"sampling.seed is set, and {url}/server_info answers {status} without enable_deterministic_inference: "
-            "SGLang ignores seeds then. Start it with --enable-deterministic-inference, in verl by "
+            "sampling.seed is set (in verl by full_determinism), or gateway.agent_sampling_overrides has seed, and "
+            f"{url}/server_info answers {status} without enable_deterministic_inference: SGLang ignores seeds then. "
+            "Start it with --enable-deterministic-inference, in verl by "
             "+actor_rollout_ref.rollout.engine_kwargs.sglang.enable_deterministic_inference=True, or remove the seed"
         )
 
@@ -276,5 +277,5 @@ async def _ask(
             except ValueError:
                 answer = None
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        raise PreflightError(f"no server answers at {url} ({error or type(error).__name__})") from None
+        raise PreflightError(f"no server answers at {url} ({str(error) or type(error).__name__})") from None
     return reply.status, answer if isinstance(answer, dict) else {}

@@ -183,7 +183,7 @@ async def test_an_external_server_without_routed_experts_is_refused(monkeypatch)
 
 
 def test_a_seed_needs_an_engine_that_reads_it():
-    with pytest.raises(ConfigError, match=r"sampling\.seed=1: SGLang ignores seeds.*serving\.extra_args"):
+    with pytest.raises(ConfigError, match=r"sampling.seed: SGLang ignores seeds.*serving\.extra_args"):
         run_config(sampling={"seed": 1}, serving={})
     run_config(sampling={"seed": 1}, serving={"extra_args": ["--enable-deterministic-inference"]})
     run_config(sampling={"seed": 1}, serving={"engine": "vllm"})
