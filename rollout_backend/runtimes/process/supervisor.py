@@ -32,6 +32,7 @@ from typing import Any, Literal, TypedDict
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _KILL_POLL_S = 0.02
 _MEMORY_POLL_S = 0.5
+_LONGEST_POLL_S = 86_400.0  # poll(2) takes a 32-bit number of milliseconds
 
 
 Why = Literal["ended", "stopped", "lifetime", "memory"]
@@ -141,7 +142,7 @@ def _wait(
             if _resident_bytes() > memory_bytes:
                 return "memory"
             left = min(left, _MEMORY_POLL_S)
-        ready = {descriptor for descriptor, _ in events.poll(left * 1000)}
+        ready = {descriptor for descriptor, _ in events.poll(min(left, _LONGEST_POLL_S) * 1000)}
         if ready - {awake}:
             return "stopped"
         if ready:
