@@ -133,7 +133,7 @@ def _damaged(encoding: str, why: str) -> ApiError:
 async def wait_or_disconnect(request: Request, waiting: Awaitable[Any]) -> None:
     """Wait for `waiting`, but not after the client has hung up: then raise ClientDisconnect.
 
-    A future or a task is not cancelled; a coroutine is.
+    A future or a task is not cancelled, and its error is left in it. A coroutine is cancelled, and its error raised.
     """
     task = asyncio.ensure_future(waiting)
     gone = asyncio.ensure_future(_disconnected(request))
@@ -141,6 +141,8 @@ async def wait_or_disconnect(request: Request, waiting: Awaitable[Any]) -> None:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if gone.done():
             raise ClientDisconnect
+        if task is not waiting:
+            task.result()
     finally:
         if task is not waiting:
             task.cancel()
