@@ -35,6 +35,10 @@ def layer_of(name: str) -> int:
     return next(i for i, layer in enumerate(LAYERS) if name in layer)
 
 
+def names_of(node: ast.AST) -> list[str]:
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+
+
 def imported_by(module: Path) -> Iterator[str]:
     """Return the folders and modules of this package that the module imports anywhere."""
     for node in ast.walk(ast.parse(module.read_text())):
@@ -75,14 +79,14 @@ def test_no_module_imports_a_layer_above_its_own():
 
 def test_the_training_side_takes_only_what_both_sides_share_from_the_wrapper():
     """`local` runs the wrapper, `agent_protocols` does its work for agents without it, and `deploy` packs it."""
-    whole, shared = ("local", "agent_protocols", "deploy"), ("agent_wrapper.contract", "agent_wrapper.shared")
+    whole, shared = ("local", "agent_protocols", "deploy"), ("contract", "shared")
     beyond = [
-        (str(module.relative_to(PACKAGE)), node.module)
+        (str(module.relative_to(PACKAGE)), name)
         for module in PACKAGE.rglob("*.py")
         if module.relative_to(PACKAGE).parts[0] not in whole
         for node in ast.walk(ast.parse(module.read_text()))
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("agent_wrapper")
-        if not node.module.startswith(shared)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else names_of(node))
+        if name.split(".")[0] == "agent_wrapper" and name.split(".")[1:2] not in ([each] for each in shared)
     ]
     assert beyond == []
 

@@ -1,4 +1,4 @@
-"""What the training side asks of a verifier's container: the files of its folder."""
+"""The order that a verifier's container gets from the training side, and the files that come with it."""
 
 from __future__ import annotations
 

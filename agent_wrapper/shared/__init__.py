@@ -1,1 +1,1 @@
-"""What the training side does in the same way as an agent's container, beside the contract."""
+"""Code that the training side and an agent's container have in common, beside the contract."""

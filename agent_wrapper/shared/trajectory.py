@@ -9,7 +9,7 @@ _READ_TIMEOUT_S = 30.0
 
 
 class TrajectoryUnavailable(Exception):
-    """What was sampled could not be had. The message says why."""
+    """The gateway gave no trajectory. The message says why."""
 
 
 class TrajectoryTooLarge(TrajectoryUnavailable):
@@ -33,7 +33,7 @@ async def fetch_trajectory(endpoint: ModelEndpoint, budget_s: float) -> Trajecto
 
     Raises:
         TrajectoryTooLarge: it is larger than a result may be.
-        TrajectoryUnavailable: the gateway refused, could not be reached in time, or answered with nonsense.
+        TrajectoryUnavailable: the gateway refused, could not be reached in time, or sent no trajectory.
     """
     import httpx  # late: the container should listen before it loads what it needs at the end
     import tenacity

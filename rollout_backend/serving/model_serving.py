@@ -9,39 +9,35 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from rollout_backend.config import RolloutConfig
+import aiohttp
+
+from rollout_backend.config import RelayConfig, RolloutConfig
 from rollout_backend.core.adapter import NamedAdapter
 from rollout_backend.errors import ConfigError, ServingError, WeightUpdateFailed
+from rollout_backend.relay.handshake import new_id
+from rollout_backend.relay.relay_settings import DialerSettings
 from rollout_backend.serving.adapters import AdapterStore, AdapterUpdate
 from rollout_backend.serving.engine_fleet import EngineFleet, ServerState
 from rollout_backend.serving.gateway_fleet import GatewayFleet
 from rollout_backend.serving.gateway_process import public_gateway_config
 from rollout_backend.serving.run_secret import key_secret
+from rollout_backend.serving.server_process import ServerProcess
 from rollout_backend.serving.supervisor import OnEvent
 from rollout_backend.serving.weights import WeightStore, WeightUpdate
 
 if TYPE_CHECKING:
     import torch
 
-
-import json
-import sys
-from enum import StrEnum
-from typing import NoReturn
-
-import aiohttp
-
-from rollout_backend.config import RelayConfig
-from rollout_backend.relay.handshake import new_id
-from rollout_backend.relay.relay_settings import DialerSettings
-from rollout_backend.serving.server_process import ServerProcess
 
 log = logging.getLogger(__name__)
 

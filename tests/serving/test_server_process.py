@@ -75,7 +75,7 @@ def test_ephemeral_port_is_returned_if_every_port_is_ephemeral(monkeypatch):
     [
         ("raise SystemExit('RuntimeError: Not enough memory.')", "ended with code 1 before it was up. It ran out of"),
         ("raise SystemExit('torch.OutOfMemoryError: CUDA out of memory')", "It ran out of memory. Lower the setting"),
-        ("import os; os.kill(os.getpid(), 9)", "It was killed by SIGKILL, perhaps for lack of memory. Lower"),
+        ("import os; os.kill(os.getpid(), 9)", "It was killed by SIGKILL, "),
         ("raise SystemExit('no such file')", "ended with code 1 before it was up. Its log"),
     ],
     ids=["SGLang", "torch", "the kernel", "another cause"],
