@@ -59,8 +59,7 @@ from agent_wrapper.contract import Outcome, Rollout, Turn
 from rollout_backend.core.tasks import read_tasks
 from rollout_backend.errors import TaskFileError
 from rollout_backend.results.archive import RunArchive
-from rollout_backend.results.messages import replies_by_turn, text_of
-from rollout_backend.results.records import ResultSummary, RolloutRecord
+from rollout_backend.results.records import ResultSummary, RolloutRecord, replies_by_turn, text_of
 from rollout_backend.results.run_data import RunData, StepData, changed_settings, last_start, read_rollout, read_run
 from rollout_backend.results.run_info import RunStart
 from rollout_backend.results.summary import StepSummary, duration, span, summarize

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from agent_wrapper.contract import Outcome, Rollout
+from agent_wrapper.contract import Outcome, Rollout, Segment
 from rollout_backend.core.ledger import Ledger, LedgerEntry
 
 
@@ -173,3 +174,29 @@ class RunningRecords:
         entries = self._ledger.open_entries()
         still_open = (_record_of(self._ledger, each, self._log_of, deadline=ends_at(each)) for each in entries)
         return [*(line for _, line in self._settled), *(record.model_dump_json() for record in still_open)]
+
+
+# --- messages in the OpenAI format ------------------------------------------------------------------------
+
+
+def replies_by_turn(segment: Segment) -> dict[int, int]:
+    """Return the index of the message that each turn sampled; empty if the messages do not hold them all."""
+    replies = [i for i, message in enumerate(segment.messages) if message.get("role") == "assistant"]
+    turns = len(segment.turns)
+    # The last replies are the sampled ones; earlier ones were given.
+    return dict(enumerate(replies[-turns:])) if 0 < turns <= len(replies) else {}
+
+
+def text_of(content: object) -> str:
+    """Return the text of a message's content. Other parts are named, such as `[image_url]`."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence):
+        return "\n".join(map(_text_of_part, content))
+    return json.dumps(content, ensure_ascii=False) if content else ""
+
+
+def _text_of_part(part: object) -> str:
+    if isinstance(part, Mapping):
+        return part["text"] if isinstance(part.get("text"), str) else f"[{part.get('type', 'part')}]"
+    return str(part)

@@ -20,8 +20,7 @@ import pyarrow as pa
 
 from agent_wrapper.contract import Outcome, Rollout
 from rollout_backend.results.cost import Prices
-from rollout_backend.results.messages import replies_by_turn, text_of
-from rollout_backend.results.records import ResultSummary, RolloutRecord
+from rollout_backend.results.records import ResultSummary, RolloutRecord, replies_by_turn, text_of
 from rollout_backend.results.run_data import StepData
 from rollout_backend.results.step_report import StepReport
 from rollout_backend.results.summary import mean

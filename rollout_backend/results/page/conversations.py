@@ -10,9 +10,8 @@ from typing import Any
 
 from agent_wrapper.contract import Rollout, Segment, Turn, readable
 from rollout_backend.results.archive import RunArchive
-from rollout_backend.results.messages import replies_by_turn, text_of
 from rollout_backend.results.page.token_text import TokenText
-from rollout_backend.results.records import RolloutRecord
+from rollout_backend.results.records import RolloutRecord, replies_by_turn, text_of
 from rollout_backend.results.run_data import RunData, read_rollout
 from rollout_backend.results.summary import TaskRewards, duration
 
