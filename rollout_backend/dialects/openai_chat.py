@@ -273,6 +273,8 @@ def _plain(message: _Message, where: str, images: ImageReader) -> Message:
             ]
         if (reasoning := message.reasoning_content or message.reasoning) is not None:
             plain["reasoning_content"] = reasoning
+    elif message.role == "user" and message.content is None:  # SGLang refuses it, too
+        raise refused(f"{where}.content", "is missing")
     return plain
 
 

@@ -29,7 +29,7 @@ def test_messages_are_normalised():
         {"role": "tool", "tool_call_id": "1", "content": []},
         {"role": "assistant", "content": "d", "reasoning_content": "r", "name": "n", "prefix": False},
         {"role": "assistant", "content": "e", "reasoning": "r", "tool_calls": [{**CALL, "type": None}]},
-        *({"role": role, "content": None} for role in ("tool", "user", "system")),
+        *({"role": role, "content": None} for role in ("tool", "system")),
     ]
     assert parse(messages=messages).messages == [
         {"role": "system", "content": "ab"},
@@ -38,7 +38,7 @@ def test_messages_are_normalised():
         {"role": "tool", "content": "", "tool_call_id": "1"},
         {"role": "assistant", "content": "d", "reasoning_content": "r", "name": "n"},
         {"role": "assistant", "content": "e", "reasoning_content": "r", "tool_calls": [CALL]},
-        *({"role": role, "content": ""} for role in ("tool", "user", "system")),
+        *({"role": role, "content": ""} for role in ("tool", "system")),
     ]
 
 

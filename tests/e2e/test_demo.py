@@ -70,10 +70,16 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
+def command_of(pid: int) -> bytes:
+    """Return the words of a process's command; nothing once it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
 def running(pids: set[int]) -> set[int]:
-    return {
-        pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes()
-    }
+    return {pid for pid in pids if command_of(pid)}
 
 
 @pytest.fixture
@@ -135,7 +141,7 @@ def test_a_demo_fails_with_the_reason_if_its_cloud_dies(demo, held_agents, modul
     with ScriptedEngine(held_agents) as engine:
         process, below = busy(demo, engine)
         mark = f"-m\0{module}\0".encode()
-        [part] = [pid for pid in below if mark in Path(f"/proc/{pid}/cmdline").read_bytes() + b"\0"]
+        [part] = [pid for pid in below if mark in command_of(pid) + b"\0"]
         os.kill(part, signal.SIGKILL)
         output = process.communicate(timeout=120)[0]
     assert process.returncode == 1, output

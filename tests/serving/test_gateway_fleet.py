@@ -260,7 +260,9 @@ async def test_a_call_that_waits_too_long_fails_with_the_reason(start_fleet, cla
     with ScriptedEngine(lambda prompt: "hello") as engine:
         fleet = await start_fleet(engine, timeouts={"model_call_s": 0.5})
         await fleet.pause()
-        with pytest.raises(openai.InternalServerError, match="sleep while the trainer has their memory") as caught:
+        with pytest.raises(
+            openai.InternalServerError, match="are paused while the trainer has their memory"
+        ) as caught:
             await complete(fleet.endpoint(claims()))
         assert caught.value.response.headers["retry-after"]
         assert engine.requests == []

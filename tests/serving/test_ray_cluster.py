@@ -90,7 +90,7 @@ async def test_a_server_on_two_machines_restarts_as_one(machines, make_fleet, un
     events = []
     async with make_fleet(events, tensor_parallel=2, nodes_per_server=2) as fleet:
         [url] = fleet.engine_urls
-        engine = fleet._engines[0].engine
+        engine = fleet._engines[0].server
         addresses = [await node.read("url") for node in engine._nodes]
         assert addresses[0] == url
         assert len({machine(each) for each in addresses}) == 2
@@ -106,7 +106,7 @@ async def test_a_server_on_two_machines_restarts_as_one(machines, make_fleet, un
         with pytest.raises(ProcessLookupError):
             os.kill(served_by, 0)
 
-        engine = fleet._engines[0].engine
+        engine = fleet._engines[0].server
         addresses = [machine(await node.read("url")) for node in engine._nodes]
         await machines.lose(next(each for each in addresses if each in REMOVABLE))
         await until(lambda: kinds(events, "engine-0").count("restarted") == 2, 120)

@@ -179,7 +179,7 @@ async def test_a_real_server_samples_with_the_tensors_also_after_its_restart(tmp
         await serving.update_weights(models[1])
         of_folder = await sample()
         await serving.update_weights({name: 1.0 * tensor for name, tensor in tensors.items()})
-        os.kill(serving.engines._engines[0].engine.pid, signal.SIGKILL)
+        os.kill(serving.engines._engines[0].server.pid, signal.SIGKILL)
         await eventually(lambda: serving.snapshot()[1].restarts == 1 and serving.snapshot()[1].serving, 400)
         after_restart = await sample()
     assert [done.weight_versions[0].version for done in (of_tensors, of_folder, after_restart)] == ["1", "2", "3"]
