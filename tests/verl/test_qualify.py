@@ -1,0 +1,29 @@
+"""The script that qualifies a machine for training passes on the CPU: the engine, and two steps of verl's trainer."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpu" / "qualify.py"
+
+
+@pytest.mark.slow
+@pytest.mark.release
+@pytest.mark.engine
+@pytest.mark.timeout(1800)
+def test_the_cpu_passes_all_checks() -> None:
+    settings = ("serving.device=cpu", "serving.dtype=float32", "model.context_length=384")
+    options = [word for setting in settings for word in ("-o", setting)]
+    done = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, text=True, check=False)
+    page = done.stdout.partition("Report this page")[2]
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert page.count("\nok ") == 9
+    assert "of weights 0, 1: probabilities differ by" in page
+    norms = re.findall(r"gradient norm (\S+), 32 of 32 rollouts trained", page)
+    assert len(norms) == 2
+    assert all(float(norm) > 0 for norm in norms)
