@@ -188,13 +188,14 @@ class Qualification:
         calls, endpoints = await self._load()
         before = await self._memory()
         await self._serving.pause()
+        ended = sum(call.done() for call in calls)
         await self._post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
         asleep = await self._memory()
         async with self._http.get(f"{self._engine}/model_info") as reply:
             if reply.status != 200:
                 raise Failed(f"a sleeping engine answers {reply.status} to /model_info")
         await asyncio.sleep(1)  # calls that arrived must not reach the sleeping engine
-        if any(call.done() for call in calls):
+        if sum(call.done() for call in calls) > ended:
             raise Failed("a model call ended while the engine slept")
         await self._post("/resume_memory_occupation", {"tags": ["kv_cache", "weights"]})
         await self._serving.resume()
@@ -324,15 +325,20 @@ class Qualification:
         answer = {"role": "assistant", "content": await self._text(endpoint, [first])}
         await self._text(endpoint, [first, answer, {"role": "user", "content": "Go on."}])
 
-    async def _load(self) -> tuple[list[asyncio.Task[str]], list[ModelEndpoint]]:
-        """Start long calls, and return once tokens are sampled."""
+    async def _load(self) -> tuple[list[asyncio.Task[None]], list[ModelEndpoint]]:
+        """Start long calls, and return once each has sampled tokens."""
         endpoints = [self._endpoint(max_tokens=self._longest, temperature=0) for _ in range(SESSIONS)]
-        texts = [f"Write a long text about the number {i}." for i in range(SESSIONS)]
-        calls = [
-            asyncio.create_task(self._text(endpoint, text)) for endpoint, text in zip(endpoints, texts, strict=True)
-        ]
-        async for _ in self._chat(self._endpoint(max_tokens=32), "Begin.", stream=True):
-            break
+        begun = [asyncio.Event() for _ in endpoints]
+
+        async def call(i: int) -> None:
+            try:
+                async for _ in self._chat(endpoints[i], f"Write a long text about the number {i}.", stream=True):
+                    begun[i].set()
+            finally:
+                begun[i].set()
+
+        calls = [asyncio.create_task(call(i)) for i in range(SESSIONS)]
+        await asyncio.gather(*(each.wait() for each in begun))
         return calls, endpoints
 
     async def _segments(self, endpoints: Sequence[ModelEndpoint]) -> list[Segment]:
