@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpu" / "qualify.py"
 @pytest.mark.engine
 @pytest.mark.timeout(1800)
 def test_the_cpu_passes_all_checks() -> None:
-    settings = ("serving.device=cpu", "serving.dtype=float32", "model.context_length=384")
+    settings = ("serving.device=cpu", "serving.dtype=float32", "model.context_length=1024")
     options = [word for setting in settings for word in ("-o", setting)]
     done = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, text=True, check=False)
     page = done.stdout.partition("Report this page")[2]
