@@ -325,20 +325,15 @@ class Qualification:
         answer = {"role": "assistant", "content": await self._text(endpoint, [first])}
         await self._text(endpoint, [first, answer, {"role": "user", "content": "Go on."}])
 
-    async def _load(self) -> tuple[list[asyncio.Task[None]], list[ModelEndpoint]]:
-        """Start long calls, and return once each has sampled tokens."""
+    async def _load(self) -> tuple[list[asyncio.Task[str]], list[ModelEndpoint]]:
+        """Start long calls, and return once tokens are sampled."""
         endpoints = [self._endpoint(max_tokens=self._longest, temperature=0) for _ in range(SESSIONS)]
-        begun = [asyncio.Event() for _ in endpoints]
-
-        async def call(i: int) -> None:
-            try:
-                async for _ in self._chat(endpoints[i], f"Write a long text about the number {i}.", stream=True):
-                    begun[i].set()
-            finally:
-                begun[i].set()
-
-        calls = [asyncio.create_task(call(i)) for i in range(SESSIONS)]
-        await asyncio.gather(*(each.wait() for each in begun))
+        texts = [f"Write a long text about the number {i}." for i in range(SESSIONS)]
+        calls = [
+            asyncio.create_task(self._text(endpoint, text)) for endpoint, text in zip(endpoints, texts, strict=True)
+        ]
+        async for _ in self._chat(self._endpoint(max_tokens=32), "Begin.", stream=True):
+            break
         return calls, endpoints
 
     async def _segments(self, endpoints: Sequence[ModelEndpoint]) -> list[Segment]:
