@@ -302,19 +302,23 @@ class Qualification:
         self, endpoint: ModelEndpoint, text: str | list[dict[str, str]], **more: object
     ) -> AsyncIterator[bytes]:
         messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
-        async with self._http.post(
-            f"{endpoint.base_url}/chat/completions",
-            json={"model": endpoint.name, "messages": messages, **more},
-            headers={"Authorization": f"Bearer {endpoint.api_key}"},
-        ) as reply:
-            if reply.status != 200:
-                raise Failed(f"a model call was answered {reply.status}: {(await reply.text())[:300]}")
-            if more.get("stream"):
-                async for line in reply.content:
-                    if line.startswith(b"data: {"):
-                        yield line
-            else:
-                yield await reply.read()
+        while True:
+            async with self._http.post(
+                f"{endpoint.base_url}/chat/completions",
+                json={"model": endpoint.name, "messages": messages, **more},
+                headers={"Authorization": f"Bearer {endpoint.api_key}"},
+            ) as reply:
+                if reply.status == 200:
+                    if more.get("stream"):
+                        async for line in reply.content:
+                            if line.startswith(b"data: {"):
+                                yield line
+                    else:
+                        yield await reply.read()
+                    return
+                if reply.status != 503:
+                    raise Failed(f"a model call was answered {reply.status}: {(await reply.text())[:300]}")
+            await asyncio.sleep(1)  # the engine starts again; agents' clients retry as well
 
     async def _text(self, endpoint: ModelEndpoint, text: str | list[dict[str, str]], **more: object) -> str:
         [body] = [body async for body in self._chat(endpoint, text, **more)]
