@@ -32,7 +32,7 @@ from rollout_backend.gateway.sampling import Budget, context_exceeded, engine_pa
 from rollout_backend.gateway.sessions import journal_records
 from rollout_backend.gateway.sessions.conversations import Prompt, RecordedTurn
 from rollout_backend.gateway.sessions.registry import OpenSession
-from rollout_backend.gateway.stats import Counters
+from rollout_backend.gateway.stats import Counters, is_cache_break
 from rollout_backend.rendering.constrained_decoding import Constraints
 from rollout_backend.rendering.renderer import RendererBundle
 from rollout_backend.rendering.reply import Reply
@@ -44,7 +44,6 @@ logger = logging.getLogger(__name__)
 _ENGINE_RETRY_S = 5
 _NEVER = -100.0  # a logit bias that rules a token out
 _PACE_S = 0.03  # between two deltas of a stream
-_CACHE_MIN_TOKENS, _CACHE_SHARE = 256, 0.5  # engines cache whole pages, and not the last one
 
 
 @dataclass(frozen=True)
@@ -169,8 +168,7 @@ class ModelCallExecutor:
             counters.cache_unknown_tokens += len(prompt.ids)
         else:
             counters.cached_tokens += cached_tokens
-            lost = cached_tokens < prompt.known * _CACHE_SHARE  # evicted or flushed, or it is another engine
-            counters.cache_breaks += lost and prompt.known >= _CACHE_MIN_TOKENS
+            counters.cache_breaks += is_cache_break(prompt.known, cached_tokens)
         answer = Answer(
             id=running.id,
             created=running.created,

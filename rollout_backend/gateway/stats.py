@@ -15,6 +15,8 @@ from rollout_backend.gateway.admission import EngineLoad
 _MAX_NAMES, _MAX_NAME_CHARS, _OTHERS = 100, 128, "(others)"  # names that containers choose
 _OF_ENGINES = ("engine_running", "engine_waiting", "engine_kv_used", "engine_kv_tokens")
 
+_CACHE_MIN_TOKENS, _CACHE_SHARE = 256, 0.5  # engines cache whole pages, and not the last one
+
 
 class GatewayStats(BaseModel):
     """Counts since the gateway started, except where marked as current."""
@@ -216,3 +218,12 @@ class EngineUseMeter:
             imbalance=self._busiest / self._mean if self._mean else None,
             kv_used=sum(known) / len(known) if known else None,
         )
+
+
+def is_cache_break(known: int, cached: int) -> bool:
+    """Return whether an engine's prefix cache has lost the `known` tokens of a conversation, having found `cached`.
+
+    A session stays on one engine. If a call that continues it hits far less, it reached another engine, or the cache
+    was evicted or flushed with new weights.
+    """
+    return known >= _CACHE_MIN_TOKENS and cached < known * _CACHE_SHARE

@@ -38,7 +38,6 @@ from rollout_backend.serving.weights import WeightStore, WeightUpdate
 if TYPE_CHECKING:
     import torch
 
-
 log = logging.getLogger(__name__)
 
 
@@ -53,7 +52,10 @@ class RunPhase(StrEnum):
 
 
 class ModelServing:
-    """What serves one run's model calls. `gateways` is set by `start`, and `dialer` too if the run has a relay."""
+    """The servers that answer one run's model calls.
+
+    `start` sets `gateways`, and `dialer` too if the run has a relay.
+    """
 
     gateways: GatewayFleet
 

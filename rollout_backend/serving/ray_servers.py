@@ -82,9 +82,10 @@ class RayActor:
         self._placed = True
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Return what a method of the server returns. Raise the `ServingError` that it raises.
+        """Call a method of the server and return its result.
 
         Raises:
+            ServingError: the method raised it.
             StartupError: the method raised anything else, or the actor has died.
         """
         return await self._result(self.handle.call.remote(method, *arguments))

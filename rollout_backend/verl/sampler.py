@@ -198,7 +198,7 @@ def _split_stale(batch: KVBatchMeta, oldest: int, counts: Counter[str]) -> tuple
 
 
 def _place(key: str, tag: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the place of a row among others: its batch, prompt, session and segment."""
+    """Return the key by which rows are sorted: batch, prompt, session and segment."""
     _, session, index = key.rsplit("_", 2)
     return tag.get("batch", 0), tag.get("place", 0), int(session), int(index)
 

@@ -92,16 +92,23 @@ def as_processes(example: Path, engine: ScriptedEngine) -> list[str]:
     return ["run", str(example / "config.yaml"), "--local", "-o", MODEL, "-o", serving]
 
 
-def on_kubernetes(
-    example: Path, engine: ScriptedEngine, cluster: KubernetesEmulator, storage: LocalStorage
-) -> list[str]:
+def services(engine: ScriptedEngine, storage: LocalStorage) -> list[str]:
+    """Return the settings of a run with this engine and these S3 and SQS."""
     port = free_port()
-    overrides = [
+    return [
         MODEL,
         f"gateway={{host: 127.0.0.1, port: {port}, public_url: 'http://127.0.0.1:{port}'}}",
         f"serving={{kind: external, urls: ['{engine.url}']}}",
         f"aws={{region: {storage.region}, endpoint_url: '{storage.endpoint_url}'}}",
         f"storage.bucket={storage.bucket}",
+    ]
+
+
+def on_kubernetes(
+    example: Path, engine: ScriptedEngine, cluster: KubernetesEmulator, storage: LocalStorage
+) -> list[str]:
+    overrides = [
+        *services(engine, storage),
         f"runtime.kubeconfig={cluster.kubeconfig}",
         "runtime.start_timeout_s=300",
     ]
@@ -109,13 +116,8 @@ def on_kubernetes(
 
 
 def on_agentcore(example: Path, engine: ScriptedEngine, local: LocalRuntime, storage: LocalStorage) -> list[str]:
-    port = free_port()
     overrides = [
-        MODEL,
-        f"gateway={{host: 127.0.0.1, port: {port}, public_url: 'http://127.0.0.1:{port}'}}",
-        f"serving={{kind: external, urls: ['{engine.url}']}}",
-        f"aws={{region: {storage.region}, endpoint_url: '{storage.endpoint_url}'}}",
-        f"storage.bucket={storage.bucket}",
+        *services(engine, storage),
         f"runtime.image={local.image}",
         f"runtime.role={local.role}",
         f"runtime.endpoint_url={local.endpoint_url}",

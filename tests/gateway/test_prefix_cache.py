@@ -7,8 +7,25 @@ from operator import eq
 import pytest
 
 from rollout_backend.config import RouterConfig
+from rollout_backend.gateway.stats import is_cache_break
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.router import Router
+
+
+@pytest.mark.parametrize(
+    ("known", "cached", "broken"),
+    [
+        (0, 0, False),  # a first call
+        (255, 0, False),  # too short for an engine with large pages
+        (256, 0, True),
+        (1000, 999, False),
+        (1000, 1200, False),  # another session has asked the same before
+        (1000, 512, False),
+        (1000, 499, True),  # the system prompt alone, say
+    ],
+)
+def test_a_cache_break_is_the_loss_of_most_of_a_conversation(known, cached, broken):
+    assert is_cache_break(known, cached) is broken
 
 
 class CachingEngine(ScriptedEngine):

@@ -269,8 +269,8 @@ class EngineClient:
             async with asyncio.timeout(self._timeout_s):
                 partial = await self._sample(request)
         except TimeoutError:
-            asleep = "" if not self._engines.calls.paused else ": they are paused while the trainer has their memory"
-            raise EngineUnavailable(f"no engine answered within {self._timeout_s:g} s{asleep}") from None
+            paused = ": they are paused while the trainer has their memory" if self._engines.calls.paused else ""
+            raise EngineUnavailable(f"no engine answered within {self._timeout_s:g} s{paused}") from None
         return partial.completion(time.monotonic() - began, experts_from)
 
     async def _sample(self, request: _Request) -> _Partial:
@@ -289,7 +289,7 @@ class EngineClient:
             try:
                 await self._engines.calls.run(self._advance(url, partial, request, adapter))
             except CallsPaused:
-                raise _Interrupted("the engines were put to sleep") from None
+                raise _Interrupted("the engines were paused") from None
             except EngineRefused:
                 if adapter == self._adapters.newest(request.adapter):
                     raise

@@ -49,7 +49,7 @@ class Engines:
     ) -> str | None:
         """Return the engine for a call with these sampling parameters, or None to use the router.
 
-        Engines in `failed` are used only if all engines are in it.
+        An engine in `failed` is used only if all of them are.
         """
         if not (self._all_calls_direct or _DROPPED & params.keys()):
             return None

@@ -179,7 +179,7 @@ class ImageRuntimes:
         return [arn for name, arn in arns.items() if may_have(name, session_id)]
 
     async def aclose(self) -> None:
-        """Stop creating runtimes, and give up the leases of those without an open session."""
+        """Cancel all creations, and remove this run's leases from runtimes without an open session."""
         making = [each.making for each in self._known.values() if each.making is not None]
         for task in making:
             task.cancel()
@@ -237,7 +237,7 @@ class ImageRuntimes:
                     if error.reason == "runtime_create_failed":
                         runtime.failed = self._wall()
                     raise
-                except _Full as error:
+                except QuotaOfRuntimes as error:
                     if (pause := next(repeats, None)) is not None:  # the quota may be freed late
                         await asyncio.sleep(pause)
                     elif await self._evict():
@@ -342,7 +342,7 @@ def spec_of(config: AgentCoreConfig, container: TaskContainer, payload: Mapping[
 
 
 def lease_of(run_id: str) -> str:
-    """Return the key of the tag that is the lease of a run."""
+    """Return the key of the tag that holds a run's lease."""
     return LEASE + (run_id if len(run_id) <= _RUN_ID else hashlib.sha256(run_id.encode()).hexdigest())
 
 
@@ -389,30 +389,25 @@ async def delete_runtime(client: Any, arn: str, timeout_s: float) -> bool:
     place = {"agentRuntimeId": arn.rpartition("/")[2]}
     exceptions = client.exceptions
     try:
-        await client.delete_agent_runtime(**place)
-        async with asyncio.timeout(timeout_s):
-            for pause in pauses():
-                if (await client.get_agent_runtime(**place))["status"] == "DELETE_FAILED":
-                    return False
-                await asyncio.sleep(pause)
+        with contextlib.suppress(exceptions.ConflictException, TimeoutError):
+            await client.delete_agent_runtime(**place)
+            async with asyncio.timeout(timeout_s):
+                for pause in pauses():
+                    if (await client.get_agent_runtime(**place))["status"] == "DELETE_FAILED":
+                        break
+                    await asyncio.sleep(pause)
     except exceptions.ResourceNotFoundException:
         return True
-    except (exceptions.ConflictException, TimeoutError):
-        return False
-    raise AssertionError("unreachable")
-
-
-class _Full(Exception):
-    """The account has as many runtimes as its quota allows."""
+    return False
 
 
 @contextmanager
 def _as_call_error(what: str) -> Iterator[None]:
-    """Turn errors of the control plane into RuntimeCallError, or into `_Full`."""
+    """Turn errors of the control plane into RuntimeCallError, but for QuotaOfRuntimes."""
     try:
         yield
-    except QuotaOfRuntimes as error:
-        raise _Full(str(error)) from error
+    except QuotaOfRuntimes:
+        raise
     except RuntimeDelayed as error:
         raise RuntimeNotReady(str(error)) from error
     except PreflightError as error:
