@@ -22,7 +22,9 @@ from rollout_backend.checks.token_capture import check_capture
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.check_result import CheckResult
+from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.cost import Prices, dollars
+from rollout_backend.results.findings import Level, forced_formats, token_counts
 from rollout_backend.runtimes.base import AgentRuntime
 from rollout_backend.runtimes.registry import runtime_class
 
@@ -37,6 +39,7 @@ async def examine(
     if machine:
         found += await check_public_address(config)
         found += await asyncio.to_thread(check_tools, config)
+        found += await asyncio.to_thread(check_forced_formats, config)
         found += [check_packages(), *await check_engine_version(config), check_open_files(config)]
         found += await check_capture(config) if engine else [_not_captured()]
     return found
@@ -117,6 +120,28 @@ def estimate_cost(config: RolloutConfig, rollouts: int | None) -> CheckResult:
         f"of timeouts.agent_s without waiting for the model (estimate, without {prices.left_out})"
     )
     return CheckResult("ok", "prices", text, "cost")
+
+
+def check_forced_formats(config: RolloutConfig) -> list[CheckResult]:
+    """Report forced formats in the newest step of the run, or else of another run in `output_dir`.
+
+    Only calls show that a framework forces a tool. Without a step, or with `as_auto`, return nothing.
+    """
+    steps = "steps/*.rollouts.jsonl"
+    found = [*config.run_dir.glob(steps)] or [*config.output_dir.glob(f"*/{steps}")]
+    if not found or config.gateway.forced_tools == "as_auto":
+        return []
+    newest, name = max(found, key=lambda path: path.stat().st_mtime), "forced-formats"
+    archive = RunArchive(newest.parents[1])
+    try:
+        results = [record.result for record in archive.read_records(archive.steps()[-1])]
+    except (OSError, ValueError) as error:
+        return [CheckResult("unchecked", "gateway.forced_tools", f"{newest} cannot be read: {error}", name)]
+    text = f"in the last step of run {archive.run_dir.name}"
+    for finding in forced_formats(*token_counts(result for result in results if result is not None)):
+        if finding.level is not Level.NOTE:
+            return [CheckResult("warning", "gateway.forced_tools", f"{text}, {finding.text}: {finding.advice}", name)]
+    return [CheckResult("ok", "gateway.forced_tools", f"{text}, replies could be trained", name)]
 
 
 def _not_captured() -> CheckResult:

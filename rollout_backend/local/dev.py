@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -227,7 +228,9 @@ class CallPrinter:
                 self.print(Text(f"this call started a new training row: {turn.opened}", "dim"))
             completion = turn.completion
             cut = ", cut at the limit of tokens" if completion.finish_reason == "length" else ""
-            note = f"  ({len(completion.token_ids)} tokens, {completion.seconds:.2f} s{cut})"
+            known = [each for each in completion.logprobs if each is not None and math.isfinite(each)]
+            forced = "" if known or not completion.token_ids else ", not trained: its format was forced"
+            note = f"  ({len(completion.token_ids)} tokens, {completion.seconds:.2f} s{cut}{forced})"
             self._print_message(turn.messages[-1], note)
 
     def _print_message(self, message: Mapping[str, Any], note: str = "") -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Protocol
 
@@ -68,8 +68,12 @@ def judge(report: StepReport, records: Sequence[RolloutRecord], min_completed: i
     usable = [group for group in report.groups if group.usable]
     done = f"{completed} of {planned} rollouts completed"
     results = [record.result for record in records if record.result is not None]
-    why = _nothing_to_train(report, usable) or _no_token_to_train(results)
-    if why and usable and all(reward == 1 for group in usable for reward in group.rewards):
+    forced = [*forced_formats(*token_counts(results))]
+    why = _nothing_to_train(report, usable)
+    if usable and forced and forced[0].level is Level.BAD:
+        why = forced[0].text
+        first = replace(forced.pop(), text=f"nothing to train on: {why}")
+    elif why and usable and all(reward == 1 for group in usable for reward in group.rewards):
         text = f"nothing to train on: solved, every reward is 1 ({count(len(usable), 'task')})"
         first = Finding(Level.WARNING, text, "choose harder tasks")
     elif why:
@@ -80,6 +84,7 @@ def judge(report: StepReport, records: Sequence[RolloutRecord], min_completed: i
     if completed < min_completed:
         findings.append(Finding(Level.BAD, f"{done}, and at least {min_completed} must complete"))
     findings += [] if why else _spread(usable)
+    findings += forced
     findings += cut_replies(sum(result.cut_replies for result in results), sum(result.turns for result in results))
     findings += failure_findings(count_failures(records), report.planned)
     if report.unclosed_sessions:
@@ -99,15 +104,23 @@ def _nothing_to_train(report: StepReport, usable: list[GroupReport]) -> str | No
     return _all_equal(usable) or f"rewards equal within each group ({count(len(usable), 'task')})"
 
 
-def _no_token_to_train(results: Sequence[ResultSummary]) -> str | None:
-    sampled = sum(result.sampled_tokens for result in results)
-    if not sampled or any(result.trained_tokens != 0 for result in results if result.sampled_tokens):
-        return None
-    return (
-        f"none of {sampled:,} sampled tokens has a logprob: every reply had a forced format (tool_choice, "
-        "response_format), whose tokens were drawn from another distribution than the model's; if a framework forces "
-        "a tool in every call, set gateway.forced_tools: as_auto"
+def token_counts(results: Iterable[ResultSummary]) -> tuple[int, int]:
+    """Return how many tokens were sampled, and how many of them can be trained, where both are known."""
+    known = [(each.sampled_tokens, each.trained_tokens) for each in results if each.trained_tokens is not None]
+    return sum(sampled for sampled, _ in known), sum(trained for _, trained in known)
+
+
+def forced_formats(sampled: int, trained: int) -> Iterator[Finding]:
+    """Describe the sampled tokens that cannot be trained: only replies with a forced format have no logprobs."""
+    if trained == sampled:
+        return
+    level = Level.BAD if not trained else Level.WARNING if 2 * trained < sampled else Level.NOTE
+    text = (
+        f"{f'{sampled - trained:,}' if trained else 'none'} of {sampled:,} sampled tokens "
+        f"{'have no logprob: some replies' if trained else 'has a logprob: every reply'} had a forced format "
+        "(tool_choice, response_format), whose tokens were drawn from another distribution than the model's"
     )
+    yield Finding(level, text, "gateway.forced_tools: as_auto, if a framework forces a tool in every call")
 
 
 def _spread(usable: list[GroupReport]) -> Iterator[Finding]:
@@ -203,8 +216,12 @@ def findings_of(
     report: StepReport | None, records: Sequence[RolloutRecord], summary: StepSummary, *, runs: bool = False
 ) -> tuple[Finding, ...]:
     """Return the findings on a step, most important first. `report` is None if the step `runs` or was interrupted."""
-    accounts = failure_findings(count_failures(records), len(records)) if runs else _accounts(report, records)
-    found = [*accounts, *_records(records, summary)]
+    if runs:
+        results = [record.result for record in records if record.result is not None]
+        found = [*failure_findings(count_failures(records), len(records)), *forced_formats(*token_counts(results))]
+    else:
+        found = [*_accounts(report, records)]
+    found += _records(records, summary)
     found += _sessions(report.engine_use if report is not None else None, summary)
     return tuple(sorted(found, key=lambda finding: finding.level))
 

@@ -16,6 +16,7 @@ from rollout_backend.results.findings import (
     Level,
     cut_replies,
     failure_findings,
+    forced_formats,
     rate_findings,
 )
 from rollout_backend.results.step_report import CallRate
@@ -41,6 +42,8 @@ class Progress:
     groups_with_spread: int = 0  # of these; GRPO learns from no other
     turns: int = 0  # model calls of the rollouts that have a result
     cut_replies: int = 0  # of these turns, those that ended at max_tokens or at the end of the context
+    sampled_tokens: int = 0  # of the rollouts that have a result
+    trained_tokens: int = 0  # of these tokens, those with a logprob
     slowest: str = ""  # the rollout that is at work for the longest time
     slowest_s: float = 0.0
     slowest_left_s: float | None = None  # until its deadline; None: it has none
@@ -93,6 +96,8 @@ class Progress:
             groups_with_spread=sum(sum(totals.spread.values()) for totals in each),
             turns=sum(totals.turns for totals in each),
             cut_replies=sum(totals.cut_replies for totals in each),
+            sampled_tokens=sum(totals.sampled_tokens for totals in each),
+            trained_tokens=sum(totals.trained_tokens for totals in each),
             slowest=slowest,
             slowest_s=max(0.0, now() - since) if slowest else 0.0,
             slowest_left_s=None if deadline is None else max(0.0, deadline - loop_now),
@@ -132,6 +137,7 @@ class Progress:
         found = [Finding(Level.BAD, self.warning)] if self.warning else []
         found += failure_findings(self.failures, self.planned)
         found += rate_findings(self)
+        found += forced_formats(self.sampled_tokens, self.trained_tokens)
         found += cut_replies(self.cut_replies, self.turns)
         return tuple(sorted(found, key=lambda finding: finding.level))
 

@@ -39,6 +39,7 @@ class StepTotals:
         self.trainable = self.wasted = NO_USAGE  # of the ended rollouts
         self.turns = 0
         self.cut_replies = 0
+        self.sampled_tokens = self.trained_tokens = 0
         self.spread: dict[str, bool] = {}  # by task: whether the rewards of its group differ. Settled, usable groups
         self.seconds: list[float] = []  # of the rollouts that delivered a result, in ascending order
         self._ledger = ledger
@@ -60,6 +61,8 @@ class StepTotals:
         summary = ResultSummary.of(rollout)
         self.turns += summary.turns
         self.cut_replies += summary.cut_replies
+        self.sampled_tokens += summary.sampled_tokens
+        self.trained_tokens += summary.trained_tokens or 0
         self._add_usage(self._ledger.entries[rollout.rollout_id], summary)
         if rollout.reward is not None:
             self.rewards += 1

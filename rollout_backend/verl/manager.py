@@ -393,7 +393,7 @@ class CloudAgentLoopManager:
             log.warning("rollout %s is not trained: a segment lacks the model's routed experts", rollout.rollout_id)
         if made.truncated_tokens or made.unknown_logprobs:
             log.warning(
-                "rollout %s: %d sampled tokens did not fit and %d have no logprob; they are not trained",
+                "rollout %s: %d sampled tokens did not fit and %d have no logprob (forced formats): not trained",
                 rollout.rollout_id,
                 made.truncated_tokens,
                 made.unknown_logprobs,

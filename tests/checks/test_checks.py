@@ -7,6 +7,7 @@ import json
 import math
 import resource
 import socket
+from array import array
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -18,23 +19,26 @@ import pytest
 import trustme
 from typer.testing import CliRunner
 
-from agent_wrapper.contract import Trajectory
+from agent_wrapper.contract import Outcome, Trajectory
 from builders import run_config
 from rollout_backend import cli
 from rollout_backend.aws import Identity
 from rollout_backend.checks import token_capture
 from rollout_backend.checks.account import describe_credentials
-from rollout_backend.checks.examination import estimate_cost, examine
+from rollout_backend.checks.examination import check_forced_formats, estimate_cost, examine
 from rollout_backend.checks.installation import check_engine_version, check_open_files, check_packages
 from rollout_backend.checks.model import check_context, check_tools
 from rollout_backend.checks.preflight import check_run
 from rollout_backend.checks.public_address import _check_name, check_public_address
 from rollout_backend.config import AgentCoreConfig, RolloutConfig
 from rollout_backend.core.check_result import CheckResult
+from rollout_backend.core.ledger import Ledger, PlannedRollout
 from rollout_backend.errors import PreflightError
 from rollout_backend.gateway.stats import EngineSample
 from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.local.scripted import Fail, ScriptedEngine
+from rollout_backend.results.archive import RunArchive
+from rollout_backend.results.records import records_of
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
 from rollout_backend.serving.server_process import free_port
 from rollout_backend.testing.fault_proxy import Fault, FaultProxy, Rule
@@ -554,6 +558,30 @@ async def test_a_gateway_that_is_running():
 def test_a_renderer_that_does_not_read_tool_calls():
     [found] = check_tools(run_config(model={"path": run_config().model.path, "renderer": "default"}))
     assert (found.level, "agents with tools will not get their calls" in found.text) == ("warning", True)
+
+
+@pytest.mark.parametrize(
+    ("known", "forced_tools", "levels"),
+    [([0, 0], "constrain", ["warning"]), ([0, 2], "constrain", ["ok"]), ([0, 0], "as_auto", [])],
+)
+@pytest.mark.parametrize("run_id", ["doctor-run", "another-run"])
+def test_an_earlier_step_of_which_nothing_could_be_trained(tmp_path, known, forced_tools, levels, run_id):
+    config = run_config(output_dir=tmp_path, run_id="doctor-run", gateway={"forced_tools": forced_tools})
+    assert check_forced_formats(config) == []
+    ledger, results = Ledger(0), []
+    for i, tokens in enumerate(known):
+        rollout = make_rollout(f"a.{i}")
+        segment = rollout.segments[0]
+        logprobs = segment.logprobs if tokens else array("f", [math.nan] * len(segment.logprobs))
+        results.append(rollout.model_copy(update={"segments": (segment.model_copy(update={"logprobs": logprobs}),)}))
+        ledger.plan([PlannedRollout(f"a.{i}", "a")])
+        ledger.record_result(f"a.{i}", Outcome.COMPLETED, trainable=True)
+    RunArchive(tmp_path / run_id).write_records(0, records_of(ledger, lambda entry: "", results))
+    found = check_forced_formats(config)
+    assert [each.level for each in found] == levels
+    for each in found:
+        assert each.text.startswith(f"in the last step of run {run_id}, ")
+        assert ("none of 4 sampled tokens has a logprob" in each.text) == (each.level == "warning")
 
 
 def test_a_package_of_another_version(monkeypatch):

@@ -13,6 +13,7 @@ import threading
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -131,11 +132,16 @@ def test_each_message_is_printed_once():
     watcher.ended([], "503 no engine")
     watcher.started(ModelCall("m", [question, reply, result]))
     watcher.started(ModelCall("m", [user("another conversation")]))
+    for logprobs in ([-0.5], [float("nan")]):
+        completion = SimpleNamespace(token_ids=[1], logprobs=logprobs, seconds=0.5, finish_reason="stop")
+        watcher.ended([SimpleNamespace(opened=None, completion=completion, messages=[question, reply])], "")
     assert console.file.getvalue().splitlines() == [
         "user      Weather?",
         "the call failed: 503 no engine",
         "user      sunny",
         "user      another conversation",
+        "assistant weather({})  (1 tokens, 0.50 s)",
+        "assistant weather({})  (1 tokens, 0.50 s, not trained: its format was forced)",
     ]
 
 

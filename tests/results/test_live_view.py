@@ -9,7 +9,7 @@ import pytest
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.ledger import Phase
 from rollout_backend.gateway.stats import Counters, GatewayStats
-from rollout_backend.results.findings import FailureCount
+from rollout_backend.results.findings import FailureCount, Level
 from rollout_backend.results.progress import Progress
 from rollout_backend.results.step_report import CallRate
 from rollout_backend.results.step_totals import LastResult
@@ -102,6 +102,13 @@ def test_before_the_first_result_a_frame_says_what_is_waited_for():
     ):
         assert f" {words}" in text(snapshot(shown))
         assert plain_line(snapshot(shown)) == words
+
+
+def test_replies_that_had_a_forced_format_are_named_with_the_first_results():
+    for trained, level in ((0, Level.BAD), (6, Level.NOTE), (10, None)):
+        found = progress(running=1, sampled_tokens=10, trained_tokens=trained).findings()
+        assert [each.level for each in found] == ([level] if level is not None else [])
+        assert all(each.advice.startswith("gateway.forced_tools: as_auto") for each in found)
 
 
 def servers(*states: tuple[bool, int]) -> tuple[ServerState, ...]:

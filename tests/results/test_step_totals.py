@@ -39,6 +39,7 @@ def test_results_and_groups_are_added_once():
         step.totals.update()
     totals = step.totals
     assert (totals.rewards, totals.reward_sum, totals.turns, totals.spread) == (3, 2.0, 3, {"a": True})
+    assert (totals.sampled_tokens, totals.trained_tokens) == (6, 6)
     assert totals.seconds == [1.0, 1.0, 1.0]
     assert totals.p95_s is None
     step.finish("b.1", 1.0)

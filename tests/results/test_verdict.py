@@ -119,11 +119,22 @@ def test_a_verdict_that_passes_names_what_was_lost(groups, sentences):
     assert list(verdict.sentences[1:]) == sentences
 
 
-def test_replies_that_all_had_a_forced_format_leave_nothing_to_train_on():
-    verdict = verdict_on(step([f"{FORCED}0", f"{FORCED}1"]))
+@pytest.mark.parametrize("rewards", [(0, 1), (0, 0), (1, 1)])
+def test_replies_that_all_had_a_forced_format_leave_nothing_to_train_on(rewards):
+    """That is said first: other rewards would not help."""
+    verdict = verdict_on(step([f"{FORCED}{reward}" for reward in rewards]))
     assert not verdict.passed
     assert verdict.sentences[0].startswith("nothing to train on: none of 4 sampled tokens has a logprob: every reply")
-    assert verdict_on(step([f"{FORCED}0", 1.0])).passed
+    assert (verdict.findings[0].level, len(verdict.findings)) == (Level.BAD, 1)
+    assert "gateway.forced_tools: as_auto" in verdict.findings[0].advice
+
+
+@pytest.mark.parametrize(("forced", "level"), [(1, Level.NOTE), (2, Level.WARNING)])
+def test_some_replies_with_a_forced_format_are_counted(forced, level):
+    verdict = verdict_on(step([*[f"{FORCED}0"] * forced, 1.0]))
+    assert verdict.passed
+    assert verdict.findings[1].level is level
+    assert verdict.sentences[1].startswith(f"{2 * forced} of {2 * forced + 2} sampled tokens have no logprob")
 
 
 @pytest.mark.parametrize(
