@@ -1,7 +1,5 @@
 """Fixtures for all tests: S3 and SQS as local servers, and rollouts to store in them."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

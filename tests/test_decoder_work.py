@@ -1,7 +1,5 @@
 """No input makes a decoder work more than an ordinary input of its size does, by more than a constant factor."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gzip

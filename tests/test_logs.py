@@ -1,7 +1,5 @@
 """Log lines as JSON."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

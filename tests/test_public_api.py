@@ -1,7 +1,5 @@
 """Tests of what `import rollout_backend` and `import agent_wrapper` export."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

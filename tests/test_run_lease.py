@@ -1,7 +1,5 @@
 """Which manager holds a run: over a real S3, with processes that live and processes that are dead."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Spans reach a collector, and a collector that is away holds nothing up."""
 
-from __future__ import annotations
-
 import importlib.util
 import socket
 import threading

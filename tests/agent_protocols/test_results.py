@@ -1,7 +1,5 @@
 """What agents of other protocols are sent, and what is made of their results."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

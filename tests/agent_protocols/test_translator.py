@@ -1,7 +1,5 @@
 """Results of agents of another protocol become rollouts, over a bucket and a runtime in memory."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

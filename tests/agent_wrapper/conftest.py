@@ -1,7 +1,5 @@
 """Fixtures: S3 and SQS, a stub of the gateway, and containers."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Callable, Iterator

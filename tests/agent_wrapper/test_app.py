@@ -1,7 +1,5 @@
 """The container as its callers see it, over HTTP, with S3 and SQS behind it."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What an agent may publish beside its result."""
 
-from __future__ import annotations
-
 import pytest
 
 from agent_wrapper.artifacts import ArtifactError, Artifacts

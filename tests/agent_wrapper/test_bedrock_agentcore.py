@@ -1,7 +1,5 @@
 """An app of the real bedrock-agentcore SDK, with its import line changed, in containers and over HTTP."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

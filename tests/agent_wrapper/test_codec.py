@@ -1,7 +1,5 @@
 """A hostile object is refused before anything is built of it, and every ordinary one is read."""
 
-from __future__ import annotations
-
 import struct
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Commands as agents: their environment, output, failures and end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

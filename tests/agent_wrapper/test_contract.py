@@ -1,7 +1,5 @@
 """What one side writes the other reads. Anything else raises a ContractError that names the field."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """Any command as an agent: how it gets the task, how it is scored, and how it ends."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import gc

@@ -1,7 +1,5 @@
 """The container that runs the payload of one file and exits."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

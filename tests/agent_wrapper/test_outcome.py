@@ -1,7 +1,5 @@
 """What becomes of what an agent returns or raises."""
 
-from __future__ import annotations
-
 import fractions
 import json
 import math

@@ -1,7 +1,5 @@
 """Results written by URL, to moto's S3 and to a scripted one."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

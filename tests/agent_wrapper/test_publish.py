@@ -1,7 +1,5 @@
 """Results are written once and announced, to moto's S3 and SQS and to a scripted S3."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

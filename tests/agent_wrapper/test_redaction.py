@@ -1,7 +1,5 @@
 """Keys and signatures in texts and logs."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """The verifier's container: what it scores, and what it reports."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

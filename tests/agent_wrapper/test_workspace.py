@@ -1,7 +1,5 @@
 """Folders as archives."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import os

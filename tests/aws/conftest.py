@@ -1,7 +1,5 @@
 """A proxy that plays AWS: it answers every request itself, whatever its host, and records it."""
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """Credentials that are missing, that cannot be renewed, or that have expired: each error says which."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import AsyncIterator

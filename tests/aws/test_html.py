@@ -1,7 +1,5 @@
 """Answers that are HTML pages of a proxy, or of a server that is not AWS."""
 
-from __future__ import annotations
-
 import pytest
 from botocore.parsers import ResponseParserError
 

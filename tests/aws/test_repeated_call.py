@@ -1,7 +1,5 @@
 """Repeated calls against aiobotocore's own: the same requests, the same errors."""
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 import sys

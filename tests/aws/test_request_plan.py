@@ -1,7 +1,5 @@
 """Plans against botocore's serializers: the same requests, and only of arguments that botocore accepts."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Each line of `rollout doctor`, in the case that it is for: what it finds, and what it says to do."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

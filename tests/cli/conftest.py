@@ -1,7 +1,5 @@
 """A task file, settings over local S3 and SQS, and the command line in this process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Bad input at the command line: a clear error that says what to do, before anything is started."""
 
-from __future__ import annotations
-
 import json
 import os
 

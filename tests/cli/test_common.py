@@ -1,7 +1,5 @@
 """Interrupts, errors of the machine, and output to pipes."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pty

@@ -1,7 +1,5 @@
 """`rollout demo`: where its model and its example come from. `tests/e2e/test_demo.py` runs whole demos."""
 
-from __future__ import annotations
-
 import json
 
 from rollout_backend.core.tasks import read_tasks

@@ -1,7 +1,5 @@
 """`rollout dev`: what is refused before anything starts. `tests/local/test_dev.py` runs agents."""
 
-from __future__ import annotations
-
 import pytest
 
 

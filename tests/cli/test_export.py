@@ -1,7 +1,5 @@
 """`rollout export`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas

@@ -1,7 +1,5 @@
 """Options before the command's name: version, color, help and completion."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`rollout init`: what each template makes, and that it works as it is."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

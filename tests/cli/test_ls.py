@@ -1,7 +1,5 @@
 """`rollout ls` and `rollout compare`."""
 
-from __future__ import annotations
-
 import json
 
 from rollout_backend.local.scripted import BYTE_MODEL

@@ -3,8 +3,6 @@
 tests/README.md lists fourteen of them. Rewards that are all equal are in `test_verdict.py`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Each of the questions in docs/read-a-run.md is answered by the command that the page names."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`rollout replay`: the rows of a live step, rebuilt from its folder."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,7 +1,5 @@
 """`rollout report`, and the report that `rollout run` leaves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from made_runs import MadeRun, make_run

@@ -1,7 +1,5 @@
 """`rollout rescore`: new rewards beside the old ones, which stay."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run's folder: it can be resumed, reproduced and shared."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`rollout show`: a run, a step, a task, every planned rollout of the newest run, also a failed one, and a turn."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`rollout run` ends with a verdict in words and a matching exit code."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

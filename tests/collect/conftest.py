@@ -1,7 +1,5 @@
 """Fixtures: a local S3 and SQS, and runs that receive from them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack

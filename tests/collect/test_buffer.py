@@ -1,7 +1,5 @@
 """The buffer delivers announced and listed results to their step, and no message or object stops it."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import random

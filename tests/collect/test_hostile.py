@@ -1,7 +1,5 @@
 """With the agent's role, a container can write under other rollouts' keys. Such results never count."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

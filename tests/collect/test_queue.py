@@ -1,7 +1,5 @@
 """The announcement queue on a local SQS: created and deleted with the run, or given and kept."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """SQS blocks the name of a deleted queue for a minute. A run that restarts within that minute waits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The result store on a local S3: reading, listing and quarantine."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Prompts of a restarted asynchronous trainer are assigned to the steps that ran them."""
 
-from __future__ import annotations
-
 from rollout_backend.core.earlier_batches import EarlierBatches, Origin, batch_number
 from rollout_backend.core.manifest import Manifest, PlannedTask
 

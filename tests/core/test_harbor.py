@@ -1,7 +1,5 @@
 """Folders of Harbor tasks as task files."""
 
-from __future__ import annotations
-
 import base64
 
 import pytest

@@ -1,7 +1,5 @@
 """Session ids of tasks with a container."""
 
-from __future__ import annotations
-
 from agent_wrapper.contract import Sampling
 from rollout_backend.core.harbor import CONTAINER_FIELD, container_key
 from rollout_backend.core.manifest import Manifest

@@ -1,7 +1,5 @@
 """A trainer that keeps the pace trains every group within the age limit; ages count updates of the weights."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Building an image in CodeBuild: its calls, its faults, and the commands of its buildspec, with a fake docker."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Agents that break the container's contract, each in one way."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

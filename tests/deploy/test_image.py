@@ -1,7 +1,5 @@
 """Building an agent's image, with a builder that only notes how it was called, and a registry's login."""
 
-from __future__ import annotations
-
 import base64
 import sys
 import tomllib

@@ -1,7 +1,5 @@
 """The commands of a new user, one after the other, without an account."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

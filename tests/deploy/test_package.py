@@ -1,7 +1,5 @@
 """The zip of an agent that is deployed as code. `uv` is a fake: the slow journey runs the real one."""
 
-from __future__ import annotations
-
 import sys
 import zipfile
 from pathlib import Path

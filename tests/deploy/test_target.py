@@ -1,7 +1,5 @@
 """The outputs of a stack, as the settings of a run."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What `rollout down` deletes and what it leaves, against S3, SQS and a control plane that is slow and throttles."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import AsyncIterator

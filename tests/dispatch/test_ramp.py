@@ -1,7 +1,5 @@
 """Rates and numbers of sessions that follow from the runtime's quotas, and batches that cannot start in time."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 
 import pytest

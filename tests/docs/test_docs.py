@@ -1,7 +1,5 @@
 """Check that the documentation names things that exist: commands, options, settings, reasons, paths, links."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

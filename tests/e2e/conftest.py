@@ -3,8 +3,6 @@
 The engine is scripted, so that each run is short and deterministic. The router is the real one.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack

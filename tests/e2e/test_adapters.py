@@ -1,7 +1,5 @@
 """Two LoRA adapters on one real engine while agents call it, on the CPU in float32."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path

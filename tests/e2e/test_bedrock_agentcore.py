@@ -1,7 +1,5 @@
 """An agent in an app of the bedrock-agentcore SDK, with the real package, on the emulated runtime."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

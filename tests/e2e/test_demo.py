@@ -1,7 +1,5 @@
 """`rollout demo` as a user runs it: to its end, interrupted, and with a cloud that dies."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -5,8 +5,6 @@ Everything except the model is a real process. S3 and SQS are moto, or the emula
 the rows must equal those of an undisturbed run, or be missing with a reason.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import json

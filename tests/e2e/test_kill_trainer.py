@@ -1,7 +1,5 @@
 """A trainer is killed at random times and restarted. Everything except the model is real."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -4,8 +4,6 @@ The model is random and tiny, so only the tokens' path is real, not what they sa
 the replies that it read, so an invented reward or a reply with other tokens would show.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Whole steps on Kubernetes: manager, router, gateway, S3, SQS and real agents as pods of the emulator."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

@@ -1,7 +1,5 @@
 """New weights for a real SGLang server while agents call it, on the CPU in float32."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """The example in JavaScript, which follows the contract without this package."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

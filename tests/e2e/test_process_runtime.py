@@ -1,7 +1,5 @@
 """`rollout run --local` with agents as processes: nothing but this machine."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

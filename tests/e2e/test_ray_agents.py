@@ -1,7 +1,5 @@
 """Agents on a Ray cluster: a step survives the loss of the machine that runs them."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

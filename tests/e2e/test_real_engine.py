@@ -1,7 +1,5 @@
 """Whole runs with a real model on real SGLang servers, on the CPU in float32."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os

@@ -1,7 +1,5 @@
 """A whole run whose agents reach only a relay, not a gateway."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

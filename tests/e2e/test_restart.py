@@ -1,7 +1,5 @@
 """The gateway, or the trainer with all its servers, is killed in the middle of a run and restarts."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

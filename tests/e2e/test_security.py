@@ -1,7 +1,5 @@
 """A whole run with hostile agents, and a check that no log contains a secret."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A real SGLang server on two machines of Ray's test cluster, one pipeline stage on each, on the CPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Agents in `AgentCoreRLApp` and `AgentCoreRuntimeApp`, with the real package, on the emulated runtime."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import json

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 TASK = {"question": "What is 3 + 4? Answer with only a number.", "answer": "7"}

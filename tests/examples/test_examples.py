@@ -1,7 +1,5 @@
 """The files that each example ships with its agent."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """mini-swe-agent on generated Harbor tasks: at the AgentCore emulator, as processes, and on Kubernetes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

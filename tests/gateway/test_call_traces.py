@@ -1,7 +1,5 @@
 """Each model call becomes a span of its rollout's trace."""
 
-from __future__ import annotations
-
 import openai
 import pytest
 

@@ -1,7 +1,5 @@
 """64 ordinary sessions keep their latency while one session, or a stranger, does its worst to their gateway."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

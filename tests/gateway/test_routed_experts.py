@@ -1,7 +1,5 @@
 """Routed experts: each segment has those with which the engine processed its tokens, or the call fails."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil

@@ -1,7 +1,5 @@
 """What one session, or a connection without a request, may use of a gateway."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json

@@ -1,7 +1,5 @@
 """The gateway matches stop strings, because an engine without a tokenizer rejects them or crashes."""
 
-from __future__ import annotations
-
 import openai
 import pytest
 

@@ -1,7 +1,5 @@
 """The benchmark of token identity, smaller: an agent with a tool, on the real engine and on a script."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A reply that no client received, and that no later call continues, is not trained."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

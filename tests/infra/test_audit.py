@@ -1,7 +1,5 @@
 """The audit of pinned versions, with a local service of known vulnerabilities."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Of a config only what the page marks as the reader's own is replaced: bucket, queue, runtime, model and addresses.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator

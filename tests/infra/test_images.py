@@ -1,7 +1,5 @@
 """The images, without a builder: what COPY takes, which versions pip may install, pytest inside an agent's image."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import shlex

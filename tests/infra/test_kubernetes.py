@@ -1,7 +1,5 @@
 """The manifests that are applied, and those that the runtime creates, against the published schemas."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The network of agents and gateway: who reaches whom, and that its paths are the gateway's shards."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

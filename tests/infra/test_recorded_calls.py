@@ -1,7 +1,5 @@
 """A deployment and its removal with the stack's policies in force: they make exactly the calls that the docs list."""
 
-from __future__ import annotations
-
 import asyncio
 import site
 import sys

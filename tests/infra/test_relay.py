@@ -1,7 +1,5 @@
 """The relay's manifests: what they promise, and that they fit the relay and its page."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The template: what cfn-lint knows of AWS's own schemas, and the promises of least privilege that it does not."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

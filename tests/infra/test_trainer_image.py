@@ -1,7 +1,5 @@
 """The training side's environment with verl on GPUs: it resolves, and the image is built on what it resolves to."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shutil

@@ -4,8 +4,6 @@ A command runs on a machine that has a checkout and some files. It fails if it n
 machine, an output, parameter or stack that does not exist, or an option that the command does not have.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Runs that die without a word, and what is left: real processes, real SQS and S3, the sessions of the emulator."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

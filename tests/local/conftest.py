@@ -1,7 +1,5 @@
 """An AgentCore emulator with a small app, in this process's event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The emulator, called by a real `bedrock-agentcore` client."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Agents that are deployed as code: what the emulator refuses, and what an agent sees of this machine."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import zipfile

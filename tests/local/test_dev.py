@@ -1,7 +1,5 @@
 """`rollout dev`: runs after changes, and what they print."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import io

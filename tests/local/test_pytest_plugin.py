@@ -1,7 +1,5 @@
 """The fixtures as installed for a user of the package."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A run's folder from a fixed seed and its report, and a console whose output tests can read."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from pathlib import Path

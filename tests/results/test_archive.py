@@ -1,7 +1,5 @@
 """The run directory: kept results are found again, and writes are atomic."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The report in headless Chromium: links, filters, search, keyboard and themes."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -1,7 +1,5 @@
 """How two runs differ."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

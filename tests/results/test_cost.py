@@ -1,7 +1,5 @@
 """What a step costs: the arithmetic, and that a display and a report agree."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

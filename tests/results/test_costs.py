@@ -1,7 +1,5 @@
 """Estimated dollars in reports and tables."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pyarrow.parquet

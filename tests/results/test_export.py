@@ -1,7 +1,5 @@
 """The tables that `rollout export` writes."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -1,7 +1,5 @@
 """The warning that no agent has called the model."""
 
-from __future__ import annotations
-
 import pytest
 
 from rollout_backend.gateway.stats import Counters, GatewayStats

@@ -1,7 +1,5 @@
 """Logs for Inspect, read by Inspect itself in the environment that `make clients` prepares."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

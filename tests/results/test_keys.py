@@ -1,7 +1,5 @@
 """Keys of a terminal: a pseudoterminal stands for it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pty

@@ -1,7 +1,5 @@
 """The lines that show a running step: pure functions of a snapshot."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The metrics in the documentation and in the dashboard are those of the code."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The report of a running run, over HTTP. The renewal in a browser is tested in `test_browser`."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

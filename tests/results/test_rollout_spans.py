@@ -1,7 +1,5 @@
 """The spans of a rollout follow from its record and its result."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a run was started with."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a run prints on a terminal, in a pipe and as JSON."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The end of a run has at most twelve lines."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from agent_wrapper.contract import Outcome, Rollout

@@ -1,7 +1,5 @@
 """What the page of a step shows, compared with the records of its rollouts."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

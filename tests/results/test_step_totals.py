@@ -1,7 +1,5 @@
 """The totals of a running step follow its ledger and its results."""
 
-from __future__ import annotations
-
 from agent_wrapper.contract import Outcome, Rollout
 from rollout_backend.core.ledger import Ledger, PlannedRollout
 from rollout_backend.results.findings import FailureCount

@@ -1,7 +1,5 @@
 """The page over all steps of a training run."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from statistics import fmean

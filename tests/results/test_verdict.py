@@ -1,7 +1,5 @@
 """Each sentence of a step's verdict, and when the verdict fails."""
 
-from __future__ import annotations
-
 from array import array
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Printed reports and rollouts are complete, and nothing in them can break the terminal."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The example of docs/add-a-runtime.md, in a package of its own: its tests, and settings that name it."""
 
-from __future__ import annotations
-
 import re
 import sys
 from importlib import import_module

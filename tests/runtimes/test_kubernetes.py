@@ -3,8 +3,6 @@
 Containers are stand-ins in this process; `tests/e2e/test_kubernetes.py` runs real agents.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

@@ -1,7 +1,5 @@
 """Agents as processes: their limits, their environment, and how their ends are reported."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

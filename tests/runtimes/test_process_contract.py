@@ -1,7 +1,5 @@
 """The contract of `AgentRuntime`, for agents as processes of this machine, and of a Ray cluster of two machines."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """A runtime made from an image: what is to be done, and real clients doing it against the emulator."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """AgentCore's quotas and the limits of a run."""
 
-from __future__ import annotations
-
 import pytest
 
 from rollout_backend.config import AgentCoreConfig

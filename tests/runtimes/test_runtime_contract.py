@@ -1,7 +1,5 @@
 """The contract of `AgentRuntime`, for each runtime of this package."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path

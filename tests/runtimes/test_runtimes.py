@@ -1,7 +1,5 @@
 """Both runtimes against real servers: what each answer means to the dispatcher."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

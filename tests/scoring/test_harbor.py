@@ -1,7 +1,5 @@
 """The tests of Harbor tasks as a scorer."""
 
-from __future__ import annotations
-
 import base64
 import json
 import subprocess

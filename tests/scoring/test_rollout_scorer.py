@@ -1,7 +1,5 @@
 """What a scorer is sent, and what S3 keeps of its answer."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Scorers as functions, as commands, and as verl's reward functions."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

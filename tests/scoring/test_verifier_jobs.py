@@ -1,7 +1,5 @@
 """The verifiers of Harbor tasks on Kubernetes, against an unkind cluster. Containers are objects in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -1,7 +1,5 @@
 """The scorer's processes."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 

@@ -1,7 +1,5 @@
 """LoRA adapters on engines that a run started: their folders, their versions, and engines that do not load them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """New weights for engines that a run started, with engines that fail to load them in every way that was seen."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

@@ -3,8 +3,6 @@
 The limits of time are long. A test in which one is reached advances the loop's clock (`skip`).
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path

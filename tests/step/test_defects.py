@@ -1,7 +1,5 @@
 """A request that cannot be signed costs time. A defect in the task of a rollout ends the step, with that error."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """A long run holds no more at its end than at its beginning."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

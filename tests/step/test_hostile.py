@@ -1,7 +1,5 @@
 """A container that writes as other rollouts costs them one rollout at most, and nothing that it claims is trained."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The circuit breaker, blocked tasks, stragglers and spare rollouts bound what a run spends on hopeless work."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from types import SimpleNamespace

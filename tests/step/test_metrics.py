@@ -1,7 +1,5 @@
 """The metrics of a run's steps, as Prometheus reads them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, create_autospec
 

@@ -1,7 +1,5 @@
 """A step while S3 refuses requests for its manifest: what waits, what continues, and in which order writes land."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

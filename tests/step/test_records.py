@@ -1,7 +1,5 @@
 """A step keeps a record of every planned rollout, however the rollout and the step end."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

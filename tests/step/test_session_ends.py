@@ -1,7 +1,5 @@
 """Sessions whose end the runtime reports, in a step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Containers that die silently, in a step: what it concludes from missing heartbeats."""
 
-from __future__ import annotations
-
 from itertools import count
 
 import pytest

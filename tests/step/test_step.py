@@ -1,7 +1,5 @@
 """The invariants of a step, while messages are lost and forged, results are damaged, and agents disappear."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json

@@ -1,7 +1,5 @@
 """A step while S3 does not answer: an unanswered question does not mean that a result is absent."""
 
-from __future__ import annotations
-
 import pytest
 
 from agent_wrapper.contract import Outcome

@@ -1,7 +1,5 @@
 """Write LoRA adapters as PEFT's `save_pretrained` does, with random weights."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Agents that run as HTTP servers on this machine."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Plain functions with which tests of several folders build their inputs, and wait."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import inspect

@@ -1,7 +1,5 @@
 """Headless Chromium, driven by its command line."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

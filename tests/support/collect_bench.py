@@ -1,7 +1,5 @@
 """A run's store, queue and buffer, and a step that records what the buffer delivers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """What the tests of the dialects share: answers, sampled messages drawn at random, and spoiled requests."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

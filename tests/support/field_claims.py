@@ -4,8 +4,6 @@ A claim has a value to try. Fields are grouped by type, and `Type.at` is the pat
 The gateway must refuse an unlisted type wherever the SDK allows it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

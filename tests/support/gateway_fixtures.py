@@ -1,7 +1,5 @@
 """Fixtures of gateways and engines, for the tests of several folders. Imports are inside: some take seconds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path

@@ -4,8 +4,6 @@
 which `python tests/support/harnesses.py codex.json` renews.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """The Kubernetes runtime over the emulator, with containers that are objects in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Makes the folder of a run from a fixed seed, as a manager leaves it: for tests of reports, and for pictures."""
 
-from __future__ import annotations
-
 import math
 import random
 import time

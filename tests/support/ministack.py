@@ -1,7 +1,5 @@
 """MiniStack's S3 and SQS on this machine, beside moto's."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An OpenTelemetry collector in a thread, which keeps the spans that it receives."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Requests of agents that speak another protocol."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from agent_wrapper.contract import ModelEndpoint, ResultTarget, RolloutRequest, Sampling

@@ -1,7 +1,5 @@
 """A cluster of Ray on this machine: each simulated machine has an address, and can be lost and come back."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Iterator, Sequence

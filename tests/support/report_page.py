@@ -1,7 +1,5 @@
 """A report as a tree, for tests without a browser."""
 
-from __future__ import annotations
-
 import json
 from html.parser import HTMLParser
 from pathlib import Path

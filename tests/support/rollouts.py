@@ -1,7 +1,5 @@
 """Segments, rollouts and claims for tests, with defaults for every field."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

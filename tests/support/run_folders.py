@@ -1,7 +1,5 @@
 """The folders of runs, as their managers leave them, with chosen rewards."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """An agent with one tool, written with each API's own SDK: `say`, `turn`, `results`."""
 
-from __future__ import annotations
-
 import base64
 import json
 from abc import ABC, abstractmethod

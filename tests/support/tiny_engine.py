@@ -1,7 +1,5 @@
 """Runs with a real engine of a tiny random model, on the CPU."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

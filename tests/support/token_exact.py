@@ -1,7 +1,5 @@
 """Compare recorded tokens with those that an engine sampled."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 

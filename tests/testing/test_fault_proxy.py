@@ -1,7 +1,5 @@
 """The fault proxy forwards calls unchanged, and injects each fault."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
