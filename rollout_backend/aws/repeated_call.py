@@ -96,6 +96,8 @@ class RepeatedCall:
         """
         try:
             template = self._template or await self._prepare(arguments)
+            if isinstance(template, dict):
+                return template
             if not template.signer.supported:
                 return await self._call(arguments)
             response = await self._send(template, arguments)
@@ -122,16 +124,16 @@ class RepeatedCall:
     async def _call(self, arguments: dict[str, Any]) -> dict[str, Any]:
         return dict(await getattr(self._client, self._method)(**{**self._fixed, **arguments}))
 
-    async def _prepare(self, arguments: dict[str, Any]) -> _Template:
+    async def _prepare(self, arguments: dict[str, Any]) -> _Template | dict[str, Any]:
+        """Return the template, or the answer of a `before-call` hook, as of botocore's Stubber: it sends nothing."""
         token = _preparing.set(True)
         try:
-            await self._call(arguments)
+            return await self._call(arguments)
         except _Prepared as prepared:
             self._template = await self._make_template(arguments, **prepared.event)
             return self._template
         finally:
             _preparing.reset(token)
-        raise AssertionError("unreachable: each call is signed")
 
     async def _make_template(
         self,

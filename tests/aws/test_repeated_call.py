@@ -74,6 +74,10 @@ def frozen_clock(monkeypatch) -> None:
     monkeypatch.setattr("botocore.auth.get_current_datetime", lambda *_, **__: now)
 
 
+class FakeResponse:
+    status_code = 200
+
+
 def opened(service: str, **more: Any) -> Any:
     return aws.client(service, **{"region": "us-east-1", "retries": RETRIES[service], **more})
 
@@ -262,6 +266,17 @@ async def test_a_call_after_its_client_is_closed_opens_no_connection(played_aws)
     for call in (repeated(Key=KEY), client.get_object(Bucket="my-bucket", Key=KEY)):
         with pytest.raises(HTTPClientError, match="the client is closed"):
             await call
+    assert played_aws.sent == []
+
+
+async def test_a_hook_of_botocore_may_answer_a_call(played_aws):
+    """As botocore's Stubber does: then there is no request to prepare."""
+    answer = {"Messages": [], "ResponseMetadata": {"HTTPStatusCode": 200}}
+    service, method, fixed, _ = RECEIVE
+    async with opened(service) as client:
+        client.meta.events.register("before-call.sqs.ReceiveMessage", lambda **_: (FakeResponse(), answer))
+        repeated = client.repeated(method, **fixed)
+        assert [await repeated(), await repeated()] == [answer, answer]
     assert played_aws.sent == []
 
 
