@@ -22,8 +22,9 @@ from rollout_backend.checks.token_capture import check_capture
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.check_result import CheckResult
+from rollout_backend.core.formats import dollars
 from rollout_backend.results.archive import RunArchive
-from rollout_backend.results.cost import Prices, dollars
+from rollout_backend.results.cost import Prices
 from rollout_backend.results.findings import Level, forced_formats, token_counts
 from rollout_backend.runtimes.base import AgentRuntime
 from rollout_backend.runtimes.registry import runtime_class

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from rollout_backend.checks.model import check_model
 from rollout_backend.config import AgentCoreConfig, RolloutConfig
 from rollout_backend.core.check_result import CheckResult
-from rollout_backend.core.formats import count
+from rollout_backend.core.formats import count, size
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.serving.engine_commands import interpreter
 from rollout_backend.serving.gateway_process import (
@@ -298,14 +298,10 @@ def _check_output_dir(config: RolloutConfig) -> Iterator[CheckResult]:
         why = f"{config.output_dir} cannot be written ({folder}: {error.strerror or error})"
         yield CheckResult("problem", "output_dir", f"{why}: change its permissions, or set another folder")
         return
-    text = f"{config.output_dir} can be written, with {_size(free)} free"
+    text = f"{config.output_dir} can be written, with {size(free)} free"
     if free >= _LOW_BYTES:
         yield CheckResult("ok", "output_dir", text)
         return
     full = free < _FULL_BYTES
-    text = f"the disk of {config.output_dir} is {'full' if full else 'nearly full'}: {_size(free)} free. Free space"
+    text = f"the disk of {config.output_dir} is {'full' if full else 'nearly full'}: {size(free)} free. Free space"
     yield CheckResult("problem" if full else "warning", "output_dir", f"{text}, or set a folder on another disk")
-
-
-def _size(size: int) -> str:
-    return f"{size / (1 << 30):,.1f} GiB" if size >= _LOW_BYTES else f"{size / (1 << 20):,.0f} MiB"

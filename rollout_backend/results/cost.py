@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from rollout_backend.config import AgentCoreConfig, RolloutConfig
+from rollout_backend.core.formats import dollars
 from rollout_backend.results.records import RolloutRecord
 from rollout_backend.results.summary import seconds_of, span
 
@@ -142,8 +143,3 @@ class Prices:
             wasted += Usage(lost)  # of attempts before the one that brought the result
         began, ended = span(records)
         return self.cost(trained, wasted, ended - began)
-
-
-def dollars(value: float) -> str:
-    """Write an amount with cents, or with two significant digits if it is less than ten cents."""
-    return f"${value:,.2f}" if value >= 0.1 or value == 0 else f"${value:.2g}" if value >= 0.0001 else "<$0.0001"

@@ -15,6 +15,7 @@ from rollout_backend.core.ledger import CallTally, Ledger, LedgerEntry
 from rollout_backend.core.tasks import Task
 from rollout_backend.gateway.stats import EngineUse
 from rollout_backend.results.records import RolloutRecord
+from rollout_backend.results.summary import mean
 
 # Of a segment; any other text in a result without a seal is the agent's.
 _REASONS = ("first_call", "rerendered", "tools_changed", "history_rewritten", "branched", "new_conversation")
@@ -33,7 +34,7 @@ class GroupReport(_Frozen):
 
     @property
     def mean_reward(self) -> float | None:
-        return sum(self.rewards) / len(self.rewards) if self.rewards else None
+        return mean(self.rewards)
 
     @property
     def has_spread(self) -> bool:
@@ -331,17 +332,13 @@ def _length_bias(
     return LengthBias(
         finished=Lengths(
             rollouts=len(done),
-            mean_s=_mean([took[rollout.rollout_id] for rollout in done]),
-            mean_sampled_tokens=_mean([sum(segment.sampled_tokens for segment in each) for each in segments]),
-            mean_turns=_mean([sum(len(segment.turns) for segment in each) for each in segments]),
+            mean_s=mean([took[rollout.rollout_id] for rollout in done]),
+            mean_sampled_tokens=mean([sum(segment.sampled_tokens for segment in each) for each in segments]),
+            mean_turns=mean([sum(len(segment.turns) for segment in each) for each in segments]),
         ),
-        cut_off=Lengths(rollouts=len(cut), mean_s=_mean([seconds for seconds, _ in cut])),
+        cut_off=Lengths(rollouts=len(cut), mean_s=mean([seconds for seconds, _ in cut])),
         reason=Counter(reason for _, reason in cut).most_common(1)[0][0],
     )
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def _versions(segments: Iterable[Segment]) -> Counter[str]:

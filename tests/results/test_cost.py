@@ -6,9 +6,10 @@ import pytest
 
 from agent_wrapper.contract import Outcome
 from builders import Clock, run_config
+from rollout_backend.core.formats import dollars
 from rollout_backend.core.ledger import Ledger, PlannedRollout
 from rollout_backend.errors import ConfigError
-from rollout_backend.results.cost import Cost, Prices, Usage, dollars
+from rollout_backend.results.cost import Cost, Prices, Usage
 from rollout_backend.results.records import records_of
 from rollout_backend.results.step_totals import StepTotals
 from rollouts import make_rollout, make_segment

@@ -5,14 +5,19 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
 
+import orjson
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
 from rollout_backend.atomic_file import write_file
+from rollout_backend.core import formats
 from rollout_backend.results.archive import CONFIG
 from rollout_backend.results.page.step_page import step_context
-from rollout_backend.results.page.templating import environment
 from rollout_backend.results.page.token_text import TokenText
 from rollout_backend.results.page.training_page import training_context
 from rollout_backend.results.run_data import RUNS_S, StepData, read_run
@@ -74,4 +79,30 @@ def try_to_write_report(run_dir: Path) -> Path | None:
 
 
 def _write(path: Path, template: str, context: dict[str, Any]) -> None:
-    write_file(path, environment().get_template(template).render(context).encode(errors="replace"))
+    write_file(path, _environment().get_template(template).render(context).encode(errors="replace"))
+
+
+@functools.cache
+def _environment() -> Environment:
+    """Return the template engine. It escapes every value."""
+    engine = Environment(
+        loader=PackageLoader("rollout_backend.results.page"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    engine.policies["json.dumps_function"] = _dumps
+    for name in ("number", "signed", "percent", "seconds", "dollars"):
+        engine.filters[name] = getattr(formats, name)
+    engine.filters["code"] = _code
+    return engine
+
+
+def _dumps(value: Any, **options: Any) -> str:
+    return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
+
+
+def _code(text: str) -> Markup:
+    """Set what is between backticks as code; everything is escaped."""
+    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))  # noqa: S704

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from rich.text import Text
 
 from agent_wrapper.contract import Outcome
-from rollout_backend.core.formats import count
-from rollout_backend.results.cost import Cost, Prices, dollars
+from rollout_backend.core.formats import count, dollars, percent, seconds
+from rollout_backend.results.cost import Cost, Prices
 from rollout_backend.results.findings import Finding, Level
 from rollout_backend.results.progress import Progress
 from rollout_backend.results.step_totals import LastResult
@@ -233,7 +233,7 @@ def _measures(snapshot: Snapshot, progress: Progress) -> Iterator[Text]:
         yield Text(f" {snapshot.waits_for}")
     if progress.gateway is not None and progress.gateway.calls:
         text = f" tokens   {snapshot.history.tokens_per_s:,.0f}/s {sparkline(snapshot.history.tokens(), low=0.0)}"
-        text += f"   cache {ratio(progress.gateway.cache_hit)}"
+        text += f"   cache {percent(progress.gateway.cache_hit)}"
         text += f"   {progress.gateway.calls_in_flight:,} calls in flight"
         refused = refused_calls(progress)
         yield Text(text).append(f", {refused:,} refused (429)" if refused else "", "yellow")
@@ -416,18 +416,6 @@ def one_line(text: str) -> str:
     """Return text of an agent or a model on one line, without characters that a terminal would interpret."""
     words = " ".join(text.split())
     return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in words)
-
-
-def ratio(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.0%}"
-
-
-def seconds(value: float) -> str:
-    if value < 10:
-        return f"{value:.1f} s"
-    if value < 120:
-        return f"{value:.0f} s"
-    return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.1f} h"
 
 
 def sparkline(values: Iterable[float | None], low: float | None = None) -> str:

@@ -11,12 +11,12 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from rollout_backend.core.formats import count
+from rollout_backend.core.formats import count, percent, seconds
 from rollout_backend.results.cost import Cost, Prices
 from rollout_backend.results.findings import Finding, Level, Verdict, findings_of, show_command
 from rollout_backend.results.step_report import StepResult
 from rollout_backend.results.summary import StepSummary, duration, summarize
-from rollout_backend.results.terminal.live_view import ratio, seconds, sentence
+from rollout_backend.results.terminal.live_view import sentence
 from rollout_backend.serving.model_serving import RunPhase
 
 MARKS = {Level.BAD: "!", Level.WARNING: "!", Level.NOTE: "-"}
@@ -104,7 +104,7 @@ def _facts(summary: RunSummary) -> Iterator[tuple[str, str]]:
         yield "reward", f"{step.reward.value:.3f}" + (spread if larger else "")
     yield "time", ", ".join(f"{phase} {seconds(took)}" for phase, took in summary.seconds.items())
     sampled = f"{step.sampled_tokens:,} sampled ({step.sampled_tokens / max(report.seconds, 1e-9):,.0f}/s)"
-    yield "tokens", f"{sampled}, {step.prompt_tokens:,} prompt, cache {ratio(step.cache_hit)}"
+    yield "tokens", f"{sampled}, {step.prompt_tokens:,} prompt, cache {percent(step.cache_hit)}"
     if summary.cost is not None:
         yield "cost", str(summary.cost)
     longest = max(summary.result.records, key=lambda record: duration(record) or 0.0, default=None)

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agent_wrapper.contract import Outcome
-from rollout_backend.core.formats import count
+from rollout_backend.core.formats import count, percent, seconds
 from rollout_backend.core.reasons import documented_at
 from rollout_backend.errors import ConfigError
 from rollout_backend.results.archive import RunArchive
@@ -24,7 +24,7 @@ from rollout_backend.results.page.step_page import PHASES
 from rollout_backend.results.run_data import StepData, last_start, read_config, read_steps
 from rollout_backend.results.run_list import RunSummary, summarize_run
 from rollout_backend.results.summary import Learning, Seconds, StepSummary, TaskRewards, duration, summarize
-from rollout_backend.results.terminal.live_view import one_line, ratio, seconds
+from rollout_backend.results.terminal.live_view import one_line
 from rollout_backend.results.terminal.run_summary import MARKS
 from rollout_backend.results.terminal.view import when
 
@@ -182,7 +182,7 @@ def _print_step(console: Console, step: StepView, show: str) -> None:
         facts["reward"] = f"{summary.reward.value:.3f}{margin}; tasks: {tasks}"
     facts["time"] = f"{seconds(summary.seconds)}; rollouts spent {_spent(summary.spent)}"
     facts["tokens"] = (
-        f"{summary.sampled_tokens:,} sampled, {summary.prompt_tokens:,} prompt, cache {ratio(summary.cache_hit)}"
+        f"{summary.sampled_tokens:,} sampled, {summary.prompt_tokens:,} prompt, cache {percent(summary.cache_hit)}"
     )
     if step.cost is not None:
         facts["cost"] = str(step.cost)
@@ -234,7 +234,7 @@ def _print_steps(console: Console, steps: tuple[StepView, ...]) -> None:
             "interrupted"
             if report is None
             else f"{sum(group.usable for group in report.groups)}/{len(report.groups)}",
-            ratio(summary.cache_hit),
+            percent(summary.cache_hit),
             seconds(summary.seconds),
         )
     console.print(table)
