@@ -35,6 +35,10 @@ class Finding:
     text: str
     advice: str = ""
 
+    def fields(self) -> dict[str, str]:
+        """Return the finding as an object for JSON."""
+        return {"level": self.level.name.lower(), "text": self.text, "advice": self.advice}
+
 
 @dataclass(frozen=True)
 class FailureCount:

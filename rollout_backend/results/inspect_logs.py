@@ -62,7 +62,7 @@ from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.records import ResultSummary, RolloutRecord, replies_by_turn, text_of
 from rollout_backend.results.run_data import RunData, StepData, changed_settings, last_start, read_rollout, read_run
 from rollout_backend.results.run_info import RunStart
-from rollout_backend.results.summary import StepSummary, duration, span, summarize
+from rollout_backend.results.summary import StepSummary, duration, span
 
 _REWARD = "reward"
 _STOPS = {"length": "max_tokens", "tool_calls": "tool_calls"}
@@ -106,7 +106,7 @@ class _Step:
         self._model = run.config.model.served_name if run.config is not None else "unknown"
 
     def log(self) -> EvalLog:
-        step, summary = self._step, summarize(self._step.records)
+        step, summary = self._step, self._step.summary
         usage = _usage_of(record.result for record in step.records if record.result is not None)
         began, ended = span(step.records)
         return EvalLog(

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,10 +19,12 @@ from rollout_backend.config import RolloutConfig, load_config
 from rollout_backend.core.earlier_batches import describe_batch
 from rollout_backend.errors import ConfigError
 from rollout_backend.results.archive import CONFIG, RunArchive
-from rollout_backend.results.cost import Prices
+from rollout_backend.results.cost import Cost, Prices
+from rollout_backend.results.findings import FailureCount, Finding, count_failures, findings_of
 from rollout_backend.results.records import RolloutRecord
 from rollout_backend.results.run_info import RunStart
 from rollout_backend.results.step_report import StepReport
+from rollout_backend.results.summary import StepSummary, summarize
 
 RUNS_S = 60.0  # a running step's records are written every few seconds
 
@@ -37,6 +40,30 @@ class StepData:
     report: StepReport | None
     changed_at: float  # of the newest of its files
     runs: bool = False  # its records were written within the last minute
+
+    @cached_property
+    def summary(self) -> StepSummary:
+        """Return the numbers of the step."""
+        return summarize(self.records)
+
+    @cached_property
+    def findings(self) -> tuple[Finding, ...]:
+        """Return what to look at first."""
+        return findings_of(self.report, self.records, self.summary, runs=self.runs)
+
+    @cached_property
+    def failures(self) -> list[FailureCount]:
+        """Return the reasons of failures, the most frequent first."""
+        return sorted(count_failures(self.records), key=lambda failure: -failure.number)
+
+    @property
+    def trained(self) -> int:
+        """Return how many rollouts the trainer gets."""
+        return sum(record.trained for record in self.records)
+
+    def cost(self, prices: Prices | None) -> Cost | None:
+        """Estimate what the step cost; None without prices."""
+        return prices.cost_of(self.records) if prices is not None else None
 
     @property
     def open(self) -> tuple[RolloutRecord, ...]:

@@ -76,9 +76,25 @@ class Seconds:
         return float(sum(vars(self).values()))
 
     @property
+    def parts(self) -> list[tuple[str, str, float, float]]:
+        """Return the phases that took time: a field, its name, seconds, and the fraction of the total."""
+        named = [(key, name, getattr(self, key)) for key, name in PHASES.items()]
+        return [(key, name, seconds, seconds / self.total) for key, name, seconds in named if seconds > 0]
+
+    @property
     def session(self) -> float:
         """Return the seconds since the last invoke, in which a session may have been open."""
         return self.total - self.waiting
+
+
+PHASES = {  # the fields of Seconds
+    "waiting": "waiting for an invoke",
+    "starting": "session start",
+    "model": "model calls",
+    "own": "agent and tools",
+    "publishing": "publishing the result",
+    "lost": "sessions without a result",
+}
 
 
 @dataclass(frozen=True)
@@ -101,6 +117,10 @@ class StepSummary:
     @property
     def completed(self) -> int:
         return self.outcomes.get(Outcome.COMPLETED, 0)
+
+    @property
+    def mean_reward(self) -> float | None:
+        return self.reward.value if self.reward is not None else None
 
     @property
     def cache_hit(self) -> float | None:

@@ -197,7 +197,7 @@ def event_rows(run_id: str, record: RolloutRecord) -> Iterator[Row]:
 
 def step_row(run_id: str, step: StepData, prices: Prices | None = None) -> Row:
     """Return the row of a step. What only its report holds is null if it was interrupted."""
-    cost = prices.cost_of(step.records) if prices is not None else None
+    cost = step.cost(prices)
     ended = [record.outcome for record in step.records]
     rewards = [
         record.reward for record in step.records if record.outcome is Outcome.COMPLETED and record.reward is not None

@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.reasons import documented_at, what_to_do
 from rollout_backend.results.comparison import shown_comparison
-from rollout_backend.results.findings import findings_of
 from rollout_backend.results.page import charts
 from rollout_backend.results.page.conversations import embedded
 from rollout_backend.results.page.token_text import TokenText
 from rollout_backend.results.records import RolloutRecord
 from rollout_backend.results.run_data import RunData, StepData, changed_settings
-from rollout_backend.results.summary import Seconds, StepSummary, duration, mean, seconds_of, span, summarize
+from rollout_backend.results.summary import PHASES, StepSummary, duration, mean, seconds_of, span
 
 _SLOWEST = 5
 _MAX_MESSAGE = 2000
 OUTCOMES: tuple[Outcome | None, ...] = (*Outcome, None)
-PHASES = {
-    "waiting": "waiting for an invoke",
-    "starting": "session start",
-    "model": "model calls",
-    "own": "agent and tools",
-    "publishing": "publishing the result",
-    "lost": "sessions without a result",
-}
-
-
-@dataclass(frozen=True)
-class FailureRow:
-    """Rollouts that failed for one reason, and the first of them."""
-
-    outcome: Outcome
-    reason: str
-    count: int
-    first: RolloutRecord
-    advice: str
 
 
 def step_context(
@@ -53,7 +31,7 @@ def step_context(
 ) -> dict[str, Any]:
     """Return the values that `step.html` shows. `steps_link`: the page over all steps."""
     records = step.records
-    summary = summarize(records)
+    summary = step.summary
     place = {record.rollout_id: number for number, record in enumerate(records)}
     talks = embedded(run, records, summary.tasks, text)
     throughput = charts.throughput(records)
@@ -66,11 +44,11 @@ def step_context(
         "began": datetime.fromtimestamp(began, UTC),
         "steps_link": steps_link,
         "summary": summary,
-        "cost": run.prices.cost_of(records) if run.prices is not None else None,
-        "findings": findings_of(step.report, records, summary, runs=step.runs),
+        "cost": step.cost(run.prices),
+        "findings": step.findings,
         "heatmap": charts.heatmap(summary.tasks, place),
         "timeline": charts.timeline(records, place),
-        "phases": phase_parts(summary.spent),
+        "phases": summary.spent.parts,
         "slowest": _slowest(records),
         "activity": charts.activity(records),
         "throughput": throughput,
@@ -80,7 +58,9 @@ def step_context(
         "scatter": charts.scatter(records),
         "turns": mean([each.result.turns for each in records if each.result]),
         "rows": mean([each.result.segments for each in records if each.result]),
-        "failures": tuple(_failures(records)),
+        "failures": step.failures,
+        "what_to_do": what_to_do,
+        "documented_at": documented_at,
         "other_step": other,
         **shown_comparison(run, records, against, other.records if other is not None else ()),
         "settings": changed_settings(run.config) if run.config is not None else None,
@@ -96,30 +76,12 @@ def matching_step(run: RunData, step: StepData) -> StepData:
     return next((each for each in run.steps if each.step == step.step), run.steps[-1])
 
 
-def phase_parts(spent: Seconds) -> list[tuple[str, str, float, float]]:
-    """Return the phases of some rollouts: a class, a name, seconds, and their part of the whole."""
-    total = spent.total or 1.0
-    parts = [(key, name, getattr(spent, key)) for key, name in PHASES.items()]
-    return [(key, name, seconds, seconds / total) for key, name, seconds in parts if seconds > 0]
-
-
 def _slowest(
     records: Sequence[RolloutRecord],
 ) -> list[tuple[RolloutRecord, float, list[tuple[str, str, float, float]]]]:
     timed = [(record, duration(record) or 0.0) for record in records]
     found = sorted(timed, key=lambda each: -each[1])[:_SLOWEST]
-    return [(record, seconds, phase_parts(seconds_of(record))) for record, seconds in found if seconds > 0]
-
-
-def _failures(records: Sequence[RolloutRecord]) -> Iterator[FailureRow]:
-    groups: dict[tuple[Outcome, str], list[RolloutRecord]] = defaultdict(list)
-    for record in records:
-        if record.failed and record.outcome is not None:
-            groups[record.outcome, record.reason].append(record)
-    for (outcome, reason), found in sorted(groups.items(), key=lambda each: -len(each[1])):
-        yield FailureRow(
-            outcome, reason, len(found), found[0], f"{what_to_do(reason)}; see `{documented_at(reason)}`"
-        )
+    return [(record, seconds, seconds_of(record).parts) for record, seconds in found if seconds > 0]
 
 
 class _Numbers:
@@ -153,7 +115,6 @@ def _data(
         "message": [messages.of(record.message[:_MAX_MESSAGE]) for record in records],
         "reward": [record.reward for record in records],
         "seconds": [None if seconds is None else round(seconds, 1) for seconds in times],
-        "started": [None if each.invoked_at is None else round(each.invoked_at - began, 1) for each in records],
         "tokens": [result.sampled_tokens if result else None for result in results],
         "turns": [result.turns if result else None for result in results],
         "segments": [result.segments if result else None for result in results],

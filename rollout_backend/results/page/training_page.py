@@ -14,11 +14,10 @@ from typing import Any
 
 from rollout_backend.results.comparison import shown_comparison
 from rollout_backend.results.cost import Cost, Prices
-from rollout_backend.results.findings import Level, findings_of
+from rollout_backend.results.findings import Level
 from rollout_backend.results.page.charts import SHADES, nice
-from rollout_backend.results.page.step_page import PHASES, phase_parts
 from rollout_backend.results.run_data import RunData, StepData, changed_settings
-from rollout_backend.results.summary import Learning, Seconds, StepSummary, add, span, summarize
+from rollout_backend.results.summary import Learning, add, span
 
 WIDTH, HEIGHT = 500.0, 150.0
 _MAX_TASKS, _FINDINGS = 200, 8
@@ -36,16 +35,11 @@ class StepEntry:
     """A step, its numbers, and where its page is; no page: None."""
 
     data: StepData
-    summary: StepSummary
     link: str | None
     spread: tuple[float, float] | None  # the 10th and the 90th percentile of its tasks' mean rewards
     lengths: tuple[float, float] | None  # mean and 95th percentile of the sampled tokens
     left_out: Mapping[str, int]  # untrained rollouts by reason
     cost: Cost | None
-
-    @property
-    def trained(self) -> int:
-        return self.summary.planned - sum(self.left_out.values())
 
     @property
     def staleness(self) -> float | None:
@@ -91,12 +85,10 @@ def points_of(columns: Sequence[Column]) -> list[tuple[float, str]]:
 
 def entry_of(step: StepData, link: str | None, prices: Prices | None) -> StepEntry:
     """Return the numbers of one step."""
-    summary = summarize(step.records)
-    means = [task.mean for task in summary.tasks if task.mean is not None]
+    means = [task.mean for task in step.summary.tasks if task.mean is not None]
     tokens = [record.result.sampled_tokens for record in step.records if record.result is not None]
     return StepEntry(
         step,
-        summary,
         link,
         _percentiles(means, 0, 8),
         (fmean(tokens), spread[1]) if (spread := _percentiles(tokens, 0, 8)) is not None else None,
@@ -105,7 +97,7 @@ def entry_of(step: StepData, link: str | None, prices: Prices | None) -> StepEnt
             for record in step.records
             if not record.trained
         ),
-        prices.cost_of(step.records) if prices is not None else None,
+        step.cost(prices),
     )
 
 
@@ -140,11 +132,11 @@ def training_context(run: RunData, links: Mapping[int, str], against: RunData | 
         "between": sum(gaps),
         "cost": reduce(operator.add, costs) if costs else None,
         "planned": len(records),
-        "sampled": sum(step.summary.sampled_tokens for step in steps),
+        "sampled": sum(step.data.summary.sampled_tokens for step in steps),
         "findings": _findings(steps),
         "reward": _curve(
             steps,
-            [None if step.summary.reward is None else step.summary.reward.value for step in steps],
+            [step.data.summary.mean_reward for step in steps],
             [step.spread for step in steps],
         ),
         "lengths": _curve(
@@ -161,11 +153,10 @@ def training_context(run: RunData, links: Mapping[int, str], against: RunData | 
         "most_lost": max((sum(step.left_out.values()) for step in steps), default=0),
         "phases": _phases(steps, gaps),
         "longest": _longest(steps, gaps),
-        "spent": phase_parts(add(step.summary.spent for step in steps)),
+        "spent": add(step.data.summary.spent for step in steps).parts,
         "tasks": _tasks(steps),
         **shown_comparison(run, records, against, others),
         "settings": changed_settings(run.config) if run.config is not None else None,
-        "phase_names": PHASES,
     }
 
 
@@ -174,7 +165,7 @@ def _findings(steps: Sequence[StepEntry]) -> list[tuple[StepEntry, Any]]:
     found = [
         (step, finding)
         for step in reversed(steps)
-        for finding in findings_of(step.data.report, step.data.records, step.summary, runs=step.data.runs)
+        for finding in step.data.findings
         if finding.level is not Level.NOTE
     ]
     return sorted(found, key=lambda each: each[1].level)[:_FINDINGS]
@@ -225,8 +216,8 @@ def _stack(step: StepEntry, parts: Sequence[tuple[str, float, str]]) -> Column:
 
 
 def _learning(step: StepEntry) -> Column:
-    of = len(step.summary.tasks) or 1
-    found = [(css, step.summary.tasks_of(learning), learning) for css, learning in LEARNING.items()]
+    of = len(step.data.summary.tasks) or 1
+    found = [(css, step.data.summary.tasks_of(learning), learning) for css, learning in LEARNING.items()]
     return _stack(
         step, [(css, number / of, f"{learning}: {number} of {of} tasks") for css, number, learning in found]
     )
@@ -252,15 +243,11 @@ def _losses(steps: Sequence[StepEntry], reasons: Sequence[str]) -> list[Column]:
 
 def _phases(steps: Sequence[StepEntry], gaps: Sequence[float]) -> list[Column]:
     """Split each step's seconds as its rollouts spent theirs; what follows is the time until the next step."""
-    longest = (
-        max((step.summary.seconds + gap for step, gap in zip(steps, [*gaps, 0.0], strict=True)), default=0.0) or 1
-    )
-    out = []
+    longest, out = _longest(steps, gaps), []
     for step, gap in zip(steps, [*gaps, 0.0], strict=True):
-        spent: Seconds = step.summary.spent
         parts = [
-            (key, share * step.summary.seconds / longest, f"{name}: {share:.0%}")
-            for key, name, _, share in phase_parts(spent)
+            (key, share * step.data.summary.seconds / longest, f"{name}: {share:.0%}")
+            for key, name, _, share in step.data.summary.spent.parts
         ]
         out.append(_stack(step, [*parts, ("between", gap / longest, f"until the next step: {gap:.0f} s")]))
     return out
@@ -268,14 +255,14 @@ def _phases(steps: Sequence[StepEntry], gaps: Sequence[float]) -> list[Column]:
 
 def _longest(steps: Sequence[StepEntry], gaps: Sequence[float]) -> float:
     """Return the seconds of the longest step with what follows it."""
-    return max(step.summary.seconds + gap for step, gap in zip(steps, [*gaps, 0.0], strict=True)) or 1.0
+    return max(step.data.summary.seconds + gap for step, gap in zip(steps, [*gaps, 0.0], strict=True)) or 1.0
 
 
 def _tasks(steps: Sequence[StepEntry]) -> dict[str, Any]:
     """Return the mean rewards of the tasks that several steps planned, a row each."""
     means: dict[str, dict[int, float | None]] = defaultdict(dict)
     for number, step in enumerate(steps):
-        for task in step.summary.tasks:
+        for task in step.data.summary.tasks:
             means[task.task_id][number] = task.mean
     repeated = {task: found for task, found in means.items() if len(found) > 1}
     known = [value for found in repeated.values() for value in found.values() if value is not None]

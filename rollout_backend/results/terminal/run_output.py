@@ -294,5 +294,5 @@ def _fields(snapshot: Snapshot, progress: Progress) -> dict[str, Any]:
             asdict(server) | dict(zip(("running", "queued"), load_of(server, progress) or (None, None), strict=True))
             for server in progress.servers
         ],
-        "findings": [asdict(finding) | {"level": finding.level.name.lower()} for finding in progress.findings()],
+        "findings": [finding.fields() for finding in progress.findings()],
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -63,11 +63,11 @@ class RunSummary:
             "run_id": report.run_id,
             "exit_code": self.exit_code,
             "passed": self.verdict.passed,
-            "findings": [asdict(each) | {"level": each.level.name.lower()} for each in self.findings],
+            "findings": [each.fields() for each in self.findings],
             "planned": report.planned,
             "outcomes": report.outcomes,
             "trainable": report.trainable,
-            "mean_reward": summary.reward.value if summary.reward is not None else None,
+            "mean_reward": summary.mean_reward,
             "sampled_tokens": summary.sampled_tokens,
             "prompt_tokens": summary.prompt_tokens,
             "cache_hit": summary.cache_hit,
