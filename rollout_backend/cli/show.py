@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 from pathlib import Path
@@ -143,7 +144,6 @@ class _Shown:
 
     def task(self, task_id: str) -> bool:
         """Show the rollouts of a task, step by step. Return False if the run has no such task."""
-        from rollout_backend.results.archive import payload_of
         from rollout_backend.results.run_data import read_run_id
         from rollout_backend.results.terminal.task_view import TaskView
 
@@ -153,7 +153,10 @@ class _Shown:
             raise ConfigError(f"--turn shows a turn of one rollout, and {task_id} is a task: name one of {ids}")
         for step in dict.fromkeys(record.step for record in records):
             mine = tuple(record for record in records if record.step == step)
-            payload = payload_of(self.archive, step, task_id)
+            tasks = {}
+            with contextlib.suppress(ConfigError):  # the records are shown without the payload
+                tasks = self.archive.read_tasks(step)
+            payload = tasks.get(task_id, {}).get("payload")
             view = TaskView(read_run_id(self.folder), step, task_id, payload, mine, self.option)
             print(json.dumps(view.fields(), ensure_ascii=False)) if self.as_json else view.print(console)
         return bool(records)

@@ -32,15 +32,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pydantic_core import from_json
 
 from agent_wrapper.contract import ContractError, Rollout, unpack_artifacts
 from rollout_backend.atomic_file import write_file
 from rollout_backend.config import RolloutConfig
-from rollout_backend.core.tasks import Task, read_rows
-from rollout_backend.errors import TaskFileError
+from rollout_backend.core.tasks import Task
+from rollout_backend.errors import ConfigError
 from rollout_backend.results.records import ResultSummary, RolloutRecord
 from rollout_backend.results.run_info import RunInfo, RunStart, RunState, secret_settings, settings_yaml
 from rollout_backend.results.step_report import StepReport
@@ -120,6 +120,21 @@ class RunArchive:
     def tasks_file(self, step: int) -> Path:
         """Return the path of the file that `write_tasks` writes."""
         return self._step_file(step, _TASKS)
+
+    def read_tasks(self, *steps: int) -> dict[str, dict[str, Any]]:
+        """Return the rows of these steps' task files by task id. A step without a file has none.
+
+        Raises:
+            ConfigError: a file is malformed.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for file in map(self.tasks_file, steps):
+            try:
+                rows = [from_json(line) for line in file.read_bytes().split(b"\n") if line] if file.is_file() else []
+                found |= {str(row["task_id"]): row for row in rows if isinstance(row["payload"], dict)}
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(f"{file} cannot be read: {error}") from None
+        return found
 
     def write_rollout(self, rollout: Rollout, data: bytes) -> Future[bool]:
         """Write a result, which is `data` in its encoded form. The future's result is False if the write failed."""
@@ -337,7 +352,8 @@ class RunNames:
                 record = from_json(line)
                 tasks[record["task_id"]] = rollouts[record["rollout_id"]] = None
             if not lines:
-                tasks |= dict.fromkeys(_planned_tasks(archive, step))
+                with contextlib.suppress(ConfigError):
+                    tasks |= dict.fromkeys(archive.read_tasks(step))
                 rollouts |= dict.fromkeys(path.name for path in archive.results(step))
         return cls(tuple(tasks), tuple(rollouts))
 
@@ -351,20 +367,3 @@ class RunNames:
     def nearest(self, wanted: str) -> str | None:
         """Return the most similar id; None if all differ too much."""
         return next(iter(difflib.get_close_matches(wanted, [*self.tasks, *self.rollouts], 1)), None)
-
-
-def _planned_tasks(archive: RunArchive, step: int) -> list[str]:
-    try:
-        rows = [row for _, row in read_rows(archive.tasks_file(step))]
-    except TaskFileError:
-        return []
-    return [str(row["task_id"]) for row in rows if isinstance(row, dict) and "task_id" in row]
-
-
-def payload_of(archive: RunArchive, step: int, task_id: str) -> object:
-    """Return the payload of a task as the step's task file has it; None if it has none."""
-    try:
-        rows = [row for _, row in read_rows(archive.tasks_file(step))]
-    except TaskFileError:
-        return None
-    return next((row.get("payload") for row in rows if isinstance(row, dict) and row.get("task_id") == task_id), None)

@@ -14,7 +14,6 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict
-from pydantic_core import from_json
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.errors import ConfigError
@@ -185,21 +184,9 @@ def task_rewards(first: Mapping[str, float], second: Mapping[str, float]) -> tup
     return tuple(sorted(both, key=lambda each: (-abs(each.second - each.first), each.task_id)))
 
 
-def read_tasks(archive: RunArchive) -> dict[str, Any]:
-    """Return the payload of each task of a run, by its id. Raises ConfigError if a file is malformed."""
-    found: dict[str, Any] = {}
-    for file in map(archive.tasks_file, archive.steps()):
-        try:
-            rows = [from_json(line) for line in file.read_bytes().split(b"\n") if line] if file.is_file() else []
-            found |= {str(row["task_id"]): row["payload"] for row in rows}
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{file} cannot be read: {error}") from None
-    return found
-
-
-def changed_tasks(first: Mapping[str, Any], second: Mapping[str, Any]) -> set[str]:
+def changed_tasks(first: Mapping[str, Mapping[str, Any]], second: Mapping[str, Mapping[str, Any]]) -> set[str]:
     """Return the ids of tasks that both runs have, with different payloads."""
-    return {each for each in first.keys() & second.keys() if first[each] != second[each]}
+    return {each for each in first.keys() & second.keys() if first[each]["payload"] != second[each]["payload"]}
 
 
 class _Run:
@@ -212,7 +199,7 @@ class _Run:
             info = archive.read_info()
             config = folder / CONFIG
             settings = yaml.safe_load(config.read_text()) if config.is_file() else {}
-            self.tasks = read_tasks(archive)
+            self.tasks = archive.read_tasks(*archive.steps())
         except (ValueError, KeyError, TypeError, yaml.YAMLError) as error:
             raise ConfigError(f"{folder} cannot be read: {error}") from None
         if not self.records:
@@ -255,7 +242,8 @@ def shown_comparison(
     """Return what the templates show of the other run, `against`, whose records are `others`."""
     differences: tuple[Difference, ...] = ()
     if against is not None:
-        tasks = (read_tasks(RunArchive(each.run_dir)) for each in (against, run))
+        archives = (RunArchive(each.run_dir) for each in (against, run))
+        tasks = (archive.read_tasks(*archive.steps()) for archive in archives)
         differences = compare(others, records, changed_tasks(*tasks))
     return {
         "against": against,

@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import tempfile
 import uuid
@@ -56,8 +57,7 @@ from inspect_ai.scorer import Score
 from inspect_ai.tool import ToolCall
 
 from agent_wrapper.contract import Outcome, Rollout, Turn
-from rollout_backend.core.tasks import read_tasks
-from rollout_backend.errors import TaskFileError
+from rollout_backend.errors import ConfigError
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.records import ResultSummary, RolloutRecord, replies_by_turn, text_of
 from rollout_backend.results.run_data import RunData, StepData, changed_settings, last_start, read_rollout, read_run
@@ -159,20 +159,15 @@ class _Step:
         )
 
     def _samples(self) -> Iterator[EvalSample]:
-        payloads, epochs = self._payloads(), Counter[str]()
+        tasks, epochs = dict[str, dict[str, Any]](), Counter[str]()
+        with contextlib.suppress(ConfigError):  # the logs then lack payloads
+            tasks = self._archive.read_tasks(self._step.step)
         for record in self._step.records:
             epochs[record.task_id] += 1
             rollout = read_rollout(self._archive, record)
-            yield self._sample(record, rollout, epochs[record.task_id], payloads.get(record.task_id, ""))
-
-    def _payloads(self) -> dict[str, str]:
-        """Return the payloads of the step's tasks as JSON; none if their file cannot be read."""
-        file = self._archive.tasks_file(self._step.step)
-        try:
-            tasks = read_tasks(file) if file.is_file() else []
-        except TaskFileError:
-            return {}
-        return {task.task_id: json.dumps(dict(task.payload), ensure_ascii=False) for task in tasks}
+            task = tasks.get(record.task_id)
+            payload = json.dumps(task["payload"], ensure_ascii=False) if task is not None else ""
+            yield self._sample(record, rollout, epochs[record.task_id], payload)
 
     def _sample(self, record: RolloutRecord, rollout: Rollout | None, epoch: int, payload: str) -> EvalSample:
         began = record.invoked_at if record.invoked_at is not None else record.planned_at

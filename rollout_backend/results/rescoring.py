@@ -23,13 +23,13 @@ from collections import defaultdict
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from agent_wrapper.contract import ContractError, Outcome
 from rollout_backend.atomic_file import write_file
-from rollout_backend.core.tasks import Task, read_tasks
-from rollout_backend.errors import ConfigError, TaskFileError
+from rollout_backend.errors import ConfigError
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.comparison import (
     Difference,
@@ -120,7 +120,7 @@ def rescore(run_dir: Path, scorer: Scorer, name: str | None = None) -> Rescoring
         records = [record for step in archive.steps() for record in archive.read_records(step)]
     except ValueError as error:
         raise ConfigError(f"a record in {run_dir / 'steps'} cannot be read: {error}") from None
-    tasks = _read_tasks(archive)
+    tasks = archive.read_tasks(*archive.steps())
     completed = [record for record in records if record.outcome is Outcome.COMPLETED]
     if not completed:
         raise ConfigError(f"{run_dir} has no completed rollout to score")
@@ -140,25 +140,15 @@ def rescore(run_dir: Path, scorer: Scorer, name: str | None = None) -> Rescoring
     )
 
 
-def _read_tasks(archive: RunArchive) -> dict[str, Task]:
-    found: dict[str, Task] = {}
-    for file in map(archive.tasks_file, archive.steps()):
-        try:
-            found |= {task.task_id: task for task in read_tasks(file)} if file.is_file() else {}
-        except TaskFileError as error:
-            raise ConfigError(f"{file} cannot be read: {error}") from None
-    return found
-
-
 def _rescore(
-    archive: RunArchive, record: RolloutRecord, scorer: Scorer, task: Task, runner: asyncio.Runner
+    archive: RunArchive, record: RolloutRecord, scorer: Scorer, task: dict[str, Any], runner: asyncio.Runner
 ) -> RescoredRollout:
     new, problem = None, ""
     try:
-        row = copy.deepcopy(task.as_row())
+        row = copy.deepcopy(task)
         rollout = archive.read_result(record)
         artifacts = archive.read_artifacts(rollout)
-        given = ScoreInput(task.task_id, row["payload"], row.get("private", {}), rollout, artifacts)
+        given = ScoreInput(record.task_id, row["payload"], row.get("private", {}), rollout, artifacts)
         score = runner.run(scorer.score_async(given)) if scorer.is_async else scorer.score(given)
         new = score.reward
     except (ContractError, ScoringError) as error:
