@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, SecretStr
@@ -22,7 +21,7 @@ from rollout_backend.results.archive import CONFIG, RunArchive
 from rollout_backend.results.cost import Cost, Prices
 from rollout_backend.results.findings import FailureCount, Finding, count_failures, findings_of
 from rollout_backend.results.records import RolloutRecord
-from rollout_backend.results.run_info import RunStart
+from rollout_backend.results.run_info import RunStart, all_settings
 from rollout_backend.results.step_report import StepReport
 from rollout_backend.results.summary import StepSummary, summarize
 
@@ -178,21 +177,15 @@ def read_config(run_dir: Path) -> RolloutConfig | None:
         return None
 
 
-def changed_settings(config: BaseModel, prefix: str = "") -> list[tuple[str, str]]:
-    """Return the names and values of settings that are required, or differ from their defaults. No secrets."""
-    return list(_changed(config, prefix))
-
-
-def _changed(config: BaseModel, prefix: str) -> Iterator[tuple[str, str]]:
-    for name, field in type(config).model_fields.items():
-        value: Any = getattr(config, name)
-        if isinstance(value, BaseModel):
-            yield from _changed(value, f"{prefix}{name}.")
-            continue
+def changed_settings(config: BaseModel) -> Iterator[tuple[str, str]]:
+    """Yield the names and values of settings that are required, or differ from their defaults. No secrets."""
+    for name, value, field in all_settings(config):
         default = field.get_default(call_default_factory=False)
         if isinstance(value, SecretStr):
-            yield prefix + name, "(secret)"
-        elif name == "endpoint_url" and value is not None:  # the path of a local cloud's lets callers run code
-            yield prefix + name, urlsplit(value)._replace(path="", query="").geturl()
+            yield name, "(secret)"
+        elif (
+            name.rpartition(".")[2] == "endpoint_url" and value is not None
+        ):  # a local cloud's path lets callers run code
+            yield name, urlsplit(value)._replace(path="", query="").geturl()
         elif value != default and not (default is PydanticUndefined and not value) and name != "run_id":
-            yield prefix + name, str(value)
+            yield name, str(value)

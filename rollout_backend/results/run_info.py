@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, SecretStr
+from pydantic.fields import FieldInfo
 
 from rollout_backend.config import RolloutConfig
 from rollout_backend.run_lease import LeaseHolder
@@ -83,14 +84,19 @@ def settings_yaml(config: RolloutConfig) -> str:
     return yaml.safe_dump(_plain(config), sort_keys=False)
 
 
-def secret_settings(config: BaseModel, prefix: str = "") -> Iterator[str]:
-    """Yield the names of the secrets that are set."""
-    for name in type(config).model_fields:
+def all_settings(config: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
+    """Yield every setting: its dotted name, its value and its field."""
+    for name, field in type(config).model_fields.items():
         value = getattr(config, name)
-        if isinstance(value, SecretStr):
-            yield prefix + name
-        elif isinstance(value, BaseModel):
-            yield from secret_settings(value, f"{prefix}{name}.")
+        if isinstance(value, BaseModel):
+            yield from all_settings(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value, field
+
+
+def secret_settings(config: BaseModel) -> list[str]:
+    """Return the names of the secrets that are set."""
+    return [name for name, value, _ in all_settings(config) if isinstance(value, SecretStr)]
 
 
 def versions(config: RolloutConfig) -> dict[str, str]:

@@ -63,7 +63,7 @@ def step_context(
         "documented_at": documented_at,
         "other_step": other,
         **shown_comparison(run, records, against, other.records if other is not None else ()),
-        "settings": changed_settings(run.config) if run.config is not None else None,
+        "settings": [*changed_settings(run.config)] if run.config is not None else None,
         "outcomes": OUTCOMES,
         "with_text": text is not None,
         "embedded": len(talks),

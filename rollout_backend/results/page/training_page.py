@@ -156,7 +156,7 @@ def training_context(run: RunData, links: Mapping[int, str], against: RunData | 
         "spent": add(step.data.summary.spent for step in steps).parts,
         "tasks": _tasks(steps),
         **shown_comparison(run, records, against, others),
-        "settings": changed_settings(run.config) if run.config is not None else None,
+        "settings": [*changed_settings(run.config)] if run.config is not None else None,
     }
 
 
