@@ -27,9 +27,9 @@ from rollout_backend.core.policy import GroupPolicy, StragglerRule, Stragglers
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CircuitOpen, CloudLost, RunHeld
 from rollout_backend.logs import bind_log_fields
+from rollout_backend.results.progress import StepTotals
 from rollout_backend.results.records import RolloutRecord, RunningRecords
 from rollout_backend.results.step_report import GroupResult, StepResult
-from rollout_backend.results.step_totals import StepTotals
 from rollout_backend.step.absence_check import AbsenceCheck
 from rollout_backend.step.group import Group
 from rollout_backend.step.plan import StepPlan

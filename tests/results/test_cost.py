@@ -10,8 +10,8 @@ from rollout_backend.core.formats import dollars
 from rollout_backend.core.ledger import Ledger, PlannedRollout
 from rollout_backend.errors import ConfigError
 from rollout_backend.results.cost import Cost, Prices, Usage
+from rollout_backend.results.progress import StepTotals
 from rollout_backend.results.records import records_of
-from rollout_backend.results.step_totals import StepTotals
 from rollouts import make_rollout, make_segment
 
 AGENTS = {"vcpu_hour": 3600, "gb_hour": 360, "session_vcpus": 0.5, "session_gb": 2}

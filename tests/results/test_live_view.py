@@ -8,9 +8,8 @@ from agent_wrapper.contract import Outcome
 from rollout_backend.core.ledger import Phase
 from rollout_backend.gateway.stats import Counters, GatewayStats
 from rollout_backend.results.findings import FailureCount, Level
-from rollout_backend.results.progress import Progress
+from rollout_backend.results.progress import LastResult, Progress
 from rollout_backend.results.step_report import CallRate
-from rollout_backend.results.step_totals import LastResult
 from rollout_backend.results.terminal.live_view import History, Snapshot, frame, plain_line
 from rollout_backend.serving.engine_fleet import ServerState
 from rollout_backend.serving.model_serving import RunPhase

@@ -3,7 +3,7 @@
 from agent_wrapper.contract import Outcome, Rollout
 from rollout_backend.core.ledger import Ledger, PlannedRollout
 from rollout_backend.results.findings import FailureCount
-from rollout_backend.results.step_totals import StepTotals
+from rollout_backend.results.progress import StepTotals
 from rollouts import make_rollout
 
 

@@ -19,8 +19,7 @@ from agent_wrapper.contract import Outcome
 from rollout_backend.core.formats import count, dollars, percent, seconds
 from rollout_backend.results.cost import Cost, Prices
 from rollout_backend.results.findings import Finding, Level
-from rollout_backend.results.progress import Progress
-from rollout_backend.results.step_totals import LastResult
+from rollout_backend.results.progress import LastResult, Progress
 from rollout_backend.serving.engine_fleet import ServerState
 from rollout_backend.serving.model_serving import RunPhase
 
