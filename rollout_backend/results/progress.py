@@ -118,13 +118,16 @@ class StepTotals:
 
     def last(self) -> list[LastResult]:
         """Return the newest results, newest first."""
-        return [self._describe(rollout) for rollout in reversed(self._results[-_LAST:])]
-
-    def _describe(self, rollout: Rollout) -> LastResult:
-        entry = self._ledger.entries[rollout.rollout_id]
-        return LastResult(
-            rollout.rollout_id, rollout.reward, duration(entry), rollout.sampled_tokens, _last_reply(rollout)
-        )
+        return [
+            LastResult(
+                rollout.rollout_id,
+                rollout.reward,
+                duration(self._ledger.entries[rollout.rollout_id]),
+                rollout.sampled_tokens,
+                _last_reply(rollout),
+            )
+            for rollout in reversed(self._results[-_LAST:])
+        ]
 
 
 def _last_reply(rollout: Rollout) -> str:

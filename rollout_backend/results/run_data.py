@@ -183,9 +183,7 @@ def changed_settings(config: BaseModel) -> Iterator[tuple[str, str]]:
         default = field.get_default(call_default_factory=False)
         if isinstance(value, SecretStr):
             yield name, "(secret)"
-        elif (
-            name.rpartition(".")[2] == "endpoint_url" and value is not None
-        ):  # a local cloud's path lets callers run code
+        elif name.rpartition(".")[2] == "endpoint_url" and value is not None:  # its path may let callers run code
             yield name, urlsplit(value)._replace(path="", query="").geturl()
         elif value != default and not (default is PydanticUndefined and not value) and name != "run_id":
             yield name, str(value)
