@@ -29,6 +29,7 @@ from rollout_backend.dialects.base import Dialect
 from rollout_backend.gateway.admission import Admission
 from rollout_backend.gateway.authentication import Authenticator
 from rollout_backend.gateway.call_traces import CallTraces
+from rollout_backend.gateway.fast_json import to_json
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.http_requests import too_large, wait_or_disconnect
 from rollout_backend.gateway.in_flight_call import InFlightCall
@@ -80,7 +81,7 @@ class _Whole(_Answer):
     """A body that is sent at once: a StreamingResponse would cost a tenth of the call's time."""
 
     def __init__(self, request: Request, running: InFlightCall, content: object) -> None:
-        super().__init__(JSONResponse(content).body, media_type="application/json")
+        super().__init__(to_json(content), media_type="application/json")
         self._request, self._running = request, running
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -124,6 +124,7 @@ def test_arguments_with_a_tools_defaults_filled_in_are_the_same_call(session, sa
         ('{"x": -0.0}', '{"x": 0}', True),
         ('{"t": {"b": 1, "10": 2, "9": 3}}', '{"t":{"9":3,"10":2,"b":1}}', True),
         ('{"x": 1e300}', '{"x": 1E+300}', True),
+        ('{"x": NaN}', '{"x": null}', False),
         ('{"x": 1}', '{"x": 2}', False),
         ('{"x": 1}', '{"x": "1"}', False),
         ('{"x": 1}', '{"x": true}', False),

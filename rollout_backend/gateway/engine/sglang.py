@@ -141,8 +141,5 @@ def _check_prompt(reply: Mapping[str, Any], prompt: Sequence[int]) -> None:
 
 def _logprobs(given: Sequence[Any], ids: list[int]) -> list[float | None]:
     """Return one logprob for each id; None if it is missing or belongs to another token."""
-    found: list[float | None] = [None] * len(ids)
-    for i, (entry, token) in enumerate(zip(given, ids, strict=False)):
-        if entry[1] == token:
-            found[i] = finite(entry[0])
-    return found
+    found = [finite(entry[0]) if entry[1] == token else None for entry, token in zip(given, ids, strict=False)]
+    return found + [None] * (len(ids) - len(found))

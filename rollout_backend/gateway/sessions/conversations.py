@@ -19,18 +19,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import orjson
-
 from agent_wrapper.contract import ImageSpan, Segment
 from rollout_backend.config import ExpertShape
 from rollout_backend.core.images import Image, PlacedImage, image_names
 from rollout_backend.gateway.engine.client import Completion
+from rollout_backend.gateway.fast_json import to_json
 from rollout_backend.rendering.image_positions import collapse_images
 from rollout_backend.rendering.segments import SegmentRecorder, TurnPosition
 from rollout_backend.rendering.tool_names import with_tool_name, with_tool_names
@@ -148,7 +148,7 @@ class Conversations:
         self._seen: set[_Digest] = set()  # every prefix of an answered request
         self._said: dict[int, Sequence[Message]] = {}  # the conversation of each segment
         self._images: dict[str, Image] = {}
-        self._prepared, self._asked = PrefixMemo(), PrefixMemo()
+        self._prepared = PrefixMemo()
         self._offered: tuple[bytes, _Digest, _Defaults] = b"", b"", {}  # the tools of the latest call
 
     def unseen(self, images: Mapping[str, Image]) -> list[Image]:
@@ -180,8 +180,8 @@ class Conversations:
 
     def question(self, messages: Sequence[Message], tools: Tools) -> bytes:
         """Return a digest of what a call asks. It recognises a repeated question."""
-        chain = self._asked.chain(messages, _asked_digest)
-        return _digest(b"".join([b"asked", self._digest_tools(tools)[0], *chain[-1:]]), len(chain))
+        tools_digest, defaults = self._digest_tools(tools)
+        return b"".join([tools_digest, *self._chain(messages, tools_digest, defaults)[-1:]])
 
     def prepare(self, messages: Sequence[Message], tools: Tools, images: Mapping[str, Image] | None = None) -> Prompt:
         """Return the prompt for `messages`, which refer only to `images`. Propagates the renderer's exceptions."""
@@ -339,7 +339,7 @@ class Conversations:
     def _digest_tools(self, tools: Tools) -> tuple[_Digest, _Defaults]:
         """Return the digest of the tools, and the defaults of their arguments."""
         text, digest, defaults = self._offered
-        if text != (text := _text(tools)):
+        if text != (text := to_json(tools)):
             digest, defaults = _digest(b"tools", tools or []), _defaults(tools)
             self._offered = text, digest, defaults
         return digest, defaults
@@ -372,21 +372,8 @@ def _compared_digest(
     return _digest(before, _compared(message, defaults, with_ids))
 
 
-def _asked_digest(before: _Digest, messages: Sequence[Message], i: int) -> _Digest:
-    return _digest(before, messages[i])
-
-
-def _text(value: object) -> bytes:
-    """Return JSON, fast."""
-    try:
-        return orjson.dumps(value)
-    except TypeError:  # for example a large number, or half of a surrogate pair
-        return json.dumps(value).encode()
-
-
 def _digest(before: _Digest, value: object) -> _Digest:
-    text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
-    return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
+    return hashlib.blake2b(before + to_json(value, sort_keys=True), digest_size=16).digest()
 
 
 def _compared(message: Message, defaults: _Defaults, with_ids: bool) -> list[object]:
@@ -409,7 +396,7 @@ def _compared(message: Message, defaults: _Defaults, with_ids: bool) -> list[obj
 def _arguments(text: str, defaults: Mapping[str, Any]) -> object:
     """Return the parsed arguments without defaults: agents that validate a call send it back with them filled in."""
     try:
-        value = json.loads(text, parse_float=_number)
+        value = _ARGUMENTS.decode(text)
     except (ValueError, RecursionError):
         return text
     if isinstance(value, dict):
@@ -423,7 +410,12 @@ def _is_default(item: object, name: str, defaults: Mapping[str, Any]) -> bool:
 
 def _number(text: str) -> float:
     number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no number of JSON")
     return int(number) if number.is_integer() else number
+
+
+_ARGUMENTS = json.JSONDecoder(parse_float=_number, parse_constant=_number)
 
 
 def _defaults(tools: Tools) -> _Defaults:
@@ -432,7 +424,7 @@ def _defaults(tools: Tools) -> _Defaults:
         parameters = tool["function"].get("parameters")
         properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
         found[tool["function"]["name"]] = {
-            name: json.loads(_text(schema["default"]), parse_float=_number)
+            name: _ARGUMENTS.decode(to_json(schema["default"]).decode())
             for name, schema in (properties.items() if isinstance(properties, Mapping) else ())
             if isinstance(schema, Mapping) and "default" in schema
         }

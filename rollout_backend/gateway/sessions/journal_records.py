@@ -29,6 +29,7 @@ from rollout_backend.core.images import Image
 from rollout_backend.core.model_call import Answer, Choice
 from rollout_backend.core.routed_experts import ExpertRows
 from rollout_backend.gateway.engine.client import Completion
+from rollout_backend.gateway.fast_json import to_json
 from rollout_backend.gateway.sessions.conversations import Conversations, RecordedReply, RecordedTurn
 from rollout_backend.rendering.segments import TurnPosition
 
@@ -113,7 +114,7 @@ def answered(
         "call": call,
         "request": request,
         "turns": [_turn(turn) for turn in turns],
-        "answer": _json(_answer(answer)),
+        "answer": to_json(_answer(answer)),
         "started": started,
         "sampled_tokens": sampled_tokens,
     }
@@ -138,7 +139,7 @@ def _turn(turn: RecordedTurn) -> Record:
         "cached_tokens": completion.cached_tokens,
         "seconds": completion.seconds,
         "kept": turn.kept,
-        "messages": _json(turn.messages),
+        "messages": to_json(turn.messages),
         "split_reason": turn.split_reason,
         "tools": turn.tools_digest,
         "end": turn.end,
@@ -179,7 +180,3 @@ def _answer(answer: Answer) -> dict[str, Any]:
 
 def _answer_of(fields: dict[str, Any]) -> Answer:
     return Answer(**{**fields, "choices": tuple(Choice(**choice) for choice in fields["choices"])})
-
-
-def _json(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":"), default=dict).encode("ascii")
