@@ -105,12 +105,21 @@ async def _run(variant: str, example: Example, settings: Settings) -> dict[str, 
     async with Cloud(agents).serve() as url, agents:
         os.environ["AWS_ENDPOINT_URL"] = url  # of the agents, which run in this process
         path = example.work / "rollout_backend.json"
-        # Without a limit for stragglers, so that each killed session is replaced.
-        path.write_text(json.dumps({**backend_settings(url, url, example.work / "runs"), "group": {}}))
+        path.write_text(json.dumps(_patient(backend_settings(url, url, example.work / "runs"))))
         own = example.module.backend_overrides(example.tasks, path)
         await asyncio.to_thread(example.run, [*common, *own, *recorded], env)
     files = (example.work / "runs").glob("*/steps/*.json")
     return accounts(agents.records, [StepReport.model_validate_json(file.read_text()) for file in files])
+
+
+def _patient(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with which a slow machine loses no rollout: no stragglers, and limits that only end hangs."""
+    timeouts = {
+        "model_call_s": 600, "agent_s": 900, "publish_grace_s": 60, "collection_s": 1800, "session_key_s": 2400,
+        "heartbeat_s": 2,
+    }  # fmt: skip
+    runtime = {**settings["runtime"], "max_attempts": 50}
+    return {**settings, "runtime": runtime, "timeouts": timeouts, "group": {}, "circuit_breaker": {"max_failures": None}}
 
 
 class _FirstSessions(LossRates):
@@ -119,15 +128,18 @@ class _FirstSessions(LossRates):
 
 
 class _LossyAgents(WrappedAgents):
-    """Agents that take some seconds: a session's silence is noticed only while others are heard."""
+    """Agents that take a while. A session's silence is noticed only if it was heard before, and while others are."""
 
     def __init__(self) -> None:
         super().__init__(_is_right, _FirstSessions(killed=0.2), SEED)
 
     async def _agent(self, context: RolloutContext) -> dict[str, Any]:
         found = await super()._agent(context)
-        await asyncio.sleep(8)
+        await asyncio.sleep(15)
         return found
+
+    def _kill(self, rollout_id: str) -> None:
+        self._loop.call_later(4, super()._kill, rollout_id)
 
 
 def _is_right(reply: str, answer: str) -> bool:
