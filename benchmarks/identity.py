@@ -118,8 +118,8 @@ def _patient(settings: dict[str, Any]) -> dict[str, Any]:
         "model_call_s": 600, "agent_s": 900, "publish_grace_s": 60, "collection_s": 1800, "session_key_s": 2400,
         "heartbeat_s": 2,
     }  # fmt: skip
-    runtime = {**settings["runtime"], "max_attempts": 50}
-    return {**settings, "runtime": runtime, "timeouts": timeouts, "group": {}, "circuit_breaker": {"max_failures": None}}
+    more = {"timeouts": timeouts, "group": {}, "circuit_breaker": {"max_failures": None}}
+    return {**settings, **more, "runtime": {**settings["runtime"], "max_attempts": 50}}
 
 
 class _FirstSessions(LossRates):
