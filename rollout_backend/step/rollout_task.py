@@ -2,9 +2,14 @@
 
 Invariants:
 
-- a rollout holds a slot of the runtime from its submission until its session is closed;
+- a rollout holds a slot of the runtime from its first invoke until its session is closed;
 - no attempt is dispatched before the manifest in S3 names the rollout and allows the attempt;
-- the next attempt is made only once the current one is abandoned, and its session is closed in any case.
+- each attempt has a new session id, which is never reused: after a stop, an invoke with an old id would start a new
+  container. The id is known before the attempt (see `manifest`), so no open session is lost;
+- a refusal is not an attempt: the same session is invoked again until the rollout's deadline. An attempt counts
+  towards `runtime.max_attempts` only if its session may be open. A request that cannot be signed counts as refused;
+- the next attempt is made only once the current one is abandoned. A session that may be open is closed in any case,
+  one that was never opened is not.
 """
 
 from __future__ import annotations
@@ -15,6 +20,8 @@ import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
+
+from tenacity import stop_after_attempt
 
 from agent_wrapper.contract import Failure, Outcome, Rollout, Sampling
 from rollout_backend.core.ledger import (
@@ -30,15 +37,24 @@ from rollout_backend.core.ledger import (
 from rollout_backend.core.policy import Stragglers
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.core.tasks import Task
-from rollout_backend.dispatch.dispatcher import Submission
-from rollout_backend.errors import RolloutBackendError, StoreError
+from rollout_backend.errors import (
+    ContainerStartTimeout,
+    OutcomeUnknown,
+    RolloutBackendError,
+    RuntimeCallError,
+    RuntimeUnavailable,
+    StoreError,
+)
 from rollout_backend.logs import bind_log_fields
+from rollout_backend.retry import at, log_retry, retry
 from rollout_backend.step.in_flight import InFlightAttempt
 from rollout_backend.step.plan import StepPlan
 from rollout_backend.step.services import StepServices
 from rollout_backend.step.sessions import StepSessions
 
 log = logging.getLogger(__name__)
+
+_RETRYABLE = (RuntimeUnavailable, OutcomeUnknown, ContainerStartTimeout)
 
 
 @dataclass
@@ -81,7 +97,6 @@ class RolloutTask:
         self.task = task
         self.context = context
         self._services = context.services
-        self._abandoned = False  # the current attempt
         self._attempt_over = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -120,13 +135,13 @@ class RolloutTask:
                     async with asyncio.timeout_at(self._invoke_until):
                         await self._services.wait_ready(self.task.payload, self.context.plan.manifest.run_id)
             async with self._services.dispatcher.slots:
-                session_id = self.adopted.session_id if self.adopted is not None else await self._submit()
-                while session_id is not None:
+                while self.entry.session_id is not None or await self.dispatch():
+                    session_id = self.entry.session_id
+                    assert session_id is not None
                     if await self._wait_over():
                         await self.context.sessions.close(session_id)
                         break
-                    session_id = await self._submit()
-        self.context.changed.set()  # a submission that failed has settled the rollout
+        self.context.changed.set()  # a rollout that could not be dispatched is settled
 
     @property
     def _invoke_until(self) -> float:
@@ -135,54 +150,91 @@ class RolloutTask:
 
     async def _wait_over(self) -> bool:
         """Return True once no attempt is needed any more, and False once the current one is abandoned."""
-        while self.entry.outcome is None and self.scoring is None and not self._abandoned:
+        while self.entry.outcome is None and self.scoring is None and self.entry.session_id is not None:
             self._attempt_over.clear()
             await self._attempt_over.wait()
-        return not self._abandoned
+        return self.entry.session_id is not None
 
-    async def _submit(self) -> str | None:
-        """Make attempts until an agent has accepted the rollout. Return its session; None if none has."""
-        self._abandoned = False
+    # --- its attempts -------------------------------------------------------------------------------------
+
+    async def dispatch(self) -> bool:
+        """Make attempts until an agent runs. Return False if none does: the rollout is settled, or the step ends."""
         try:
-            accepted = await self._services.dispatcher.submit(
-                self.rollout_id,
-                self.context.ledger,
-                prepare=self._prepare,
-                close=self.context.sessions.close,
-                until=self._invoke_until,
+            return await retry(
+                self._attempt,
+                lambda error: isinstance(error, _RETRYABLE) and not _refused(error),
+                self._services.attempt_wait,
+                stop=stop_after_attempt(self._services.config.runtime.max_attempts - self.entry.attempts),
+                before_sleep=log_retry(log, "rollout %s", self.rollout_id),
             )
+        except RuntimeCallError as error:
+            if self.context.ledger.awaits_result(self.rollout_id):
+                self.context.ledger.settle(self.rollout_id, Outcome.INFRA_ERROR, error.reason, str(error))
         except StoreError:  # the step's time is up, which settles it as not started
-            return None
+            pass
         except RolloutBackendError as error:  # no retry helps, and the step does not wait for this task
             self.context.abort(error)
-            return None
-        if not accepted:
-            return None
-        session_id = self.entry.session_id
-        assert session_id is not None
-        self._accepted(session_id)
-        return session_id
+        return False
 
-    async def _prepare(self, nth: int) -> Submission:
-        """Raises StoreError if S3 refuses until the step's deadline to record that there is one more attempt, and
-        NoCredentials if the URLs of the result cannot be signed."""
-        context, times = self.context, self._services.config.timeouts
-        await context.plan.allow_attempt(nth)
-        manifest = context.plan.manifest
-        attempt = manifest.attempts_before + nth
-        session_id = manifest.session_id(self.rollout_id, attempt)
-        claims = self._claims(attempt, session_id)
-        urls = await self._services.presign(claims) if self._services.presign is not None else None
-        now = asyncio.get_running_loop().time()
-        context.sessions.register(session_id)
-        bind_log_fields(session=session_id)
-        self.began = now
-        agent_s = min(times.agent_s, self.task.agent_s or times.agent_s)
-        agent_deadline = min(now + agent_s, max(now, context.plan.deadline - times.publish_grace_s))
-        payload = self._services.payload(self.task, claims, agent_deadline - now, urls)
-        deadline = agent_deadline + times.publish_grace_s
-        self._set_timer(deadline)
-        return Submission(session_id, payload, deadline=deadline)
+    async def _attempt(self) -> bool:
+        """Invoke a new session, again while the runtime refuses it. Close it unless its agent runs."""
+        nth = self.entry.attempts + 1
+        manifest = self.context.plan.manifest
+        session_id = manifest.session_id(self.rollout_id, manifest.attempts_before + nth)
+        accepted = False
+        try:
+            accepted = await retry(
+                lambda: self._invoke(nth, session_id),
+                _refused,
+                self._services.refusal_wait,
+                stop=at(self._invoke_until),
+                before_sleep=log_retry(log, "the invoke of rollout %s", self.rollout_id, level=logging.INFO),
+            )
+        finally:
+            if not accepted and session_id in self.context.ledger.open_sessions:
+                await self.context.sessions.close(session_id)
+        return accepted
+
+    async def _invoke(self, nth: int, session_id: str) -> bool:
+        """Return False if the rollout needs no agent any more.
+
+        Raises:
+            RuntimeCallError: no agent runs, or nothing is known of it.
+            StoreError: S3 refused until the step's deadline to record that there is one more attempt.
+        """
+        context, ledger, dispatcher = self.context, self.context.ledger, self._services.dispatcher
+        async with dispatcher.turn(ledger.invokes):
+            if not ledger.awaits_result(self.rollout_id):
+                return False
+            await context.plan.allow_attempt(nth)
+            claims = self._claims(context.plan.manifest.attempts_before + nth, session_id)
+            urls = await self._services.presign(claims) if self._services.presign is not None else None
+            if not ledger.awaits_result(self.rollout_id):
+                return False
+            context.sessions.register(session_id)
+            bind_log_fields(session=session_id)
+            times, now = self._services.config.timeouts, asyncio.get_running_loop().time()
+            agent_s = min(times.agent_s, self.task.agent_s or times.agent_s)
+            agent_s = min(agent_s, max(0.0, context.plan.deadline - times.publish_grace_s - now))
+            payload = self._services.payload(self.task, claims, agent_s, urls)
+            may_be_open = session_id in ledger.open_sessions  # after an earlier call, which was refused
+            self.began = now
+            ledger.start_attempt(self.rollout_id, session_id, now + agent_s + times.publish_grace_s)
+            self.watch_time()
+            try:
+                await dispatcher.submit(session_id, payload)
+            except RuntimeCallError as error:
+                if error.refused:
+                    ledger.undo_attempt(self.rollout_id)
+                else:
+                    ledger.abandon_attempt(self.rollout_id)
+                if error.never_opened and not may_be_open:
+                    ledger.session_never_opened(self.rollout_id, session_id)
+                raise
+        ledger.accept(self.rollout_id)
+        if self.entry.phase is Phase.RUNNING:
+            self._watch_agent(session_id)
+        return True
 
     def _claims(self, attempt: int, session_id: str) -> SessionClaims:
         config = self._services.config
@@ -198,11 +250,10 @@ class RolloutTask:
             adapter=self.context.adapter,
         )
 
-    def _accepted(self, session_id: str) -> None:
-        """Record that the agent runs. Its time began during the invoke, when its container was up."""
+    def _watch_agent(self, session_id: str) -> None:
+        """Watch the agent, which runs. Its time began during the invoke, when its container was up."""
         assert self.began is not None
-        if self.entry.deadline is None:  # settled meanwhile, and withdrawn
-            return
+        assert self.entry.deadline is not None
         self.entry.deadline += asyncio.get_running_loop().time() - self.began
         to_wall = -self._wall_to_loop()
         self.context.sessions.record_running(
@@ -412,7 +463,10 @@ class RolloutTask:
         assert session_id is not None
         self.context.ledger.abandon_attempt(self.rollout_id)
         self.adopted = None
-        self._abandoned = True
         self._cancel_timer()
         self._attempt_over.set()
         self.context.sessions.close_later(session_id)
+
+
+def _refused(error: BaseException) -> bool:
+    return isinstance(error, RuntimeCallError) and error.refused

@@ -41,6 +41,10 @@ from rollout_backend.step.in_flight import InFlightLog, NoLines
 from rollout_backend.step.task_blocklist import Blocklist, NoBlocklist, TaskBlocklist
 
 _STORE_WAIT = wait_exponential_jitter(multiplier=0.5, max=10)
+# 5, 15, 45, 135 s: the default of five attempts outlasts an outage of three minutes.
+_ATTEMPT_WAIT = wait_exponential_jitter(multiplier=5, exp_base=3, max=300, jitter=1.0)
+# Short, for the queue paces the calls: it only keeps one rollout that conflicts from taking every turn.
+_REFUSAL_WAIT = wait_exponential_jitter(multiplier=0.5, max=5, jitter=0.5)
 
 
 async def _no_adoption(session_ids: Collection[str]) -> None: ...
@@ -63,6 +67,8 @@ class StepServices:
     read_manifests_from: Callable[[int], Awaitable[list[Manifest]]]
     wall: Callable[[], float] = time.time  # unix seconds
     store_wait: WaitBaseT = _STORE_WAIT  # between retries of a request to S3
+    attempt_wait: WaitBaseT = _ATTEMPT_WAIT  # between attempts of a rollout
+    refusal_wait: WaitBaseT = _REFUSAL_WAIT  # between retries of a refused invoke
     sealed_by: tuple[str, ...] = ()
     """Fingerprints of the secrets behind the seals that the buffer accepts, that of new seals first. Empty: it checks
     none."""
@@ -106,7 +112,7 @@ class StepServices:
         manifests = ManifestStore(store, config.run_id, fencing_token, owner)
         return cls(
             config=config,
-            dispatcher=Dispatcher(runtime, calls, max_sessions=limits.max_sessions, max_attempts=limits.max_attempts),
+            dispatcher=Dispatcher(runtime, calls, max_sessions=limits.max_sessions),
             closer=SessionCloser(runtime, calls),
             buffer=buffer,
             read_manifest=manifests.read,

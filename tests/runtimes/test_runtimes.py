@@ -15,16 +15,13 @@ from urllib.error import HTTPError
 import pytest
 from aiohttp import web
 from botocore.exceptions import ClientError
-from tenacity import wait_none
 
+from attempts import make_rollouts
 from bare_agent import BARE_AGENT
 from protocol_requests import make_request
 from rollout_backend.config import AgentCoreConfig, HttpConfig, KubernetesConfig
 from rollout_backend.core.check_result import raise_problems
-from rollout_backend.core.ledger import Ledger, PlannedRollout
 from rollout_backend.dispatch.call_queue import CallQueue
-from rollout_backend.dispatch.dispatcher import Dispatcher, Submission
-from rollout_backend.dispatch.session_closer import SessionCloser
 from rollout_backend.errors import (
     ContainerStartTimeout,
     InvokeRejected,
@@ -116,35 +113,24 @@ async def test_errors_of_agentcore_are_classified(open_agentcore):
 async def test_an_outage_of_agentcore_loses_no_rollout(open_agentcore, refusal, opens):
     """Every call is refused until each rollout was; then all are accepted, each in one session."""
     runtime, local = await open_agentcore()
-    calls, ledger = CallQueue(invoke_per_s=100, stop_per_s=100), Ledger(step=0)
-    closer = SessionCloser(runtime, calls, wait=wait_none())
-    dispatcher = Dispatcher(
-        runtime, calls, max_sessions=8, max_attempts=100, wait=wait_none(), wait_refused=wait_none()
-    )
-    ids = [f"a.{i}" for i in range(6)]
-    ledger.plan([PlannedRollout(rollout_id, "a") for rollout_id in ids])
-    nonce, refused, over = uuid.uuid4().hex, [], asyncio.Event()
+    rollouts = await make_rollouts(runtime, CallQueue(invoke_per_s=100, stop_per_s=100), 6, max_attempts=100)
+    refused, over = [], asyncio.Event()
     invoke = runtime.invoke
 
     async def watched(session_id, payload):
-        if set(refused) == {each.encode() for each in ids} and not over.is_set():
+        if len(set(refused)) == len(rollouts) and not over.is_set():
             over.set()
             await local.refuse(None)
         try:
             return await invoke(session_id, payload)
         except RuntimeCallError:
-            refused.append(payload)
+            refused.append(json.loads(payload)["_rollout"]["rollout_id"])
             raise
-
-    def submit(rollout_id):
-        async def prepare(attempt):
-            return Submission(f"{rollout_id}-{attempt}-{nonce}", rollout_id.encode(), deadline=1e9)
-
-        return dispatcher.submit(rollout_id, ledger, prepare, lambda s: closer.close(s, ledger), float("inf"))
 
     runtime.invoke = watched
     await local.refuse(**refusal)
-    assert await asyncio.gather(*map(submit, ids)) == [True] * 6
+    assert await asyncio.gather(*(rollout.dispatch() for rollout in rollouts)) == [True] * 6
+    ledger = rollouts[0].context.ledger
     sessions = await local.sessions()
     assert {session["id"] for session in sessions["sessions"]} == ledger.open_sessions
     assert len(ledger.open_sessions) == 6

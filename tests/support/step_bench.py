@@ -180,12 +180,11 @@ class Bench:
 
     def without_pauses(self, runtime: Any) -> dict[str, Any]:
         """Return services that repeat refused calls at once."""
-        calls, limits = CallQueue(invoke_per_s=1000, stop_per_s=1000), self.config.runtime
-        bounds = {"max_sessions": limits.max_sessions, "max_attempts": limits.max_attempts}
+        calls, no_wait = CallQueue(invoke_per_s=1000, stop_per_s=1000), wait_none()
         return {
-            "dispatcher": Dispatcher(runtime, calls, **bounds, wait=wait_none(), wait_refused=wait_none()),
-            "closer": SessionCloser(runtime, calls, wait=wait_none()),
-            "store_wait": wait_none(),
+            "dispatcher": Dispatcher(runtime, calls, max_sessions=self.config.runtime.max_sessions),
+            "closer": SessionCloser(runtime, calls, wait=no_wait),
+            **dict.fromkeys(("store_wait", "attempt_wait", "refusal_wait"), no_wait),
         }
 
     async def _receive(self, store: ResultStore, stack: AsyncExitStack) -> tuple[RolloutBuffer, str | None]:

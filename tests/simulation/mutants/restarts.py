@@ -109,6 +109,8 @@ def adopted_and_dispatched() -> Patch:
 
     async def broken(self: RolloutTask) -> None:
         adopted, self.adopted = self.adopted, None
+        if adopted is not None:
+            self.entry.session_id = None
         await run(self)
         if adopted is not None:
             await self.context.sessions.close(adopted.session_id)

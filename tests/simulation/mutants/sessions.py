@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -11,9 +10,15 @@ from rollout_backend.core.ledger import Ledger
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.session_ends import Heartbeats
 from rollout_backend.dispatch.call_queue import CallKind
-from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.dispatch.session_closer import SessionCloser
-from rollout_backend.errors import NoCredentials, QuotaExceeded, RuntimeUnavailable, Throttled, WrongClock
+from rollout_backend.errors import (
+    NoCredentials,
+    OutcomeUnknown,
+    QuotaExceeded,
+    RuntimeUnavailable,
+    Throttled,
+    WrongClock,
+)
 from rollout_backend.step.rollout_task import RolloutTask
 from rollout_backend.step.sessions import StepSessions
 from rollout_backend.step.step import Step
@@ -33,17 +38,7 @@ def session_ids_reused() -> Patch:
 @mutant
 def failed_attempts_left_open() -> Patch:
     """A session whose invoke got no response counts as never opened."""
-
-    async def broken(
-        self: Dispatcher, rollout_id: str, ledger: Ledger, prepare: Callable[[int], Any], close: Any, until: float
-    ) -> bool:
-        async def forget(session_id: str) -> None:
-            ledger.session_closed(session_id)
-
-        return await submit(self, rollout_id, ledger, prepare, forget, until)
-
-    submit = Dispatcher.submit
-    return patch.object(Dispatcher, "submit", broken)
+    return patch.object(OutcomeUnknown, "never_opened", True)
 
 
 @mutant

@@ -1,0 +1,77 @@
+"""Rollouts of one step whose attempts a test makes itself. S3 accepts each manifest, and no result arrives."""
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+from tenacity import wait_none
+
+from agent_wrapper.contract import ModelEndpoint, Sampling
+from builders import run_config
+from rollout_backend.core.ledger import Ledger, PlannedRollout
+from rollout_backend.core.manifest import Manifest
+from rollout_backend.core.policy import Stragglers
+from rollout_backend.core.tasks import Task
+from rollout_backend.dispatch.call_queue import CallQueue
+from rollout_backend.dispatch.dispatcher import Dispatcher
+from rollout_backend.dispatch.session_closer import SessionCloser
+from rollout_backend.runtimes.base import SessionCalls
+from rollout_backend.step.plan import StepPlan
+from rollout_backend.step.rollout_task import RolloutTask, StepContext
+from rollout_backend.step.services import StepServices
+from rollout_backend.step.sessions import StepSessions
+
+
+async def make_rollouts(
+    runtime: SessionCalls,
+    calls: CallQueue,
+    count: int,
+    *,
+    max_attempts: int = 3,
+    until: float = 1e9,
+    **services: Any,
+) -> list[RolloutTask]:
+    """Plan rollouts of the task `a`. A refused invoke is repeated at once, until the loop's time is `until`."""
+    config = run_config(runtime={"kind": "http", "url": "http://127.0.0.1:9", "max_attempts": max_attempts})
+    unused, task = cast(Any, None), Task("a", {})
+    step_services = StepServices(
+        config=config,
+        dispatcher=Dispatcher(runtime, calls, max_sessions=count),
+        closer=SessionCloser(runtime, calls, retry_s=0.0, wait=wait_none()),
+        buffer=unused,
+        queue_url=None,
+        endpoint=lambda claims: ModelEndpoint(
+            base_url="http://g", api_key="k", name="m", trajectory_url="http://g/t"
+        ),
+        revoke=_accept,
+        archive=unused,
+        read_manifest=_accept,
+        write_manifest=_accept,
+        read_manifests_from=unused,
+        attempt_wait=wait_none(),
+        refusal_wait=wait_none(),
+        **services,
+    )
+    plan, ledger = StepPlan(0, step_services), Ledger(0)
+    plan.deadline = until + config.timeouts.publish_grace_s
+    await plan.write_first([(task, count, Sampling())], weights="", can_resume=lambda _: False, allow_subset=False)
+
+    def abort(error: BaseException) -> None:
+        raise AssertionError("the step was aborted") from error
+
+    context = StepContext(
+        step=0,
+        services=step_services,
+        sampling=Sampling(),
+        ledger=ledger,
+        plan=plan,
+        sessions=StepSessions(0, step_services, ledger, abort),
+        stragglers=Stragglers(None, lambda rollout_id, began: False),
+        abort=abort,
+    )
+    ids = plan.manifest.tasks[0].rollouts
+    ledger.plan(PlannedRollout(rollout_id, "a") for rollout_id in ids)
+    return [RolloutTask(ledger.entries[rollout_id], task, context) for rollout_id in ids]
+
+
+async def _accept(_: int | Manifest | Iterable[str]) -> None:
+    """Answer as S3 without a manifest, and as gateways."""
