@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
 from rollout_backend.config.section import HttpUrl, Seconds, Section, matching
+
+if TYPE_CHECKING:
+    from rollout_backend.config.rollout import RolloutConfig
 
 AUTO = "auto"
 """The value of `public_url` with which the run finds the address."""
@@ -102,6 +105,21 @@ class GatewayConfig(Section):
             raise ValueError("tls_certificate and tls_key belong together: set both, or neither")
         return self
 
+    def check_run(self, run: RolloutConfig) -> None:
+        if self.kind != "ray":
+            return
+        if run.router.host in ("127.0.0.1", "localhost", "::1"):
+            raise ValueError(
+                "gateway.kind=ray puts gateways on other machines, which must reach the router: "
+                "set router.host to 0.0.0.0, or to an address that this machine has among them"
+            )
+        if run.serving.engine == "vllm" and run.serving.kind == "process":
+            raise ValueError(
+                "gateway.kind=ray puts gateways on other machines, which must reach each vLLM server: with "
+                "serving.kind=process they listen on 127.0.0.1 only, so use gateway.kind=process or "
+                "serving.kind=external"
+            )
+
 
 class RelayConfig(Section):
     """For agents that cannot reach the training side: a relay near them, to which the training side connects.
@@ -120,6 +138,13 @@ class RelayConfig(Section):
     """Interval of pings on a silent connection. One that stays silent for half of it after a ping is closed."""
     startup_timeout_s: Seconds = 60.0
     """Timeout until the relay is reached."""
+
+    def check_run(self, run: RolloutConfig) -> None:
+        if run.gateway.public_url not in (None, AUTO) or run.gateway.tls_certificate:
+            raise ValueError(
+                "with relay, agents reach the relay and not the gateway: leave out gateway.public_url and "
+                "gateway.tls_certificate, and set relay.public_url where it differs from relay.url"
+            )
 
     @property
     def agents_url(self) -> str:

@@ -8,12 +8,15 @@ import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field, JsonValue
 
 from rollout_backend.config.section import Section
 from rollout_backend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rollout_backend.config.rollout import RolloutConfig
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.gguf")
 _OTHER_FORMATS = ("original/*", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.gguf")  # which the engines do not load
@@ -56,6 +59,22 @@ class ModelConfig(Section):
     """Record which experts of a mixture of experts processed each token, so that the trainer can replay them (R3).
     Needs SGLang; external servers must run with `--enable-return-routed-experts`. A token costs a byte for each layer
     and each of its experts. See [training-options.md](training-options.md#replay-routed-experts)."""
+
+    def check_run(self, run: RolloutConfig) -> None:
+        if not self.routed_experts:
+            return
+        if run.serving.engine != "sglang":
+            raise ValueError(f"model.routed_experts=true needs serving.engine=sglang, not {run.serving.engine}")
+        if run.router.policy != "manual" and run.router.kind == "sglang-router":
+            raise ValueError(
+                f"router.policy={run.router.policy} has no effect with model.routed_experts=true, whose calls pass "
+                "no sglang-router: remove it, or set router.kind=smg"
+            )
+        if "--enable-hierarchical-cache" in run.serving.extra_args:
+            raise ValueError(
+                "model.routed_experts=true: tokens that come back from a hierarchical cache of SGLang get the "
+                "routing of others: remove --enable-hierarchical-cache from serving.extra_args"
+            )
 
     @property
     def served_name(self) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from rollout_backend.config.section import HttpUrl, Section
+
+if TYPE_CHECKING:
+    from rollout_backend.config.rollout import RolloutConfig
 
 
 class ObserveConfig(Section):
@@ -61,3 +64,10 @@ class PriceConfig(Section):
         if (self.session_vcpus is None) != (self.session_gb is None):
             raise ValueError("set both session_vcpus and session_gb, or neither")
         return self
+
+    def check_run(self, run: RolloutConfig) -> None:
+        if self.gpu_hour is not None and run.gpus is None:
+            raise ValueError(
+                f"prices.gpu_hour with serving.kind={run.serving.kind} and serving.servers={run.serving.servers} "
+                "also needs prices.gpus"
+            )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, field_validator
 
 from rollout_backend.config.section import Seconds, Section
+
+if TYPE_CHECKING:
+    from rollout_backend.config.rollout import RolloutConfig
 
 
 class QueueConfig(Section):
@@ -67,6 +70,13 @@ class StorageConfig(Section):
         if value and not re.fullmatch(r"(?:[A-Za-z0-9._-]+/)+", value):
             raise ValueError("must be empty, or path parts of letters, digits, '.', '_' and '-' that end in a slash")
         return value
+
+    def check_run(self, run: RolloutConfig) -> None:
+        if self.presigned and run.timeouts.session_key_s > MAX_URL_S:
+            raise ValueError(
+                f"storage.presigned: S3 signs no URL for longer than {MAX_URL_S} s, and timeouts.session_key_s is "
+                f"{run.timeouts.session_key_s:g}: lower it"
+            )
 
 
 class AwsConfig(Section):

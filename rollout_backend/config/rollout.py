@@ -13,11 +13,11 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from agent_wrapper.contract import Sampling
 from agent_wrapper.contract.keys import ID_PATTERN
-from rollout_backend.config.gateway import AUTO, GatewayConfig, RelayConfig
+from rollout_backend.config.gateway import GatewayConfig, RelayConfig
 from rollout_backend.config.janitor import JanitorConfig
 from rollout_backend.config.model import ModelConfig
 from rollout_backend.config.observe import ObserveConfig, PriceConfig
-from rollout_backend.config.results import MAX_URL_S, AwsConfig, CollectConfig, QueueConfig, StorageConfig
+from rollout_backend.config.results import AwsConfig, CollectConfig, QueueConfig, StorageConfig
 from rollout_backend.config.runtimes import RUNTIME_KINDS, AnyRuntimeConfig, RuntimeConfig
 from rollout_backend.config.scoring import ScoringConfig
 from rollout_backend.config.section import Section, matching
@@ -60,121 +60,10 @@ class RolloutConfig(Section):
     """Logs and step reports are written to OUTPUT_DIR/RUN_ID."""
 
     @model_validator(mode="after")
-    def _router_is_reachable(self) -> Self:
-        if self.gateway.kind == "ray" and self.router.host in ("127.0.0.1", "localhost", "::1"):
-            raise ValueError(
-                "gateway.kind=ray puts gateways on other machines, which must reach the router: "
-                "set router.host to 0.0.0.0, or to an address that this machine has among them"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _no_router_for_vllm(self) -> Self:
-        for setting, value, default in (
-            ("kind", self.router.kind, "sglang-router"),
-            ("policy", self.router.policy, "manual"),
-        ):
-            if self.serving.engine == "vllm" and value != default:
-                raise ValueError(
-                    f"router.{setting}={value} has no effect with serving.engine=vllm, whose calls pass no router: "
-                    "remove it"
-                )
-        if self.serving.engine == "vllm" and self.serving.kind == "process" and self.gateway.kind == "ray":
-            raise ValueError(
-                "gateway.kind=ray puts gateways on other machines, which must reach each vLLM server: with "
-                "serving.kind=process they listen on 127.0.0.1 only, so use gateway.kind=process or "
-                "serving.kind=external"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _routed_experts_are_recorded(self) -> Self:
-        if not self.model.routed_experts:
-            return self
-        if self.serving.engine != "sglang":
-            raise ValueError(f"model.routed_experts=true needs serving.engine=sglang, not {self.serving.engine}")
-        if self.router.policy != "manual" and self.router.kind == "sglang-router":
-            raise ValueError(
-                f"router.policy={self.router.policy} has no effect with model.routed_experts=true, whose calls pass "
-                "no sglang-router: remove it, or set router.kind=smg"
-            )
-        if "--enable-hierarchical-cache" in self.serving.extra_args:
-            raise ValueError(
-                "model.routed_experts=true: tokens that come back from a hierarchical cache of SGLang get the "
-                "routing of others: remove --enable-hierarchical-cache from serving.extra_args"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _seeds_are_read(self) -> Self:
-        serving = self.serving
-        seeds = [
-            *(["sampling.seed"] if self.sampling.seed is not None else ()),
-            *(["gateway.agent_sampling_overrides=seed"] if "seed" in self.gateway.agent_sampling_overrides else ()),
-        ]
-        if not seeds or serving.engine != "sglang" or serving.kind not in ("process", "ray"):
-            return self
-        if "--enable-deterministic-inference" not in serving.extra_args:
-            raise ValueError(
-                f"{' and '.join(seeds)}: SGLang ignores seeds without --enable-deterministic-inference, which costs "
-                "throughput: add it to serving.extra_args, or remove the seed"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _urls_live_long_enough(self) -> Self:
-        if self.storage.presigned and self.timeouts.session_key_s > MAX_URL_S:
-            raise ValueError(
-                f"storage.presigned: S3 signs no URL for longer than {MAX_URL_S} s, and timeouts.session_key_s is "
-                f"{self.timeouts.session_key_s:g}: lower it"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _relay_or_public_url(self) -> Self:
-        gateway = self.gateway
-        if self.relay is not None and (gateway.public_url not in (None, AUTO) or gateway.tls_certificate):
-            raise ValueError(
-                "with relay, agents reach the relay and not the gateway: leave out gateway.public_url and "
-                "gateway.tls_certificate, and set relay.public_url where it differs from relay.url"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _agents_of_this_protocol_can_run(self) -> Self:
-        protocol = self.runtime.agent_protocol
-        if protocol == "rollout":
-            return self
-        where = f"runtime.agent_protocol={protocol}"
-        if self.runtime.payload_in_file:
-            raise ValueError(
-                f"{where}: such agents are HTTP servers, and runtime.kind={self.runtime.kind} passes the payload in "
-                "a file: use the kind agentcore or http"
-            )
-        if protocol == "agentcore-runtime-app":
-            if self.storage.presigned:
-                raise ValueError(f"{where}: such agents write nothing to S3: set storage.presigned=false")
-            return self
-        if protocol == "verl-4216" and not self.gateway.key_in_path:
-            raise ValueError(f"{where}: such agents send no API key of ours: set gateway.key_in_path=true")
-        if self.storage.presigned:
-            raise ValueError(f"{where}: such agents write to S3 with credentials: set storage.presigned=false")
-        if protocol == "verl-4216" and not self.queue.enabled:
-            raise ValueError(f"{where}: such agents fail if they cannot announce a result: set queue.enabled=true")
-        return self
-
-    @model_validator(mode="after")
-    def _gpus_are_counted(self) -> Self:
-        if self.prices.gpu_hour is not None and self.gpus is None:
-            kind, servers = self.serving.kind, self.serving.servers
-            raise ValueError(
-                f"prices.gpu_hour with serving.kind={kind} and serving.servers={servers} also needs prices.gpus"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _sessions_live_long_enough(self) -> Self:
-        self.runtime.check_session_lifetime(self.timeouts.session_s)
+    def _sections_agree(self) -> Self:
+        for name in type(self).model_fields:
+            if isinstance(section := getattr(self, name), Section):
+                section.check_run(self)
         return self
 
     @classmethod

@@ -12,7 +12,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -37,6 +37,9 @@ from rollout_backend.config.section import (
     kind_choices,
     matching,
 )
+
+if TYPE_CHECKING:
+    from rollout_backend.config.rollout import RolloutConfig
 
 _IMAGE = (
     r"(?:\d{12}\.dkr\.ecr\.[a-z0-9-]+\.amazonaws\.com(?:\.cn)?|public\.ecr\.aws)/(?:[a-z0-9]+(?:[._-]+[a-z0-9]+)*/)*"
@@ -130,6 +133,24 @@ class RuntimeConfig(Section):
     def check_session_lifetime(self, needed_s: float) -> None:
         """Raise ValueError if these settings end a session within the seconds that an agent and its result may
         take."""
+
+    def check_run(self, run: RolloutConfig) -> None:
+        self.check_session_lifetime(run.timeouts.session_s)
+        if self.agent_protocol == "rollout":
+            return
+        where = f"runtime.agent_protocol={self.agent_protocol}: such agents"
+        if self.payload_in_file:
+            raise ValueError(
+                f"{where} are HTTP servers, and runtime.kind={self.kind} passes the payload in a file: use the kind "
+                "agentcore or http"
+            )
+        if self.agent_protocol == "verl-4216" and not run.gateway.key_in_path:
+            raise ValueError(f"{where} send no API key of ours: set gateway.key_in_path=true")
+        if run.storage.presigned:
+            writes = "nothing to S3" if self.agent_protocol == "agentcore-runtime-app" else "to S3 with credentials"
+            raise ValueError(f"{where} write {writes}: set storage.presigned=false")
+        if self.agent_protocol == "verl-4216" and not run.queue.enabled:
+            raise ValueError(f"{where} fail if they cannot announce a result: set queue.enabled=true")
 
     def for_run(self, run_dir: Path, aws_environment: Mapping[str, str]) -> Self:
         """Return the settings with what they take from other sections, if unset: the run's folder, and environment

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from pydantic import (
     AfterValidator,
@@ -18,6 +18,9 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
+
+if TYPE_CHECKING:
+    from rollout_backend.config.rollout import RolloutConfig
 
 Seconds = Annotated[float, Field(gt=0)]
 Rate = Annotated[float, Field(gt=0)]
@@ -57,6 +60,9 @@ class Section(BaseModel):
             return value.expanduser() if isinstance(value, Path) else value
         except RuntimeError:
             raise ValueError(f"{value} names the home of a user who does not exist") from None
+
+    def check_run(self, run: RolloutConfig) -> None:
+        """Raise ValueError if this section demands something of another one that it does not have."""
 
 
 def _accepts_truth(annotation: object) -> bool:

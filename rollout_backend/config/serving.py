@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from rollout_backend.config.section import Seconds, Section, import_kind, kind_choices
+
+if TYPE_CHECKING:
+    from rollout_backend.config.rollout import RolloutConfig
 
 EngineName = Literal["sglang", "vllm"]
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -243,6 +246,28 @@ class ServingConfig(Section):
             if (name := next(abbreviated, None)) is not None:
                 raise ValueError(f"{option} is not allowed here: set {_HAS_SETTING[name]}")
         return arguments
+
+    def check_run(self, run: RolloutConfig) -> None:
+        for setting, value, default in (
+            ("kind", run.router.kind, "sglang-router"),
+            ("policy", run.router.policy, "manual"),
+        ):
+            if self.engine == "vllm" and value != default:
+                raise ValueError(
+                    f"router.{setting}={value} has no effect with serving.engine=vllm, whose calls pass no router: "
+                    "remove it"
+                )
+        seeds = [
+            *(["sampling.seed"] if run.sampling.seed is not None else ()),
+            *(["gateway.agent_sampling_overrides=seed"] if "seed" in run.gateway.agent_sampling_overrides else ()),
+        ]
+        if not seeds or self.engine != "sglang" or self.kind not in ("process", "ray"):
+            return
+        if "--enable-deterministic-inference" not in self.extra_args:
+            raise ValueError(
+                f"{' and '.join(seeds)}: SGLang ignores seeds without --enable-deterministic-inference, which costs "
+                "throughput: add it to serving.extra_args, or remove the seed"
+            )
 
     @property
     def gpus_per_server(self) -> int:
