@@ -1,4 +1,4 @@
-"""The configuration: an immutable tree, one module per section, validated before anything starts.
+"""The configuration: an immutable tree of sections, validated before anything starts.
 
 Later sources override earlier ones: the YAML file, environment variables (`ROLLOUT__STORAGE__BUCKET=...`), overrides
 (`storage.bucket=...`). Unknown keys are refused by name. Times are in seconds and end in `_s`; rates are per second
@@ -6,7 +6,6 @@ and end in `_per_s`; sizes are in bytes and end in `_bytes`.
 """
 
 from rollout_backend.config.gateway import GatewayConfig, RelayConfig
-from rollout_backend.config.janitor import JanitorConfig
 from rollout_backend.config.load import ENV_PREFIX, load_config, merge_overrides, read_yaml
 from rollout_backend.config.model import ExpertShape, ModelConfig
 from rollout_backend.config.observe import ObserveConfig
@@ -22,10 +21,16 @@ from rollout_backend.config.runtimes import (
     RuntimeConfig,
     TaskImageConfig,
 )
-from rollout_backend.config.scoring import ScoringConfig
 from rollout_backend.config.section import Seconds
 from rollout_backend.config.serving import ENGINE_KINDS, EngineName, RouterConfig, RouterKind, ServingConfig
-from rollout_backend.config.step import CircuitBreakerConfig, GroupConfig, LeftOut, TimeoutConfig
+from rollout_backend.config.step import (
+    CircuitBreakerConfig,
+    GroupConfig,
+    JanitorConfig,
+    LeftOut,
+    ScoringConfig,
+    TimeoutConfig,
+)
 
 __all__ = [
     "ENGINE_KINDS",

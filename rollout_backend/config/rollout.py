@@ -14,15 +14,20 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from agent_wrapper.contract import Sampling
 from agent_wrapper.contract.keys import ID_PATTERN
 from rollout_backend.config.gateway import GatewayConfig, RelayConfig
-from rollout_backend.config.janitor import JanitorConfig
 from rollout_backend.config.model import ModelConfig
 from rollout_backend.config.observe import ObserveConfig, PriceConfig
 from rollout_backend.config.results import AwsConfig, CollectConfig, QueueConfig, StorageConfig
 from rollout_backend.config.runtimes import RUNTIME_KINDS, AnyRuntimeConfig, RuntimeConfig
-from rollout_backend.config.scoring import ScoringConfig
 from rollout_backend.config.section import Section, matching
 from rollout_backend.config.serving import RouterConfig, ServingConfig
-from rollout_backend.config.step import CircuitBreakerConfig, GroupConfig, TimeoutConfig, TrainingConfig
+from rollout_backend.config.step import (
+    CircuitBreakerConfig,
+    GroupConfig,
+    JanitorConfig,
+    ScoringConfig,
+    TimeoutConfig,
+    TrainingConfig,
+)
 from rollout_backend.errors import ConfigError
 
 _ID_FORM = "an id of at most 128 letters, digits, '.', '_' and '-' that begins with a letter or a digit"

@@ -1,4 +1,4 @@
-"""The sections on how a step runs: `timeouts`, `group`, `circuit_breaker` and `training`.
+"""The sections on how a run proceeds: `timeouts`, `group`, `circuit_breaker`, `training`, `scoring` and `janitor`.
 
 Where each timeout is enforced:
 
@@ -13,11 +13,11 @@ Where each timeout is enforced:
 from __future__ import annotations
 
 import itertools
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollout_backend.config.section import Seconds, Section
+from rollout_backend.config.section import Seconds, Section, matching
 
 
 class TimeoutConfig(Section):
@@ -147,3 +147,50 @@ class TrainingConfig(Section):
     """Rollouts that are not trained although they have a reward, and are in no baseline. `last_reply_cut`: those
     whose last reply ended at `max_tokens` or at the end of the context. `row_cut`: those with sampled tokens beyond
     `data.max_response_length`. `agent_error`: those whose agent failed and scored itself. Default: none."""
+
+
+class ScoringConfig(Section):
+    """Compute rewards on the training side. Without `function` and `command`, the agent's own reward counts. See
+    [rewards.md](rewards.md)."""
+
+    function: Annotated[str, matching(r".+:[A-Za-z_]\w*", "of the form FILE.py:NAME or module:NAME")] | None = None
+    """A Python function, as `FILE.py:NAME` or `module:NAME`. It returns the reward of one rollout."""
+    command: tuple[str, ...] = ()
+    """A program with its arguments, instead of a function. It reads one rollout as JSON from stdin, and the last line
+    that it prints is the reward."""
+    timeout_s: Seconds = 300.0
+    """Timeout of one call. The scorer's process is killed when it passes."""
+    retry_s: Seconds = 600.0
+    """A scorer that fails is called again, with the same rollout, for this many seconds, and never beyond the step's
+    deadline. Then the rollout ends as `scorer_failed`."""
+    processes: int = Field(default=4, ge=1)
+    """Rollouts that are scored at once, each in a separate process. Harbor tasks on Kubernetes: each in a Job, in
+    addition to the `runtime.max_sessions` of agents. These Jobs count towards `runtime.invoke_per_s` and
+    `runtime.stop_per_s`."""
+    concurrency: int = Field(default=16, ge=1)
+    """Calls of an `async` function at once, in each process. A plain function or a command has one."""
+
+    @model_validator(mode="after")
+    def _one_scorer(self) -> Self:
+        if self.function is not None and self.command:
+            raise ValueError("scoring.function and scoring.command exclude each other: leave one out")
+        return self
+
+    @property
+    def enabled(self) -> bool:
+        return self.function is not None or bool(self.command)
+
+
+class JanitorConfig(Section):
+    """A small process next to each run. If the run is killed, it deletes the queues that the run created and stops
+    the open sessions. A run that ends normally does both, and ends its janitor."""
+
+    enabled: bool = True
+    """Start a janitor. If false, a killed run leaves its queues, and its sessions end at the runtime's idle
+    timeout."""
+    grace_s: Seconds = 300.0
+    """Time from the run's death until the janitor acts, unless the run has restarted, under the same `run_id`."""
+    lease_s: Seconds = 60.0
+    """Duration of a manager's lease on its run, which it renews in the bucket every quarter of this. A start on
+    another machine takes the run over only after the lease has expired; on the same machine a run whose process is
+    dead restarts at once."""
