@@ -6,6 +6,7 @@ An `Engine` is not restartable: its factory makes a new one. `rollout_backend.co
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,16 @@ import aiohttp
 
 from rollout_backend.config import EngineName, RolloutConfig
 from rollout_backend.errors import ServingError
+
+REPORT_WAIT_AFTER_S = 5.0
+PROBE = "/model_info"
+"""The path that shows that a server is alive. Unlike `/health`, which generates a token unless
+SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0, it never touches the GPU: generating on a server whose memory is released
+kills it."""
+_PROBES: Mapping[EngineName, str] = {"sglang": PROBE, "vllm": "/health"}  # vLLM's never generates
+_VERSIONS: Mapping[EngineName, str] = {"sglang": "/server_info", "vllm": "/version"}
+_TIMEOUT_S = 60.0  # of a call that controls generation
+_POLL_S = 0.1
 
 
 class Engine(Protocol):
@@ -82,16 +93,6 @@ class EngineFactory(ABC):
         """Make the engine with a number, from 0; called again for each restart."""
 
 
-REPORT_WAIT_AFTER_S = 5.0
-
-PROBE = "/model_info"
-"""The path that shows that a server is alive. Unlike `/health`, which generates a token unless
-SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0, it never touches the GPU: generating on a server whose memory is released
-kills it."""
-_PROBES: Mapping[EngineName, str] = {"sglang": PROBE, "vllm": "/health"}  # vLLM's never generates
-_VERSIONS: Mapping[EngineName, str] = {"sglang": "/server_info", "vllm": "/version"}
-
-
 def probe_url(url: str, engine: EngineName) -> str:
     """Return the URL that shows that a server is alive."""
     return url + _PROBES[engine]
@@ -135,10 +136,6 @@ async def _is_ok(url: str, timeout_s: float) -> bool:
         return False
 
 
-_TIMEOUT_S = 60.0
-_POLL_S = 0.1
-
-
 async def pause_generation(url: str, engine: EngineName = "sglang", timeout_s: float = _TIMEOUT_S) -> None:
     """Abort all generation, make the server queue new requests, and return once its scheduler is idle.
 
@@ -151,20 +148,15 @@ async def pause_generation(url: str, engine: EngineName = "sglang", timeout_s: f
     Raises:
         ServingError: the server did not answer, or was not idle in time.
     """
-    try:
-        async with asyncio.timeout(timeout_s), aiohttp.ClientSession() as http:
-            if engine == "vllm":
-                if not await _post(http, f"{url}/pause?mode=abort"):
-                    raise ServingError("it refused to pause: vLLM needs VLLM_SERVER_DEV_MODE=1 for that")
-                return
-            if not await _post(http, f"{url}/pause_generation", {"mode": "abort"}):
-                raise ServingError("it refused to pause its generation")
-            while not await _post(http, f"{url}/flush_cache"):  # noqa: ASYNC110
-                await asyncio.sleep(_POLL_S)
-    except TimeoutError:
-        raise ServingError(f"it was not idle {timeout_s:g} s after its generation was paused") from None
-    except aiohttp.ClientError as error:
-        raise ServingError(f"it did not pause its generation: {str(error) or type(error).__name__}") from None
+    async with _control("pause its generation and become idle", timeout_s) as http:
+        if engine == "vllm":
+            if not await _post(http, f"{url}/pause?mode=abort"):
+                raise ServingError("it refused to pause: vLLM needs VLLM_SERVER_DEV_MODE=1 for that")
+            return
+        if not await _post(http, f"{url}/pause_generation", {"mode": "abort"}):
+            raise ServingError("it refused to pause its generation")
+        while not await _post(http, f"{url}/flush_cache"):  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
 
 
 async def abort_generation(url: str, engine: EngineName = "sglang", timeout_s: float = _TIMEOUT_S) -> None:
@@ -176,38 +168,35 @@ async def abort_generation(url: str, engine: EngineName = "sglang", timeout_s: f
         ServingError: the server did not, or not in time.
     """
     path = "/pause?mode=abort&clear_cache=false" if engine == "vllm" else "/pause_generation"
-    try:
-        async with asyncio.timeout(timeout_s), aiohttp.ClientSession() as http:
-            if not await _post(http, url + path, {"mode": "abort"}):
-                raise ServingError("it refused to pause its generation")
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise ServingError(f"it did not pause its generation: {str(error) or type(error).__name__}") from None
+    async with _control("pause its generation", timeout_s) as http:
+        if not await _post(http, url + path, {"mode": "abort"}):
+            raise ServingError("it refused to pause its generation")
 
 
 async def resume_generation(url: str, engine: EngineName = "sglang", timeout_s: float = _TIMEOUT_S) -> None:
     """Undo `pause_generation` or `abort_generation`. Raise ServingError if the server does not."""
-    try:
-        async with asyncio.timeout(timeout_s), aiohttp.ClientSession() as http:
-            if engine == "vllm":
-                resumed = await _post(http, f"{url}/resume")
-            else:
-                resumed = await _post(http, f"{url}/continue_generation")
-            if not resumed:
-                raise ServingError("it refused to resume its generation")
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise ServingError(f"it did not resume its generation: {str(error) or type(error).__name__}") from None
+    async with _control("resume its generation", timeout_s) as http:
+        if not await _post(http, f"{url}/{'resume' if engine == 'vllm' else 'continue_generation'}"):
+            raise ServingError("it refused to resume its generation")
 
 
 async def set_weight_version(url: str, version: str, timeout_s: float = _TIMEOUT_S) -> None:
     """Set the version that a server reports of its weights. Raise ServingError if it refuses."""
+    async with _control("set the version of its weights", timeout_s) as http:
+        if not await _post(http, f"{url}/update_weight_version", {"new_version": version}):
+            raise ServingError("it refused to set the version of its weights")
+
+
+@contextlib.asynccontextmanager
+async def _control(what: str, timeout_s: float) -> AsyncIterator[aiohttp.ClientSession]:
+    """Open an HTTP client for a call that makes the server do `what`. Raise ServingError if it does not answer."""
     try:
         async with asyncio.timeout(timeout_s), aiohttp.ClientSession() as http:
-            if not await _post(http, f"{url}/update_weight_version", {"new_version": version}):
-                raise ServingError("it refused to set the version of its weights")
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise ServingError(
-            f"it did not set the version of its weights: {str(error) or type(error).__name__}"
-        ) from None
+            yield http
+    except TimeoutError:
+        raise ServingError(f"it did not {what} within {timeout_s:g} s") from None
+    except aiohttp.ClientError as error:
+        raise ServingError(f"it did not {what}: {str(error) or type(error).__name__}") from None
 
 
 async def _post(http: aiohttp.ClientSession, url: str, body: object = None) -> bool:
