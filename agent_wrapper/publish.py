@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from agent_wrapper.botocore_models import new_session
 from agent_wrapper.contract import Announcement, ResultTarget
-from agent_wrapper.shared.presigned import is_transient, put_once
+from agent_wrapper.shared.presigned import is_transient, put_once, write_retry
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -174,12 +174,7 @@ class Publisher:
                         self._clients.pop((service, region), None)  # unless another thread has made a new one
                 raise
 
-        return tenacity.Retrying(
-            retry=tenacity.retry_if_exception(_is_transient),
-            stop=tenacity.stop_before_delay(budget_s),
-            wait=tenacity.wait_exponential_jitter(multiplier=0.2, max=8.0, jitter=0.5),
-            reraise=True,
-        )(attempt)
+        return write_retry(tenacity.retry_if_exception(_is_transient), budget_s, reraise=True)(attempt)
 
 
 def _is_transient(error: BaseException) -> bool:

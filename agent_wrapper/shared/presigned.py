@@ -6,13 +6,14 @@ Invariant: the URL grants access to the bucket, so no error message and no log r
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agent_wrapper.contract import put_headers
 from agent_wrapper.shared.redaction import redact_logs, without_secrets
 
 if TYPE_CHECKING:
     import httpx
+    import tenacity
 
 _CONNECT_TIMEOUT_S = 5.0
 _TIMEOUT_S = 20.0
@@ -35,10 +36,9 @@ def put_once(url: str, body: bytes, budget_s: float) -> bool:
     import httpx  # late: see shared/trajectory.py
     import tenacity
 
-    retrying = tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type(httpx.TransportError) | tenacity.retry_if_result(_is_transient),
-        stop=tenacity.stop_before_delay(budget_s),
-        wait=tenacity.wait_exponential_jitter(multiplier=0.2, max=8.0, jitter=0.5),
+    put = write_retry(
+        tenacity.retry_if_exception_type(httpx.TransportError) | tenacity.retry_if_result(_is_transient),
+        budget_s,
         retry_error_callback=lambda state: state.outcome.result() if state.outcome else None,  # as it was, last
     )
     verify = not url.startswith("http://")
@@ -46,7 +46,7 @@ def put_once(url: str, body: bytes, budget_s: float) -> bool:
     redact_logs()
     try:
         with httpx.Client(timeout=timeout, verify=verify) as client:
-            response: httpx.Response = retrying(client.put, url, content=body, headers=put_headers(body))
+            response: httpx.Response = put(client.put, url, content=body, headers=put_headers(body))
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise PutRefused(without_secrets(f"{type(error).__name__}: {error}")) from None
     if response.status_code == 412:
@@ -54,6 +54,14 @@ def put_once(url: str, body: bytes, budget_s: float) -> bool:
     if not response.is_success:
         raise PutRefused(f"S3 answered {response.status_code} {_code(response) or response.reason_phrase}")
     return True
+
+
+def write_retry(when: tenacity.retry_base, budget_s: float, **more: Any) -> tenacity.Retrying:
+    """Return what repeats a write `when` it failed, until it has taken `budget_s`."""
+    import tenacity
+
+    wait = tenacity.wait_exponential_jitter(multiplier=0.2, max=8.0, jitter=0.5)
+    return tenacity.Retrying(retry=when, stop=tenacity.stop_before_delay(budget_s), wait=wait, **more)
 
 
 def is_transient(status: int, code: str) -> bool:
