@@ -25,7 +25,7 @@ from pathlib import Path
 from time import time
 from typing import Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 from tenacity import wait_fixed
 
 from agent_wrapper.contract import lease_key
@@ -51,10 +51,8 @@ _PAUSE_S = 2.0  # between two tries
 _VALID_SHARE = 0.75  # of a lease, counted from the renewal: so long no other manager can have the run
 
 
-class LeaseHolder(BaseModel):
+class LeaseHolder(BaseModel, frozen=True):
     """A manager's process."""
-
-    model_config = ConfigDict(frozen=True)
 
     id: str
     host: str
@@ -88,10 +86,8 @@ class LeaseHolder(BaseModel):
         return f"process {self.pid} on {self.host}, since {since}"
 
 
-class LeaseRecord(BaseModel):
+class LeaseRecord(BaseModel, frozen=True):
     """The content of `runs/RUN/lease`. `manager_id` repeats the holder's id, for the janitor."""
-
-    model_config = ConfigDict(frozen=True)
 
     manager_id: str | None = None
     fencing_token: int = 0

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from agent_wrapper.contract import ContractError, Rollout, Segment, Trajectory
 from rollout_backend.core import signed_claims
@@ -38,10 +38,8 @@ _LEAST, _END = -(2**63), 2**64  # of msgpack's integers
 _OF_THE_ROLLOUT = ("run_id", "step", "rollout_id", "attempt", "session_id", "model")
 
 
-class SealClaims(BaseModel):
+class SealClaims(BaseModel, frozen=True, extra="forbid"):
     """What a seal says: whose trajectory it is, the digest of its segments, and how many of its calls were lost."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run_id: str
     step: int

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from agent_wrapper.contract import Identifier, Sampling
 from rollout_backend.core import signed_claims
@@ -20,13 +20,11 @@ from rollout_backend.errors import RolloutBackendError
 MIN_SECRET_CHARS = 32
 
 
-class SessionClaims(BaseModel):
+class SessionClaims(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Whose key it is. `expires_at` is in unix seconds; `journal_id` names the journal that holds the session,
     and `trainer_incarnation` the trainer's process in which it began. Sessions with the same `routing_key` share an
     engine; an empty one is the session's own. Model calls sample with the LoRA adapter `adapter`; an empty one is the
     model without an adapter. Unless `is_recorded`, each call is a session that is forgotten with its answer."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     run_id: Identifier
     step: int = Field(ge=0)

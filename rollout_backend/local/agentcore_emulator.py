@@ -30,7 +30,7 @@ from typing import Any
 
 import aiohttp
 import uvicorn
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -58,10 +58,8 @@ _CUSTOM_HEADER = "x-amzn-bedrock-agentcore-runtime-custom-"
 _PASSED_HEADERS = ("content-type", "accept", "x-amzn-trace-id", "traceparent", "tracestate", "baggage")
 
 
-class EmulatorSettings(BaseModel):
+class EmulatorSettings(BaseModel, frozen=True, extra="forbid"):
     """The emulator's settings, read as JSON from stdin because `env` may hold secrets."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     arn: str
     command: tuple[str, ...] = ()
@@ -87,10 +85,8 @@ class EmulatorSettings(BaseModel):
     limits: EmulatorLimits = EmulatorLimits()
 
 
-class InjectedOutage(BaseModel):
+class InjectedOutage(BaseModel, frozen=True, extra="forbid"):
     """How every call of the data plane is refused. Without a code none is."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     code: str | None = None
     after: bool = False

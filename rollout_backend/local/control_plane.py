@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -61,10 +61,8 @@ _MAX_ENDPOINTS, _MAX_TAGS = 10, 50
 _TRANSITIONS = ("CREATING", "UPDATING", "DELETING")
 
 
-class ControlLimits(BaseModel):
+class ControlLimits(BaseModel, frozen=True, extra="forbid"):
     """What makes the control plane refuse or delay a call."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     transition_s: float = Field(default=0.2, ge=0)
     """How long a runtime is CREATING, UPDATING or DELETING. Its endpoint changes half that time later."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import aiohttp
@@ -53,9 +52,7 @@ class HttpProxy:
         self.url = f"http://{host}:{port}"
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         assert self._runner is not None
         assert self._http is not None
         await self._runner.cleanup()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from agent_wrapper.app import LOCAL_PORT
 from rollout_backend.dispatch.token_bucket import TokenBucket
@@ -36,10 +36,8 @@ _REQUEST_S = 900.0  # a synchronous request may take 15 minutes
 _PING_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
 
-class EmulatorLimits(BaseModel):
+class EmulatorLimits(BaseModel, frozen=True, extra="forbid"):
     """Quotas and timeouts of the emulator. The defaults are AWS's, or what a laptop can run."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_sessions: int = Field(default=256, ge=1)
     invoke_per_s: float = Field(default=200.0, gt=0)

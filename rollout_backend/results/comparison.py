@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.errors import ConfigError
@@ -115,11 +115,7 @@ _MEASURES: tuple[tuple[str, Measure, int], ...] = (
 _OF_THE_PLACE = ("run_id", "output_dir", "runtime.session_logs")
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class Entry(_Frozen):
+class Entry(BaseModel, frozen=True):
     """A setting, a version or a count that differs. None: the run does not have it."""
 
     name: str
@@ -127,7 +123,7 @@ class Entry(_Frozen):
     second: Any
 
 
-class TaskReward(_Frozen):
+class TaskReward(BaseModel, frozen=True):
     """The mean reward of a task, of two runs or by two scorers."""
 
     task_id: str
@@ -135,7 +131,7 @@ class TaskReward(_Frozen):
     second: float
 
 
-class Comparison(_Frozen):
+class Comparison(BaseModel, frozen=True):
     """How the second of two runs differs from the first."""
 
     first: str

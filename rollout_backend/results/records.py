@@ -7,16 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from agent_wrapper.contract import Outcome, Rollout, Segment
 from rollout_backend.core.ledger import Ledger, LedgerEntry
 
 
-class ResultSummary(BaseModel):
+class ResultSummary(BaseModel, frozen=True):
     """What a rollout's result holds, in numbers."""
-
-    model_config = ConfigDict(frozen=True)
 
     reward: float | None
     turns: int  # model calls
@@ -53,13 +51,11 @@ class ResultSummary(BaseModel):
         return self.cached_tokens / self.prompt_tokens if self.cached_tokens is not None and self.turns else None
 
 
-class RolloutRecord(BaseModel):
+class RolloutRecord(BaseModel, frozen=True):
     """How one planned rollout of a step ended. Times in unix seconds by this machine's clock; None: never happened.
 
     Attempts, sessions and times are those of the manager that wrote the record.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     step: int
     rollout_id: str

@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from agent_wrapper.contract import ContractError, Outcome
 from rollout_backend.atomic_file import write_file
@@ -43,10 +43,8 @@ from rollout_backend.results.records import RolloutRecord
 from rollout_backend.scoring.scorer import ScoreInput, Scorer, ScoringError
 
 
-class RescoredRollout(BaseModel):
+class RescoredRollout(BaseModel, frozen=True):
     """A completed rollout with its stored reward and the new one."""
-
-    model_config = ConfigDict(frozen=True)
 
     step: int
     rollout_id: str
@@ -73,10 +71,8 @@ def _with_reward(record: RolloutRecord, reward: float | None) -> RolloutRecord:
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
-class ScorerInfo(BaseModel):
+class ScorerInfo(BaseModel, frozen=True):
     """Which scorer made a version, and when."""
-
-    model_config = ConfigDict(frozen=True)
 
     function: str
     file: str
@@ -84,10 +80,8 @@ class ScorerInfo(BaseModel):
     scored_at: datetime
 
 
-class Rescoring(BaseModel):
+class Rescoring(BaseModel, frozen=True):
     """One version of a run's rewards."""
-
-    model_config = ConfigDict(frozen=True)
 
     run: str
     folder: str  # of the version

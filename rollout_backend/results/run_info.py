@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, SecretStr
+from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from rollout_backend.config import RolloutConfig
@@ -27,10 +27,8 @@ StartedBy = Literal["run", "local", "demo", "verl", "python"]
 _PACKAGES = ("rollout-backend", "renderers", "sglang", "sglang-router", "smg", "torch", "transformers", "verl")
 
 
-class RunStart(BaseModel):
+class RunStart(BaseModel, frozen=True):
     """One start of a run's manager, and how it ended. Times in unix seconds."""
-
-    model_config = ConfigDict(frozen=True)
 
     by: StartedBy
     process: LeaseHolder
@@ -61,10 +59,8 @@ class RunStart(BaseModel):
         return "killed" if self.state == "running" and self.process.is_dead() else self.state
 
 
-class RunInfo(BaseModel):
+class RunInfo(BaseModel, frozen=True):
     """The content of `run.json`."""
-
-    model_config = ConfigDict(frozen=True)
 
     schema_version: Literal[1] = 1
     run_id: str

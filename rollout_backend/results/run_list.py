@@ -5,17 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import yaml
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from pydantic_core import from_json
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.results.archive import CONFIG, RunArchive
 
 
-class RunSummary(BaseModel):
+class RunSummary(BaseModel, frozen=True):
     """One run. Times in unix seconds."""
-
-    model_config = ConfigDict(frozen=True)
 
     run_id: str
     folder: str

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import quantiles
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from agent_wrapper.contract import Outcome, Rollout, Segment
 from rollout_backend.core.adapter import number_of
@@ -21,11 +21,7 @@ from rollout_backend.results.summary import mean
 _REASONS = ("first_call", "rerendered", "tools_changed", "history_rewritten", "branched", "new_conversation")
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class GroupReport(_Frozen):
+class GroupReport(BaseModel, frozen=True, extra="forbid"):
     task_id: str
     planned: int
     outcomes: dict[Outcome, int]
@@ -42,7 +38,7 @@ class GroupReport(_Frozen):
         return len(set(self.rewards)) > 1
 
 
-class Staleness(_Frozen):
+class Staleness(BaseModel, frozen=True, extra="forbid"):
     """How many versions the weights that sampled a step's tokens were behind the newest that sampled in it.
 
     Only numbered versions count; 0 means that one version sampled everything.
@@ -52,7 +48,7 @@ class Staleness(_Frozen):
     max: int
 
 
-class Latency(_Frozen):
+class Latency(BaseModel, frozen=True, extra="forbid"):
     """Seconds until rollouts were in our hands, over a step. Two clocks are compared: keep them in time."""
 
     p50: float
@@ -60,7 +56,7 @@ class Latency(_Frozen):
     max: float
 
 
-class Lengths(_Frozen):
+class Lengths(BaseModel, frozen=True, extra="forbid"):
     """How long some rollouts of a step were, from dispatch until they ended here. None: nothing is known."""
 
     rollouts: int
@@ -69,7 +65,7 @@ class Lengths(_Frozen):
     mean_turns: float | None = None
 
 
-class CallRate(_Frozen):
+class CallRate(BaseModel, frozen=True, extra="forbid"):
     """What the runtime granted of one kind of call in a step in which it refused some (429, 402, 5xx)."""
 
     refused: int
@@ -83,7 +79,7 @@ class CallRate(_Frozen):
         return cls(refused=tally.refusals, seconds=tally.seconds, granted_per_s=tally.granted_per_s)
 
 
-class LengthBias(_Frozen):
+class LengthBias(BaseModel, frozen=True, extra="forbid"):
     """Lengths of finished and cut-off rollouts, to expose length bias.
 
     `cut_off` counts rollouts that were stopped because they took longer than others or than the step: stragglers,
@@ -95,10 +91,10 @@ class LengthBias(_Frozen):
     reason: str = ""  # why most were cut off
 
 
-class StepReport(_Frozen):
+class StepReport(BaseModel, frozen=True):
     """The accounts of one step: how each planned rollout ended, and what the step cost."""
 
-    model_config = ConfigDict(extra="ignore")  # reports of earlier versions have more fields
+    # Unknown fields are ignored: reports of earlier versions have more.
 
     run_id: str
     step: int
@@ -124,22 +120,18 @@ class StepReport(_Frozen):
     given_tokens: int
     broken_histories: int  # segments beyond each rollout's first
     split_reasons: dict[str, int] = {}  # those segments by the reason why they opened
-    malformed_tool_calls: dict[str, int] | None = (
-        None  # returned as text, by renderer, since the run's previous report; None: a gateway did not answer
-    )
+    # Returned as text, by renderer, since the run's previous report; None: a gateway did not answer.
+    malformed_tool_calls: dict[str, int] | None = None
     unknown_tool_calls: dict[str, int] = {}  # calls of tools that were not offered, by name, since then
     undelivered_replies: int = 0  # replies that no client received and no call continued, since then
     left_out_replies: int = 0  # replies that training.leave_out leaves out of training, since then
     runaways: dict[str, int] = {}  # sampled tokens of rollouts whose session reached gateway.session_tokens
     heard_after_stop: dict[str, int] = {}  # requests of sessions after their stop, since then
-    weight_versions: dict[
-        str, int
-    ] = {}  # sampled tokens by the version that sampled them; "" if the engine said none
+    weight_versions: dict[str, int] = {}  # sampled tokens by version; "" if the engine said none
     staleness: Staleness | None = None
     latency: Latency | None  # since the announcement, which follows the PUT at once; by SQS's clock
-    lag: (
-        Latency | None
-    )  # since the agent returned, by its container's clock: with what was sampled fetched, and the PUT
+    # Since the agent returned, by its container's clock: with the fetch of its trajectory, and the PUT.
+    lag: Latency | None
     surplus: int = 0  # trainable beyond their group's size, and not trained
     length_bias: LengthBias | None = None  # None unless something was cut off
     invoke_rate: CallRate | None = None  # None unless an invoke was refused

@@ -30,7 +30,6 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from uuid import uuid4
 
@@ -116,11 +115,9 @@ class CodeBuildEmulator(HttpProxy):
         self._role = role
         self._tokens: dict[str, str] = {}  # of StartBuild's idempotency, to the id of the build
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await asyncio.gather(*(self._end(build, "STOPPED") for build in self.builds.values()))
-        await super().__aexit__(kind, error, trace)
+        await super().__aexit__(*exc_info)
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         service, _, operation = request.headers.get("X-Amz-Target", "").partition(".")

@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 from uuid import uuid4
 
@@ -146,9 +145,7 @@ class KubernetesEmulator:
         self.kubeconfig.write_text(yaml.safe_dump(tree))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         assert self._runner is not None
         self.cut_watches()
         await self._nodes.close()
