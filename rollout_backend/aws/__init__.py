@@ -21,8 +21,7 @@ from rollout_backend.aws.errors import (
     status_of,
     was_sent,
 )
-from rollout_backend.aws.identity import Identity
-from rollout_backend.aws.permissions import Permission, simulate
+from rollout_backend.aws.identity import Identity, Permission, simulate
 from rollout_backend.aws.repeated_call import RepeatedCall
 
 __all__ = [
