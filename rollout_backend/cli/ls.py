@@ -22,10 +22,10 @@ def ls(
 
 
 def _ls(runs: Path, as_json: bool) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     from rollout_backend.results.run_list import list_runs
+    from rollout_backend.results.terminal.view import plain_table
 
     found = list_runs(runs)
     if as_json:
@@ -34,9 +34,8 @@ def _ls(runs: Path, as_json: bool) -> None:
         return
     if not found:
         raise ConfigError(f"there is no run in {runs.absolute()}: name the folder of the runs")
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("run", "began (UTC)", "state", "steps", "completed", "mean reward", "error"):
-        table.add_column(name, justify="right" if name in ("steps", "completed", "mean reward") else "left")
+    numbers = ("steps", "completed", "mean reward")
+    table = plain_table("run", "began (UTC)", "state", *numbers, "error", right=numbers)
     for run in found:
         table.add_row(
             run.run_id,

@@ -145,7 +145,7 @@ class _Shown:
     def task(self, task_id: str) -> bool:
         """Show the rollouts of a task, step by step. Return False if the run has no such task."""
         from rollout_backend.results.run_data import read_run_id
-        from rollout_backend.results.terminal.task_view import TaskView
+        from rollout_backend.results.terminal.view import TaskView
 
         records = [record for record in self.archive.find_task(task_id) if self.step in (None, record.step)]
         if records and self.turn is not None:

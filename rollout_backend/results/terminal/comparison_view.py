@@ -13,6 +13,7 @@ from agent_wrapper.contract import readable
 from rollout_backend.core.formats import count
 from rollout_backend.results.comparison import Comparison, Difference, Entry, TaskReward
 from rollout_backend.results.rescoring import Rescoring
+from rollout_backend.results.terminal.view import print_text
 
 _TASKS_SHOWN = 10
 
@@ -32,8 +33,8 @@ def print_comparison(console: Console, found: Comparison) -> None:
         (found.only_second, f"have a reward in {second} only"),
     ):
         if number:
-            console.print(f"tasks that {what}: {number}", highlight=False, soft_wrap=True)
-    console.print(reward_sentence(found.reward), highlight=False, soft_wrap=True)
+            print_text(console, f"tasks that {what}: {number}")
+    print_text(console, reward_sentence(found.reward))
 
 
 def print_task_rewards(console: Console, first: str, second: str, rewards: Iterable[TaskReward]) -> None:

@@ -17,6 +17,7 @@ from rollout_backend.results.findings import Finding, Level, Verdict, findings_o
 from rollout_backend.results.step_report import StepResult
 from rollout_backend.results.summary import StepSummary, duration, summarize
 from rollout_backend.results.terminal.live_view import sentence
+from rollout_backend.results.terminal.view import print_text
 from rollout_backend.serving.model_serving import RunPhase
 
 MARKS = {Level.BAD: "!", Level.WARNING: "!", Level.NOTE: "-"}
@@ -89,7 +90,7 @@ def print_summary(console: Console, summary: RunSummary) -> None:
         lines[-1].append(f"; {more} more in the report")
     lines += [Text.assemble("  ", (f"{name:9}", "dim"), text) for name, text in facts]
     for line in lines:
-        console.print(line, soft_wrap=True, highlight=False)
+        print_text(console, line)
 
 
 def _facts(summary: RunSummary) -> Iterator[tuple[str, str]]:

@@ -24,7 +24,7 @@ from rollout_backend.results.run_list import RunSummary, summarize_run
 from rollout_backend.results.summary import Learning, Seconds, TaskRewards, duration
 from rollout_backend.results.terminal.live_view import one_line
 from rollout_backend.results.terminal.run_summary import MARKS
-from rollout_backend.results.terminal.view import when
+from rollout_backend.results.terminal.view import plain_table, print_text, when
 
 STEPS = 20  # in the table of a run
 _TASKS = 5  # in the table of a step; --json has all
@@ -91,13 +91,13 @@ class RunView:
     def print(self, console: Console) -> None:
         """Print the run, or its step if it was asked for."""
         for line in self._about():
-            console.print(line, soft_wrap=True, highlight=False)
+            print_text(console, line)
         if len(self.steps) == 1:
             self._print_step(console, self.steps[0])
         elif self.steps:
             _print_steps(console, self.steps)
             if (more := self.about.steps - len(self.steps)) > 0:
-                console.print(f"and {count(more, 'step')} before; --json has all", style="dim", highlight=False)
+                print_text(console, f"and {count(more, 'step')} before; --json has all", "dim")
         self._print_next(console)
 
     def _about(self) -> Iterator[Text]:
@@ -130,12 +130,12 @@ class RunView:
         if (cost := step.cost(self.prices)) is not None:
             facts["cost"] = str(cost)
         for name, text in facts.items():
-            console.print(Text.assemble((f"{name:8} ", "dim"), text), soft_wrap=True, highlight=False)
+            print_text(console, Text.assemble((f"{name:8} ", "dim"), text))
         for finding in step.findings:
             advice = f" ({finding.advice}{self.show if finding.advice.startswith('rollout show ') else ''})"
             text = one_line(f"{finding.text}{advice if finding.advice else ''}")
             mark, style = MARKS[finding.level], "red" if finding.level is Level.BAD else ""
-            console.print(Text(f"  {mark} {text}", style), soft_wrap=True, highlight=False)
+            print_text(console, Text(f"  {mark} {text}", style))
         if step.failures:
             console.print(_failures(step.failures))
         console.print(_lowest(summary.tasks))
@@ -158,7 +158,7 @@ class RunView:
             lines |= {f"rollout run --resume {run}": "finish it"}
         width = max(map(len, lines))
         for command, what in lines.items():
-            console.print(Text.assemble(f"  {command:{width}}  ", (what, "dim")), soft_wrap=True, highlight=False)
+            print_text(console, Text.assemble(f"  {command:{width}}  ", (what, "dim")))
 
 
 def _spent(spent: Seconds) -> str:
@@ -167,7 +167,7 @@ def _spent(spent: Seconds) -> str:
 
 
 def _failures(failures: list[FailureCount]) -> Table:
-    table = _table("outcome", "reason", "rollouts", "first", "message")
+    table = plain_table("outcome", "reason", "rollouts", "first", "message")
     for each in failures:
         cells = (each.outcome, each.reason, str(each.number), each.first, one_line(each.message)[:120])
         table.add_row(*map(Text, cells))
@@ -175,7 +175,9 @@ def _failures(failures: list[FailureCount]) -> Table:
 
 
 def _lowest(tasks: tuple[TaskRewards, ...]) -> Table:
-    table = _table(f"lowest {_TASKS} of {len(tasks)} tasks" if len(tasks) > _TASKS else "task", "mean", "rewards")
+    table = plain_table(
+        f"lowest {_TASKS} of {len(tasks)} tasks" if len(tasks) > _TASKS else "task", "mean", "rewards"
+    )
     for task in tasks[:_TASKS]:
         mean = "none" if task.mean is None else f"{task.mean:.3f}"
         table.add_row(Text(task.task_id), mean, " ".join(f"{reward:g}" for reward in task.rewards))
@@ -183,7 +185,7 @@ def _lowest(tasks: tuple[TaskRewards, ...]) -> Table:
 
 
 def _print_steps(console: Console, steps: tuple[StepData, ...]) -> None:
-    table = _table("step", "planned", "completed", "trained", "mean reward", "groups usable", "cache", "time")
+    table = plain_table("step", "planned", "completed", "trained", "mean reward", "groups usable", "cache", "time")
     for step in steps:
         summary, report = step.summary, step.report
         number = str(step.step)
@@ -200,10 +202,3 @@ def _print_steps(console: Console, steps: tuple[StepData, ...]) -> None:
             seconds(summary.seconds),
         )
     console.print(table)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in columns:
-        table.add_column(name)
-    return table

@@ -19,7 +19,7 @@ from rollout_backend.results.findings import show_command
 from rollout_backend.results.page.token_text import TokenText
 from rollout_backend.results.records import replies_by_turn
 from rollout_backend.results.summary import mean
-from rollout_backend.results.terminal.view import plain, print_messages
+from rollout_backend.results.terminal.view import plain, print_messages, print_text
 
 _UNLIKELY = 5  # tokens that are named
 
@@ -107,12 +107,11 @@ class TurnView:
     def print(self, console: Console, text: TokenText | None = None) -> None:
         """Print what was new to the model, its reply, and the numbers. `text` spells its tokens."""
         rollout = self.rollout
-        console.print(
+        print_text(
+            console,
             f"[bold]{rollout.rollout_id} turn {self.number}[/]  run {rollout.run_id}, step {rollout.step}, "
             f"task {rollout.task_id}; turn {self.turn_number} of segment {self.segment_number} "
             f"({plain(self.segment.split_reason)})",
-            highlight=False,
-            soft_wrap=True,
         )
         if self.reply is None:
             console.print("the result holds no messages of this turn", style="dim")
@@ -120,15 +119,10 @@ class TurnView:
             earlier = _earlier(self.prompt)
             if earlier:
                 command = f"{show_command(rollout.rollout_id)}{self.show}"
-                console.print(
-                    f"after {count(earlier, 'earlier message')}, which {command} prints",
-                    style="dim",
-                    highlight=False,
-                    soft_wrap=True,
-                )
+                print_text(console, f"after {count(earlier, 'earlier message')}, which {command} prints", "dim")
             print_messages(console, [*self.prompt[earlier:], self.reply])
         for name, fact in self._facts(text):
-            console.print(Text.assemble((f"{name:9}", "dim"), fact), highlight=False, soft_wrap=True)
+            print_text(console, Text.assemble((f"{name:9}", "dim"), fact))
 
     def _facts(self, text: TokenText | None) -> Iterator[tuple[str, str]]:
         turn = self.turn

@@ -1,10 +1,11 @@
-"""Prints a step's report, a single rollout and its record in a terminal."""
+"""Prints a step's report, the rollouts of a task, a single rollout and its record in a terminal."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,19 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.rule import Rule
 from rich.table import Table
+from rich.text import Text
 
 from agent_wrapper.contract import Outcome, Rollout, Segment, readable
+from rollout_backend.core.formats import count
 from rollout_backend.core.reasons import documented_at
-from rollout_backend.results.findings import call_rates, describe_bias, describe_rate
+from rollout_backend.results.findings import call_rates, describe_bias, describe_rate, show_command
 from rollout_backend.results.records import ResultSummary, RolloutRecord
 from rollout_backend.results.step_report import GroupReport, StepReport, StepResult
+from rollout_backend.results.summary import duration, mean
+from rollout_backend.results.terminal.live_view import one_line
 
 _FAILURES_SHOWN = 10
+_MAX_MESSAGE = 160
 _RULE_WIDTH = 80  # in a pipe, where the console has no width
 _YEAR_10000 = 253_402_300_800
 
@@ -77,8 +83,8 @@ def _ledger(report: StepReport) -> Table:
         "unknown": report.unknown,
         "refused": report.refused,
     }
-    for name, count in apart.items():
-        table.add_row(name, str(count), style="dim")
+    for name, number in apart.items():
+        table.add_row(name, str(number), style="dim")
     return table
 
 
@@ -96,6 +102,70 @@ def _groups(groups: tuple[GroupReport, ...]) -> Table:
         mean = f"{sum(rewards_of_all) / len(rewards_of_all):.3f}"
         table.add_row("all", f"{len(rewards_of_all)} rollouts", mean, "")
     return table
+
+
+@dataclass(frozen=True)
+class TaskView:
+    """The rollouts of a task in one step. `show` is appended to each `rollout show`; it may be empty."""
+
+    run_id: str
+    step: int
+    task_id: str
+    payload: object  # None: the run's folder does not hold it
+    records: tuple[RolloutRecord, ...]
+    show: str = ""
+
+    @property
+    def rewards(self) -> list[float]:
+        """Return the rewards. Missing ones are not among them."""
+        return [record.reward for record in self.records if record.reward is not None]
+
+    def fields(self) -> dict[str, Any]:
+        """Return the task as an object for JSON."""
+        return {
+            "run_id": self.run_id,
+            "step": self.step,
+            "task_id": self.task_id,
+            "payload": self.payload,
+            "mean_reward": mean(self.rewards),
+            "group_usable": any(record.group_usable for record in self.records),
+            "rollouts": [record.model_dump(mode="json") for record in self.records],
+        }
+
+    def print(self, console: Console) -> None:
+        """Print the task and a line for each rollout."""
+        average = mean(self.rewards)
+        usable = "usable" if any(record.group_usable for record in self.records) else "not usable"
+        facts = [count(len(self.records), "rollout"), f"group {usable}"]
+        facts.append("no reward" if average is None else f"mean reward {average:.3f}")
+        if len(self.rewards) > 1 and len({*self.rewards}) == 1:
+            facts.append("all rewards equal: nothing to learn from")
+        about = f"  run {self.run_id}, step {self.step}: {', '.join(facts)}"
+        print_text(console, Text.assemble((self.task_id, "bold"), about))
+        if self.payload is not None:
+            text = readable(json.dumps(self.payload, ensure_ascii=False))
+            print_text(console, Text(f"payload {text}"))
+        numbers = ("reward", "turns", "tokens", "seconds")
+        table = plain_table("rollout", "outcome", *numbers, "reason", right=numbers)
+        for record in self.records:
+            table.add_row(*_cells(record))
+        console.print(table)
+        shown = next((record for record in self.records if record.failed), self.records[0])
+        print_text(console, f"one of them: {show_command(shown.rollout_id)}{self.show}")
+
+
+def _cells(record: RolloutRecord) -> list[Text]:
+    result, took = record.result, duration(record)
+    why = f"{record.reason}: {record.message}" if record.reason and record.message else record.reason
+    return [
+        Text(record.rollout_id),
+        Text(record.outcome or "not settled", "green" if record.outcome is Outcome.COMPLETED else "red"),
+        Text("none" if record.reward is None else f"{record.reward:g}"),
+        Text("" if result is None else str(result.turns)),
+        Text("" if result is None else f"{result.sampled_tokens:,}"),
+        Text("" if took is None else f"{took:.1f}"),
+        Text(one_line(why)[:_MAX_MESSAGE]),
+    ]
 
 
 def print_rollout(console: Console, rollout: Rollout) -> None:
@@ -146,7 +216,7 @@ def print_record(console: Console, record: RolloutRecord, *, with_outcome: bool)
         "settled": record.settled_at,
     }
     times += [f"{name} {at - record.planned_at:+.1f} s" for name, at in later.items() if at is not None]
-    console.print("\n".join([*lines, ", ".join(times)]), highlight=False, soft_wrap=True)
+    print_text(console, "\n".join([*lines, ", ".join(times)]))
 
 
 def _print_segment(console: Console, number: int, segment: Segment, first_turn: int) -> None:
@@ -179,7 +249,7 @@ def print_messages(console: Console, messages: Sequence[Mapping[str, Any]]) -> N
 
 def _print_failure(console: Console, message: str, reason: str) -> None:
     _print_panel(console, message, reason, "red")
-    console.print(f"see {documented_at(plain(reason))}", highlight=False, soft_wrap=True)
+    print_text(console, f"see {documented_at(plain(reason))}")
 
 
 def _print_panel(console: Console, text: str, title: str, style: str = "none") -> None:
@@ -192,6 +262,19 @@ def _print_panel(console: Console, text: str, title: str, style: str = "none") -
 
 def _print_rule(console: Console, title: str) -> None:
     console.print(Rule(title, align="left"), width=console.width if console.is_terminal else _RULE_WIDTH)
+
+
+def print_text(console: Console, text: str | Text, style: str | None = None) -> None:
+    """Print text whose lines only the terminal wraps, without highlighting its numbers."""
+    console.print(text, style=style, highlight=False, soft_wrap=True)
+
+
+def plain_table(*columns: str, right: Container[str] = ()) -> Table:
+    """Return a table without lines. Columns in `right` are aligned at the right."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left")
+    return table
 
 
 def plain(text: str) -> str:
