@@ -24,7 +24,7 @@ def ls(
 def _ls(runs: Path, as_json: bool) -> None:
     from rich.text import Text
 
-    from rollout_backend.results.run_list import list_runs
+    from rollout_backend.results.run_data import list_runs
     from rollout_backend.results.terminal.view import plain_table
 
     found = list_runs(runs)

@@ -3,7 +3,7 @@
 import json
 
 from rollout_backend.local.scripted import BYTE_MODEL
-from rollout_backend.results.run_list import list_runs
+from rollout_backend.results.run_data import list_runs
 from run_folders import write_run
 
 

@@ -19,8 +19,7 @@ from rollout_backend.errors import ConfigError
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.cost import Prices
 from rollout_backend.results.findings import FailureCount, Level, show_command
-from rollout_backend.results.run_data import StepData, last_start, read_config, read_steps
-from rollout_backend.results.run_list import RunSummary, summarize_run
+from rollout_backend.results.run_data import RunOverview, StepData, last_start, read_config, read_steps, summarize_run
 from rollout_backend.results.summary import Learning, Seconds, TaskRewards, duration
 from rollout_backend.results.terminal.live_view import one_line
 from rollout_backend.results.terminal.run_summary import MARKS
@@ -56,7 +55,7 @@ class RunView:
     """A run, or one step of it. `show` is appended to each `rollout show`; it may be empty."""
 
     run_dir: Path
-    about: RunSummary
+    about: RunOverview
     steps: tuple[StepData, ...]
     step: int | None  # the only one to show
     show: str
