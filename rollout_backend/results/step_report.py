@@ -120,8 +120,7 @@ class StepReport(BaseModel, frozen=True):
     given_tokens: int
     broken_histories: int  # segments beyond each rollout's first
     split_reasons: dict[str, int] = {}  # those segments by the reason why they opened
-    # Returned as text, by renderer, since the run's previous report; None: a gateway did not answer.
-    malformed_tool_calls: dict[str, int] | None = None
+    malformed_tool_calls: dict[str, int] | None = None  # by renderer, since the last report; None: not known
     unknown_tool_calls: dict[str, int] = {}  # calls of tools that were not offered, by name, since then
     undelivered_replies: int = 0  # replies that no client received and no call continued, since then
     left_out_replies: int = 0  # replies that training.leave_out leaves out of training, since then
@@ -130,8 +129,7 @@ class StepReport(BaseModel, frozen=True):
     weight_versions: dict[str, int] = {}  # sampled tokens by version; "" if the engine said none
     staleness: Staleness | None = None
     latency: Latency | None  # since the announcement, which follows the PUT at once; by SQS's clock
-    # Since the agent returned, by its container's clock: with the fetch of its trajectory, and the PUT.
-    lag: Latency | None
+    lag: Latency | None  # since the agent returned, by its container's clock: with the fetch of its trajectory
     surplus: int = 0  # trainable beyond their group's size, and not trained
     length_bias: LengthBias | None = None  # None unless something was cut off
     invoke_rate: CallRate | None = None  # None unless an invoke was refused
