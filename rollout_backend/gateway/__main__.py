@@ -16,7 +16,7 @@ from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.http_protocol import KEEP_ALIVE_S, allow_files, bounded_protocol, max_connections
 from rollout_backend.logs import configure_logs, logs_json
 
-_SWITCH_S = 0.001  # threads parse and render; the event loop waits this long for each of its turns
+_SWITCH_S = 0.001  # rendering threads would otherwise hold the GIL for 5 ms while the event loop waits
 
 
 def main() -> None:
@@ -50,8 +50,8 @@ def server_options(settings: GatewaySettings) -> dict[str, Any]:
 
 
 def import_server() -> ModuleType:
-    """Import the server without `openai`, which takes 0.7 s and 20 MB. `renderers` imports it for a client of vLLM,
-    which is not used here."""
+    """Import the server without `openai`, which takes 0.7 s and 20 MB. `renderers` imports it only for its vLLM
+    client, which the gateway does not use."""
     unused = ModuleType("openai")
     unused.AsyncOpenAI = object  # type: ignore[attr-defined]
     sys.modules["openai"] = unused

@@ -1,10 +1,11 @@
-"""Decide whether one more model call may start, by the calls in flight and the queues of the engines. Does no I/O.
+"""Decide whether another model call may start, from the calls in flight and the engines' queues. Does no I/O.
 
 Invariants:
 
-- At most `max_calls` are in flight. If loads are unknown or outdated, this is the only limit.
+- At most `max_calls` are in flight. This is the only limit while the engines' load is unknown or outdated.
 - One session has at most `max_session_calls` and half of `max_calls` in flight.
-- Refused calls get staggered Retry-After times, at the rate at which calls finish, so they do not return all at once.
+- Refused calls get staggered Retry-After times, at the rate at which calls finish, so they do not return
+  together.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from rollout_backend.core.api_error import ApiError
 
 _STALE_S = 10.0
 _MIN_RETRY_S, _MAX_RETRY_S = 1, 60  # OpenAI's clients ignore a Retry-After above 60 s
-_WEIGHT = 0.1  # of the latest call in the moving average of call times
+_WEIGHT = 0.1  # weight of the latest call in the moving average of call times
 
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """Requests of one engine from all clients: in its batch, waiting for a slot, and the free slots. `kv_used` of
-    the `kv_tokens` in its KV cache are in use; 0 of 0: unknown."""
+    """Load of one engine from all clients: requests in its batch, requests in its queue, and free slots. `kv_used` of
+    its `kv_tokens` of KV cache are in use; both are 0 if unknown."""
 
     running: int
     waiting: int
@@ -35,7 +36,7 @@ class EngineLoad:
 
 
 class Admission:
-    """Admits the calls of one gateway process. `max_queued_per_engine` bounds the mean queue of an engine."""
+    """Admission control for one gateway process. `max_queued_per_engine` bounds the mean queue of an engine."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class Admission:
     def check(self, held: int = 0, choices: int = 1) -> ApiError | None:
         """Return None if a call may start, otherwise the refusal: 429 with a Retry-After in whole seconds.
 
-        `held` is how many choices its session has in flight.
+        `held` is the number of choices that its session has in flight.
         """
         if held and held + choices > self.max_session_calls:
             retry_s = min(max(math.ceil((self._call_s or 0.0) / held), _MIN_RETRY_S), _MAX_RETRY_S)
@@ -92,7 +93,7 @@ class Admission:
             return _refusal("too many model calls are in flight", retry_s)
         if not (loads := self.loads):
             return None
-        # Calls started since the last poll are in the engines too; those beyond the free slots wait.
+        # Calls started since the last poll are at the engines too; those beyond the free slots wait.
         waiting = sum(load.waiting for load in loads)
         waiting += max(0, self._in_flight - self._in_flight_then - sum(load.free for load in loads))
         excess = waiting + 1 - self._max_queued * len(loads)
@@ -102,7 +103,7 @@ class Admission:
         return _refusal("too many model calls wait for an engine", retry_s)
 
     def _turn(self, ahead: int, inside: int) -> int:
-        """Return seconds until `ahead` of the calls `inside` have finished and earlier refused calls had their turn.
+        """Return the seconds until `ahead` of the `inside` calls have ended and earlier refused calls have retried.
 
         The rate of finishing calls is their number divided by their duration (Little's law).
         """

@@ -1,9 +1,9 @@
 """Check the keys that requests carry.
 
-A session key is checked once, except for its expiry: the other checks have the same result each time. A revoked key
-stays valid here, because the registry refuses its session.
+A verified session key is cached; only its expiry is checked again. A revoked key stays valid here, because the
+registry refuses its session.
 
-A key comes as `Authorization: Bearer` or as `x-api-key`. No key and no secret is logged.
+Keys are accepted in `Authorization: Bearer` and `x-api-key`. Keys and secrets are never logged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollout_backend.gateway.http_requests import bearer
 from rollout_backend.gateway.sessions.journal import check_journal
 from rollout_backend.logs import bind_log_fields
 
-_MAX_VERIFIED = 1024  # keys that are not checked again
+_MAX_VERIFIED = 1024  # size of the cache of verified keys
 
 
 class Authenticator:
@@ -34,7 +34,7 @@ class Authenticator:
     def session(self, request: Request) -> SessionClaims:
         """Return the claims of the request's session key.
 
-        The log lines of the request name the session from then on.
+        Later log lines of this request name the session.
 
         Raises:
             ApiError: status 401 if the key is not valid, 421 if its session belongs to another gateway, 410 if the

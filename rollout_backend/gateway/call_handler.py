@@ -2,9 +2,9 @@
 
 Invariants:
 
-- A session that an earlier trainer started makes no model call before this trainer adopts it: until then it is not
-  known whether the engines serve the weights that it may continue with.
-- A call whose client hangs up is aborted, unless another client waits for the same answer.
+- A session that an earlier trainer started makes no model call before this trainer adopts it: until then, the engines
+  may serve weights with which it must not continue.
+- A call is aborted when its client disconnects, unless another client waits for the same answer.
 - An answer counts as delivered once all of it was sent to a client that was still connected.
 """
 
@@ -41,17 +41,17 @@ from rollout_backend.gateway.sessions.retries import RequestKey
 from rollout_backend.gateway.sessions.share import SessionShare, is_brief
 from rollout_backend.gateway.stats import Counters, GatewayStats
 
-_BYTES, _TOKEN_BYTES = 1024 * 1024, 32  # of a body without images, besides its text and per token of the context
+_BYTES, _TOKEN_BYTES = 1024 * 1024, 32  # limit of a body without images: this, plus so much per token of context
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-_MIN_REQUESTS = 16  # of one session
+_MIN_REQUESTS = 16  # open requests of one session
 _RETRIED = frozenset({408, 409, 429})  # statuses below 500 that OpenAI's and Anthropic's clients retry
 
 
 class _Answer(Response):
-    """An answer. It calls the functions of `on_end` when it ends, also if the client disconnects before it starts."""
+    """Base class of responses. Calls `on_end` when it ends, even if the client disconnects before it starts."""
 
     is_cancelled = False
-    """Whether it ended because this gateway stops."""
+    """True if the response ended because this gateway is shutting down."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -74,11 +74,11 @@ class _Answer(Response):
 
 
 class _Stream(_Answer, StreamingResponse):
-    """Events, until the client disconnects."""
+    """A stream of events that ends when the client disconnects."""
 
 
 class _Whole(_Answer):
-    """A body that is sent at once: a StreamingResponse would cost a tenth of the call's time."""
+    """A response sent in one piece: a StreamingResponse would cost a tenth of the call's time."""
 
     def __init__(self, request: Request, running: InFlightCall, content: object) -> None:
         super().__init__(to_json(content), media_type="application/json")
@@ -96,7 +96,7 @@ class _Whole(_Answer):
 
 
 class CallHandler:
-    """Serves the model calls of one gateway, in any dialect."""
+    """Handles the model calls of one gateway, in every dialect."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class CallHandler:
         self._max_requests = max(_MIN_REQUESTS, 2 * admission.max_session_calls)
 
     def adopt(self, session_ids: Iterable[str]) -> None:
-        """Let sessions that an earlier trainer started make model calls."""
+        """Allow model calls from sessions that an earlier trainer started."""
         self._adopted.update(session_ids)
 
     def stats(self) -> GatewayStats:
@@ -148,7 +148,7 @@ class CallHandler:
             raise ApiError(404, f"there is no model {name!r} here, only {served!r}", code="model_not_found")
 
     async def count(self, request: Request, dialect: Dialect) -> Response:
-        """Answer with the length of a prompt."""
+        """Return the length of a prompt."""
         request.state.dialect = dialect
         session = self._registry.open(self._authenticator.session(request))
         share = session.state.share
@@ -160,13 +160,13 @@ class CallHandler:
         return JSONResponse(dialect.count_body(tokens))
 
     async def call(self, request: Request, dialect: Dialect) -> Response:
-        """Answer a model call, with a body or with a stream of events."""
+        """Answer a model call, with a body or a stream of events."""
         request.state.dialect = dialect
         claims = self._authenticator.session(request)
         current = not claims.is_recorded or claims.trainer_incarnation == self._settings.trainer_incarnation
         if not current and claims.session_id not in self._adopted:
             raise not_adopted()
-        session = self._registry.open(claims)  # a closed one is refused before its body is read
+        session = self._registry.open(claims)  # a closed session is refused before its body is read
         share = session.state.share
         with contextlib.ExitStack() as open_request:
             open_request.enter_context(share.request(self._max_requests))
@@ -206,7 +206,7 @@ class CallHandler:
         return share.body(request, self._max_bytes, self._settings.body_s, self._too_large)
 
     def _parse(self, session: OpenSession, dialect: Dialect, body: bytes) -> tuple[ModelCall, bytes]:
-        """Return the call, and the digest of what it asks."""
+        """Return the parsed call and the digest of its request."""
         call = self._executor.shown(session.state.requests.parse(dialect, body))
         self.check_model(call.model)
         return call, session.conversations.question(call.messages, call.tools)
@@ -245,7 +245,7 @@ class CallHandler:
     async def _respond(
         self, request: Request, dialect: Dialect, session: OpenSession, running: InFlightCall
     ) -> _Answer:
-        """Return the answer, or the start of its stream.
+        """Return the complete answer, or start its stream.
 
         An error before the stream starts sets the response's status; a later one is sent as an event.
         """
@@ -304,7 +304,7 @@ class CallHandler:
         running.delivered = True
 
     def _leave(self, session: OpenSession, running: InFlightCall, *, given_up: bool) -> bool:
-        """Remove a listener. Return whether this aborted the call."""
+        """Remove a listener. Return True if this aborted the call."""
         aborted = running.leave(given_up=given_up)
         if aborted:
             session.state.retries.failed(running.question)

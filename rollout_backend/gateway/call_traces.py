@@ -1,4 +1,4 @@
-"""The spans of model calls, with the attributes of OpenTelemetry's conventions for generative AI."""
+"""Export spans of model calls, with the attributes of OpenTelemetry's conventions for generative AI."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2
 
 
 class CallTraces:
-    """Sends a span for each model call of one gateway."""
+    """Exports a span for each model call of one gateway."""
 
     def __init__(self, endpoint: str) -> None:
         """Raise ConfigError unless the extra `otel` is installed."""
         self._sender = SpanSender(endpoint, "rollout-gateway")
 
     def send(self, claims: SessionClaims, running: InFlightCall, began: float, traceparent: str) -> None:
-        """Send the span of a call that is done and began at `began` (unix seconds).
+        """Export the span of a finished call that started at `began` (unix seconds).
 
-        `traceparent` is the header of the agent's request, if it has one. A span of the rollout's trace becomes the
-        call's parent; a span of another trace is linked.
+        `traceparent` is the header of the agent's request, or empty. If its span belongs to the rollout's trace, it
+        becomes the parent of the new span; a span of another trace is linked.
         """
         trace_id, parent_id = trace_ids(claims.run_id, claims.step, claims.rollout_id)
         links: tuple[tuple[int, int], ...] = ()
@@ -58,7 +58,7 @@ class CallTraces:
 
 
 def _error(running: InFlightCall) -> str:
-    """Return the code of a call's error; empty for an answered call. A message could quote a prompt."""
+    """Return the code of a call's error; empty for an answered call. The message could quote a prompt."""
     if running.task.cancelled():
         return "cancelled"  # the client disconnected, or the session was closed
     error = running.task.exception()

@@ -1,4 +1,4 @@
-"""Serve the routes under /control, with which the trainer controls a gateway. All need the control key."""
+"""Serve the routes under /control, with which the trainer controls a gateway. All of them require the control key."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class ControlApi:
         return (await self._parsed(request, _SessionIds, "{'session_ids': [...]}")).session_ids
 
     async def _parsed(self, request: Request, model: type[_Body], form: str) -> _Body:
-        """Return the body as a `model`. Raise ApiError (400) if it is none; `form` says what it must be."""
+        """Parse the body as a `model`. Raise ApiError (400), which names the expected `form`, if it fails."""
         self._authenticator.require_control_key(request)
         body = await read_body(request, self._max_body_bytes)
         try:

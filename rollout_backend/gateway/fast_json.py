@@ -1,4 +1,4 @@
-"""Write JSON several times faster than `json`."""
+"""Serialize JSON several times faster than `json`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import orjson
 
 
 def to_json(value: object, *, sort_keys: bool = False) -> bytes:
-    """Return UTF-8. Numbers must be finite: NaN would become null."""
+    """Serialize to UTF-8. Numbers must be finite: NaN would become null."""
     try:
         return orjson.dumps(value, _plain, orjson.OPT_SORT_KEYS if sort_keys else None)
     except TypeError:  # for example a large number, or half of a surrogate pair

@@ -1,13 +1,13 @@
-"""Bound what a connection without a complete request can hold, because no key is known yet.
+"""Limit what a connection can hold before its first complete request, when no key is known yet.
 
 Invariants:
 
-- The head of a request arrives within `HEAD_S`, and has at most `MAX_HEAD_BYTES` and what one read brings. So have
-  the frames and trailers of a chunked body.
-- With all connections in use, a new one replaces the one that has waited longest for its first request, or, if there
-  is none, the one that is idle longest.
+- The head of a request arrives within `HEAD_S` and has at most `MAX_HEAD_BYTES` plus the size of one read. The same
+  limits apply to the frames and trailers of a chunked body.
+- When all connections are in use, a new one replaces the connection that has waited longest for its first request, or
+  else the one that has been idle longest.
 
-uvicorn's parser has neither limit.
+uvicorn's parser enforces neither limit.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rollout_backend.errors import ConfigError
 from rollout_backend.gateway.sessions.journal import OPEN_FILES
 
 HEAD_S = 5.0
-KEEP_ALIVE_S = 4200  # above any load balancer's, so that none reuses a closing connection
+KEEP_ALIVE_S = 4200  # longer than any load balancer's, so that none reuses a connection that this side is closing
 MAX_HEAD_BYTES = 64 * 1024
-_FRAME_BYTES = 16  # of a chunked body, per byte of content
+_FRAME_BYTES = 16  # framing allowed per byte of content in a chunked body
 _MAX_CONNECTIONS = 65_536
 _FILES_OF_A_CALL = 3  # a connection of the agent, one to the engine, and one that an agent keeps open when idle
 _OTHER_FILES = 256 + OPEN_FILES
@@ -32,12 +32,12 @@ _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0
 
 
 def needed_files(calls: int) -> int:
-    """Return how many open files a gateway with this many concurrent calls needs."""
+    """Return the number of open files that a gateway needs for this many concurrent calls."""
     return calls * _FILES_OF_A_CALL + _OTHER_FILES
 
 
 def allow_files(calls: int) -> None:
-    """Raise this process's limit of open files to what this many concurrent calls need. A shell's default is 1024.
+    """Raise this process's limit on open files to what this many concurrent calls need. A shell's default is 1024.
 
     Raises:
         ConfigError: the hard limit is lower.
@@ -54,15 +54,15 @@ def allow_files(calls: int) -> None:
 
 
 def max_connections(calls: int) -> int:
-    """Return how many connections fit into this process's limit of open files, beside those to engines."""
+    """Return the number of connections that fit into this process's limit on open files, besides those to engines."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(16, soft - _OTHER_FILES - calls)
 
 
 def bounded_protocol(connections: int, head_s: float = HEAD_S) -> type[HttpToolsProtocol]:
-    """Return the protocol of a server that keeps at most this many connections."""
-    new: dict[BoundedProtocol, None] = {}  # without a request so far, the oldest first
-    idle: dict[BoundedProtocol, None] = {}  # kept after a response
+    """Return a server protocol that keeps at most this many connections."""
+    new: dict[BoundedProtocol, None] = {}  # connections without a request so far, oldest first
+    idle: dict[BoundedProtocol, None] = {}  # connections kept open after a response
 
     class BoundedProtocol(HttpToolsProtocol):
         def __init__(self, *args: Any, **more: Any) -> None:
@@ -83,7 +83,7 @@ def bounded_protocol(connections: int, head_s: float = HEAD_S) -> type[HttpTools
 
         def data_received(self, data: bytes) -> None:
             self._head_bytes += len(data)
-            if self in idle and self._deadline is None:  # another request begins
+            if self in idle and self._deadline is None:  # a further request on this connection begins
                 self._expect_head()
             super().data_received(data)
             if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():

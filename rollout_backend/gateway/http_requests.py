@@ -2,8 +2,8 @@
 
 Invariants:
 
-- A compressed body costs no more memory and time than its limit allows, whatever it claims to hold.
-- Behind `PathKeys` no path contains a key, so no log, error, trace or journal can.
+- Decompressing a body takes no more memory and time than its limit allows, whatever size it claims to have.
+- Behind `PathKeys`, no path contains a key, so no log, error, trace or journal can contain one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollout_backend.core.api_error import ApiError
 
 _MAX_DIGITS = 15  # Python refuses to convert thousands of digits
 _GZIP, _ZLIB, _RAW_DEFLATE = 31, 15, -15  # zlib's window bits
-_MAX_WINDOW_BYTES = 8 * 2**20  # what RFC 9659 allows
+_MAX_WINDOW_BYTES = 8 * 2**20  # the largest window that RFC 9659 allows
 _KEY_PATH = re.compile(r"/k/([A-Za-z0-9._-]+)(/v1/.*)", re.DOTALL)
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 _ENCODINGS = ("gzip", "deflate", "zstd")
@@ -32,7 +32,7 @@ _ENCODINGS = ("gzip", "deflate", "zstd")
 class PathKeys:
     """ASGI middleware that takes session keys from URLs, for agents that hard-code an API key or send none.
 
-    /k/KEY/v1/... is served as /v1/... with the session key KEY, which replaces those in the headers. Unless
+    /k/KEY/v1/... is served as /v1/... with the session key KEY, which replaces any key in the headers. Unless
     `enabled`, the path is not found.
     """
 
@@ -77,10 +77,10 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 def encoding_of(headers: Mapping[str, str]) -> str:
-    """Return the body's encoding; an empty string if it is not compressed.
+    """Return the encoding of the body; an empty string if it is not compressed.
 
     Raises:
-        ApiError: status 415 if it is none of those that this gateway reads.
+        ApiError: status 415 if the gateway does not support it.
     """
     encoding = headers.get("content-encoding", "").strip().lower().removeprefix("x-")
     if encoding in ("", "identity"):
@@ -108,7 +108,7 @@ def decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytes:
             zstd = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
             plain = bytes(zstd.stream_reader(io.BytesIO(body)).read(limit + 1))
             decompressor: Any = zstd.decompressobj()
-            if len(plain) <= limit:  # a reader takes a cut frame for a whole one, and this has no limit
+            if len(plain) <= limit:  # the reader accepts a truncated frame, and this has no limit
                 decompressor.decompress(body)
         else:
             decompressor = zlib.decompressobj(_GZIP if encoding == "gzip" else _deflate_bits(body))
@@ -121,7 +121,7 @@ def decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytes:
 
 
 def _deflate_bits(body: bytes | bytearray) -> int:
-    """RFC 9110 means zlib's format by `deflate`. Some clients send the data without its header."""
+    """Return the window bits. RFC 9110 defines `deflate` as zlib's format, but some clients send raw data."""
     has_header = len(body) > 1 and body[0] & 15 == 8 and int.from_bytes(body[:2]) % 31 == 0
     return _ZLIB if has_header else _RAW_DEFLATE
 
@@ -131,9 +131,9 @@ def _damaged(encoding: str, why: str) -> ApiError:
 
 
 async def wait_or_disconnect(request: Request, waiting: Awaitable[Any]) -> None:
-    """Wait for `waiting`, but not after the client has hung up: then raise ClientDisconnect.
+    """Wait for `waiting`. Raise ClientDisconnect as soon as the client disconnects.
 
-    A future or a task is not cancelled, and its error is left in it. A coroutine is cancelled, and its error raised.
+    A coroutine is then cancelled and its error raised; a future or task continues and keeps its error.
     """
     task = asyncio.ensure_future(waiting)
     gone = asyncio.ensure_future(_disconnected(request))

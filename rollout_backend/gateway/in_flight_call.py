@@ -1,8 +1,8 @@
-"""Keep one model call in flight: its deltas so far, and its listeners.
+"""Hold one model call in flight: its deltas so far, and its listeners.
 
 Invariants:
 
-- Every listener gets all deltas from the start.
+- Every listener gets all deltas from the beginning.
 - A call without listeners is aborted.
 - An answered call keeps its answer but not its messages, because each call repeats all messages before it.
 """
@@ -23,7 +23,7 @@ from rollout_backend.rendering.streaming_parser import whole_deltas
 
 
 class InFlightCall:
-    """One model call. A listener calls `join`, sets `delivered` once it has the answer, and calls `leave`."""
+    """A model call in flight. A listener calls `join`, sets `delivered` once it has the answer, and calls `leave`."""
 
     def __init__(
         self,
@@ -35,8 +35,8 @@ class InFlightCall:
         brief: bool = True,
         left_out: bool = False,
     ) -> None:
-        """`request` is the digest by which a retry of the request is recognised, `question` that of what it asks.
-        `brief` is whether the event loop may render it, `left_out` whether it is not trained."""
+        """`request` is the digest that identifies retries of the request, `question` the digest of its messages and
+        tools. If `brief`, the event loop may render it; if `left_out`, it is not trained."""
         self.call = call
         self.request = request
         self.question = question
@@ -48,19 +48,19 @@ class InFlightCall:
         self.prompt_tokens: int | None = None  # None until the prompt is rendered
         self.deltas: list[Delta] = []
         self.delivered = False
-        self.replies: list[RecordedReply] = []  # what was recorded of it
+        self.replies: list[RecordedReply] = []  # its recorded replies
         self.aborted = False  # no listener is left; its task may still be ending
-        self.given_up = False  # whether it was aborted because its client disconnected
+        self.given_up = False  # aborted because its client disconnected
         self._listeners = 0
         self._changed = asyncio.Event()
         self._task: asyncio.Future[Answer] | None = None
 
     @classmethod
     def answered_before(cls, call: ModelCall, answer: Answer) -> Self:
-        """Return a call that an earlier process of this gateway has answered."""
+        """Return a call that an earlier process of this gateway answered."""
         running = cls(replace(call, messages=()))
         running.id, running.created, running.prompt_tokens = answer.id, answer.created, answer.prompt_tokens
-        running.delivered = True  # as far as is known
+        running.delivered = True  # assumed: the earlier process may have delivered it
         running.emit(_deltas_of(answer))
         running._task = asyncio.get_running_loop().create_future()
         running._task.set_result(answer)
@@ -82,7 +82,7 @@ class InFlightCall:
 
     @property
     def abandoned(self) -> bool:
-        """Whether the call has an answer that was not delivered and has no listener."""
+        """True if the call has an answer that was not delivered and no client waits for it."""
         return self.answered and not self._listeners and not self.delivered
 
     def start(self, work: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
@@ -100,7 +100,7 @@ class InFlightCall:
             self._notify()
 
     async def wait_for_more(self, known: int, timeout_s: float | None = None) -> bool:
-        """Wait for more than `known` deltas, or for the end. Return False if neither comes in time."""
+        """Wait for more than `known` deltas or for the end of the call. Return False after a timeout."""
         try:
             async with asyncio.timeout(timeout_s):
                 while len(self.deltas) <= known and not self.done:
@@ -110,7 +110,7 @@ class InFlightCall:
         return True
 
     def outcome(self) -> Answer:
-        """Return the answer of a call that is done, or raise its error."""
+        """Return the answer of a finished call, or raise its error."""
         if self.task.cancelled():
             raise session_closed("its calls were aborted")
         return self.task.result()
@@ -119,13 +119,13 @@ class InFlightCall:
         self._listeners += 1
 
     def leave(self, *, given_up: bool = False) -> bool:
-        """Remove a listener. Return whether this aborted the call, because it was the last.
+        """Remove a listener. Return True if this was the last one, which aborts the call.
 
-        `given_up` is whether the client disconnected; otherwise this gateway stops, and the call may be repeated.
+        `given_up` means that the client disconnected; otherwise the gateway stops, and the call may be repeated.
         """
         self._listeners -= 1
         self.given_up = given_up and not self._listeners
-        if not self._listeners and self.answered:  # a later listener gets the answer in whole deltas
+        if not self._listeners and self.answered:  # a later listener gets the answer as whole deltas
             self.deltas = _deltas_of(self.task.result())
         self.aborted = not self._listeners and self.task.cancel()
         return self.aborted
@@ -133,7 +133,7 @@ class InFlightCall:
     def _ended(self, task: asyncio.Future[Answer]) -> None:
         self.call = replace(self.call, messages=())
         if not task.cancelled():
-            task.exception()  # mark it as retrieved, in case there is no listener
+            task.exception()  # mark the exception as retrieved, in case there is no listener
         self._notify()
 
     def _notify(self) -> None:

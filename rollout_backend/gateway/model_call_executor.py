@@ -1,10 +1,10 @@
-"""Execute a model call: render its prompt, sample, read the reply, record both.
+"""Execute a model call: render its prompt, sample, parse the reply, and record both.
 
 Invariants:
 
 - A call is recorded if and only if all its choices were sampled. An aborted call leaves no trace.
-- Each of several choices is a turn: siblings that branch from one prompt.
-- The journal has a call before it is made, and its answer before the agent gets it.
+- Each choice of a call is a turn; the turns branch from one prompt.
+- A call is journaled before it is made, and its answer before the agent gets it.
 - Tokens of a constrained reply are recorded without logprobs, because the engine's belong to another distribution.
 - No part of an image reaches an engine before the whole image was read.
 """
@@ -42,20 +42,20 @@ from rollout_backend.rendering.streaming_parser import StreamingParser, whole_de
 logger = logging.getLogger(__name__)
 
 _ENGINE_RETRY_S = 5
-_NEVER = -100.0  # a logit bias that rules a token out
-_PACE_S = 0.03  # between two deltas of a stream
+_NEVER = -100.0  # the logit bias that excludes a token
+_PACE_S = 0.03  # seconds between two deltas of a stream
 
 
 @dataclass(frozen=True)
 class _ChoiceRequest:
-    """What the engine is asked for one choice of a call."""
+    """The engine request for one choice of a call."""
 
     running: InFlightCall
     prompt: Prompt
     params: Mapping[str, Any]
     routing_key: str
     index: int
-    forced: bool  # whether a grammar constrains the reply
+    forced: bool  # a grammar constrains the reply
     adapter: str
 
 
@@ -96,7 +96,7 @@ class ModelCallExecutor:
         self._thread.close()
 
     def shown(self, call: ModelCall) -> ModelCall:
-        """Return the call without what this model's template does not show, and without a force that is ignored."""
+        """Return the call without what this model's template does not render, and without an ignored tool choice."""
         if call.tool_choice == "required" and self._settings.gateway.forced_tools == "as_auto":
             call = replace(call, tool_choice="auto", tool_name=None, ignored=call.ignored | {"tool_choice"})
         return self._thread.shown(call)
@@ -137,7 +137,7 @@ class ModelCallExecutor:
 
     async def _answer(self, session: OpenSession, running: InFlightCall, digest: bytes) -> Answer:
         call, state = running.call, session.state
-        number = state.started + 1  # of the first choice, before any wait: in the order of arrival
+        number = state.started + 1  # taken before any wait, so that choices are numbered in order of arrival
         state.started += call.n
         prompt = await self._prompt(session, call, running.brief)
         forced = {}
@@ -246,7 +246,7 @@ class ModelCallExecutor:
     async def _sample(self, request: _ChoiceRequest) -> _Sampled:
         running, call, thread = request.running, request.running.call, self._thread
         stops = await thread.run(thread.stop_strings, call) if call.stop else None
-        # Generation under a grammar restarts after an abort, so none of it may be streamed before its end.
+        # Generation under a grammar restarts after an abort, so nothing is streamed before it ends.
         if not call.stream or request.forced or call.prompt is not None:
             completion = await self._generate(request, stops=stops)
             reply = await self._read(request, completion)
@@ -287,7 +287,7 @@ class ModelCallExecutor:
     async def _stream(
         self, request: _ChoiceRequest, parser: StreamingParser, stops: StopStrings | None
     ) -> Completion:
-        """Sample, and emit deltas meanwhile."""
+        """Sample, and emit deltas while sampling."""
         live = _LiveStream(request.running, parser, stops, self._thread)
         emitting = asyncio.create_task(live.emit())
         try:
@@ -328,14 +328,14 @@ class ModelCallExecutor:
                     f"the engine cannot hold a reply to this form: {error}. It needs a grammar backend (SGLang's "
                     "--grammar-backend)"
                 ) from None
-            # The agent's part of the request was checked before, so the fault is in ours.
+            # The agent's part of the request was checked before, so the fault is on our side.
             raise ApiError(
                 500, f"the engine refused the call: {error}", code="engine_refused", permanent=True
             ) from None
 
 
 class _LiveStream:
-    """Turns the tokens of a choice into deltas while the engine samples."""
+    """Turns the tokens of one choice into deltas while the engine samples."""
 
     def __init__(
         self, running: InFlightCall, parser: StreamingParser, stops: StopStrings | None, thread: RenderingThread
@@ -347,7 +347,7 @@ class _LiveStream:
         self._more, self._ended = asyncio.Event(), asyncio.Event()
         self._tokens: Sequence[int] = ()
         self._logprobs: Sequence[float | None] = ()
-        self._clear = 0  # how many of the tokens cannot be part of a stop string
+        self._clear = 0  # number of tokens that cannot be part of a stop string
 
     def progress(self, tokens: Sequence[int], logprobs: Sequence[float | None]) -> None:
         self._tokens, self._logprobs = tokens, logprobs
@@ -359,7 +359,7 @@ class _LiveStream:
         self._more.set()
 
     async def emit(self) -> None:
-        """Emit deltas until `end`, at most one batch each `_PACE_S`."""
+        """Emit deltas until `end`, at most one batch every `_PACE_S`."""
         fed, sent = 0, 0
         while not self._ended.is_set():
             await self._more.wait()
@@ -381,7 +381,7 @@ class _LiveStream:
 
 
 def _check_called(reply: Reply, completion: Completion) -> None:
-    """Check that the engine applied the grammar: then a complete reply contains the call."""
+    """Check that the engine applied the grammar: a complete reply must contain the call."""
     if reply.finish_reason == "stop" and completion.matched is None:
         raise _not_constrained(
             "the engine sampled no tool call, because it got no structural_tag: the router in front of it drops it, "
@@ -399,7 +399,7 @@ def _not_constrained(why: str) -> ApiError:
 
 async def _all(work: Sequence[Coroutine[Any, Any, _Sampled]]) -> list[_Sampled]:
     """Return all results. If one fails, cancel the others and raise its error."""
-    if len(work) == 1:  # a task would cost 4 % of the call
+    if len(work) == 1:  # a task would cost 4 % of the call's time
         return [await work[0]]
     tasks = [asyncio.ensure_future(one) for one in work]
     try:

@@ -1,7 +1,7 @@
-"""Render prompts and read replies in one thread, so that the event loop never waits long for a tokenizer.
+"""Render prompts and parse replies in one thread, so that the tokenizer does not block the event loop.
 
-A hand-over to a thread costs as much as the usual work, a tool's result and a reply of some tokens. So brief work is
-done at once, unless the thread is busy: the tokenizer serves one thread at a time.
+Handing work to a thread costs as much as the usual work, a tool result and a short reply. Brief work therefore runs
+on the event loop, unless the thread is busy: the tokenizer serves one thread at a time.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from rollout_backend.rendering.streaming_parser import StreamingParser
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_BRIEF_CHARS = 4096  # of new messages: some ms
-_BRIEF_TOKENS = 1024  # of a reply
-_SURE_CHARS = 8  # per token of the context: less text is encoded without counting first
-_PIECE_CHARS, _PIECE_TOKENS = 32 * 1024, 8  # cutting a text may add some tokens
+_BRIEF_CHARS = 4096  # length of new messages that render in some milliseconds
+_BRIEF_TOKENS = 1024  # length of a reply that parses as fast
+_SURE_CHARS = 8  # text with fewer characters per token of the context is encoded without counting first
+_PIECE_CHARS, _PIECE_TOKENS = 32 * 1024, 8  # splitting a text may add some tokens
 
 
 class RenderingThread:
-    """Runs one renderer. `run` takes the thread; the other methods must run in it, except `has_end`."""
+    """Runs one renderer in a thread. Pass the other methods to `run`; only `has_end` may be called from outside."""
 
     def __init__(self, bundle: RendererBundle, max_image_bytes: int, context_tokens: int) -> None:
-        """`max_image_bytes` bounds all images of a session together (gateway.session_image_bytes)."""
+        """`max_image_bytes` limits the images of a session in total (`gateway.session_image_bytes`)."""
         self.bundle = bundle
         self._named_roles = bundle.named_roles | {"tool"}
         self._max_image_bytes = max_image_bytes
         self._context_tokens = context_tokens
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="renderer")
-        self._jobs: deque[Future[Any]] = deque()  # given to the thread, in order
+        self._jobs: deque[Future[Any]] = deque()  # submitted to the thread, in order
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def shown(self, call: ModelCall) -> ModelCall:
-        """Return the call without the names that the template does not show, so that they open no row."""
+        """Return the call without the names that the template does not render, so that they open no row."""
         hidden = [m for m in call.messages if "name" in m and m["role"] not in self._named_roles]
         if not hidden:
             return call
@@ -64,29 +64,29 @@ class RenderingThread:
 
     async def run(self, function: Callable[..., _T], *args: Any) -> _T:
         """Call the function in the thread and return its result."""
-        self._is_busy()  # forget finished jobs
+        self._is_busy()  # called only to forget finished jobs
         job = self._thread.submit(function, *args)
         self._jobs.append(job)
         return await asyncio.wrap_future(job)
 
     async def run_brief(self, tokens: int, function: Callable[..., _T], *args: Any) -> _T:
-        """Call a function whose work is proportional to `tokens`, and return its result."""
+        """Call a function whose work is proportional to `tokens`, in the thread unless brief; return its result."""
         if tokens > _BRIEF_TOKENS or self._is_busy():
             return await self.run(function, *args)
         return function(*args)
 
     def brief_prompt(self, conversations: Conversations, call: ModelCall) -> Prompt | None:
-        """Return the call's prompt if the event loop can make it at once; otherwise the thread must `prepare` it."""
+        """Return the call's prompt if the event loop can render it quickly; None if the thread must `prepare` it."""
         is_long = call.images or call.prompt is not None
         return None if self._is_busy() or is_long else self._extend(conversations, call)
 
     def _is_busy(self) -> bool:
-        while self._jobs and self._jobs[0].done():  # a job whose call was cancelled runs to its end
+        while self._jobs and self._jobs[0].done():  # the thread completes a job even if its call was cancelled
             self._jobs.popleft()
         return bool(self._jobs)
 
     def _extend(self, conversations: Conversations, call: ModelCall) -> Prompt | None:
-        """Return the prompt if it is brief work; None also if it cannot be made, and `prepare` says why."""
+        """Return the prompt if it is brief work; None otherwise, or if it fails: `prepare` raises the error."""
         try:
             return conversations.extend(call.messages, call.tools, max_chars=_BRIEF_CHARS)
         except Exception:
@@ -107,7 +107,7 @@ class RenderingThread:
         self._check_images(conversations, call)
         try:
             return conversations.prepare(call.messages, call.tools, call.images)
-        except Exception as error:  # a template may raise anything to refuse a conversation
+        except Exception as error:  # templates raise any exception to refuse a conversation
             logger.warning("a conversation could not be rendered: %r", type(error).__name__)
             why = f"these messages cannot be rendered for this model: {error}"
             if self._lacks_user(call):
@@ -115,7 +115,7 @@ class RenderingThread:
             raise ApiError(400, why, code="unrenderable") from None
 
     def _prepare_prompt(self, conversations: Conversations, call: ModelCall, prompt: str | tuple[int, ...]) -> Prompt:
-        """Return the prompt that the agent wrote itself."""
+        """Return the prompt that the agent supplied as text or tokens."""
         tokenizer, vision = self.bundle.tokenizer, self.bundle.vision
         if isinstance(prompt, str):
             self._check_length(call)
@@ -130,7 +130,7 @@ class RenderingThread:
         return conversations.prompt_of(ids, [{"role": "user", "content": text}])
 
     def _lacks_user(self, call: ModelCall) -> bool:
-        """Return whether a user message would make the messages renderable."""
+        """Return whether adding a user message would make the messages renderable."""
         if any(message["role"] == "user" for message in call.messages):
             return False
         first = [message for message in call.messages[:1] if message["role"] == "system"]
@@ -141,7 +141,7 @@ class RenderingThread:
         return True
 
     def _check_length(self, call: ModelCall) -> None:
-        """Count tokens of much text in pieces up to the context's length: encoding all of it may take minutes."""
+        """Count the tokens of a long text in pieces up to the context's length: encoding all may take minutes."""
         context = self._context_tokens
         if len(call.messages) * self.bundle.message_tokens > context:
             raise context_exceeded(
@@ -186,7 +186,7 @@ class RenderingThread:
         return StopStrings(call.stop, self.bundle.token_bytes, self.bundle.stop_token_ids)
 
     def read(self, call: ModelCall, prompt: Prompt, completion: Completion) -> Reply:
-        """Return the message that was sampled. A reply that the renderer cannot parse is returned as text."""
+        """Return the sampled message. A reply that the renderer cannot parse is returned as text."""
         ids = completion.token_ids
         text = self.bundle.decode(ids[:-1] if self.has_end(ids) else ids)
         if call.prompt is not None:
@@ -195,7 +195,7 @@ class RenderingThread:
         broken = False
         try:
             parsed = self.bundle.renderer.parse_response(list(ids), tools=call.tools, prompt_ids=prompt.ids)
-        except Exception:  # sampling again would hide from training what this parser cannot read
+        except Exception:  # sampling again would bias training towards replies that this parser can read
             logger.exception("the renderer could not parse a reply; it is returned as text")
             parsed, broken = ParsedResponse(content=text), True
         reply = read_reply(
@@ -212,11 +212,11 @@ class RenderingThread:
         return replace(reply, malformed_tool_calls=1) if broken else reply
 
     def has_end(self, ids: Sequence[int]) -> bool:
-        """Return whether the model ended its turn."""
+        """Return whether the tokens end the model's turn."""
         return bool(ids) and ids[-1] in self.bundle.stop_token_ids
 
     def logprobs(self, tokens: Sequence[int], logprobs: Sequence[float | None]) -> list[Mapping[str, Any]]:
-        """Return one entry for each token, in OpenAI's form."""
+        """Return one entry per token, in OpenAI's format."""
         spelled = self.bundle.token_bytes
         return [
             logprob_entry(spelled.get(token, b""), logprob) for token, logprob in zip(tokens, logprobs, strict=True)

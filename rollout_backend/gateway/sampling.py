@@ -26,14 +26,14 @@ _FIELDS = ("temperature", "top_p", "top_k", "seed")
 
 @dataclass(frozen=True)
 class Budget:
-    """The tokens that a reply may still have. `session_left` is None without a cap."""
+    """Token budget of a reply. `session_left` is None without a cap."""
 
     prompt_tokens: int
     context_length: int
     session_left: int | None = None
 
     def left(self) -> int:
-        """Return the maximum length of a reply in tokens.
+        """Return the maximum length of a reply, in tokens.
 
         Raises:
             ApiError: status 400; `context_length_exceeded` if the prompt fills the context, or
@@ -75,7 +75,7 @@ def engine_params(
 ) -> EngineParams:
     """Return the sampling parameters of one choice.
 
-    `seed` is the reply's: see `reply_seed`. An agent's seed is used unchanged, plus the choice's index.
+    `seed` is the seed of this reply, from `reply_seed`. An agent's own seed is only increased by the choice's index.
 
     Raises:
         ApiError: status 400 if no token may be sampled (see `Budget`).
@@ -104,9 +104,9 @@ def engine_params(
 
 
 def reply_seed(seed: int | None, step: int, rollout_id: str, turn: int) -> int | None:
-    """Return the seed of a rollout's reply, its `turn`-th from 1, for the trainer's seed of the run.
+    """Derive the seed of a rollout's reply number `turn` (from 1) from the trainer's seed of the run.
 
-    With the trainer's own seed, the rollouts of a group would be identical. A repeated attempt has the same seeds.
+    With the trainer's own seed, all rollouts of a group would be identical. A retried attempt gets the same seeds.
     """
     return None if seed is None else zlib.crc32(f"{seed}/{step}/{planned_id(rollout_id)}/{turn}".encode())
 

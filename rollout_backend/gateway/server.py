@@ -19,15 +19,15 @@
     GET  /control/stats             GatewayStats                                      control key
     GET  /health
 
-The paths of model calls come from the dialects. One base URL, which ends in /v1, serves all clients: Anthropic's
+The dialects define the paths of model calls. One base URL, which ends in /v1, serves all clients. Anthropic's clients
 append /v1/messages to it, so agents' paths are also served under /v1/v1, and without a prefix. With
 `gateway.key_in_path`, everything under /v1 is also served under /k/KEY/v1, for a session key.
 
 Invariants:
 
-- A key opens its own session only. No key, secret, prompt or reply is logged.
+- A key gives access to its own session only. Keys, secrets, prompts and replies are never logged.
 - A call is recorded, in the journal too, if and only if its answer is complete.
-- Every response to an agent has its API's shape, and no request body causes a 500.
+- Every response has the shape of the agent's API, and no request body causes a 500.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ from rollout_backend.gateway.stats import Counters
 from rollout_backend.rendering.renderer import RendererBundle, load_renderer
 
 SERVER_NAME = "rollout-backend"
-"""What /health says, by which a check recognizes a gateway behind a public address."""
+"""Marker in the body of /health, by which a check recognizes a gateway behind a public address."""
 _SWEEP_S = 5.0
 _PREFIXES = ("/v1", "/v1/v1", "")
 
@@ -80,7 +80,7 @@ _PREFIXES = ("/v1", "/v1/v1", "")
 def create_app(
     settings: GatewaySettings, bundle: RendererBundle | None = None, dialects: Sequence[type[Dialect]] = DIALECTS
 ) -> Starlette:
-    """Return the application that serves these dialects. Loads the tokenizer unless `bundle` is given.
+    """Create the application that serves these dialects. Loads the tokenizer unless `bundle` is given.
 
     Raises:
         ConfigError: the model's folder, its renderer or the journal cannot be used, or the extra `otel` is missing.
@@ -89,7 +89,7 @@ def create_app(
 
 
 class Gateway:
-    """One gateway: builds its parts and serves the routes that are not specific to a dialect."""
+    """One gateway: builds its parts and serves the routes that belong to no dialect."""
 
     def __init__(
         self, settings: GatewaySettings, bundle: RendererBundle, dialects: Sequence[type[Dialect]] = DIALECTS
@@ -229,10 +229,10 @@ class Gateway:
 
     async def health(self, _: Request) -> Response:
         content = {"status": "ok", "server": SERVER_NAME, "shard": self._settings.shard}
-        return JSONResponse(content, headers={"Connection": "close"})  # strangers keep no connection
+        return JSONResponse(content, headers={"Connection": "close"})  # strangers must not hold connections
 
     def _model_card(self) -> dict[str, object]:
-        """Return the fields that OpenAI's clients read, and those that Anthropic's read."""
+        """Return the fields that OpenAI's and Anthropic's clients read."""
         created_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._created))
         return {
             "id": self._model_name,
@@ -256,7 +256,7 @@ class Gateway:
 
     async def _http_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        if error.status_code == 405 and request.method in ("HEAD", "OPTIONS"):  # clients probe before they post
+        if error.status_code == 405 and request.method in ("HEAD", "OPTIONS"):  # probes of clients
             return Response(status_code=204, headers={**(error.headers or {}), "Connection": "close"})
         code = "not_found" if error.status_code == 404 else "bad_request"
         message = f"{request.method} {request.url.path}: {error.detail}"

@@ -1,4 +1,4 @@
-"""Count what a gateway does."""
+"""Count the events of a gateway."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ from pydantic import BaseModel, ConfigDict
 
 from rollout_backend.gateway.admission import EngineLoad
 
-_MAX_NAMES, _MAX_NAME_CHARS, _OTHERS = 100, 128, "(others)"  # names that containers choose
+_MAX_NAMES, _MAX_NAME_CHARS, _OTHERS = 100, 128, "(others)"  # containers choose the names
 _OF_ENGINES = ("engine_running", "engine_waiting", "engine_kv_used", "engine_kv_tokens")
 
-_CACHE_MIN_TOKENS, _CACHE_SHARE = 256, 0.5  # engines cache whole pages, and not the last one
+_CACHE_MIN_TOKENS, _CACHE_SHARE = 256, 0.5  # engines cache whole pages, but not the last page
 
 
 class GatewayStats(BaseModel):
-    """Counts since the gateway started, except where marked as current."""
+    """Counters since the gateway started, except for fields marked as current."""
 
     model_config = ConfigDict(frozen=True)
 
     sessions_open: int  # current
-    sessions_closed: int  # current: sealed or revoked, and remembered until their keys expire
+    sessions_closed: int  # current: sealed or revoked sessions, remembered until their keys expire
     calls_in_flight: int  # current
     calls: int  # answered calls
     prompt_tokens: int
     cached_tokens: int  # prompt tokens found in an engine's prefix cache
-    cache_unknown_tokens: int  # prompt tokens of calls whose engine did not report what it found there
-    cache_breaks: int  # calls that continued a conversation which the engine's cache no longer held
+    cache_unknown_tokens: int  # prompt tokens of calls for which the engine reported no cache hits
+    cache_breaks: int  # calls that continued a conversation but missed the engine's prefix cache
     sampled_tokens: int
-    malformed: dict[str, int]  # tool calls that could not be read and were returned as text, by renderer
-    extra_tool_calls: int  # sampled but dropped, because parallel_tool_calls was false
-    constrained: int  # replies under a grammar: their logprobs cannot be trained
-    unknown_tools: dict[str, int]  # tool calls of tools that were not offered, by name
-    left_out: int  # replies that `training.leave_out` leaves out of training
-    runaways: dict[str, int]  # tokens of the rollouts whose session reached `gateway.session_tokens`
-    after_stop: dict[str, int]  # requests of sessions that had been stopped, by session
-    largest: dict[str, int]  # current: tokens of the open session that sampled most, by its rollout
-    replayed: int  # retried requests that got the first one's answer
+    malformed: dict[str, int]  # tool calls that could not be parsed and were returned as text, by renderer
+    extra_tool_calls: int  # tool calls that were sampled but dropped, because parallel_tool_calls was false
+    constrained: int  # replies sampled under a grammar, whose logprobs cannot be trained
+    unknown_tools: dict[str, int]  # calls to tools that were not offered, by name
+    left_out: int  # replies excluded from training by `training.leave_out`
+    runaways: dict[str, int]  # tokens of rollouts whose session reached `gateway.session_tokens`
+    after_stop: dict[str, int]  # requests from stopped sessions, by session
+    largest: dict[str, int]  # current: the rollout whose open session sampled the most tokens, and how many
+    replayed: int  # retried requests that got the first request's answer
     client_disconnects: int  # calls aborted because the client disconnected
-    undelivered: int  # replies that no client received and no later call continued: left out of their trajectories
+    undelivered: int  # replies dropped because no client received them and no later call continued them
     segments: dict[str, int]  # opened segments, by reason
-    overridden: dict[str, int]  # ignored sampling settings of agents, by field
-    ignored: dict[str, int]  # calls with a field that only concerns the provider, or a name that no template shows
+    overridden: dict[str, int]  # sampling settings of agents that were ignored, by field
+    ignored: dict[str, int]  # calls with fields that only concern the provider, or names that no template renders
     errors: dict[str, int]  # error responses, by code
-    engine_running: dict[str, int]  # current: requests in an engine's batch, of all its clients, by the engine's URL
-    engine_waiting: dict[str, int]  # current: those in its queue
-    engine_kv_used: dict[str, int]  # current: tokens in its KV cache that are in use; 0 if it does not report them
-    engine_kv_tokens: dict[str, int]  # the tokens for which its KV cache has room; 0 if it does not report them
+    engine_running: dict[str, int]  # current: requests in an engine's batch from all its clients, by the engine's URL
+    engine_waiting: dict[str, int]  # current: requests in its queue
+    engine_kv_used: dict[str, int]  # current: tokens in use in its KV cache; 0 if not reported
+    engine_kv_tokens: dict[str, int]  # capacity of its KV cache in tokens; 0 if not reported
 
     @property
     def cache_hit(self) -> float | None:
-        """Return the part of the prompt tokens found in the engines' prefix caches; None if no engine reports it."""
+        """Return the fraction of prompt tokens found in the engines' prefix caches; None if no engine reports it."""
         counted = self.prompt_tokens - self.cache_unknown_tokens
         return self.cached_tokens / counted if counted else None
 
@@ -73,7 +73,7 @@ class GatewayStats(BaseModel):
 
     @classmethod
     def total(cls, parts: Iterable[GatewayStats]) -> GatewayStats:
-        """Return the sum over several gateways, which share their engines."""
+        """Return the sum over several gateways that share their engines."""
         numbers: Counter[str] = Counter()
         tables: dict[str, Counter[str]] = {}
         for part in parts:
@@ -149,51 +149,51 @@ class Counters:
         )
 
 
-_ENOUGH = 5  # samples of an engine with a queue, before its capacity is told from them
+_ENOUGH = 5  # minimum number of samples with a queue for a capacity estimate
 
 
 class EngineSample(NamedTuple):
-    """One engine at one moment: requests in its batch and in its queue, and tokens in its KV cache."""
+    """Load of one engine at one moment: requests in its batch and queue, and tokens in its KV cache."""
 
     running: int
     waiting: int
     kv_used: int = 0
-    kv_tokens: int = 0  # for which there is room; 0: unknown
+    kv_tokens: int = 0  # capacity; 0 if unknown
 
 
 class EngineUse(BaseModel):
-    """How busy the engines were during a step. Means are over samples, of which there is one every few seconds."""
+    """Engine utilisation during a step. Means are over samples taken every few seconds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    engines: int  # the most that reported at once
-    running: float  # mean requests in all batches together
-    waiting: float  # mean requests in all queues together
-    idle: float  # part of the samples of single engines that had no request
-    full_batch: float | None = None  # mean requests in the batch of an engine that had a queue; None: too few had one
-    imbalance: float | None = None  # mean requests of the busiest engine, relative to all engines' mean; 1 is even
-    kv_used: float | None = None  # mean part of the KV cache in use; None: unknown
+    engines: int  # the largest number of engines that reported at once
+    running: float  # mean number of requests in all batches
+    waiting: float  # mean number of requests in all queues
+    idle: float  # fraction of samples of single engines without a request
+    full_batch: float | None = None  # mean batch size of an engine with a queue; None if too few samples had one
+    imbalance: float | None = None  # mean requests of the busiest engine / mean of all engines; 1 is even
+    kv_used: float | None = None  # mean fraction of the KV cache in use; None if unknown
 
     @property
     def needed(self) -> int | None:
-        """Return how many engines would have run these requests without a queue; None if no engine had one for
-        long."""
+        """Return how many engines would have run these requests without a queue; None if too few samples had a
+        queue."""
         if self.full_batch is None:
             return None
         return max(self.engines, math.ceil((self.running + self.waiting) / self.full_batch))
 
 
 class EngineUseMeter:
-    """Adds up the samples of one step."""
+    """Accumulates the samples of one step."""
 
     def __init__(self) -> None:
-        self._samples = 0  # of all engines together
+        self._samples = 0  # totals over all engines
         self._most = 0
         self._each: list[EngineSample] = []
-        self._busiest, self._mean = 0.0, 0.0  # requests, added up over the samples of several engines
+        self._busiest, self._mean = 0.0, 0.0  # request totals over the samples that covered several engines
 
     def add(self, engines: Mapping[str, EngineSample]) -> None:
-        """Add a sample of every engine that reports. Without any, do nothing."""
+        """Add a sample of every engine that reports. An empty sample is ignored."""
         if engines:
             self._samples += 1
             self._most = max(self._most, len(engines))
@@ -204,7 +204,7 @@ class EngineUseMeter:
             self._mean += sum(requests) / len(requests)
 
     def result(self) -> EngineUse | None:
-        """Return how busy the engines were; None without a sample."""
+        """Return the utilisation of the engines; None without a sample."""
         if not self._samples:
             return None
         full = [sample.running for sample in self._each if sample.waiting and sample.running]
@@ -221,9 +221,9 @@ class EngineUseMeter:
 
 
 def is_cache_break(known: int, cached: int) -> bool:
-    """Return whether an engine's prefix cache has lost the `known` tokens of a conversation, having found `cached`.
+    """Return whether an engine's prefix cache lost the `known` tokens of a conversation and has only `cached`.
 
-    A session stays on one engine. If a call that continues it hits far less, it reached another engine, or the cache
-    was evicted or flushed with new weights.
+    A session stays on one engine. If a call that continues it finds far fewer tokens, it reached another engine, or
+    the cache was evicted or was flushed for new weights.
     """
     return known >= _CACHE_MIN_TOKENS and cached < known * _CACHE_SHARE

@@ -1,1 +1,1 @@
-"""How the gateway calls engines: `client` makes a call, in the protocol of `sglang` or `vllm`."""
+"""Calls from the gateway to the engines: `client` makes a call in the protocol of `sglang` or `vllm`."""

@@ -13,11 +13,11 @@ _T = TypeVar("_T")
 
 
 class CallsPaused(Exception):
-    """The call was cut short by a pause."""
+    """Raised when a pause interrupts a call."""
 
 
 class EngineCalls:
-    """The calls of one gateway process to its engines."""
+    """The calls from one gateway process to its engines."""
 
     def __init__(self, *, paused: bool = False) -> None:
         self._resumed = asyncio.Event()
@@ -33,7 +33,7 @@ class EngineCalls:
         self._resumed.set()
 
     async def pause(self) -> None:
-        """Cancel all requests to engines and return when they have ended."""
+        """Cancel all requests to engines, and return when they have ended."""
         self._resumed.clear()
         running = list(self._running)
         for task in running:
@@ -41,14 +41,14 @@ class EngineCalls:
         await asyncio.gather(*running, return_exceptions=True)
 
     async def wait(self) -> None:
-        """Return unless, or as soon as no longer, calls are paused."""
+        """Wait until calls are not paused."""
         await self._resumed.wait()
 
     async def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Return what `work` returns.
+        """Run `work` and return its result.
 
         Raises:
-            CallsPaused: calls are paused, or were meanwhile; `work` was cancelled.
+            CallsPaused: calls are paused, or were paused while `work` ran; `work` was cancelled.
         """
         if self.paused:
             work.close()

@@ -2,25 +2,25 @@
 
 Invariants:
 
-- A `Completion` has exactly what the engine sampled for these ids. A missing logprob is None and a missing version is
-  absent; nothing is filled in.
+- A `Completion` contains exactly what the engine sampled for these ids. A missing logprob is None and a missing
+  version is absent; neither is made up.
 - A prompt with images equals the recorded one. The engine builds it from one token and the bytes of each image, and
   returns its ids, or through a router its length. If they differ, the reply is discarded.
 - A call ends within `timeout_s` and after at most `attempts` attempts without progress.
-- Generation that an engine aborts (for example to load new weights) resumes from the tokens sampled so far. They were
-  sampled under the same prompt and keep their logprobs and weight versions. An abort without tokens is a plain retry.
-  The same applies to an interrupted stream, whose tokens may already have been sent to the agent.
-- With stop strings, the engine streams, and its request is aborted at the token that completes one. Later tokens are
-  dropped.
-- A stop string or a cancellation aborts the request by its id, and the connection stays open until the engine has
-  ended it. SGLang 0.5.12 notices a closed connection only after 2 s. Its pause waits for open streams alone, so a
-  trainer would release the memory of a request that still runs, which ends the engine.
+- If an engine aborts a generation (for example to load new weights), the client resumes it from the tokens sampled so
+  far, which keep their logprobs and weight versions. An abort without tokens is a plain retry. The same applies to an
+  interrupted stream, whose tokens may already have been sent to the agent.
+- With stop strings, the engine streams, and the client aborts the request at the token that completes one. Later
+  tokens are dropped.
+- After a stop string or a cancellation, the client aborts the request by its id and keeps the connection open until
+  the engine has ended it. SGLang 0.5.12 notices a closed connection only after 2 s, and its pause waits only for open
+  streams. A trainer would release the memory of a running request, which crashes the engine.
 - A reply whose end was received is complete, even if the rest of its stream is lost.
-- A call with a LoRA adapter names the newest version of it in each attempt, and its tokens carry that version. A call
-  whose version was replaced resumes with the newest one, like a call that was aborted for new weights.
-- Routed experts are those that the engine used. A resumed request asks only for those that are still missing, so
-  earlier tokens keep the routing with which they were sampled. An interrupted reply has none: a later request gets
-  its routing from the engine's prefix cache, or from a new forward pass. A call without all its routing fails.
+- Each attempt of a call with a LoRA adapter names the adapter's newest version, and its tokens carry that version. If
+  the version was replaced, the call resumes with the newest one, like a call aborted for new weights.
+- Routed experts are those that the engine used. A resumed request asks only for the missing ones, so earlier tokens
+  keep the routing with which they were sampled. An interrupted reply has no routing: a later request gets it from the
+  engine's prefix cache or from a new forward pass. A call whose routing stays incomplete fails.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ ROUTING_HEADER = "X-SMG-Routing-Key"
 _RETRIED = frozenset({408, 429, 499})  # and every 5xx
 _MESSAGE_CHARS = 500
 
-_ABORT_S = 10.0  # until an engine has ended a request
+_ABORT_S = 10.0  # limit for an engine to end an aborted request
 _exponential = wait_exponential_jitter(multiplier=0.25, max=15, jitter=0.25)
 _AFTER_ABORT_S = 1.0
 
 Progress = Callable[[Sequence[int], Sequence[float | None]], None]
-"""Called with all tokens sampled so far and their logprobs, whenever there are more. The sequences are reused."""
+"""Called with all tokens sampled so far and their logprobs, as more arrive. The sequences are reused."""
 
 
 class EngineRefused(ServingError):
-    """The engine refused the request as invalid (4xx). The message is the engine's."""
+    """The engine refused the request as invalid (4xx). The message comes from the engine."""
 
 
 class _Retry(Exception):
@@ -78,7 +78,7 @@ class _Aborted(_Retry):
 
 
 class _Interrupted(_Aborted):
-    """An abort after more tokens, or by the gate: not counted, because a long call crosses many weight updates."""
+    """An abort after more tokens, or by a pause. Not counted: a long call spans many weight updates."""
 
 
 _TRANSIENT = (_Retry, aiohttp.ClientError, TimeoutError)  # errors that are retried
@@ -86,16 +86,16 @@ _TRANSIENT = (_Retry, aiohttp.ClientError, TimeoutError)  # errors that are retr
 
 @dataclass(frozen=True)
 class Completion:
-    """One reply. `logprobs` has one entry for each token; the spans of `weight_versions` count from the first."""
+    """One reply. `logprobs` has one entry per token; spans of `weight_versions` count from the first token."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float | None, ...]
-    weight_versions: tuple[VersionSpan, ...]  # cover all tokens in order; empty if the engine gave none
+    weight_versions: tuple[VersionSpan, ...]  # cover all tokens in order; empty if the engine reported none
     finish_reason: str  # "stop" or "length"
     matched: str | None  # the stop string that ended it
     cached_tokens: int | None  # None: the engine does not report it
     seconds: float
-    experts: ExpertRows | None = None  # of the tokens from where the call asked for them to the last but one
+    experts: ExpertRows | None = None  # from the token that the call asked for to the last but one
 
 
 @dataclass
@@ -108,11 +108,11 @@ class _Partial:
     versions_known: bool = True
     cached_tokens: int | None = None  # cache hit of the prompt, from the first attempt with tokens
     finish: Mapping[str, Any] | None = None
-    routed: int = 0  # how many tokens of the prompt and of `token_ids` have a known routing
-    experts: list[NDArray[np.uint8]] = field(default_factory=list)  # the part of it that this call has asked for
+    routed: int = 0  # how many tokens of the prompt and of `token_ids` have known routing
+    experts: list[NDArray[np.uint8]] = field(default_factory=list)  # the part of the routing that this call requested
 
     def add_experts(self, rows: NDArray[np.uint8] | None, processed: int) -> None:
-        """Add the routing of the tokens after the first `routed`, up to the first `processed` of all."""
+        """Add the routing of the tokens from number `routed` up to `processed`."""
         if rows is not None and processed > self.routed:
             self.experts.append(rows[: processed - self.routed])
             self.routed += len(self.experts[-1])
@@ -134,7 +134,7 @@ class _Partial:
 
 @dataclass(frozen=True)
 class _Request:
-    """One call, as all its attempts send it."""
+    """One call, with everything that all its attempts share."""
 
     input_ids: Sequence[int]
     params: Mapping[str, Any]
@@ -148,7 +148,7 @@ class _Request:
 
 
 class _Attempt:
-    """One request to the engine. `add` appends its tokens to `partial`; `close` adds their metadata."""
+    """One request to the engine. `add` appends tokens to `partial`; `close` adds their metadata."""
 
     def __init__(
         self, partial: _Partial, reader: ReplyReader, prompt_tokens: int, adapter: NamedAdapter | None
@@ -164,7 +164,7 @@ class _Attempt:
         return self._reader.finish
 
     def add(self, reply: Mapping[str, Any]) -> None:
-        """Add a whole reply, or the next piece of a stream."""
+        """Add a whole reply, or the next chunk of a stream."""
         ids, logprobs = self._reader.read(reply)
         self._partial.token_ids += ids
         self._partial.logprobs += logprobs
@@ -194,8 +194,8 @@ class _Attempt:
 
 
 class EngineClient:
-    """Calls the router or the engine at `url`, or one of `engines` directly if the router would not forward the call
-    or truncate it.
+    """Calls the router or engine at `url`, or one of `engines` directly if the router would reject the call or drop
+    some of its fields.
 
     `timeout_s` bounds one call including its retries.
     """
@@ -224,7 +224,7 @@ class EngineClient:
 
     async def start(self) -> None:
         self._http = aiohttp.ClientSession(
-            # The gateway caps its calls.
+            # The gateway limits its own calls.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=self._protocol.keepalive_s),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
         )
@@ -248,16 +248,15 @@ class EngineClient:
         experts_from: int | None = None,
         adapter: str = "",
     ) -> Completion:
-        """Sample the continuation of `input_ids`, which contain these images. Cancelling this call aborts the
-        generation.
+        """Sample a continuation of `input_ids`, which contain `images`. Cancelling this call aborts the generation.
 
         `sampling_params` are SGLang's, including `max_new_tokens`. With `progress` or `stops` the engine streams.
-        After an abort, a generation that is not `resumable` (a grammar would restart) restarts from its prompt.
+        After an abort, a generation that is not `resumable` restarts from its prompt: a grammar cannot resume.
         `experts_from` is the first token whose routed experts are wanted. `adapter` is the LoRA adapter to sample
         with; empty for the model without an adapter.
 
         Raises:
-            EngineUnavailable: no engine answered in time, or within the number of attempts.
+            EngineUnavailable: no engine answered within the time limit or the number of attempts.
             EngineRefused: the engine refused the request as invalid.
             PromptDiffers: the engine built a different prompt.
         """
@@ -317,8 +316,8 @@ class EngineClient:
     def _wait(self, state: RetryCallState) -> float:
         """Return the seconds before the next attempt.
 
-        An engine that aborts may be about to pause. A retry that reaches it before the router knows would be held
-        there until the engine resumes.
+        An engine that aborts may be about to pause. If a retry reached it before the router knows, the engine would
+        hold it until it resumes.
         """
         error = state.outcome.exception() if state.outcome is not None else None
         if isinstance(error, _Interrupted):
@@ -327,7 +326,7 @@ class EngineClient:
         return max(wait, self._after_abort_s) if isinstance(error, _Aborted) else wait
 
     async def _advance(self, url: str, partial: _Partial, request: _Request, adapter: NamedAdapter | None) -> None:
-        """Sample until `partial` is complete, and fetch the routing that it still lacks then."""
+        """Sample until `partial` is complete, then fetch the routing that is still missing."""
         if partial.finish is None:
             await self._extend(url, partial, request, adapter)
         processed = len(request.input_ids) + len(partial.token_ids) - 1
@@ -337,7 +336,7 @@ class EngineClient:
     async def _fetch_experts(
         self, url: str, partial: _Partial, request: _Request, processed: int, adapter: NamedAdapter | None
     ) -> None:
-        """Add the routing of the tokens up to the first `processed`. The token that this samples is dropped."""
+        """Add the routing of the tokens up to `processed`. The one token that this request samples is dropped."""
         prompt = array("i", request.input_ids)
         prompt.extend(partial.token_ids)
         params = {"max_new_tokens": 1, "temperature": 0.0}
@@ -359,7 +358,7 @@ class EngineClient:
         """Send one request, and add what it samples to `partial`."""
         params, progress, stops = request.params, request.progress, request.stops
         left = params["max_new_tokens"] - len(partial.token_ids)
-        if left <= 0:  # aborted at its very last token
+        if left <= 0:  # aborted at the last token
             partial.finish = {"type": "length"}
             return
         prompt = array("i", request.input_ids)
@@ -410,7 +409,7 @@ class EngineClient:
     def _abort(
         self, url: str, body: Mapping[str, Any], response: aiohttp.ClientResponse | None
     ) -> asyncio.Task[None] | None:
-        """Have the engine end a request. No router forwards this, so each engine gets it; all but one ignore it."""
+        """Abort a request. No router forwards aborts, so every engine gets it; all but one ignore it."""
         engines = self._engines.urls if url == self._url else (url,)
         if self._protocol.abort_path is None or self._http is None or not engines:
             return None
@@ -442,7 +441,7 @@ class EngineClient:
         return False
 
     async def _post(self, url: str, body: Mapping[str, Any], routing_key: str) -> AsyncGenerator[Any]:
-        """Yield the reply, or the pieces of a stream. Abort the request if not all of them are read."""
+        """Yield the reply, or the chunks of a stream. Abort the request if the caller does not read all of them."""
         assert self._http is not None, "not started"
         # Streamed, because images make it long.
         written = io.BytesIO(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY))
@@ -477,7 +476,7 @@ class EngineClient:
 
 @contextlib.contextmanager
 def _read_by(protocol: EngineProtocol) -> Iterator[None]:
-    """Raise EngineUnavailable for a reply that the protocol's reader cannot read."""
+    """Raise EngineUnavailable if the protocol's reader cannot read a reply."""
     try:
         yield
     except (LookupError, TypeError, ValueError) as error:
@@ -488,7 +487,7 @@ def _loads(data: bytes) -> Any:
     try:
         return orjson.loads(data)
     except ValueError:
-        return json.loads(data)  # which also reads NaN
+        return json.loads(data)  # orjson refuses NaN
 
 
 async def _events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

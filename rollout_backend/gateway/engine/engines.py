@@ -1,16 +1,16 @@
-"""Know the engines behind a router: which there are, their load, and which one takes a call past the router.
+"""Track the engines behind a router and their load, and select one for calls that bypass the router.
 
-A router re-encodes the body of `/generate` with the fields it knows. sglang-router 0.3.2 and smg 1.13.0 drop
-`structural_tag` and `logit_bias`; sglang-router also drops `return_prompt_token_ids` and `return_routed_experts`. A
-call that needs one of them bypasses the router, and so does every call to vLLM: both answer its token endpoint with
-404. The router's `/workers` lists the engines; each reports its load at `/v1/loads`, because sglang-router's own
-`/get_loads` uses a page that SGLang 0.5.23 no longer has.
+A router re-encodes the body of `/generate` and keeps only the fields it knows. sglang-router 0.3.2 and smg 1.13.0
+drop `structural_tag` and `logit_bias`; sglang-router also drops `return_prompt_token_ids` and
+`return_routed_experts`. Calls that need one of these fields bypass the router, and so do all calls to vLLM: its token
+endpoint is a 404 there. The router's `/workers` lists the engines; each reports its load at `/v1/loads`, because
+sglang-router's own `/get_loads` uses a page that SGLang 0.5.23 no longer has.
 
 Invariants:
 
-- All direct calls of a session go to one engine as long as the router lists it, so its prefix cache is used.
+- All direct calls of a session go to the same engine while the router lists it, to hit its prefix cache.
 - If no engine is known, the call goes to the router.
-- An engine that does not report its load causes one log line and nothing else.
+- An engine that does not report its load only causes one log line.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _RESTART_S, _RESTART_POLL_S = 5.0, 0.2
 
 
 class Engines:
-    """The engines behind one router. `EngineLoadPoller` updates `urls`; `calls` are those of this process to all of
-    them. With `all_calls_direct`, no call can take the router."""
+    """The engines behind one router. `EngineLoadPoller` updates `urls`; `calls` are this process's calls to all of
+    them. With `all_calls_direct`, every call bypasses the router."""
 
     def __init__(self, calls: EngineCalls | None = None, all_calls_direct: bool = False) -> None:
         self.urls: Collection[str] = ()
@@ -49,7 +49,7 @@ class Engines:
     ) -> str | None:
         """Return the engine for a call with these sampling parameters, or None to use the router.
 
-        An engine in `failed` is used only if all of them are.
+        An engine in `failed` is selected only if all engines are in it.
         """
         if not (self._all_calls_direct or _DROPPED & params.keys()):
             return None
@@ -61,12 +61,12 @@ class _Rank(BaseModel):
     num_running_reqs: int
     num_waiting_reqs: int
     max_running_requests: int = 0
-    num_used_tokens: int = 0  # in the KV cache
+    num_used_tokens: int = 0  # tokens in the KV cache
     max_total_num_tokens: int = 0
 
 
 class _Loads(BaseModel):
-    loads: list[_Rank]  # one for each data parallel rank
+    loads: list[_Rank]  # one entry per data-parallel rank
 
 
 class _Worker(BaseModel):
@@ -79,7 +79,7 @@ class _Workers(BaseModel):
 
 
 class EngineLoadPoller:
-    """Passes the loads of all engines behind `url`, a router or an engine, to `observe`. Updates `engines.urls`."""
+    """Polls the load of all engines behind `url`, a router or an engine, for `observe`. Updates `engines.urls`."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class EngineLoadPoller:
 
     async def _engines(self, http: aiohttp.ClientSession) -> list[str]:
         listed = await listed_engines(http, self._url)
-        if listed is None:  # a router that did not answer this time, or an engine
+        if listed is None:  # the router did not answer this time, or `url` is an engine
             return [*self._known.urls] or [self._url]
         return listed
 
@@ -155,10 +155,10 @@ async def _get(http: aiohttp.ClientSession, url: str) -> Any:
 
 
 class RouterRestart:
-    """The wait of all calls of one gateway for the router at `url` while it restarts.
+    """Makes all calls of one gateway wait while the router at `url` restarts.
 
-    sglang-router assigns a session to an engine at the session's first call, for as long as the session lives. A
-    restarted router gets its engines one after another, so without this wait the first would get many sessions.
+    sglang-router assigns each session to an engine at its first call and keeps the assignment. A restarted router
+    registers its engines one after another, so without this wait the first one would get most sessions.
     """
 
     def __init__(self, url: str, engines: Engines) -> None:
@@ -168,7 +168,7 @@ class RouterRestart:
         self.waiting: asyncio.Task[None] | None = None
 
     async def wait(self, http: aiohttp.ClientSession) -> None:
-        """Wait until the router lists all engines that it listed before, and at most `limit_s`.
+        """Wait until the router lists all engines that it listed before, for at most `limit_s`.
 
         Returns at once if no router is known at `url`.
         """

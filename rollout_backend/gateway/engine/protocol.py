@@ -1,9 +1,9 @@
-"""What differs between engines: the body of a request for tokens, and how its reply is read.
+"""Define the protocol of an engine: the body of a token request, and a reader of its reply.
 
 Invariants:
 
 - A reader returns each token once, with the logprob that the engine gives for it. A missing logprob is None.
-- Spans of weight versions cover all tokens of a reply in order, or there are none.
+- Spans of weight versions cover all tokens of a reply in order, or are missing altogether.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rollout_backend.core.images import PlacedImage
 from rollout_backend.errors import ServingError
 
 STREAM_INTERVAL = 8
-"""Tokens per piece of a stream. Each piece costs the engine a message, and the gateway a turn of its event loop."""
+"""Tokens per chunk of a stream. Each chunk costs the engine a message and the gateway a turn of its event loop."""
 
 Span = tuple[str, int, int]
-"""A weight version, and the first token of a reply that it sampled, and the one after its last."""
+"""A weight version with the start and end (exclusive) of the reply's tokens that it sampled."""
 
 
 class PromptDiffers(ServingError):
@@ -30,7 +30,7 @@ class PromptDiffers(ServingError):
 
 
 class EngineRequest(NamedTuple):
-    """A request for the continuation of `prompt`. `params` are SGLang's sampling parameters."""
+    """A request to continue `prompt`. `params` are SGLang's sampling parameters."""
 
     prompt: Sequence[int]
     params: Mapping[str, Any]
@@ -38,50 +38,50 @@ class EngineRequest(NamedTuple):
     stop_strings: Sequence[str] = ()
     stream: bool = False
     experts_from: int | None = None
-    """The first token whose routing is wanted, in a mixture of experts. None: no routing is wanted."""
+    """Index of the first token whose routing is wanted (mixture of experts); None if no routing is wanted."""
     adapter: str = ""
-    """The engine's name of the LoRA adapter to sample with; empty for the model without an adapter."""
+    """The engine's name of the LoRA adapter to sample with; empty for the base model."""
 
 
 class Tokens(NamedTuple):
-    """Tokens that a reader has not returned before."""
+    """Tokens that a reader returns for the first time."""
 
     ids: list[int]
     logprobs: list[float | None]
 
 
 class ReplyReader(Protocol):
-    """Reads the reply to one request: a whole reply, or all pieces of a stream in order."""
+    """Reads the reply to one request: a whole reply, or all chunks of a stream in order."""
 
     finish: Mapping[str, Any] | None
-    """How the generation ended: `type` is `stop`, `length` or `abort`. None before its end."""
+    """How the generation ended: `type` is `stop`, `length` or `abort`. None until it has ended."""
     received: int
-    """The tokens read so far."""
+    """Number of tokens read so far."""
 
     @property
     def cached_tokens(self) -> int | None:
-        """The tokens of the prompt that were in the engine's prefix cache; None if it does not report them."""
+        """Number of prompt tokens found in the engine's prefix cache; None if the engine does not report it."""
         ...
 
     def read(self, reply: Mapping[str, Any]) -> Tokens:
-        """Return the new tokens of a whole reply, or of the next piece.
+        """Return the new tokens of a whole reply, or of the next chunk.
 
         Raises:
-            LookupError, TypeError, ValueError: the reply has another form.
-            PromptDiffers: the engine built another prompt from the images.
+            LookupError, TypeError, ValueError: the reply is malformed.
+            PromptDiffers: the engine built a different prompt from the images.
         """
         ...
 
     def spans(self) -> list[Span] | None:
-        """Return the weight versions of the tokens read; None if the engine gives none."""
+        """Return the weight versions of the tokens read so far; None if the engine reports none."""
         ...
 
     def experts(self) -> NDArray[np.uint8] | None:
         """Return the routing of all tokens from the request's `experts_from` to the last but one, as rows of
-        `core.routed_experts.pack`; None if the reply lacks that of any of them.
+        `core.routed_experts.pack`; None if any of them is missing from the reply.
 
         Raises:
-            ValueError: the routing is not one of the model.
+            ValueError: the routing does not fit the model.
         """
         ...
 
@@ -90,13 +90,13 @@ class EngineProtocol(Protocol):
     """The HTTP interface of one kind of engine."""
 
     path: str
-    """The path of requests for tokens."""
+    """Path of token requests."""
     abort_path: str | None
-    """The path that ends a request by its `rid`; None if there is none."""
+    """Path that aborts a request by its `rid`; None if the engine has none."""
     needs_direct_calls: bool
-    """True if no router forwards these requests, so that the gateway selects the engine."""
+    """True if no router forwards these requests, so the gateway has to select the engine."""
     keepalive_s: float
-    """How long an idle connection may be reused. Shorter than the server's own limit."""
+    """Seconds for which an idle connection may be reused; shorter than the server's own limit."""
 
     def body(self, request: EngineRequest) -> dict[str, Any]: ...
 
@@ -104,12 +104,12 @@ class EngineProtocol(Protocol):
 
 
 def finite(logprob: Any) -> float | None:
-    """Return the logprob, or None if it is no finite number."""
+    """Return the logprob, or None if it is not a finite number."""
     return float(logprob) if isinstance(logprob, (int, float)) and math.isfinite(logprob) else None
 
 
 def covering(listed: Sequence[Mapping[str, Any]], n: int) -> list[Span] | None:
-    """Return the spans of an engine's list if they cover `n` tokens in order, else None."""
+    """Return the spans that an engine listed if they cover `n` tokens in order, else None."""
     spans = [(str(span["version"]), int(span["start"]), int(span["end"])) for span in listed]
     at = 0
     for _, start, end in spans:

@@ -1,4 +1,4 @@
-"""SGLang's `/generate`, with token ids in and out."""
+"""Speak SGLang's `/generate`, with token ids in and out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rollout_backend.gateway.engine.protocol import (
 )
 from rollout_backend.rendering.image_positions import collapse_images
 
-_IMAGES_STREAM_INTERVAL = 32  # each piece repeats the prompt
+_IMAGES_STREAM_INTERVAL = 32  # each chunk repeats the prompt, so images need longer ones
 
 
 class SglangProtocol:
@@ -34,9 +34,9 @@ class SglangProtocol:
     keepalive_s = 15.0
 
     def __init__(self, experts: ExpertShape | None = None, router: RouterKind = "sglang-router") -> None:
-        """`experts` is the shape of the model's routing, if it is to be recorded."""
+        """`experts` is the shape of the model's routing if it is recorded, otherwise None."""
         self._experts = experts
-        self.needs_direct_calls = experts is not None and router == "sglang-router"  # it drops the request for it
+        self.needs_direct_calls = experts is not None and router == "sglang-router"  # it drops the field
 
     def body(self, request: EngineRequest) -> dict[str, Any]:
         images, params = request.images, request.params
@@ -63,7 +63,7 @@ class SglangProtocol:
 
 
 class SglangReader:
-    """See `ReplyReader`. Compares the prompts of replies with the request's, if it has images."""
+    """See `ReplyReader`. For a request with images, compares the prompt in the reply with the recorded one."""
 
     def __init__(self, request: EngineRequest, experts: ExpertShape | None = None) -> None:
         self.finish: Mapping[str, Any] | None = None
@@ -72,12 +72,12 @@ class SglangReader:
         self._prompt_tokens, self._experts_from = len(request.prompt), request.experts_from
         self._experts = experts
         self._meta: Mapping[str, Any] = {}
-        self._current: set[Any] = set()  # the engine's weight version at each piece
+        self._current: set[Any] = set()  # the engine's weight version in each chunk
 
     def read(self, reply: Mapping[str, Any]) -> Tokens:
-        """Return the new tokens of a whole reply, or of the next piece.
+        """Return the new tokens of a whole reply, or of the next chunk.
 
-        A piece has all tokens of the reply, or those since the last piece, depending on the engine's settings.
+        Depending on the engine's settings, a chunk has all tokens of the reply or only those since the last chunk.
         `completion_tokens` distinguishes the two.
         """
         if self._prompt is not None:
@@ -103,9 +103,8 @@ class SglangReader:
         return None if cached is None else int(cached)
 
     def experts(self) -> NDArray[np.uint8] | None:
-        """See `ReplyReader`. Only the last piece of a stream has them. An SGLang that does not know
-        `routed_experts_start_len` returns those of all tokens.
-        """
+        """See `ReplyReader`. Only the last chunk of a stream has them. An SGLang version that does not know
+        `routed_experts_start_len` returns those of all tokens."""
         start, encoded = self._experts_from, self._meta.get("routed_experts")
         if start is None or self._experts is None or encoded is None or not self.received:
             return None

@@ -1,14 +1,14 @@
-"""vLLM's `/inference/v1/generate`, with token ids in and out (0.32.0, and 0.24.0, which verl 0.9.1 pins).
+"""Speak vLLM's `/inference/v1/generate`, with token ids in and out (0.32.0, and 0.24.0, which verl 0.9.1 pins).
 
-vLLM ignores fields that it does not know, in the body and in the sampling parameters: a `max_new_tokens` would sample
-up to the end of the context. So each parameter is translated by name, and one without a translation is an error.
+vLLM ignores unknown fields of the body and of the sampling parameters: with `max_new_tokens` it would sample to the
+end of the context. Each parameter is therefore translated by name; one without a translation is an error.
 
 Invariants:
 
-- Logprobs are of the distribution sampled from only if the server runs with `--logprobs-mode processed_logprobs`.
-- vLLM sends -9999.0 for a logprob that is missing or minus infinity. It is read as missing.
-- Stop strings are sent too, so that the engine ends the reply itself and its last piece has the weight versions. The
-  gateway decides all the same where a reply ends.
+- Logprobs describe the sampling distribution only if the server runs with `--logprobs-mode processed_logprobs`.
+- vLLM sends -9999.0 for a logprob that is missing or minus infinity; the reader treats it as missing.
+- The request includes stop strings, so that the engine ends the reply itself and its last chunk has the weight
+  versions. The gateway still decides where the reply ends.
 - 0.24.0 reports no weight version. In verl's servers `rollout_backend.verl.vllm_middleware` adds it as
   `weight_version`, before the first tokens of a stream.
 """
@@ -24,7 +24,7 @@ import numpy as np
 from rollout_backend.gateway.engine.protocol import STREAM_INTERVAL, EngineRequest, Span, Tokens, covering, finite
 
 _MISSING_LOGPROB = -9999.0
-_ID_PREFIX = "token_id:"  # of the tokens in 0.24.0's logprobs
+_ID_PREFIX = "token_id:"  # prefix of the tokens in 0.24.0's logprobs
 
 
 def _same(value: Any) -> Any:
@@ -42,7 +42,7 @@ _PARAMETERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "json_schema": ("structured_outputs", lambda schema: {"json": json.loads(schema)}),
     "structural_tag": ("structured_outputs", lambda tag: {"structural_tag": tag}),
 }
-"""SGLang's name of each sampling parameter, vLLM's, and the function that translates its value."""
+"""Each of SGLang's sampling parameters, with vLLM's name and the function that translates its value."""
 
 
 class VllmProtocol:
@@ -93,7 +93,7 @@ class VllmReader:
         if (cached := (usage.get("prompt_tokens_details") or {}).get("cached_tokens")) is not None:
             self.cached_tokens = cached
         choices = reply["choices"]
-        if not choices:  # a stream's last event, which only has the usage
+        if not choices:  # the last event of a stream has only the usage
             return Tokens([], [])
         [choice] = choices
         ids = [int(token) for token in choice["token_ids"]]
@@ -113,7 +113,7 @@ class VllmReader:
         return None
 
     def spans(self) -> list[Span] | None:
-        """Return the spans of the last piece. 0.24.0 gives none, nor does a stream that was interrupted."""
+        """Return the spans of the last chunk; None from 0.24.0 and after an interrupted stream."""
         if self.received == 0:
             return []
         if self._version is not None:

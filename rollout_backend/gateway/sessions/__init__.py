@@ -1,1 +1,1 @@
-"""The sessions of a gateway: `registry` keeps them, `conversations` and `journal` record what was sampled."""
+"""The sessions of a gateway: `registry` keeps them; `conversations` and `journal` record what they sampled."""

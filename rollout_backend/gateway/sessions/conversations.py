@@ -1,4 +1,4 @@
-"""Keep the conversations of one session: build the prompt of each call, and record what was sampled.
+"""Keep the conversations of one session: build the prompt of each call, and record what the engine sampled.
 
 Invariants:
 
@@ -8,11 +8,11 @@ Invariants:
   same trajectory.
 - A message refers to an image by the hash of its bytes. The session stores the bytes once, from the first answered
   call that showed them.
-- Messages are compared by what is rendered. These differences are ignored: text parts or a string, None or "",
-  whitespace at the ends of a reply, the spacing of a tool call's arguments, the order of their keys, how a number is
-  written (JavaScript writes 1.0 as 1), defaults of the tool's schema filled in, tool call ids that the template does
-  not render, and fields that no template renders. Reasoning is not compared, because most agents do not send it back:
-  the tokens keep it, and the renderer decides whether it stays in the history.
+- Messages are compared as rendered. These differences are ignored: text parts or a string, None or "", whitespace at
+  the ends of a reply, the spacing of a tool call's arguments, the order of their keys, how a number is written
+  (JavaScript writes 1.0 as 1), defaults of the tool's schema filled in, tool call ids that the template does not
+  render, and fields that no template renders. Reasoning is not compared, because most agents do not send it back: the
+  tokens keep it, and the renderer decides whether it stays in the history.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ if TYPE_CHECKING:  # transformers takes seconds to import, and the trainer's pro
     from rollout_backend.rendering.renderer import RendererBundle
     from rollout_backend.rendering.segments import IntArray
 
-_KEPT = 4  # conversations: an agent may alternate between several
+_KEPT = 4  # conversations kept, because an agent may alternate between several
 
 Message = Mapping[str, Any]
 Step = Callable[[bytes, Sequence[Message], int], bytes]
-"""Returns the digest of the messages up to the one at an index, from the digest of those before it. It must depend on
-no later message."""
+"""Function from the digest of the messages before an index to the digest that includes the message at that index. It
+must not depend on later messages."""
 
 
 class PrefixMemo:
-    """Remembers the digests of the latest conversations of one session. Their messages must not be changed.
+    """Caches the digests of the latest conversations of one session. Their messages must not be changed.
 
-    A conversation that was changed in the middle is digested again from the first changed message.
+    If a conversation was changed in the middle, it is digested again from the first changed message.
 
-    Threads may share one: each call replaces what is known as a whole, and the last one wins.
+    Threads may share a memo: each call replaces its contents as a whole, and the last one wins.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class PrefixMemo:
     def chain(self, messages: Sequence[Message], step: Step, context: object = None) -> list[bytes]:
         """Return, for each message, the digest of the conversation up to it.
 
-        `context` is what `step` depends on besides its arguments: digests of another context are not reused.
+        `context` is whatever else `step` depends on; digests from another context are not reused.
         """
         known, given, shared, extended = self._known, list(messages), 0, None
         for i, (its_context, its_messages, _) in enumerate(known):
@@ -77,28 +77,28 @@ class PrefixMemo:
 
 
 def common_prefix(some: Sequence[Message], other: Sequence[Message]) -> int:
-    """Return the number of messages at the start that both have in common."""
+    """Return the number of leading messages that both lists have in common."""
     n = min(len(some), len(other))
-    if some[:n] == other[:n]:  # fast: identical objects are equal
+    if some[:n] == other[:n]:  # fast, because identical objects compare equal at once
         return n
     return next((i for i in range(n) if some[i] != other[i]), n)
 
 
 Tools = Sequence[Mapping[str, Any]] | None
 _Digest = bytes
-_Defaults = Mapping[str, Mapping[str, Any]]  # of each tool's arguments
+_Defaults = Mapping[str, Mapping[str, Any]]  # defaults of each tool's arguments
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The prompt of one call. `split_reason` says why a new segment opens if `ids` extend none."""
+    """The prompt of one call. If `ids` extend no segment, `split_reason` says why a new one opens."""
 
     ids: IntArray
     messages: Sequence[Message]
     tools_digest: _Digest
     chain: list[_Digest]
     split_reason: str
-    known: int = 0  # how many of the ids belong to the conversation that this call continues
+    known: int = 0  # number of ids that belong to the conversation that this call continues
     continues: int | None = None  # the segment of that conversation
     defaults: _Defaults = field(default_factory=dict)
     images: Sequence[PlacedImage] = ()  # in the order of their tokens
@@ -106,18 +106,18 @@ class Prompt:
 
 @dataclass(frozen=True)
 class RecordedTurn:
-    """What a call adds to a session. A delta: its size does not grow with the history."""
+    """What a call adds to a session, as a delta, so that its size does not grow with the history."""
 
     extends: int | None  # the segment that the prompt starts with
-    given: Sequence[int]  # the tokens of the prompt after that segment
+    given: Sequence[int]  # tokens of the prompt after that segment
     completion: Completion
-    kept: int  # how many of the segment's messages this conversation starts with
-    messages: Sequence[Message]  # the messages after those; the reply is the last
+    kept: int  # how many messages of that segment this conversation shares
+    messages: Sequence[Message]  # the later messages; the last one is the reply
     split_reason: str
     tools_digest: _Digest
-    end: _Digest  # of the conversation, reply included
+    end: _Digest  # digest of the conversation, including the reply
     seen: Sequence[_Digest]  # prefixes of the request that are new in the session
-    spans: Sequence[ImageSpan] = ()  # of the images within `given`
+    spans: Sequence[ImageSpan] = ()  # placement of the images within `given`
     images: Sequence[Image] = ()  # new in the session
 
     @property
@@ -136,15 +136,15 @@ class RecordedReply(NamedTuple):
 class Conversations:
     """The conversations of one session.
 
-    `prepare` and `extend` change nothing that the other methods use, and may run in another thread.
+    `prepare` and `extend` do not modify shared state, so they may run in another thread.
     """
 
     def __init__(self, bundle: RendererBundle, experts: ExpertShape | None = None) -> None:
-        """`experts` is the routing to record; None records none."""
+        """`experts` is the shape of the routing to record, or None."""
         self.recorder = SegmentRecorder(experts)
         self._bundle = bundle
-        self._turns: dict[tuple[_Digest, _Digest], TurnPosition] = {}  # by tools and by conversation, reply included
-        self._replies: set[_Digest] = set()  # recorded conversations, with any tools
+        self._turns: dict[tuple[_Digest, _Digest], TurnPosition] = {}  # by tools and conversation
+        self._replies: set[_Digest] = set()  # recorded conversations, regardless of tools
         self._seen: set[_Digest] = set()  # every prefix of an answered request
         self._said: dict[int, Sequence[Message]] = {}  # the conversation of each segment
         self._images: dict[str, Image] = {}
@@ -152,7 +152,7 @@ class Conversations:
         self._offered: tuple[bytes, _Digest, _Defaults] = b"", b"", {}  # the tools of the latest call
 
     def unseen(self, images: Mapping[str, Image]) -> list[Image]:
-        """Return the images that no answered call has shown."""
+        """Return the images that no answered call contained."""
         return [image for name, image in images.items() if name not in self._images]
 
     @property
@@ -165,7 +165,7 @@ class Conversations:
         return {name: image.data for name, image in self._images.items() if name in shown}
 
     def recorded(self, turn: RecordedTurn) -> RecordedReply:
-        """Return where the latest recorded turn is."""
+        """Return the position of the latest recorded turn."""
         return RecordedReply(self._turns[turn.tools_digest, turn.end], turn.end)
 
     def drop(self, replies: Iterable[RecordedReply]) -> list[RecordedReply]:
@@ -174,12 +174,12 @@ class Conversations:
         return [reply for reply in latest_first if reply.end not in self._seen and self.recorder.drop(reply.place)]
 
     def leave_out(self, replies: Iterable[RecordedReply]) -> None:
-        """Remove replies from what is trained. Later calls may continue them."""
+        """Exclude replies from training. Later calls may still continue them."""
         for reply in sorted(replies, key=lambda reply: reply.place, reverse=True):
             self.recorder.mask(reply.place)
 
     def question(self, messages: Sequence[Message], tools: Tools) -> bytes:
-        """Return a digest of what a call asks. It recognises a repeated question."""
+        """Return a digest of a call's messages and tools, which identifies a repeated question."""
         tools_digest, defaults = self._digest_tools(tools)
         return b"".join([tools_digest, *self._chain(messages, tools_digest, defaults)[-1:]])
 
@@ -196,7 +196,7 @@ class Conversations:
         return Prompt(ids, messages, tools_digest, chain, why, defaults=defaults, images=placed)
 
     def prompt_of(self, ids: IntArray, messages: Sequence[Message]) -> Prompt:
-        """Return the prompt of these tokens. `messages` show it to people."""
+        """Return the prompt for these tokens. `messages` are only for display."""
         tools_digest, _ = self._digest_tools(None)
         chain = self._chain(messages, tools_digest, {})
         return Prompt(ids, messages, tools_digest, chain, self._split_reason(messages, chain, tools_digest))
@@ -208,13 +208,13 @@ class Conversations:
         images: Mapping[str, Image] | None = None,
         max_chars: int | None = None,
     ) -> Prompt | None:
-        """Return the prompt for `messages` if it extends a recorded conversation, by at most `max_chars` of text.
+        """Return the prompt for `messages` if they extend a recorded conversation by at most `max_chars` of text.
 
         Propagates the renderer's exceptions.
         """
         tools_digest, defaults = self._digest_tools(tools)
         chain = self._chain(messages, tools_digest, defaults)
-        for n in range(len(chain) - 1, 0, -1):  # a recorded reply with new messages after it
+        for n in range(len(chain) - 1, 0, -1):  # look for a recorded reply followed by new messages
             place = self._turns.get((tools_digest, chain[n - 1]))
             if place is None:
                 continue
@@ -230,7 +230,7 @@ class Conversations:
         return None
 
     def record(self, prompt: Prompt, completion: Completion, reply: Message) -> RecordedTurn:
-        """Add an answered call. `reply` is the message that the agent gets."""
+        """Record an answered call. `reply` is the message that the agent gets."""
         end = _digest(prompt.chain[-1], _compared(reply, prompt.defaults, self._bundle.renders_call_ids))
         messages = [*prompt.messages, reply]
         spans = [placed.span for placed in prompt.images]
@@ -256,7 +256,7 @@ class Conversations:
         return recorded
 
     def add(self, turn: RecordedTurn) -> None:
-        """Add a turn that an equal session has recorded after the same turns."""
+        """Add a turn that another session recorded after the same turns."""
         ids = array("i") if turn.extends is None else self.recorder.ids(turn.extends)
         ids.extend(turn.given)
         spans = [] if turn.extends is None else self.recorder.images(turn.extends)
@@ -359,7 +359,7 @@ class Conversations:
             return "rerendered" if (tools_digest, chain[ends[-1]]) in self._turns else "tools_changed"
         if chain[-1] in self._seen:
             return "branched"  # the same request again
-        # More than a system message is shared: the agent edited or dropped later messages.
+        # More than a system message is shared, so the agent edited or dropped later messages.
         spoken = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages) - 1)
         return "history_rewritten" if chain[spoken] in self._seen else "new_conversation"
 
@@ -394,7 +394,7 @@ def _compared(message: Message, defaults: _Defaults, with_ids: bool) -> list[obj
 
 
 def _arguments(text: str, defaults: Mapping[str, Any]) -> object:
-    """Return the parsed arguments without defaults: agents that validate a call send it back with them filled in."""
+    """Parse arguments and remove defaults: agents that validate a call send it back with them filled in."""
     try:
         value = _ARGUMENTS.decode(text)
     except (ValueError, RecursionError):

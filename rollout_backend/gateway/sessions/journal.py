@@ -8,14 +8,14 @@
 
 Invariants:
 
-- A call is written before it is answered. So the journal has every answer that a client got, and a truncated record
-  belongs to a call without an answer: it is dropped.
-- In the journal that its key names, a session without a file has sampled nothing. A folder that was lost or made
-  again is another journal; otherwise the rest of a session would pass for the whole session.
-- One process at a time writes here.
-- Its size is bounded: a session's file is deleted with the session, and its name when no key of it can be valid.
+- A call is written before it is answered, so the journal has every answer that a client received. A truncated record
+  belongs to an unanswered call and is dropped.
+- A session without a file in the journal that its key names has sampled nothing. A lost or recreated folder is a
+  different journal; otherwise the rest of a session would pass for the whole session.
+- Only one process at a time writes to the folder.
+- The size is bounded: a session's file is deleted with the session, and its name once all its keys have expired.
 
-The journal survives a process, not a machine: it calls no fsync. A record is its length, its CRC-32, and msgpack.
+The journal survives the process, not the machine: it never calls fsync. A record is a length, a CRC-32, and msgpack.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from rollout_backend.gateway.sessions.journal_records import Record
 
 _PARTS = ("sessions", "closed", "journal_id")
 _HEAD = struct.Struct("<II")
-_WAIT_S = 15.0  # for the previous gateway to finish its last answers and end
+_WAIT_S = 15.0  # seconds for the previous gateway to send its last answers and exit
 OPEN_FILES = 512
-_COMPACT_FROM = 1000  # expired names
+_COMPACT_FROM = 1000  # expired names before the file is compacted
 
 log = logging.getLogger(__name__)
 
 
 def check_journal(claims: SessionClaims, journal_id: str) -> None:
-    """Raise ApiError (410) for a session that started in another journal: its earlier turns are not here."""
+    """Raise ApiError (410) for a session of another journal, because this one lacks its earlier turns."""
     if claims.is_recorded and claims.journal_id != journal_id:
         raise ApiError(
             410,
@@ -93,7 +93,7 @@ def write_port(folder: Path, port: int) -> None:
 
 
 def read_session(folder: Path, session_id: str) -> list[Record]:
-    """Return the complete records of a session in a folder that a gateway may be writing to."""
+    """Return the complete records of a session, from a folder to which a gateway may be writing."""
     try:
         data = (folder / "sessions" / _name(session_id)).read_bytes()
     except FileNotFoundError:
@@ -118,16 +118,16 @@ class SessionJournal:
         except OSError as error:
             raise ConfigError(f"the gateway's journal cannot be kept in {folder}: {error.strerror}") from None
         self.closed: Mapping[str, float] = closed
-        """The names of closed sessions, each with the time until which it is remembered."""
+        """Names of closed sessions, each with the time until which it is remembered."""
 
     def release(self) -> None:
-        """Let another gateway use the folder."""
+        """Release the folder for another gateway."""
         for name in list(self._open):
             os.close(self._open.pop(name))
         self._lock.close()
 
     def append(self, session_id: str, record: Record) -> None:
-        """Append a record. Raises OSError; the file is then restored if possible."""
+        """Append a record. Raises OSError after restoring the file, if that is possible."""
         path = self._file(session_id)
         descriptor = self._open.pop(path.name, None)
         if descriptor is None:
@@ -138,13 +138,13 @@ class SessionJournal:
         _write(descriptor, _frame(record))
 
     def read(self, session_id: str) -> list[Record]:
-        """Return the records of a session, in order. From now on, `sweep` leaves the session to the registry."""
+        """Return the records of a session, in order. `sweep` then leaves this session to the registry."""
         path = self._file(session_id)
         self._left.pop(path.name, None)
         return list(_records(path))
 
     def close(self, sessions: Mapping[str, float]) -> None:
-        """Delete these sessions except for their names, each with its expiry. Raises OSError."""
+        """Delete these sessions except for their names, each of which has an expiry time. Raises OSError."""
         closed = _open(self._closed_file)
         try:
             _write(closed, b"".join(map(_frame, sessions.items())))
@@ -159,7 +159,7 @@ class SessionJournal:
     def sweep(self, closed: Mapping[str, float], now: float, session_key_s: float) -> None:
         """Delete expired names, and sessions of earlier processes whose keys have expired.
 
-        `closed` are the names to remember; `session_key_s` is the longest validity of a key. Raises OSError.
+        `closed` holds the names to keep; `session_key_s` is the longest validity of a key. Raises OSError.
         """
         for name in [name for name, written_at in self._left.items() if written_at + session_key_s <= now]:
             del self._left[name]
@@ -217,7 +217,7 @@ def _records(path: Path) -> Iterator[Any]:
 
 
 def _complete(data: memoryview) -> Iterator[tuple[Any, int]]:
-    """Yield all complete records, each with its end."""
+    """Yield all complete records, each with the offset of its end."""
     at = 0
     while at + _HEAD.size <= len(data):
         length, crc = _HEAD.unpack_from(data, at)
@@ -229,7 +229,7 @@ def _complete(data: memoryview) -> Iterator[tuple[Any, int]]:
 
 
 def _lock(folder: Path, wait_s: float) -> Any:
-    """Take the folder's lock, which is held as long as the file is open.
+    """Lock the folder. The lock is held while the returned file is open.
 
     Raises:
         ConfigError: another process holds it, or other users can read the folder.

@@ -9,7 +9,7 @@
 Invariants:
 
 - A call is one record, with all its choices.
-- Numbers are restored exactly; logprobs as float32, the precision of a trajectory.
+- Numbers are restored exactly; logprobs as float32, which is the precision of a trajectory.
 - Text of agents and models is stored as JSON, because it may not be valid UTF-8.
 - The bytes of an image are stored once.
 """
@@ -38,12 +38,12 @@ Record = dict[str, Any]
 
 @dataclass
 class RestoredSession:
-    """The state of a session after its records, applied in order."""
+    """State of a session after applying its records in order."""
 
     conversations: Conversations
     started: int = 0
     sampled_tokens: int = 0
-    unanswered: Counter[bytes] = field(default_factory=Counter)  # attempts since the last answer, by call
+    unanswered: Counter[bytes] = field(default_factory=Counter)  # attempts since the last answer, by question
     attempts: Counter[bytes] = field(default_factory=Counter)  # without an answer, by call
     answers: list[tuple[bytes, bytes, Answer]] = field(default_factory=list)  # request, call, answer; latest last
     left_out: list[RecordedReply] = field(default_factory=list)
@@ -54,7 +54,7 @@ class RestoredSession:
         match record["kind"]:
             case "asked":
                 self.unanswered[record["call"]] += 1
-                if not record.get("is_retry"):  # a retry belongs to an attempt that is counted already
+                if not record.get("is_retry"):  # a retry belongs to an attempt that is already counted
                     self.attempts[record["call"]] += 1
             case "dropped":
                 self.unanswered[record["call"]] -= 1
@@ -78,12 +78,12 @@ class RestoredSession:
 
 
 def turns(record: Record) -> list[RecordedTurn]:
-    """Return the turns that a record adds; none unless it is an answered call."""
+    """Return the turns that a record adds; none unless the record is an answered call."""
     return [_turn_of(turn) for turn in record.get("turns", ())]
 
 
 def asked(call: bytes, *, is_retry: bool) -> Record:
-    """`is_retry` is whether the request declares itself a retry."""
+    """Encode the start of a call. `is_retry` means that the request declares itself a retry."""
     return {"kind": "asked", "call": call, "is_retry": is_retry}
 
 
@@ -106,8 +106,8 @@ def answered(
     *,
     left_out: bool = False,
 ) -> Record:
-    """`request` is the digest of the request; the two counts are those of the session after this call. `left_out` is
-    whether the call is not trained."""
+    """Encode an answered call. `request` is the request's digest; `started` and the token count are the session's
+    totals after this call. `left_out` means that the call is not trained."""
     more: Record = {"left_out": True} if left_out else {}
     return more | {
         "kind": "answered",

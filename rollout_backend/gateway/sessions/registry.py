@@ -1,11 +1,11 @@
-"""Keep all sessions of one gateway: a first call opens a session, it closes once, and its key's expiry removes it.
+"""Keep the sessions of one gateway. The first call opens a session, it closes once, and ends with its key.
 
 Invariants:
 
-- A session is open, then sealed or revoked, and never open again: its calls are then answered with 410.
-- The trajectory is what was recorded when the session was sealed, and the same bytes on every request. A reply that
-  no client received whole, and that no later call continues, is not part of it.
-- A revoked session keeps only its name. So does a sealed one, once `_FETCHABLE_S` have passed since its seal.
+- An open session becomes sealed or revoked and never reopens; later calls get status 410.
+- The trajectory is what was recorded when the session was sealed, and the same bytes on every request. It excludes
+  replies that no client received completely and no later call continues.
+- A revoked session keeps only its name, and so does a sealed session `_FETCHABLE_S` after its seal.
 - With a journal, sessions survive the process: the first call restores a session. A session whose journal cannot be
   written is revoked, because no later process could continue it.
 """
@@ -37,30 +37,30 @@ from rollout_backend.gateway.sessions.share import SessionShare
 from rollout_backend.gateway.stats import Counters
 from rollout_backend.rendering.renderer import RendererBundle
 
-_FETCHABLE_S = 600.0  # after the seal; the wrapper retries for 30 s after the gateway is back
+_FETCHABLE_S = 600.0  # after the seal; the wrapper retries for 30 s once a restarted gateway is back
 _MAX_HEARD = 100_000
-_READ_FROM_BYTES = 100_000  # smaller trajectories are below every cap
+_READ_FROM_BYTES = 100_000  # smaller trajectories are below any limit
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class SessionState:
-    """One session and its calls in flight. `conversations` is None after the session was sealed or revoked."""
+    """One session and its calls in flight. `conversations` is None once the session is sealed or revoked."""
 
     id: str
     expires_at: float
     conversations: Conversations | None
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
-    started: int = 0  # choices ever started
+    started: int = 0  # choices started so far
     sampled_tokens: int = 0  # of answered calls
     retries: RetryCache = field(default_factory=RetryCache)
     requests: RequestMemo = field(default_factory=RequestMemo)
     share: SessionShare = field(default_factory=SessionShare)
-    unanswered: set[bytes] = field(default_factory=set)  # calls that failed on our side and were not repeated yet
+    unanswered: set[bytes] = field(default_factory=set)  # failed on our side and not repeated yet
     left_out: list[RecordedReply] = field(default_factory=list)  # replies that are not trained
     rollout_id: str = ""
-    undelivered: set[InFlightCall] = field(default_factory=set)  # answered calls whose answer no client has yet
+    undelivered: set[InFlightCall] = field(default_factory=set)  # answered, but received by no client yet
     sealed: asyncio.Task[bytes] | None = None
     sealed_at: float = 0.0
     journal: Callable[[Record], None] | None = None  # appends to the session's part of the journal
@@ -74,10 +74,10 @@ class SessionState:
         self.retries, self.requests, self.undelivered = RetryCache(), RequestMemo(), set()
 
     def write(self, record: Record) -> None:
-        """Append to the journal, if there is one.
+        """Append a record to the journal, if there is one.
 
         Raises:
-            ApiError: status 503 if it cannot be written; the session is closed then.
+            ApiError: status 503 if the record cannot be written; this also closes the session.
         """
         if self.journal is not None:
             self.journal(record)
@@ -85,7 +85,7 @@ class SessionState:
 
 @dataclass(frozen=True)
 class OpenSession:
-    """An open session as one model call uses it. A call that outlives the session still has its conversations."""
+    """An open session as seen by one model call. A call that outlives the session still has its conversations."""
 
     state: SessionState
     conversations: Conversations
@@ -114,13 +114,13 @@ class SessionRegistry:
         max_result_bytes: int = MAX_OBJECT_BYTES,
         counters: Counters | None = None,
     ) -> None:
-        """Without a `sealer` trajectories carry no seal; without a `journal` sessions end with this process.
-        `experts` is the routing to record. A trajectory beyond `max_result_bytes`, which the trainer would refuse,
-        is not returned.
+        """Without a `sealer`, trajectories carry no seal; without a `journal`, sessions end with this process.
+        `experts` is the shape of the routing to record. A trajectory larger than `max_result_bytes` is not returned,
+        because the trainer would refuse it.
         """
         self._counters = counters or Counters()
-        self._revoked: set[str] = set()  # of the closed sessions, those that the trainer stopped
-        self.undelivered_replies = 0  # dropped from sealed sessions
+        self._revoked: set[str] = set()  # the closed sessions that the trainer stopped
+        self.undelivered_replies = 0  # replies dropped from sealed sessions
         self._max_result_bytes = max_result_bytes
         self._experts = experts
         self._bundle = bundle
@@ -140,7 +140,7 @@ class SessionRegistry:
 
     @property
     def largest(self) -> dict[str, int]:
-        """Return the tokens of the open session that sampled most, by its rollout."""
+        """Return the rollout whose open session sampled the most tokens, with their number."""
         largest = max((s for s in self._sessions.values() if s.is_open), key=lambda s: s.sampled_tokens, default=None)
         return {largest.rollout_id: largest.sampled_tokens} if largest is not None else {}
 
@@ -160,14 +160,14 @@ class SessionRegistry:
         self._beats.add(claims.session_id)
 
     def take_heartbeats(self) -> HeartbeatReport:
-        """Return the sessions heard from since the last call."""
+        """Return the sessions that sent a heartbeat or call since the last request."""
         heard = HeartbeatReport(frozenset(self._beats), frozenset(self._calls))
         self._beats.clear()
         self._calls.clear()
         return heard
 
     def open(self, claims: SessionClaims) -> OpenSession:
-        """Return the session of a key. The first call creates it, or restores it from the journal.
+        """Return the session of a key. The first call creates the session or restores it from the journal.
 
         Raises:
             ApiError: status 410 if it is closed.
@@ -183,14 +183,14 @@ class SessionRegistry:
         return OpenSession(state, state.conversations, claims)
 
     def still_open(self, session: OpenSession) -> OpenSession:
-        """Return the session again. Raises ApiError (410) if it was closed since it was opened."""
+        """Return the session as it is now. Raises ApiError (410) if it was closed in the meantime."""
         return self.open(session.claims) if session.claims.is_recorded else session
 
     async def seal(self, claims: SessionClaims) -> bytes:
-        """Close the session, abort its calls in flight, and return its encoded `Trajectory`.
+        """Close the session, abort its calls in flight, and return its encoded trajectory.
 
         Raises:
-            ApiError: status 410 if it was revoked; 413 if the trajectory is too large to be read.
+            ApiError: status 410 if the session was revoked; 413 if the trajectory is too large.
         """
         state = self._find(claims)
         if state.conversations is not None:
@@ -212,14 +212,14 @@ class SessionRegistry:
         return self._find(claims).share
 
     async def revoke(self, session_ids: Iterable[str]) -> None:
-        """Close these sessions, even those without a call yet, abort their calls and free their memory."""
+        """Close these sessions, even if they have made no call yet, abort their calls and free their memory."""
         session_ids = list(session_ids)
         until = self._clock() + self._token_s
         self._revoked.update(session_ids)
         await _abort(self._close_all(dict.fromkeys(session_ids, until)))
 
     async def sweep(self) -> None:
-        """Remove sessions whose keys have expired, and the contents of those sealed long ago."""
+        """Remove sessions whose keys have expired, and the contents of sessions that were sealed long ago."""
         now = self._clock()
         over = [
             session
@@ -260,7 +260,7 @@ class SessionRegistry:
         return state
 
     def _restore(self, session: OpenSession, journal: SessionJournal) -> None:
-        """Apply what an earlier process has written of the session."""
+        """Apply what an earlier process recorded of the session."""
         state = session.state
         restored = journal_records.RestoredSession(session.conversations)
         for record in journal.read(state.id):
@@ -305,10 +305,10 @@ class SessionRegistry:
         state.sealed_at = at
 
     def _close_all(self, sessions: Mapping[str, float]) -> list[SessionState]:
-        """Keep only the names of these sessions, each at least until its time.
+        """Keep only the names of these sessions, each until the given time or longer.
 
         Returns:
-            The sessions that existed. Their calls are still to be aborted.
+            The sessions that existed. The caller has to abort their calls.
         """
         states = [state for name, until in sessions.items() if (state := self._close(name, until)) is not None]
         if self._journal is not None and sessions:

@@ -4,8 +4,8 @@ A request is a retry if its body equals that of an earlier request byte for byte
 
 - It declares itself a retry: its `x-stainless-retry-count` is above 0, or its Idempotency-Key was used before. It
   then joins the earlier call, or gets its answer. If the attempt that it repeats failed or was aborted, the request
-  is a new call. An agent may ask a question several times, so each such attempt makes one retry a new call. An
-  Idempotency-Key identifies the attempt, so it needs no such count.
+  is a new call. An agent may ask the same question several times, so each failed attempt turns one retry into a new
+  call. An Idempotency-Key identifies the attempt, so it needs no such count.
 - The earlier call was answered, but its client disconnected before it got the answer.
 
 Any other identical request is a new sample: agents repeat questions on purpose. A client that disconnects before the
@@ -31,8 +31,8 @@ _RETRY_COUNT, _IDEMPOTENCY_KEY = "x-stainless-retry-count", "idempotency-key"
 
 
 class RequestKey:
-    """Identifies a request by its digest. `is_declared` is whether it declares itself a retry, `is_keyed` whether it
-    has an Idempotency-Key."""
+    """Identifies a request by its digest. `is_declared`: it declares itself a retry; `is_keyed`: it has an
+    Idempotency-Key."""
 
     def __init__(self, dialect: str, body: bytes, headers: Mapping[str, str]) -> None:
         key = headers.get(_IDEMPOTENCY_KEY, "")
@@ -43,27 +43,27 @@ class RequestKey:
 
 
 class RetryCache:
-    """The calls of one session that may be retried."""
+    """The calls of one session that clients may retry."""
 
     def __init__(self) -> None:
         self._calls: OrderedDict[bytes, list[InFlightCall]] = OrderedDict()  # by digest, latest last
         self._before: OrderedDict[bytes, tuple[bytes, Answer]] = (
             OrderedDict()
         )  # of an earlier process, with questions
-        self._failed: Counter[bytes] = Counter()  # attempts without an answer and without a retry yet, by question
+        self._failed: Counter[bytes] = Counter()  # attempts that failed and were not retried yet, by question
 
     def __len__(self) -> int:
         return sum(map(len, self._calls.values()))
 
     def remember(self, digest: bytes, question: bytes, answer: Answer) -> None:
-        """Add an answer of an earlier process. Call it in order, oldest first."""
+        """Add an answer of an earlier process. Add them in order, oldest first."""
         self._before[digest] = question, answer
         self._before.move_to_end(digest)
         if len(self._before) > _KEPT:
             self._before.popitem(last=False)
 
     def find(self, asked: RequestKey) -> InFlightCall | Answer | None:
-        """Return the call that this request retries, or its answer if only that is left; None if it is new."""
+        """Return the call that this request retries, or its answer if the call is gone; None for a new request."""
         calls = self._calls.get(asked.digest, [])
         for running in reversed(calls):
             if running.abandoned:
@@ -77,7 +77,7 @@ class RetryCache:
         return None if self._is_lost(asked, question) else answer
 
     def _is_lost(self, asked: RequestKey, question: bytes) -> bool:
-        """Return whether this retry may belong to an attempt without an answer."""
+        """Return whether this may be a retry of an attempt that got no answer."""
         return not asked.is_keyed and self._failed[question] > 0
 
     def add(self, asked: RequestKey, running: InFlightCall) -> None:
@@ -89,7 +89,7 @@ class RetryCache:
         running.task.add_done_callback(lambda _: self._settled(digest, running))
 
     def failed(self, question: bytes, attempts: int = 1) -> None:
-        """Record attempts at this question that got an error, or were aborted."""
+        """Record attempts at this question that failed or were aborted."""
         self._failed[question] += attempts
         if len(self._failed) > _KEPT:
             self._failed.pop(next(iter(self._failed)))

@@ -1,12 +1,12 @@
-"""Bound what one session uses of a gateway process, so that the other sessions keep theirs.
+"""Limit one session's use of a gateway process, so that other sessions are not slowed down.
 
 Invariants:
 
-- A session has a bounded number of requests open, and of choices in flight.
-- Of a session's large requests, one at a time is read and parsed, off the event loop, and for at most a fifth of the
-  time. The others wait unread: flow control keeps their bodies at the client. Likewise one prompt at a time is
-  rendered.
-- A compressed body is large if its contents are, and is never decompressed beyond the limit of a body.
+- A session has a limited number of open requests and of choices in flight.
+- A session's large requests are read and parsed one at a time, off the event loop, and for at most a fifth of the
+  time. The others wait unread: flow control keeps their bodies at the client. Prompts are also rendered one at a
+  time.
+- A compressed body counts as large if its contents are large, and is never decompressed beyond the limit of a body.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from rollout_backend.core.api_error import ApiError
 from rollout_backend.gateway.http_requests import decompress, encoding_of
 
 _T = TypeVar("_T")
-_BRIEF_BYTES, _BRIEF_OBJECTS = 128 * 1024, 512  # of a body that takes milliseconds to parse
-_PAUSE = 4  # seconds after each second of parsing
+_BRIEF_BYTES, _BRIEF_OBJECTS = 128 * 1024, 512  # a larger body takes milliseconds to parse
+_PAUSE = 4  # seconds of pause after each second of parsing
 _RETRY_S = 1
 _PARSERS = ThreadPoolExecutor(2, "parser")
 
 
 def is_brief(body: bytes | bytearray) -> bool:
-    """Return whether parsing the body takes so little time that the event loop does it itself."""
+    """Return whether a body is small enough to be parsed on the event loop."""
     return len(body) <= _BRIEF_BYTES and body.count(b"{") <= _BRIEF_OBJECTS
 
 
 class SessionShare:
-    """What one session uses of the process at the moment."""
+    """One session's current use of the process."""
 
     def __init__(self) -> None:
-        self.choices = 0  # in flight
+        self.choices = 0  # choices in flight
         self._requests = 0
         self._parsing, self._rendering = asyncio.Lock(), asyncio.Lock()
-        self._spent_s = 0.0  # on the large request that holds `_parsing`
+        self._spent_s = 0.0  # seconds spent on the large request that holds `_parsing`
 
     @contextlib.contextmanager
     def request(self, limit: int) -> Iterator[None]:
@@ -65,11 +65,11 @@ class SessionShare:
     async def body(
         self, request: Request, max_bytes: int, timeout_s: float, too_large: Callable[[], ApiError]
     ) -> AsyncIterator[bytes]:
-        """Read a request's body, and decompress it. While the context of a large body lasts, no other is read.
+        """Read and decompress a request's body. While the context of a large body lasts, no other is read.
 
         Raises:
-            ApiError: `too_large()` if it has more than `max_bytes`; status 408 if it does not arrive in time; 415 or
-                400 if it cannot be decompressed.
+            ApiError: `too_large()` beyond `max_bytes`; status 408 if the body does not arrive in time; 415 or 400 if
+                it cannot be decompressed.
         """
         encoding = encoding_of(request.headers)
         chunks, body = request.stream(), bytearray()
@@ -109,9 +109,9 @@ class SessionShare:
         return await asyncio.get_running_loop().run_in_executor(_PARSERS, timed)
 
     async def render(self, work: Callable[[], Awaitable[_T]]) -> _T:
-        """Return what `work` returns, once the session's earlier work has ended.
+        """Run `work` after the session's earlier work, and return its result.
 
-        Cancelling does not stop a thread, so the work keeps its turn to its end.
+        Cancelling does not stop a thread, so other work still waits until it ends.
         """
 
         async def in_turn() -> _T:
@@ -124,7 +124,7 @@ class SessionShare:
 
 
 async def _read(chunks: AsyncIterator[bytes], body: bytearray, limit: int, timeout_s: float) -> bool:
-    """Append chunks to the body until it has more than `limit` bytes. Return whether it is complete."""
+    """Append chunks to the body until it exceeds `limit` bytes. Return whether it is complete."""
     try:
         async with asyncio.timeout(timeout_s):
             while len(body) <= limit:
