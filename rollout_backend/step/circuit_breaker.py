@@ -1,8 +1,11 @@
 """Stop a run after consecutive infrastructure failures for one reason. Pure: the caller passes outcomes and times.
 
+Results without a reward count like such failures: the agent or what verifies it is broken for every task.
+
 Invariants:
 
-- a delivered result, even one with an agent error, resets every count;
+- a delivered result, even one with an agent error, resets every count; one without a reward leaves those of results
+  without a reward;
 - failures end sooner than successes, so the breaker opens only after at least as many failures as rollouts still run;
 - one burst is no pattern (an engine restart loses every call at once), so the failures must also span some time;
 - throttling and exhausted quotas do not count: they pass, and cost nothing.
@@ -13,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from agent_wrapper.contract import quarantine_prefix
+from agent_wrapper.contract import NO_REWARD, quarantine_prefix
 from rollout_backend.config import CircuitBreakerConfig, RolloutConfig
 from rollout_backend.core.ledger import CONTAINER_LOST, NO_RESULT, LedgerEntry
 from rollout_backend.core.reasons import SCORER_FAILED, documented_at
@@ -51,10 +54,14 @@ _ADVICE = {
     "unschedulable": "no node has room for runtime.requests, or none matches runtime.node_selector",
     CONTAINER_LOST: "containers die while agents run: are they killed for memory, or does something hold their "
     "Python process for a minute at a time?",
+    NO_REWARD: "no agent returns a reward: return `reward`, or set scoring.function",
+    "bad_reward": "return a finite number as `reward`",
+    "no_model_call": "let the agent call the model at the base_url and with the api_key of its context",
     SCORER_FAILED: "correct the scorer, or what it calls: the last message says how it failed",
     NO_RESULT: "agents accept and are never heard of again: are they killed for memory, and may their role write "
     "under storage.prefix?",
 }
+_WITHOUT_REWARD = frozenset({NO_REWARD, "bad_reward", "no_model_call"})
 _FOR_WANT_OF_ROOM = frozenset({"throttled", "quota_exceeded"})
 _OF_RUN_LOGS = frozenset({"model_unavailable", "model_unreachable", "trajectory_unavailable", SCORER_FAILED})
 
@@ -89,9 +96,12 @@ class CircuitBreaker:
 
     def record_settled(self, entry: LedgerEntry, now: float) -> None:
         """Record a settled rollout, in the order of settlement. `now` is in seconds of any monotonic clock."""
+        unrewarded = entry.delivered and entry.reason in _WITHOUT_REWARD
         if entry.delivered:  # a rollout that we ended proves nothing about the infrastructure
-            self._streaks.clear()
-        elif (entry.lost or entry.reason == SCORER_FAILED) and entry.reason not in _FOR_WANT_OF_ROOM:
+            for reason in self._streaks.keys() - (_WITHOUT_REWARD if unrewarded else ()):
+                del self._streaks[reason]
+        lost = entry.lost or entry.reason == SCORER_FAILED
+        if unrewarded or (lost and entry.reason not in _FOR_WANT_OF_ROOM):
             streak = self._streaks.get(entry.reason)
             if streak is None:
                 self._streaks[entry.reason] = _Streak(now, now, entry)
@@ -112,12 +122,17 @@ class CircuitBreaker:
 
     def _diagnosis(self, streak: _Streak) -> str:
         last = streak.last
+        if last.delivered:
+            meanwhile, after = "no rollout had a reward", "Start under another run_id: a restart reuses these results"
+        else:
+            meanwhile = "no result was delivered"
+            after = "Finished rollouts are kept: restart under the same run_id"
         return (
             f"the run is stopped: {streak.count} rollouts in {streak.until - streak.since:.0f} s ended as "
-            f"{last.outcome}, {last.reason}, and no result was delivered meanwhile. The last one, "
+            f"{last.outcome}, {last.reason}, and {meanwhile} meanwhile. The last one, "
             f"{last.planned.rollout_id}: {last.message[:_MESSAGE] or 'no message'}. Its log: {self._log_of(last)}. "
             f"What to try: {_ADVICE.get(last.reason, 'read the message')}; see {documented_at(last.reason)}. "
-            "Finished rollouts are kept: restart under the same run_id (setting: circuit_breaker.max_failures)"
+            f"{after} (setting: circuit_breaker.max_failures)"
         )
 
 

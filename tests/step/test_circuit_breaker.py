@@ -52,6 +52,16 @@ def test_any_delivered_rollout_resets_the_count(well):
     assert opened([entry(), entry(), well, entry(), entry(), entry()])
 
 
+def test_it_opens_if_no_rollout_has_a_reward():
+    none, bad = (entry(Outcome.AGENT_ERROR, reason, by_result=True) for reason in ("no_reward", "bad_reward"))
+    said = opened([none, bad, entry(), none, entry(), none])
+    for part in ("3 rollouts", "agent_error, no_reward, and no rollout had a reward", "another run_id"):
+        assert part in said
+    for other in (Outcome.COMPLETED, ""), (Outcome.AGENT_ERROR, "agent_exception"):
+        assert opened([none, none, entry(*other, by_result=True), none, none]) is None
+    assert opened([entry(), entry(), none, entry(), entry()]) is None, "the infrastructure delivered a result"
+
+
 @pytest.mark.parametrize(
     "ours",
     [
