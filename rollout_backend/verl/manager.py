@@ -17,14 +17,14 @@ is asked to generate before its memory is restored.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import dataclasses
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
@@ -84,6 +84,7 @@ class CloudAgentLoopManager:
         self._vllm_servers = VllmServers(self._load_balancer) if on_vllm else None
         addresses = self._addresses()
         self.settings = settings_of(config, addresses)
+        self._legacy = not config.trainer.use_v1
         self._asynchronous = is_asynchronous(config.trainer)
         self._adapter = adapter_of(config.actor_rollout_ref.model)
         self._step_numbers = StepNumbers(resumes_steps(config.trainer))
@@ -106,8 +107,8 @@ class CloudAgentLoopManager:
         self._closed = False
         self._writer = QueueWriter(self._on_write_error)
         self._blocking.__enter__()
-        # `atexit` runs too late: by then no thread pool accepts work, and resolving a host name needs one.
-        threading._register_atexit(self.close)  # type: ignore[attr-defined]
+        self._blocking.wait_for(_use_pool_that_works_at_exit())
+        atexit.register(self.close)
         if self._sleeps:
             self._blocking.wait_for(self._pause())
         self._follow = self._blocking.submit(self._follow_servers())
@@ -152,7 +153,7 @@ class CloudAgentLoopManager:
         """
         if self._failure is not None:
             raise RolloutBackendError(f"the rollouts of an earlier batch failed: {self._failure}") from self._failure
-        if hasattr(prompts, "non_tensor_batch"):
+        if self._legacy:
             return self._roll_out_legacy(prompts)
         self._roll_out_v1(prompts)
         return None
@@ -180,7 +181,7 @@ class CloudAgentLoopManager:
             if batch.report(group):
                 self._writer.submit(self._write_group, batch, group)
 
-        future = self._blocking.submit(self._collect(batch.tasks, (batch.number, resumes), version, on_group))
+        future = self._blocking.submit(self._collect(batch.tasks, batch.number, resumes, version, on_group))
         future.add_done_callback(lambda done: self._on_v1_end(batch, done))
 
     def _write_group(self, batch: V1Batch, group: GroupResult) -> None:
@@ -247,8 +248,8 @@ class CloudAgentLoopManager:
             if task_id not in tasks:
                 tasks[task_id] = self._task(row, task_id, payload, validate, default_n=0)
         wanted = [dataclasses.replace(task, rollouts=len(places[task_id])) for task_id, task in tasks.items()]
-        number = self._step_numbers.next(int(prompts.meta_info["global_steps"]), validate)
-        result = self._blocking.wait_for(self._collect(wanted, number, version))
+        step, same_weights = self._step_numbers.next(int(prompts.meta_info["global_steps"]), validate)
+        result = self._blocking.wait_for(self._collect(wanted, step, same_weights, version))
         _log_step(result)
         slots, counts = self._fill_slots(result, places, len(prompts), validate)
         return self._legacy_output(slots, counts, result, version, began, validate)
@@ -330,11 +331,11 @@ class CloudAgentLoopManager:
     async def _collect(
         self,
         tasks: Sequence[Task],
-        number: tuple[int, bool],
+        step: int,
+        same_weights: bool,
         version: int,
         on_group: Callable[[GroupResult], None] = lambda group: None,
     ) -> StepResult:
-        step, same_weights = number
         async with self._engines_awake():
             await self._servers.begin_batch(version)
             return await self._blocking.manager.collect(
@@ -417,6 +418,28 @@ class CloudAgentLoopManager:
                 await self._servers.refresh()
             except RolloutBackendError as error:
                 log.warning("updating the list of verl's servers failed, retrying: %s", error)
+
+
+class PoolForExit(ThreadPoolExecutor):
+    """A thread pool that accepts work while the interpreter ends: it then does the work in the caller's thread.
+
+    Other pools refuse it before `atexit` runs, and an event loop resolves host names and reads files in its pool.
+    """
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except RuntimeError:
+            done: Future[Any] = Future()
+            try:
+                done.set_result(fn(*args, **kwargs))
+            except Exception as error:
+                done.set_exception(error)
+            return done
+
+
+async def _use_pool_that_works_at_exit() -> None:
+    asyncio.get_running_loop().set_default_executor(PoolForExit(thread_name_prefix="rollout-manager"))
 
 
 def _log_step(result: StepResult) -> None:

@@ -25,3 +25,33 @@ def test_user_settings_are_kept():
     assert own["GLIBC_TUNABLES"] == "glibc.malloc.check=1"
     assert environment(inherited=environment(inherited={})) == environment(inherited={})
     assert environment(inherited={})["GLIBC_TUNABLES"] == KEEP_FREED_MEMORY
+
+
+AT_EXIT = """
+import asyncio, atexit, threading
+from rollout_backend.verl.manager import PoolForExit
+
+loop = asyncio.new_event_loop()
+threading.Thread(target=loop.run_forever, daemon=True).start()
+
+async def use_pool():
+    loop.set_default_executor(PoolForExit())
+
+async def close():
+    await loop.getaddrinfo("localhost", 80)  # in the pool
+    try:
+        await asyncio.to_thread(open, "/no/such/file")
+    except FileNotFoundError:
+        print("closed")
+
+def run(work):
+    return asyncio.run_coroutine_threadsafe(work, loop).result(60)
+
+run(use_pool())
+atexit.register(lambda: run(close()))
+"""
+
+
+def test_the_manager_can_be_closed_at_the_end_of_its_process():
+    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=True)
+    assert done.stdout == "closed\n", done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import importlib.util
 import io
+import json
 import os
 import runpy
 import subprocess
@@ -125,4 +126,7 @@ async def test_a_vision_model_is_trained_on_the_images_that_it_saw(tmp_path: Pat
         seen = [[len(s.images) for r in run.rollouts(step) for s in r.segments] for step in (1, 2)]
         assert [sorted(of_step) for of_step in seen] == [[1] * 12, [0] * 4 + [1] * 4]
         assert [report.trainable for report in run.reports()] == [8, 8]
+        assert json.loads((run.run_dir / "run.json").read_text())["starts"][-1]["state"] == "ended", (
+            "it was not closed at exit"
+        )
         await run.leaves_nothing()
