@@ -118,6 +118,9 @@ def check_tools(config: RolloutConfig) -> list[CheckResult]:
         read = read_calls_of(bundle.renderer, (prompt, turn))
     except Exception as error:  # a template or a parser may raise anything
         return [_warn(f"{bundle.name} cannot render and read a tool call ({type(error).__name__}: {error})")]
+    if "four" not in bundle.decode(turn):  # of CALL
+        text = "the chat template shows no tool calls: in a history that is rendered again, the model misses its own"
+        return [CheckResult("warning", "model.renderer", text, "model-tools")]
     if read == [CALL]:
         text = f"{bundle.name} renders a tool call and reads it back"
         return [CheckResult("ok", "model.renderer", text, "model-tools")]

@@ -23,9 +23,10 @@ from typing import Any
 import renderers
 from pydantic import ValidationError
 from renderers import ParsedResponse, ParsedToolCall, RenderedTokens, ToolCallParseStatus
-from renderers.configs import _CONFIG_BY_NAME, CustomRendererConfig
+from renderers.configs import _CONFIG_BY_NAME, CustomRendererConfig, Qwen3RendererConfig
 from renderers.deepseek_v4 import DeepSeekV4Renderer
 from renderers.default import DefaultRenderer, _decode_tool_call_arguments
+from renderers.qwen3 import Qwen3Renderer
 from renderers.tagged import DEEPSEEK_V4_GRAMMAR, TaggedGrammar, scan_tagged_response
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -236,6 +237,8 @@ def _create(name: str, tokenizer: Any, path: Path, options: Mapping[str, Any]) -
     try:
         if name == "chatml":
             config: Any = ChatMLConfig(**options)
+        elif name == "qwen3":
+            config = _Qwen3Config(**options)
         elif name in _CONFIG_BY_NAME:
             config = _CONFIG_BY_NAME[name](**options)
         elif "." in name or ":" in name:
@@ -258,10 +261,43 @@ def _create(name: str, tokenizer: Any, path: Path, options: Mapping[str, Any]) -
         raise ConfigError(f"model.renderer: default needs a chat template, and {path} has none")
     if name == "default":
         return _OwnTemplate(tokenizer, config)
+    if name == "qwen3":
+        return _Qwen3(tokenizer, config)
     if name == "deepseek-v4":
         return _DeepSeekV4(tokenizer, config)
     with vocabulary_of(tokenizer) if name == "gpt-oss" else nullcontext():
         return renderers.create_renderer(tokenizer, config)
+
+
+def _longer(rendered: RenderedTokens, header: Sequence[int]) -> RenderedTokens:
+    return RenderedTokens(
+        token_ids=[*rendered.token_ids, *header],
+        message_indices=[*rendered.message_indices, *([-1] * len(header))],
+        message_roles=rendered.message_roles,
+    )
+
+
+class _Qwen3Config(Qwen3RendererConfig):  # type: ignore[misc]  # the package carries no types
+    _template_fields = Qwen3RendererConfig._template_fields | {"opens_thinking"}
+    opens_thinking: bool | None = None
+    """Whether a prompt ends with `<think>`, as in the template of Qwen3-Thinking-2507."""
+
+
+class _Qwen3(Qwen3Renderer):  # type: ignore[misc]  # the package carries no types
+    """Adds `opens_thinking` to the package's renderer."""
+
+    def __init__(self, tokenizer: Any, config: _Qwen3Config) -> None:
+        super().__init__(tokenizer, config.model_copy(update={"opens_thinking": bool(config.opens_thinking)}))
+        opens = self.config.opens_thinking and self.config.enable_thinking
+        self._header = self._encode("<think>\n") if opens else []
+
+    def render(self, messages: Any, *, add_generation_prompt: bool = False, **more: Any) -> RenderedTokens:
+        rendered = super().render(messages, add_generation_prompt=add_generation_prompt, **more)
+        return _longer(rendered, self._header) if add_generation_prompt else rendered
+
+    def bridge_to_next_turn(self, *turns: Any, tools: Any = None) -> RenderedTokens | None:
+        bridged = super().bridge_to_next_turn(*turns, tools=tools)
+        return None if bridged is None else _longer(bridged, self._header)
 
 
 class _DeepSeekV4(DeepSeekV4Renderer):  # type: ignore[misc]  # the package carries no types
@@ -290,12 +326,7 @@ class _DeepSeekV4(DeepSeekV4Renderer):  # type: ignore[misc]  # the package carr
         """Add the prompt for a reply."""
         asked = [{"role": "user", "content": "a"}]
         turn, begun = (super(_DeepSeekV4, self).render(asked, add_generation_prompt=begin) for begin in (False, True))
-        header = begun.token_ids[len(turn.token_ids) :]
-        return RenderedTokens(
-            token_ids=[*rendered.token_ids, *header],
-            message_indices=[*rendered.message_indices, *([-1] * len(header))],
-            message_roles=rendered.message_roles,
-        )
+        return _longer(rendered, begun.token_ids[len(turn.token_ids) :])
 
     def parse_response(self, token_ids: Any, *, tools: Any = None, prompt_ids: Any = None) -> ParsedResponse:
         ids = list(token_ids)

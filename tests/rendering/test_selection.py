@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from builders import function_tool, run_config, user
-from rollout_backend.checks.model import check_renderer
+from builders import function_tool, run_config, tool_result, user
+from gateway_fixtures import make_gateway
+from rollout_backend.checks.model import check_renderer, check_tools
 from rollout_backend.config import ModelConfig
 from rollout_backend.errors import ConfigError
-from rollout_backend.local.scripted import BYTE_MODEL
+from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
 from rollout_backend.rendering.renderer import load_renderer
 from rollout_backend.rendering.selection import bounded
 from vocabularies import model_folder, template
@@ -21,9 +22,34 @@ from vocabularies import model_folder, template
 TOOLS = [function_tool("bash", "Does bash.", command={"type": "string"})]
 SLOW = pytest.mark.slow
 
-# The templates of public models: vocabulary, file in TRL (None: the tokenizer's own), renderer, options.
+
+def thinking_2507() -> str:
+    """Qwen3-Thinking-2507's template is Qwen3's, but for the end of a prompt."""
+    before, end, _ = template("qwen3").partition("{{- '<|im_start|>assistant\\n' }}")
+    assert end
+    return before + "{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"
+
+
+# As SmolLM3's template: the model's date and mode, tools that are only described, no calls, results as the user's.
+SMOLLM3 = """{{- '<|im_start|>system\n## Metadata\n\nToday Date: ' ~ strftime_now('%d %B %Y') ~ '\n' }}
+{{- 'Reasoning Mode: ' ~ ('/think' if enable_thinking | default(true) else '/no_think') }}
+{{- '\n\n## Custom Instructions\n\n' }}
+{{- messages[0].content.rstrip() if messages[0].role == 'system' else 'You are an assistant named SmolLM.' }}
+{%- if tools %}{{- '\n\n### Tools\n\n<tools>\n' }}{%- for t in tools %}{{- (t | string) ~ '\n' }}{%- endfor %}
+{{- '</tools>\n\nFor each function call, return a json object within <tool_call></tool_call> XML tags:\n' }}
+{{- '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>' }}{%- endif %}
+{{- '\n\n<|im_end|>\n' }}
+{%- for m in messages %}{%- set content = m.content if m.content is string else '' %}
+{%- if m.role in ('user', 'tool') %}{{- '<|im_start|>user\n' ~ content ~ '<|im_end|>\n' }}
+{%- elif m.role == 'assistant' %}{{- '<|im_start|>assistant\n' ~ content.lstrip('\n') ~ '<|im_end|>\n' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+
+# The templates of public models: vocabulary, file in TRL (None: the tokenizer's own) or text, renderer, options.
 REAL = [
     pytest.param("qwen3", None, "qwen3", {}, id="Qwen3"),
+    pytest.param("qwen3", thinking_2507, "qwen3", {"opens_thinking": True}, id="Qwen3-Thinking-2507"),
+    pytest.param("qwen3", SMOLLM3, "default", {"tool_parser": "qwen3"}, id="SmolLM3"),
     pytest.param("qwen3.5", "qwen3_5_nothink", "qwen3.5", {"enable_thinking": False}, id="small Qwen3.5", marks=SLOW),
     *(
         pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=SLOW)
@@ -61,7 +87,7 @@ def options_of(bundle, names) -> dict[str, Any]:
 @pytest.mark.parametrize(("tokenizer", "own", "renderer", "options"), REAL)
 def test_the_template_of_a_public_model_selects_its_renderer(tmp_path, tokenizer, own, renderer, options):
     """In a folder whose name says nothing, or something wrong."""
-    text = None if own is None else template(own)
+    text = own() if callable(own) else own if own is None or "{" in own else template(own)
     for name in ("my-agent-17", "Llama-3.2-3B-Instruct-FP8"):
         bundle = load(model_folder(tmp_path / name, tokenizer, text))
         assert (bundle.name, options_of(bundle, options)) == (renderer, options)
@@ -90,6 +116,36 @@ def test_a_named_renderer_thinks_as_the_template_says(tmp_path, own, thinks):
             bundle = load(folder, renderer=renderer, renderer_options=given)
             prompt = bundle.decode(bundle.render([user("Q")], None))
             assert prompt.endswith("<think>\n" if thinks or given else "</think>\n\n")
+
+
+@pytest.mark.parametrize("renderer", ["auto", "qwen3"])
+def test_a_prompt_that_opens_the_reasoning_is_bridged(tmp_path, renderer):
+    path = model_folder(tmp_path / "my-model", "qwen3", thinking_2507())
+    model = ModelConfig(path=path, name="m", renderer=renderer, context_length=4096)
+    bundle = load_renderer(model)
+    call = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
+    replies = [f"I look.\n</think>\n\n{call}", "Nothing.\n</think>\n\nEmpty.", "So.\n</think>\n\nYes."]
+    messages = [user("List.")]
+    with (
+        ScriptedEngine(replies, path, end="<|im_end|>") as engine,
+        make_gateway(engine.url, model, bundle, engine=engine) as gateway,
+    ):
+        for following in (tool_result("c1", ""), user("Sure?"), user("")):
+            reply = gateway.client().chat.completions.create(model="m", messages=messages, tools=TOOLS)
+            prompt = bundle.tokenizer.apply_chat_template(
+                messages, tools=TOOLS, add_generation_prompt=True, return_dict=False
+            )
+            assert engine.requests[-1]["input_ids"] == prompt
+            messages += [reply.choices[0].message.model_dump(exclude_none=True), following]
+        segments = gateway.trajectory().segments
+    assert [segment.split_reason for segment in segments] == ["first_call", "rerendered"]
+    assert messages[-2]["content"] == "Yes."
+
+
+def test_a_template_that_shows_no_calls_is_named(tmp_path):
+    path = model_folder(tmp_path / "my-model", "qwen3", SMOLLM3)
+    [found] = check_tools(run_config(model={"path": path}))
+    assert (found.level, "shows no tool calls" in found.text) == ("warning", True)
 
 
 # --- templates of nobody ------------------------------------------------------------------------------------
