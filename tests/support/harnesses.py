@@ -6,6 +6,7 @@ which `python tests/support/harnesses.py codex.json` renews.
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import sys
@@ -399,6 +400,16 @@ example](../examples/tool_agent/agent.py) scores both.""",
 )
 
 
+def find_python(version: str) -> str | None:
+    """Return an interpreter of this version: uv's choice, or one of pyenv, whose shims run enabled versions only."""
+    versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    for wanted in (version, *sorted(versions.glob(f"{version}.*/bin/python"))):
+        found = run([find_uv_bin(), "python", "find", wanted], capture_output=True, text=True, check=False)
+        if found.returncode == 0:
+            return found.stdout.strip()
+    return None
+
+
 def installed(file: str) -> Path:
     """Install the packages of this file in pins/ once, in a folder of the cache; return the folder."""
     pins = FOLDER / "pins" / file
@@ -411,7 +422,8 @@ def installed(file: str) -> Path:
             return folder
         shutil.rmtree(folder, ignore_errors=True)
         if pins.suffix == ".txt":
-            python = PYTHON.get(file, sys.executable)
+            python = find_python(PYTHON[file]) if file in PYTHON else sys.executable
+            assert python, f"Python {PYTHON[file]} is not installed"
             run([find_uv_bin(), "venv", "--quiet", "--python", python, folder], check=True)
             run(
                 [find_uv_bin(), "pip", "install", "--quiet", "--python", folder / "bin/python", "-r", pins],

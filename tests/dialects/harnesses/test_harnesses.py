@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from uv import find_uv_bin
 
 from gateway_server import Witness
-from harnesses import FOLDER, HARNESSES, NEW, OLD, PYTHON, TASK, installed
+from harnesses import COPILOT, FOLDER, HARNESSES, NEW, OLD, PYTHON, TASK, find_python, installed
 from rollout_backend.local.scripted import ScriptedEngine
+from rollout_backend.rendering.renderer import load_renderer
 from token_exact import is_as_sampled
+from vocabularies import tokenizer_folder
 
 OFFLINE = {
     **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"),
@@ -44,27 +45,32 @@ def repository(tmp_path) -> Path:
 
 QUICK = "Claude Code-messages", "Vercel AI SDK-messages"
 CASES = [
-    pytest.param(each, api, id=name, marks=() if name in QUICK else pytest.mark.release)
+    pytest.param(each, api, False, id=name, marks=() if name in QUICK else pytest.mark.release)
     for each in HARNESSES
     for api in each.apis
     for name in [f"{each.name}-{api}"]
 ]
+CASES.append(pytest.param(COPILOT, "responses", True, id="Copilot CLI-reasoning", marks=pytest.mark.release))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # the first time, it installs the harness
 @pytest.mark.skipif(shutil.which("npm") is None, reason="half of the harnesses need Node.js")
-@pytest.mark.parametrize(("harness", "api"), CASES)
-def test_a_conversation_has_the_rows_that_the_page_states(serve, byte_model, repository, tmp_path, harness, api):
-    if (python := PYTHON.get(harness.pins)) and subprocess.run(
-        [find_uv_bin(), "python", "find", python], check=False
-    ).returncode:
-        pytest.skip(f"it needs Python {python}")
+@pytest.mark.parametrize(("harness", "api", "reasons"), CASES)
+def test_a_conversation_has_the_rows_that_the_page_states(
+    serve, byte_model, byte_bundle, repository, tmp_path, harness, api, reasons
+):
+    if (python := PYTHON.get(harness.pins)) and find_python(python) is None:
+        pytest.skip(f"it needs Python {python}, which neither uv nor pyenv has")
     packages = installed(harness.pins)
     replies = [text.replace("REPOSITORY", str(repository)) for text in harness.replies]
-    with ScriptedEngine(lambda prompt: reply(replies, prompt)) as engine, Witness(engine.url) as witness:
-        model = byte_model.model_copy(update={"context_length": 1_000_000})
-        gateway = serve(witness.url, model=model)
+    model, bundle = byte_model.model_copy(update={"context_length": 1_000_000}), byte_bundle
+    if reasons:
+        replies = [f"<think>\nI reason.\n</think>\n\n{text}" for text in replies]
+        model = model.model_copy(update={"path": tokenizer_folder("qwen3"), "renderer": "qwen3"})
+        bundle = load_renderer(model)
+    with ScriptedEngine(lambda prompt: reply(replies, prompt), model.path) as engine, Witness(engine.url) as witness:
+        gateway = serve(witness.url, model=model, bundle=bundle)
         given = {
             "BASE_URL": f"{gateway.url}/v1",
             "API_KEY": gateway.key(),
