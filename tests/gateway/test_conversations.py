@@ -68,6 +68,16 @@ def test_a_history_with_other_spaces_and_without_reasoning_is_the_same(session, 
     assert say(session, [U1, assistant("", tool_calls=[call]), tool_result("c1", "3")], tools=TOOLS) is None
 
 
+@pytest.mark.parametrize(
+    ("sampled", "echoed", "same"),
+    [(None, "hm", True), (None, "other", False), ("hm", "", False)],
+)
+def test_reasoning_that_is_repeated_as_text_beside_a_call_is_the_same(session, say, sampled, echoed, same):
+    say(session, [U1], content=sampled, tool_calls=[CALL], reasoning_content="" if sampled == "hm" else "hm\n")
+    again = [U1, assistant(echoed, tool_calls=[CALL], reasoning_content="hm"), tool_result("c1", "3")]
+    assert say(session, again) == (None if same else REWRITTEN)
+
+
 def with_another_id(text: str) -> list[dict]:
     call = {**CALL, "id": "chosen_by_the_agent"}
     return [assistant("", tool_calls=[call]), tool_result(call["id"], text)]

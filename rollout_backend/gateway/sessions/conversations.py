@@ -11,8 +11,9 @@ Invariants:
 - Messages are compared as rendered. These differences are ignored: text parts or a string, None or "", whitespace at
   the ends of a reply, the spacing of a tool call's arguments, the order of their keys, how a number is written
   (JavaScript writes 1.0 as 1), defaults of the tool's schema filled in, tool call ids that the template does not
-  render, and fields that no template renders. Reasoning is not compared, because most agents do not send it back: the
-  tokens keep it, and the renderer decides whether it stays in the history.
+  render, reasoning repeated as the text beside a call, and fields that no template renders. Reasoning is not
+  compared, because most agents do not send it back: the tokens keep it, and the renderer decides whether it stays in
+  the history.
 """
 
 from __future__ import annotations
@@ -390,6 +391,8 @@ def _compared(message: Message, defaults: _Defaults, with_ids: bool) -> list[obj
     content = message.get("content") or ""
     if message["role"] == "assistant" and isinstance(content, str):
         content = content.strip()
+        if calls and content and content == (message.get("reasoning_content") or "").strip():
+            content = ""  # Copilot repeats the reasoning as the text of a reply that only calls tools
     return [message["role"], content, message.get("name"), answers, calls]
 
 
