@@ -12,8 +12,9 @@ from agent_wrapper.contract import Outcome, Rollout
 from rollout_backend import cli
 from rollout_backend.core.tasks import Task
 from rollout_backend.results.archive import RunArchive
-from rollout_backend.results.records import ResultSummary, RolloutRecord
+from rollout_backend.results.records import ResultSummary
 from rollouts import make_rollout, make_segment
+from run_folders import make_record
 
 SCORER = """
 import sys
@@ -61,34 +62,16 @@ def write_steps(folder: Path, *rollouts: Rollout) -> Path:
     for step in {rollout.step for rollout in rollouts}:
         of_step = [rollout for rollout in rollouts if rollout.step == step]
         archive.write_tasks(step, [Task(task_id, {"id": task_id}) for task_id in {r.task_id for r in of_step}])
-        archive.write_records(step, [record_of(rollout) for rollout in of_step])
+        names = ("step", "task_id", "outcome", "trainable")
+        fields = [
+            {name: getattr(each, name) for name in names} | {"result": ResultSummary.of(each)} for each in of_step
+        ]
+        records = [make_record(each.rollout_id, **more) for each, more in zip(of_step, fields, strict=True)]
+        archive.write_records(step, records)
         for rollout in of_step:
             archive.write_rollout(rollout, rollout.encode())
     archive.close()
     return folder
-
-
-def record_of(rollout: Rollout) -> RolloutRecord:
-    return RolloutRecord(
-        step=rollout.step,
-        rollout_id=rollout.rollout_id,
-        task_id=rollout.task_id,
-        group_usable=True,
-        is_replacement=False,
-        outcome=rollout.outcome,
-        reason="",
-        message="",
-        trainable=rollout.trainable,
-        attempts=1,
-        session_ids=(),
-        log=None,
-        planned_at=0.0,
-        invoked_at=0.0,
-        accepted_at=0.0,
-        result_at=1.0,
-        settled_at=1.0,
-        result=ResultSummary.of(rollout),
-    )
 
 
 def content(folder: Path) -> dict[Path, bytes]:

@@ -1,7 +1,5 @@
 """What `rollout down` deletes and what it leaves, against S3, SQS and a control plane that is slow and throttles."""
 
-import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -9,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 
-from builders import eventually
+from agent_servers import serve_emulator
 from rollout_backend.collect.queue import queue_name
 from rollout_backend.config import StorageConfig
 from rollout_backend.deploy.codebuild import project_definition
 from rollout_backend.deploy.target import Target
 from rollout_backend.deploy.teardown import Teardown
-from rollout_backend.local.agentcore_emulator import ROLE, AgentCoreEmulator, EmulatorSettings
+from rollout_backend.local.agentcore_emulator import ROLE
 from rollout_backend.local.control_plane import ControlLimits
 from rollout_backend.runtimes.agentcore.control import ReadyRuntime, control_client, find_runtime
 from rollout_backend.runtimes.agentcore.endpoint import pin_endpoint
@@ -30,25 +27,9 @@ NONE: frozenset[str] = frozenset()
 
 @asynccontextmanager
 async def control_plane(folder: Path, **limits: Any) -> AsyncIterator[str]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    settings = EmulatorSettings(
-        arn="arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/none-0123456789",
-        images={IMAGE: ("true",)},
-        cwd=folder,
-        env={},
-        log_dir=folder,
-        port=port,
-        control=ControlLimits(**limits),
-    )
-    server = uvicorn.Server(uvicorn.Config(AgentCoreEmulator(settings).app(), log_level="error"))
-    serving = asyncio.create_task(server.serve([listener]))
-    await eventually(lambda: server.started)
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        await serving
+    images = {IMAGE: ("true",)}
+    async with serve_emulator(folder, images=images, control=ControlLimits(**limits)) as (_, url):
+        yield url
 
 
 async def create(url: str, name: str, tags: dict[str, str]) -> None:

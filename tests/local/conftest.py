@@ -1,9 +1,7 @@
 """An AgentCore emulator with a small app, in this process's event loop."""
 
-import asyncio
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,11 +11,10 @@ from typing import Any
 
 import aioboto3
 import pytest
-import uvicorn
 from botocore.config import Config
 
-from builders import eventually
-from rollout_backend.local.agentcore_emulator import AgentCoreEmulator, EmulatorSettings
+from agent_servers import serve_emulator
+from rollout_backend.local.agentcore_emulator import AgentCoreEmulator
 from rollout_backend.local.session_pool import EmulatorLimits
 
 ARN = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/local-0123456789"
@@ -167,33 +164,16 @@ async def start_runtime(app: Path, tmp_path: Path) -> AsyncIterator[StartRuntime
         async def start(
             env: dict[str, str] | None = None, preload: tuple[str, ...] | None = None, **limits: float
         ) -> Runtime:
-            listener = socket.create_server(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
-            settings = EmulatorSettings(
-                arn=ARN,
-                command=(sys.executable, str(app)),
-                cwd=app.parent,
-                env={"PATH": os.environ["PATH"], "GREETING": "hello", **(env or {})},
-                log_dir=tmp_path,
-                port=port,
-                preload=preload,
-                limits=EmulatorLimits(**{"ping_every_s": 0.1, "grace_s": 60.0, **limits}),
-            )
             clock = ShiftedClock()
-            plane = AgentCoreEmulator(settings, clock)
-            # The client repeats nothing, so the server must not close a connection that the client is about to use.
-            options = {"log_level": "error", "lifespan": "on", "timeout_keep_alive": 3600}
-            server = uvicorn.Server(uvicorn.Config(plane.app(), **options))
-            serving = asyncio.create_task(server.serve([listener]))
-
-            async def end() -> None:
-                server.should_exit = True
-                server.force_exit = False
-                await serving
-
-            stack.push_async_callback(end)
-            await eventually(lambda: server.started)
-            url = f"http://127.0.0.1:{port}"
+            settings = {
+                "arn": ARN,
+                "command": [sys.executable, str(app)],
+                "cwd": app.parent,
+                "env": {"PATH": os.environ["PATH"], "GREETING": "hello", **(env or {})},
+                "preload": preload,
+                "limits": EmulatorLimits(**{"ping_every_s": 0.1, "grace_s": 60.0, **limits}),
+            }
+            plane, url = await stack.enter_async_context(serve_emulator(tmp_path, clock, **settings))
             client = await stack.enter_async_context(
                 aioboto3.Session().client(
                     "bedrock-agentcore",

@@ -1,28 +1,24 @@
 """The spans of a rollout follow from its record and its result."""
 
+import functools
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from agent_wrapper.contract import Outcome
 from agent_wrapper.contract.trace import trace_ids
 from rollout_backend import tracing
-from rollout_backend.results.records import ResultSummary, RolloutRecord
+from rollout_backend.results.records import ResultSummary
 from rollout_backend.results.rollout_spans import Delivery, rollout_spans
 from rollout_backend.tracing import Span
 from rollouts import make_rollout
+from run_folders import make_record
 
-
-def record(**more: Any) -> RolloutRecord:
-    fields = {
-        "step": 0, "rollout_id": "task-a.0", "task_id": "task-a", "group_usable": True, "is_replacement": False,
-        "outcome": Outcome.COMPLETED, "reason": "", "message": "a private text", "trainable": True, "attempts": 1,
-        "session_ids": ("s1",), "log": None, "planned_at": 10.0, "invoked_at": 12.0, "accepted_at": 13.0,
-        "result_at": 31.0, "settled_at": 31.0,
-    }  # fmt: skip
-    return RolloutRecord.model_validate({**fields, **more})
+record = functools.partial(
+    make_record, "task-a.0", message="a private text", trainable=True, session_ids=("s1",), planned_at=10.0,
+    invoked_at=12.0, accepted_at=13.0, result_at=31.0, settled_at=31.0,
+)  # fmt: skip
 
 
 def times(spans: list[Span]) -> dict[str, tuple[float, float]]:

@@ -16,6 +16,7 @@ from rollout_backend.results.page.files import try_to_write_report, write_report
 from rollout_backend.results.records import ResultSummary, RolloutRecord
 from rollout_backend.results.summary import Learning, rewards_by_task, seconds_of, summarize
 from rollouts import make_rollout, make_segment
+from run_folders import make_record, make_summary
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!-- \u2028 '\" {{ 7 * 7 }}"
 
@@ -132,16 +133,6 @@ def test_texts_of_agents_stay_texts(tmp_path: Path):
     assert HOSTILE.split("\u2028")[0] in page.text("failures")
 
 
-def make_record(rollout_id: str, **more: object) -> RolloutRecord:
-    fields = {
-        "step": 0, "rollout_id": rollout_id, "task_id": "a", "group_usable": True, "is_replacement": False,
-        "outcome": Outcome.COMPLETED, "reason": "", "message": "", "trainable": False, "attempts": 1,
-        "session_ids": (), "log": None, "planned_at": 100.0, "invoked_at": 101.0, "accepted_at": 102.0,
-        "result_at": 110.0, "settled_at": 110.0,
-    }  # fmt: skip
-    return RolloutRecord.model_validate({**fields, **more})
-
-
 def test_ten_thousand_rollouts_make_a_file_of_bounded_size(tmp_path: Path):
     run = make_run(tmp_path / "run", MadeRun(tasks=25, group=8, stored=20))
     archive = RunArchive(run)
@@ -197,7 +188,7 @@ def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: py
 def test_what_a_task_teaches():
     def learning(*groups: list[float | None]) -> list[Learning]:
         records = [
-            make_record(f"{name}.{i}", task_id=str(name), result=None if reward is None else summary(reward))
+            make_record(f"{name}.{i}", task_id=str(name), result=None if reward is None else make_summary(reward))
             for name, group in enumerate(groups)
             for i, reward in enumerate(group)
         ]
@@ -211,15 +202,8 @@ def test_what_a_task_teaches():
     assert learning([1, 1]) == [Learning.ALWAYS]
 
 
-def summary(reward: float | None, **more: float) -> ResultSummary:
-    fields = {"turns": 2, "segments": 1, "sampled_tokens": 10, "prompt_tokens": 20, "cached_tokens": 5}
-    return ResultSummary.model_validate(
-        {"reward": reward, "cut_replies": 0, "model_s": 3.0, "agent_s": 7.0, **fields, **more}
-    )
-
-
 def test_each_second_of_a_rollout_is_in_one_phase():
-    spent = seconds_of(make_record("a.0", result=summary(1.0)))
+    spent = seconds_of(make_record("a.0", result=make_summary(1.0)))
     assert vars(spent) == {"waiting": 1, "starting": 1, "model": 3, "own": 4, "publishing": 1, "lost": 0}
     lost = seconds_of(make_record("a.0", outcome=Outcome.INFRA_ERROR))
     assert vars(lost) == {"waiting": 1, "starting": 1, "model": 0, "own": 0, "publishing": 0, "lost": 8}
@@ -229,14 +213,14 @@ def test_each_second_of_a_rollout_is_in_one_phase():
     again = seconds_of(make_record("a.0", **lost_twice))
     assert (again.waiting, again.lost) == (1, 18)  # dead containers are no wait for an invoke
     # A container's clock that runs fast adds no time.
-    assert seconds_of(make_record("a.0", result=summary(1.0, agent_s=60.0, model_s=50.0))).total == 10
+    assert seconds_of(make_record("a.0", result=make_summary(1.0, agent_s=60.0, model_s=50.0))).total == 10
 
 
 def test_session_time_of_untrained_rollouts_is_counted():
     records = [
-        make_record("a.0", result=summary(1.0), trainable=True),
+        make_record("a.0", result=make_summary(1.0), trainable=True),
         make_record("a.1", outcome=Outcome.INFRA_ERROR),
-        make_record("b.0", result=summary(1.0), trainable=True, group_usable=False),
+        make_record("b.0", result=make_summary(1.0), trainable=True, group_usable=False),
     ]
     numbers = summarize(records)
     assert (numbers.spent.session, numbers.wasted_session_s) == (27, 18)

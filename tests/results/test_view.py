@@ -11,11 +11,11 @@ from agent_wrapper.contract import Failure, Outcome, Rollout, Segment
 from rollout_backend.core.ledger import Ledger, PlannedRollout
 from rollout_backend.core.tasks import Task
 from rollout_backend.results.findings import findings_of
-from rollout_backend.results.records import RolloutRecord
 from rollout_backend.results.step_report import GroupResult, StepResult, failures_of, make_report
 from rollout_backend.results.summary import summarize
 from rollout_backend.results.terminal.view import print_record, print_rollout, print_step
 from rollouts import make_rollout, make_segment
+from run_folders import make_record
 
 MARKUP = "[/nothing] [red]x[/red] \\"
 
@@ -191,25 +191,11 @@ def test_agent_output_cannot_control_the_terminal(show):
 
 # --- a record ---------------------------------------------------------------------------------------------
 
-RECORD = RolloutRecord(
-    step=3,
-    rollout_id="task-a.0",
-    task_id="task-a",
-    group_usable=False,
-    is_replacement=False,
-    outcome=Outcome.TIMED_OUT,
-    reason="no_result",
-    message="nothing was published",
-    trainable=False,
-    attempts=2,
-    session_ids=("s1", "s2"),
-    log="CloudWatch, /aws/a-group, session s2",
-    planned_at=1e9,
-    invoked_at=1e9 + 1.5,
-    accepted_at=None,
-    result_at=None,
-    settled_at=1e9 + 60,
-)
+RECORD = make_record(
+    "task-a.0", step=3, group_usable=False, outcome=Outcome.TIMED_OUT, reason="no_result",
+    message="nothing was published", attempts=2, session_ids=("s1", "s2"), log="CloudWatch, /aws/a-group, session s2",
+    planned_at=1e9, invoked_at=1e9 + 1.5, accepted_at=None, result_at=None, settled_at=1e9 + 60,
+)  # fmt: skip
 
 
 def test_a_rollout_without_a_result_is_shown_by_its_record(screen):

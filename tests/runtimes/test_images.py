@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import sys
 import uuid
 from collections.abc import AsyncIterator
@@ -13,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 from botocore.exceptions import ClientError
 
+from agent_servers import serve_emulator
 from bare_agent import BARE_AGENT
 from builders import eventually
 from rollout_backend.config import AgentCoreConfig
 from rollout_backend.core.harbor import CONTAINER_FIELD, TaskContainer, container_key
 from rollout_backend.errors import InvokeRejected, RuntimeNotReady, RuntimeUnavailable, Throttled
-from rollout_backend.local.agentcore_emulator import ROLE, AgentCoreEmulator, EmulatorSettings
+from rollout_backend.local.agentcore_emulator import ROLE, AgentCoreEmulator
 from rollout_backend.runtimes.agentcore.cleanup import session_stopper
 from rollout_backend.runtimes.agentcore.control import control_client, list_runtimes
 from rollout_backend.runtimes.agentcore.images import _classify, lease_of, remove_unused, spec_of
@@ -95,31 +94,10 @@ async def start(tmp_path: Path, local_keys: None) -> AsyncIterator[Any]:
     async with AsyncExitStack() as stack:
 
         async def start(**control: object) -> Cloud:
-            listener = socket.create_server(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
             limits = {"transition_s": 0.05, "keeps_runtimes_with_sessions": True, **control}
-            settings = EmulatorSettings.model_validate(
-                {
-                    "arn": "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/none-0123456789",
-                    "images": {each: [sys.executable, str(app), each] for each in (AGENT, ONE, TWO, THREE)},
-                    "cwd": tmp_path,
-                    "env": {},
-                    "log_dir": tmp_path,
-                    "port": port,
-                    "control": limits,
-                }
-            )
-            emulator = AgentCoreEmulator(settings)
-            server = uvicorn.Server(uvicorn.Config(emulator.app(), log_level="error", lifespan="on"))
-            serving = asyncio.create_task(server.serve([listener]))
-
-            async def end() -> None:
-                server.should_exit = True
-                await serving
-
-            stack.push_async_callback(end)
-            await eventually(lambda: server.started)
-            return Cloud(emulator, f"http://127.0.0.1:{port}", stack)
+            images = {each: [sys.executable, str(app), each] for each in (AGENT, ONE, TWO, THREE)}
+            serving = serve_emulator(tmp_path, images=images, control=limits)
+            return Cloud(*await stack.enter_async_context(serving), stack)
 
         yield start
 

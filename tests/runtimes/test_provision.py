@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 from botocore.model import ServiceModel
 from botocore.validate import ParamValidator
 from pydantic import ValidationError
 
+from agent_servers import serve_emulator
 from bare_agent import BARE_AGENT
-from builders import eventually, skip_to_end
+from builders import skip_to_end
 from rollout_backend.config import AgentCoreConfig
 from rollout_backend.core.check_result import CheckResult, raise_problems
 from rollout_backend.deploy.adoption import adopt, adoption_of
 from rollout_backend.errors import InvokeRejected, PreflightError
-from rollout_backend.local.agentcore_emulator import ROLE, AgentCoreEmulator, EmulatorSettings
+from rollout_backend.local.agentcore_emulator import ROLE
 from rollout_backend.runtimes.agentcore.control import (
     ReadyRuntime,
     control_client,
@@ -34,7 +34,6 @@ from rollout_backend.runtimes.agentcore.endpoint import pin_endpoint
 from rollout_backend.runtimes.agentcore.permissions import needed_permissions
 from rollout_backend.runtimes.agentcore.provision import DEFINITION, MARK, Action, CodeArtifact, RuntimeSpec, plan
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
-from rollout_backend.serving.server_process import free_port
 
 ECR = "000000000000.dkr.ecr.us-east-1.amazonaws.com"
 IMAGE, NEWER, MISSING = f"{ECR}/team/my-agent:1", f"{ECR}/team/my-agent:2", f"{ECR}/team/my-agent:missing"
@@ -289,30 +288,10 @@ async def start_cloud(tmp_path: Path, local_keys: None) -> AsyncIterator[StartCl
     async with AsyncExitStack() as stack:
 
         async def start(**control: object) -> Cloud:
-            port = free_port()
-            settings = EmulatorSettings.model_validate(
-                {
-                    "arn": ARN,
-                    "command": [sys.executable, str(tmp_path / "app.py"), "first"],
-                    "images": {image: [sys.executable, str(tmp_path / "app.py"), image] for image in (IMAGE, NEWER)},
-                    "cwd": tmp_path,
-                    "env": {},
-                    "log_dir": tmp_path,
-                    "port": port,
-                    "control": {"transition_s": 0.1, **control},
-                }
-            )
-            app = AgentCoreEmulator(settings).app()
-            server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", lifespan="on"))
-            serving = asyncio.create_task(server.serve())
-
-            async def end() -> None:
-                server.should_exit = True
-                await serving
-
-            stack.push_async_callback(end)
-            await eventually(lambda: server.started)
-            return Cloud(f"http://127.0.0.1:{port}")
+            command = [sys.executable, str(tmp_path / "app.py")]
+            runtimes = {"command": [*command, "first"], "images": {each: [*command, each] for each in (IMAGE, NEWER)}}
+            serving = serve_emulator(tmp_path, arn=ARN, **runtimes, control={"transition_s": 0.1, **control})
+            return Cloud((await stack.enter_async_context(serving))[1])
 
         yield start
 

@@ -1,14 +1,18 @@
 """Agents that run as HTTP servers on this machine."""
 
+import asyncio
 import os
+import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 from anyio.from_thread import start_blocking_portal
 
+from builders import eventually
 from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.serving.server_process import ServerProcess, free_port
 
@@ -42,3 +46,27 @@ def serve_agent(script: Path, storage: LocalStorage, folder: Path) -> Iterator[s
         portal.call(process.wait_healthy, answers, 240.0)
         yield f"http://127.0.0.1:{port}"
         portal.call(process.stop)
+
+
+@asynccontextmanager
+async def serve_emulator(folder: Path, *clock: Any, **settings: Any) -> AsyncIterator[tuple[Any, str]]:
+    """Serve an AgentCore emulator in this loop, which logs to the folder; yield it and its URL."""
+    import uvicorn
+
+    from rollout_backend.local.agentcore_emulator import AgentCoreEmulator, EmulatorSettings
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    arn = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/none-0123456789"
+    fields = {"arn": arn, "cwd": folder, "env": {}, "log_dir": folder, "port": port, **settings}
+    emulator = AgentCoreEmulator(EmulatorSettings.model_validate(fields), *clock)
+    # Clients of tests may repeat nothing, so the server must not close a connection that one is about to use.
+    options = {"log_level": "error", "lifespan": "on", "timeout_keep_alive": 3600}
+    server = uvicorn.Server(uvicorn.Config(emulator.app(), **options))
+    serving = asyncio.create_task(server.serve([listener]))
+    await eventually(lambda: server.started)
+    try:
+        yield emulator, f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        await serving

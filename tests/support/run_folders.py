@@ -38,34 +38,24 @@ def write_run(
 
 def _record(task_id: str, number: int, reward: float | None) -> RolloutRecord:
     lost = reward is None
-    result = ResultSummary(
-        reward=reward,
-        turns=2,
-        segments=1,
-        sampled_tokens=10,
-        prompt_tokens=20,
-        cached_tokens=0,
-        cut_replies=0,
-        model_s=1.0,
-        agent_s=3.0,
+    never = dict.fromkeys(("invoked_at", "accepted_at", "result_at"))
+    fields = {"outcome": Outcome.INFRA_ERROR, "reason": "throttled", "group_usable": False, **never} if lost else {}
+    result = None if lost else make_summary(reward, model_s=1.0, agent_s=3.0)
+    return make_record(f"{task_id}.{number}", trainable=not lost, result=result, **fields)
+
+
+def make_summary(reward: float | None, **more: Any) -> ResultSummary:
+    fields = {"turns": 2, "segments": 1, "sampled_tokens": 10, "prompt_tokens": 20, "cached_tokens": 5}
+    return ResultSummary.model_validate(
+        {"reward": reward, "cut_replies": 0, "model_s": 3.0, "agent_s": 7.0, **fields, **more}
     )
-    return RolloutRecord(
-        step=0,
-        rollout_id=f"{task_id}.{number}",
-        task_id=task_id,
-        group_usable=not lost,
-        is_replacement=False,
-        outcome=Outcome.INFRA_ERROR if lost else Outcome.COMPLETED,
-        reason="throttled" if lost else "",
-        message="",
-        trainable=not lost,
-        attempts=1,
-        session_ids=(),
-        log=None,
-        planned_at=0.0,
-        invoked_at=None,
-        accepted_at=None,
-        result_at=None if lost else 1.0,
-        settled_at=1.0,
-        result=None if lost else result,
-    )
+
+
+def make_record(rollout_id: str, **more: Any) -> RolloutRecord:
+    fields = {
+        "step": 0, "rollout_id": rollout_id, "task_id": rollout_id.rpartition(".")[0] or "a", "group_usable": True,
+        "is_replacement": False, "outcome": Outcome.COMPLETED, "reason": "", "message": "", "trainable": False,
+        "attempts": 1, "session_ids": (), "log": None, "planned_at": 100.0, "invoked_at": 101.0,
+        "accepted_at": 102.0, "result_at": 110.0, "settled_at": 110.0,
+    }  # fmt: skip
+    return RolloutRecord.model_validate({**fields, **more})

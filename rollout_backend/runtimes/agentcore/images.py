@@ -187,6 +187,7 @@ class ImageRuntimes:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
                 await asyncio.gather(*(self._give_up(each) for each in self._known.values() if not each.sessions))
+        self._known.clear()  # a second call would retry for 40 s with a closed client
 
     async def _give_up(self, runtime: ImageRuntime) -> None:
         """Remove this run's leases, which the creation has written also if no session was ever opened."""
