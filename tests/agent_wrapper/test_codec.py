@@ -98,12 +98,12 @@ plain = st.recursive(
     | st.floats(allow_nan=False)
     | st.text()
     | st.binary(),
-    lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.text(max_size=3), inner, max_size=20),
-    max_leaves=40,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
+    max_leaves=10,
 )
 
 
-@given(st.dictionaries(st.text(max_size=3), plain, max_size=20))
+@given(st.dictionaries(st.text(max_size=3), plain, max_size=4))
 def test_packed_fields_are_unpacked_unchanged(fields):
     assert unpack(pack(fields)) == fields
 

@@ -421,7 +421,7 @@ def rewriting(turns: int, kept: int = 5) -> tuple[Segment, ...]:
 @pytest.mark.parametrize("form", [Trajectory.encode, Trajectory.to_json])
 def test_a_history_that_is_rewritten_with_each_call_is_stored_once(form):
     sizes = []
-    for turns in (150, 300):
+    for turns in (50, 100):
         trajectory = Trajectory(model="m", segments=rewriting(turns))
         data = form(trajectory)
         found = Trajectory.decode(data)

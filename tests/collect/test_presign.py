@@ -71,7 +71,7 @@ async def test_on_aws_the_bucket_is_in_the_host_name(local_aws, claims):
 
 async def test_a_url_writes_one_object_once(presigner, claims):
     urls = await presigner.urls(claims)
-    async with httpx.AsyncClient() as plain:  # without credentials
+    async with httpx.AsyncClient(timeout=120) as plain:  # without credentials
         for url, body, status in (
             (urls.result, b"1", 200),
             (urls.result, b"2", 412),

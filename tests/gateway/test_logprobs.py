@@ -43,7 +43,7 @@ def test_streamed_logprobs_come_with_their_text(play):
 
     def parts():
         for step, character in zip(steps, TEXT, strict=True):
-            step.wait(30)
+            step.wait(120)
             yield character
 
     gateway = play(lambda _: Pieces(parts()))

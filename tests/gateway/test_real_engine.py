@@ -46,7 +46,7 @@ class Engine(NamedTuple):
             ("update_weight_version", {"new_version": version, "abort_all_requests": False}),
             (resume, {}),
         ):
-            httpx.post(f"{self.url}/{path}", json=body, timeout=30).raise_for_status()
+            httpx.post(f"{self.url}/{path}", json=body, timeout=120).raise_for_status()
 
 
 @pytest.fixture(params=["sglang", "vllm"])

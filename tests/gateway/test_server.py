@@ -600,7 +600,7 @@ def test_sealing_aborts_calls_in_flight_and_ends_streams_with_an_error(play, hel
         assert gateway.stats().calls_in_flight == 2
         assert gateway.trajectory().segments == ()
         assert stream_data(lines)[-1]["error"]["code"] == "session_closed"
-    assert call.result(10).status_code == 410
+    assert call.result(120).status_code == 410
     until(lambda: gateway.engine.aborted == 2)
 
 
@@ -609,7 +609,7 @@ def test_revoking_closes_sessions_with_and_without_calls(play, held, in_thread):
     call = in_thread(gateway.post, CALL)
     held.asked.acquire()
     assert gateway.instruct("revoke", {"session_ids": ["s1", "s9"]}).json() == {"revoked": 2}
-    assert call.result(10).status_code == 410
+    assert call.result(120).status_code == 410
     for session in ("s1", "s9"):
         assert gateway.seal(session).status_code == 410
         assert gateway.post(CALL, session).status_code == 410
@@ -707,6 +707,6 @@ def test_a_call_over_the_limit_gets_429_and_counts_as_unanswered_until_it_is_rep
         assert (response.status_code, response.headers["retry-after"]) == (429, "1")
         assert response.json()["error"]["code"] == "rate_limit_exceeded"
     held.go.set()
-    call.result(10)
+    call.result(120)
     assert gateway.post(CALL, "s2").status_code == 200
     assert [gateway.trajectory(session).unanswered_calls for session in ("s1", "s2", "s3")] == [0, 0, 1]

@@ -91,7 +91,7 @@ def test_a_new_connection_replaces_the_one_that_is_silent_longest(bounded, conne
     assert kept.recv(1000).startswith(b"HTTP/1.1 200 ")
     silent = [connect(bounded) for _ in range(4)]
     assert silent[0].recv(1) == b""
-    assert httpx.get(bounded.url).status_code == 200
+    assert httpx.get(bounded.url, timeout=120).status_code == 200
     kept.sendall(HEAD + b"Content-Length: 0\r\n\r\n")
     assert kept.recv(1000).startswith(b"HTTP/1.1 200 ")
 

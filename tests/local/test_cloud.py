@@ -201,7 +201,7 @@ async def test_a_cloud_serves_its_own_user_only(app, tmp_path, monkeypatch):
             await answer["response"].read()
 
         def read(path: str) -> int:
-            return httpx.get(path).status_code
+            return httpx.get(path, timeout=120).status_code
 
         def of_others(keys: dict[str, str]) -> Iterator[Callable[[], object]]:
             s3, sqs = (boto3.client(name, "us-east-1", endpoint_url=url, **keys) for name in ("s3", "sqs"))

@@ -24,7 +24,7 @@ def running(tmp_path: Path) -> Path:
 
 
 async def test_only_this_machines_names_reach_a_page(running: Path):
-    async with serve_report(ReportServer(running), "127.0.0.1", 0) as url, httpx.AsyncClient() as client:
+    async with serve_report(ReportServer(running), "127.0.0.1", 0) as url, httpx.AsyncClient(timeout=120) as client:
         assert (await client.get(url)).status_code == 200
         refused = await client.get(url, headers={"Host": "rebound.example.com"})
         assert refused.status_code == 403
@@ -44,7 +44,7 @@ async def test_the_port_is_taken(running: Path):
 async def test_a_run_without_a_step_has_a_page_that_renews_itself(tmp_path: Path):
     (tmp_path / "run").mkdir()
     server = ReportServer(tmp_path / "run", renew_s=0, share=1)
-    async with serve_report(server, "127.0.0.1", 0) as url, httpx.AsyncClient() as client:
+    async with serve_report(server, "127.0.0.1", 0) as url, httpx.AsyncClient(timeout=120) as client:
         first = await client.get(url)
         assert "holds no records of a step" in first.text
         assert "location.reload" in first.text

@@ -74,7 +74,10 @@ def test_the_public_url_names_the_shard(template, urls, tmp_path):
     assert tuple(shard.public_url for shard in shards) == urls
 
 
-@pytest.mark.parametrize(("public_url", "port"), [("auto", 0), ("auto", 1), ("http://{host}:{port}", 1)])
+@pytest.mark.parametrize(
+    ("public_url", "port"),
+    [("auto", 0), *(pytest.param(url, 1, marks=pytest.mark.slow) for url in ("auto", "http://{host}:{port}"))],
+)
 async def test_agents_reach_a_gateway_at_the_address_that_the_run_found(public_url, port, tmp_path, claims):
     settings = run_config(gateway={"public_url": public_url, "port": port and free_port()})
     gateway = GatewayProcess(public_gateway_config(settings), "http://e", tmp_path / "log")
@@ -206,15 +209,28 @@ async def is_in_flight(fleet):
     return (await fleet.stats()).calls_in_flight == 1
 
 
-async def test_calls_wait_until_the_engines_are_awake(start_fleet, claims):
+async def test_calls_wait_until_the_engines_are_awake_and_name_the_newest_version_of_their_adapter(
+    start_fleet, claims
+):
     with ScriptedEngine(lambda prompt: "hello") as engine:
         fleet = await start_fleet(engine, gateway={"processes": 2})
-        await fleet.pause()
-        asked = asyncio.create_task(complete(fleet.endpoint(claims())))
-        await eventually(lambda: is_in_flight(fleet))
-        assert engine.requests == []
-        await fleet.resume()
-        assert await asked == "hello"
+        for shard in range(2):
+            endpoint = fleet.endpoint(claims(session_of(shard)).model_copy(update={"adapter": "math"}))
+            await fleet.set_adapters({"math": 2 * shard + 1})
+            await fleet.pause()
+            asked = asyncio.create_task(complete(endpoint))
+            await eventually(lambda: is_in_flight(fleet))
+            assert len(engine.requests) == 3 * shard
+            await fleet.resume()
+            assert await asked == "hello"
+            await fleet.set_adapters({"math": 2 * shard + 2})
+            await complete(endpoint)
+            await complete(fleet.endpoint(claims(session_of(shard, nth=1))))
+            segments = (await fetch_trajectory(endpoint, 120)).segments
+            spans = [span for segment in segments for turn in segment.turns for span in turn.weight_versions]
+            assert {span.version for span in spans} == {f"math@{2 * shard + 1}", f"math@{2 * shard + 2}"}
+    sent = [request.get("lora_path") for request in engine.requests]
+    assert sent == ["math@1", "math@2", None, "math@3", "math@4", None]
 
 
 async def test_a_call_in_flight_is_aborted_by_a_pause_and_repeated(start_fleet, claims):
@@ -239,12 +255,14 @@ async def test_a_call_in_flight_is_aborted_by_a_pause_and_repeated(start_fleet, 
 
 
 @pytest.mark.slow
-async def test_a_restarted_gateway_stays_paused(start_fleet, claims, tmp_path):
+async def test_a_restarted_gateway_stays_paused_and_names_the_newest_version(start_fleet, claims, tmp_path):
     with ScriptedEngine(lambda prompt: "hello") as engine:
         journals = {"journals": tmp_path / "gateway"}
         fleet = await start_fleet(engine, secret="the secret of this run " * 2, more=journals)
+        await fleet.set_adapters({"math": 3})
         await fleet.pause()
-        asked = asyncio.create_task(complete(fleet.endpoint(claims()), retries=12))
+        endpoint = fleet.endpoint(claims().model_copy(update={"adapter": "math"}))
+        asked = asyncio.create_task(complete(endpoint, retries=12))
         await eventually(lambda: is_in_flight(fleet))
         os.kill(fleet._shards[0]._process.pid, signal.SIGKILL)
         await fleet._shards[0]._process.wait()
@@ -253,6 +271,7 @@ async def test_a_restarted_gateway_stays_paused(start_fleet, claims, tmp_path):
         assert not asked.done()
         await fleet.resume()
         assert await asked == "hello"
+        assert engine.requests[-1]["lora_path"] == "math@3"
 
 
 @pytest.mark.slow
@@ -266,33 +285,3 @@ async def test_a_call_that_waits_too_long_fails_with_the_reason(start_fleet, cla
             await complete(fleet.endpoint(claims()))
         assert caught.value.response.headers["retry-after"]
         assert engine.requests == []
-
-
-# --- adapters ---------------------------------------------------------------------------------------------
-
-
-async def test_calls_name_the_newest_version_of_their_adapter(start_fleet, claims):
-    with ScriptedEngine(lambda prompt: "hello") as engine:
-        fleet = await start_fleet(engine, gateway={"processes": 2})
-        with_adapter = claims().model_copy(update={"adapter": "math"})
-        endpoint = fleet.endpoint(with_adapter)
-        for version in (1, 2):
-            await fleet.set_adapters({"math": version})
-            await complete(endpoint)
-        await complete(fleet.endpoint(claims(session_id="without")))
-        assert [request.get("lora_path") for request in engine.requests] == ["math@1", "math@2", None]
-        segments = (await fetch_trajectory(endpoint, 120)).segments
-        labels = {span.version for segment in segments for turn in segment.turns for span in turn.weight_versions}
-        assert labels == {"math@1", "math@2"}
-
-
-@pytest.mark.slow
-async def test_a_restarted_gateway_names_the_newest_version(start_fleet, claims, tmp_path):
-    with ScriptedEngine(lambda prompt: "hello") as engine:
-        journals = {"journals": tmp_path / "gateway"}
-        fleet = await start_fleet(engine, secret="the secret of this run " * 2, more=journals)
-        await fleet.set_adapters({"math": 3})
-        os.kill(fleet._shards[0]._process.pid, signal.SIGKILL)
-        await fleet._shards[0]._process.wait()
-        await complete(fleet.endpoint(claims().model_copy(update={"adapter": "math"})), retries=12)
-        assert engine.requests[-1]["lora_path"] == "math@3"

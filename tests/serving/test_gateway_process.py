@@ -18,12 +18,12 @@ from rollout_backend.serving.gateway_process import GatewayProcess
 from rollout_backend.serving.server_process import ServerProcess
 
 
-async def test_a_gateway_process_serves_revokes_and_logs_nothing_private(tmp_path, claims, monkeypatch):
+async def test_a_gateway_process_serves_seals_revokes_and_logs_nothing_private(tmp_path, claims, monkeypatch):
     monkeypatch.setenv("ROLLOUT_LOG_FORMAT", "json")  # as `rollout --log-json` does
     monkeypatch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # as the command line does
-    log = tmp_path / "logs" / "gateway.log"
+    log, secret = tmp_path / "logs" / "gateway.log", "the secret of the settings " * 2
     with ScriptedEngine(["a very private answer"]) as engine:
-        gateway = GatewayProcess(run_config(), engine.url, log)
+        gateway = GatewayProcess(run_config(gateway={"secret": secret}), engine.url, log, seal_secret=secret)
         await gateway.stop()  # does nothing before the start
         await gateway.start()
         try:
@@ -32,6 +32,10 @@ async def test_a_gateway_process_serves_revokes_and_logs_nothing_private(tmp_pat
             assert await complete(endpoint, "a very private question") == "a very private answer"
             stats = await gateway.stats()
             assert (stats.calls, stats.sessions_open) == (1, 1)
+            other = gateway.endpoint(claims("other"))
+            await complete(other, "a very private question")
+            trajectory = await fetch_trajectory(other, budget_s=120)
+            assert trajectory.seal == Sealer(secret).seal(trajectory, claims("other")).seal
             await gateway.revoke(["s"])
             with pytest.raises(openai.APIStatusError, match="closed"):
                 await complete(endpoint)
@@ -42,6 +46,7 @@ async def test_a_gateway_process_serves_revokes_and_logs_nothing_private(tmp_pat
         await gateway.stats()
     logged = log.read_text()
     assert endpoint.api_key not in logged
+    assert secret not in logged
     assert "private" not in logged
     assert "Traceback" not in logged
     assert all(json.loads(line)["level"] == "INFO" for line in logged.splitlines())
@@ -121,19 +126,3 @@ async def test_a_server_may_open_more_files_than_the_shell_that_started_it(tmp_p
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert int((tmp_path / "log").read_text()) == min(hard, 65_536)
-
-
-async def test_trajectories_are_sealed_with_the_runs_secret(tmp_path, claims):
-    secret = "the secret of the settings " * 2
-    with ScriptedEngine(["seven"]) as engine:
-        settings = run_config(gateway={"secret": secret})
-        gateway = GatewayProcess(settings, engine.url, tmp_path / "log", seal_secret=secret)
-        await gateway.start()
-        try:
-            endpoint = gateway.endpoint(claims())
-            await complete(endpoint)
-            trajectory = await fetch_trajectory(endpoint, budget_s=120)
-        finally:
-            await gateway.stop()
-    assert trajectory.seal == Sealer(secret).seal(trajectory, claims()).seal
-    assert secret not in (tmp_path / "log").read_text()

@@ -81,7 +81,7 @@ async def test_the_endpoint_serves_each_metric_with_its_type_and_labels(open_ben
             Counters(errors={"x": 1}).snapshot(0, 0, 0),
         )
 
-    async with serve_metrics(bench.config.observe, metrics, refresh) as url, httpx.AsyncClient() as client:
+    async with serve_metrics(bench.config.observe, metrics, refresh) as url, httpx.AsyncClient(timeout=120) as client:
         await refresh()
         metrics.end_step(step, step.records())
         families = {each.name: each for each in text_string_to_metric_families((await client.get(url)).text)}

@@ -246,10 +246,12 @@ def test_a_real_engine_returns_the_routing_of_its_logprobs(model, run_engine, by
         assert len(ask(*said, stop=[stop])) < len(text)
         body = {"model": "scripted", "messages": [question], "max_tokens": 400, "stream": True}
         headers = gateway.headers(temperature=0.0)
-        with httpx.stream("POST", f"{gateway.url}/v1/chat/completions", json=body, headers=headers) as response:
+        with httpx.stream(
+            "POST", f"{gateway.url}/v1/chat/completions", json=body, headers=headers, timeout=120
+        ) as response:
             lines = response.iter_lines()
             next(lines)
-            httpx.post(f"{url}/abort_request", json={"abort_all": True}).raise_for_status()
+            httpx.post(f"{url}/abort_request", json={"abort_all": True}, timeout=120).raise_for_status()
             assert [line for line in lines if line][-1] == "data: [DONE]"
         segments = gateway.trajectory().segments
     assert [len(segment.turns) for segment in segments] == [2, 1, 1, 1]

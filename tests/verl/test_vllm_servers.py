@@ -54,7 +54,7 @@ def cluster() -> Iterator[None]:
 
 
 def version_at(address: str) -> Any:
-    with urllib.request.urlopen(f"http://{address}{INFO}", timeout=30) as reply:
+    with urllib.request.urlopen(f"http://{address}{INFO}", timeout=120) as reply:
         return json.load(reply)["weight_version"]
 
 
