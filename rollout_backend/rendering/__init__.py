@@ -1,1 +1,1 @@
-"""Convert messages to tokens and tokens to messages, with the model's own format."""
+"""Convert messages to tokens and tokens to messages, in the model's own format."""

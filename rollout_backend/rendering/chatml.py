@@ -1,11 +1,11 @@
-"""Render ChatML with Hermes-style tools: SmolLM2, Qwen2 and its derivatives, and the byte model of the tests.
+"""Render ChatML with Hermes-style tools: SmolLM2, Qwen2 and its derivatives, and the byte-level model of the tests.
 
 Invariants:
 
 - Without tools, the rendering equals the model's own chat template token for token, with its default system message.
 - `bridge_to_next_turn` keeps every sampled token and only appends.
-- Names of special tokens in a message's content are text: no content can end or forge a turn.
-- A tool call that cannot be parsed stays in the reply's content, so the agent sees what the model wrote.
+- Special-token names in a message's content are encoded as text, so no content can end or forge a turn.
+- A tool call that cannot be parsed stays in the reply's content, so that the agent sees what the model wrote.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ class ChatMLRenderer:
     def parse_response(
         self, token_ids: Sequence[int], *, tools: Sequence[Tool] | None = None, prompt_ids: list[int] | None = None
     ) -> ParsedResponse:
-        """Parse a reply. Tool calls are read from its text: some vocabularies have no token for `<tool_call>`."""
+        """Parse a reply. Tool calls are found in its text: some vocabularies have no token for `<tool_call>`."""
         ids = list(token_ids)
         if self._end in ids:
             ids = ids[: ids.index(self._end)]
         before, start, rest = self._decode(ids).partition(HERMES.start)
         said, calls = read_calls(HERMES, start + rest)
         content = before + said
-        if calls:  # strip what surrounded them, but not text before the first call: a stream has sent it already
+        if calls:  # strip the text around the calls, except before the first one: a stream has sent that already
             content = content.rstrip() if before.strip() else content.strip()
         return ParsedResponse(content=content, tool_calls=calls)
 
@@ -115,7 +115,7 @@ class ChatMLRenderer:
     ) -> RenderedTokens | None:
         if not previous_prompt_ids or not new_messages or reject_assistant_in_extension(list(new_messages)):
             return None
-        # A turn cut at its token limit has no end token: add one, which the model did not sample.
+        # A turn that was cut off at the token limit has no end token. Add one, which the model did not sample.
         ids = trim_to_turn_close(
             previous_prompt_ids, previous_completion_ids, {self._end}, synthesize_close=self._end
         ) + list(self._newline)
@@ -129,7 +129,7 @@ class ChatMLRenderer:
     def continuation(
         self, previous_completion_ids: Sequence[int], new_messages: Sequence[Message]
     ) -> list[int] | None:
-        """Return what `bridge_to_next_turn` appends to a reply. It depends on nothing before the reply."""
+        """Return what `bridge_to_next_turn` appends to a reply. It does not depend on anything before the reply."""
         given = list(previous_completion_ids)
         bridged = self.bridge_to_next_turn([self._start], given, new_messages)
         if bridged is None or bridged.token_ids[1 : len(given) + 1] != given:
@@ -138,7 +138,7 @@ class ChatMLRenderer:
         return added
 
     def _turns(self, messages: Sequence[Message]) -> Iterator[tuple[int, list[int]]]:
-        """Yield each turn with the index of its last message. Consecutive tool results are one user turn."""
+        """Yield each turn with the index of its last message. Consecutive tool results form one user turn."""
         results: list[str] = []
         for index, message in enumerate(messages):
             if message["role"] == "tool":
@@ -208,7 +208,7 @@ def _assistant_text(message: Message) -> str:
 
 
 def _rendered(ids: list[int], indices: list[int], messages: Sequence[Message]) -> RenderedTokens:
-    # No masks: the trajectory knows which tokens were sampled.
+    # No masks are needed: the trajectory records which tokens were sampled.
     return RenderedTokens(
         token_ids=ids,
         message_indices=indices,

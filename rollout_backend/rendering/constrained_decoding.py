@@ -1,11 +1,11 @@
-"""Constrain replies to a form (a tool call, JSON of a schema) with the engine's constrained decoding. Pure.
+"""Constrain replies to a form (a tool call, JSON with a schema) with the engine's constrained decoding. Pure.
 
 Invariants:
 
-- A form that this renderer's grammar cannot express is refused, never replaced by another.
+- A form that the renderer's grammar cannot express is refused, never approximated.
 - The constraint starts after the model's reasoning.
 
-The tokens of a constrained reply are not drawn from the model's own distribution, so its logprobs cannot be trained.
+The tokens of a constrained reply do not come from the model's own distribution, so its logprobs cannot be trained.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _THINK, _THOUGHT = "<think>", "</think>"
 
 @dataclass(frozen=True)
 class _ToolFormat:
-    """The format of a model's tool calls: `begin` (with the name), the arguments in `style`, `end`."""
+    """The format of a model's tool calls: `begin`, which contains the name, the arguments in `style`, then `end`."""
 
     begin: str
     end: str
@@ -62,17 +62,17 @@ _FORMATS = (
 
 
 class Constraints:
-    """Builds the constraints of calls for one renderer."""
+    """Builds the decoding constraints of calls for one renderer."""
 
     def __init__(self, bundle: RendererBundle, allowed: bool) -> None:
         self._bundle = bundle
         self._allowed = allowed
 
     def params(self, call: ModelCall, prompt_ids: Sequence[int]) -> dict[str, str]:
-        """Return the sampling parameters that constrain the reply; none for a call that is sampled freely.
+        """Return the sampling parameters that constrain the reply; empty if the call needs no constraint.
 
         Raises:
-            ApiError: status 400 if constrained decoding is disabled, or cannot express the form for this renderer.
+            ApiError: status 400 if constrained decoding is disabled or cannot express the form for this renderer.
         """
         if not call.is_constrained:
             return {}
@@ -121,7 +121,7 @@ class Constraints:
             return {"type": "sequence", "elements": [thought, {"type": "regex", "pattern": "\\n*"}, reply]}
 
         if _WORD in (self._parse(_WORD, prompt_ids).reasoning_content or ""):
-            return after("")  # the prompt starts the reasoning
+            return after("")  # the prompt has already opened the reasoning
         if self._may_reason:
             return {"type": "or", "elements": [after(_THINK), reply]}
         return reply

@@ -1,16 +1,16 @@
-"""Wrap any renderer, so that messages stay text and every sampled turn becomes a well-formed reply.
+"""Wrap any renderer, so that messages remain text and every sampled turn becomes a well-formed reply.
 
-Invariants, independent of the model's template and its parser:
+Invariants, whatever the model's template and parser do:
 
-- No message and no tool description creates a control token. Templates print both verbatim, and tokenizers read the
-  name of a control token as the token: a tool result that contains `<|im_end|>` could end its turn and forge the next
-  one. This wrapper encodes such a name as text.
-- A tool call is complete or malformed. A complete one has a text as its name and a JSON object as its arguments.
-- No sampled text is dropped. Parsers omit what they cannot classify, such as an opened call without a name, and an
-  agent would read the rest, often nothing, as the final answer. Such a reply keeps its text and counts as malformed.
+- No message and no tool description creates a control token. Templates print both verbatim, and tokenizers turn the
+  name of a control token into the token, so a tool result that contains `<|im_end|>` could end its turn and forge the
+  next one. This wrapper encodes such names as text.
+- A tool call is either complete, with a string as its name and a JSON object as its arguments, or malformed.
+- No sampled text is dropped. Parsers omit what they cannot classify, such as an opened call without a name. An agent
+  would take the rest, often nothing, as the final answer. Such a reply keeps its text and counts as malformed.
 - A bridge only appends: a result that does not start with all earlier tokens is discarded.
-- A system message is rendered where it was sent, with the same tokens as in a bridge, or is refused. Some renderers
-  refuse any but the first, and others skip them.
+- A system message is rendered at its position, with the same tokens as in a bridge, or refused. Some renderers refuse
+  every system message after the first, and others skip them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MARK = "\ufdd0"
 _CONTROL = re.compile(r"<[|\uff5c].*[|\uff5c]>")
 # Markup of reasoning and tools. Prompts may contain it on purpose; tool results may not.
 _FRAME = re.compile(r"</?(?:think|tools?|tool_\w+|arg_\w+|observation)>")
-# The start of a tool call, in any format.
+# The beginning of a tool call, in any format.
 _CALL = re.compile(
     "|".join(
         [
@@ -52,7 +52,7 @@ _CALL = re.compile(
     ),
     re.IGNORECASE,
 )
-# gpt-oss: the reasoning, which the prompt starts, and the header of the messages after it.
+# gpt-oss: the reasoning, which the prompt opens, and the header of the message after it.
 _ANALYSIS = re.compile(
     r"(?:\A|<\|channel\|>analysis<\|message\|>).*?(?=<\|(?:end|call|start|return)\|>|\Z)", re.DOTALL
 )
@@ -63,10 +63,10 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class GuardedRenderer:
-    """Implements the `renderers.Renderer` protocol with another renderer, `inner`.
+    """Implements the `renderers.Renderer` protocol on top of another renderer, `inner`.
 
-    `stop_token_ids` are all tokens that end a reply, including those unknown to `inner`. `encodes_text` says that
-    `inner` never reads content as control tokens, so content is passed unchanged.
+    `stop_token_ids` are all tokens that end a reply, even if `inner` does not know them. If `encodes_text`, `inner`
+    never turns content into control tokens, so content is passed unchanged.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class GuardedRenderer:
     def _render(self, messages: Sequence[Message], tools: Tools, **more: Any) -> RenderedTokens:
         marked = self._marked(messages)
         misplaced = {i: self._system_turn(marked[i], i) for i in self._misplaced(messages)}
-        # The place of an assistant's turn, whose tokens are then replaced. A user's turn could change other turns.
+        # Renders at an assistant's turn, whose tokens are then replaced. A user's turn could change other turns.
         stand_in = {"role": "assistant", "content": "a"}
         plain = [stand_in if i in misplaced else message for i, message in enumerate(marked)]
         rendered = self.inner.render(plain, tools=self._marked_tools(tools), **more)
@@ -135,7 +135,7 @@ class GuardedRenderer:
         return RenderedTokens(token_ids=ids, message_indices=indices, message_roles=roles)
 
     def _misplaced(self, messages: Sequence[Message]) -> list[int]:
-        """Return the places of system messages that `inner` would not render there."""
+        """Return the indices of system messages that `inner` would not render at their position."""
         late = [i for i, message in enumerate(messages) if i and message["role"] == "system"]
         return late if late and not self._shows_late_system else []
 
@@ -146,7 +146,7 @@ class GuardedRenderer:
         ]
         try:
             return _WORD in self._decode(self.inner.render_ids([*said, said[0]], add_generation_prompt=True))
-        except Exception:  # a template may raise anything to refuse a conversation
+        except Exception:  # templates raise any exception to refuse a conversation
             return False
 
     def _system_turn(self, message: Message, i: int) -> list[int]:
@@ -177,7 +177,7 @@ class GuardedRenderer:
     def parse_beginning(
         self, token_ids: Sequence[int], *, tools: Tools = None, prompt_ids: Sequence[int] | None = None
     ) -> ParsedResponse:
-        """Parse an incomplete reply: unlike `parse_response`, keep nothing that may still become a tool call."""
+        """Parse an incomplete reply. Unlike `parse_response`, drop whatever may still become a tool call."""
         return self._parse(token_ids, tools, prompt_ids, whole=False)
 
     def _parse(
@@ -185,7 +185,7 @@ class GuardedRenderer:
     ) -> ParsedResponse:
         ids = list(token_ids)
         if ids and ids[-1] in self._unknown_stops:
-            ids.pop()  # or the content would end with its name
+            ids.pop()  # otherwise the content would end with the token's name
         prompt = None if prompt_ids is None or isinstance(self.inner, ChatMLRenderer) else list(prompt_ids)
         parsed = self.inner.parse_response(ids, tools=tools, prompt_ids=prompt)
         if self._format is not None and tools and parsed.tool_calls:
@@ -206,7 +206,7 @@ class GuardedRenderer:
     def _read_again(
         self, form: CallFormat, parsed: ParsedResponse, ids: list[int], tools: Tools, whole: bool
     ) -> ParsedResponse:
-        """Read the calls from the text after the start of the first one."""
+        """Parse the calls again, from the text after the start of the first one."""
         begin = parsed.tool_calls[0].token_span[0]
         end = next((i for i in range(begin, len(ids)) if ids[i] in self._stops), len(ids))
         said, calls = read_calls(form, self._decode(ids[begin:end]), tools, whole=whole)
@@ -231,7 +231,7 @@ class GuardedRenderer:
         tools: Tools = None,
         places: bool = False,
     ) -> RenderedTokens | None:
-        """Extend a conversation. With `places`, each image is one token in all arguments and in the result."""
+        """Extend a conversation. With `places`, each image is a single token in all arguments and in the result."""
         extended = self.inner.bridge_to_next_turn(
             previous_prompt_ids,
             previous_completion_ids,
@@ -251,7 +251,7 @@ class GuardedRenderer:
         tools: Tools = None,
         places: bool = False,
     ) -> list[int] | None:
-        """Return what `bridge_to_next_turn` appends to the two; None if it cannot extend them."""
+        """Return the tokens that `bridge_to_next_turn` appends; None if it cannot extend the conversation."""
         if isinstance(self.inner, ChatMLRenderer):
             return self.inner.continuation(previous_completion_ids, self._marked(new_messages))
         prompt, completion = list(previous_prompt_ids), list(previous_completion_ids)
@@ -259,7 +259,7 @@ class GuardedRenderer:
         return None if extended is None else extended.token_ids[len(prompt) + len(completion) :]
 
     def _kept(self, parsed: ParsedResponse, ids: list[int], tools: bool) -> ParsedResponse:
-        """Return a reply without a usable call; with its whole text if the parser dropped a part of it."""
+        """Return a reply without a usable call, with its complete text if the parser dropped any of it."""
         said = ids[:-1] if ids and ids[-1] in self._stops else ids
         text = self._after_reasoning(self._decode(said), parsed.reasoning_content)
         if parsed.tool_calls:  # parsers drop text after a malformed call
@@ -312,7 +312,7 @@ class GuardedRenderer:
 
 
 def _any_of(names: Sequence[str]) -> re.Pattern[str]:
-    """Match any of the names, the longest first. Grouped by prefix, because a vocabulary may have thousands."""
+    """Match any of the names, the longest first. Grouped by prefix, because vocabularies may have thousands."""
     groups: dict[str, list[str]] = {}
     for name in sorted((name for name in names if len(name) > 1), key=len, reverse=True):
         groups.setdefault(name[:2], []).append(re.escape(name[2:]))
@@ -331,14 +331,14 @@ def _mark(value: Any, names: re.Pattern[str]) -> Any:
 
 
 def _unescaped(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Remove JSON escapes from the arguments, which could hide a name: some templates print the parsed values."""
+    """Remove JSON escapes from the arguments, which could hide a name when a template prints the parsed values."""
     arguments = call["function"]["arguments"]
     if not isinstance(arguments, str) or "\\u" not in arguments:
         return call
     try:
         plain = json.dumps(json.loads(arguments), ensure_ascii=False)
     except (ValueError, RecursionError):
-        return call  # not JSON: a template can print only this text
+        return call  # not JSON, so a template can only print this text
     if _SURROGATE.search(plain):
         plain = json.dumps(json.loads(arguments))
     return {**call, "function": {**call["function"], "arguments": plain}}
@@ -349,9 +349,9 @@ def _letters(text: str) -> str:
 
 
 def _drop_marks(tokenizer: Any) -> None:
-    """Make the tokenizer drop marks right after its search for added tokens.
+    """Make the tokenizer drop the marks right after its search for added tokens.
 
-    A tokenizer written in Python cannot; there, a marked name keeps its mark.
+    A tokenizer written in Python cannot do this; a marked name then keeps its mark.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -361,7 +361,7 @@ def _drop_marks(tokenizer: Any) -> None:
 
 
 def _drops_json(raw: str, arguments: Mapping[str, Any]) -> bool:
-    """Return whether a call in JSON has a key twice, or anything beside its name and these arguments."""
+    """Return whether a JSON call has a duplicate key, or anything besides its name and these arguments."""
     text = raw.rpartition("<|tool_call_argument_begin|>")[2]
     if not text.lstrip().startswith("{"):
         return False
@@ -374,7 +374,7 @@ def _drops_json(raw: str, arguments: Mapping[str, Any]) -> bool:
 
 
 def _plainly_named(call: ParsedToolCall) -> ParsedToolCall:
-    """Make a call malformed if a name in it is none: Gemma's parser takes any text between arguments for a name."""
+    """Mark a call malformed if a name is invalid: Gemma's parser takes any text between arguments for a name."""
     names = [call.name or "", *(call.arguments if isinstance(call.arguments, dict) else {})]
     odd = any(re.search(r"[\s<>{}]", name.strip()) for name in names)
     return replace(call, status=ToolCallParseStatus.MALFORMED_STRUCTURE) if odd else call
@@ -393,5 +393,5 @@ def _checked(call: ParsedToolCall) -> ParsedToolCall:
         return replace(call, status=ToolCallParseStatus.INVALID_JSON)
     if not isinstance(arguments, dict) or _drops_json(call.raw, arguments):
         return replace(call, status=ToolCallParseStatus.MALFORMED_STRUCTURE)
-    # A lone surrogate is valid in JSON only as an escape, and cannot be encoded as UTF-8.
+    # A lone surrogate is valid JSON only as an escape, and cannot be encoded as UTF-8.
     return replace(call, arguments=json.dumps(arguments) if _SURROGATE.search(text) else arguments)

@@ -1,7 +1,7 @@
 """Build the vocabulary file of gpt-oss's encoder from the model's folder.
 
 OpenAI's encoder needs the file `o200k_base.tiktoken` and would download it. The model's tokenizer has the same
-tokens, so the file is built from it; the encoder checks its hash.
+tokens, so this module builds the file from it; the encoder verifies the file's hash.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FILE = "o200k_base.tiktoken"
 
 @contextmanager
 def vocabulary_of(tokenizer: Any) -> Iterator[None]:
-    """Let the encoder find its vocabulary without a download, within this context."""
+    """Within this context, let the encoder find its vocabulary without a download."""
     if os.environ.get(_FOLDER):  # the user provides the file
         yield
         return

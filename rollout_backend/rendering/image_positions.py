@@ -1,12 +1,12 @@
-"""Compute how many tokens each image takes in a prompt, and where. Pure.
+"""Compute the positions and lengths of images in a prompt. Pure.
 
 Invariants:
 
-- The renderer only places images, one token each, and never gets an image: it would open paths and URLs.
-- An image takes as many tokens in the prompt as the engine makes of it, by the rule of the model's image processor.
-  Engine and trainer process the pixels; nothing is resized here.
-- In a conversation with images, the model samples none of these tokens: an engine refuses a prompt that has one
-  without an image, and a model cannot be trained on it.
+- The renderer only places images, as one token each, and never receives one: it would open paths and URLs.
+- An image has as many tokens in the prompt as in the engine, according to the model's image processor. The engine and
+  the trainer process the pixels; nothing is resized here.
+- In a conversation with images, the model samples none of these tokens: an engine refuses a prompt with such a token
+  but no image, and a model cannot be trained on it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ _PROCESSORS = frozenset({"Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "
 
 @dataclass(frozen=True)
 class Vision:
-    """The image processing of one model.
+    """Image processing of one model.
 
-    `pad_id` is the token of one piece of an image. The `reserved_ids` tokens are valid only within an image or a
-    video.
+    `pad_id` is the token for one patch of an image. Tokens in `reserved_ids` are valid only within an image or video.
     """
 
     pad_id: int
@@ -38,7 +37,7 @@ class Vision:
     processor: Any
 
     def tokens(self, image: Image) -> int:
-        """Return how many tokens the image takes.
+        """Return the number of tokens of an image.
 
         Raises:
             ValueError: the model does not accept an image of this shape.
@@ -49,7 +48,7 @@ class Vision:
     def expand(
         self, ids: Sequence[int], images: Sequence[Image], start: int = 0
     ) -> tuple[list[int], tuple[PlacedImage, ...]]:
-        """Return the ids with each image token repeated to its image's length.
+        """Return the ids with each image token repeated to the length of its image.
 
         `start` is the number of tokens that precede these ids in the prompt.
 
@@ -73,9 +72,9 @@ class Vision:
 
 
 def collapse_images(ids: Sequence[int], placed: Sequence[PlacedImage]) -> Sequence[int]:
-    """Return the ids with one token for each image, which is the form that engines take.
+    """Return the ids with one token per image, which is the form that engines accept.
 
-    Without images, return `ids` itself.
+    Without images, returns `ids` itself.
     """
     if not placed:
         return ids

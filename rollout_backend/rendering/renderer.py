@@ -2,8 +2,8 @@
 
 Invariants:
 
-- Everything is read from the model's folder; nothing is downloaded.
-- Code in the folder runs only with `model.trust_remote_code`.
+- All files come from the model's folder; nothing is downloaded.
+- Code in that folder runs only with `model.trust_remote_code`.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ _TOOL = {"type": "function", "function": {"name": "f", "description": "d", "para
 
 @dataclass(frozen=True)
 class RendererBundle:
-    """The model's tokenizer and renderer. Use it in one thread at a time: the tokenizer has state."""
+    """A model's tokenizer and renderer. Use it in one thread at a time: the tokenizer has state."""
 
     name: str
     tokenizer: Any
     renderer: GuardedRenderer
     stop_token_ids: tuple[int, ...]
-    vision: Vision | None = None  # None if the model takes text only
+    vision: Vision | None = None  # None for a text-only model
     reason: str = ""  # why this renderer was chosen
     _markers: dict[str, Sequence[int]] = field(default_factory=dict, compare=False)
 
     @property
     def reads_tool_calls(self) -> bool:
-        """Whether the model's calls can be parsed. If not, each would reach the agent as text."""
+        """Whether the model's tool calls can be parsed. If not, the agent would get each one as text."""
         return bool(getattr(self.renderer.inner, "supports_tools", True))
 
     @property
@@ -83,7 +83,7 @@ class RendererBundle:
         return frozenset(self.tokenizer.added_tokens_decoder)
 
     def marker_ids(self, text: str) -> Sequence[int]:
-        """Return the tokens of one of few constant texts, encoded once."""
+        """Return the tokens of a constant text. They are cached, so pass only a few different texts."""
         if text not in self._markers:
             self._markers[text] = list(self.tokenizer.encode(text, add_special_tokens=False))
         return self._markers[text]
@@ -96,11 +96,11 @@ class RendererBundle:
 
     @cached_property
     def message_tokens(self) -> int:
-        """The least tokens that a message adds to a prompt, with an empty content."""
+        """The minimum number of tokens that a message adds to a prompt, measured with empty content."""
         user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
         try:
             added = len(self.render([user, assistant] * 4 + [user], None)) - len(self.render([user], None))
-        except Exception:  # a template can raise anything
+        except Exception:  # templates may raise any exception
             return 1
         return max(1, added // 8 - 1)
 
@@ -112,13 +112,13 @@ class RendererBundle:
 
     @cached_property
     def named_roles(self) -> frozenset[str]:
-        """The roles of messages whose `name` the prompt contains. Most templates show none."""
+        """The roles of messages whose `name` the prompt contains. Most templates render no names."""
         plain = self._probe()
         probes = {role: self._probe(named=role) for role in ("system", "user", "assistant")}
         return frozenset(role for role, named in probes.items() if named is not None and named != plain)
 
     def _probe(self, call_id: str = "abcdefgh1", named: str | None = None) -> list[int] | None:
-        """Render a conversation with a tool call; None if the template refuses it."""
+        """Render a conversation with a tool call. Return None if the template refuses it."""
         call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": "{}"}}
         messages: list[dict[str, Any]] = [
             {"role": "system", "content": "s"},
@@ -131,7 +131,7 @@ class RendererBundle:
         named_messages = [{**message, "name": "n"} if message["role"] == named else message for message in messages]
         try:
             return self.render(named_messages, [_TOOL])
-        except Exception:  # a template can raise anything
+        except Exception:  # templates may raise any exception
             return None
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
@@ -145,9 +145,9 @@ class RendererBundle:
 
 
 def load_renderer(model: ModelConfig) -> RendererBundle:
-    """Load the tokenizer of `model.path` and the renderer that `model.renderer` names.
+    """Load the tokenizer from `model.path` and the renderer that `model.renderer` names.
 
-    `auto` selects it by the model's own chat template: see `selection`.
+    `auto` selects the renderer that matches the model's own chat template: see `selection`.
 
     Raises:
         ConfigError: the folder has no tokenizer, the renderer is unknown, or it does not fit the model.
@@ -165,7 +165,7 @@ def load_renderer(model: ModelConfig) -> RendererBundle:
 
 
 def known_renderers() -> list[str]:
-    """Return the names that `model.renderer` accepts, in addition to an import path of your class."""
+    """Return the names that `model.renderer` accepts besides the import path of a class."""
     return sorted({*_CONFIG_BY_NAME, "chatml"})
 
 
@@ -199,7 +199,7 @@ def _make_renderer(tokenizer: Any, model: ModelConfig) -> tuple[Choice, Any]:
     known = KnownModels(*names).exact
     tokenizer.name_or_path = (
         known[0] if known else tokenizer.name_or_path
-    )  # some renderers read the model's size from it
+    )  # some renderers infer the model's size from it
     name = model.renderer
 
     def create(name: str, options: Mapping[str, Any]) -> Any:
@@ -215,11 +215,11 @@ def _make_renderer(tokenizer: Any, model: ModelConfig) -> tuple[Choice, Any]:
         return choice, create(choice.name, {**choice.options, **model.renderer_options})
     except ConfigError:
         raise
-    except Exception as error:  # a renderer that does not fit this model may raise anything
+    except Exception as error:  # a renderer that does not fit this model may raise any exception
         raise ConfigError(f"model.renderer: {name} cannot be used with {model.path}: {error}") from error
 
 
-_choices: dict[str, Choice] = {}  # a process loads one folder several times
+_choices: dict[str, Choice] = {}  # a process loads the same folder several times
 
 
 def _choose(tokenizer: Any, names: tuple[str, str], options: Mapping[str, Any], create: Create) -> Choice:
@@ -301,10 +301,10 @@ class _Qwen3(Qwen3Renderer):  # type: ignore[misc]  # the package carries no typ
 
 
 class _DeepSeekV4(DeepSeekV4Renderer):  # type: ignore[misc]  # the package carries no types
-    """Corrects the package's renderer.
+    """Corrects the DeepSeek V4 renderer of the package.
 
-    That one decodes all tokens again for each tag of a call, prints the tools into a late system message if there is
-    no other, and begins no reply after one.
+    The package decodes all tokens again for each tag of a call, prints the tools into a late system message if there
+    is no other, and does not begin a reply after one.
     """
 
     def render(self, messages: Any, *, add_generation_prompt: bool = False, **more: Any) -> RenderedTokens:
@@ -323,7 +323,7 @@ class _DeepSeekV4(DeepSeekV4Renderer):  # type: ignore[misc]  # the package carr
         return self._begun(bridged)
 
     def _begun(self, rendered: RenderedTokens) -> RenderedTokens:
-        """Add the prompt for a reply."""
+        """Append the start of a reply to the prompt."""
         asked = [{"role": "user", "content": "a"}]
         turn, begun = (super(_DeepSeekV4, self).render(asked, add_generation_prompt=begin) for begin in (False, True))
         return _longer(rendered, begun.token_ids[len(turn.token_ids) :])
@@ -356,9 +356,9 @@ class _DeepSeekV4(DeepSeekV4Renderer):  # type: ignore[misc]  # the package carr
 
 
 class _OwnTemplate(DefaultRenderer):  # type: ignore[misc]  # the package carries no types
-    """Renders with the model's own chat template, which gets tool calls in the form that it shows.
+    """Renders with the model's own chat template, and passes it tool calls in the form that it expects.
 
-    Most templates print the arguments of an object. DeepSeek's append them as text, and V3's only to a message whose
+    Most templates expect the arguments as an object. DeepSeek's append them as text, and V3's only to a message whose
     content is null. `apply_chat_template` drops null fields, so the template is rendered directly.
     """
 
@@ -392,7 +392,7 @@ class _OwnTemplate(DefaultRenderer):  # type: ignore[misc]  # the package carrie
 
     @cached_property
     def _form(self) -> tuple[bool, bool]:
-        """Whether the content beside calls is null if it is empty, and whether arguments stay text."""
+        """Whether empty content next to calls must be null, and whether arguments stay text."""
         call = {"id": "abcdefgh1", "type": "function", "function": {"name": "f", "arguments": '{"a": "zqxj"}'}}
         messages = [
             {"role": "user", "content": "u"},
@@ -400,7 +400,7 @@ class _OwnTemplate(DefaultRenderer):  # type: ignore[misc]  # the package carrie
             {"role": "tool", "tool_call_id": "abcdefgh1", "name": "f", "content": "t"},
         ]
         for form in ((False, False), (True, False), (False, True), (True, True)):
-            with suppress(Exception):  # a template can raise anything
+            with suppress(Exception):  # templates may raise any exception
                 text = self._text(messages, None, True, *form)
                 if "zqxj" in text and "{'a'" not in text and "None" not in text:
                     return form
@@ -408,7 +408,7 @@ class _OwnTemplate(DefaultRenderer):  # type: ignore[misc]  # the package carrie
 
 
 class _CallFinder:
-    """Finds the first call of a reply. The guard reads it, and all after it."""
+    """Finds the first call of a reply. The guard parses it and everything after it."""
 
     def __init__(self, tokenizer: Any, form: CallFormat) -> None:
         self._tokenizer = tokenizer
@@ -429,7 +429,7 @@ class _CallFinder:
 
 
 def _organisation_and_name(path: Path) -> tuple[str, str]:
-    """Return the last two parts of the path, or those of `models--ORGANISATION--NAME` in a model hub's cache."""
+    """Return the last two parts of the path, or those of `models--ORGANISATION--NAME` in a hub cache."""
     for part in reversed(path.absolute().parts):
         if part.startswith("models--"):
             organisation, _, name = part.removeprefix("models--").partition("--")
@@ -438,7 +438,7 @@ def _organisation_and_name(path: Path) -> tuple[str, str]:
 
 
 def _eos_ids(path: Path) -> list[int]:
-    """Return the end tokens of the model's configuration: a converted tokenizer may not know all of them."""
+    """Return the end tokens from the model's configuration: a converted tokenizer may lack some of them."""
     for name in ("generation_config.json", "config.json"):
         file = path / name
         if file.is_file():

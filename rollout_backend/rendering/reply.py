@@ -2,9 +2,9 @@
 
 Invariants:
 
-- No text of the model is lost. A malformed tool call is returned as text, and so is a call if no tools were offered.
-- With `parallel_tool_calls` false, the agent gets only the first call. The others were sampled, so they stay in the
-  tokens that are trained and that the conversation continues from, and they are counted.
+- No sampled text is lost. A malformed tool call is returned as text, and so is any call if no tools were offered.
+- With `parallel_tool_calls` false, the agent gets only the first call. The other calls were sampled, so they are
+  counted and stay in the tokens that are trained and that the conversation continues from.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from rollout_backend.core.model_call import Message
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
-_OK_STATUSES = frozenset({"ok", "unknown_tool"})  # the agent reports a tool that does not exist
+_OK_STATUSES = frozenset({"ok", "unknown_tool"})  # the agent itself reports a tool that does not exist
 _CLOSED_REASONING = re.compile(
     r"\A\s*(<think[^<>\s]*>\s*)?</think[^<>\s]*>\s*"
-)  # the remains of a reasoning in the text
+)  # remains of reasoning markup in the text
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The message as the agent gets it."""
+    """The assistant's message as the agent gets it."""
 
     message: Message
     finish_reason: FinishReason
     malformed_tool_calls: int = 0
-    extra_tool_calls: int = 0  # dropped because parallel_tool_calls is false
+    extra_tool_calls: int = 0  # calls dropped because parallel_tool_calls is false
     reasoning_tokens: int = 0
 
 
@@ -47,7 +47,7 @@ def read_reply(
     tools_offered: bool = False,
     parallel: bool = True,
 ) -> Reply:
-    """Build the message of a `renderers.ParsedResponse`. `text` is the whole completion without its end token."""
+    """Build the message from a `renderers.ParsedResponse`. `text` is the whole completion without its end token."""
     content, reasoning = content_and_reasoning(parsed, text, tools_offered)
     calls, malformed = [], 0
     for call in parsed.tool_calls if tools_offered else ():
@@ -77,7 +77,7 @@ def message(content: str, reasoning: str, calls: list[dict[str, Any]]) -> Messag
 
 
 def content_and_reasoning(parsed: Any, text: str, tools_offered: bool) -> tuple[str, str]:
-    """Return content and reasoning, before stop strings and malformed calls are handled."""
+    """Return content and reasoning, before stop strings and malformed calls are applied."""
     reasoning: str = parsed.reasoning_content or ""
     calls = parsed.tool_calls
     if tools_offered or not calls:
@@ -92,7 +92,7 @@ def content_and_reasoning(parsed: Any, text: str, tools_offered: bool) -> tuple[
 
 
 def _before(stop: str, text: str) -> str:
-    """Return `text` without the stop string that ended it. The parser may have stripped whitespace from both."""
+    """Return `text` without the stop string that ended it. The parser may have stripped whitespace from either."""
     if stop in text:
         return text.partition(stop)[0]
     if text == stop.strip() or (stop.strip() and text.startswith(stop.lstrip())):
@@ -116,7 +116,7 @@ def tool_call(call: Any) -> dict[str, Any]:
 
 
 def logprob_entry(token: bytes, logprob: float | None) -> Mapping[str, Any]:
-    """Return one token in the format of OpenAI's chat API. A token may be part of a character."""
+    """Return one token in the format of OpenAI's chat API. A token may be only part of a character."""
     known = logprob is not None and math.isfinite(logprob)
     return {
         "token": token.decode(errors="replace"),

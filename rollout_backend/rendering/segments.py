@@ -4,12 +4,12 @@ Invariants:
 
 - Every sampled token is in the response mask of exactly one segment, once, with the engine's logprob and weight
   version. A missing logprob is NaN; a missing version is absent.
-- A segment is a sequence that the model saw: the tokens before each of its turns are exactly the prompt of that call.
-  So a turn extends a segment only if its prompt starts with all of the segment's tokens and the same images. (Any two
-  images of one size have the same tokens.)
-- Every other turn opens a new segment, with the reason.
-- With a mixture of experts, a segment has the routing of all its tokens but the last, or none.
-- A dropped call leaves the segment as if it had not been made.
+- A segment is a sequence that the model saw: the tokens before each turn are exactly the prompt of that call. A turn
+  therefore extends a segment only if its prompt starts with all of the segment's tokens and the same images. (Images
+  of equal size have equal tokens, so tokens alone do not identify an image.)
+- Every other turn opens a new segment, and records why.
+- With a mixture of experts, a segment has the routing of all its tokens except the last, or no routing.
+- Dropping a call restores the segment to its state before the call.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NAN = array("f", [math.nan])
 
 
 class TurnPosition(NamedTuple):
-    """The position of a call: the sampled tokens `[start, end)` of a segment; its prompt is all before `start`."""
+    """The position of a call: it sampled the tokens `[start, end)` of a segment; the tokens before are its prompt."""
 
     segment: int
     before: int  # length of the segment before this call
@@ -52,7 +52,7 @@ class _Open:
     logprobs: FloatArray = field(default_factory=lambda: array("f"))
     turns: list[Turn] = field(default_factory=list)
     messages: Sequence[Mapping[str, Any]] = ()
-    message_counts: list[int] = field(default_factory=list)  # after each turn
+    message_counts: list[int] = field(default_factory=list)  # number of messages after each turn
     images: list[ImageSpan] = field(default_factory=list)
     experts: bytearray = field(default_factory=bytearray)
 
@@ -76,12 +76,12 @@ class _Open:
 
 
 class SegmentRecorder:
-    """Records the segments of one session. Conversations may interleave."""
+    """Records the segments of one session, whose conversations may interleave."""
 
     def __init__(self, experts: ExpertShape | None = None) -> None:
         self._segments: list[_Open] = []
         self._experts = experts
-        self._messages: dict[str, dict[str, Any]] = {}  # of closed conversations, by their JSON
+        self._messages: dict[str, dict[str, Any]] = {}  # messages of closed conversations, by their JSON
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -104,10 +104,10 @@ class SegmentRecorder:
     ) -> TurnPosition:
         """Record one model call.
 
-        `logprobs` has one entry for each id of `completion_ids`. The spans of `weight_versions` count from the first
+        `logprobs` has one entry per id of `completion_ids`. The spans of `weight_versions` count from the first
         sampled token. `messages` is the conversation including this call's reply. `split_reason` is used only if this
         call opens a segment. `images` are those of the prompt, in order. `experts` is the routing of the tokens from
-        its `start`; that of earlier ones is in the segment `continues`.
+        its `start`; the segment `continues` has the routing of earlier tokens.
         """
         if len(logprobs) != len(completion_ids):
             raise ValueError(f"{len(logprobs)} logprobs for {len(completion_ids)} sampled tokens")
@@ -150,19 +150,19 @@ class SegmentRecorder:
         return TurnPosition(index, before, start, len(segment.ids), opened)
 
     def _add_experts(self, segment: _Open, known: int, experts: ExpertRows, continues: int | None) -> None:
-        """Add the routing of a segment's tokens after the first `known`. Adds nothing if some is missing."""
+        """Add the routing of a segment's tokens after the first `known`. Do nothing if some of it is missing."""
         assert self._experts is not None, "routing without its shape"
         size = row_bytes(self._experts)
         if len(segment.experts) != known * size:
             return
-        if experts.start > known:  # another segment has begun with the same tokens
+        if experts.start > known:  # another segment began with the same tokens
             if continues is None:
                 return
             segment.experts += self._segments[continues].experts[known * size : experts.start * size]
         segment.experts += experts.data[max(known - experts.start, 0) * size :]
 
     def experts(self, place: TurnPosition) -> ExpertRows | None:
-        """Return the routing that a call has added to its segment; None if the segment lacks some."""
+        """Return the routing that a call added to its segment; None if the segment lacks some."""
         segment, start = self._segments[place.segment], max(place.before - 1, 0)
         if self._experts is None or len(segment.experts) != row_bytes(self._experts) * (place.end - 1):
             return None
@@ -176,26 +176,26 @@ class SegmentRecorder:
         return self._segments[segment].ids[:]
 
     def images(self, segment: int, end: int | None = None) -> list[ImageSpan]:
-        """Return the images of a segment; with `end`, those within its first `end` tokens."""
+        """Return the images of a segment, or only those within its first `end` tokens."""
         return [span for span in self._segments[segment].images if end is None or span.end <= end]
 
     def completion_ids(self, place: TurnPosition) -> IntArray:
         return self._segments[place.segment].ids[place.start : place.end]
 
     def mask(self, place: TurnPosition) -> None:
-        """Remove a call. If later tokens follow it, its reply becomes a part of their prompt."""
+        """Remove a call. If later tokens follow it, its reply becomes part of their prompt."""
         if self.drop(place):
             return
         segment = self._segments[place.segment]
         index = next((i for i, turn in enumerate(segment.turns) if turn.start == place.start), None)
-        if index is None:  # removed before
+        if index is None:  # removed earlier
             return
         del segment.turns[index], segment.message_counts[index]
         for i in range(place.start, place.end):
             segment.response_mask[i], segment.logprobs[i] = GIVEN, math.nan
 
     def drop(self, place: TurnPosition) -> bool:
-        """Remove a call. Return False, and keep it, if later tokens follow it."""
+        """Remove a call, unless later tokens follow it. Return whether it was removed."""
         segment = self._segments[place.segment]
         if not segment.turns or segment.turns[-1].end != place.end:
             return False
@@ -222,13 +222,13 @@ class SegmentRecorder:
         return self._segments[segment].messages
 
     def _stored_once(self, messages: Sequence[Mapping[str, Any]]) -> CheckedMessages:
-        """Return messages as objects that all segments share: an agent may rewrite a long history with each call."""
+        """Return the messages as objects shared by all segments: an agent may rewrite a long history each time."""
         if isinstance(messages, CheckedMessages):
             return messages
         return CheckedMessages(self._messages.setdefault(json.dumps(message), dict(message)) for message in messages)
 
     def _extended_by(self, prompt: IntArray, images: Sequence[ImageSpan]) -> int | None:
-        """Return the longest segment that the prompt starts with; the latest of equally long ones."""
+        """Return the longest segment that is a prefix of the prompt; the latest of equally long ones."""
         found, longest = None, 0
         for index, segment in enumerate(self._segments):
             n = len(segment.ids)

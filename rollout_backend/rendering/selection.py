@@ -1,12 +1,13 @@
-"""Choose the renderer whose prompts are those of the model's own chat template.
+"""Select the renderer whose prompts match those of the model's own chat template.
 
 Invariants:
 
-- The template decides: its prompts for some conversations are compared with those of each renderer, and its way to
-  write a tool call with what each parser reads. Names only decide between renderers that fit equally well, and where
-  there is no template.
+- The template decides: each renderer's prompts for some conversations are compared with the template's, and each
+  parser is tried on a tool call as the template writes it. Names decide only between renderers that match equally
+  well, and for models without a template.
 - The choice depends on the model's folder and on `model.renderer_options` only, not on time or load.
-- The template gets a few seconds of CPU time. It comes with the model and may be slow, endless, or raise anything.
+- The template gets a few seconds of CPU time. It comes with the model and may be slow, endless, or raise any
+  exception.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 Create = Callable[[str, Mapping[str, Any]], Any]
-"""Creates a renderer by name and options; raises if it does not fit the vocabulary or does not take the options."""
+"""Creates a renderer from its name and options. Raises if it does not fit the vocabulary or the options."""
 
-TEMPLATE_CPU_S = 2.0  # usual templates take 0.05
-_WALL_S = 60.0  # for a template that waits in a call that cannot be interrupted
-_NEAR = 0.1  # the part of its words in which a renderer may differ from the template
-_SAME_START = 3  # words in which it may differ without tools, such as a token at the start
+TEMPLATE_CPU_S = 2.0  # usual templates take 0.05 s
+_WALL_S = 60.0  # limit for a template that blocks in a call that cannot be interrupted
+_NEAR = 0.1  # fraction of its words in which a renderer may differ from the template
+_SAME_START = 3  # number of words in which it may differ without tools, such as a token at the start
 # OpenAI's own library renders gpt-oss, in engines too. It differs from the template in the prompt for a reply.
 _NOT_BY_TEMPLATE = frozenset({"gpt-oss"})
-_LAST = "chatml"  # of renderers that fit: it parses no reasoning
+_LAST = "chatml"  # last of the renderers that match: it parses no reasoning
 
 
 def _tool(name: str, **parameters: Mapping[str, str]) -> dict[str, Any]:
@@ -75,7 +76,7 @@ CALL = ("add", {"a": 3, "b": "four"})
 
 @dataclass(frozen=True)
 class _Conversation:
-    """`counts` is false where good renderers differ from a template, because many templates are wrong there."""
+    """A conversation to compare. `counts` is false where many templates are wrong and good renderers differ."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -106,7 +107,7 @@ CONVERSATIONS: Mapping[str, _Conversation] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """`reason` completes "NAME was chosen because". `warns` if the model's prompts or calls may suffer from it."""
+    """A selected renderer. `reason` completes "NAME was chosen because". `warns` if prompts or calls may be wrong."""
 
     name: str
     options: Mapping[str, Any]
@@ -115,11 +116,11 @@ class Choice:
 
 
 class _Stopped(BaseException):
-    """Raised in a thread whose CPU time is used up. Code that catches exceptions does not catch it."""
+    """Raised in a thread that used up its CPU time. Templates that catch Exception do not catch it."""
 
 
 def bounded(function: Callable[[], _T], cpu_s: float = TEMPLATE_CPU_S) -> _T:
-    """Call `function` in a thread, which is stopped after `cpu_s` seconds of CPU time.
+    """Call `function` in a thread, and stop it after `cpu_s` seconds of CPU time.
 
     Raises:
         TimeoutError: it was stopped.
@@ -155,10 +156,10 @@ def bounded(function: Callable[[], _T], cpu_s: float = TEMPLATE_CPU_S) -> _T:
 
 @dataclass
 class _Template:
-    """What the model's own chat template renders. Conversations that it refuses are absent."""
+    """Prompts rendered by the model's own chat template. Conversations that it refuses are absent."""
 
     texts: dict[str, str] = field(default_factory=dict)
-    call_turn: tuple[list[int], list[int]] | None = None  # a prompt, and the call that follows; None if it shows none
+    call_turn: tuple[list[int], list[int]] | None = None  # prompt and call; None: it renders no calls
     start: str | None = None  # of a reply
     default_system: str | None = None
     failure: str = ""
@@ -175,7 +176,7 @@ class _Template:
 
 
 def call_turn(renderer: Any) -> tuple[list[int], list[int]]:
-    """Return a prompt and the turn with a tool call that a renderer writes after it."""
+    """Return a prompt, and the turn with a tool call that a renderer writes after it."""
     prompt = renderer.render_ids([_ASKED], tools=list(_TOOLS), add_generation_prompt=True)
     whole = renderer.render_ids([_ASKED, _CALLED], tools=list(_TOOLS))
     begin = _common(prompt, whole)
@@ -183,12 +184,12 @@ def call_turn(renderer: Any) -> tuple[list[int], list[int]]:
 
 
 def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the length of the common beginning."""
+    """Return the length of the common prefix."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def read_calls_of(renderer: Any, turn: tuple[list[int], list[int]]) -> list[tuple[str, Any]]:
-    """Return the calls that a guarded renderer reads from the turn after a prompt."""
+    """Return the calls that a guarded renderer parses from the turn after a prompt."""
     parsed = renderer.parse_response(turn[1], tools=list(_TOOLS), prompt_ids=turn[0])
     return [(call.name, call.arguments) for call in parsed.tool_calls]
 
@@ -200,7 +201,7 @@ def _render_all(tokenizer: Any, own: Any, cpu_s: float) -> _Template:
         for name, conversation in CONVERSATIONS.items():
             try:
                 template.texts[name] = _text(tokenizer, _prompt(own, conversation))
-            except Exception as error:  # a template may raise anything to refuse a conversation
+            except Exception as error:  # templates raise any exception to refuse a conversation
                 template.failure = template.failure or f"{type(error).__name__}: {error}"
         with suppress(Exception):
             turn = call_turn(own)
@@ -228,7 +229,7 @@ def _text(tokenizer: Any, ids: Iterable[int]) -> str:
 
 
 def _start(tokenizer: Any, renderer: Any) -> str:
-    """Return the text with which a prompt begins the reply."""
+    """Return the text with which a prompt starts the reply."""
     before, after = (
         _text(tokenizer, renderer.render_ids([_ASKED], add_generation_prompt=asks)) for asks in (False, True)
     )
@@ -251,15 +252,15 @@ _DATES = re.compile(r"\d{1,2} [A-Z][a-z]{2,8} \d{4}|\d{4}-\d\d-\d\d")
 
 @dataclass
 class _Score:
-    """How far a renderer is from the template. Dates, spaces and the order of words are not compared in `words`."""
+    """How far a renderer differs from the template. Dates, spaces and the order of words do not count as `words`."""
 
     name: str
     options: Mapping[str, Any]
     renderer: Any
     differs: list[str] = field(default_factory=list)
-    counted: list[str] = field(default_factory=list)  # of `differs`, those that count
-    words: int = 0  # that differ, in conversations that count
-    start_words: int = 0  # that differ in conversations without tools, at most
+    counted: list[str] = field(default_factory=list)  # the conversations in `differs` that count
+    words: int = 0  # words that differ, in conversations that count
+    start_words: int = 0  # maximum number of words that differ in a conversation without tools
     of: int = 1
 
     @property
@@ -273,7 +274,7 @@ def _score(tokenizer: Any, template: _Template, name: str, options: Mapping[str,
         theirs = _DATES.sub("DATE", template.texts[what])
         try:
             ours = _DATES.sub("DATE", _text(tokenizer, _prompt(renderer, conversation)))
-        except Exception:  # a renderer may refuse what the template renders
+        except Exception:  # a renderer may refuse a conversation that the template renders
             ours = ""
         words = Counter(_WORDS.findall(theirs))
         score.of += conversation.counts * words.total()
@@ -290,23 +291,23 @@ def _score(tokenizer: Any, template: _Template, name: str, options: Mapping[str,
 
 
 def _reads(tokenizer: Any, template: _Template, renderer: Any) -> bool:
-    """Return whether a renderer reads the call as the template writes it; true if the template shows none."""
+    """Return whether a renderer parses the call as the template writes it; true if the template writes none."""
     if template.call_turn is None:
         return True
     try:
-        # The guard does not mark anything here, because it would change the tokenizer.
+        # The guard marks nothing here, because that would change the tokenizer.
         guarded = GuardedRenderer(renderer, tokenizer, renderer.get_stop_token_ids(), encodes_text=True)
         return read_calls_of(guarded, template.call_turn) == [CALL]
-    except Exception:  # a parser may raise anything on another format
+    except Exception:  # a parser may raise any exception on another format
         return False
 
 
 def _variants(
     config: Any, options: Mapping[str, Any], template: _Template, *, open_only: bool
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield other options that may be the template's defaults: each switch turned, and its default system message.
+    """Yield option sets that may match the template's defaults: each switch flipped, and its default system message.
 
-    With `open_only`, only of options whose default depends on the model.
+    With `open_only`, vary only options whose default depends on the model.
     """
     fields = type(config).model_fields
     for name in sorted(getattr(type(config), "_template_fields", ())):
@@ -327,12 +328,12 @@ def choose(
     candidates: Sequence[str],
     cpu_s: float = TEMPLATE_CPU_S,
 ) -> Choice:
-    """Choose one of `candidates`, or `default` with the parser of the template's calls.
+    """Select one of `candidates`, or `default` with the parser that reads the template's calls.
 
     `names` are the model's organisation and name, from its folder.
 
     Raises:
-        ConfigError: the folder has no chat template that can be used, and its name is not that of a known model.
+        ConfigError: the folder has no usable chat template, and its name is not that of a known model.
     """
     known = KnownModels(*names)
     template = _Template()
@@ -347,7 +348,7 @@ def choose(
     for name in candidates:
         if name == _LAST and template.is_slow:
             continue  # it renders the template again
-        with suppress(Exception):  # it is made for another vocabulary
+        with suppress(Exception):  # it was written for another vocabulary
             scores.append(_score(tokenizer, template, name, {}, create(name, options)))
     if all(score.counted for score in scores):
         for score in [score for score in scores if score.distance < 3 * _NEAR]:
@@ -394,10 +395,10 @@ def choose(
 def complete(
     tokenizer: Any, name: str, options: Mapping[str, Any], create: Create, cpu_s: float = TEMPLATE_CPU_S
 ) -> Mapping[str, Any]:
-    """Return the options of a named renderer whose default depends on the model, as the chat template has them.
+    """Return the options of a named renderer, with defaults that depend on the model taken from the chat template.
 
     Raises:
-        ConfigError: `name` renders with the chat template, which takes too long.
+        ConfigError: `name` renders with the chat template, and the template takes too long.
     """
     if name in ("default", _LAST):
         try:
@@ -440,7 +441,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def find_parser(tokenizer: Any, template: _Template, create: Create, options: Mapping[str, Any]) -> str | None:
-    """Return the name of the tool parser that reads the calls which the template shows or describes."""
+    """Return the name of the tool parser that reads the calls that the template writes or describes."""
     if "tool_parser" in options:
         return str(options["tool_parser"])
     if template.call_turn is not None:
@@ -463,7 +464,7 @@ _DESCRIBED = ("qwen3.5", "minimax-m2", "hy3", "deepseek-v4", "glm", "qwen3")
 
 
 class KnownModels:
-    """The models that the package `renderers` knows by name, beside the model in one folder."""
+    """The models that the package `renderers` knows by name, compared with the model in one folder."""
 
     def __init__(self, organisation: str, name: str) -> None:
         self._name = name
@@ -476,14 +477,14 @@ class KnownModels:
         self._prefixes = [model for model, base in bases.items() if name.lower().startswith(f"{base}-")]
 
     def closeness(self, renderer: str) -> int:
-        """Return how many characters the model's name begins with that a known model of this renderer has too."""
+        """Return the length of the longest common prefix of the model's name and a known model of this renderer."""
         found = (
             n + (model in self.exact) for model, n in self._shared.items() if MODEL_RENDERER_MAP[model] == renderer
         )
         return max(found, default=0)
 
     def renderer(self, why: str) -> str:
-        """Return the renderer of the known model of this name, such as of its FP8 copy. Raises ConfigError."""
+        """Return the renderer of the known model of this name, or of its original. Raises ConfigError."""
         longest = max((self._shared[model] for model in self._prefixes), default=0)
         found = self.exact or [model for model in self._prefixes if self._shared[model] == longest]
         names = sorted({str(MODEL_RENDERER_MAP[model]) for model in found})

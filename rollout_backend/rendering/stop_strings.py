@@ -1,13 +1,13 @@
 """Find stop strings in the tokens of a reply while it is sampled. Pure.
 
-SGLang never gets stop strings. verl's servers run without a tokenizer (`skip_tokenizer_init`): SGLang 0.5.23 then
-answers `stop` with 400, and 0.5.12 crashes.
+The gateway never sends stop strings to SGLang. verl's servers run without a tokenizer (`skip_tokenizer_init`), where
+SGLang 0.5.23 answers `stop` with 400 and 0.5.12 crashes.
 
 Invariants:
 
-- A stop string is matched in the bytes of the tokens, so it may span tokens and begin or end in the middle of one.
-- The string that completes first wins; of those that complete at the same byte, the longest.
-- Tokens that no reply shows as text, such as the one that ends a turn, are skipped: no stop string matches in them.
+- Stop strings are matched in the bytes of the tokens, so they may span tokens and begin or end inside one.
+- The string that completes first wins; among strings that complete at the same byte, the longest wins.
+- Tokens that never appear as text, such as the end of a turn, are skipped and match no stop string.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class StopStrings:
         self._strings = {string.encode(errors="surrogatepass"): string for string in strings}
         self._bytes = token_bytes
         self._silent = frozenset(silent_tokens)
-        self._before = max(map(len, self._strings), default=1) - 1  # bytes that a match may have before a new one
+        self._before = max(map(len, self._strings), default=1) - 1  # bytes of a match that may precede a new token
 
     def find(self, ids: Sequence[int], searched: int = 0) -> Stop | None:
-        """Return where the first stop string completes, if none does in the first `searched` tokens."""
+        """Return where the first stop string completes; none may complete in the first `searched` tokens."""
         tail = self._tail(ids, searched)
         for n in range(searched, len(ids)):
             tail += self._bytes_of(ids[n])
@@ -45,7 +45,7 @@ class StopStrings:
         return None
 
     def clear(self, ids: Sequence[int]) -> int:
-        """Return how many of the tokens, in which no stop string completes, are no part of one that has begun."""
+        """Return how many of the tokens cannot belong to a stop string. None may have completed in them."""
         tail = self._tail(ids, len(ids))
         held = next(
             (
@@ -62,7 +62,7 @@ class StopStrings:
         return n
 
     def _tail(self, ids: Sequence[int], end: int) -> bytes:
-        """Return the last bytes of the first `end` tokens that a match ending after them can include."""
+        """Return the last of the first `end` tokens' bytes, as many as a match that ends later can include."""
         pieces: list[bytes] = []
         missing = self._before
         while end > 0 and missing > 0:

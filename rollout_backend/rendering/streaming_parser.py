@@ -1,18 +1,18 @@
-"""Parse a reply while it is sampled: growing token ids in, deltas out. Pure.
+"""Parse a reply while it is sampled: token ids in, deltas out. Pure.
 
 Invariants:
 
-- The deltas together are the recorded message. A sent delta is final.
-- Text is held back while it may become something else: an incomplete character, trailing whitespace, the start of a
-  marker (of a tool call or of reasoning), and a tool call until later text cannot belong to it. The caller does not
-  feed tokens that may start a stop string.
-- So the message equals the parsed whole reply. The exception is a parser that reads a prefix differently from the
-  whole (whitespace before a reasoning that is closed later, an unknown grammar): then the sent deltas remain, and the
-  rest of the whole reply follows at the end.
+- The deltas add up to the recorded message. A sent delta is final.
+- Text is held back while its meaning may change: an incomplete character, trailing whitespace, the start of a marker
+  (of a tool call or of reasoning), and a tool call until no later text can belong to it. The caller does not feed
+  tokens that may start a stop string.
+- The message therefore equals the parse of the whole reply. The exception is a parser that reads a prefix differently
+  from the whole (whitespace before reasoning that is closed later, an unknown grammar): the sent deltas then remain,
+  and the rest of the whole reply follows at the end.
 - The work is linear in the reply's length: at most `_PARSES` times its tokens are parsed.
 
-The renderer's parser handles whole replies only. To learn which part of the reply the next token belongs to, this
-class parses the tokens so far followed by a probe, and looks for the probe in the result. Until the next marker, text
+The renderer's parser accepts only whole replies. To find out which part of the reply the next token belongs to, this
+class parses the tokens so far followed by a probe, and looks for the probe in the result. Text up to the next marker
 then goes to that part without another parse.
 """
 
@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 _PROBE = "zqxj"  # ordinary text that no reply contains
 _CLOSE = "</think>"
 _PARSES, _FREE_TOKENS = 16, 4096
-_UNREAD_TOKENS = 64  # more than any character has
-_BARE_JSON = frozenset({"llama-3"})  # a call has no marker: it is a text that starts with a brace
+_UNREAD_TOKENS = 64  # more tokens than any character has
+_BARE_JSON = frozenset({"llama-3"})  # a call has no marker: it is any text that starts with a brace
 # Markers that are plain text in some vocabularies. In the others, an added token identifies them.
 _MARKERS = (
     *(
@@ -55,7 +55,7 @@ _MARKERS = (
         "</\uff5cDSML\uff5c",
     ),
 )
-# Renderers whose grammars are covered by these markers and the added tokens. Others' replies are sent at the end.
+# Renderers whose grammars these markers and the added tokens cover. Replies of others are sent at the end.
 _KNOWN = frozenset(
     {
         *("chatml", "default", "deepseek-r1", "deepseek-v3", "deepseek-v4", "glm-4.5", "glm-5", "glm-5.1", "glm-5.3"),
@@ -80,12 +80,12 @@ def whole_deltas(said: Message, choice: int = 0, logprobs: Sequence[Mapping[str,
 
 
 def with_logprobs(deltas: list[Delta], logprobs: Sequence[Mapping[str, Any]]) -> list[Delta]:
-    """Return the deltas, with these logprobs on the last. Without a delta, the end of the answer carries them."""
+    """Return the deltas with these logprobs on the last. Without a delta, the end of the answer has them."""
     return [*deltas[:-1], replace(deltas[-1], logprobs=logprobs)] if deltas and logprobs else deltas
 
 
 class StreamingParser:
-    """Parses one choice of one call. Use it in one thread at a time."""
+    """Parses one choice of a call. Use it in one thread at a time."""
 
     def __init__(
         self,
@@ -105,33 +105,33 @@ class StreamingParser:
         self._choice = choice
         self._text = _GrowingText(bundle.decode)
         self._added = bundle.added_token_ids
-        self._names: set[str] = set()  # of the added tokens that were sampled
+        self._names: set[str] = set()  # names of the added tokens that were sampled
         self._probe_ids = bundle.marker_ids(_PROBE)
         self._close_ids = bundle.marker_ids(_CLOSE)
-        self._closed = False  # whether the reasoning has certainly ended
+        self._closed = False  # whether the reasoning has definitely ended
         self._tail = ""  # the end of the text so far, which may contain the start of a marker
-        self._channel: Channel | None = None  # the part that ordinary text belongs to; None: a tool call, or unknown
+        self._channel: Channel | None = None  # part that ordinary text belongs to; None: a tool call, or unknown
         self._stale = True  # whether `_channel` must be determined again
         self._marked = False  # whether the latest tokens made it stale
-        self._held = ""  # text of the channel that was not sent yet
+        self._held = ""  # text of the channel that is not sent yet
         self._sent: dict[Channel, str] = {"reasoning": "", "text": ""}
-        self._calls: list[dict[str, Any]] = []  # sent
-        self._silent = bundle.name not in _KNOWN  # whether the rest is sent at the end only
+        self._calls: list[dict[str, Any]] = []  # calls that were sent
+        self._silent = bundle.name not in _KNOWN  # whether the rest is only sent at the end
         self._parsed_tokens = 0
 
     def feed(self, ids: Sequence[int]) -> list[Delta]:
-        """Return the deltas that can be sent after these newly sampled ids."""
+        """Return the deltas that can be sent after these new ids."""
         deltas = self.add(ids)
         return self.parse() if self.tokens_to_parse else deltas
 
     @property
     def tokens_to_parse(self) -> int:
-        """How many tokens `parse` would parse to find more deltas; 0 if it would find none."""
+        """The number of tokens that `parse` would parse to find more deltas; 0 if it would find none."""
         added = len(self._probe_ids) + len(self._close_ids)
         return self._text.read + added if self._marked and self._may_parse() else 0
 
     def add(self, ids: Sequence[int]) -> list[Delta]:
-        """Like `feed`, but leave the work that grows with the whole reply to `parse`."""
+        """Like `feed`, but leave work proportional to the whole reply to `parse`."""
         self._marked = False
         if self._silent:
             return []
@@ -150,7 +150,7 @@ class StreamingParser:
         return self._release(self._channel)
 
     def emitted(self, token_bytes: Mapping[int, bytes]) -> int:
-        """Return how many of the fed tokens have been emitted: all except those of held text."""
+        """Return how many of the fed tokens were emitted: all except those of held text."""
         ids = self._text.ids()
         held = len(self._held.encode()) if self._channel is not None else 0
         while held > 0 and ids:
@@ -158,7 +158,7 @@ class StreamingParser:
         return len(ids)
 
     def end(self, reply: Reply) -> tuple[list[Delta], Reply]:
-        """Return the remaining deltas of `reply`, the parsed whole, and the reply that all deltas together make."""
+        """Return the remaining deltas of `reply`, the parsed whole, and the reply that all deltas add up to."""
         self._silent = True
         said = reply.message
         deltas = [
@@ -175,7 +175,7 @@ class StreamingParser:
         return self._parsed_tokens + tokens <= _PARSES * tokens + _FREE_TOKENS
 
     def parse(self) -> list[Delta]:
-        """Parse the tokens so far, return what can be sent, and determine which part further text belongs to."""
+        """Parse the tokens so far, return what can be sent, and determine which part later text belongs to."""
         parsed = self._parse(self._text.ids(), self._probe_ids)
         if parsed is None:
             return []
@@ -201,7 +201,7 @@ class StreamingParser:
                 deltas += self._take("text", text)
         deltas += self._send_calls([tool_call(call) for call in calls if is_complete(call)])
         if self._channel is not None and not (self._sent[self._channel] or self._held.strip()):
-            self._stale = True  # some parsers drop whitespace before the first word: parse again when it comes
+            self._stale = True  # some parsers drop whitespace before the first word: parse again when the word comes
         return deltas
 
     def _parse(self, ids: Sequence[int], more: Sequence[int]) -> tuple[str, str, list[Any]] | None:
@@ -210,7 +210,7 @@ class StreamingParser:
         self._parsed_tokens += len(ids)
         try:
             parsed = self._bundle.renderer.parse_beginning(ids, tools=self._tools, prompt_ids=self._prompt_ids)
-        except Exception:  # parsers expect whole replies; the whole may still be parsed
+        except Exception:  # parsers expect whole replies; parsing the whole may still succeed
             logger.debug("the renderer cannot parse an incomplete reply", exc_info=True)
             return None
         text, reasoning = content_and_reasoning(parsed, self._bundle.decode(ids), self._tools_offered)
@@ -228,22 +228,22 @@ class StreamingParser:
         return True
 
     def _take(self, channel: Channel, now: str) -> list[Delta]:
-        """Update a channel. `now` is its whole text so far."""
+        """Update a channel, whose whole text so far is `now`."""
         rest = _rest(self._sent[channel], now)
         if rest is None:
-            self._silent = True  # the parser reads the text differently now: send the rest at the end
+            self._silent = True  # the parser now reads the text differently: send the rest at the end
             return []
         self._held = rest
         return self._release(channel)
 
     def _release(self, channel: Channel) -> list[Delta]:
-        """Send the held text that cannot become something else."""
+        """Send the part of the held text whose meaning can no longer change."""
         held = self._held
         bare_json = self._tools_offered and self._bundle.name in _BARE_JSON
         if channel == "text" and bare_json and (self._sent["text"] + held).lstrip().startswith("{"):
             return []
         safe = len(held)
-        for name in self._names:  # a special token starts markup, which the next tokens complete
+        for name in self._names:  # a special token starts markup, which the following tokens complete
             found = held.find(name)
             found -= held[found - 1 : found] == "<"  # DeepSeek V4's marker follows a bracket
             safe = min(safe, found if found >= 0 else safe)
@@ -267,7 +267,7 @@ class StreamingParser:
 
 
 class _GrowingText:
-    """Decodes growing token ids into whole characters."""
+    """Decodes a growing sequence of token ids into whole characters."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
@@ -301,7 +301,7 @@ def _has_marker(tail: str, text: str) -> bool:
 
 
 def _may_begin(text: str, string: str) -> int:
-    """Return where an incomplete `string` starts at the end of `text`; the length of `text` if none does."""
+    """Return where an incomplete `string` starts at the end of `text`; the length of `text` if nowhere."""
     for n in range(min(len(string) - 1, len(text)), 0, -1):
         if text.endswith(string[:n]):
             return len(text) - n
@@ -311,7 +311,7 @@ def _may_begin(text: str, string: str) -> int:
 def _rest(sent: str, now: str) -> str | None:
     """Return the part of `now` after `sent`; None if `now` does not start with `sent`.
 
-    Some parsers drop leading whitespace once text follows it, so leading whitespace is not compared.
+    Leading whitespace is not compared, because some parsers drop it once text follows.
     """
     if now.startswith(sent):
         return now[len(sent) :]

@@ -1,4 +1,4 @@
-"""Compute the bytes of each token of a vocabulary. One character may span several tokens. Pure."""
+"""Compute the bytes of each token in a vocabulary. A character may span several tokens. Pure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")  # a byte in a SentencePiece vocabu
 
 
 def token_bytes(tokenizer: Any) -> Mapping[int, bytes]:
-    """Return the bytes of every token, by its id.
+    """Return the bytes of every token, by token id.
 
-    Unlike decoded text, bytes can be concatenated: the bytes of a reply are those of its tokens in order.
+    Unlike decoded text, bytes can be concatenated: the bytes of a reply are the bytes of its tokens in order.
     """
     is_byte_level = tokenizer.convert_tokens_to_string(["a", "\u0120a"]) == "a a"
     spell = _byte_level if is_byte_level else _sentence_piece
@@ -33,9 +33,9 @@ def _sentence_piece(name: str) -> bytes:
 
 
 def _gpt2_bytes() -> dict[str, int]:
-    """Return the byte of each character in GPT-2's spelling, which all byte-level vocabularies use.
+    """Return the byte for each character of GPT-2's alphabet, which all byte-level vocabularies use.
 
-    Printable bytes are themselves; the others start at U+0100.
+    Printable bytes stand for themselves; the others are mapped to U+0100 and above.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -1,15 +1,15 @@
-"""Read the tool calls of a reply from its text, strictly. Pure.
+"""Parse tool calls strictly from the text of a reply. Pure.
 
 Invariants:
 
-- A call is read whole or is malformed. Text left over, a doubled parameter, and a tag that opens inside a value and
-  is not closed there make it malformed.
-- A closing tag ends a value only if the next parameter or the end of the call follows. Others are part of the value.
-- A string is returned as it was written. Other values are JSON of a type that the tool's schema declares.
+- A call is parsed completely or is malformed. Leftover text, a duplicate parameter, and a tag that opens but does not
+  close inside a value make it malformed.
+- A closing tag ends a value only if the next parameter or the end of the call follows. Others belong to the value.
+- Strings are returned verbatim. Other values are JSON of a type that the tool's schema declares.
 - The work is linear in the length of the text.
 
 The parsers of the package `renderers` strip values, drop what they do not recognise, and end a call at the first
-closing tag. Of their result, only the position of the first call is used.
+closing tag. Only the position of the first call is taken from their result.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from renderers import ParsedToolCall, ToolCallParseStatus
 Tools = Sequence[Mapping[str, Any]] | None
 
 _UNIONS = ("anyOf", "oneOf", "allOf")
-_DEPTH = 16  # of nested references and unions in a schema
+_DEPTH = 16  # limit on nested references and unions in a schema
 _LITERALS = {"True": True, "False": False, "None": None}  # printed by the templates of Qwen3.5 and Nemotron 3
-_PLAIN_NAME = re.compile(r"[^\s<>\"'{}]+")  # any other name must be declared
-_LABELS = frozenset({"id", "type"})  # fields of a call in JSON that change nothing
+_PLAIN_NAME = re.compile(r"[^\s<>\"'{}]+")  # any other name must be a declared one
+_LABELS = frozenset({"id", "type"})  # fields of a JSON call that have no effect
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """Where a call begins and ends. `frame` matches the tags around several calls.
+    """Delimiters of a call. `frame` matches the tags around a list of calls.
 
-    The arguments are JSON: alone if `begin` has a group `name`, otherwise in an object with the name.
+    The arguments are JSON: by themselves if `begin` has a group `name`, otherwise in an object with the name.
     """
 
-    start: str  # how `begin` starts
+    start: str  # prefix of `begin`
     begin: re.Pattern[str]
     end: re.Pattern[str]
-    stop: str  # how `end` ends
+    stop: str  # prefix of `end`
     frame: re.Pattern[str]
 
 
 @dataclass(frozen=True)
 class TaggedFormat(CallFormat):
-    """A format with a tag around each argument. `close` includes the layout between two arguments."""
+    """Format with a tag around each argument. `close` includes the layout between two arguments."""
 
     parameter: re.Pattern[str]
     close: re.Pattern[str]
-    tag: re.Pattern[str]  # any tag of the format; its group `opens` matches an opening one
+    tag: re.Pattern[str]  # any tag of the format; its group `opens` matches an opening tag
 
 
 def _json(start: str, end: str, stop: str, begin: str = "", frame: str = r"(?!)") -> CallFormat:
@@ -63,7 +63,7 @@ def _json(start: str, end: str, stop: str, begin: str = "", frame: str = r"(?!)"
 def _tagged(
     start: str, begin: str, parameter: str, close: str, end: str, *, stop: str, names: str, frame: str = r"(?!)"
 ) -> TaggedFormat:
-    """`names` matches the names of the tags."""
+    """Create a format. `names` matches the names of the tags."""
     tag = rf"(?P<opens><(?:{names})(?:>|=|\sname=\"[^\"\n]+\"(?: string=\"\w+\")?>))|</(?:{names})>"
     head = re.compile(start + begin), re.compile(end)
     return TaggedFormat(start, *head, stop, re.compile(frame), *map(re.compile, (parameter, close + r"\s*", tag)))
@@ -134,7 +134,7 @@ _DEEPSEEK_31 = _json(
     "<\uff5ctool\u2581calls\u2581(?:begin|end)\uff5c>",
 )
 
-# By the name of a renderer, or of a tool parser of `default`.
+# By name of a renderer, or of a tool parser of `default`.
 FORMATS: Mapping[str, CallFormat] = {
     **dict.fromkeys(("qwen3", "qwen3-vl"), HERMES),
     **dict.fromkeys(("qwen3.5", "qwen3.6", "qwen3.8", "prime-qwen3"), _QWEN),
@@ -152,9 +152,9 @@ FORMATS: Mapping[str, CallFormat] = {
 def read_calls(
     form: CallFormat, text: str, tools: Tools = None, *, whole: bool = True
 ) -> tuple[str, list[ParsedToolCall]]:
-    """Return the text that is no part of a usable call, and all calls.
+    """Return the text that belongs to no usable call, and all calls.
 
-    If `text` is not the whole reply, what more text could change is an unclosed call, and is not returned as text.
+    Unless `text` is the `whole` reply, text whose meaning may still change counts as an unclosed call.
     """
     said: list[str] = []
     calls: list[ParsedToolCall] = []
@@ -237,7 +237,7 @@ def _read_tagged(form: TaggedFormat, text: str, at: int, tools: Tools, whole: bo
 def _malformed(
     form: CallFormat, text: str, at: int, status: ToolCallParseStatus = ToolCallParseStatus.MALFORMED_STRUCTURE
 ) -> tuple[ParsedToolCall, int]:
-    """Return a malformed call, up to its closing tag. If another opens before, it may be a part of this one."""
+    """Return a malformed call, up to its closing tag. A call that opens before that tag may be part of this one."""
     stop = text.find(form.stop, at)
     if stop < 0 or text.find(form.start, at + 1, stop) >= 0:
         return ParsedToolCall(raw=text[at:], status=ToolCallParseStatus.UNCLOSED_BLOCK), len(text)
@@ -257,13 +257,13 @@ def _close(form: TaggedFormat, text: str, at: int, whole: bool) -> re.Match[str]
 
 
 def _may_follow(form: TaggedFormat, text: str, at: int, whole: bool) -> bool:
-    """Return whether a call may have ended at `at`: the next tag begins another, or there is none."""
+    """Return whether a call may have ended at `at`: the next tag opens another call, or there is none."""
     tag = form.tag.search(text, at)
     return whole if tag is None else text.startswith(form.start, tag.start())
 
 
 def _opens(form: TaggedFormat, value: str) -> bool:
-    """Return whether a tag opens inside the value and is not closed in it."""
+    """Return whether a tag opens inside the value and is not closed there."""
     depth = 0
     for tag in form.tag.finditer(value):
         depth = depth + 1 if tag["opens"] else max(depth - 1, 0)
@@ -274,13 +274,13 @@ def _opens(form: TaggedFormat, value: str) -> bool:
 
 
 def typed(text: str, schema: Any, root: Any) -> Any:
-    """Return the value that `text` is, by its JSON schema. `root` resolves the schema's references.
+    """Convert `text` to a value according to its JSON schema. `root` resolves the schema's references.
 
-    If the schema allows strings, a text is another value only if it is one of another allowed type, except null: a
-    template prints the string `null` and the absence of one alike.
+    If the schema allows strings, the text is converted only if it is valid for another allowed type. Null is
+    excluded, because templates print the string `null` and a missing string alike.
 
     Raises:
-        ValueError: the schema allows no string, and the text is no JSON.
+        ValueError: the schema allows no string, and the text is not JSON.
     """
     branches = list(_branches(schema, root))
     members = [member for branch in branches for member in _members(branch)]
@@ -302,12 +302,12 @@ def typed(text: str, schema: Any, root: Any) -> Any:
 
 
 def loads(text: str) -> Any:
-    """Parse JSON. Raises ValueError also for NaN, infinities, and keys that occur twice."""
+    """Parse JSON. Raises ValueError also for NaN, infinities and duplicate keys."""
     return _DECODER.decode(text)
 
 
 def _branches(schema: Any, root: Any, depth: int = _DEPTH) -> Iterator[Mapping[str, Any]]:
-    """Yield the schemas of which a value fulfils one, without references. An empty one allows everything."""
+    """Yield the alternative schemas of a value, without references. An empty schema allows everything."""
     if not isinstance(schema, Mapping) or not depth:
         yield {}
     elif "$ref" in schema:
@@ -326,7 +326,7 @@ def _branches(schema: Any, root: Any, depth: int = _DEPTH) -> Iterator[Mapping[s
 
 
 def _property(schema: Any, key: str, root: Any, depth: int = _DEPTH) -> Any:
-    """Return the schema of an argument; None if there is none."""
+    """Return the schema of an argument, or None."""
     if not isinstance(schema, Mapping) or not depth:
         return None
     properties = schema.get("properties")
@@ -357,7 +357,7 @@ def _members(schema: Mapping[str, Any]) -> Sequence[Any]:
 
 
 def _kinds(schema: Mapping[str, Any]) -> set[str]:
-    """Return the names of the types that a schema allows; none if it allows all."""
+    """Return the names of the types that a schema allows; empty if it allows all."""
     declared = schema.get("type")
     kinds = {declared} if isinstance(declared, str) else {kind for kind in _listed(declared) if isinstance(kind, str)}
     for member in () if kinds else _members(schema):

@@ -1,4 +1,4 @@
-"""Add the names of the called tools to tool results: some templates render them."""
+"""Add the names of called tools to tool results, because some templates render them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ Message = Mapping[str, Any]
 
 
 def with_tool_names(messages: Sequence[Message], start: int = 0) -> list[Message]:
-    """Return the messages from `start` on, each tool result with the name of the tool whose call it answers.
+    """Return the messages from `start` on, with the called tool's name added to each tool result.
 
-    That is the latest call with its id before it. A result whose call is not among the messages is not changed.
+    The name comes from the latest earlier call with the result's id. A result without such a call is not changed.
     """
     return [with_tool_name(messages, i) for i in range(start, len(messages))]
 
 
 def with_tool_name(messages: Sequence[Message], i: int) -> Message:
-    """Return message `i`; if it is a tool result, with the name of the tool."""
+    """Return message `i`, with the tool's name if it is a tool result."""
     message = messages[i]
     if message["role"] != "tool" or "name" in message:
         return message
