@@ -1,4 +1,4 @@
-"""`python -m rollout_backend.relay`: run the relay, with its key in the environment."""
+"""Run the relay: `python -m rollout_backend.relay`, with the key in the environment."""
 
 from __future__ import annotations
 

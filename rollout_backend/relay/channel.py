@@ -1,11 +1,11 @@
-"""One call as one side sees it: what it has sent and received, on any link.
+"""One call as seen by one side: what it has sent and received, independent of the link.
 
 Invariants:
 
-- A sent frame is kept until the other side has processed it. `send` waits while `WINDOW` bytes are kept. So the
-  acknowledgements free memory, slow down a sender, and determine what to resend after a cut.
-- Frames are received once each, in the order of their numbers: on a new link each side names the next frame that it
-  expects. A frame out of order, or beyond the window, is a `FrameError`: neither side trusts the other's window.
+- A sent frame is kept until the other side has processed it. `send` waits while `WINDOW` bytes are kept.
+  Acknowledgements thus free memory, throttle the sender, and determine what to resend after a reconnect.
+- Each frame is received once and in order: on a new link, each side names the next frame that it expects. A frame out
+  of order or beyond the window is a `FrameError`, because neither side trusts the other's window.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from collections.abc import Callable, Iterator
 from rollout_backend.relay.frames import MAX_CHUNK, Ack, Chunk, FrameError, Head, Numbered, Open, encode
 
 WINDOW = 256 * 1024
-"""Limit of bytes in transit, per call and direction."""
-_FRAME_COST = 256  # memory of a frame besides its data; many small frames use memory too
+"""Limit on bytes in transit, per call and direction."""
+_FRAME_COST = 256  # memory of a frame besides its data, so that many small frames count too
 _ACK_EVERY = WINDOW // 4
 
 
 class Channel:
-    """The two streams of one call. `out` sends a packed frame on the current link, or drops it if there is none."""
+    """The two streams of one call. `out` sends a packed frame on the current link, or drops it without one."""
 
     def __init__(self, call: int, out: Callable[[bytes], None]) -> None:
         self.call = call
         self._out = out
         self._failure: Exception | None = None
-        self._changed = asyncio.Event()  # something was acknowledged or received, or the call has failed
+        self._changed = asyncio.Event()  # set on an acknowledgement, a received frame, or a failure
         # sending
         self._next = 0
         self._kept: deque[tuple[int, int, bytes]] = deque()  # number, cost, packed frame
@@ -44,7 +44,7 @@ class Channel:
     # --- sending ------------------------------------------------------------------------------------------
 
     async def send(self, make: Callable[[int, int], Numbered]) -> None:
-        """Send the frame `make(call, number)` once the window has room. Raise the error that `fail` got."""
+        """Send the frame `make(call, number)` once the window has room. Raises the error passed to `fail`."""
         frame = make(self.call, self._next)
         packed, cost = encode(frame), _cost(frame)
         while self._kept and self._kept_bytes + cost > WINDOW:
@@ -57,12 +57,12 @@ class Channel:
         self._out(packed)
 
     async def drain(self) -> None:
-        """Return once the other side has processed every frame. Raise the error that `fail` got."""
+        """Wait until the other side has processed every frame. Raises the error passed to `fail`."""
         while self._kept:
             await self._change()
 
     def on_ack(self, consumed: int) -> None:
-        """Free the frames below `consumed`, which the other side has processed."""
+        """Free the frames below number `consumed`, which the other side has processed."""
         if consumed > self._next:
             raise FrameError(f"an Ack of {consumed} after {self._next} frames")
         while self._kept and self._kept[0][0] < consumed:
@@ -77,7 +77,7 @@ class Channel:
     # --- receiving ----------------------------------------------------------------------------------------
 
     def on_frame(self, frame: Numbered) -> None:
-        """Take a frame from the link. Raise FrameError if it is not the expected one."""
+        """Accept a frame from the link. Raises FrameError if it is not the expected one."""
         if frame.seq != self._wanted:
             raise FrameError(f"frame {frame.seq} instead of {self._wanted}")
         cost = _cost(frame)
@@ -89,7 +89,7 @@ class Channel:
         self._changed.set()
 
     async def receive(self) -> Numbered:
-        """Return the next frame. Raise the error that `fail` got after the last received frame."""
+        """Return the next frame. After the last received one, raises the error passed to `fail`."""
         while not self._waiting:
             await self._change()
         return self._waiting[0][1]
@@ -111,11 +111,11 @@ class Channel:
 
     @property
     def next_expected(self) -> int:
-        """The number of the next expected frame."""
+        """Number of the next expected frame."""
         return self._wanted
 
     def resume(self, wanted: int) -> None:
-        """Resend, on a new link, the frames that the other side has not received, and the last acknowledgement."""
+        """On a new link, resend the frames that the other side has not received, and the last acknowledgement."""
         if wanted > self._next:
             raise FrameError(f"frame {wanted} is expected after {self._next} frames")
         for number, _, packed in self._kept:
@@ -125,7 +125,7 @@ class Channel:
             self._acknowledge()
 
     def fail(self, failure: Exception) -> None:
-        """End the call on this side: `send`, `drain` and `receive` raise `failure`."""
+        """Fail the call on this side: `send`, `drain` and `receive` raise `failure`."""
         if self._failure is None:
             self._failure = failure
         self._changed.set()
@@ -147,6 +147,6 @@ def _cost(frame: Numbered) -> int:
 
 
 def chunks(data: bytes) -> Iterator[bytes]:
-    """Split data into parts that fit a frame."""
+    """Split data into chunks that fit into a frame."""
     for start in range(0, len(data), MAX_CHUNK):
         yield data[start : start + MAX_CHUNK]

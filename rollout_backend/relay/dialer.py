@@ -1,12 +1,12 @@
-"""The dialer: keep one WebSocket to the relay open and make the relay's calls at the gateway.
+"""Keep a WebSocket to the relay open, and make the relay's calls at the gateway.
 
     python -m rollout_backend.relay.dialer < settings.json
 
-It redials with back-off and jitter, and ends only if redialling is useless: the keys differ, the versions differ, or
-another dialer has taken over.
+The dialer reconnects with back-off and jitter, and exits only if reconnecting is useless: the keys or versions
+differ, or another dialer has taken over.
 
-It trusts the relay only with the traffic itself. The dialer checks which calls are allowed (`routes`), so a relay
-that an attacker controls reaches no control path and no other server.
+It trusts the relay only with the traffic itself. The dialer checks which calls are allowed (`routes`), so a
+compromised relay cannot reach a control path or another server.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 _CONNECT_S = 10.0
 _BACKOFF = wait_random_exponential(multiplier=0.25, max=10.0)
-_GATEWAY_KEEPALIVE_S = 2.0  # shorter than the gateway's, so that the gateway closes no connection in use
+_GATEWAY_KEEPALIVE_S = 2.0  # shorter than the gateway's timeout, so that the gateway closes no connection in use
 _REFUSALS = {
     Close.WRONG_KEY: "the relay refuses our key: relay.key here and ROLLOUT__RELAY__KEY there must be the same",
     Close.REPLACED: "another training side with the same key has taken over the relay: give each its own relay",
@@ -57,7 +57,7 @@ _REFUSALS = {
 
 
 class RelayRefused(Exception):
-    """Redialling is useless. The message says what to do."""
+    """Reconnecting is useless. The message says what to do."""
 
 
 class _NoLink(Exception):
@@ -68,17 +68,17 @@ class Dialer(Exchange):
     def __init__(self, settings: DialerSettings) -> None:
         super().__init__(settings.reconnect_s)
         self._settings = settings
-        self._relay = ""  # the id of the relay whose calls are in flight
+        self._relay = ""  # id of the relay whose calls are in flight
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Dial until cancelled.
+        """Stay connected until cancelled.
 
         Raises:
-            RelayRefused: redialling is useless, and why.
+            RelayRefused: reconnecting is useless; the message says why.
         """
         async with AsyncExitStack() as stack:
-            outside = await stack.enter_async_context(aiohttp.ClientSession(trust_env=True))  # honours HTTPS_PROXY
+            outside = await stack.enter_async_context(aiohttp.ClientSession(trust_env=True))  # respects HTTPS_PROXY
             self._http = await stack.enter_async_context(
                 aiohttp.ClientSession(
                     connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_GATEWAY_KEEPALIVE_S),
@@ -171,7 +171,7 @@ class Dialer(Exchange):
             task.cancel()
 
     def on_unknown_call(self, channel: Channel) -> None:
-        self.on_cancel(channel.call)  # no agent waits for it
+        self.on_cancel(channel.call)  # no agent is waiting for it
 
     def fail_calls(self, failure: CallLost) -> None:
         super().fail_calls(failure)
@@ -183,7 +183,7 @@ class Dialer(Exchange):
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _call(self, channel: Channel) -> None:
-        """Make one call; return once the relay has processed its whole answer."""
+        """Make one call, and return once the relay has processed its complete answer."""
         try:
             async with asyncio.timeout(self._settings.call_s):
                 opened = await channel.receive()

@@ -1,6 +1,6 @@
-"""Errors that the relay and the dialer raise themselves, in a form that the OpenAI and Anthropic SDKs parse.
+"""Errors that the relay and the dialer raise themselves, in a format that the OpenAI and Anthropic SDKs parse.
 
-These SDKs retry 429 and 5xx after Retry-After.
+These SDKs retry 429 and 5xx and respect Retry-After.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""All calls of one side, over one link after another.
+"""All calls of one side, across reconnects.
 
-A link is one WebSocket after its handshake. Without a link, calls continue: their channels keep what they send. On
-the next link each side names the calls that it knows and the next frame that it expects of each, and both resend what
-is missing.
+A link is one WebSocket after its handshake. Calls continue without a link, because their channels keep what they
+send. On the next link, each side names its calls and the next frame that it expects of each, and both resend what is
+missing.
 
-The loop that reads a link never waits for a call, so a blocked call delays no other.
+The loop that reads a link never waits for a call, so a blocked call does not delay the others.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from rollout_backend.relay.frames import (
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0
-"""How long a closing WebSocket waits for the other side's close frame."""
+"""Time that a closing WebSocket waits for the other side's close frame."""
 
 
 class Close(IntEnum):
-    """Close codes, in the range for applications."""
+    """Close codes, from the range for applications."""
 
     BROKEN_FRAME = 4400
     WRONG_KEY = 4401
@@ -52,7 +52,7 @@ class Close(IntEnum):
 
 
 class LinkClosed(Exception):
-    """The WebSocket ended. `code` is the other side's close code, if any."""
+    """Raised when the WebSocket ends. `code` is the other side's close code, if it sent one."""
 
     def __init__(self, code: int | None) -> None:
         super().__init__(f"the connection ended (code {code})")
@@ -60,7 +60,7 @@ class LinkClosed(Exception):
 
 
 class CallLost(Exception):
-    """A call that cannot continue: the other side is lost or does not know it. `status` is for the agent."""
+    """A call that cannot continue: the other side is gone or does not know the call. The agent gets `status`."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -68,30 +68,30 @@ class CallLost(Exception):
 
 
 class Link:
-    """One WebSocket. A background task sends frames in order."""
+    """One WebSocket. A background task sends the frames in order."""
 
     def __init__(self, socket: web.WebSocketResponse | aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
-        self._outbox: deque[bytes] = deque()  # at most a window per call, ended calls included
+        self._outbox: deque[bytes] = deque()  # at most one window per call, including ended calls
         self._wake = asyncio.Event()
         self.backlog = 0
-        """Bytes that are queued."""
+        """Number of queued bytes."""
 
     def send(self, packed: bytes) -> None:
-        """Queue a packed frame; it is sent while `writing` is entered."""
+        """Queue a packed frame, which is sent while `writing` is entered."""
         self._outbox.append(packed)
         self.backlog += len(packed)
         self._wake.set()
 
     async def send_now(self, frame: Frame) -> None:
-        """Send a frame at once, for the handshake. Raise LinkClosed."""
+        """Send a frame immediately, for the handshake. Raises LinkClosed."""
         try:
             await self._socket.send_bytes(encode(frame))
         except ConnectionError:
             raise LinkClosed(self._socket.close_code) from None
 
     async def receive(self, max_bytes: int = MAX_FRAME) -> Frame:
-        """Return the next frame. Raise LinkClosed, or FrameError for an invalid message."""
+        """Return the next frame. Raises LinkClosed, or FrameError for an invalid message."""
         message = await self._socket.receive()
         match message.type:
             case aiohttp.WSMsgType.BINARY:
@@ -116,7 +116,7 @@ class Link:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _write(self) -> None:
-        with contextlib.suppress(ConnectionError):  # the reader notices it too, and ends the link
+        with contextlib.suppress(ConnectionError):  # the reader notices this too, and ends the link
             while True:
                 while self._outbox:
                     packed = self._outbox.popleft()
@@ -127,10 +127,10 @@ class Link:
 
 
 class Exchange:
-    """Base of both sides: the calls, and the current link."""
+    """Base class of both sides: the calls in flight and the current link."""
 
     def __init__(self, reconnect_s: float) -> None:
-        """`reconnect_s`: without a link for this long, the calls in flight are lost."""
+        """The calls in flight fail after `reconnect_s` without a link."""
         self.channels: dict[int, Channel] = {}
         self.linked = asyncio.Event()
         self._link: Link | None = None
@@ -145,7 +145,7 @@ class Exchange:
         """Exchange frames over this link until it ends.
 
         Raises:
-            LinkClosed: it ended.
+            LinkClosed: the link ended.
             FrameError: the other side sent an invalid frame; the caller closes the link.
         """
         self.detach()
@@ -158,7 +158,7 @@ class Exchange:
             try:
                 while True:
                     frame = await link.receive()
-                    if self._link is not link:  # a newer link replaced it
+                    if self._link is not link:  # a newer link has replaced it
                         raise LinkClosed(None)
                     self._handle_frame(frame)
             finally:
@@ -178,7 +178,7 @@ class Exchange:
         self.linked.set()
 
     def detach(self) -> None:
-        """Drop the link. Calls wait for the next one, for `reconnect_s` at most."""
+        """Drop the link. Calls wait up to `reconnect_s` for the next one."""
         self._link = None
         self.linked.clear()
         if self._reconnect_timer is None:
@@ -186,7 +186,7 @@ class Exchange:
             self._reconnect_timer = loop.call_later(self._reconnect_s, self._on_reconnect_timeout)
 
     def fail_calls(self, failure: CallLost) -> None:
-        """End all calls in flight, and forget them."""
+        """Fail all calls in flight, and forget them."""
         lost = list(self.channels.values())
         self.channels.clear()
         for channel in lost:
@@ -206,7 +206,7 @@ class Exchange:
             case Open():
                 self.on_open(frame)
             case Head() | Chunk() | End() | Abort():
-                # An unknown call was given up on this side; the other side gets a Cancel or Resume.
+                # This side has given up the call; the other side gets a Cancel or Resume.
                 if (channel := self.channels.get(frame.call)) is not None:
                     channel.on_frame(frame)
             case _:
@@ -215,12 +215,12 @@ class Exchange:
     # --- what a side overrides ----------------------------------------------------------------------------
 
     def on_open(self, frame: Open) -> None:
-        """Handle a call that the other side opens, or opens again after a cut."""
+        """Handle a call that the other side opens, or reopens after a reconnect."""
         raise FrameError("an Open from the side that opens no calls")
 
     def on_cancel(self, call: int) -> None:
         raise FrameError("a Cancel from the side that opens no calls")
 
     def on_unknown_call(self, channel: Channel) -> None:
-        """Handle a call that the other side did not name on a new link."""
+        """Handle a call that the other side did not name on the new link."""
         raise NotImplementedError

@@ -1,11 +1,11 @@
-"""The messages between relay and dialer: one msgpack array in each binary WebSocket message.
+"""The messages between relay and dialer, each one msgpack array in a binary WebSocket message.
 
 A call is two streams of numbered frames: the request (`Open`, then `Chunk`s and an `End` if it has a body) and the
 response (`Head`, `Chunk`s, then `End` or `Abort`). `Ack` and `Cancel` refer to a call and have no number. A
-connection begins with `Challenge`, `Hello`, `Welcome` and one `Resume` from each side. Liveness is WebSocket's ping
-and pong.
+connection begins with `Challenge`, `Hello`, `Welcome` and one `Resume` from each side. Keepalive uses WebSocket
+pings.
 
-Any other message raises `FrameError`: neither side trusts the other to send valid frames.
+Any other message raises `FrameError`, because neither side trusts the other to send valid frames.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pydantic import Field, TypeAdapter, ValidationError
 VERSION = 1
 """Version of this protocol. Sides with different versions refuse each other."""
 MAX_CHUNK = 64 * 1024
-"""Limit of body bytes in a frame."""
+"""Maximum body bytes in a frame."""
 MAX_HEADERS = 64 * 1024
-"""Limit of header bytes in a frame."""
+"""Maximum header bytes in a frame."""
 MAX_PATH = 8 * 1024
 MAX_FRAME = 1024 * 1024
-"""Limit of bytes in a message; a `Resume` of 65,536 calls fits."""
+"""Maximum bytes in a message. A `Resume` of 65,536 calls fits."""
 MAX_CALLS = 65_536
-"""Limit of calls on one link."""
+"""Maximum number of calls on one link."""
 
 Number = Annotated[int, Field(ge=0, lt=2**53)]
 Id = Annotated[str, Field(min_length=16, max_length=64)]
@@ -62,7 +62,7 @@ class Welcome(NamedTuple):
 
 
 class Resume(NamedTuple):
-    """The calls that this side knows, each with the number of the next expected frame."""
+    """The calls that this side knows, each with the number of the next frame that it expects."""
 
     calls: Annotated[tuple[tuple[Number, Number], ...], Field(max_length=MAX_CALLS)]
 
@@ -72,7 +72,7 @@ class Open(NamedTuple):
     seq: Number
     method: Annotated[str, Field(max_length=16)]
     path: Annotated[str, Field(max_length=MAX_PATH)]
-    """As in the request line, with its query."""
+    """The path of the request line, with its query."""
     headers: Headers
     has_body: bool
 
@@ -105,7 +105,7 @@ class Abort(NamedTuple):
 
 
 class Ack(NamedTuple):
-    """All frames of the call below this number are processed, and their memory is free."""
+    """The sender has processed all frames of the call below this number; their memory can be freed."""
 
     call: Number
     consumed: Number
@@ -133,7 +133,7 @@ def encode(frame: Frame) -> bytes:
 
 
 def decode(message: bytes) -> Frame:
-    """Decode a message. Raise FrameError if it is not a valid frame."""
+    """Decode a message. Raises FrameError if it is not a valid frame."""
     try:
         fields = msgpack.unpackb(message, use_list=False)
     except (ValueError, msgpack.UnpackException) as error:

@@ -1,8 +1,8 @@
-"""Mutual authentication: a challenge and a response in each direction, over one key that is never sent.
+"""Mutual authentication by challenge and response in each direction, with one key that is never sent.
 
-The dialer proves itself first, so a stranger learns nothing from a relay, not even material for guessing the key. A
-proof covers both ids, both nonces and the side that made it, so it cannot be replayed or reflected. After the
-handshake only TLS protects the traffic.
+The dialer authenticates first, so an unauthenticated client learns nothing from a relay, not even material for
+guessing the key. A proof covers both ids, both nonces and its own side, so it cannot be replayed or reflected. After
+the handshake, only TLS protects the traffic.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from rollout_backend.relay.frames import VERSION, Challenge, Hello
 
 MIN_KEY_CHARS = 32
 TIMEOUT_S = 10.0
-"""Time limit of the whole handshake."""
+"""Time limit for the whole handshake."""
 
 
 def new_id() -> str:
-    """Return a random id for a process."""
+    """Return a random process id."""
     return secrets.token_hex(16)
 
 
@@ -31,7 +31,7 @@ def new_nonce() -> bytes:
 def prove(
     key: str, side: Literal["dialer", "relay"], relay_id: str, relay_nonce: bytes, dialer_id: str, dialer_nonce: bytes
 ) -> bytes:
-    """Return the proof that a side knows the key, for this handshake only."""
+    """Return a proof, valid for this handshake only, that a side knows the key."""
     parts = (b"rollout-relay", str(VERSION).encode(), side.encode(), relay_id.encode(), dialer_id.encode())
     digest = hmac.new(key.encode(), digestmod=hashlib.sha256)
     for part in (*parts, relay_nonce, dialer_nonce):

@@ -1,15 +1,15 @@
-"""The relay's server: agents call it like the gateway, and it forwards their calls to the dialer.
+"""The relay's server. Agents call it like the gateway, and it forwards their calls to the dialer.
 
     /v1/..., /s/SHARD/v1/...   agents; the answer is the gateway's
     /relay                     the dialer's WebSocket
     /health                    whether the process is alive, and which dialer is connected
 
-Session keys are forwarded unchecked: the relay has no secret that could verify them.
+Session keys are forwarded unchecked, because the relay has no secret to verify them with.
 
-At most one dialer is connected. Another one with the right key replaces it, because it belongs to a restarted
-trainer. The replaced dialer is refused from then on; otherwise the two would replace each other endlessly.
+At most one dialer is connected. A new dialer with the right key replaces it, because it belongs to a restarted
+trainer. The replaced one is refused afterwards; otherwise the two would replace each other endlessly.
 
-The relay's own error answers have a body that the OpenAI and Anthropic SDKs parse:
+The OpenAI and Anthropic SDKs can parse the bodies of the relay's own errors:
 
     404  the path is not allowed                  429  too many calls in flight
     413  the body is too large                    503  no dialer connected in time, or another one took over
@@ -54,16 +54,16 @@ from rollout_backend.relay.routes import METHODS, forwarded_headers, route
 
 log = logging.getLogger(__name__)
 
-_HANDSHAKES = 512  # limit of concurrent handshakes; one more ends the oldest
-_MAX_HELLO = 1024  # bytes; msgpack allocates what the nested arrays of a stranger claim, up to 1000 times their bytes
-_REMEMBERED = 64  # limit of replaced dialers
-_BACKLOG = 64 * 2**20  # bytes queued for the dialer; above it new calls get 429
-_KEEPALIVE_S = 4200.0  # longer than any load balancer's, so that none uses a closing connection
+_HANDSHAKES = 512  # limit on concurrent handshakes; a further one ends the oldest
+_MAX_HELLO = 1024  # bytes; msgpack allocates what nested arrays claim to hold, up to 1000 times their size
+_REMEMBERED = 64  # number of replaced dialers to remember
+_BACKLOG = 64 * 2**20  # bytes queued for the dialer; beyond it, new calls get 429
+_KEEPALIVE_S = 4200.0  # longer than any load balancer's, so that none reuses a connection that the relay is closing
 _SHUTDOWN_S = 5.0
 
 
 class _DialerRefused(Exception):
-    """The dialer is not admitted."""
+    """The dialer was not admitted."""
 
     def __init__(self, code: int, why: str) -> None:
         super().__init__(why)
@@ -71,7 +71,7 @@ class _DialerRefused(Exception):
 
 
 class Relay(Exchange):
-    """The server's state: the calls in flight, and the dialer."""
+    """State of the server: the calls in flight and the dialer."""
 
     def __init__(self, settings: RelaySettings, max_backlog_bytes: int = _BACKLOG) -> None:
         super().__init__(settings.reconnect_s)
@@ -80,8 +80,8 @@ class Relay(Exchange):
         self._id = handshake.new_id()
         self._numbers = itertools.count(1)
         self._in_flight = 0
-        self._handshakes: list[asyncio.Task[object]] = []  # the oldest first
-        self._dialer = ""  # the id of the dialer whose calls are in flight, connected or not
+        self._handshakes: list[asyncio.Task[object]] = []  # oldest first
+        self._dialer = ""  # id of the dialer whose calls are in flight, even while it is disconnected
         self._current: Link | None = None
         self._replaced: deque[str] = deque(maxlen=_REMEMBERED)
         self.app = web.Application(handler_args={"auto_decompress": False})  # bodies are forwarded unchanged
@@ -104,7 +104,7 @@ class Relay(Exchange):
         handshake_task = asyncio.current_task()
         assert handshake_task is not None
         if len(self._handshakes) >= _HANDSHAKES:
-            # Refusing would let strangers, who hold theirs to the timeout, lock the dialer out.
+            # Refusing them would let strangers, who hold theirs until the timeout, lock out the dialer.
             self._handshakes.pop(0).cancel()
         self._handshakes.append(handshake_task)
         try:
@@ -121,7 +121,7 @@ class Relay(Exchange):
         return socket
 
     async def _admit(self, link: Link) -> str:
-        """Perform the handshake and return the dialer's id. Raise _DialerRefused."""
+        """Perform the handshake and return the dialer's id. Raises _DialerRefused."""
         challenge = Challenge(VERSION, self._id, handshake.new_nonce())
         key = self._settings.key.get_secret_value()
         try:
@@ -205,20 +205,20 @@ class Relay(Exchange):
             failed = lost
         except TimeoutError:
             failed = CallLost(504, f"the call took longer than {settings.call_s:g} s")
-        except ConnectionError:  # the agent disconnected during the answer
+        except ConnectionError:  # the agent disconnected while it received the answer
             return answer[0]
         finally:
             self._in_flight -= 1
         if not answer:
             return _error(failed.status, str(failed))
         log.warning("an answer was cut off: %s", failed)
-        if request.transport is not None:  # without the end of a complete answer
+        if request.transport is not None:  # so that the agent does not see the end of a complete answer
             request.transport.abort() if failed.status == 504 else request.transport.close()
         return answer[0]
 
     @contextlib.asynccontextmanager
     async def _dialed(self, request: web.Request) -> AsyncIterator[Channel]:
-        """Open a call once a dialer is connected, and cancel it on exit if it is not complete."""
+        """Open a call once a dialer is connected. On exit, cancel the call unless it is complete."""
         try:
             async with asyncio.timeout(self._settings.wait_s):
                 await self.linked.wait()
@@ -245,7 +245,7 @@ def _open(request: web.Request, headers: Headers, call: int, seq: int) -> Open:
 
 
 async def _answer(request: web.Request, channel: Channel, started: list[web.StreamResponse]) -> web.StreamResponse:
-    """Stream the answer to the agent. `started` gets the answer once its first byte was sent.
+    """Stream the answer to the agent, and append it to `started` once its first byte was sent.
 
     Raises:
         CallLost: the answer is missing or incomplete.
@@ -259,7 +259,7 @@ async def _answer(request: web.Request, channel: Channel, started: list[web.Stre
     await answer.prepare(request)
     channel.mark_processed()
     while isinstance(frame := await channel.receive(), Chunk):
-        await answer.write(frame.data)  # waits for a slow agent
+        await answer.write(frame.data)  # waits while the agent reads slowly
         channel.mark_processed()
     if not isinstance(frame, End):
         raise CallLost(502, "the gateway's answer is incomplete")
@@ -309,7 +309,7 @@ def run(settings: RelaySettings, tls: ssl.SSLContext | None = None) -> None:
         ssl_context=tls,
         access_log=None,
         backlog=4096,
-        handler_cancellation=True,  # an agent that disconnects ends its call
+        handler_cancellation=True,  # an agent that disconnects cancels its call
         keepalive_timeout=_KEEPALIVE_S,
         shutdown_timeout=_SHUTDOWN_S,
         print=None,

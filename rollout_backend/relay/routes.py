@@ -1,12 +1,12 @@
-"""Which paths, methods and headers are forwarded. Pure.
+"""Decide which paths, methods and headers are forwarded. Pure.
 
-The relay checks first, and the dialer, which does not trust the relay, checks again.
+The relay checks first. The dialer does not trust the relay and checks again.
 
     /v1, /v1/...       to the gateway; clients probe /v1 itself
     /k/KEY/v1/...      to the gateway, which takes the session key from it
     /s/SHARD/...       to one of several gateway processes, without /s/SHARD
 
-No other path is forwarded, in particular not /control. An ambiguous path (dots, escapes, doubled slashes) is refused.
+No other path is forwarded, in particular not /control. Ambiguous paths (dots, escapes, doubled slashes) are refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PATH = re.compile(
     r"(?:/s/([A-Za-z0-9_-]{1,64}))?((?:/k/[A-Za-z0-9._-]+)?/v1(?:/(?:[A-Za-z0-9._~:@-]|%2[Ff])+)*/?)"
     r"(?:\?[\x21-\x7e]*)?"
 )
-_SLASH = re.compile("/|%2[Ff]")  # the second is in the names of models
+_SLASH = re.compile("/|%2[Ff]")  # model names contain the second one
 _NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _VALUE = re.compile(r"[\t\x20-\x7e]*")
 _HOP_BY_HOP = frozenset(
@@ -33,7 +33,7 @@ _HOP_BY_HOP = frozenset(
 
 
 def route(path: str) -> tuple[str, str] | None:
-    """Return the shard (empty if the path names none) and the path there with its query; None if it is refused."""
+    """Return the shard (empty if the path names none) and the rest with its query; None if it is refused."""
     match = _PATH.fullmatch(path)
     if match is None or any(set(part) <= {"."} for part in _SLASH.split(match[2].removesuffix("/"))[1:]):
         return None
@@ -44,7 +44,7 @@ def forwarded_headers(headers: Iterable[tuple[str, str]]) -> Headers:
     """Return the end-to-end headers.
 
     Raises:
-        ValueError: they exceed the size limit of a frame, or are not printable ASCII.
+        ValueError: the headers exceed the size limit of a frame, or are not printable ASCII.
     """
     pairs = list(headers)
     named = {name.strip().lower() for key, value in pairs if key.lower() == "connection" for name in value.split(",")}
