@@ -6,8 +6,6 @@
 Invariant: an artifact is copied when it is added, so later changes of a file do not change it.
 """
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Run blocking work in a thread that does not delay the end of the process, unlike `asyncio.to_thread`."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

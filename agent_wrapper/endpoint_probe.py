@@ -3,8 +3,6 @@
 An agent that cannot reach it would retry its first model call for minutes, usually until its deadline.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import ssl

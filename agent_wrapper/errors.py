@@ -1,7 +1,5 @@
 """What an agent may raise on purpose, and what the wrapper raises at its author."""
 
-from __future__ import annotations
-
 
 class AgentFailure(Exception):
     """Raised by an agent that failed and knows it: the rollout ends as agent_error.

@@ -4,8 +4,6 @@ A heartbeat is an empty POST with the session key. A failed heartbeat never fail
 the backend tolerates several missing ones.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import ssl

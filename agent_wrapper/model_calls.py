@@ -14,8 +14,6 @@ Invariants:
   belongs to the only rollout of this process; if there are several, it fails.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

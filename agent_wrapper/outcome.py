@@ -20,8 +20,6 @@ If an agent catches such an error and returns a reward, the gateway's count of u
 same count makes a failed command, or one without a reward, `model_unavailable`.
 """
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace

@@ -5,8 +5,6 @@ of them would draw the same numbers. The kernel's generator may be part of the s
 added.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

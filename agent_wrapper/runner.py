@@ -7,8 +7,6 @@ Invariants:
 - each call settles exactly once, as `Returned` or `Raised`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import contextvars

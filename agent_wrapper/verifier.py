@@ -11,8 +11,6 @@ Invariants:
 - Nothing of the workspace is imported: run it with Python's option -I.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Announcements of written results."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Self

@@ -8,8 +8,6 @@ Invariants:
 - Refused input raises `ContractError`.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any, cast
 

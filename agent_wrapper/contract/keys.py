@@ -13,8 +13,6 @@
 `prefix` is empty or ends in a slash. The policies in `infra/template.yaml` are written for these keys.
 """
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The request in an invoke's payload."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from typing import Literal

@@ -1,7 +1,5 @@
 """The ids of a rollout's OpenTelemetry trace, which follow from the rollout's ids: no request carries them."""
 
-from __future__ import annotations
-
 import hashlib
 
 

@@ -1,7 +1,5 @@
 """The order that a verifier's container gets from the training side, and the files that come with it."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from agent_wrapper.contract.objects import Artifact, ContractObject

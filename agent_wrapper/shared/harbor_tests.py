@@ -6,8 +6,6 @@ Invariants:
 - The reward is what the tests wrote to their reward file. Without one there is no reward.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

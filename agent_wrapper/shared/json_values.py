@@ -4,8 +4,6 @@ Python's json module writes and reads more than JSON: NaN, half of a surrogate p
 other side refuse those, and a value that was accepted here would be lost there.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import numbers

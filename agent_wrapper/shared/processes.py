@@ -1,7 +1,5 @@
 """A process of an agent: the home it gets, and how it ended."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A session key is in the URLs of model calls with `gateway.key_in_path`, and a pr
 clients write complete URLs into their logs, if the agent enables them, and into the messages of their exceptions.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import traceback

@@ -1,7 +1,5 @@
 """The trajectory of a session, fetched from the gateway once the agent is done."""
 
-from __future__ import annotations
-
 from agent_wrapper.contract import ContractError, ModelEndpoint, Trajectory
 
 _CONNECT_TIMEOUT_S = 5.0

@@ -11,8 +11,6 @@ and 3.13.4 (CVE-2025-4517), negative sizes make it loop (CVE-2025-8194), and its
 (CVE-2024-6232).
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import tarfile

@@ -1,7 +1,5 @@
 """Which calls AWS has allowed and refused: evidence of permissions, for a check before a run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """The errors of AWS calls: what each says about the call, and what the user can do about it."""
 
-from __future__ import annotations
-
 import aiohttp
 from botocore.exceptions import (
     BotoCoreError,

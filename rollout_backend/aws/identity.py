@@ -1,7 +1,5 @@
 """Whose credentials this process has, and whether the caller's policies allow the calls of a run."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ Invariants:
   aiobotocore. Otherwise a call is sent once, and its errors are botocore's or aiohttp's.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """Sign requests by botocore's signature version 4, at a quarter of its CPU time."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import hmac

@@ -4,8 +4,6 @@ Exit codes: 0, success; 1, the run failed; 2, the input is invalid and nothing w
 nothing to train on, or with too few completed rollouts; 130, interrupted, and everything that was started is stopped.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from importlib.metadata import version

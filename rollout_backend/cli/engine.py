@@ -1,7 +1,5 @@
 """`rollout engine`: the engine for machines without a GPU."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 import typer

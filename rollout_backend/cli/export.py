@@ -1,7 +1,5 @@
 """`rollout export`: a run as tables for pandas, polars and DuckDB, or as logs of Inspect."""
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 from collections.abc import Mapping

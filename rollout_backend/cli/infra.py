@@ -1,7 +1,5 @@
 """`rollout infra`: the files that describe the infrastructure of runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`rollout init`: a new agent, from a template."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 from pathlib import Path

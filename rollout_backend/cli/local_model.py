@@ -1,7 +1,5 @@
 """The model and the settings of commands that run an agent on this machine."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """`rollout ls`: the runs in a folder."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`rollout report`: a run as one HTML file. `rollout compare`: how two runs differ."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`rollout rescore`: rewards of a run's stored rollouts, computed again."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,7 +1,5 @@
 """`rollout serve`: a checkpoint behind the gateway of its training."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import time

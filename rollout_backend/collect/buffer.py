@@ -11,8 +11,6 @@ Invariants:
 Steps `attach` and `detach`; the receivers run as long as the run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import logging

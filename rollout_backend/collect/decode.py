@@ -7,8 +7,6 @@ Invariants:
   checks its session, see `ResultSink.session_id`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable

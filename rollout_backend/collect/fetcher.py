@@ -9,8 +9,6 @@ Invariants:
   rollout's only key permanently, so the rollout ends as `invalid_result` and is replaced.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import defaultdict

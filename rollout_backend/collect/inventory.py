@@ -1,7 +1,5 @@
 """Lists a step's results in S3, independently of announcements."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from agent_wrapper.contract import ContractError, ResultName, parse_result_key, step_prefix

@@ -5,8 +5,6 @@ token of its lease on the run (see `run_lease`). So neither a delayed write of t
 lost the run can replace a newer state.
 """
 
-from __future__ import annotations
-
 from pydantic_core import from_json
 
 from agent_wrapper.contract import ContractError, manifest_key

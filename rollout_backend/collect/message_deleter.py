@@ -4,8 +4,6 @@ A message that is not deleted, because SQS failed or this process was killed, is
 duplicate.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ Invariants of the agent's, all checked by S3:
 - It expires with the attempt's session key.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

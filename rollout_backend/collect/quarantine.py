@@ -1,7 +1,5 @@
 """Records unusable objects and messages of a run in S3, each with the reason."""
 
-from __future__ import annotations
-
 import logging
 
 from agent_wrapper.contract import ContractError

@@ -8,8 +8,6 @@ exist, even if its settings would create them with other attributes. If SQS stil
 deleted less than a minute ago, creation waits.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import hashlib

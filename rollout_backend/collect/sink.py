@@ -1,7 +1,5 @@
 """The interface of a step towards the buffer that collects its results."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from agent_wrapper.contract import ContractError, Rollout

@@ -3,8 +3,6 @@
 Each call may also raise CredentialsExpired.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """Read the configuration from YAML, the environment and overrides."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping

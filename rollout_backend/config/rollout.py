@@ -1,7 +1,5 @@
 """The root of the configuration tree."""
 
-from __future__ import annotations
-
 import difflib
 import secrets
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ A token's label is its weight version: `3` for version 3 of the model's weights,
 `math`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

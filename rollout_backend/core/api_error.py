@@ -1,7 +1,5 @@
 """Errors that an agent's call may receive. Each dialect formats them for its API."""
 
-from __future__ import annotations
-
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",

@@ -1,7 +1,5 @@
 """The result of one check before a run starts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal

@@ -3,8 +3,6 @@
 Invariant: an image's bytes are part of the request. Nothing here opens a path or a URL.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io

@@ -7,8 +7,6 @@ Invariants, checked by `reconcile`:
 - each opened session is closed, or listed as one that could not be closed.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field

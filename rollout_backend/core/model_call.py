@@ -3,8 +3,6 @@
 Invariant: a conversation gives the same messages in every dialect, so a session may mix dialects between its turns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -3,8 +3,6 @@
 `docs/troubleshooting.md` has a section for each reason; a test compares them.
 """
 
-from __future__ import annotations
-
 SCORER_FAILED = "scorer_failed"  # why a result whose reward could not be computed is lost
 ARTIFACT_LOST = "artifact_lost"  # why a result without the artifacts that it lists is lost
 

@@ -4,8 +4,6 @@ A row is the ids of one token: `topk` for each layer, of a byte each, or of two 
 An engine has the row of a token once it has processed it, so a sequence of n tokens whose last was sampled has n - 1.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -12,8 +12,6 @@ Invariants:
 A seal's key is derived from the run's seal secret. Its claims are readable but cannot be altered.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 from collections.abc import Callable, Iterable, Mapping

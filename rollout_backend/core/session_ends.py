@@ -11,8 +11,6 @@ Invariants:
 - Time in which the gateway did not answer does not count: it may be restarting, or this machine may have slept.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ Keys and the secret never go into a log or a message. `serving.run_secret` issue
 checks them.
 """
 
-from __future__ import annotations
-
 import hashlib
 from typing import Literal
 

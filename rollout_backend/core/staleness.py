@@ -11,8 +11,6 @@ Invariants:
   trained: back to the checkpoint, and forward again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise

@@ -7,8 +7,6 @@ in the same way. `harbor:FOLDER` in place of a file is a folder of Harbor tasks;
 those that cannot run.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

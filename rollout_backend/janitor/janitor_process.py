@@ -3,8 +3,6 @@
 Invariant: the run never waits for its janitor, and continues without it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

@@ -15,8 +15,6 @@ of the data plane fails with that error until {"code": null}; with "after": true
 `GET /_local/ends?after=N` lists the sessions that ended without a stop, after the first N. AWS has no such calls.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

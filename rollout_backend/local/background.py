@@ -9,8 +9,6 @@ Invariants:
 - After `stop_background_cloud` no process and no file of the cloud is left.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

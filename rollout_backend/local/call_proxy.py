@@ -1,7 +1,5 @@
 """A proxy between an agent and the gateway, which reports each model call when it starts and when it has ended."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 

@@ -7,8 +7,6 @@ Invariants:
 - Other users of the machine reach its ports, but requests need its key, which is random (see `local_keys`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -6,8 +6,6 @@ Invariants:
 - A zip is unpacked once, into a folder that is named after its digest.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import io

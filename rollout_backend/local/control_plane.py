@@ -11,8 +11,6 @@ Invariants:
 - A named endpoint serves the version to which it was set, and no other. A runtime that has one cannot be deleted.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """What the proxies of the local cloud share: the server, the HTTP client, and who signed a call."""
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple, Self
 

@@ -7,8 +7,6 @@ It takes half of the CPU time of `python -m moto.server`, which lists its own fo
 connection and a thread for it.
 """
 
-from __future__ import annotations
-
 import io
 import sys
 from collections.abc import Callable

@@ -5,8 +5,6 @@ Prompts and answers are token ids of a real tokenizer. The choice of tokens is s
 each is `LOGPROB`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import functools

@@ -1,7 +1,5 @@
 """A script for `ScriptedEngine` that answers sums, some of them wrong, so that rewards differ within a group."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

@@ -8,8 +8,6 @@ Invariants:
 - A process that has left the pool gets SIGTERM, and SIGKILL after `grace_s`, with all its children.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import signal

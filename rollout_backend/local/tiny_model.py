@@ -3,8 +3,6 @@
 Its text is random, but a smoke run shows whether the trained model is the served model.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

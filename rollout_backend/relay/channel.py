@@ -8,8 +8,6 @@ Invariants:
   of order or beyond the window is a `FrameError`, because neither side trusts the other's window.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The relay's command line: `rollout relay`, or `python -m rollout_backend.relay` in the relay's image."""
 
-from __future__ import annotations
-
 import logging
 import os
 import ssl

@@ -9,8 +9,6 @@ It trusts the relay only with the traffic itself. The dialer checks which calls 
 compromised relay cannot reach a control path or another server.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random

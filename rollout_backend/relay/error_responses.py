@@ -3,8 +3,6 @@
 These SDKs retry 429 and 5xx and respect Retry-After.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 

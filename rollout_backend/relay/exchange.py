@@ -7,8 +7,6 @@ missing.
 The loop that reads a link never waits for a call, so a blocked call does not delay the others.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

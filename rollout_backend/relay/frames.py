@@ -8,8 +8,6 @@ pings.
 Any other message raises `FrameError`, because neither side trusts the other to send valid frames.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, NamedTuple
 
 import msgpack

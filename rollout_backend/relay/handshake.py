@@ -5,8 +5,6 @@ guessing the key. A proof covers both ids, both nonces and its own side, so it c
 the handshake, only TLS protects the traffic.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import secrets

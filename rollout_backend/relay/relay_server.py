@@ -16,8 +16,6 @@ The OpenAI and Anthropic SDKs can parse the bodies of the relay's own errors:
     431  headers too large or unprintable         504  the dialer did not reconnect, or the call took too long
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

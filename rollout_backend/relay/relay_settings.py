@@ -1,7 +1,5 @@
 """Settings of the relay and the dialer. They need no yaml, because the relay's image installs few packages."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr

@@ -9,8 +9,6 @@ The relay checks first. The dialer does not trust the relay and checks again.
 No other path is forwarded, in particular not /control. Ambiguous paths (dots, escapes, doubled slashes) are refused.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

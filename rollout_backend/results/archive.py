@@ -21,8 +21,6 @@ Invariants:
   caller writes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import json

@@ -3,8 +3,6 @@
 Invariant: rewards are compared on the tasks that both runs have, so that easier tasks do not look like a better run.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass

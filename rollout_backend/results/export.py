@@ -6,8 +6,6 @@ Invariants:
 - The files of an earlier export are replaced when all new ones are complete. A failed export leaves no file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """What to look at in a step: whether there is something to train on, and what cost it time or data. Pure."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

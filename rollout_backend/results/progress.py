@@ -3,8 +3,6 @@
 Invariant: `StepTotals.update` reads each result and each settled rollout once: its cost does not grow with the step.
 """
 
-from __future__ import annotations
-
 import time
 from bisect import insort
 from collections.abc import Callable, Collection, Sequence

@@ -1,7 +1,5 @@
 """The record of one planned rollout: how it ended, why, and where to look."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Self

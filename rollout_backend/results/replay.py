@@ -4,8 +4,6 @@ Invariant: a row is rebuilt only from a result that satisfies the contract, is t
 has its seal if the run requires seals.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence

@@ -10,8 +10,6 @@ Invariants:
 - Only completed rollouts are scored. One that cannot be scored has an error and no reward.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy

@@ -3,8 +3,6 @@
 Invariant: ids follow from the rollout and the span's name, so a rollout that is reported again replaces its spans.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

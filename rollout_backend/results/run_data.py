@@ -1,7 +1,5 @@
 """Reads a run's folder, for reports and tables, and lists runs by their folders."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence

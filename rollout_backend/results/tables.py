@@ -7,8 +7,6 @@ Invariants:
 - A column that changes its meaning or its type, or goes away, raises `TABLES_VERSION`. A new column does not.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Run a command as a scorer: one rollout as JSON on its stdin, and the reward in the last line of its stdout."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

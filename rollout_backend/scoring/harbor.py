@@ -6,8 +6,6 @@ Invariants:
   process's environment. They end with the call, and with this process.
 """
 
-from __future__ import annotations
-
 import base64
 import os
 import re

@@ -7,8 +7,6 @@ Invariants:
 - The private part leaves this machine only as a digest, in the name of a key that agents cannot read.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -3,8 +3,6 @@
 Invariant: a score is a finite number that the scorer returned, or there is none.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib

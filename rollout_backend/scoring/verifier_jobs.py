@@ -13,8 +13,6 @@ Invariants:
   they hold no slot of an agent, because agents that wait for slots would delay every score.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -11,8 +11,6 @@ Invariants:
 - The process and its children end with the trainer: they are one process group, killed when stdin is closed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

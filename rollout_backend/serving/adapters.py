@@ -11,8 +11,6 @@ Invariants:
 - The newest version of each loaded adapter stays on disk, because a restarted engine loads it again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -3,8 +3,6 @@
 An `Engine` is not restartable: its factory makes a new one. `rollout_backend.config.serving` lists the kinds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod

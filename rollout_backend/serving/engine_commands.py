@@ -9,8 +9,6 @@ Invariants:
   `--api-key` does not guard them.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping

@@ -9,8 +9,6 @@ Invariants:
 - Once `load_adapter` has returned, no engine samples with the adapter's version before.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping

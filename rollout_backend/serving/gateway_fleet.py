@@ -12,8 +12,6 @@ Invariants:
 - No process that the fleet started outlives `stop`, even if `start` fails.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import secrets

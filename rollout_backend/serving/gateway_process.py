@@ -3,8 +3,6 @@
 `gateway_fleet` runs several of them, here or on the machines of a Ray cluster.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import re

@@ -6,8 +6,6 @@ Invariants:
   last, under a file lock, and an incomplete folder is replaced.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

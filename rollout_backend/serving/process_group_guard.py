@@ -5,8 +5,6 @@ it has just started has not asked the kernel yet to end with it; and a server ma
 outside the group and without a parent, so no other process's end affects it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

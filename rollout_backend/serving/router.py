@@ -8,8 +8,6 @@ Invariants:
 - After `add` returned, the engine gets requests.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import math

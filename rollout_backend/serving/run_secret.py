@@ -9,8 +9,6 @@ Invariants:
 - The secret never leaves the training side's machines, and is not in the run's folder, which can be shared.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 import secrets

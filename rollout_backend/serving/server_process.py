@@ -5,8 +5,6 @@ If this process is killed, the kernel sends the child SIGTERM, and its `process_
 The child's output goes to a log file. Every error message names that file.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

@@ -7,8 +7,6 @@ Invariants:
 - Supervision ends with an exhausted budget, with a bug, or with a cancellation, which always ends it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from abc import ABC, abstractmethod

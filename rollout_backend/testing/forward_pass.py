@@ -5,8 +5,6 @@ which needs no other module of this package: `forward_pass.py MODEL` reads {"seq
 on stdin and writes the logprobs for each adapter on stdout, both as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -12,8 +12,6 @@ Each test starts the service, opens a runtime and closes both, in a separate eve
 sessions at once, and wait until the service itself counts what they expect.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """The geometry of a step's pictures: SVG paths and labels. The templates hold the markup."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Chooses the rollouts whose conversations a report holds, and turns them into plain values for its viewer."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

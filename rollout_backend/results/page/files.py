@@ -1,7 +1,5 @@
 """Writes the report of a run into its folder."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

@@ -7,8 +7,6 @@ Invariants:
   site could point its name at 127.0.0.1 and read conversations (DNS rebinding).
 """
 
-from __future__ import annotations
-
 import asyncio
 import html
 import logging

@@ -1,7 +1,5 @@
 """The page of one step: everything that its template shows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any

@@ -1,7 +1,5 @@
 """The text of each sampled token, from the model's tokenizer.json."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page over all steps of a run: everything that its template shows."""
 
-from __future__ import annotations
-
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Prints how two runs, or two versions of a run's rewards, differ in a terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

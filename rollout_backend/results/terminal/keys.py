@@ -6,8 +6,6 @@ Invariants:
 - The terminal gets its mode back when the reading ends, and by `restore_terminals` before an exit without clean-up.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

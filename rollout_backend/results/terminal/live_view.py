@@ -6,8 +6,6 @@ Invariants:
 - the rules for warnings are those of the verdict.
 """
 
-from __future__ import annotations
-
 import textwrap
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence

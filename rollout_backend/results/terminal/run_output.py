@@ -3,8 +3,6 @@
 Invariant: a console that cannot be written ends the output, never the run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

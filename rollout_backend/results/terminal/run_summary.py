@@ -1,7 +1,5 @@
 """The end of a run in at most twelve lines."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Shows a run, or a step of it, in a terminal or as JSON: its numbers, what to look at first, and where next."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Shows one model call in a terminal or as JSON: messages in and out, tokens, log probabilities, time and weights."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence

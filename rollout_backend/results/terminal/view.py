@@ -1,7 +1,5 @@
 """Prints a step's report, the rollouts of a task, a single rollout and its record in a terminal."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Container, Mapping, Sequence
