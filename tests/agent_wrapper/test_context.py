@@ -6,8 +6,8 @@ import openai
 import pytest
 
 from agent_wrapper import RolloutContext
-from agent_wrapper.contract import ModelEndpoint, ResultTarget, RolloutRequest, Sampling
 from agent_wrapper.contract.trace import trace_ids
+from protocol_requests import make_request
 
 
 def test_in_deployment_the_environment_decides():
@@ -19,20 +19,8 @@ def test_in_deployment_the_environment_decides():
 
 
 def test_in_training_the_context_names_the_rollouts_trace():
-    request = RolloutRequest(
-        run_id="run",
-        step=3,
-        task_id="task",
-        rollout_id="task.0",
-        attempt=1,
-        session_id="s",
-        endpoint=ModelEndpoint(base_url="http://m/v1", api_key="k", name="m", trajectory_url="http://m/v1/t"),
-        sampling=Sampling(),
-        deadline=10.0,
-        result=ResultTarget(bucket="rollouts"),
-    )
-    context = RolloutContext.from_request(request, {})
-    ids = trace_ids("run", 3, "task.0")
+    context = RolloutContext.from_request(make_request(), {})
+    ids = trace_ids("r", 3, "t.0")
     assert context.traceparent == context.environ()["TRACEPARENT"] == "00-{:032x}-{:016x}-01".format(*ids)
     assert RolloutContext.from_environment({}, {}).traceparent is None
 

@@ -13,25 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_wrapper import AgentFailure, CommandError
-from agent_wrapper.contract import ModelEndpoint, Outcome, ResultTarget, Rollout, RolloutRequest, Sampling, Trajectory
+from agent_wrapper.contract import Outcome, Rollout, Trajectory
 from agent_wrapper.outcome import Unscored, build_rollout, classify, failed
 from agent_wrapper.runner import Raised, Returned
 from agent_wrapper.shared.trajectory import TrajectoryTooLarge, TrajectoryUnavailable
+from protocol_requests import make_request
 from rollouts import make_rollout, make_segment
 
 URL = "http://gateway:80/v1"
-REQUEST = RolloutRequest(
-    run_id="run",
-    step=0,
-    task_id="task",
-    rollout_id="task.0",
-    attempt=1,
-    session_id="s",
-    endpoint=ModelEndpoint(base_url=URL, api_key="k", name="m", trajectory_url=f"{URL}/rollout/trajectory"),
-    sampling=Sampling(),
-    deadline=10.0,
-    result=ResultTarget(bucket="rollouts"),
-)
+REQUEST = make_request()
 NOTHING = Trajectory(model="m", segments=())
 SAMPLED = Trajectory(model="m", segments=(make_segment(),))
 
@@ -286,8 +276,6 @@ def test_neither_failures_nor_extras_contain_the_session_key():
 
 # --- agents that called no model here ---------------------------------------------------------------------
 
-MESSAGES = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
-
 
 def test_an_agent_may_leave_its_reward_to_a_scorer():
     rollout = rollout_of(Unscored({"result": "4"}), SAMPLED)
@@ -310,29 +298,20 @@ def test_an_unscored_rollout_without_what_a_scorer_needs_cannot_be_scored(values
     assert (rollout.failure.reason, rollout.can_be_scored) == (reason, False)
 
 
-@pytest.mark.parametrize("returned", [{}, {"messages": MESSAGES}])
-def test_a_reward_for_which_nothing_was_sampled_is_the_agents_error(returned):
-    rollout = rollout_of({"reward": 1, **returned})
-    assert ended(rollout) == (Outcome.AGENT_ERROR, None, "no_model_call")
-    assert "call the model at the context's base_url" in rollout.failure.message
-    assert rollout.segments == ()
-
-
-def test_a_trajectory_that_is_too_large_is_not_fetched_again():
-    rollout = rollout_of(1.0, TrajectoryTooLarge("it has 300 segments"))
-    assert ended(rollout) == (Outcome.AGENT_ERROR, None, "trajectory_too_large")
-
-
 @pytest.mark.parametrize(
-    ("trajectory", "reason"),
+    ("trajectory", "outcome", "reason"),
     [
-        (TrajectoryUnavailable("no answer"), "trajectory_unavailable"),
-        (NOTHING.model_copy(update={"unanswered_calls": 1}), "model_unavailable"),
+        (NOTHING, Outcome.AGENT_ERROR, "no_model_call"),
+        (TrajectoryTooLarge("it has 300 segments"), Outcome.AGENT_ERROR, "trajectory_too_large"),
+        (TrajectoryUnavailable("no answer"), Outcome.INFRA_ERROR, "trajectory_unavailable"),
+        (NOTHING.model_copy(update={"unanswered_calls": 1}), Outcome.INFRA_ERROR, "model_unavailable"),
     ],
 )
-def test_messages_replace_neither_a_missing_trajectory_nor_unanswered_calls(trajectory, reason):
-    rollout = rollout_of({"reward": 1, "messages": MESSAGES}, trajectory)
-    assert ended(rollout) == (Outcome.INFRA_ERROR, None, reason)
+def test_a_reward_without_the_tokens_that_earned_it_is_dropped(trajectory, outcome, reason):
+    rollout = rollout_of({"reward": 1, "messages": [{"role": "assistant", "content": "4"}]}, trajectory)
+    assert ended(rollout) == (outcome, None, reason)
+    assert rollout.segments == ()
+    assert reason != "no_model_call" or "call the model at the context's base_url" in rollout.failure.message
 
 
 def test_rewards_of_turns_are_stored_and_counted():

@@ -5,6 +5,7 @@ import os
 
 from anyio.from_thread import start_blocking_portal
 
+from builders import refused
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import AwsConfig, StorageConfig
 from rollout_backend.local.cloud import LocalRuntime
@@ -12,14 +13,6 @@ from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.run_lease import LeaseHolder, RunLease
 
 ARN = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/no_such-0123456789"
-
-
-def refused(outcome: tuple[int, str], *parts: str) -> None:
-    code, output = outcome
-    assert code == 2
-    for part in parts:
-        assert part in output
-    assert "starting" not in output
 
 
 def test_a_broken_task_file_is_named_by_its_line(rollout, settings, tasks):

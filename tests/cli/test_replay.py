@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agent_wrapper.contract import Rollout
+from builders import refused
 from rollout_backend import cli
 from rollout_backend.config import RolloutConfig, load_config
 from rollout_backend.core.tasks import Task
@@ -127,8 +128,6 @@ def test_unusable_input_is_refused(rollout, live, tmp_path):
         ((folder, "--out", tmp_path / "rows.npz"), "must be a .parquet file"),
         ((tmp_path,), "has no records"),
     ):
-        code, output = rollout("replay", *arguments)
-        assert (code, message in output) == (2, True), output
+        refused(rollout("replay", *arguments), message)
     (folder / "steps" / "00000000.json").unlink()
-    code, output = rollout("replay", folder)
-    assert (code, "has no report, because it was interrupted or failed" in output) == (2, True)
+    refused(rollout("replay", folder), "has no report, because it was interrupted or failed")

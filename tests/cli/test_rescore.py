@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agent_wrapper.contract import Outcome, Rollout
+from builders import refused
 from rollout_backend import cli
 from rollout_backend.core.tasks import Task
 from rollout_backend.results.archive import RunArchive
@@ -102,8 +103,7 @@ def test_new_rewards_are_written_beside_the_old_ones(rollout, here):
     expected = {"step": 0, "rollout_id": "t0.0", "task_id": "t0", "old": 0.0, "new": 1.0, "error": ""}
     assert rows["00000000.jsonl"][0] == expected
 
-    code, output = rollout("rescore", "a", "--scorer", "scorer.py:score", "--name", "v2")
-    assert (code, "no version replaces another one" in output) == (2, True)
+    refused(rollout("rescore", "a", "--scorer", "scorer.py:score", "--name", "v2"), "no version replaces another one")
     assert content(run) == after
 
 
@@ -158,16 +158,13 @@ def test_unusable_input_is_refused(rollout, here):
         ("scorer.py:none", "has no function 'none'"),
         ("scorer.py:narrow", "must accept one argument, a ScoreInput"),
     ):
-        code, output = rollout("rescore", "a", "--scorer", scorer)
-        assert (code, message in output) == (2, True), output
+        refused(rollout("rescore", "a", "--scorer", scorer), message)
     for run, name, message in (
         ("none", "x", "there is no run 'none'"),
         ("failed", "x", "has no completed rollout to score"),
         ("a", "../x", "--name '../x' must be"),
     ):
-        code, output = rollout("rescore", run, "--scorer", "scorer.py:score", "--name", name)
-        assert (code, message in output) == (2, True), output
+        refused(rollout("rescore", run, "--scorer", "scorer.py:score", "--name", name), message)
     (here / "runs" / "a" / "steps" / "00000000.tasks.jsonl").unlink()
-    code, output = rollout("rescore", "a", "--scorer", "scorer.py:score")
-    assert (code, "does not have task 't'" in output) == (2, True)
+    refused(rollout("rescore", "a", "--scorer", "scorer.py:score"), "does not have task 't'")
     assert not (here / "runs" / "a" / "rescored").exists()

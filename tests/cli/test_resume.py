@@ -14,7 +14,7 @@ import yaml
 from itsdangerous.encoding import base64_decode
 
 from agent_wrapper.contract import Rollout
-from builders import run_config, until
+from builders import refused, run_config, until
 from rollout_backend.core.tasks import Task
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.results.archive import RunArchive
@@ -129,8 +129,7 @@ def started(here: Path, run_id: str, by: StartedBy, **sections) -> Path:
 )
 def test_a_run_that_something_else_started_is_not_resumed(rollout, here, by, words):
     started(here, "other", by)
-    code, output = rollout("run", "--resume", "other")
-    assert (code, words in output) == (2, True), output
+    refused(rollout("run", "--resume", "other"), words)
 
 
 def test_a_run_that_cannot_be_resumed_is_refused(rollout, settings, tasks, here):
@@ -143,8 +142,7 @@ def test_a_run_that_cannot_be_resumed_is_refused(rollout, settings, tasks, here)
         (["--resume", "empty", "--tasks", tasks], "leave out CONFIG, --tasks, --limit, --stack and --local"),
         ([settings()], "name the settings or --stack, and --tasks, or a run to --resume"),
     ):
-        code, output = rollout("run", *arguments)
-        assert (code, words in output) == (2, True), output
+        refused(rollout("run", *arguments), words)
 
 
 def test_secrets_are_not_kept_and_must_be_set_again_to_resume(rollout, here, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agent_wrapper.contract import Outcome
+from builders import refused
 from made_runs import MadeRun, make_run
 from rollout_backend.cli import app
 from rollout_backend.core.tasks import Task
@@ -21,8 +22,7 @@ from rollout_backend.results.archive import RunArchive
 def test_the_id_that_a_wrong_one_means_is_suggested(rollout, here, wanted, nearest):
     run = make_run(here / "runs" / "r", MadeRun(tasks=4, group=2))
     for options in ((), ("--step", 0)):
-        code, output = rollout("show", wanted, *options)
-        assert (code, f"did you mean {nearest}? Or name another run" in output) == (2, True), output
+        refused(rollout("show", wanted, *options), f"did you mean {nearest}? Or name another run")
     for options in (("zzz",), (wanted, "--step", 5)):
         code, output = rollout("show", *options, "--run", run)
         assert (code, "did you mean" in output) == (2, False), output
@@ -80,8 +80,7 @@ def test_a_step_of_a_run(rollout, runs):
     assert re.search(r" - \d+ of 12 rollouts completed", output)  # what is no problem has no exclamation mark
     [found] = as_objects(rollout("show", "--step", 1, "--json"))
     assert (found["run_id"], found["step"], len(found["tasks"])) == ("two", 1, 4)
-    code, output = rollout("show", "--step", 7)
-    assert (code, "step 7 of runs/two has no records: it has those of steps 0 to 2" in output) == (2, True), output
+    refused(rollout("show", "--step", 7), "step 7 of runs/two has no records: it has those of steps 0 to 2")
 
 
 def test_a_task_has_a_line_for_each_rollout(rollout, runs):
@@ -95,8 +94,9 @@ def test_a_task_has_a_line_for_each_rollout(rollout, runs):
         (step, "buy-3-pear", 3) for step in range(3)
     ]
     assert found[0]["mean_reward"] is not None
-    code, output = rollout("show", "buy-3-pear", "--turn", 1)
-    assert (code, "buy-3-pear is a task: name one of buy-3-pear.0, buy-3-pear.1" in output) == (2, True), output
+    refused(
+        rollout("show", "buy-3-pear", "--turn", 1), "buy-3-pear is a task: name one of buy-3-pear.0, buy-3-pear.1"
+    )
 
 
 def test_a_turn_has_messages_tokens_and_log_probabilities(rollout, runs):
@@ -129,8 +129,7 @@ def test_a_turn_has_messages_tokens_and_log_probabilities(rollout, runs):
     ],
 )
 def test_a_turn_that_is_not_there(rollout, runs, options, words):
-    code, output = rollout("show", *options)
-    assert (code, words in output) == (2, True), output
+    refused(rollout("show", *options), words)
 
 
 def test_a_rollout_without_a_result_has_no_turns(rollout, runs):
@@ -139,19 +138,20 @@ def test_a_rollout_without_a_result_has_no_turns(rollout, runs):
         for record in RunArchive(runs / "one").read_records(0)
         if record.outcome is Outcome.INFRA_ERROR
     )
-    code, output = rollout("show", lost, "--run", "one", "--turn", 0)
-    assert code == 2
-    assert f"no result was stored: rollout show {lost} --run runs/one says why" in output
+    refused(
+        rollout("show", lost, "--run", "one", "--turn", 0),
+        f"no result was stored: rollout show {lost} --run runs/one says why",
+    )
 
 
 def test_the_beginning_of_an_id_is_enough(rollout, runs):
     assert rollout("show", "buy-3-pl")[1] == rollout("show", "buy-3-plum")[1]
     assert rollout("show", "on")[1] == rollout("show", "one")[1]
-    code, output = rollout("show", "buy-3")
-    assert code == 2
-    assert "several ids begin with 'buy-3': name one of them buy-3-melon buy-3-pear buy-3-plum buy-3-kiwi" in output
-    code, output = rollout("show", "buy-3-plum.")
-    assert "buy-3-plum.0 buy-3-plum.1 buy-3-plum.2" in output
+    refused(
+        rollout("show", "buy-3"),
+        "several ids begin with 'buy-3': name one of them buy-3-melon buy-3-pear buy-3-plum buy-3-kiwi",
+    )
+    assert "buy-3-plum.0 buy-3-plum.1 buy-3-plum.2" in rollout("show", "buy-3-plum.")[1]
 
 
 def test_a_step_that_was_killed_has_tasks_and_results_only(rollout, runs):
@@ -189,6 +189,4 @@ def test_a_damaged_record_is_named(rollout, here):
     folder = here / "runs" / "a" / "steps"
     folder.mkdir(parents=True)
     (folder / "00000000.rollouts.jsonl").write_text('{"rollout_id": "task-00000.0"}\n')
-    code, output = rollout("show", "task-00000.0")
-    assert code == 2
-    assert "a record in runs/a/steps cannot be read" in output
+    refused(rollout("show", "task-00000.0"), "a record in runs/a/steps cannot be read")

@@ -1,13 +1,11 @@
 """Check that the documentation names things that exist: commands, options, settings, reasons, paths, links."""
 
-import importlib.util
 import json
 import re
 import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import typer
@@ -17,6 +15,7 @@ from jsonschema import Draft202012Validator
 import agent_wrapper
 import rollout_backend
 from agent_wrapper.contract import Announcement, Rollout, RolloutRequest, Trajectory, result_key
+from builders import load_module
 from rollout_backend import errors
 from rollout_backend.cli import app
 from rollout_backend.config import load_config
@@ -175,19 +174,9 @@ def test_every_reason_is_explained() -> None:
     assert reasons - set(re.findall(r"^### `([a-z_]+)`$", page, flags=re.M)) == set()
 
 
-def generator(name: str) -> ModuleType:
-    """Import one of the scripts in docs/ that generate a page."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_generated_pages_are_up_to_date() -> None:
     for name in ("settings", "cli", "calls", "clients", "api", "contract_schema"):
-        module = generator(f"make_{name}")
+        module = load_module(ROOT / "docs" / f"make_{name}.py")
         assert module.PAGE.read_text() == module.page(), f"run `python docs/make_{name}.py`"
 
 

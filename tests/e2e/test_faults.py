@@ -6,7 +6,6 @@ the rows must equal those of an undisturbed run, or be missing with a reason.
 """
 
 import asyncio
-import importlib.util
 import json
 import os
 import random
@@ -29,7 +28,7 @@ import yaml
 from aiohttp import web
 
 from agent_wrapper.contract import PUT_HEADERS, Outcome
-from builders import eventually, served
+from builders import eventually, load_module, served
 from rollout_backend import aws
 from rollout_backend.collect.presign import Presigner
 from rollout_backend.config import AwsConfig, StorageConfig, load_config
@@ -103,12 +102,7 @@ class Model:
         self._asked = 0
         self._free = sys.maxsize
         self._let_go = threading.Event()
-        spec = importlib.util.spec_from_file_location("kill_trainer", ROOT / "benchmarks" / "kill_trainer.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        self._answer: Callable[[str], str] = module.answer
+        self._answer: Callable[[str], str] = load_module(ROOT / "benchmarks" / "kill_trainer.py").answer
 
     def __call__(self, prompt: str) -> str:
         self._asked += 1

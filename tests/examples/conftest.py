@@ -1,9 +1,10 @@
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from builders import load_module
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -16,13 +17,4 @@ def examples() -> Path:
 @pytest.fixture(scope="session")
 def load() -> Callable[[str], ModuleType]:
     """Import one file of the examples. Several of them share a name."""
-
-    def load(path: str) -> ModuleType:
-        spec = importlib.util.spec_from_file_location(path.replace("/", "_").removesuffix(".py"), EXAMPLES / path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    return load
+    return lambda path: load_module(EXAMPLES / path)

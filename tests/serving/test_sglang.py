@@ -78,11 +78,14 @@ def test_adapters_have_room_for_the_requests_without_one():
     assert "enable-lora" not in flags(sglang_command(MODEL, ServingConfig(python=PYTHON), NODE, inherited={})[0])
 
 
-def test_model_code_is_trusted_only_if_configured():
-    serving = ServingConfig(python=PYTHON)
-    assert "trust-remote-code" not in flags(sglang_command(MODEL, serving, NODE, inherited={})[0])
-    trusted = MODEL.model_copy(update={"trust_remote_code": True})
-    assert "trust-remote-code" in flags(sglang_command(trusted, serving, NODE, inherited={})[0])
+@pytest.mark.parametrize(
+    ("setting", "flag"),
+    [("trust_remote_code", "trust-remote-code"), ("routed_experts", "enable-return-routed-experts")],
+)
+def test_an_option_of_the_model_is_given_only_if_it_is_set(setting, flag):
+    models = (MODEL, MODEL.model_copy(update={setting: True}))
+    given = [sglang_command(model, ServingConfig(python=PYTHON), NODE, inherited={})[0] for model in models]
+    assert [flag in flags(argv) for argv in given] == [False, True]
 
 
 def test_cache_size_applies_to_gpu_and_cpu():
@@ -141,13 +144,6 @@ def test_sglang_accepts_the_command_line(device):
         *(tensor, device, first_gpu, 4096, "openai", 4096, 64, "warning", "qwen"),
         *(2, 1, attention, experts, 2, 1, "10.0.0.1:5000"),
     ]
-
-
-def test_routed_experts_are_recorded_only_if_configured():
-    serving = ServingConfig(python=PYTHON)
-    assert "enable-return-routed-experts" not in flags(sglang_command(MODEL, serving, NODE, inherited={})[0])
-    recording = MODEL.model_copy(update={"routed_experts": True})
-    assert "enable-return-routed-experts" in flags(sglang_command(recording, serving, NODE, inherited={})[0])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib.util
 import inspect
 import json
 import socket
@@ -9,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -29,6 +31,25 @@ def run_config(**sections: Any) -> RolloutConfig:
         "runtime": {"kind": "http", "url": "http://127.0.0.1:9"},
     }
     return RolloutConfig.parse({**base, **sections})
+
+
+def load_module(path: Path) -> ModuleType:
+    """Import a file that belongs to no package."""
+    spec = importlib.util.spec_from_file_location("_".join(path.with_suffix("").parts[-2:]), path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def refused(outcome: tuple[int, str], *parts: str) -> None:
+    """Check that a command, by its exit code and output, was refused with these words before it started anything."""
+    code, output = outcome
+    assert code == 2, output
+    for part in parts:
+        assert part in output
+    assert "starting" not in output
 
 
 def skip(seconds: float) -> None:

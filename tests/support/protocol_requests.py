@@ -1,4 +1,4 @@
-"""Requests of agents that speak another protocol."""
+"""A request for a rollout, as the backend sends it to an agent."""
 
 from typing import Any
 
