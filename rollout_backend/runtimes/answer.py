@@ -3,7 +3,7 @@
 Invariants:
 
 - at most `MAX_BYTES` are read, even if the container sends more;
-- a response that may be truncated raises, so that its outcome is unknown instead of misread.
+- a response that may be truncated raises an error, so that its outcome counts as unknown instead of being misread.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import aiohttp
 
 from rollout_backend import aws
 
-MAX_BYTES = 64 * 1024  # the wrapper answers with some tens
+MAX_BYTES = 64 * 1024  # the wrapper's answers have some tens of bytes
 
 
 async def read_answer(reply: aiohttp.ClientResponse) -> bytes:
-    """Return the first `MAX_BYTES` of the answer's body.
+    """Return the first `MAX_BYTES` of the response's body.
 
     Raises:
-        aiohttp.ClientError: the connection broke in the middle of it.
-        ConnectionError: nothing says how long it is, and it is not a whole JSON value.
+        aiohttp.ClientError: the connection was lost in the middle of the body.
+        ConnectionError: the body has no declared length and is not a complete JSON value.
     """
     body = await aws.read_up_to(reply, MAX_BYTES)
     framed = "Content-Length" in reply.headers or reply.headers.get("Transfer-Encoding", "").lower() == "chunked"

@@ -1,9 +1,9 @@
-"""The interface of an agent runtime.
+"""Define the interface of an agent runtime.
 
 Invariants:
 
 - Implementations never retry `invoke` and `stop`: the dispatcher's rate limiter must see every call, and only the
-  dispatcher decides about another attempt in a new session.
+  dispatcher decides whether to try again in a new session.
 - Every error of `invoke` and `stop` is a `RuntimeCallError`, whose class says what the caller may do about it.
 """
 
@@ -46,28 +46,28 @@ class SessionCalls(Protocol):
 
 @dataclass(frozen=True)
 class CleanupSpec:
-    """How the janitor of a killed run stops sessions, in another process and without an event loop."""
+    """How the janitor of a killed run stops its sessions, from another process and without an event loop."""
 
     stopper: str
     """Import path of a function that takes `options` and returns a function `stop(session_id) -> bool`, which returns
-    False if the session did not exist and raises if it could not be stopped. It is called from several threads."""
+    False if the session did not exist and raises if it could not be stopped. Several threads call it."""
     options: Mapping[str, Any]
     """JSON values."""
     remover: str | None = None
-    """Import path of a function that takes `options`, the run's id and a function that returns False once the run was
-    started again, and removes what else the run has left."""
+    """Import path of a function that removes everything else that the run left behind. It takes `options`, the run's
+    id, and a function that returns False once the run was restarted."""
 
 
 class AgentRuntime(ABC):
-    """An open runtime. `open` creates it, `aclose` releases its connections."""
+    """An open runtime. `open` creates it; `aclose` releases its connections."""
 
     @classmethod
     @abstractmethod
     async def open(cls, config: Any, on_status: Callable[[str], object] = lambda text: None) -> Self:
-        """Open the runtime of these settings, and create or update it first if they ask for that.
+        """Open the runtime that these settings describe. Create or update it first if they say so.
 
-        `config` is of the `RuntimeConfig` subclass whose `implementation` names this class. `on_status` receives a
-        line about each action that takes time.
+        `config` is an instance of the `RuntimeConfig` subclass whose `implementation` names this class. `on_status`
+        receives a line about each slow action.
 
         Raises:
             PreflightError: the runtime could not be created or updated.
@@ -75,53 +75,52 @@ class AgentRuntime(ABC):
 
     @classmethod
     async def preview(cls, config: Any) -> str | None:
-        """Describe what `open` would create or change, without doing it. None if it opens an existing runtime as it
-        is.
+        """Describe what `open` would create or change, without doing it. None if it would change nothing.
 
         Raises:
-            PreflightError: `open` would fail, as far as can be seen.
+            PreflightError: `open` would fail, as far as can be determined.
         """
         return None
 
     @classmethod
     def permissions(cls, config: Any) -> Sequence[Permission]:
-        """Return the permissions in AWS that a run with these settings needs for its runtime."""
+        """Return the AWS permissions that the runtime needs in a run with these settings."""
         return ()
 
     @classmethod
     async def check_quotas(cls, limits: Any, aws_endpoint_url: str | None) -> Sequence[CheckResult]:
-        """Compare a run's limits with what the account grants. `aws_endpoint_url` is that of AWS's other services."""
+        """Compare a run's limits with the account's quotas. `aws_endpoint_url` is that of AWS's other services."""
         return ()
 
     @abstractmethod
     async def check(self, session_s: float = 0.0) -> Sequence[CheckResult] | None:
-        """Check that calls can work, and that sessions may last this many seconds. Return a line for each thing that
-        was checked; None if there is nothing to say.
+        """Check that calls can work and that sessions may last this many seconds. Return one result for each check,
+        or None if there is nothing to report.
 
         Raises:
-            PreflightError: nothing else can be checked.
+            PreflightError: no further check is possible.
         """
 
     @property
     def is_in_public_network(self) -> bool:
-        """True if agents are known to run where no private address can be reached. `check` was called before."""
+        """True if agents are known to run where they cannot reach private addresses. Call `check` first."""
         return False
 
     @abstractmethod
     def limits(self) -> RuntimeConfig:
-        """Return the settings with each unset limit adjusted to what `check` found."""
+        """Return the settings with each unset limit filled in from what `check` found."""
 
     def describe(self) -> dict[str, str]:
-        """Return what is known of the agent that runs, such as its image and version, for the run's folder."""
+        """Return what is known about the running agent, such as its image and version, for the run directory."""
         return {}
 
     def hold(self, payload: Mapping[str, Any]) -> AbstractContextManager[object]:
-        """Keep what this task's containers are started from while its rollout waits or runs."""
+        """Keep whatever this task's containers start from while its rollout waits or runs."""
         return nullcontext()
 
     async def wait_ready(self, payload: Mapping[str, Any], run_id: str) -> None:  # noqa: B027  # not abstract
         """Wait until an invoke with this task's payload can start a container. Called before a rollout takes a slot,
-        so that it delays no other task."""
+        so that it does not delay other tasks."""
 
     @abstractmethod
     async def invoke(self, session_id: str, payload: bytes) -> bytes:
@@ -132,19 +131,19 @@ class AgentRuntime(ABC):
         """Implement `SessionCalls.stop`."""
 
     async def watch_sessions(self, run_id: str, on_end: Callable[[SessionEnd], None]) -> None:
-        """Report each session of the run whose container has ended without a stop, until cancelled.
+        """Report each session of the run whose container ended without a stop, until cancelled.
 
-        Each report costs one look into S3, where the session's result may be. By default nothing is reported, and a
-        container that ends silently is noticed by its missing heartbeats.
+        Each report costs one lookup in S3, where the session's result may be. The default reports nothing; the step
+        then detects a container that ended silently by its missing heartbeats.
         """
         await asyncio.Event().wait()
 
     @abstractmethod
     def log_location(self, session_id: str | None) -> str:
-        """Describe where a person finds the logs of a session's container. None means a rollout without a session."""
+        """Describe where to find the logs of a session's container. None stands for a rollout without a session."""
 
     def cleanup_spec(self) -> CleanupSpec | None:
-        """Return how the janitor stops the sessions of a killed run. None if it cannot."""
+        """Return how the janitor stops the sessions of a killed run, or None if it cannot."""
         return None
 
     @abstractmethod
@@ -153,16 +152,16 @@ class AgentRuntime(ABC):
 
 @dataclass(frozen=True)
 class VerifierEnd:
-    """How a verifier has ended."""
+    """How a verifier ended."""
 
     succeeded: bool
-    """Its container has exited with code 0."""
+    """Whether its container exited with code 0."""
     message: str
-    """What it reported, or why it reported nothing."""
+    """What the verifier reported, or why it reported nothing."""
 
 
 class VerifierRuntime(AgentRuntime):
-    """A runtime that runs the verifier of a Harbor task, in the image of the task."""
+    """A runtime that can run the verifier of a Harbor task in the task's image."""
 
     @abstractmethod
     def limits(self) -> TaskImageConfig: ...
@@ -176,17 +175,17 @@ class VerifierRuntime(AgentRuntime):
         files: Mapping[str, bytes],
         timeout_s: float,
     ) -> VerifierEnd:
-        """Run `python -m agent_wrapper.verifier FOLDER` of /agent to its end, with `files` in FOLDER. `timeout_s`
-        limits its tests. It has a session of its own, which the caller stops.
+        """Run `python -m agent_wrapper.verifier FOLDER` from /agent to its end, with `files` in FOLDER. `timeout_s`
+        limits its tests. The verifier runs in a separate session, which the caller stops.
 
         Raises:
-            RuntimeCallError: its container has not started, or has not ended in time.
+            RuntimeCallError: the container did not start, or did not end in time.
         """
 
     @abstractmethod
     async def stop_verifiers(self, run_id: str) -> int:
-        """Stop the verifiers of a run that an earlier trainer has left running, and return how many.
+        """Stop the verifiers that an earlier trainer of this run left running, and return their number.
 
         Raises:
-            RuntimeCallError: some may still run.
+            RuntimeCallError: some may still be running.
         """

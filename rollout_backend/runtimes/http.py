@@ -1,10 +1,10 @@
-"""Any server with the agent container's contract: a Kubernetes service, a container, a process.
+"""Call any server that implements the agent container's contract: a Kubernetes service, a container, a process.
 
-A session is one invoke that carries its id in a header; `POST /stop` with the same header ends it. A server, or a
-replica, that does not have the session answers 404 with `{"error": "SessionNotFound"}`. A server that cannot stop
-sessions is refused at the start, unless the settings accept it.
+A session is one invoke with the session's id in a header; `POST /stop` with the same header ends it. A server or
+replica without that session answers 404 with `{"error": "SessionNotFound"}`. A server that cannot stop sessions is
+refused at the start, unless the settings accept it.
 
-Invariant: no redirect is followed. A payload contains a session key, which another host must not get.
+Invariant: redirects are not followed. A payload contains a session key, which must not reach another host.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 class HttpRuntime(AgentRuntime):
-    """An agent server, by its URL."""
+    """An agent server, identified by its URL."""
 
     def __init__(self, config: HttpConfig, http: aiohttp.ClientSession) -> None:
         self._config = config
@@ -55,7 +55,7 @@ class HttpRuntime(AgentRuntime):
         timeout = aiohttp.ClientTimeout(sock_connect=config.connect_timeout_s, total=config.read_timeout_s)
         # One connection per invoke: on a kept connection, an invoke may be sent just as the server closes it. Its
         # outcome is then unknown and costs another attempt, which is more than another connection.
-        # Waiting for a connection would count as a call, so there is one for each session.
+        # Waiting for a connection would count towards the call's time, so each session has one.
         connector = aiohttp.TCPConnector(limit=config.max_sessions, force_close=True)
         return cls(config, aiohttp.ClientSession(timeout=timeout, connector=connector, headers=_headers(config)))
 
@@ -78,7 +78,7 @@ class HttpRuntime(AgentRuntime):
             await self._check_stop()
 
     async def _check_stop(self) -> None:
-        """Stop a session that does not exist. The answer of an overloaded server proves nothing, so it passes."""
+        """Stop a session that does not exist. An overload error proves nothing about stops, so it passes."""
         session_id = f"preflight-{uuid4()}"
         try:
             async with self._post("/stop", session_id) as reply:
@@ -131,7 +131,7 @@ class HttpRuntime(AgentRuntime):
                 raise RuntimeConflict(text)
             case 401 | 403:
                 raise InvokeRejected(text, reason="access_denied")
-            case 408 | 502 | 503 | 504:  # from a proxy in front of the server, or from a server that is full
+            case 408 | 502 | 503 | 504:  # from a proxy in front of the server, or from an overloaded server
                 raise RuntimeUnavailable(text, refused=reply.status in (408, 503))
             case status if 300 <= status < 400:
                 raise InvokeRejected(_redirected(reply), reason="container_error")
@@ -189,7 +189,7 @@ def _is_session_not_found(body: bytes) -> bool:
 
 
 def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
-    """Return a function that stops one session, and returns False if it did not exist. See `CleanupSpec`."""
+    """Return a function that stops one session and returns False if it did not exist. See `CleanupSpec`."""
     opener = urllib.request.build_opener(_NoRedirect)
 
     def stop(session_id: str) -> bool:

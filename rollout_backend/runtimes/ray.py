@@ -1,11 +1,11 @@
-"""Agents on the machines of a Ray cluster: an actor for each session, which runs the agent's command like the runtime
-`process` does on one machine.
+"""Run agents on the machines of a Ray cluster: one actor per session, which runs the agent's command as the runtime
+`process` does on a single machine.
 
 Invariants:
 
-- A session outlives this process: its actor is detached. The next trainer of the run, or its janitor, stops it.
+- A session outlives this process, because its actor is detached. The run's next trainer or its janitor stops it.
 - A session does not outlive its actor.
-- A session that ends without a stop is reported at once, also if its machine is lost.
+- A session that ends without a stop is reported immediately, even if its machine is lost.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from rollout_backend.runtimes.process.control import KILL_S, SESSION_ID, pipe_of
 from rollout_backend.runtimes.process.runtime import ProcessRuntime
 from rollout_backend.runtimes.process.session import ProcessSession, log_of
 
-_CHECK_S = 30.0  # within which a place for the check must be free
+_CHECK_S = 30.0  # time limit for scheduling the check
 
 
 class _StartError(NamedTuple):
-    """An error of a session's start, as its actor returns it."""
+    """An error at the start of a session, as its actor returns it."""
 
     kind: str
     message: str
@@ -64,14 +64,14 @@ class _StartError(NamedTuple):
 
 
 class _SessionActor:
-    """One session, on its machine. Its methods run concurrently."""
+    """One session, on the machine that runs it. Its methods run concurrently."""
 
     def __init__(self, config: RayConfig, folder: Path, session_id: str, payload: bytes) -> None:
         self._config, self._folder, self._id, self._payload = config, folder, session_id, payload
         self._session: ProcessSession | None = None
 
     async def start(self) -> _StartError | None:
-        """Start the agent. Return why it did not start."""
+        """Start the agent. Return the error if it did not start."""
         argv = self._config.argv
         self._session = ProcessSession(
             self._config, self._folder, self._id, argv, self._payload, ends_with_starter=True
@@ -81,7 +81,7 @@ class _SessionActor:
         return None if error is None else _StartError.of(error)
 
     async def wait(self) -> tuple[bool, str, str]:
-        """Return, once the session has ended, whether it was stopped, the reason of its end, and a description."""
+        """Wait for the session's end. Return whether it was stopped, the reason, and a description."""
         session = self._session
         if session is None:
             return False, "container_lost", "it has not started"
@@ -90,7 +90,7 @@ class _SessionActor:
         return stopped, session.reason(), f"{session.describe_end()}. Log: {session.log}"
 
     async def stop(self) -> None:
-        """End the session. Return once its processes have ended."""
+        """End the session, and return once its processes have ended."""
         if self._session is not None:
             await asyncio.wait({self._session.started})
             send_stop(pipe_of(self._folder, self._id))
@@ -106,7 +106,7 @@ def _check_on_a_node(config: RayConfig, folder: Path) -> str | None:
 
 
 def _check_labels(wanted: Mapping[str, str]) -> None:
-    """Check that a machine has each label. Operators of Ray's selectors, such as `!in(a,b)`, are left to Ray."""
+    """Check that some machine has each label. Operators of Ray's selectors, such as `!in(a,b)`, are left to Ray."""
     machines = [node["Labels"] for node in ray.nodes() if node["Alive"]]
     for name, value in wanted.items():
         if "(" not in value and "!" not in value and all(labels.get(name) != value for labels in machines):
@@ -158,7 +158,7 @@ class RayRuntime(AgentRuntime):
         try:
             async with asyncio.timeout(limit_s):
                 problem = await ref
-        except TimeoutError:  # sessions of an earlier trainer may hold every place, and others' work
+        except TimeoutError:  # sessions of an earlier trainer, or other jobs, may occupy the whole cluster
             ray.cancel(ref, force=True)
             text = f"not checked: no machine of the Ray cluster had a free place within {limit_s:g} s"
             return [CheckResult("warning", "runtime", text)]
@@ -172,7 +172,7 @@ class RayRuntime(AgentRuntime):
         return None
 
     def _placement(self) -> dict[str, Any]:
-        """Return Ray's options that choose a session's machine."""
+        """Return the Ray options that select a session's machine."""
         config = self._config
         options: dict[str, Any] = {"num_cpus": config.num_cpus, "resources": dict(config.resources)}
         if config.node_labels:
@@ -208,8 +208,8 @@ class RayRuntime(AgentRuntime):
         if len(self._starts) >= self._config.max_sessions:
             raise QuotaExceeded(f"{len(self._starts)} sessions run, as many as runtime.max_sessions allows")
         start = self._starts[session_id] = asyncio.create_task(self._start(session_id, payload))
-        start.add_done_callback(lambda done: done.cancelled() or done.exception())  # it counts as seen
-        await asyncio.shield(start)  # the start of a cancelled invoke goes on, until the session is stopped
+        start.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks the exception as retrieved
+        await asyncio.shield(start)  # after a cancellation the start continues until the session is stopped
         return _status("accepted")
 
     async def _start(self, session_id: str, payload: bytes) -> None:
@@ -267,14 +267,14 @@ class RayRuntime(AgentRuntime):
     async def stop(self, session_id: str) -> None:
         limit_s = self._config.grace_s + KILL_S
         try:
-            if session_id not in self._starts:  # unknown, or of an earlier trainer
+            if session_id not in self._starts:  # unknown, or started by an earlier trainer
                 stop_other = session_stopper(self.cleanup_spec().options)
                 await asyncio.to_thread(stop_other, session_id)
                 return
             await asyncio.wait({self._starts[session_id]})
             async with asyncio.timeout(limit_s):
                 if (actor := self._actors.get(session_id)) is not None:
-                    with contextlib.suppress(RayActorError):  # it is gone
+                    with contextlib.suppress(RayActorError):  # the actor is gone
                         await actor.stop.remote()
                 if (watch := self._watches.get(session_id)) is not None:
                     await asyncio.wait({watch})
@@ -291,7 +291,7 @@ class RayRuntime(AgentRuntime):
 
     async def _watch_earlier(self, session_id: str, on_end: Callable[[SessionEnd], None]) -> None:
         """Report the end of a session that an earlier trainer started."""
-        with contextlib.suppress(ValueError):  # it has ended
+        with contextlib.suppress(ValueError):  # it has ended already
             actor = await asyncio.to_thread(ray.get_actor, session_id, self._namespace)
             stopped, reason, message = await _end_of(actor)
             if not stopped:
@@ -300,7 +300,7 @@ class RayRuntime(AgentRuntime):
             ray.kill(actor)
 
     async def aclose(self) -> None:
-        """Leave the sessions. A step has stopped its own."""
+        """Leave sessions running; each step has stopped its own."""
         tasks = [*self._starts.values(), *self._watches.values()]
         for task in tasks:
             task.cancel()
@@ -311,7 +311,7 @@ async def _end_of(actor: Any) -> tuple[bool, str, str]:
     while True:
         try:
             stopped, reason, message = await actor.wait.remote()
-        except ActorUnavailableError:  # it answers again, or is lost
+        except ActorUnavailableError:  # the actor will answer again, or is lost
             await asyncio.sleep(1)
         except RayError as error:
             return False, "container_lost", f"its machine or its Ray actor was lost: {_first_line(error)}"
@@ -320,7 +320,7 @@ async def _end_of(actor: Any) -> tuple[bool, str, str]:
 
 
 def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
-    """Return a function that stops one session, and returns False if it did not exist. See `CleanupSpec`."""
+    """Return a function that stops one session and returns False if it did not exist. See `CleanupSpec`."""
     _connect(str(options["address"]))
     limit_s = float(options["grace_s"]) + KILL_S
 

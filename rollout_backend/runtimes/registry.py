@@ -13,7 +13,7 @@ from rollout_backend.runtimes.base import AgentRuntime
 
 
 def runtime_class(config: RuntimeConfig) -> type[AgentRuntime]:
-    """Import the class that the settings' `implementation` names."""
+    """Import the class named by the settings' `implementation`."""
     found = import_path(config.implementation)
     assert isinstance(found, type)
     assert issubclass(found, AgentRuntime), f"{config.implementation} must be an AgentRuntime"
@@ -21,5 +21,5 @@ def runtime_class(config: RuntimeConfig) -> type[AgentRuntime]:
 
 
 async def open_runtime(config: RuntimeConfig, on_status: Callable[[str], object] = lambda text: None) -> AgentRuntime:
-    """Open the runtime of these settings; see `AgentRuntime.open`."""
+    """Open the runtime of these settings. See `AgentRuntime.open`."""
     return await runtime_class(config).open(config, on_status)

@@ -1,1 +1,1 @@
-"""AWS Bedrock AgentCore Runtime."""
+"""The runtime for AWS Bedrock AgentCore."""

@@ -1,4 +1,4 @@
-"""Stop the sessions of a killed run, from its janitor. See `CleanupSpec`."""
+"""Stop the sessions of a killed run from its janitor. See `CleanupSpec`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _CONNECTIONS = 8
 
 
 def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
-    """Return a function that stops one session, and returns False if it did not exist."""
-    listing = Lock()  # one listing for all sessions
-    make: Any = boto3.client  # its types list every service by name
+    """Return a function that stops one session and returns False if the session did not exist."""
+    listing = Lock()  # list the runtimes once for all sessions
+    make: Any = boto3.client  # the types of boto3 have one overload per service name
     agentcore = make(
         "bedrock-agentcore",
         region_name=options["region"],

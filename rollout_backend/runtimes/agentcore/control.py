@@ -1,11 +1,11 @@
-"""The control plane of AgentCore: create or update the runtime that the settings describe.
+"""Use AgentCore's control plane to create or update the runtime that the settings describe.
 
 Invariants:
 
 - within `ready_timeout_s`, `make` returns the ARN of a runtime whose endpoint serves the settings, or raises
-  PreflightError, even if several processes call it at the same time;
-- a runtime that failed earlier is retried; one that fails now is reported;
-- the only runtime that is deleted is one of this backend whose creation failed.
+  PreflightError, even if several processes call it concurrently;
+- a runtime that failed earlier is retried; a new failure is reported;
+- a runtime is deleted only if this backend created it and its creation failed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rollout_backend.runtimes.agentcore.provision import DEFINITION, TAG, Action
 
 ENDPOINT = "DEFAULT"
 _PAGE = 100
-_PAUSE_S = (0.2, 5.0)  # between two polls of a runtime in transition: first and longest
+_PAUSE_S = (0.2, 5.0)  # shortest and longest pause between two polls of a runtime in transition
 
 MADE_BY_RUN: Mapping[str, str] = {TAG: "run"}
 _ATTEMPTS = 8  # AgentCore throttles its control plane at a few calls per second
@@ -46,7 +46,7 @@ NEWER_FIELDS: Mapping[str, Any] = {
 
 @asynccontextmanager
 async def control_client(region: str, endpoint_url: str | None) -> AsyncIterator[Any]:
-    """Open a client of the control plane that knows the newer fields."""
+    """Open a control-plane client that knows the newer fields."""
     made = aws.client(
         "bedrock-agentcore-control",
         region=region,
@@ -59,14 +59,14 @@ async def control_client(region: str, endpoint_url: str | None) -> AsyncIterator
 
 
 async def list_runtimes(client: Any) -> AsyncIterator[Mapping[str, Any]]:
-    """Yield the runtimes of the account, as ListAgentRuntimes describes them."""
+    """Yield the runtimes of the account as ListAgentRuntimes returns them."""
     async for page in client.get_paginator("list_agent_runtimes").paginate(PaginationConfig={"PageSize": _PAGE}):
         for runtime in page["agentRuntimes"]:
             yield runtime
 
 
 async def find_runtime(client: Any, name: str) -> Mapping[str, Any] | None:
-    """Return what ListAgentRuntimes says of the runtime of this name; None if there is none."""
+    """Return the entry of ListAgentRuntimes with this name, or None."""
     async for runtime in list_runtimes(client):
         if runtime["agentRuntimeName"] == name:
             return runtime
@@ -77,7 +77,7 @@ async def make_runtime(config: AgentCoreConfig, on_status: Callable[[str], objec
     """Create or update the runtime for `runtime.image` if needed, and return its ARN.
 
     Raises:
-        PreflightError: what to change.
+        PreflightError: the runtime cannot be made; the message says what to change.
     """
     async with control_client(config.region, config.endpoint_url) as client:
         maker = RuntimeMaker(RuntimeSpec.of(config), client, config.ready_timeout_s, on_status=on_status)
@@ -91,22 +91,22 @@ async def preview_runtime(config: AgentCoreConfig) -> str:
 
 
 class QuotaOfRuntimes(PreflightError):
-    """The account has as many runtimes as it may have."""
+    """The account has reached its quota of runtimes."""
 
 
 class RuntimeDelayed(PreflightError):
-    """The runtime is not ready yet. A later call may find it ready."""
+    """The runtime is not ready yet. A later call may succeed."""
 
 
 class ReadyRuntime(NamedTuple):
-    """A runtime whose endpoint DEFAULT serves the wanted settings, and the version that has them."""
+    """A runtime whose endpoint DEFAULT serves the wanted settings, and the version that it serves."""
 
     arn: str
     version: int
 
 
 class RuntimeMaker:
-    """Creates one runtime, with `tags`. `on_status` receives a line for each change."""
+    """Creates one runtime with `tags`. `on_status` receives a line for each change."""
 
     def __init__(
         self,
@@ -118,22 +118,22 @@ class RuntimeMaker:
         on_status: Callable[[str], object] = lambda text: None,
         find_id: Callable[[str], Awaitable[str | None]] | None = None,
     ) -> None:
-        """`find_id` returns the id of the runtime with a name; by default each call lists all runtimes."""
+        """`find_id` returns the id of the runtime with a given name; the default lists all runtimes on each call."""
         self._wanted = wanted
         self._client = client
         self._ready_timeout_s = ready_timeout_s
         self._tags = tags
         self._on_status = on_status
         self._find_id = find_id
-        self._id: str | None = None  # of the runtime of that name, once it is known
-        self._version = 0  # what we made: an older one that still shows is not the answer yet
+        self._id: str | None = None  # id of the runtime with that name, once it is known
+        self._version = 0  # the version we made: GetAgentRuntime may still return an older one
         self._asked: list[Action] = []
 
     async def preview(self) -> str:
-        """Describe what `make` would do. Changes nothing.
+        """Describe what `make` would do, without changing anything.
 
         Raises:
-            PreflightError: `make` would raise it.
+            PreflightError: `make` would raise this error.
         """
         described = await self._find()
         found = plan(self._wanted, described)
@@ -170,7 +170,7 @@ class RuntimeMaker:
     # --- towards what is wanted ---------------------------------------------------------------------------
 
     async def _settle(self) -> Mapping[str, Any]:
-        """Poll the runtime and change it until it matches the settings."""
+        """Poll the runtime, and change it until it matches the settings."""
         waited = False
         for pause in pauses():
             described = await self._find()
@@ -203,12 +203,12 @@ class RuntimeMaker:
                     if await self._act(action, found, described):
                         self._asked.append(action)
                         continue
-                    waited = True  # another process changes the runtime at the same time; its result will do
+                    waited = True  # another process is changing the runtime; its result is good enough
             await asyncio.sleep(pause)
         raise AssertionError("unreachable")
 
     def _is_stale(self, described: Mapping[str, Any]) -> bool:
-        """Return whether the description predates our last change."""
+        """Return whether the description is older than our last change."""
         being_deleted = self._asked[-1:] == [Action.REPLACE] and described["status"] == "CREATE_FAILED"
         return being_deleted or int(described["agentRuntimeVersion"]) < self._version
 
@@ -243,7 +243,7 @@ class RuntimeMaker:
     # --- what is there ------------------------------------------------------------------------------------
 
     async def _find(self) -> Mapping[str, Any] | None:
-        """Describe the runtime of that name; None if there is none."""
+        """Describe the runtime with that name; None if it does not exist."""
         if self._id is None:
             self._id = await self._id_by_name()
         if self._id is None:
@@ -252,8 +252,8 @@ class RuntimeMaker:
             with self._explained("GetAgentRuntime"):
                 described: dict[str, Any] = await self._client.get_agent_runtime(agentRuntimeId=self._id)
         except self._client.exceptions.ResourceNotFoundException:
-            if self._asked[-1:] != [Action.CREATE]:  # a runtime that was just created is not found at first
-                self._id, self._version = None, 0  # deleted meanwhile
+            if self._asked[-1:] != [Action.CREATE]:  # a new runtime is not found at first
+                self._id, self._version = None, 0  # deleted in the meantime
             return None
         return described
 
@@ -326,12 +326,12 @@ class RuntimeMaker:
 
 
 async def wait_served(client: Any, runtime_id: str, version: int) -> None:
-    """Wait until the endpoint DEFAULT serves that version or a newer one. Raises PreflightError if it failed."""
+    """Wait until the endpoint DEFAULT serves this version or a newer one. Raises PreflightError on failure."""
     for pause in pauses():
         try:
             endpoint = await client.get_agent_runtime_endpoint(agentRuntimeId=runtime_id, endpointName=ENDPOINT)
         except client.exceptions.ResourceNotFoundException:
-            endpoint = {"status": "CREATING"}  # it is created shortly after the runtime
+            endpoint = {"status": "CREATING"}  # AgentCore creates the endpoint shortly after the runtime
         if endpoint["status"] == "READY" and int(endpoint.get("liveVersion", 0)) >= version:
             return
         if endpoint["status"].endswith("_FAILED"):
@@ -341,6 +341,6 @@ async def wait_served(client: Any, runtime_id: str, version: int) -> None:
 
 
 def pauses() -> Iterator[float]:
-    """Yield the seconds between two polls of a runtime in transition, without an end."""
+    """Yield the seconds to wait between polls of a runtime in transition, indefinitely."""
     first, longest = _PAUSE_S
     return (min(longest, first * 1.5**i) for i in itertools.count())

@@ -1,9 +1,9 @@
-"""Named endpoints of a runtime: each serves the version to which it was pinned, and later deployments leave it alone.
+"""Pin named endpoints of a runtime to a version, which later deployments leave alone.
 
 Invariants:
 
 - `pin_endpoint` returns once the endpoint serves the version, or raises PreflightError;
-- an endpoint that serves the version already is not changed.
+- an endpoint that already serves the version is not changed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ async def pin_endpoint(
     """Create or update the endpoint `name`, and wait until it serves the runtime's version.
 
     Raises:
-        PreflightError: AgentCore refuses the endpoint, or it did not serve the version in time.
+        PreflightError: AgentCore refused the endpoint, or it did not serve the version in time.
     """
     pinning = _Pinning(client, runtime, name, on_status)
     try:
@@ -83,7 +83,7 @@ class _Pinning:
         return described
 
     async def _ask(self, endpoint: Mapping[str, Any] | None) -> bool:
-        """Request the version. Return False if the runtime or the endpoint is being changed."""
+        """Request the version. Return False if the runtime or the endpoint is in transition."""
         what = {**self._place, "agentRuntimeVersion": self._version}
         try:
             if endpoint is None:

@@ -1,4 +1,4 @@
-"""The permissions that a run on AgentCore needs. Pure."""
+"""List the permissions that a run on AgentCore needs. Pure."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _SERVICE = "bedrock-agentcore"
 
 
 def needed_permissions(config: AgentCoreConfig) -> Sequence[Permission]:
-    """Return the permissions of the calls to the runtime that these settings name or describe."""
+    """Return the permissions for all calls to the runtime that these settings name or describe."""
     arn = config.arn or _arn_to_be(config)
     endpoint = f"{arn}/runtime-endpoint/{config.qualifier}"
-    own = config.image is not None  # then the runtime is described before it is changed
+    own = config.image is not None  # with an image, the runtime is described before it is changed
     found = [
         Permission(f"{_SERVICE}:InvokeAgentRuntime", (arn, endpoint)),
         Permission(f"{_SERVICE}:StopRuntimeSession", (arn, endpoint)),
@@ -38,6 +38,6 @@ def needed_permissions(config: AgentCoreConfig) -> Sequence[Permission]:
 
 
 def _arn_to_be(config: AgentCoreConfig) -> str:
-    """Return the ARN of the runtime that is created from an image, with an id that is not known yet."""
+    """Return the ARN of the runtime that will be created from an image, with a placeholder for its unknown id."""
     _, partition, _, _, account, _ = str(config.role).split(":", 5)
     return f"arn:{partition}:{_SERVICE}:{config.region}:{account}:runtime/{config.runtime_name}-0000000000"

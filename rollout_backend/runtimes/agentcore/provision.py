@@ -3,9 +3,9 @@
 Invariants:
 
 - a runtime that matches the settings is not changed;
-- a runtime that this backend did not create is never changed: the backend's runtimes have MARK as description;
+- a runtime that this backend did not create is never changed (MARK in the description identifies the backend's own);
 - a runtime in transition is not changed;
-- an update keeps what the settings do not describe, and never moves a runtime to another platform.
+- an update keeps all fields that the settings do not cover, and never moves a runtime to another platform.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ DEFINITION = (
     "filesystemConfigurations",
     "allowedPorts",
 )
-"""The fields that CreateAgentRuntime and UpdateAgentRuntime share."""
-_KEPT = ("platformVersion", *DEFINITION[-4:])  # which no setting describes, or one only at the creation
+"""Fields that CreateAgentRuntime and UpdateAgentRuntime share."""
+_KEPT = ("platformVersion", *DEFINITION[-4:])  # fields that no setting covers, or only at creation
 _PLATFORM = "V1"  # the service's default
-TAG = "rollout-backend"  # the tag of what this backend creates; its value says for what
+TAG = "rollout-backend"  # tag of everything that this backend creates; its value says what for
 
 
 class Action(Enum):
-    """What a runtime needs.
+    """The change that a runtime needs.
 
-    READY: nothing. REPLACE: delete it, because it never worked, and create it again. WAIT: poll again later. LEAVE:
-    it differs from the settings, and this backend did not create it.
+    READY: none. REPLACE: delete it, because it never worked, and create it again. WAIT: poll again later. LEAVE:
+    none, because this backend did not create it, although it differs from the settings.
     """
 
     READY = "ready"
@@ -59,17 +59,17 @@ class Action(Enum):
 @dataclass(frozen=True)
 class Plan:
     action: Action
-    differs: tuple[str, ...] = ()  # the names of the settings that differ
+    differs: tuple[str, ...] = ()  # names of the settings that differ
 
 
 @dataclass(frozen=True)
 class CodeArtifact:
-    """A zip in S3 with an agent's code and its packages, which AgentCore runs without a container image."""
+    """A zip in S3 with an agent's code and packages, which AgentCore runs without a container image."""
 
     bucket: str
     key: str
     python: str
-    """Python's version, as in `3.12`."""
+    """Python version, such as `3.12`."""
     entry_point: tuple[str, ...] = ("agent.py",)
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class CodeArtifact:
 
 @dataclass(frozen=True)
 class RuntimeSpec:
-    """The properties of a runtime that is created from an image, or from code."""
+    """Properties of a runtime that is created from an image or from code."""
 
     name: str
     image: str | CodeArtifact
@@ -103,7 +103,7 @@ class RuntimeSpec:
     idle_timeout_s: int
     max_lifetime_s: int
     platform_version: str | None = None
-    """None: the one that it has, or else the service's default."""
+    """None keeps the runtime's current version, or uses the service's default."""
     warmup_path: str | None = None
     min_memory_mib: int | None = None
     capacity_provider: str | None = None
@@ -129,7 +129,7 @@ class RuntimeSpec:
 
     @classmethod
     def read(cls, described: Mapping[str, Any]) -> Self:
-        """Parse GetAgentRuntime's response. A missing field is empty, so it differs from the settings."""
+        """Parse GetAgentRuntime's response. A missing field becomes empty, so it differs from the settings."""
         network = described.get("networkConfiguration", {}).get("networkModeConfig") or {}
         lifetimes = described.get("lifecycleConfiguration") or {}
         artifact = described.get("agentRuntimeArtifact", {})
@@ -153,7 +153,7 @@ class RuntimeSpec:
         )
 
     def definition(self) -> dict[str, Any]:
-        """Return the arguments of CreateAgentRuntime, except name and tags."""
+        """Return the arguments of CreateAgentRuntime, without name and tags."""
         network: dict[str, Any] = {"networkMode": "PUBLIC"}
         if self.subnets:
             own = {"subnets": sorted(self.subnets), "securityGroups": sorted(self.security_groups)}
@@ -187,13 +187,13 @@ class RuntimeSpec:
         }
 
     def update_of(self, described: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of UpdateAgentRuntime. They are complete, because it replaces the whole definition."""
+        """Return the arguments of UpdateAgentRuntime, all of them, because it replaces the whole definition."""
         kept = {name: described[name] for name in _KEPT if name in described}
         return {**self.definition(), **kept, "metadataConfiguration": {"requireMMDSV2": True}}
 
 
 def plan(wanted: RuntimeSpec, described: Mapping[str, Any] | None) -> Plan:
-    """Decide what to do. `described` is GetAgentRuntime's response, or None if there is no runtime of that name."""
+    """Decide what to do. `described` is GetAgentRuntime's response, or None if no runtime has that name."""
     if described is None:
         return Plan(Action.CREATE)
     status, ours = described["status"], described.get("description") == MARK
@@ -216,7 +216,7 @@ def _differences(wanted: RuntimeSpec, described: Mapping[str, Any]) -> tuple[str
     protocol = described.get("protocolConfiguration") or {}
     if protocol.get("serverProtocol", "HTTP") != "HTTP":
         differs.append("protocol")
-    # AgentCore refuses to invoke a runtime that does not require it.
+    # AgentCore refuses to invoke a runtime that does not require MMDSv2.
     if not (described.get("metadataConfiguration") or {}).get("requireMMDSV2", False):
         differs.append("requireMMDSV2")
     return tuple(differs)

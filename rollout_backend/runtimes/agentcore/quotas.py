@@ -1,7 +1,7 @@
-"""Compare a run's limits with the account's quotas of AgentCore, which Service Quotas lists.
+"""Compare a run's limits with the account's AgentCore quotas, as listed by Service Quotas.
 
-The numbers are AWS's defaults of November 2026. Accounts may have others: a setting always takes precedence, and the
-dispatcher slows down if the runtime grants less.
+The numbers are AWS's defaults of November 2026. If an account has other quotas, settings take precedence, and the
+dispatcher slows down when the runtime throttles it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from rollout_backend.config import AgentCoreConfig
 from rollout_backend.config.runtimes import LARGE_REGIONS, SMALL_REGION_SESSIONS
 from rollout_backend.core.check_result import CheckResult
 
-ACTIVE_SESSIONS, NEW_PER_S = "L-3E5722B2", "L-8EE2AEA2"  # the codes of Service Quotas
-OLDER_CONTAINERS_PER_MINUTE = "L-0B3AF7ED"  # until August 2026; NEW_PER_S was then of agents without a container
+ACTIVE_SESSIONS, NEW_PER_S = "L-3E5722B2", "L-8EE2AEA2"  # quota codes of Service Quotas
+OLDER_CONTAINERS_PER_MINUTE = "L-0B3AF7ED"  # until August 2026, when NEW_PER_S was for agents without a container
 _SETTING, _NAME = "runtime.max_sessions", "runtime-quotas"
 
 
 async def account_quotas(region: str, endpoint_url: str | None) -> Mapping[str, float]:
-    """Return the account's quotas of AgentCore, by their codes. Raises one of `aws.CALL_ERRORS`."""
+    """Return the account's AgentCore quotas by quota code. Raises one of `aws.CALL_ERRORS`."""
     async with aws.client("service-quotas", region=region, endpoint_url=endpoint_url, retries=1) as client:
         pages = client.get_paginator("list_service_quotas").paginate(ServiceCode="bedrock-agentcore")
         return {quota["QuotaCode"]: quota["Value"] async for page in pages for quota in page["Quotas"]}
@@ -58,7 +58,7 @@ def describe_quotas(limits: AgentCoreConfig, quotas: Mapping[str, float]) -> Che
 
 
 def describe_unknown_quotas(limits: AgentCoreConfig, why: str) -> CheckResult:
-    """Say which quotas are assumed. Pure."""
+    """Describe which quotas are assumed. Pure."""
     sessions = AgentCoreConfig.model_fields["max_sessions"].default
     if limits.region not in LARGE_REGIONS:
         sessions = SMALL_REGION_SESSIONS

@@ -1,4 +1,4 @@
-"""The data plane of AgentCore: invoke and stop, and the meaning of their errors."""
+"""Invoke and stop sessions with AgentCore's data plane, and classify its errors."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from rollout_backend.runtimes.base import AgentRuntime, CleanupSpec
 # "Runtime initialization time exceeded. Please make sure that initialization completes in 120s.": a slow image pull,
 # or a host under load. Any other 424 is an error of the container, which a retry does not change.
 _START_TIMEOUT = "initialization time exceeded"
-_POLL_S = 1.0  # of the local emulator for sessions that ended
+_POLL_S = 1.0  # interval of polling the local emulator for ended sessions
 
 
 class AgentCoreRuntime(AgentRuntime):
-    """An agent runtime, by its ARN."""
+    """An agent runtime, identified by its ARN."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class AgentCoreRuntime(AgentRuntime):
         self._images = ImageRuntimes(config, control, on_status) if config.image is not None else None
         self._control = control
         self._stack = stack
-        self.described: Mapping[str, Any] = {}  # GetAgentRuntime's answer; empty until `check` got one
+        self.described: Mapping[str, Any] = {}  # GetAgentRuntime's response; empty until `check` received one
 
     @classmethod
     async def open(cls, config: AgentCoreConfig, on_status: Callable[[str], object] = lambda text: None) -> Self:
@@ -103,8 +103,8 @@ class AgentCoreRuntime(AgentRuntime):
         return [describe_quotas(limits, quotas)]
 
     async def check(self, session_s: float = 0.0) -> Sequence[CheckResult]:
-        """Describe the runtime and its endpoint, and try a stop. Without permission to describe them, only the stop
-        is tried."""
+        """Describe the runtime and its endpoint, and try to stop a session. Without permission to describe them, only
+        try the stop."""
         runtime_id, endpoint_name = self.arn.rsplit("/", 1)[1], self._config.qualifier
         serving, endpoint = await self._describe(
             f"endpoint {endpoint_name!r} of runtime {self.arn}",
@@ -140,7 +140,7 @@ class AgentCoreRuntime(AgentRuntime):
     async def _describe(
         self, name: str, setting: str, operation: str, **arguments: str
     ) -> tuple[dict[str, Any], CheckResult]:
-        """Return the control plane's answer, which is empty if there is none, and what it says."""
+        """Return the control plane's response, or an empty one, and the result of the check."""
         try:
             described = dict(await getattr(self._control, operation)(**arguments))
         except (ClientError, BotoCoreError) as error:
@@ -179,14 +179,14 @@ class AgentCoreRuntime(AgentRuntime):
         return f"CloudWatch, /aws/bedrock-agentcore/runtimes/{runtime_id}-{self._config.qualifier}"
 
     async def watch_sessions(self, run_id: str, on_end: Callable[[SessionEnd], None]) -> None:
-        """Report the sessions that ended by themselves. Only the local emulator lists them: AWS has no such call."""
+        """Report sessions that ended without a stop. Only the local emulator lists them; AWS has no such call."""
         if self._config.session_logs is None:
             await super().watch_sessions(run_id, on_end)
         after, timeout = 0, aiohttp.ClientTimeout(total=self._config.connect_timeout_s)
         async with aiohttp.ClientSession(timeout=timeout) as http:
             while True:
                 url = f"{self._config.endpoint_url}/_local/ends?after={after}"
-                with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):  # asked again
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):  # the next poll retries
                     async with http.get(url, raise_for_status=True) as answer:
                         for end in await answer.json():
                             after = end["number"]
@@ -223,14 +223,14 @@ class AgentCoreRuntime(AgentRuntime):
             raise InvokeRejected(f"the payload requests no rollout: {error}") from error
         if not named:
             return await self._invoke(self.arn, session_id, payload)
-        may_be_open = self._images.arn_of(session_id) is not None  # after an invoke that was not answered
+        may_be_open = self._images.arn_of(session_id) is not None  # open if an invoke went unanswered
         arn = await self._images.open_session(session_id, fields, run_id)
         try:
             return await self._invoke(arn, session_id, payload)
         except RuntimeCallError as error:
             if error.never_opened and not may_be_open:
                 self._images.close_session(session_id)
-            if error.reason == "runtime_not_found":  # deleted by hand, or by a run that did not see the lease yet
+            if error.reason == "runtime_not_found":  # deleted by hand, or by a run that has not seen the lease yet
                 raise self._images.forget(arn) from error
             raise
 
@@ -261,7 +261,7 @@ class AgentCoreRuntime(AgentRuntime):
         self._images.close_session(session_id)
 
     def _calls_of(self, arn: str) -> tuple[Any, Any]:
-        """Return the calls that invoke and stop sessions of a runtime."""
+        """Return the prepared calls that invoke and stop sessions of a runtime."""
         if arn not in self._calls:
             place = {"agentRuntimeArn": arn, "qualifier": self._config.qualifier}
             content_types = {"contentType": "application/json", "accept": "application/json"}
@@ -288,7 +288,7 @@ class AgentCoreRuntime(AgentRuntime):
 
 
 def _check_definition(arn: str, described: Mapping[str, Any]) -> Iterator[CheckResult]:
-    """Yield what follows from a runtime's definition, which its caller must know."""
+    """Yield checks of a runtime's definition that its caller should know about."""
     if not described:
         for name in ("runtime-mmdsv2", "runtime-platform"):
             yield CheckResult("unchecked", "runtime.arn", "the runtime was not described", name)
@@ -346,7 +346,7 @@ def _to_call_error(error: ClientError) -> RuntimeCallError:
             return Throttled(text)
         case 402:
             return QuotaExceeded(text)
-        case 408:  # the request did not arrive as a whole
+        case 408:  # the request did not arrive completely
             return RuntimeUnavailable(text, refused=True)
         case 409:
             return RuntimeConflict(text)

@@ -1,1 +1,1 @@
-"""The Kubernetes runtime: each attempt is one Job, whose pod runs the agent's image once."""
+"""The runtime for Kubernetes. Each attempt is one Job, whose pod runs the agent's image once."""

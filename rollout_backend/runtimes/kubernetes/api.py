@@ -1,8 +1,8 @@
-"""Call the API server of a cluster: JSON requests and watches.
+"""Call the API server of a cluster, with JSON requests and watches.
 
 Invariants:
 
-- A call is sent once. Only after a 401 it is sent again, with a new token, because a refused call has no effect.
+- A call is sent once. Only a 401 is retried, with a new token, because a refused call has no effect.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollout_backend.config import KubernetesConfig
 from rollout_backend.runtimes.kubernetes.cluster import Cluster, load_cluster
 
 _MAX_RETRY_AFTER_S = 60.0
-_WATCH_S = 60  # after which the server ends a watch; a connection that died silently is noticed soon after
+_WATCH_S = 60  # seconds until the server ends a watch; a silently dropped connection is noticed soon after
 
 
 class ApiError(Exception):
@@ -34,7 +34,7 @@ class ApiError(Exception):
 
 
 class KubernetesApi:
-    """The calls to one namespace."""
+    """Calls to one namespace."""
 
     def __init__(self, cluster: Cluster, namespace: str, http: aiohttp.ClientSession) -> None:
         self.cluster = cluster
@@ -43,25 +43,24 @@ class KubernetesApi:
 
     @classmethod
     async def open(cls, config: KubernetesConfig) -> KubernetesApi:
-        """Raises PreflightError."""
+        """Open the API of the configured cluster. Raises PreflightError."""
         cluster = await asyncio.to_thread(load_cluster, config.kubeconfig, config.context)
         timeout = aiohttp.ClientTimeout(sock_connect=config.connect_timeout_s, total=config.read_timeout_s)
         connector = aiohttp.TCPConnector(limit=64, ssl=cluster.ssl or True)
         return cls(cluster, config.namespace, aiohttp.ClientSession(timeout=timeout, connector=connector))
 
     def path(self, resource: str, name: str = "") -> str:
-        """Return the path of a namespaced resource, or of one object."""
+        """Return the path of a namespaced resource, or of an object in it."""
         group = "/apis/batch/v1" if resource == "jobs" else "/api/v1"
         path = f"{group}/namespaces/{self.namespace}/{resource}"
         return f"{path}/{name}" if name else path
 
     async def call(self, method: str, path: str, body: object = None, **query: str) -> dict[str, Any]:
-        """Send a request and return the object in its answer.
+        """Send a request and return the object in the response.
 
         Raises:
-            ApiError: the server refused it.
-            NoCredentials: it was not sent.
-            aiohttp.ClientError, TimeoutError: there was no complete answer.
+            ApiError: the server refused the request.
+            NoCredentials: the request was not sent. aiohttp.ClientError, TimeoutError: no complete response arrived.
         """
         async with self._request(method, path, query, json=body) as reply:
             answer: dict[str, Any] = await reply.json(content_type=None)
@@ -69,7 +68,7 @@ class KubernetesApi:
 
     @asynccontextmanager
     async def watch(self, path: str, **query: str) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
-        """Open a watch, whose events come until the server ends it. Raises like `call`."""
+        """Open a watch, which yields events until the server ends it. Raises like `call`."""
         query |= {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(_WATCH_S)}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=_WATCH_S + 15)
         async with self._request("GET", path, query, timeout=timeout) as reply:
@@ -98,7 +97,7 @@ class KubernetesApi:
 
 
 async def _events(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    rest = b""  # aiohttp limits the lines that it reads; a pod may be longer
+    rest = b""  # aiohttp limits the length of lines that it reads; a pod may be longer
     async for chunk in reply.content.iter_any():
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
@@ -120,5 +119,5 @@ async def _error(reply: aiohttp.ClientResponse) -> ApiError:
 
 
 def _retry_after_s(value: str) -> float:
-    """Return the seconds of a Retry-After header. The API server sends a number; a proxy may send a date."""
+    """Parse a Retry-After header into seconds. The API server sends a number; a proxy may send a date."""
     return min(float(value), _MAX_RETRY_AFTER_S) if value.isdecimal() else 0.0

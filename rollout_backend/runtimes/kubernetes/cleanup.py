@@ -1,4 +1,4 @@
-"""Delete the Jobs of a killed run, from its janitor. See `CleanupSpec`."""
+"""Delete the Jobs of a killed run from its janitor. See `CleanupSpec`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BACK_OFF = wait_exponential_jitter(max=10)
 
 
 def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
-    """Return a function that deletes the Job of one session, and returns False if it did not exist."""
+    """Return a function that deletes the Job of one session and returns False if it did not exist."""
     config = KubernetesConfig.model_validate(options)
 
     async def delete(session_id: str) -> bool:

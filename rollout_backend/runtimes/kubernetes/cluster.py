@@ -2,9 +2,9 @@
 
 Invariants:
 
-- No token is used longer than it is valid: a token's file is read for each call, because the kubelet replaces it, and
-  an exec plugin runs again before its token expires.
-- An entry of a kubeconfig that is not supported is refused by name.
+- No expired token is used: token files are read for each call, because the kubelet replaces them, and an exec plugin
+  runs again before its token expires.
+- An unsupported entry of a kubeconfig is refused by name.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Credentials(Protocol):
     """How calls are authenticated."""
 
     async def token(self, refused: str | None = None) -> str | None:
-        """Return the bearer token; None if a client certificate authenticates. `refused` was answered 401.
+        """Return the bearer token; None if a client certificate authenticates. `refused` is a token that got a 401.
 
         Raises:
-            NoCredentials: there is none.
+            NoCredentials: no token is available.
         """
         ...
 
@@ -110,7 +110,7 @@ class ExecPlugin:
 
 @dataclass(frozen=True)
 class Cluster:
-    """An API server, and how to call it."""
+    """An API server and how to call it."""
 
     url: str
     ssl: ssl.SSLContext | None  # None: plain HTTP
@@ -118,10 +118,10 @@ class Cluster:
 
 
 def load_cluster(kubeconfig: Path | None, context: str | None) -> Cluster:
-    """Read a kubeconfig. By default, use this pod's service account, or else $KUBECONFIG or ~/.kube/config.
+    """Load the cluster. By default, use this pod's service account, or else $KUBECONFIG or ~/.kube/config.
 
     Raises:
-        PreflightError: there is none, or it has what is not supported.
+        PreflightError: no configuration was found, or it has an unsupported entry.
     """
     in_cluster = os.environ.get("KUBERNETES_SERVICE_HOST")
     if kubeconfig is None and context is None and in_cluster and (SERVICE_ACCOUNT / "token").exists():
@@ -181,7 +181,7 @@ def _ssl_context(cluster: Mapping[str, Any], user: Mapping[str, Any], folder: Pa
         context.verify_mode = ssl.CERT_NONE
     certificate, key = _content(user, "client-certificate", folder), _content(user, "client-key", folder)
     if certificate and key:
-        with tempfile.TemporaryDirectory() as holder:  # ssl reads certificates from files only
+        with tempfile.TemporaryDirectory() as holder:  # ssl reads certificates only from files
             path = Path(holder, "client.pem")
             path.touch(mode=0o600)
             path.write_bytes(certificate + b"\n" + key)
@@ -190,7 +190,7 @@ def _ssl_context(cluster: Mapping[str, Any], user: Mapping[str, Any], folder: Pa
 
 
 def _content(entry: Mapping[str, Any], name: str, folder: Path) -> bytes | None:
-    """Return what a kubeconfig holds as NAME-data, or in the file NAME."""
+    """Return an entry of a kubeconfig, given inline as NAME-data or in the file NAME."""
     if data := entry.get(f"{name}-data"):
         try:
             return base64.b64decode(data, validate=True)

@@ -1,10 +1,10 @@
-"""Write the objects of one attempt, and of the verifier of one result: a Job, and the Secret with its input. Pure.
+"""Build the objects of one attempt, and of the verifier of one result: a Job, and the Secret with its input. Pure.
 
 Invariants:
 
 - Everything that an attempt creates is deleted with its Job, which owns it.
-- A Job starts one pod: Kubernetes replaces no pod that failed, because another attempt has another session.
-- The payload, which holds the session's key, is in the Secret only.
+- A Job starts one pod. Kubernetes does not replace a failed pod, because a new attempt needs a new session.
+- The payload, which contains the session's key, is only in the Secret.
 - The pod of an attempt mounts its payload, the agent's files if its task has its own image, and nothing else.
 """
 
@@ -26,28 +26,28 @@ SESSION_LABEL = "rollout-backend/session"
 COMPONENT_LABEL = "app.kubernetes.io/component"
 VERIFIER_COMPONENT = "verifier"
 CONTAINER = "agent"
-MAX_PAYLOAD_BYTES = 1_048_576  # of a Secret
+MAX_PAYLOAD_BYTES = 1_048_576  # size limit of a Secret
 
 AGENT_FOLDER = "/agent"
-"""The agent's files, in its image and in each container of a task's image."""
+"""Path of the agent's files, in its own image and in every container of a task's image."""
 VERIFIER_SPARE_S = 240.0
-"""Time of a verifier's container beyond its tests: it downloads the artifacts."""
+"""Time that a verifier's container needs besides its tests: it downloads the artifacts."""
 PAYLOAD_FILE = "payload.json"
 
 _FOLDER = "/var/run/rollout"
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
-_STOP_S = 15  # the wrapper publishes within 8 s of SIGTERM
-_SPARE_S = 60.0  # by which a Job outlives the attempt's deadline
+_STOP_S = 15  # SIGTERM to SIGKILL; the wrapper publishes within 8 s of SIGTERM
+_SPARE_S = 60.0  # time for which a Job outlives the attempt's deadline
 
 
 def job_name(session_id: str) -> str:
-    """Return the name of the session's Job and of its Secret."""
+    """Return the name of a session's Job and Secret."""
     return session_id if _NAME.fullmatch(session_id) else f"rollout-{_digest(session_id)}"
 
 
 def label_value(text: str) -> str:
-    """Return a valid value of a label for a run's or a session's id."""
+    """Return a valid label value for the id of a run or session."""
     return text if _LABEL.fullmatch(text) else _digest(text)
 
 
@@ -65,7 +65,7 @@ def _metadata(component: str, run_id: str, step: int, rollout_id: str, session_i
         },
         "annotations": {
             "rollout-backend/rollout": f"{run_id}, step {step}, {rollout_id}",
-            # Autoscalers move no pod with these.
+            # Autoscalers do not move pods with these annotations.
             "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
             "karpenter.sh/do-not-disrupt": "true",
         },
@@ -75,7 +75,7 @@ def _metadata(component: str, run_id: str, step: int, rollout_id: str, session_i
 def job_manifest(
     config: KubernetesConfig, session_id: str, request: RolloutRequest, container: TaskContainer | None = None
 ) -> dict[str, Any]:
-    """Return the Job of an attempt. `container` is that of its task; None if it runs in the agent's image."""
+    """Return the Job of an attempt. `container` is the task's; None if the attempt runs in the agent's image."""
     metadata = _metadata("agent", request.run_id, request.step, request.rollout_id, session_id)
     alive_s = config.start_timeout_s + (request.remaining_s or 0) + (request.publish_grace_s or 0) + _SPARE_S
     environment = {PAYLOAD_VARIABLE: f"{_FOLDER}/{PAYLOAD_FILE}"}
@@ -85,7 +85,7 @@ def job_manifest(
 def verifier_manifest(
     config: KubernetesConfig, session_id: str, rollout: Rollout, container: TaskContainer, timeout_s: float
 ) -> dict[str, Any]:
-    """Return the Job that scores a result, in the image of its task. `timeout_s` limits its tests."""
+    """Return the Job that scores a result in the image of its task. `timeout_s` limits its tests."""
     metadata = _metadata(VERIFIER_COMPONENT, rollout.run_id, rollout.step, rollout.rollout_id, session_id)
     command = [f"{AGENT_FOLDER}/bin/python", "-I", "-m", "agent_wrapper.verifier", _FOLDER]
     alive_s = config.start_timeout_s + timeout_s + VERIFIER_SPARE_S
@@ -113,7 +113,7 @@ def _job(
         main["command"] = [*command]
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
-        "automountServiceAccountToken": False,  # agents have no business with the API server
+        "automountServiceAccountToken": False,  # agents do not need the API server
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": _STOP_S,
         "containers": [main],
@@ -153,7 +153,7 @@ def _security_context(config: KubernetesConfig) -> dict[str, Any]:
 def _run_in_task_image(
     pod: dict[str, Any], main: dict[str, Any], config: KubernetesConfig, task: TaskContainer
 ) -> None:
-    """Copy the agent's files into the pod, whose container is the task's."""
+    """Copy the agent's files into a pod that runs the task's container."""
     main["resources"] = {
         "requests": {**config.requests, **task.resources},
         "limits": {**config.limits, **task.resources},
@@ -177,7 +177,7 @@ def _run_in_task_image(
 
 
 def secret_manifest(job: Mapping[str, Any], files: Mapping[str, bytes], job_uid: str) -> dict[str, Any]:
-    """Return the Secret with the files of a Job, which owns it."""
+    """Return the Secret with a Job's files. The Job owns it."""
     metadata = job["metadata"]
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": metadata["name"], "uid": job_uid}
     return {

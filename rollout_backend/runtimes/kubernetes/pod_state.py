@@ -1,4 +1,4 @@
-"""What a pod's status says about its session. Pure."""
+"""Derive the state of a session from its pod's status. Pure."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _PULL = frozenset(
     }
 )
 _START = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError", "CrashLoopBackOff"})
-_NEVER_STARTED = frozenset({"StartError", "ContainerCannotRun"})  # of a terminated container
+_NEVER_STARTED = frozenset({"StartError", "ContainerCannotRun"})  # reasons of a terminated container that never ran
 _EVICTED = frozenset({"Evicted", "NodeLost", "NodeShutdown", "Preempting", "Shutdown", "Terminated"})
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a container does not start, or has ended."""
+    """Why a container does not start, or why it ended."""
 
-    reason: str  # in the ledger
+    reason: str  # reason in the ledger
     message: str
 
 
@@ -35,21 +35,21 @@ class PodState:
     """The state of one pod."""
 
     started: bool = False
-    """The container runs, or ran."""
+    """The container is running or has run."""
     finished: bool = False
-    """No container runs any more, and the pod's logs can be read until it is deleted."""
+    """No container is running any more. The pod's logs can be read until it is deleted."""
     problem: Problem | None = None
-    """It cannot start, has ended, or is being deleted."""
+    """Why the pod cannot start, has ended, or is being deleted."""
     waits_for: str = "its Job has no pod yet"
     """Why it has not started, if it has not."""
     schedulable: bool = True
     exit_code: int | None = None
     message: str = ""
-    """What the container wrote to its termination message."""
+    """The container's termination message."""
 
 
 def pod_state(pod: Mapping[str, Any]) -> PodState:
-    """Return the state of a pod from the object that the API server sends."""
+    """Return the state of a pod, given as the object that the API server sends."""
     status = pod.get("status", {})
     conditions = {each["type"]: each for each in status.get("conditions", ())}
     container: Mapping[str, Any] = next(iter(status.get("containerStatuses", ())), {})
@@ -114,7 +114,7 @@ def _refused_start(waiting: Mapping[str, Any]) -> Problem | None:
 
 
 def _failed_start(initial: Iterable[Mapping[str, Any]]) -> Problem | None:
-    """Return why an init container keeps the container from starting."""
+    """Return why an init container prevents the container from starting."""
     for state in initial:
         if found := _refused_start(state.get("waiting") or {}):
             return found

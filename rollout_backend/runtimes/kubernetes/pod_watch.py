@@ -1,10 +1,10 @@
-"""Follow the pods of one run through one list and watch.
+"""Follow the pods of one run with a single list and watch.
 
 Invariants:
 
-- No change is lost: a watch that is cut resumes at the last version that was seen, and after `410 Gone` the pods are
-  listed again. A pod that a list no longer has was deleted.
-- An end is reported once, and the deletion of a pod that this process stops is not an end.
+- No change is lost: an interrupted watch resumes at the last version seen, and after `410 Gone` the pods are listed
+  again. A pod that is missing from the list was deleted.
+- Each end is reported once. Deletions by this process are not reported as ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollout_backend.runtimes.kubernetes.pod_state import PodState, Problem, pod
 
 log = logging.getLogger(__name__)
 
-_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0)  # after consecutive failures
+_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0)  # pauses after consecutive failures
 
 
 @dataclass
@@ -32,7 +32,7 @@ class _Session:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     reported: bool = False
     stopping: bool = False
-    awaited: bool = False  # its end is what a caller waits for, and no loss
+    awaited: bool = False  # a caller waits for its end, so the end is no loss
     gone: bool = False  # its pod was deleted
 
 
@@ -40,7 +40,7 @@ class PodWatch:
     """The pods of one run, by the label of their session. `run` keeps them up to date."""
 
     def __init__(self, api: KubernetesApi, run_id: str, describe: Callable[[str], str]) -> None:
-        """`describe` returns where a session's log is, for the messages of ends."""
+        """`describe` returns the location of a session's log, for the messages about ends."""
         self._api = api
         self._selector = f"{RUN_LABEL}={label_value(run_id)}"
         self._describe = describe
@@ -49,23 +49,23 @@ class PodWatch:
         self._failures = 0
         self._version = ""
         self.trouble: str | None = None
-        """Why nothing is seen at the moment."""
+        """Why the pods cannot be watched at the moment."""
 
     # --- what callers ask ---------------------------------------------------------------------------------
 
     def listen(self, on_end: Callable[[SessionEnd], None]) -> None:
-        """Report every end from now on, and those that were seen before."""
+        """Report every end from now on, and also those seen before."""
         self._listeners.append(on_end)
         for session_id, session in self._sessions.items():
             if session.reported:
                 on_end(self._end(session_id, session.state))
 
     def expect(self, session_id: str, *, awaited: bool = False) -> None:
-        """Follow a session whose Job is about to be created. The end of an `awaited` one is not reported."""
+        """Follow a session whose Job is about to be created. The end of an `awaited` session is not reported."""
         self._sessions.setdefault(label_value(session_id), _Session(awaited=awaited))
 
     async def wait(self, session_id: str, until: Callable[[PodState], bool], timeout_s: float) -> PodState:
-        """Wait until a session's pod is in such a state, for at most `timeout_s`. Return its last state."""
+        """Wait up to `timeout_s` until a session's pod is in such a state. Return its last state."""
         session = self._sessions.get(label_value(session_id))
         if session is None:
             return PodState()
@@ -77,15 +77,14 @@ class PodWatch:
         return session.state
 
     async def stop(self, session_id: str, exit_s: float) -> bool:
-        """Report no end of this session from now on. Return whether it has ended, after waiting `exit_s` for that
-        once."""
+        """Stop reporting this session. Wait once, up to `exit_s`, for its end. Return whether it has ended."""
         session = self._sessions.get(label_value(session_id))
         if session is None:
             return False
         first, session.stopping = not session.stopping, True
         if first and session.state.started:
             await self.wait(session_id, lambda state: state.finished, exit_s)
-        if session.gone or session.state == PodState():  # no deletion of a pod will be seen
+        if session.gone or session.state == PodState():  # the deletion of its pod will not be seen
             self._sessions.pop(label_value(session_id), None)
         return session.state.finished
 
@@ -100,9 +99,9 @@ class PodWatch:
                     await self._list()
                     listed = True
                 if not await self._follow():
-                    await asyncio.sleep(_PAUSES_S[0])  # a proxy may end each watch at once
-            except Exception as error:  # no fault of the network or the server ends the watch
-                if isinstance(error, ApiError) and error.status == 410:  # this version is no longer kept
+                    await asyncio.sleep(_PAUSES_S[0])  # a proxy may end every watch immediately
+            except Exception as error:  # no fault of network or server may end the task
+                if isinstance(error, ApiError) and error.status == 410:  # the server no longer keeps this version
                     listed = False
                 await self._pause(error)
 
@@ -118,7 +117,7 @@ class PodWatch:
         self._failures, self.trouble = 0, None
 
     async def _follow(self) -> bool:
-        """Follow the pods until the server ends the watch. Return whether there was an event."""
+        """Follow the pods until the server ends the watch. Return whether any event arrived."""
         any_event = False
         watching = self._api.watch(
             self._api.path("pods"), labelSelector=self._selector, resourceVersion=self._version

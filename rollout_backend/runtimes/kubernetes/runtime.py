@@ -2,10 +2,10 @@
 
 Invariants:
 
-- The session id names the Job, so a create that is repeated finds the Job of the same attempt.
-- `invoke` returns once the container has started, because the agent's time begins then. What happens to the container
-  later is reported by `watch_sessions`.
-- A pod that has finished is not deleted, so its log can be read for `runtime.keep_finished_s`.
+- The session id names the Job, so a repeated create finds the Job of the same attempt.
+- `invoke` returns once the container has started, because the agent's time begins then. `watch_sessions` reports what
+  happens to the container later.
+- A finished pod is not deleted, so that its log can be read for `runtime.keep_finished_s`.
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ RULES = (
     ("", "pods", "watch"),
     ("", "events", "list"),
 )
-"""API group, resource and verb of each call on objects of the namespace."""
+"""API group, resource and verb of each call to objects of the namespace."""
 
 _NO_ANSWER = (aiohttp.ClientError, TimeoutError, OSError, ValueError)
-_POD_S = 10.0  # in which the Job controller creates a pod, unless something refuses it
+_POD_S = 10.0  # time for the Job controller to create a pod, unless something refuses it
 _ACCEPTED = b'{"status": "accepted"}'
 
 
 class KubernetesRuntime(VerifierRuntime):
-    """A namespace of a cluster."""
+    """Runs sessions in a namespace of a cluster."""
 
     exit_s = 2.0
-    """Time in which a container whose result has arrived exits."""
+    """Time for a container to exit once its result has arrived."""
     verifier_spare_s = VERIFIER_SPARE_S
-    """Time in which a verifier's container ends after the timeout of its tests."""
+    """Time for a verifier's container to exit after the timeout of its tests."""
 
     def __init__(self, config: KubernetesConfig, api: KubernetesApi) -> None:
         self._config = config
@@ -89,7 +89,7 @@ class KubernetesRuntime(VerifierRuntime):
     # --- checks -------------------------------------------------------------------------------------------
 
     async def check(self, session_s: float = 0.0) -> Sequence[CheckResult]:
-        """Ask whether these credentials may make each call, and whether the named objects exist."""
+        """Check that these credentials may make each call, and that the named objects exist."""
         server = self._api.cluster.url
         try:
             self._version = str((await self._api.call("GET", "/version")).get("gitVersion", ""))
@@ -208,7 +208,7 @@ class KubernetesRuntime(VerifierRuntime):
         return VerifierEnd(state.exit_code == 0, message)
 
     async def stop_verifiers(self, run_id: str) -> int:
-        """Find the Jobs by the labels of their pods, because these credentials need not list Jobs."""
+        """Stop the verifiers. Finds their Jobs by the labels of pods, because these credentials may not list Jobs."""
         labels = f"{RUN_LABEL}={label_value(run_id)},{COMPONENT_LABEL}={VERIFIER_COMPONENT}"
         stopped = 0
         try:
@@ -236,10 +236,10 @@ class KubernetesRuntime(VerifierRuntime):
         self._raise_not_started(state, watch.trouble)
 
     async def _create_job(self, session_id: str, manifest: dict[str, Any]) -> str:
-        """Return the uid of the session's Job."""
+        """Create the session's Job if it does not exist, and return its uid."""
         try:
             job = await self._create("jobs", manifest)
-            if job is None:  # by an earlier call, whose answer was lost
+            if job is None:  # created by an earlier call, whose response was lost
                 job = await self._api.call("GET", self._api.path("jobs", job_name(session_id)))
         except ApiError as error:
             if error.status == 404 and error.reason == "NotFound" and "namespaces" not in error.message:
@@ -248,7 +248,7 @@ class KubernetesRuntime(VerifierRuntime):
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise RuntimeUnavailable(f"the API server cannot be reached: {error}", never_opened=True) from error
         except _NO_ANSWER as error:
-            # The same session is invoked again, and finds its Job if there is one.
+            # The dispatcher invokes the same session again, which finds the Job if it exists.
             raise RuntimeUnavailable(f"the create of a Job was cut off: {_text(error)}", refused=True) from error
         return str(job["metadata"]["uid"])
 
@@ -258,7 +258,7 @@ class KubernetesRuntime(VerifierRuntime):
             await self._create("secrets", secret_manifest(job, files, uid))
         except ApiError as error:
             refused = _to_call_error(error, "create a Secret")
-            refused.never_opened = False  # its Job exists
+            refused.never_opened = False  # the Job exists
             raise refused from error
         except NoCredentials as error:
             error.never_opened = False
@@ -267,7 +267,7 @@ class KubernetesRuntime(VerifierRuntime):
             raise RuntimeUnavailable(f"the create of a Secret was cut off: {_text(error)}", refused=True) from error
 
     async def _create(self, resource: str, manifest: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the new object; None if there is one with this name."""
+        """Return the new object; None if an object with this name exists."""
         try:
             return await self._api.call("POST", self._api.path(resource), manifest, fieldValidation="Strict")
         except ApiError as error:
@@ -276,7 +276,7 @@ class KubernetesRuntime(VerifierRuntime):
             raise
 
     async def _raise_refused_pod(self, session_id: str) -> None:
-        """Raise why the Job has no pod, if the cluster says so in an event of the Job."""
+        """Raise an error that says why the Job has no pod, if an event of the Job tells."""
         try:
             name = job_name(session_id)
             selector = f"involvedObject.kind=Job,involvedObject.name={name},reason=FailedCreate"
@@ -289,7 +289,7 @@ class KubernetesRuntime(VerifierRuntime):
         refused: RuntimeCallError
         if "exceeded quota" in messages[-1]:
             refused = QuotaExceeded(messages[-1])
-            refused.never_opened = False  # its Job exists, and tries to create a pod
+            refused.never_opened = False  # the Job exists, and still tries to create a pod
         else:
             text = f"the cluster creates no pod for the Job: {messages[-1]}"
             refused = ContainerStartTimeout(text, "invoke_rejected")
@@ -334,7 +334,7 @@ class KubernetesRuntime(VerifierRuntime):
 
 
 async def delete_job(api: KubernetesApi, session_id: str) -> bool:
-    """Delete a session's Job with all that it owns. Return False if it does not exist. Raises like `api.call`."""
+    """Delete a session's Job and all that it owns. Return False if it does not exist. Raises like `api.call`."""
     options = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
     try:
         await api.call("DELETE", api.path("jobs", job_name(session_id)), options)
@@ -381,7 +381,7 @@ def _classify(error: ApiError, action: str) -> RuntimeCallError:
             return Throttled(text)
         case 403 if "exceeded quota" in error.message:
             return QuotaExceeded(text)
-        case 403 if " cannot " in error.message:  # of RBAC; others are of admission
+        case 403 if " cannot " in error.message:  # refused by RBAC; admission controllers word it differently
             verb, _, kind = action.partition(" a ")
             resource = f"{kind.lower()}s"
             rule = _rule_text("batch" if resource == "jobs" else "", resource, verb)
@@ -392,7 +392,7 @@ def _classify(error: ApiError, action: str) -> RuntimeCallError:
             return InvokeRejected(text, reason="runtime_not_found")
         case 409:
             return RuntimeConflict(text)
-        case status if status == 408 or status >= 500:  # a repeated create finds what this one has created
+        case status if status == 408 or status >= 500:  # a repeated create finds the object that this one created
             return RuntimeUnavailable(text, refused=True)
         case _:
             return InvokeRejected(text)

@@ -1,6 +1,7 @@
-"""Ask whether a session lasts, and stop it, from any process of this machine.
+"""Check whether a session is open, and stop it, from any process on this machine.
 
-Invariant: a session is known by the pipe that its supervisor holds open, never by a process id, which may be reused.
+Invariant: a session is identified by the pipe that its supervisor holds open, not by its process id, which may be
+reused.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 SESSION_ID = re.compile(r"[A-Za-z0-9._-]{1,200}")
 _POLL_S = 0.05
-KILL_S = 10.0  # for a killed process to end
+KILL_S = 10.0  # time for a killed process to exit
 
 
 def pipe_of(folder: Path, session_id: str) -> Path:
@@ -24,7 +25,7 @@ def pipe_of(folder: Path, session_id: str) -> Path:
 
 
 def send_stop(pipe: Path) -> bool:
-    """Tell the supervisor to end its session. Return False if there is none.
+    """Make the supervisor end its session. Return False if the session does not exist.
 
     Raises:
         OSError: the pipe cannot be written.
@@ -34,13 +35,13 @@ def send_stop(pipe: Path) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
-        if error.errno != errno.ENXIO:  # no reader: its supervisor was killed
+        if error.errno != errno.ENXIO:  # no reader, so its supervisor was killed
             raise
         pipe.unlink(missing_ok=True)
         return False
     try:
         os.write(writer, b".")
-    except (BrokenPipeError, BlockingIOError):  # ended at this moment; or stopped 65,536 times
+    except (BrokenPipeError, BlockingIOError):  # the session just ended, or was stopped 65,536 times
         pass
     finally:
         os.close(writer)
@@ -48,12 +49,12 @@ def send_stop(pipe: Path) -> bool:
 
 
 def open_sessions(folder: Path) -> list[str]:
-    """Return the sessions in a folder that last."""
+    """Return the open sessions in a folder."""
     return [pipe.stem for pipe in folder.glob("*.stop") if is_open(pipe)]
 
 
 def is_open(pipe: Path) -> bool:
-    """Return whether the session of this pipe lasts."""
+    """Return whether the session of this pipe is open."""
     try:
         os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
     except OSError:
@@ -62,13 +63,13 @@ def is_open(pipe: Path) -> bool:
 
 
 def stop_all(folder: Path) -> None:
-    """Tell every session in a folder to end."""
+    """Make every session in a folder end."""
     for session_id in open_sessions(folder):
         send_stop(pipe_of(folder, session_id))
 
 
 def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
-    """Return a function that stops one session, and returns False if it did not exist. See `CleanupSpec`."""
+    """Return a function that stops one session and returns False if it did not exist. See `CleanupSpec`."""
     folder, wait_s = Path(options["folder"]), float(options["grace_s"]) + KILL_S
 
     def stop(session_id: str) -> bool:

@@ -1,9 +1,9 @@
-"""Agents as processes of this machine: one for each session, which runs one payload and exits.
+"""Run agents as processes on this machine, one per session, which runs one payload and exits.
 
 Invariants:
 
-- A session outlives this process, like a container. The next trainer of the run, or its janitor, stops it.
-- A session that ends without a stop is reported at once, whether it published a result or not.
+- A session outlives this process, like a container does. The run's next trainer or its janitor stops it.
+- A session that ends without a stop is reported immediately, whether or not it published a result.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rollout_backend.runtimes.process.control import (
 from rollout_backend.runtimes.process.session import ProcessSession, environment, log_of
 
 _IMPORT_S = 120.0
-_POLL_S = 1.0  # of sessions that an earlier trainer started
+_POLL_S = 1.0  # interval of polling sessions that an earlier trainer started
 
 
 class ProcessRuntime(AgentRuntime):
@@ -83,7 +83,7 @@ class ProcessRuntime(AgentRuntime):
             raise PreflightError(f"runtime.memory_bytes: {limit} is more than this machine has, {memory}: lower it")
 
     async def _check_import(self, app: str) -> None:
-        """Import the app as a session does, with its environment and limits."""
+        """Import the app as a session does, with the same environment and limits."""
         module, _, name = app.partition(":")
         argv = [self._config.argv[0], "-c", f"from {module} import {name} as app; app.run"]
         with TemporaryDirectory() as folder:
@@ -125,7 +125,7 @@ class ProcessRuntime(AgentRuntime):
         session = ProcessSession(self._config, self._folder, session_id, self._config.argv, payload)
         self._sessions[session_id] = session
         session.task.add_done_callback(lambda _: self._on_end(session_id, session))
-        await asyncio.shield(session.started)  # the start of a cancelled invoke goes on, until the session is stopped
+        await asyncio.shield(session.started)  # after a cancellation the start continues until the session is stopped
         return _status("accepted")
 
     def _on_end(self, session_id: str, session: ProcessSession) -> None:
@@ -141,13 +141,13 @@ class ProcessRuntime(AgentRuntime):
         session = self._sessions.get(session_id)
         try:
             async with asyncio.timeout(self._config.grace_s + KILL_S):
-                if session is None:  # unknown, or of an earlier trainer
+                if session is None:  # unknown, or started by an earlier trainer
                     await asyncio.to_thread(self._stop_other, session_id)
                     return
                 await asyncio.wait({session.started})
                 send_stop(pipe_of(self._folder, session_id))
                 await asyncio.wait({session.task})
-        except OSError as error:  # TimeoutError is one
+        except OSError as error:  # includes TimeoutError
             raise RuntimeUnavailable(f"session {session_id} has not ended: {error or 'it takes too long'}") from None
 
     async def watch_sessions(self, run_id: str, on_end: Callable[[SessionEnd], None]) -> None:
@@ -168,7 +168,7 @@ class ProcessRuntime(AgentRuntime):
             await asyncio.sleep(_POLL_S)
 
     async def aclose(self) -> None:
-        """Leave the sessions. A step has stopped its own."""
+        """Leave sessions running; each step has stopped its own."""
         tasks = [session.task for session in self._sessions.values()]
         for task in tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""One session: a supervisor that runs the agent's command on one payload, as this process sees it."""
+"""Start and follow one session: a supervisor that runs the agent's command on one payload."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from rollout_backend.runtimes.process.supervisor import Order, ProcessEnd
 
 _FULL = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
 _OUT_OF_MEMORY = re.compile(r"out of memory|cannot allocate memory|MemoryError|bad_alloc", re.IGNORECASE)
-_OWN_SETTINGS = "ROLLOUT__"  # of the backend, which may be secrets
+_OWN_SETTINGS = "ROLLOUT__"  # prefix of the backend's settings, which may be secrets
 _TAIL_LINES = 20
 _LINE_CHARS = 2000
 
 
 class ProcessSession:
-    """A session whose `task` runs until it has ended. `started` has the RuntimeCallError of a failed start."""
+    """A session. Its `task` runs until the session ends; `started` holds the RuntimeCallError of a failed start."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class ProcessSession:
         self.log = log_of(folder, session_id)
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.end: ProcessEnd | None = None
-        """How it ended. None: it has not, or its supervisor was killed."""
+        """How the session ended. None if it has not ended, or if its supervisor was killed."""
         self._config = config
         self._pipe = pipe_of(folder, session_id)
         self._argv = [*argv]
@@ -62,9 +62,9 @@ class ProcessSession:
     async def _run(self) -> None:
         scratch = ""
         try:
-            self.log.parent.mkdir(0o700, parents=True, exist_ok=True)  # agents may print their keys
+            self.log.parent.mkdir(0o700, parents=True, exist_ok=True)  # private, because agents may print their keys
             os.mkfifo(self._pipe, 0o600)
-            scratch = tempfile.mkdtemp(prefix="rollout-")  # not in the run's folder: the payload holds a key
+            scratch = tempfile.mkdtemp(prefix="rollout-")  # not in the run directory: the payload holds a key
             async with _supervised(self._order(Path(scratch))) as reports:
                 _check_started(json.loads(await reports.readline() or "null"))
                 self.started.set_result(None)
@@ -78,7 +78,7 @@ class ProcessSession:
     def _fail(self, error: RuntimeCallError) -> None:
         if not self.started.done():
             self.started.set_exception(error)
-            self.started.exception()  # it counts as seen, even if the invoke was cancelled
+            self.started.exception()  # marks the exception as retrieved, even if the invoke was cancelled
         with contextlib.suppress(OSError):
             self._pipe.unlink()
 
@@ -100,17 +100,17 @@ class ProcessSession:
         )
 
     def _home(self, scratch: Path) -> dict[str, str]:
-        """Return the variables of the session's own folders, besides those that the settings set."""
+        """Return the variables for the session's private folders, except those that the settings set."""
         if self._config.keep_home:
             return {"TMPDIR": str(scratch)}
         own, real = home_variables(scratch), os.environ.get("HOME")
         if real is not None:
-            Path(own["HOME"], ".aws").symlink_to(Path(real, ".aws"))  # results are written with what it holds
+            Path(own["HOME"], ".aws").symlink_to(Path(real, ".aws"))  # credentials for writing results
             own["PYTHONUSERBASE"] = os.environ.get("PYTHONUSERBASE") or str(Path(real, ".local"))
         return {name: value for name, value in own.items() if name not in self._config.environment}
 
     def reason(self) -> str:
-        """Return the reason in the ledger for a session that ended without a result."""
+        """Return the ledger's reason for a session that ended without a result."""
         if self.end is not None and self.end["why"] == "memory":
             return "out_of_memory"
         failed = self.end is None or self.end["code"] != 0
@@ -140,14 +140,14 @@ def log_of(folder: Path, session_id: str) -> Path:
 
 
 def environment(config: ProcessConfig) -> Mapping[str, str]:
-    """Return the environment of the agents."""
+    """Return the environment for the agents."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OWN_SETTINGS)}
     return {**inherited, "PYTHONUNBUFFERED": "1", **config.environment}
 
 
 @asynccontextmanager
 async def _supervised(order: Order) -> AsyncIterator[asyncio.StreamReader]:
-    """Start a supervisor, and yield what it reports. The supervisor outlives the block."""
+    """Start a supervisor, and yield the stream of its reports. The supervisor outlives this context."""
     loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
     ours, its = os.pipe()
     try:
@@ -174,7 +174,7 @@ async def _supervised(order: Order) -> AsyncIterator[asyncio.StreamReader]:
 
 
 def _check_started(answer: dict[str, Any] | None) -> None:
-    """Raise RuntimeCallError if the supervisor has not started the agent."""
+    """Raise RuntimeCallError if the supervisor could not start the agent."""
     if answer is None:
         raise OutcomeUnknown("the session's supervisor ended before it answered")
     if "error" not in answer:

@@ -1,16 +1,16 @@
-"""Run one session's command and end it with everything that it started: `supervisor.py < ORDER`.
+"""Run one session's command, and finally end it with all its descendants: `supervisor.py < ORDER`.
 
-It is a program, run by path, so it imports the standard library only.
+It runs as a program, by path, so it imports only the standard library.
 
     stdin:  one JSON object, see `Order`
     stdout: {"started": true} or {"error": TEXT, "errno": NUMBER}, then a `ProcessEnd`
 
 Invariants:
 
-- It outlives its starter, unless its order says otherwise. A session ends by itself, by a byte in its pipe, or at its
-  maximum lifetime.
-- At the end no process of the session is left: on Linux descendants that left the process group are killed too.
-- The pipe has a reader as long as the session lasts, so any process can ask whether it does.
+- It outlives its starter, unless its order says otherwise. A session ends when its command exits, when a byte arrives
+  in its pipe, or at its maximum lifetime.
+- No process of the session remains at the end. On Linux, descendants that left the process group are killed too.
+- The pipe has a reader while the session is open, so any process can check whether it is.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ class Order(TypedDict):
     scratch: str
     """The session's folder, which is removed at the end."""
     memory_bytes: int | None
-    """Maximum of all processes together; above it they are killed."""
+    """Memory limit of all processes together; they are killed above it."""
     nice: int
     grace_s: float
-    """From SIGTERM to SIGKILL."""
+    """Seconds from SIGTERM to SIGKILL."""
     lifetime_s: float
     ends_with_starter: bool
-    """Whether the session is stopped once its starter has closed the pipe of this program's output, or is dead."""
+    """Whether the session is stopped when its starter closes the pipe of this program's output, or dies."""
 
 
 class ProcessEnd(TypedDict):
     """How a session ended."""
 
     code: int
-    """The exit code; negative: the number of the signal."""
+    """Exit code; a negative value is the number of a signal."""
     why: Why
 
 
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def _supervise(order: Order) -> ProcessEnd:
-    """Run the session to its end. Raises OSError or SubprocessError if the command cannot be started."""
+    """Run the session to its end. Raises OSError or SubprocessError if the command cannot start."""
     awake, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -92,7 +92,7 @@ def _supervise(order: Order) -> ProcessEnd:
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which the agent would inherit
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    # Open for both, so that it never shows an end of file, and a writer finds a reader while this process lives.
+    # Open for both, so that it never reaches end of file, and writers find a reader while this process lives.
     stop = os.open(order["pipe"], os.O_RDWR | os.O_NONBLOCK)
     agent = _start(order)
     _say({"started": True})
@@ -100,7 +100,7 @@ def _supervise(order: Order) -> ProcessEnd:
     events.register(awake, select.POLLIN)
     events.register(stop, select.POLLIN)
     if order["ends_with_starter"]:
-        events.register(1, 0)  # a pipe without a reader reports an error, which needs no mask
+        events.register(1, 0)  # poll always reports the error of a pipe without a reader, so no mask is needed
     why = _wait(agent, events, awake, time.monotonic() + order["lifetime_s"], order["memory_bytes"])
     if why in ("stopped", "lifetime"):
         _signal(agent, signal.SIGTERM)
@@ -133,7 +133,7 @@ def _start(order: Order) -> subprocess.Popen[bytes]:
 def _wait(
     agent: subprocess.Popen[bytes], events: select.poll, awake: int, until: float, memory_bytes: int | None
 ) -> Why:
-    """Wait until the agent has ended, the session is stopped, or it exceeds its time or memory. Return which."""
+    """Wait until the agent ends, the session is stopped, or it exceeds its time or memory limit. Return which."""
     while agent.poll() is None:
         left = until - time.monotonic()
         if left <= 0:
@@ -152,18 +152,18 @@ def _wait(
 
 
 def _resident_bytes() -> int:
-    """Return the resident memory of all processes of the session."""
+    """Return the resident memory of all processes in the session."""
     total, todo = 0, _children(os.getpid())
     while todo:
         pid = todo.pop()
         todo += _children(pid)
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             total += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return total * os.sysconf("SC_PAGE_SIZE")
 
 
 def _reap_orphans(agent: subprocess.Popen[bytes]) -> None:
-    """Collect the exit codes of descendants whose parents have ended."""
+    """Collect the exit codes of orphaned descendants."""
     if sys.platform != "linux":
         return
     peek = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -173,7 +173,7 @@ def _reap_orphans(agent: subprocess.Popen[bytes]) -> None:
 
 
 def _kill_all(agent: subprocess.Popen[bytes]) -> None:
-    """Kill every process of the session. Orphans become children of this process, which kills them in turn."""
+    """Kill every process of the session. Orphans become children of this process, which then kills them too."""
     _signal(agent, signal.SIGKILL)
     agent.wait()
     while children := _children(os.getpid()):
@@ -194,10 +194,10 @@ def _signal(agent: subprocess.Popen[bytes], number: signal.Signals) -> None:
 
 
 def _children(pid: int) -> list[int]:
-    """Return the children of a process, on Linux."""
+    """Return the children of a process (Linux only)."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             found += map(int, task.read_text().split())
     return found
 
