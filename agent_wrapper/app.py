@@ -2,7 +2,7 @@
 
 - An invoke with the backend's block is answered immediately, and the rollout runs in the background. Each attempt has
   its own session id and runs once per process: a repeated invoke is answered from memory. The next attempt at the
-  same rollout has a different session id and runs.
+  same rollout has a different session id, so it runs.
 - With $ROLLOUT_PAYLOAD_FILE, the process runs the one payload in that file and exits: see `one_shot`.
 - Every accepted rollout is published, with a reward or a failure reason, even if its session or the process is
   stopped.
@@ -61,7 +61,7 @@ LOCAL_PORT = "ROLLOUT_LOCAL_PORT"
 """Environment variable that replaces AgentCore's port 8080 where several containers share a machine."""
 _TOKEN = "ROLLOUT_AGENT_TOKEN"  # noqa: S105  # the environment variable that holds it; unset: anyone may call
 _UNAUTHORIZED = {"error": "Unauthorized", "message": f"the Authorization header is not `Bearer ${_TOKEN}`"}
-_REMEMBERED = 10_000  # finished attempts that a repeated invoke is answered for
+_REMEMBERED = 10_000  # number of finished attempts for which repeated invokes are answered
 
 # Limits after the agent's deadline: time to unwind, to fetch the trajectory and to write the result. Each is also
 # capped at a share of the backend's publish_grace_s, so that the result is published in time. Before the deadline the
@@ -70,7 +70,7 @@ _UNWIND_S, _FETCH_S, _PUBLISH_S = 2.0, 20.0, 60.0
 _UNWIND_SHARE, _FETCH_SHARE, _PUBLISH_SHARE = 0.1, 0.25, 0.5
 # The same limits after a stop request or SIGTERM: SIGKILL follows SIGTERM within seconds.
 _LAST_UNWIND_S, _LAST_FETCH_S, _LAST_PUBLISH_S = 0.5, 2.0, 4.0
-_LAST_REQUESTS_S = 2  # before that, time to finish writing open responses
+_LAST_REQUESTS_S = 2  # before that: time to finish open responses
 _SHUTDOWN_S = 8.0
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _KEEP_ALIVE_S = 4200  # above any load balancer's, so that none reuses a closing connection
@@ -114,7 +114,7 @@ class _Job:
         return answer | {name: value for name, value in more.items() if value is not None}
 
     async def wait(self, future: asyncio.Future[Any], usual_s: float, last_s: float) -> bool:
-        """Waits at most `usual_s`, and after a stop request at most `last_s`. Returns whether `future` is done."""
+        """Wait at most `usual_s`, and after a stop request at most `last_s`. Return whether `future` is done."""
         stopping = asyncio.create_task(self.stopping.wait())
         both: set[asyncio.Future[Any]] = {future, stopping}
         await asyncio.wait(both, timeout=usual_s, return_when=asyncio.FIRST_COMPLETED)
@@ -135,9 +135,9 @@ class RolloutApp:
         if __name__ == "__main__":
             app.run()
 
-    The function takes a `RolloutContext` and returns the reward, or a dict of `reward` and any JSON values; it may be
-    sync or async. `asgi` is the same as an ASGI application, to serve otherwise; mounted inside another one, whose
-    lifespan it does not see, `shutdown` must be awaited at the end of that.
+    The function takes a `RolloutContext` and returns the reward, or a dict with `reward` and any JSON values; it may
+    be sync or async. `asgi` is the same app for another ASGI server. If you mount it inside another application,
+    await `shutdown` when that application's lifespan ends.
     """
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class RolloutApp:
         """Register the agent's function and return it unchanged.
 
         Raises:
-            EntrypointError: there is one already, or it does not take one argument.
+            EntrypointError: an entrypoint is already registered, or the function does not take exactly one argument.
         """
         if self._agent is not None:
             raise EntrypointError("this app has its entrypoint already; make another RolloutApp for another agent")
@@ -164,7 +164,7 @@ class RolloutApp:
 
         If $ROLLOUT_PAYLOAD_FILE is set, run the one rollout that this file requests, and exit.
         """
-        asgi = self.asgi  # first, so that a missing entrypoint is reported before anything else
+        asgi = self.asgi  # before anything else, so that a missing entrypoint is reported
         logging.basicConfig(format=LOG_FORMAT)
         logger.setLevel(logging.INFO)
         if (path := payload_file()) is not None:
@@ -195,7 +195,7 @@ class RolloutApp:
         """The ASGI application.
 
         Raises:
-            EntrypointError: no function was marked.
+            EntrypointError: no entrypoint is registered.
         """
         if self._agent is None:
             raise EntrypointError("no entrypoint: put @app.entrypoint above the agent's function")
@@ -243,7 +243,7 @@ class RolloutApp:
             _, pending = await asyncio.wait(self._tasks, timeout=_SHUTDOWN_S)
             if pending:
                 logger.error("%d rollouts could not be published before the end", len(pending))
-        sys.stdout.flush()  # the signal may end the process without another word
+        sys.stdout.flush()  # the signal may end the process before the buffer is written
 
     # --- HTTP ---------------------------------------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class RolloutApp:
         from starlette.responses import JSONResponse
 
         busy, since = self._busy_since_change
-        # The time of the last change, never of this ping: a runtime takes it for the start of idleness.
+        # The time of the last change, not of this ping: the runtime takes it for the start of an idle period.
         return JSONResponse({"status": "HealthyBusy" if busy else "Healthy", "time_of_last_update": since})
 
     async def invocations(self, request: Request) -> JSONResponse:
@@ -282,7 +282,7 @@ class RolloutApp:
         return JSONResponse({"status": "accepted", "rollout_id": wanted.rollout_id})
 
     async def stop(self, request: Request) -> JSONResponse:
-        """Stop the session that the header names, like a runtime with one container per session."""
+        """Stop the session that the header names, as a runtime with one container per session would."""
         from starlette.responses import JSONResponse
 
         if not _is_authorized(request):
@@ -364,7 +364,7 @@ class RolloutApp:
             return
         try:
             await send_heartbeats(endpoint.heartbeat_url, endpoint.api_key, every_s)
-        except Exception:  # no rollout may fail for it
+        except Exception:  # no rollout may fail because of a heartbeat
             logger.exception("rollout %s sends no more heartbeats", job.request.rollout_id)
         else:
             logger.info("rollout %s: the gateway has closed its session", job.request.rollout_id)
@@ -386,7 +386,7 @@ class RolloutApp:
         return await self._publish_artifacts(job, rollout, context)
 
     async def _probe_endpoint(self, job: _Job, context: RolloutContext) -> AgentResult | None:
-        """Return None if the agent can start, else the failure of its rollout."""
+        """Return None if the agent can start, else the result of its failed rollout."""
         budget_s = min(PROBE_S, context.remaining_s)
         if not budget_s:
             return None
@@ -396,7 +396,7 @@ class RolloutApp:
             return failed(Outcome.INFRA_ERROR, "terminated", "the session was stopped before its agent started")
         try:
             problem = probe.result()
-        except Exception:  # no rollout may fail for a bug here
+        except Exception:  # no rollout may fail because of a bug here
             logger.exception("rollout %s: the model endpoint could not be probed", job.request.rollout_id)
             return None
         return None if problem is None else failed(Outcome.INFRA_ERROR, "model_unreachable", problem)
@@ -431,7 +431,7 @@ class RolloutApp:
             return error
 
     async def _prepare(self, request: RolloutRequest) -> None:
-        """Load and make in the background, while the agent works, what the end of the rollout needs."""
+        """In the background, while the agent works, load what the end of the rollout needs."""
 
         def prepare() -> None:
             preload()
@@ -439,11 +439,11 @@ class RolloutApp:
 
         try:
             await in_thread(prepare, "prepare")
-        except Exception as error:  # publishing will hit the same error and report it
+        except Exception as error:  # publishing will hit and report the same error
             logger.info("the clients could not be made ahead: %s", describe(error))
 
     async def _publish_artifacts(self, job: _Job, rollout: Rollout, context: RolloutContext) -> Rollout:
-        """Publish the agent's artifacts before the result that lists them. Return that result."""
+        """Publish the agent's artifacts before the result that lists them. Return the result to publish."""
         if not rollout.can_be_scored or not context.artifacts:
             return rollout
         request = job.request
@@ -476,8 +476,8 @@ class RolloutApp:
 
 
 def _fetch_s(result: AgentResult, left_s: float, least_s: float) -> float:
-    """Return how long to retry fetching the trajectory. A completed rollout is worth waiting for until the agent's
-    deadline. A failed agent may have failed because the gateway is down, so it gets only `least_s`."""
+    """Return how long to retry fetching the trajectory. A completed rollout is worth retrying until the agent's
+    deadline. An agent may have failed because the gateway is down, so a failed one gets only `least_s`."""
     return max(least_s, left_s) if result.finished else least_s
 
 

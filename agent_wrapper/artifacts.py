@@ -1,9 +1,9 @@
-"""Files that an agent publishes beside its result, for a scorer on the training side.
+"""Files that an agent publishes with its result, for a scorer on the training side.
 
     context.artifacts.add("patch.diff", patch)
     context.artifacts.add("log.txt", Path("/tmp/log.txt"))
 
-Invariant: an artifact is copied when it is added, so later changes of a file do not change it.
+Invariant: an artifact is copied when it is added, so later changes to the file have no effect.
 """
 
 import threading
@@ -17,15 +17,15 @@ class ArtifactError(ValueError):
 
 
 class Artifacts:
-    """The artifacts of one rollout. Thread-safe. In deployment nothing is published."""
+    """The artifacts of one rollout. Thread-safe. A deployed agent publishes none."""
 
     def __init__(self) -> None:
         self._files: dict[str, bytes] = {}
-        self._listed: list[Artifact] = []  # the same files
+        self._listed: list[Artifact] = []  # the same files, as the result lists them
         self._lock = threading.Lock()
 
     def add(self, name: str, content: bytes | str | Path) -> None:
-        """Publish a file under a name, when the agent returns. `content`: its bytes, its text, or its path.
+        """Publish a file under this name when the agent returns. `content` is its bytes, its text, or its path.
 
         Raises:
             ArtifactError: the name is invalid or taken, or there are too many artifacts or bytes.
@@ -65,7 +65,7 @@ class Artifacts:
         return bool(self._files)
 
     def listed(self) -> tuple[Artifact, ...]:
-        """Return what the result lists."""
+        """Return the entries for the result."""
         with self._lock:
             return tuple(self._listed)
 

@@ -1,4 +1,4 @@
-"""Train an agent that is served by the bedrock-agentcore SDK: import its app from here.
+"""Train an agent that the bedrock-agentcore SDK serves: import its app from this module.
 
     from agent_wrapper.bedrock_agentcore import BedrockAgentCoreApp
 
@@ -7,9 +7,9 @@
   payload and the SDK's context, as a rollout of `agent_wrapper.app`.
 - In a rollout, the agent's model calls go to the model being trained: see `model_calls`. `RolloutContext.current()`
   has the endpoint for other clients.
-- The reward is the entry `reward` of the returned dict. Of a generator, the last value counts. Without that entry, a
-  scorer on the training side computes the reward, and gets what the agent returned as `extras`.
-- A rollout lasts until the background tasks that its entrypoint has registered with the app are complete.
+- The reward is the entry `reward` of the returned dict, or of a generator's last value. Without that entry, a scorer
+  on the training side computes the reward, and gets the returned values as `extras`.
+- A rollout lasts until all background tasks that its entrypoint registered with the app are complete.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class BedrockAgentCoreApp(_BedrockAgentCoreApp):
         return self
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        model_calls.leave_unchanged()  # until a rollout begins
+        model_calls.leave_unchanged()  # until a rollout starts
         await super().__call__(scope, receive, send)
 
     def entrypoint(self, func: Any) -> Any:
@@ -87,7 +87,7 @@ class BedrockAgentCoreApp(_BedrockAgentCoreApp):
         return super().entrypoint(func)
 
     def ping(self, func: Callable[[], Any]) -> Callable[[], Any]:
-        # A status of the agent's own does not know of rollouts, and AgentCore ends a session that stays Healthy.
+        # The agent's own status knows nothing of rollouts, and AgentCore ends a session that stays Healthy.
         super().ping(lambda: PingStatus.HEALTHY_BUSY if self._rollouts.is_busy else func())
         return func
 
@@ -113,7 +113,7 @@ class BedrockAgentCoreApp(_BedrockAgentCoreApp):
     async def _handle_invocation(self, request: Request) -> Any:
         try:
             payload = await request.json()
-        except ValueError:  # the SDK reports it
+        except ValueError:  # the SDK reports the error
             payload = None
         if not (isinstance(payload, dict) and REQUEST_FIELD in payload and "main" in self.handlers):
             return await super()._handle_invocation(request)
@@ -122,7 +122,7 @@ class BedrockAgentCoreApp(_BedrockAgentCoreApp):
         return await self._rollouts.invocations(request)
 
     def _as_agent(self, function: Callable[..., Any]) -> Callable[[RolloutContext], Any]:
-        """Return the entrypoint as a function of `RolloutApp`."""
+        """Wrap the entrypoint as a function for `RolloutApp`."""
 
         def call(context: RolloutContext) -> Any:
             given = _request_context.get() or RequestContext()
@@ -136,7 +136,7 @@ class BedrockAgentCoreApp(_BedrockAgentCoreApp):
                 tasks: set[int] = set()
                 _background_tasks.set(tasks)
                 value = await _last_value(call(context))
-                await asyncio.sleep(0)  # a task that the agent has created begins and registers itself
+                await asyncio.sleep(0)  # let a task that the agent created start and register itself
                 while is_active(tasks):  # noqa: ASYNC110  # the app has no event for their end
                     await asyncio.sleep(_POLL_S)
                 return self._reward_and_extras(value)
@@ -157,7 +157,7 @@ class BedrockAgentCoreApp(_BedrockAgentCoreApp):
         return async_agent if _is_async(function) else sync_agent
 
     def _reward_and_extras(self, value: Any) -> Any:
-        """Return what the agent's value means for its rollout."""
+        """Convert the agent's return value into a reward and extras."""
         if isinstance(value, Response):
             text = bytes(value.body).decode(errors="replace") if hasattr(value, "body") else ""
             if value.status_code >= 400:
@@ -176,7 +176,7 @@ class BedrockAgentCoreApp(_BedrockAgentCoreApp):
 
 
 class _Rollouts(RolloutApp):
-    """The rollouts of a `BedrockAgentCoreApp`. While any of them runs, the app has one background task more."""
+    """The rollouts of a `BedrockAgentCoreApp`. While any of them runs, the app has one more background task."""
 
     def __init__(self, app: BedrockAgentCoreApp) -> None:
         super().__init__()
@@ -184,11 +184,11 @@ class _Rollouts(RolloutApp):
         self._task_id: int | None = None
 
     def serve(self, function: Callable[[RolloutContext], Any]) -> None:
-        """Run this function in later rollouts. As in the SDK, the last entrypoint counts."""
+        """Run this function in later rollouts. As in the SDK, the last registered entrypoint counts."""
         self._agent = Agent(function)
 
     def _accept(self, request: RolloutRequest, payload: dict[str, Any]) -> Any:
-        if _request_context.get() is None:  # without HTTP
+        if _request_context.get() is None:  # called without HTTP
             BedrockAgentCoreContext.set_request_context(request.rollout_id, request.session_id)
             _request_context.set(RequestContext(session_id=request.session_id))
         return super()._accept(request, payload)
@@ -210,7 +210,7 @@ def _is_async(function: Any) -> bool:
 
 
 async def _last_value(value: Any) -> Any:
-    """Return the value of an awaitable, and the last one of a generator."""
+    """Await an awaitable, or exhaust a generator, and return its last value."""
     if inspect.isawaitable(value):
         value = await value
     if inspect.isasyncgen(value):
@@ -229,7 +229,7 @@ def _last(values: Any) -> Any:
 
 
 def _log_rollouts() -> None:
-    """Show the wrapper's log lines, unless the agent's own logging shows them."""
+    """Show the wrapper's log lines, unless the agent's own logging already shows them."""
     if not logger.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter(LOG_FORMAT))

@@ -1,6 +1,6 @@
-"""Cache botocore's service models. Loading those of S3 and SQS takes 0.3 s.
+"""Cache botocore's service models, because loading those of S3 and SQS takes 0.3 s.
 
-A process that forks one agent per session loads them once for all: see `rollout_backend.local.prefork`.
+A process that forks one agent per session loads them once: see `rollout_backend.local.prefork`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def new_session(region: str | None) -> boto3.Session:
 def preload_models() -> None:
     """Load the models of S3 and SQS."""
     session = new_session("us-east-1")
-    for service in ("s3", "sqs"):  # with placeholder credentials, so that botocore searches for none
+    for service in ("s3", "sqs"):  # placeholder credentials, so that botocore does not search for any
         session.client(service, aws_access_key_id="-", aws_secret_access_key="-")  # noqa: S106
 
 

@@ -2,10 +2,10 @@
 
 Invariants:
 
-- The command and its children end with the call, also if the call is cancelled at the agent's deadline. On Linux this
-  includes children that have left the command's process group.
-- What the command writes goes to the session's log as it is written, up to `_LOGGED_BYTES` of each stream. Memory
-  holds the last `_KEPT_BYTES` of stdout and the last `_SHOWN_BYTES` of stderr.
+- The command and its children end with the call, even if the call is cancelled at the agent's deadline. On Linux,
+  this includes children that have left the command's process group.
+- The command's output goes to the session's log as it is written, up to `_LOGGED_BYTES` per stream. Memory holds the
+  last `_KEPT_BYTES` of stdout and the last `_SHOWN_BYTES` of stderr.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ _KEPT_BYTES = 16 * 1024 * 1024
 _SHOWN_BYTES = 4_000
 _SHOWN_CHARS, _SHOWN_STDOUT_CHARS = 1_000, 300
 _READ_BYTES = 65_536
-_LAST_READS = 32  # a pipe holds 1 MiB at most
-_MARK = "ROLLOUT_COMMAND"  # environment variable by which children are found
+_LAST_READS = 32  # a pipe holds at most 1 MiB
+_MARK = "ROLLOUT_COMMAND"  # environment variable that identifies children
 _SWEEPS, _SWEEP_INTERVAL_S = 50, 0.01
-_BOOT_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # by which /proc counts
+_BOOT_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # the clock of start times in /proc
 
 
 @dataclass(frozen=True)
 class CommandResult:
-    """A command that has ended. `stdout` and `stderr` are what it wrote last."""
+    """A finished command. `stdout` and `stderr` hold the end of its output."""
 
     name: str
     exit_code: int  # negative: the signal that ended it
     stdout: str
     stderr: str
-    truncated: bool  # it wrote more to stdout than `stdout` holds
+    truncated: bool  # stdout was longer than `stdout`
 
     @property
     def failure(self) -> str | None:
-        """Return None if the command exited with 0, else what happened, with the end of its output."""
+        """Return None if the command exited with 0, else a description with the end of its output."""
         if not self.exit_code:
             return None
         shown = self.stderr.strip()[-_SHOWN_CHARS:] or "it wrote nothing to stderr"
-        if end := self.stdout.strip()[-_SHOWN_STDOUT_CHARS:]:  # some command-line agents report errors there
+        if end := self.stdout.strip()[-_SHOWN_STDOUT_CHARS:]:  # some command-line agents report errors on stdout
             shown += f" (its stdout ends with: {end})"
         return f"{self.name} {describe_exit(self.exit_code)}: {shown}"
 
@@ -70,10 +70,10 @@ async def run_command(
     env: Mapping[str, str] | None = None,
     keep_home: bool = False,
 ) -> str:
-    """Run a command to its end, and return what it wrote to stdout.
+    """Run a command to its end, and return its stdout.
 
-    Its environment is this process's, with `context.environ()` and `env` added; `keep_home` is that of `environ`.
-    `input` is its stdin. Its stderr is written to the session's log. When it ends, its children are killed.
+    Its environment is this process's, plus `context.environ()`, which takes `keep_home`, and `env`. `input` is its
+    stdin. Its stderr goes to the session's log. When it ends, its children are killed.
 
     Raises:
         CommandError: its exit code is not 0, or it wrote more than 16 MiB to stdout.
@@ -98,7 +98,7 @@ async def run_to_end(
     cwd: Path | str | None = None,
     log_stdout: bool = False,
 ) -> CommandResult:
-    """Run a command to its end. Its environment is this process's, with `env` added.
+    """Run a command to its end. Its environment is this process's, plus `env`.
 
     Raises:
         CommandNotStarted: it cannot be started.
@@ -131,7 +131,7 @@ async def run_to_end(
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
-            await _kill_marked(mark, began_at)  # also what was started by a call that was cancelled meanwhile
+            await _kill_marked(mark, began_at)  # including processes that a cancelled call had started
     assert process.returncode is not None
     return CommandResult(command[0], process.returncode, stdout.text(), stderr.text(), stdout.truncated)
 
@@ -139,7 +139,7 @@ async def run_to_end(
 class _Output:
     """A pipe whose output is logged as it arrives. Its end is kept.
 
-    The pipe is read without blocking and is not waited for: a child that keeps it open delays nothing.
+    Reads do not block, and nothing waits for the end of the pipe, so a child that keeps it open causes no delay.
     """
 
     def __init__(self, kept_bytes: int, log: TextIO | None) -> None:
@@ -157,7 +157,7 @@ class _Output:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for _ in range(_LAST_READS):  # what the command wrote before it ended is in the pipe
+        for _ in range(_LAST_READS):  # the pipe still holds what the command wrote before it ended
             if not self._read():
                 break
         asyncio.get_running_loop().remove_reader(self._read_end)
@@ -170,7 +170,7 @@ class _Output:
         return bytes(self._kept[-self._kept_bytes :]).decode(errors="replace")
 
     def _read(self) -> bool:
-        """Read once. Return False if nothing is there."""
+        """Read once. Return False if the pipe is empty."""
         try:
             data = os.read(self._read_end, _READ_BYTES)
         except BlockingIOError:
@@ -189,17 +189,17 @@ class _Output:
 
 
 async def _kill_marked(mark: str, began_at: float) -> None:
-    """Kill the children that have left the process group, by the mark in their environment."""
-    for _ in range(_SWEEPS):  # a child may fork meanwhile
+    """Kill the children that left the process group, found by the mark in their environment."""
+    for _ in range(_SWEEPS):  # a child may fork in the meantime
         if not _sweep(f"{_MARK}={mark}".encode(), began_at):
             return
         await asyncio.sleep(_SWEEP_INTERVAL_S)
 
 
 def _sweep(mark: bytes, began_at: float) -> bool:
-    """Kill the processes with this mark, which started after `began_at`. Return whether there may be more."""
+    """Kill the processes with this mark that started after `began_at`. Return whether there may be more."""
     found = False
-    for process in Path("/proc").glob("[0-9]*"):  # empty if this is not Linux
+    for process in Path("/proc").glob("[0-9]*"):  # empty on other systems than Linux
         with contextlib.suppress(OSError):
             environ = (process / "environ").read_bytes()
             if mark in environ.split(b"\0"):
@@ -211,6 +211,6 @@ def _sweep(mark: bytes, began_at: float) -> bool:
 
 
 def _is_in_exec(process: Path, began_at: float) -> bool:
-    """Return whether a process without an environment is new and may get one soon: it is no zombie."""
+    """Return whether a process without an environment is new and may soon get one, so it is not a zombie."""
     state, *fields = (process / "stat").read_text().rpartition(")")[2].split()
     return state not in "ZX" and int(fields[18]) >= int(began_at * os.sysconf("SC_CLK_TCK"))

@@ -10,7 +10,7 @@ _T = TypeVar("_T")
 
 
 async def in_thread(work: Callable[[], _T], name: str) -> _T:
-    """Return what `work` returns. A cancellation abandons the thread."""
+    """Run `work` in a thread and return its result. A cancellation abandons the thread."""
     future: Future[_T] = Future()
 
     def run() -> None:

@@ -1,6 +1,6 @@
-"""Check before the agent runs that its container reaches the model's endpoint.
+"""Check, before the agent runs, that its container reaches the model's endpoint.
 
-An agent that cannot reach it would retry its first model call for minutes, usually until its deadline.
+Otherwise an agent without a connection would retry its first model call for minutes, usually until its deadline.
 """
 
 import asyncio
@@ -14,14 +14,14 @@ from agent_wrapper.shared.redaction import without_secrets
 
 logger = logging.getLogger("agent_wrapper")
 
-PROBE_S = 30.0  # a gateway that restarts answers within this time
+PROBE_S = 30.0  # a restarting gateway answers within this time
 _TIMEOUT_S = 10.0
 _PAUSE_S, _MAX_PAUSE_S = 0.2, 4.0
-_SHOWN = 200  # characters of an error response
+_SHOWN = 200  # characters of an error response that are shown
 
 
 async def probe_endpoint(endpoint: ModelEndpoint, budget_s: float = PROBE_S) -> str | None:
-    """Request the endpoint's list of models until it answers. Return None, or what happened instead."""
+    """Request the endpoint's list of models until it answers. Return None on success, else what happened."""
     url = f"{endpoint.base_url}/models"
     loop = asyncio.get_running_loop()
     deadline, pause_s = loop.time() + budget_s, _PAUSE_S
@@ -43,9 +43,9 @@ async def probe_endpoint(endpoint: ModelEndpoint, budget_s: float = PROBE_S) -> 
 
 
 async def _get(url: str, api_key: str, timeout_s: float) -> str | None:
-    """Return None if a GET succeeds, else what happened."""
+    """Return None if a GET succeeds, else a description of the failure."""
     try:
-        async with asyncio.timeout(timeout_s + 1):  # resolving a name has no timeout
+        async with asyncio.timeout(timeout_s + 1):  # name resolution has no timeout
             return await in_thread(lambda: _request(url, api_key, timeout_s), "probe")
     except TimeoutError:
         return "timed out"

@@ -1,10 +1,10 @@
-"""What an agent may raise on purpose, and what the wrapper raises at its author."""
+"""Exceptions that an agent may raise on purpose, and exceptions that the wrapper raises for its author."""
 
 
 class AgentFailure(Exception):
-    """Raised by an agent that failed and knows it: the rollout ends as agent_error.
+    """Raised by an agent that knows that it failed. The rollout ends as agent_error.
 
-    With a `reward` the agent has scored its own failure and the rollout may be trained; without one it never is.
+    With a `reward`, the agent has scored its own failure, which may be trained; without one, it never is.
     """
 
     def __init__(self, message: str, reward: float | None = None) -> None:
@@ -13,21 +13,21 @@ class AgentFailure(Exception):
 
 
 class CommandError(Exception):
-    """The command of an agent exited with a code other than 0: the rollout ends as agent_error, without a reward."""
+    """An agent's command exited with a code other than 0. The rollout ends as agent_error, without a reward."""
 
 
 class CommandNotStarted(Exception):
-    """The command of an agent cannot be started, for example because its image lacks it: the rollout ends as
+    """An agent's command cannot be started, for example because its image lacks it. The rollout ends as
     infra_error."""
 
 
 class RewardError(Exception):
-    """A command reported no reward, or one that is not a finite number: the rollout ends as agent_error."""
+    """A command reported no reward, or one that is not a finite number. The rollout ends as agent_error."""
 
 
 class VerifierError(Exception):
-    """A verifier could not score the command: the rollout ends as infra_error, never with a reward."""
+    """A verifier could not score the command. The rollout ends as infra_error, never with a reward."""
 
 
 class EntrypointError(Exception):
-    """The author's code cannot be served: no entrypoint, two of them, or one of the wrong shape."""
+    """The author's code cannot be served: it has no entrypoint, two of them, or one with the wrong signature."""

@@ -2,25 +2,25 @@
 
     python -m agent_wrapper.exec --reward stdout --verifier 'python check.py' -- claude -p '{payload.prompt}'
 
-It serves invokes like every app, and runs the command once for each rollout. Placeholders in the command, in the
-verifier and in `--stdin`, `--cwd` and `--workspace` are replaced:
+The app serves invokes like any other, and runs the command once per rollout. It replaces placeholders in the command,
+in the verifier and in `--stdin`, `--cwd` and `--workspace`:
 
     {payload}        the payload as JSON
-    {payload.NAME}   a field of it, a text as it is and anything else as JSON; {payload.NAME.0.OTHER} is inside it
-    {task_file}   the path of a file with the payload as JSON, which is also $ROLLOUT_TASK_FILE
+    {payload.NAME}   a field of it, verbatim if a string, otherwise as JSON; {payload.NAME.0.OTHER} is inside it
+    {task_file}      the path of a file with the payload as JSON, which is also $ROLLOUT_TASK_FILE
     {dir}            an empty folder of this rollout, deleted afterwards
     {model}, {base_url}
 
 The reward is a number, or a JSON object with the number under `reward`; its other fields become extras.
 
-With `--workspace`, the command works on files of the payload, or in the container's working directory, and what it
-leaves is published for a scorer.
+With `--workspace`, the command works on files from the payload or in the container's working directory, and the files
+that it leaves are published for a scorer.
 
 Invariants:
 
-- No shell sees the payload. A value is one argument, or a part of one, whatever characters it holds.
-- A verifier that fails is an infrastructure failure, never a reward. It starts after all processes of the command
-  were killed, gets a new copy of the task, and reports to a file that the command does not know.
+- No shell sees the payload. A value is one argument or a part of one, whatever characters it contains.
+- A failing verifier is an infrastructure failure, never a reward. It starts after all processes of the command were
+  killed, gets a fresh copy of the task, and reports to a file that the command does not know.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ _PLACEHOLDER = re.compile(r"\{(payload(?:\.[^{}]+)?|task_file|dir|model|base_url
 _SHELLS = frozenset({"ash", "bash", "dash", "fish", "ksh", "sh", "zsh"})
 _MAX_REWARD_BYTES = 4 * 1024 * 1024
 _VERIFIER_TIMEOUT_S = 300.0
-_SCORE_S = 10.0  # before the agent's deadline, to publish what a command has left
+_SCORE_S = 10.0  # reserved before the agent's deadline to publish the command's files
 
 
 @dataclass(frozen=True)
 class CommandAgent:
-    """A command, and how its rollouts are scored."""
+    """A command and how its rollouts are scored."""
 
     command: Sequence[str]
     reward: Literal["file", "stdout", "exit-code", "none"]
@@ -75,7 +75,7 @@ class CommandAgent:
     keep_home: bool = False
 
     async def run(self, context: RolloutContext) -> dict[str, Any]:
-        """Run one rollout. Outside training, return what the command wrote to stdout, without scoring it."""
+        """Run one rollout. Outside training, return the command's stdout without scoring it."""
         with _folder(context) as folder:
             if self.workspace:
                 await asyncio.to_thread(folder.unpack, self.workspace)
@@ -113,7 +113,7 @@ class CommandAgent:
         return left_s if self.timeout_s is None else min(left_s, self.timeout_s)
 
     async def _run_command(self, folder: _Folder, timeout_s: float | None) -> CommandResult | None:
-        """Return None if the command did not end in time."""
+        """Run the command. Return None if it did not end in time."""
         command = [folder.fill(each) for each in self.command]
         environ = {**folder.context.environ(keep_home=self.keep_home), **folder.environ()}
         stdin, cwd = folder.fill(self.stdin), folder.cwd(self.cwd)
@@ -128,7 +128,7 @@ class CommandAgent:
         return result
 
     def _add_artifacts(self, folder: _Folder) -> None:
-        """Publish the files that the command has left, before a verifier can change them."""
+        """Publish the files that the command left, before a verifier can change them."""
         if self.workspace:
             folder.context.artifacts.add(WORKSPACE, pack_folder(folder.work))
         for template in self.artifacts:
@@ -165,7 +165,7 @@ class CommandAgent:
 
 
 class _Folder:
-    """What one process of a rollout is given."""
+    """The folder and placeholders of one process of a rollout."""
 
     def __init__(self, context: RolloutContext, path: Path) -> None:
         self.context = context
@@ -183,14 +183,14 @@ class _Folder:
         return None if template is None else self.fill(template)
 
     def unpack(self, template: str) -> None:
-        """Write the files of an archive in the payload to the work folder. "." makes the working directory of this
-        process that folder, and an absolute path the folder of that name.
+        """Write the files of an archive in the payload to the work folder. "." makes this process's working directory
+        that folder; an absolute path makes it the folder with that name.
 
         Raises:
-            AgentFailure: it is no archive, or the working directory is the root.
+            AgentFailure: the value is not an archive, or the working directory is the root.
         """
         filled = self.fill(template)
-        if filled == "." or filled.startswith("/"):  # no archive in base64 begins with a slash
+        if filled == "." or filled.startswith("/"):  # no base64-encoded archive begins with a slash
             self.work = Path(filled).resolve()
             if self.work == Path(self.work.anchor):
                 raise AgentFailure(f"--workspace {template}: the container's working directory is /: set WORKDIR")
@@ -206,7 +206,7 @@ class _Folder:
         """Replace the placeholders.
 
         Raises:
-            AgentFailure: the payload lacks a field that one of them names.
+            AgentFailure: the payload lacks a field that a placeholder names.
         """
         filled = _PLACEHOLDER.sub(lambda match: self._value(match[1]), template)
         if "\0" in filled:
@@ -376,7 +376,7 @@ def _seconds(text: str) -> float:
 
 
 def _refuse_script(parser: argparse.ArgumentParser, command: Sequence[str]) -> None:
-    """Refuse a placeholder in a shell's script, where a payload could run commands."""
+    """Refuse a placeholder inside a shell script, where a payload could run commands."""
     if not command or Path(command[0]).name not in _SHELLS:
         return
     for flag, script in itertools.pairwise(command[1:]):

@@ -1,7 +1,7 @@
 """Send heartbeats to the gateway, so that the backend detects a silently dead container within a minute.
 
 A heartbeat is an empty POST with the session key. A failed heartbeat never fails a rollout: it is retried soon, and
-the backend tolerates several missing ones.
+the backend tolerates several missing heartbeats.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ _TIMEOUT_S = 10.0
 
 
 async def send_heartbeats(url: str, api_key: str, every_s: float) -> None:
-    """Send heartbeats. Return once the gateway answers that the session is closed for good."""
+    """Send heartbeats. Return once the gateway answers that the session is permanently closed."""
     verify = await asyncio.to_thread(certificates, url.startswith("https://"))
     import httpx
 
@@ -36,8 +36,8 @@ async def send_heartbeats(url: str, api_key: str, every_s: float) -> None:
 
 @cache
 def certificates(https: bool) -> ssl.SSLContext | bool:
-    """Return what verifies servers. Cached, and called in a thread: importing httpx and reading certificates take 0.1
-    s each."""
+    """Return httpx's `verify` argument. Cached, and called in a thread: importing httpx and reading certificates take
+    0.1 s each."""
     import httpx
 
     return httpx.create_ssl_context() if https else False

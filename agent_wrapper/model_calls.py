@@ -1,11 +1,11 @@
-"""Send the model calls of a rollout to the model being trained, whichever endpoint the agent's client was made for.
+"""Send a rollout's model calls to the model being trained, whichever endpoint the agent's client is configured with.
 
-Clients are often made when the agent's module is imported, before any rollout is known. So what is changed is each
-request, when it is sent:
+Clients are often created when the agent's module is imported, before any rollout is known. This module therefore
+changes each request as it is sent:
 
-- of httpx, which the SDKs of OpenAI and Anthropic use: a POST of a JSON object with `model` to a path of their APIs
+- with httpx, which the SDKs of OpenAI and Anthropic use, a POST of a JSON object with `model` to a path of their APIs
   gets the endpoint, the key and the model's name of its rollout;
-- of Strands: a call of `BedrockModel`, whose API only Bedrock has, is made through `OpenAIModel`.
+- with Strands, a call of `BedrockModel`, whose API only Bedrock has, is made through `OpenAIModel`.
 
 Invariants:
 
@@ -34,7 +34,7 @@ _PATHS = ("/chat/completions", "/completions", "/messages/count_tokens", "/messa
 _REPLACED = frozenset({"authorization", "x-api-key", "api-key", "host", "content-length"})
 _RETRIED = frozenset({502, 503, 504})
 _RETRY_COUNT = "x-stainless-retry-count"
-# The SDKs create no client without a key. Each request is then sent with the key of its rollout.
+# The SDKs create no client without a key. Each request is later sent with the key of its rollout.
 _KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY")
 
 _installing = threading.Lock()
@@ -42,13 +42,13 @@ _installed: set[str] = set()
 
 
 def leave_unchanged() -> None:
-    """Send later requests in this context unchanged."""
+    """Leave later requests in this context unchanged."""
     CURRENT.set(None)
 
 
 @contextlib.contextmanager
 def redirected(context: RolloutContext) -> Iterator[None]:
-    """Send the model calls that are made in this context to the endpoint of a rollout."""
+    """Send the model calls made in this context to the endpoint of a rollout."""
     _install()
     token = CURRENT.set(context)
     RUNNING.append(context)
@@ -119,7 +119,7 @@ def _redirect_http(module: Any) -> None:
 
 
 def _context_of(request: Any) -> RolloutContext | None:
-    """Return the rollout whose endpoint the request is to be sent to instead; None: it is sent unchanged."""
+    """Return the rollout to whose endpoint the request is redirected; None to send it unchanged."""
     if (
         request.method != "POST"
         or not request.url.path.endswith(_PATHS)
@@ -128,17 +128,17 @@ def _context_of(request: Any) -> RolloutContext | None:
         return None
     try:
         body = json.loads(request.content)
-    except (ValueError, RuntimeError):  # no JSON, or a stream, which no SDK sends
+    except (ValueError, RuntimeError):  # not JSON, or a stream, which no SDK sends
         return None
     has_model = isinstance(body, dict) and isinstance(body.get("model"), str)
     key = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
-    # A client that an earlier rollout made has the same address, and a key of its own.
+    # A client created by an earlier rollout has the same address, but its own key.
     is_own = str(request.url).startswith(context.base_url) and key == context.api_key
     return context if has_model and not is_own else None
 
 
 def _redirect(request: Any, context: RolloutContext) -> Any:
-    """Return the request to send instead."""
+    """Return the redirected request."""
     path = next(path for path in _PATHS if request.url.path.endswith(path))
     body = {**json.loads(request.content), "model": context.model}
     headers = [(name, value) for name, value in request.headers.multi_items() if name.lower() not in _REPLACED]
@@ -157,7 +157,7 @@ def _redirect(request: Any, context: RolloutContext) -> Any:
 def _pauses(request: Any, context: RolloutContext) -> Iterator[float | None]:
     """Yield the pause after each attempt at the request, and None for the last one. Repeats are marked as such.
 
-    A client makes few retries unless it is told otherwise, and a rollout must outlast a restart of the training side.
+    Clients make few retries by default, but a rollout must outlast a restart of the training side.
     """
     made = int(request.headers.get(_RETRY_COUNT, "0"))
     for number in range(MAX_RETRIES):
@@ -177,7 +177,7 @@ def _redirect_strands() -> None:
     def substitute() -> Any:
         if (context := rollout_of_this_code()) is None:
             return None
-        from strands.models.openai import OpenAIModel  # an agent of Bedrock may lack what it needs
+        from strands.models.openai import OpenAIModel  # an agent for Bedrock may not have its dependencies
 
         return OpenAIModel(client_args=context.openai_kwargs(), model_id=context.model)
 

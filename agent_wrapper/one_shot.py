@@ -3,8 +3,8 @@ Job.
 
 Invariants:
 
-- the exit code is 0 if the result was published, and 1 if not;
-- SIGTERM ends the rollout as a failure, which is published.
+- the exit code is 0 if the result was published, otherwise 1;
+- SIGTERM ends the rollout as a failure, which is still published.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ logger = logging.getLogger("agent_wrapper")
 
 
 def payload_file() -> Path | None:
-    """Return the file of the one payload to serve; None if the app serves HTTP."""
+    """Return the file with the single payload to run; None if the app serves HTTP."""
     name = os.environ.get(PAYLOAD_VARIABLE)
     return Path(name) if name else None
 
 
 def run_and_exit(app: RolloutApp, path: Path) -> NoReturn:
-    """Run the rollout that the file requests, and end the process."""
+    """Run the rollout that the file requests, and exit the process."""
     try:
         code = 0 if asyncio.run(_run(app, path)) else 1
     except (OSError, ValueError, ContractError) as error:

@@ -2,7 +2,7 @@
 
 Invariants:
 
-- a reward is a finite number that the agent returned, or there is none;
+- a reward is a finite number that the agent returned, or absent;
 - a failure of the model endpoint is never an agent error;
 - neither a failure nor the extras contain the session key.
 
@@ -14,7 +14,7 @@ An exception is `model_unavailable` if an error in its chain of causes meets bot
 - the call went to the model: the request's URL, if the error has one, is below the session's endpoint. An error
   without a URL counts only if it is an SDK's.
 
-So a failed web call of a tool is an agent error, and no SDK needs to be installed for the check.
+Thus a failed web call of a tool is an agent error, and no SDK needs to be installed for the check.
 
 If an agent catches such an error and returns a reward, the gateway's count of unanswered calls still refuses it. The
 same count makes a failed command, or one without a reward, `model_unavailable`.
@@ -53,7 +53,7 @@ _OF_COMMANDS: dict[type[Exception], tuple[Outcome, str]] = {
     RewardError: (Outcome.AGENT_ERROR, "bad_reward"),
     VerifierError: (Outcome.INFRA_ERROR, "verifier_failed"),
 }
-# Here no exception says so.
+# No exception says so in this case.
 _MODEL_COULD_CAUSE = frozenset({"bad_reward", "command_failed", "invocation_error", NO_REWARD, "status_code"})
 
 SDK_ERRORS = frozenset(
@@ -83,7 +83,7 @@ _TRANSPORT_ERRORS = frozenset(
 
 @dataclass(frozen=True)
 class AgentResult:
-    """The agent's part of a rollout, over. What it sampled is not known yet."""
+    """The result of an agent that has ended. What it sampled is not known yet."""
 
     outcome: Outcome
     reward: float | None = None
@@ -93,13 +93,13 @@ class AgentResult:
 
     @property
     def finished(self) -> bool:
-        """Whether the agent has done its work: it returned a reward, or leaves that to a scorer."""
+        """Whether the agent completed its work: it returned a reward, or leaves the reward to a scorer."""
         return self.failure is None or self.failure.reason == NO_REWARD
 
 
 @dataclass(frozen=True)
 class Unscored:
-    """What an agent returned that leaves the reward to a scorer."""
+    """The return value of an agent that leaves the reward to a scorer."""
 
     values: Mapping[str, object]
 
@@ -110,7 +110,7 @@ def failed(
     failure = Failure(
         reason=reason,
         message=_text(message)[:_MESSAGE_CHARS],
-        traceback=_text(trace)[-_TRACEBACK_CHARS:] if trace else None,  # the end names the error
+        traceback=_text(trace)[-_TRACEBACK_CHARS:] if trace else None,  # the end of a traceback names the error
     )
     return AgentResult(outcome, reward, failure=failure)
 
@@ -127,7 +127,7 @@ def build_rollout(
     started_at: float,
     finished_at: float,
 ) -> Rollout:
-    """Return the rollout to publish: the agent's result, corrected by its trajectory. None: the agent did not run."""
+    """Return the rollout to publish: the agent's result, corrected by its trajectory (None: it did not run)."""
     model, key = request.endpoint.name, request.endpoint.api_key
     result = replace(result, extras=without_key(result.extras, key))
     segments: tuple[Segment, ...] = ()
@@ -193,7 +193,7 @@ def build_rollout(
 
 
 def without_artifacts(rollout: Rollout, message: str) -> Rollout:
-    """Return the rollout of an agent whose artifacts could not be written: another attempt may succeed."""
+    """Return the rollout of an agent whose artifacts could not be written. Another attempt may succeed."""
     lost = failed(Outcome.INFRA_ERROR, "artifact_lost", message)
     update = {"outcome": lost.outcome, "reward": None, "turn_rewards": (), "failure": lost.failure}
     return rollout.model_copy(update=update)

@@ -4,7 +4,7 @@ Invariants:
 
 - the object under a rollout's key never changes: the write fails if the key exists;
 - only an existing object is announced. An unannounced result still counts, because the backend lists the prefix. A
-  repeated announcement has no effect and a missing one costs time, so an attempt that finds the object existing
+  repeated announcement has no effect and a missing one costs time, so an attempt that finds an existing object
   announces it again.
 """
 
@@ -29,13 +29,13 @@ logger = logging.getLogger("agent_wrapper")
 _CONNECT_TIMEOUT_S = 5.0
 _READ_TIMEOUT_S = 20.0
 _CONNECTIONS = 32
-# The credentials, or the clock by which they are renewed, may be right at the next try.
+# A retry may find the right credentials, or a corrected clock.
 _STALE_CREDENTIALS = ("ExpiredToken", "InvalidAccessKeyId", "InvalidClientTokenId", "InvalidToken", "Unrecognized")
 _T = TypeVar("_T")
 
 
 class PublishError(Exception):
-    """The result could not be written. The message says why, and names the key."""
+    """The result could not be written. The message says why and names the key."""
 
 
 class WriteOutcome(StrEnum):
@@ -57,7 +57,7 @@ class Publisher:
     def prepare(self, target: ResultTarget) -> None:
         """Create the clients that `publish` needs. Creating them takes a few tenths of a second."""
         if target.urls is not None:
-            return  # boto3 need not be loaded
+            return  # boto3 is not needed
         self._client("s3", target.region)
         if target.queue_url is not None:
             self._client("sqs", target.region)
@@ -65,7 +65,7 @@ class Publisher:
     def publish(
         self, target: ResultTarget, key: str, body: bytes, budget_s: float, url: str | None = None
     ) -> WriteOutcome:
-        """Write `body` under `key` as `write` does, and announce it. Each takes at most about `budget_s`.
+        """Write `body` under `key` as `write` does, and announce it. Each of the two takes at most about `budget_s`.
 
         Raises:
             PublishError: the key may not exist.
@@ -82,9 +82,9 @@ class Publisher:
     def write(
         self, target: ResultTarget, key: str, body: bytes, budget_s: float, url: str | None = None
     ) -> WriteOutcome:
-        """Write `body` under `key` unless the key exists, in at most about `budget_s`.
+        """Write `body` under `key` unless the key exists. Takes at most about `budget_s`.
 
-        With `url`, which is presigned for that key, the write needs no credentials.
+        With `url`, a presigned URL for that key, the write needs no credentials.
 
         Raises:
             PublishError: the key may not exist.
@@ -128,7 +128,7 @@ class Publisher:
             return WriteOutcome.NOW
         try:
             there = self._retry("s3", target.region, budget_s, read)
-        except Exception:  # the role may lack s3:GetObject, and need not have it
+        except Exception:  # the role may lack s3:GetObject, and does not need it
             logger.debug("cannot read %s", key, exc_info=True)
             return WriteOutcome.UNSEEN
         return WriteOutcome.BEFORE if there == body else WriteOutcome.BY_ANOTHER
@@ -143,7 +143,7 @@ class Publisher:
         self._retry("sqs", target.region, budget_s, send)
 
     def _client(self, service: str, region: str | None) -> Any:
-        from botocore.config import Config  # late: see shared/trajectory.py
+        from botocore.config import Config  # imported on first use: see shared/trajectory.py
 
         with self._lock:
             if (service, region) not in self._clients:
@@ -153,14 +153,14 @@ class Publisher:
                     max_pool_connections=_CONNECTIONS,
                     retries={"total_max_attempts": 1},  # `_retry` is the only layer of retries
                 )
-                # Not boto3's default session: the agent may configure that, and it caches what it read first.
-                session: Any = new_session(region)  # its types list every service by name
+                # Not boto3's default session: the agent may have configured it, and it caches what it reads first.
+                session: Any = new_session(region)  # the types of boto3 have one overload per service name
                 self._clients[service, region] = session.client(service, config=config)
             return self._clients[service, region]
 
     def _retry(self, service: str, region: str | None, budget_s: float, call: Callable[[Any], _T]) -> _T:
-        """Make a call until it succeeds, each time with a new client: a client keeps the credentials that it was made
-        with, also if there were none."""
+        """Retry a call until it succeeds, each time with a new client: a client keeps the credentials that it was
+        created with, even if there were none."""
         import tenacity
 
         def attempt() -> _T:
@@ -171,20 +171,20 @@ class Publisher:
             except Exception as error:
                 with self._lock:
                     if _is_transient(error) and self._clients.get((service, region)) is client:
-                        self._clients.pop((service, region), None)  # unless another thread has made a new one
+                        self._clients.pop((service, region), None)  # unless another thread has replaced it
                 raise
 
         return write_retry(tenacity.retry_if_exception(_is_transient), budget_s, reraise=True)(attempt)
 
 
 def _is_transient(error: BaseException) -> bool:
-    """Return whether a later try may succeed. Of the errors that are no answer of the service (no connection, no
-    credentials, a provider that fails in any way), only invalid arguments are permanent."""
+    """Return whether a later try may succeed. Among errors that are not the service's response (no connection, no
+    credentials, a failing provider), only invalid arguments are permanent."""
     from botocore.exceptions import ClientError, ParamValidationError
 
     if isinstance(error, ClientError):
         code, message = error.response["Error"]["Code"], error.response["Error"].get("Message", "").lower()
-        dated = "signature expired" in message or "signature not yet current" in message  # SQS: a clock that is wrong
+        dated = "signature expired" in message or "signature not yet current" in message  # SQS, if the clock is wrong
         return is_transient(_status(error), code) or code.startswith(_STALE_CREDENTIALS) or dated
     return not isinstance(error, ParamValidationError)
 

@@ -1,7 +1,7 @@
-"""Load the pytest fixtures where the training side is installed, and nothing where it is not.
+"""Load the pytest fixtures only where the training side is installed.
 
-pytest imports this module in every environment with the package. An agent's image holds `agent_wrapper` alone, so the
-entry point cannot be a module of `rollout_backend`: pytest would fail there before it collects a test.
+pytest imports this module in every environment with the package. An agent's image has only `agent_wrapper`, so the
+entry point cannot be a module of `rollout_backend`: pytest would fail there before collecting a test.
 """
 
 from importlib.util import find_spec
@@ -10,7 +10,7 @@ from importlib.util import find_spec
 def _is_installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ModuleNotFoundError:  # not even its parent
+    except ModuleNotFoundError:  # its parent package is missing too
         return False
 
 

@@ -1,8 +1,8 @@
-"""Give each session its own random numbers.
+"""Seed each session's random numbers.
 
-A runtime may restore sessions from a snapshot of a process that has already imported the agent. Without this, all
-of them would draw the same numbers. The kernel's generator may be part of the snapshot too, so the session's id is
-added.
+A runtime may restore sessions from a snapshot of a process that has already imported the agent. Without a new seed,
+all of them would draw the same numbers. The snapshot may include the kernel's generator, so the seed also contains
+the session's id.
 """
 
 import hashlib

@@ -2,8 +2,8 @@
 
 Invariants:
 
-- a call never blocks the server. A sync function runs in a separate daemon thread. Async functions share one event
-  loop in another daemon thread. So a blocked agent delays neither a ping, nor its deadline, nor a shutdown;
+- a call never blocks the server. A sync function runs in a separate daemon thread; async functions share one event
+  loop in another daemon thread. A blocked agent therefore delays no ping, deadline or shutdown;
 - each call settles exactly once, as `Returned` or `Raised`.
 """
 
@@ -34,13 +34,13 @@ class Raised:
 
 
 class AgentCall:
-    """One call of the agent's function. `future` holds its result."""
+    """A call of the agent's function. `future` holds its result."""
 
     def __init__(self) -> None:
         self.future: Future[Returned | Raised] = Future()
 
     def cancel(self) -> bool:
-        """Cancel the agent. Return False if it is a sync function, which cannot be cancelled and is abandoned."""
+        """Cancel the agent. Return False for a sync function, which cannot be cancelled and is abandoned."""
         return False
 
     def stack(self) -> str:
@@ -117,7 +117,7 @@ class _AsyncCall(AgentCall):
     def _begin(self, function: Callable[[RolloutContext], Any], context: RolloutContext) -> None:
         self._loop_thread = threading.get_ident()
         self._task = self._loop.create_task(self._run(function, context))
-        # Cancelled before its first step, the task never reaches the code that settles.
+        # A task that is cancelled before its first step never reaches the code that settles it.
         self._task.add_done_callback(lambda _: self._settle(Raised(asyncio.CancelledError())))
 
     async def _run(self, function: Callable[[RolloutContext], Any], context: RolloutContext) -> None:
@@ -129,19 +129,19 @@ class _AsyncCall(AgentCall):
             self._settle(raised)
 
     def cancel(self) -> bool:
-        # In order behind _begin, so the task is there.
+        # Scheduled after _begin, so the task exists.
         self._loop.call_soon_threadsafe(lambda: self._task and self._task.cancel())
         return True
 
     def stack(self) -> str:
-        # Not done although it was cancelled: most likely it blocks its loop's thread.
+        # Not done despite the cancellation: most likely it blocks its loop's thread.
         return self._stack if self.future.done() else _thread_stack(self._loop_thread)
 
 
 def _outcome_of(function: Callable[[RolloutContext], Any], context: RolloutContext) -> Returned | Raised:
     try:
         value = function(context)
-        if inspect.isawaitable(value):  # an async function behind a decorator that hides it
+        if inspect.isawaitable(value):  # an async function hidden by a decorator
             value = asyncio.run(_await(value))
     except BaseException as error:
         return _raised(error)
@@ -149,7 +149,7 @@ def _outcome_of(function: Callable[[RolloutContext], Any], context: RolloutConte
 
 
 def _raised(error: BaseException) -> Raised:
-    """Drop the wrapper's frame, so the traceback starts in the agent's code."""
+    """Drop the wrapper's frame, so that the traceback starts in the agent's code."""
     return Raised(error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None))
 
 

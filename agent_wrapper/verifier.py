@@ -1,14 +1,14 @@
-"""Score what an agent has left with the tests of a Harbor task, in a container of the task's image:
-`python -m agent_wrapper.verifier FOLDER`.
+"""Run the tests of a Harbor task on an agent's workspace, in a container of the task's image: `python -m
+agent_wrapper.verifier FOLDER`.
 
-FOLDER holds `verifier.json`, a `VerifierOrder`, and `tests.tar.gz`. The workspace that the agent published replaces
-the content of the working directory, and the tests run there. Their reward, or why there is none, is written to the
+FOLDER holds `verifier.json`, a `VerifierOrder`, and `tests.tar.gz`. The agent's workspace replaces the content of the
+working directory, and the tests run there. Their reward, or the reason why there is none, is written to the
 container's termination message.
 
 Invariants:
 
-- Without a reward the exit code is 1, so no failure is taken for a reward of 0.
-- Nothing of the workspace is imported: run it with Python's option -I.
+- Without a reward the exit code is 1, so that a failure is never taken for a reward of 0.
+- Nothing is imported from the workspace: run this module with Python's option -I.
 """
 
 import json
@@ -23,7 +23,7 @@ from agent_wrapper.shared.harbor_tests import TestsFailed, read_reward, run_test
 from agent_wrapper.shared.workspace import WORKSPACE, unpack_folder
 
 MAX_MESSAGE_BYTES = 4096
-"""Of a termination message."""
+"""Size limit of a termination message."""
 _DOWNLOAD_S = 120.0
 
 
@@ -71,7 +71,7 @@ def _score(folder: Path, root: Path) -> dict[str, object]:
 
 
 def _restore(workspace: bytes, folder: Path) -> None:
-    """Replace the content of a folder by the agent's workspace."""
+    """Replace the content of a folder with the agent's workspace."""
     if folder == Path(folder.anchor):
         raise TestsFailed("the image's working directory is /: set WORKDIR in the Dockerfile, or environment.workdir")
     _clear(folder)

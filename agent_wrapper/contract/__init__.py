@@ -2,21 +2,20 @@
 
 Invariants:
 
-- A `Rollout` is self-contained: what was sampled, by which weights, its reward, and, if it failed, the outcome and
-  the reason. Nothing is filled in: a logprob that the engine did not return is NaN (JSON: null).
+- A `Rollout` is self-contained: it has the sampled tokens, the weights that sampled them, the reward, the outcome,
+  and the reason of a failure. No value is made up: a logprob that the engine did not return is NaN (JSON: null).
 - Only a completed rollout, or an agent error that the agent itself scored, carries a reward.
 - A completed rollout holds sampled tokens.
-- A result's key follows from its rollout id (`result_key`), so the first write wins. An attempt that was lost to the
-  infrastructure has no result: it writes a failure marker under its own key (`failure_marker_key`), which does not
-  block the next attempt.
-- The gateway's seal travels with what was sampled, from the trajectory into the rollout. The container does not read
-  it.
+- A result's key is derived from its rollout id (`result_key`), so the first write wins. An attempt that failed
+  because of the infrastructure has no result: it writes a failure marker under its own key (`failure_marker_key`),
+  which does not block the next attempt.
+- The gateway's seal is copied from the trajectory into the rollout. The container does not read it.
 - An image is stored once in a rollout, under the SHA-256 of its bytes; segments refer to it by that name. Tokens and
-  messages that several segments have in common are stored once, too (`shared_prefixes`).
+  messages that several segments share are stored once, too (`shared_prefixes`).
 - Malformed input raises `ContractError`, which names the field.
 
-Two encodings of the same fields are read (`codec`): the compact one that `Rollout.encode` writes (msgpack in one zstd
-frame, arrays as little-endian raw bytes), and plain JSON, so that agents in any language can take part.
+Two encodings of the same fields are accepted (`codec`): the compact form that `Rollout.encode` writes (msgpack in one
+zstd frame, arrays as little-endian raw bytes), and plain JSON, for agents in any language.
 """
 
 from agent_wrapper.contract.announcement import Announcement

@@ -1,4 +1,4 @@
-"""Announcements of written results."""
+"""Parse announcements of written results."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from agent_wrapper.contract.objects import ContractObject
 
 
 class Announcement(ContractObject):
-    """An object named by a message. Messages have the format of S3 event notifications."""
+    """An object named by a message in the format of S3 event notifications."""
 
     bucket: str
     key: str
@@ -30,7 +30,7 @@ class Announcement(ContractObject):
         """Return the objects that a message names. The `s3:TestEvent` that S3 sends at set-up names none.
 
         Raises:
-            ContractError: names the field that is missing or invalid.
+            ContractError: a field is missing or invalid; the error names it.
         """
         try:
             message = from_json(body)

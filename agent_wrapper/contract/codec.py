@@ -1,10 +1,10 @@
-"""Decodes the two encodings of an object into plain values, and refuses a hostile one before it is built.
+"""Decode the two encodings of an object into plain values, and refuse a hostile one before building anything.
 
 Invariants:
 
 - The decoder never allocates memory based only on a length in the input: it first checks sizes, maps, lists, values
-  and depth against their caps. Otherwise a few hundred bytes could claim gigabytes.
-- Checking takes time proportional to the input's size, and stops at the first cap.
+  and depth against limits. Otherwise a few hundred bytes could claim gigabytes.
+- Checking takes time proportional to the input's size, and stops at the first exceeded limit.
 - Refused input raises `ContractError`.
 """
 
@@ -15,10 +15,10 @@ import msgpack
 import zstandard
 from pydantic_core import from_json
 
-MAX_OBJECT_BYTES = 256 * 1024 * 1024  # of one object once unpacked; readers may set a lower cap
-MAX_DEPTH = 200  # levels of maps and lists; JSON parsers stop there as well
-MAX_CONTAINERS = 250_000  # maps and lists in one object
-MAX_VALUES = 4_000_000  # everything in one object, keys included
+MAX_OBJECT_BYTES = 256 * 1024 * 1024  # limit for one unpacked object; readers may set a lower one
+MAX_DEPTH = 200  # levels of maps and lists; JSON parsers have the same limit
+MAX_CONTAINERS = 250_000  # limit on maps and lists in one object
+MAX_VALUES = 4_000_000  # limit on all values in one object, including keys
 
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 # Possessive, and a string without an end reaches to the end of the input: each byte is visited once.
@@ -26,7 +26,7 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 
 
 class ContractError(ValueError):
-    """An object that does not keep to the contract. `field` names the place, `reason` says what is wrong."""
+    """An object that violates the contract. `field` names the place, `reason` says what is wrong."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
@@ -35,7 +35,7 @@ class ContractError(ValueError):
 
 
 class ExpandedBeyondCap(ContractError):
-    """What the segments of an object share (see `shared_prefixes`) is beyond the reader's cap."""
+    """The expanded segments of an object (see `shared_prefixes`) exceed the reader's limit."""
 
 
 def pack(fields: object) -> bytes:
@@ -44,7 +44,7 @@ def pack(fields: object) -> bytes:
 
 
 def unpacked_size(data: bytes) -> int:
-    """Return how many bytes there are to parse, as far as the input says it. Nothing is unpacked."""
+    """Return the number of bytes to parse, as stated by the input. Nothing is unpacked."""
     if not data.startswith(_ZSTD_MAGIC):
         return len(data)
     try:
@@ -57,7 +57,7 @@ def unpack(data: bytes, max_bytes: int = MAX_OBJECT_BYTES) -> dict[str, Any]:
     """Decode the fields of one object from either form.
 
     Raises:
-        ContractError: it is empty, damaged, no map of fields, or beyond one of the caps.
+        ContractError: the object is empty, damaged, not a map of fields, or exceeds a limit.
     """
     if not data:
         raise ContractError("object", "has 0 bytes")
@@ -75,10 +75,10 @@ def unpack(data: bytes, max_bytes: int = MAX_OBJECT_BYTES) -> dict[str, Any]:
 
 
 def read_json(data: bytes) -> Any:
-    """Decode JSON into plain values that the compact form can hold as well.
+    """Decode JSON into plain values that the compact form can represent too.
 
     Raises:
-        ContractError: it is no JSON, is nested too deep, holds a whole number beyond 64 bits, or is beyond a cap.
+        ContractError: the data is not JSON, is nested too deep, has an integer beyond 64 bits, or exceeds a limit.
     """
     check_json(data)
     try:
@@ -93,10 +93,10 @@ def read_json(data: bytes) -> Any:
 
 
 def check_json(data: bytes, max_containers: int = MAX_CONTAINERS, max_values: int = MAX_VALUES) -> None:
-    """Refuse JSON that is beyond a cap, by its punctuation: nothing is built yet.
+    """Refuse JSON that exceeds a limit. Counts its punctuation, before anything is built.
 
     Raises:
-        ContractError: it holds too many maps and lists, or too many values.
+        ContractError: it has too many maps and lists, or too many values.
     """
     counts = _punctuation(data, 0, len(data))
     if counts[0] <= max_containers and counts[1] <= max_values:
@@ -174,21 +174,21 @@ def _first_bytes() -> list[tuple[int, int, int]]:
 
 _FIRST_BYTES = _first_bytes()
 _REFUSED_BYTES = frozenset([0xC1, *range(0xC7, 0xCA), *range(0xD4, 0xD9)])
-_SIZES = [  # of a value without a length and without children, as most are; otherwise 0
+_SIZES = [  # for values without length and children, which are most; otherwise 0
     0 if width or children or first in _REFUSED_BYTES else 1 + after
     for first, (after, width, children) in enumerate(_FIRST_BYTES)
 ]
 
 
 def check_packed(raw: bytes, share: int = 1) -> None:
-    """Walk msgpack without building anything, and refuse what is beyond the caps divided by `share`.
+    """Walk msgpack without building anything, and refuse input that exceeds the limits divided by `share`.
 
     Raises:
-        ContractError: it is, or it is cut short, or holds what JSON does not have.
+        ContractError: it exceeds a limit, is truncated, or contains a type that JSON lacks.
     """
     at, containers, values = 0, 0, 1
     max_containers, max_values = MAX_CONTAINERS // share, MAX_VALUES // share
-    to_come, above = 1, list[int]()  # values of this level, and of those above it
+    to_come, above = 1, list[int]()  # remaining values of this level, and of the levels above
     try:
         while to_come or above:
             if not to_come:

@@ -1,16 +1,16 @@
-"""Every key in the result bucket.
+"""Build and parse the keys in the result bucket.
 
-    PREFIXruns/RUN/steps/STEP/ROLLOUT            a result
-    PREFIXruns/RUN/steps/STEP/ROLLOUT~ATTEMPT    a failure marker
-    PREFIXruns/RUN/artifacts/STEP/ROLLOUT~ATTEMPT    the files that an attempt published with its result
-    PREFIXruns/RUN/manifests/STEP.json           a step's manifest
-    PREFIXruns/RUN/scores/STEP/ROLLOUT~DIGEST    a score that the training side computed
-    PREFIXruns/RUN/quarantine/DIGEST.json        a refused object
-    PREFIXruns/RUN/task-blocklist/DIGEST.json    the consecutive losses of a task
-    PREFIXruns/RUN/lease                         the manager that holds the run
-    PREFIXruns/RUN/agents/STEP/...               what agents of another protocol write
+    PREFIXruns/RUN/steps/STEP/ROLLOUT               a result
+    PREFIXruns/RUN/steps/STEP/ROLLOUT~ATTEMPT       a failure marker
+    PREFIXruns/RUN/artifacts/STEP/ROLLOUT~ATTEMPT   the files that an attempt published with its result
+    PREFIXruns/RUN/manifests/STEP.json              a step's manifest
+    PREFIXruns/RUN/scores/STEP/ROLLOUT~DIGEST       a score that the training side computed
+    PREFIXruns/RUN/quarantine/DIGEST.json           a refused object
+    PREFIXruns/RUN/task-blocklist/DIGEST.json       the consecutive losses of a task
+    PREFIXruns/RUN/lease                            the manager that holds the run
+    PREFIXruns/RUN/agents/STEP/...                  objects that agents of another protocol write
 
-`prefix` is empty or ends in a slash. The policies in `infra/template.yaml` are written for these keys.
+`prefix` is empty or ends in a slash. The policies in `infra/template.yaml` depend on these keys.
 """
 
 import re
@@ -34,7 +34,7 @@ def result_key(prefix: str, run_id: str, step: int, rollout_id: str) -> str:
 
 
 def failure_marker_key(prefix: str, run_id: str, step: int, rollout_id: str, attempt: int) -> str:
-    """Return the key under which an attempt records that it was lost to the infrastructure."""
+    """Return the key of the marker that an attempt writes when the infrastructure failed it."""
     return f"{result_key(prefix, run_id, step, rollout_id)}~{attempt}"
 
 
@@ -95,7 +95,7 @@ def lease_key(prefix: str, run_id: str) -> str:
 
 
 def probe_key(prefix: str, name: str, *, agents: bool = False) -> str:
-    """Return a key that the trainer, or an agent, may write to in a preflight check."""
+    """Return a key that the trainer, or an agent, may write in a preflight check."""
     return f"{_run_prefix(prefix, 'preflight')}{'steps' if agents else 'manifests'}/probe-{name}.json"
 
 

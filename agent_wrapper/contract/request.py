@@ -10,17 +10,17 @@ from agent_wrapper.contract.keys import MAX_STEP, artifacts_key, failure_marker_
 from agent_wrapper.contract.objects import ContractObject, Identifier, Outcome
 
 PAYLOAD_VARIABLE = "ROLLOUT_PAYLOAD_FILE"
-"""Environment variable that holds the path of an invoke's payload. If it is set, `RolloutApp.run` serves this payload
-instead of HTTP."""
+"""Environment variable with the path of an invoke's payload. If it is set, `RolloutApp.run` runs this payload instead
+of serving HTTP."""
 REQUEST_FIELD = "_rollout"  # the field of an invoke's payload that holds the request
 
 PUT_HEADERS = {"Content-Type": "application/octet-stream", "If-None-Match": "*"}
-"""Headers of a presigned PUT. Both are part of its signature; the second one refuses a second write."""
+"""Headers of a presigned PUT. The signature covers both; the second one refuses a second write."""
 
 
 def put_headers(body: bytes) -> dict[str, str]:
-    """Return the headers of a presigned PUT of `body`. A bucket with Object Lock requires the digest, which need not
-    be signed."""
+    """Return the headers of a presigned PUT of `body`. A bucket with Object Lock requires the digest, which may stay
+    unsigned."""
     digest = hashlib.md5(body, usedforsecurity=False).digest()
     return {**PUT_HEADERS, "Content-MD5": base64.b64encode(digest).decode()}
 
@@ -59,7 +59,8 @@ class ResultUrls(ContractObject):
 class ResultTarget(ContractObject):
     """The bucket and queue for the result. Its key follows from the rollout's ids: see `result_key`.
 
-    With `urls` the container needs no credentials: a result is one PUT to one of them, with `PUT_HEADERS`.
+    With `urls`, the container needs no credentials: it writes a result with one PUT to one of them, with
+    `PUT_HEADERS`.
     """
 
     bucket: str
@@ -107,7 +108,7 @@ class RolloutRequest(ContractObject):
         return self.key
 
     def url_for(self, outcome: Outcome) -> str | None:
-        """Return the presigned URL of `key_for`, if the request has them."""
+        """Return the presigned URL of `key_for`, or None if the request has none."""
         urls = self.result.urls
         if urls is None:
             return None

@@ -1,14 +1,14 @@
-"""Store what several segments have in common once.
+"""Store once what several segments share.
 
-An agent that rewrites its history (it masks old tool results, or drops old messages) opens a segment with each model
-call. Stored in full, the size of its result would grow with the square of the calls.
+An agent that rewrites its history (masks old tool results or drops old messages) opens a segment with each model
+call. If each were stored in full, the size of the result would grow quadratically.
 
 In both encodings, a segment may have the field `shared`:
 
-- `segment` and `tokens`: its first tokens are those of an earlier segment, all of them given: their mask is 0, and
-  their logprobs are unknown. `token_ids`, `response_mask` and `logprobs` hold only the rest.
-- `messages`: the numbers of its messages among all that this segment and those before it store, in their order.
-  `messages` holds only those that no earlier segment stores.
+- `segment` and `tokens`: its first `tokens` tokens are those of an earlier segment, all from prompts: their mask is 0
+  and their logprobs are NaN. `token_ids`, `response_mask` and `logprobs` hold only the rest.
+- `messages`: the indices of its messages among all messages stored by this and earlier segments, in order. The
+  segment's own `messages` holds only those that no earlier segment stores.
 
 Invariant: the size of the expanded segments is checked before they are built.
 """
@@ -22,14 +22,14 @@ from typing import Any
 
 from agent_wrapper.contract.codec import ContractError, ExpandedBeyondCap
 
-_CANDIDATES = 8  # latest segments that are compared
+_CANDIDATES = 8  # number of latest segments that are compared
 _LEAST_TOKENS = 16
-_TOKEN_BYTES = 9  # of an id, a mask and a logprob
+_TOKEN_BYTES = 9  # bytes of an id, a mask and a logprob
 _UNKNOWN = array("f", [float("nan")])
 
 
 class CheckedMessages(tuple[dict[str, Any], ...]):
-    """Messages that were validated before. Segments share the objects."""
+    """Messages that were validated before. Several segments may share the objects."""
 
     __slots__ = ()
 
@@ -72,13 +72,13 @@ def share(segments: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _add(numbers: dict[str, int], text: str) -> bool:
-    """Give a text the next number. Return False if it has one."""
+    """Assign the next number to a text. Return False if it already has one."""
     count = len(numbers)
     return numbers.setdefault(text, count) == count
 
 
 def _prefix(ids: Sequence[bytes], segment: Any) -> tuple[int, int]:
-    """Return the earlier segment with which the last one of `ids` shares the most given tokens, and their number."""
+    """Return the earlier segment that shares the most prompt tokens with the last one of `ids`, and their number."""
     given = segment.turns[0].start if segment.turns else 0
     if segment.logprobs[:given].tobytes() != (_UNKNOWN * given).tobytes():
         return 0, 0
@@ -102,16 +102,16 @@ def expand(
     parsers: Mapping[str, Callable[[object], array[Any]]],
     check_messages: Callable[[object], tuple[dict[str, Any], ...]],
 ) -> None:
-    """Replace the fields of segments that share something by those of the whole segments.
+    """Replace the fields of segments that share something with the complete fields.
 
     Args:
-        segments: The decoded field; anything else than a list of maps is left alone.
-        max_bytes: The cap for all expanded segments together.
+        segments: The decoded field; anything other than a list of maps is left unchanged.
+        max_bytes: The limit for all expanded segments together.
         parsers: Return the arrays of `token_ids`, `response_mask`, `logprobs` and `shared`. Raise ValueError.
         check_messages: Returns validated messages. Raises ValueError.
 
     Raises:
-        ContractError: names the field that is invalid, or the size beyond the cap.
+        ContractError: a field is invalid, or the size exceeds the limit.
     """
     if not isinstance(segments, list) or not all(isinstance(each, dict) for each in segments):
         return
@@ -151,7 +151,7 @@ def _read(
     parse: Callable[[object], array[Any]],
     known: int,
 ) -> tuple[array[Any], int, array[Any]]:
-    """Return the token ids of the earlier segment, how many of them are shared, and the numbers of the messages."""
+    """Return the token ids of the earlier segment, the number of shared tokens, and the numbers of the messages."""
     if not isinstance(shared, dict) or shared.keys() != {"segment", "tokens", "messages"}:
         raise ValueError("shared must have segment, tokens and messages")
     number, tokens, places = shared["segment"], shared["tokens"], parse(shared["messages"])

@@ -1,1 +1,1 @@
-"""Code that the training side and an agent's container have in common, beside the contract."""
+"""Code that the training side and an agent's container share, besides the contract."""

@@ -3,7 +3,7 @@
 Invariants:
 
 - The tests and their children end with the call, and with this process.
-- The reward is what the tests wrote to their reward file. Without one there is no reward.
+- The reward is what the tests wrote to their reward file. Without that file there is no reward.
 """
 
 import json
@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 _SHOWN_CHARS = 2_000
-_POLL_S = 0.25  # interval of measuring the memory
+_POLL_S = 0.25  # interval of memory measurements
 _RUN = 'exec 3<&0 </dev/null; { read -r _ <&3; kill -KILL 0; } & exec "$0" 3<&-'
 """Run a program until it ends, or until the writer of stdin ends, which kills the process group."""
 
 
 class TestsFailed(Exception):
-    """The tests wrote no reward, or exceeded a limit. The message has the end of their output."""
+    """The tests wrote no reward, or exceeded a limit. The message contains the end of their output."""
 
-    __test__ = False  # for pytest, which collects classes of this name
+    __test__ = False  # pytest collects classes with this name prefix
 
 
 def run_tests(
@@ -38,10 +38,11 @@ def run_tests(
     timeout_s: float,
     memory_bytes: int | None = None,
 ) -> str:
-    """Run a task's tests/test.sh. Return how it ended, with the end of its output, which is in the file `output`.
+    """Run a task's tests/test.sh. Return how it ended, with the end of its output, all of which is in the file
+    `output`.
 
     Raises:
-        TestsFailed: they took longer, or their processes together used more memory.
+        TestsFailed: the tests exceeded the time or memory limit.
         OSError: they cannot be started.
     """
     script.chmod(0o700)
@@ -68,12 +69,12 @@ def run_tests(
 
 
 def read_reward(folder: Path, ended: str) -> dict[str, Any]:
-    """Return the content of reward.json, or of reward.txt if there is no other, in the folder /logs/verifier.
+    """Return the content of reward.json, or else of reward.txt, in the folder /logs/verifier.
 
     `ended` is what `run_tests` returned.
 
     Raises:
-        TestsFailed: there is no number.
+        TestsFailed: the file contains no number.
     """
     for file in (folder / "reward.json", folder / "reward.txt"):
         if not file.is_file():
@@ -102,7 +103,7 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float, memory_bytes: int 
 
 
 def _resident_bytes(group: int) -> int:
-    """Return the resident memory of a process group; 0 if this is not Linux."""
+    """Return the resident memory of a process group; 0 on other systems than Linux."""
     pages = 0
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

@@ -1,7 +1,7 @@
-"""Check that a value survives as JSON, on the way to an agent and back. Pure.
+"""Check that a value survives the way to an agent and back as JSON. Pure.
 
-Python's json module writes and reads more than JSON: NaN, half of a surrogate pair, a thousand levels. Parsers on the
-other side refuse those, and a value that was accepted here would be lost there.
+Python's json module accepts more than JSON: NaN, half of a surrogate pair, a thousand levels. Parsers on the other
+side refuse these, so a value accepted here would be lost there.
 """
 
 import json
@@ -19,10 +19,11 @@ _MAX_INTEGER_BITS = 10_000  # parsers stop at 4,300 digits
 
 
 def check_json_value(value: object, where: str, max_depth: int) -> None:
-    """Check a value of dicts, lists, tuples, texts, finite numbers, booleans and None.
+    """Check a value of dicts, lists, tuples, strings, finite numbers, booleans and None.
 
     Raises:
-        ValueError: it holds something else, or more than `max_depth` levels; names the place, beginning with `where`.
+        ValueError: it contains another type, or more than `max_depth` levels; names the place, beginning with
+            `where`.
     """
     todo = [(value, where, 1)]
     while todo:
@@ -70,14 +71,14 @@ def _short(value: object) -> str:
 
 
 def read_extras(values: Mapping[Any, object]) -> dict[str, Any]:
-    """Return the values as a result stores them. Raises ValueError: names the one that is no JSON."""
+    """Return the values as a result stores them. Raises ValueError, which names the value that is not JSON."""
     extras = {_key(key): _json(key, value) for key, value in values.items()}
-    check_packed(msgpack.packb(extras), share=2)  # the other half is for what was sampled
+    check_packed(msgpack.packb(extras), share=2)  # the other half is reserved for the sampled tokens
     return extras
 
 
 def finite_number(value: object) -> float:
-    """Convert a number of Python or NumPy. True is 1 and False is 0, so `return answer == wanted` is a reward."""
+    """Convert a Python or NumPy number. True is 1 and False is 0, so `return answer == wanted` is a reward."""
     if not isinstance(value, numbers.Real):
         raise ValueError(f"the reward is {short(value)}, a {type(value).__name__}, not a number")  # noqa: TRY004
     try:
@@ -99,7 +100,7 @@ def _json(key: object, value: object) -> Any:
     try:
         plain = json.loads(json.dumps(value, allow_nan=False))
         check_json_value(plain, "it", _EXTRAS_DEPTH)
-        msgpack.packb([key, plain])  # the stored form has no integers over 64 bits
+        msgpack.packb([key, plain])  # msgpack has no integers over 64 bits
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{key!r} cannot be stored as JSON: {error}") from None
     return plain

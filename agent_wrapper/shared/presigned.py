@@ -1,6 +1,6 @@
 """Write a result through a presigned URL: one PUT, and no credentials in the container.
 
-Invariant: the URL grants access to the bucket, so no error message and no log record contains it.
+Invariant: the URL grants access to the bucket, so it never appears in an error message or log record.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 _CONNECT_TIMEOUT_S = 5.0
 _TIMEOUT_S = 20.0
 _CODE = re.compile(r"<Code>([\w.]{1,64})</Code>")
-# S3 answers 400 to throttling by KMS and to a body that came too slowly, and 403 to a clock that is wrong, as after
-# the restore of a snapshot.
+# S3 answers 400 when KMS throttles it or a body arrives too slowly, and 403 when the clock is wrong, for example
+# after the restore of a snapshot.
 _TRANSIENT = re.compile("Throttl|Timeout|TooSkewed|SlowDown|LimitExceeded|RequestExpired|InTheFuture|Conflict")
 
 
@@ -28,12 +28,12 @@ class PutRefused(Exception):
 
 
 def put_once(url: str, body: bytes, budget_s: float) -> bool:
-    """Write `body`. Return False if the object exists: another attempt's, or ours if a response was lost.
+    """Write `body`. Return False if the object exists, from another attempt, or from this one if a response was lost.
 
     Raises:
-        PutRefused: the retries took `budget_s`, or the error is permanent.
+        PutRefused: the retries used up `budget_s`, or the error is permanent.
     """
-    import httpx  # late: see shared/trajectory.py
+    import httpx  # imported on first use: see shared/trajectory.py
     import tenacity
 
     put = write_retry(
@@ -57,7 +57,7 @@ def put_once(url: str, body: bytes, budget_s: float) -> bool:
 
 
 def write_retry(when: tenacity.retry_base, budget_s: float, **more: Any) -> tenacity.Retrying:
-    """Return what repeats a write `when` it failed, until it has taken `budget_s`."""
+    """Return a retrier that repeats a write while `when` holds, for at most `budget_s`."""
     import tenacity
 
     wait = tenacity.wait_exponential_jitter(multiplier=0.2, max=8.0, jitter=0.5)
@@ -65,7 +65,7 @@ def write_retry(when: tenacity.retry_base, budget_s: float, **more: Any) -> tena
 
 
 def is_transient(status: int, code: str) -> bool:
-    """Return whether S3 or SQS may accept the same request later, by the status and the code of its error."""
+    """Return whether S3 or SQS may accept the same request later, given the status and the code of its error."""
     return status in (408, 409, 429) or status >= 500 or _TRANSIENT.search(code) is not None
 
 

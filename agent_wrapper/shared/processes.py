@@ -1,4 +1,4 @@
-"""A process of an agent: the home it gets, and how it ended."""
+"""Processes of an agent: their home directories and exit codes."""
 
 import signal
 from pathlib import Path
@@ -12,9 +12,9 @@ _IN_HOME = {
 
 
 def home_variables(folder: Path) -> dict[str, str]:
-    """Return the environment variables of a home in this folder, and make what they name.
+    """Return environment variables for a home in this folder, and create the folders that they name.
 
-    Programs keep settings there, some of them the model's endpoint and its key, which belong to one rollout.
+    Programs keep settings there, including the model's endpoint and key, which belong to a single rollout.
     """
     home = folder / "home"
     named = {"HOME": home, "TMPDIR": folder / "tmp", "XDG_RUNTIME_DIR": folder / "run"}

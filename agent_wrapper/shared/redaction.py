@@ -1,7 +1,7 @@
-"""Keep session keys and signatures out of what a container logs and publishes.
+"""Keep session keys and signatures out of a container's logs and results.
 
-A session key is in the URLs of model calls with `gateway.key_in_path`, and a presigned URL contains a signature. HTTP
-clients write complete URLs into their logs, if the agent enables them, and into the messages of their exceptions.
+With `gateway.key_in_path`, the URLs of model calls contain a session key, and presigned URLs contain a signature.
+HTTP clients write complete URLs to their logs, if the agent enables them, and to the messages of exceptions.
 """
 
 import logging
@@ -17,7 +17,7 @@ _SHOWN = "[session key]"
 
 
 def without_secrets(text: str) -> str:
-    """Remove the signatures and the keys in paths of all URLs."""
+    """Remove the signatures and the keys in the paths of all URLs."""
     return _KEY_IN_PATH.sub("/k/.../v1", _URL.sub(_without_signature, text))
 
 
@@ -27,7 +27,7 @@ def _without_signature(url: re.Match[str]) -> str:
 
 
 def without_key(value: Any, key: str) -> Any:
-    """Replace the key in all texts of a JSON value. A short key is a placeholder of a test, not a secret."""
+    """Replace the key in all strings of a JSON value. A short key is a placeholder of a test, not a secret."""
     if len(key) < _MIN_KEY_CHARS:
         return value
     match value:
@@ -64,7 +64,7 @@ class _Redacting:
             if record.exc_info and record.exc_info[0] is not None:
                 text = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
                 if (shown := without_secrets(text)) != text:
-                    record.exc_text = shown  # formatters show it instead of the exception
+                    record.exc_text = shown  # formatters use this text instead of the exception
         except Exception:  # noqa: S110  # the handler reports a record that cannot be formatted
             pass
         return record

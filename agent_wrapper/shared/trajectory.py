@@ -1,4 +1,4 @@
-"""The trajectory of a session, fetched from the gateway once the agent is done."""
+"""Fetch a session's trajectory from the gateway once the agent has ended."""
 
 from agent_wrapper.contract import ContractError, ModelEndpoint, Trajectory
 
@@ -7,33 +7,33 @@ _READ_TIMEOUT_S = 30.0
 
 
 class TrajectoryUnavailable(Exception):
-    """The gateway gave no trajectory. The message says why."""
+    """The gateway did not return a trajectory. The message says why."""
 
 
 class TrajectoryTooLarge(TrajectoryUnavailable):
-    """The gateway has more than a result may hold. Another request does not help."""
+    """The trajectory is larger than a result may be. A retry does not help."""
 
 
 def load_http_client() -> None:
-    """Import httpx, before the agent starts: openai 3 fails while another thread is importing it."""
+    """Import httpx before the agent starts, because openai 3 fails while another thread imports it."""
     import httpx  # noqa: F401
 
 
 def preload() -> None:
-    """Import what fetching needs, and writing through a presigned URL too. This takes 0.2 s of CPU."""
+    """Import what fetching a trajectory and writing to a presigned URL need. This takes 0.2 s of CPU."""
     import httpcore  # noqa: F401  (httpx imports it with the first client)
     import httpx  # noqa: F401
     import tenacity  # noqa: F401
 
 
 async def fetch_trajectory(endpoint: ModelEndpoint, budget_s: float) -> Trajectory:
-    """Seals the session and reads what was sampled in it. Tries again until `budget_s` is used up.
+    """Seal the session and return what it sampled. Retry until `budget_s` is used up.
 
     Raises:
-        TrajectoryTooLarge: it is larger than a result may be.
-        TrajectoryUnavailable: the gateway refused, could not be reached in time, or sent no trajectory.
+        TrajectoryTooLarge: the trajectory is larger than a result may be.
+        TrajectoryUnavailable: the gateway refused, could not be reached in time, or sent something else.
     """
-    import httpx  # late: the container should listen before it loads what it needs at the end
+    import httpx  # imported here: the container should listen before it loads what it needs at the end
     import tenacity
 
     def passing(error: BaseException) -> bool:
@@ -48,7 +48,7 @@ async def fetch_trajectory(endpoint: ModelEndpoint, budget_s: float) -> Trajecto
         wait=tenacity.wait_exponential_jitter(multiplier=0.2, max=4.0, jitter=0.2),
         reraise=True,
     )
-    # Where there is no TLS there is nothing to verify, and reading the certificates would take 0.1 s.
+    # Without TLS there is nothing to verify, and reading the certificates would take 0.1 s.
     verify = not endpoint.trajectory_url.startswith("http://")
     try:
         async with httpx.AsyncClient(timeout=timeout, verify=verify) as client:

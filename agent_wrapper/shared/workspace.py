@@ -1,14 +1,14 @@
-"""Folders as archives: the files that a task begins with, and the workspace that its agent leaves.
+"""Pack and unpack folders: the files that a task begins with, and the workspace that its agent leaves.
 
 Invariants:
 
-- Unpacking writes nothing outside the folder, and creates plain files and folders only. Links, devices and names that
+- Unpacking writes nothing outside the folder, and creates only plain files and folders. Links, devices and names that
   lead out of the folder are skipped.
-- Entries and bytes are checked against their caps before anything is written, in time proportional to the bytes.
+- The numbers of entries and bytes are checked against limits before anything is written, in linear time.
 
-Archives are read here, because tarfile is unsafe on Pythons in use: its filter can be evaded before 3.11.13, 3.12.11
-and 3.13.4 (CVE-2025-4517), negative sizes make it loop (CVE-2025-8194), and its header patterns backtrack
-(CVE-2024-6232).
+This module parses archives itself, because tarfile is unsafe on Pythons in use: its filter can be evaded before
+3.11.13, 3.12.11 and 3.13.4 (CVE-2025-4517), negative sizes make it loop (CVE-2025-8194), and its header patterns
+backtrack (CVE-2024-6232).
 """
 
 import gzip
@@ -22,9 +22,9 @@ WORKSPACE = "workspace.tar.gz"
 """Name of the artifact that holds an agent's workspace."""
 MAX_UNPACKED_BYTES = 1024**3
 MAX_ENTRIES = 100_000
-"""Limit of files and folders in an archive."""
+"""Maximum number of files and folders in an archive."""
 _MAX_NAME = 1024
-_MAX_HEADER_BYTES = 64 * 1024  # of an extended header, which holds a long name
+_MAX_HEADER_BYTES = 64 * 1024  # an extended header holds a long name
 _BLOCK = 512
 _EXTENSIONS = frozenset(
     {tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK}
@@ -34,7 +34,7 @@ _EXTENSIONS = frozenset(
 def pack_folder(folder: Path, *, skip: Collection[str] = (), mtime: int | None = None) -> bytes:
     """Return a folder as a .tar.gz, without the paths in `skip`. With `mtime`, equal files give equal bytes.
 
-    A link to a file inside the folder becomes a copy of the file. Other links are left out.
+    A link to a file inside the folder becomes a copy of that file. Other links are left out.
 
     Raises:
         OSError: a file cannot be read.
@@ -69,7 +69,7 @@ def unpack_folder(
     """Unpack a .tar.gz into a folder.
 
     Raises:
-        ValueError: it is not one, or holds more than `max_bytes` or `max_entries`. Nothing was written then.
+        ValueError: the data is no archive, or exceeds `max_bytes` or `max_entries`. Nothing was written.
     """
     try:
         for _ in _members(data, max_bytes, max_entries):
@@ -85,11 +85,11 @@ def unpack_folder(
 def _members(
     data: bytes, max_bytes: int, max_entries: int
 ) -> Iterator[tuple[tarfile.TarInfo, PurePosixPath, gzip.GzipFile]]:
-    """Yield the files and folders of an archive: each with its path, and the archive at the beginning of its content.
+    """Yield each file and folder of an archive with its path, and the archive positioned at the start of its content.
 
     Raises:
-        ValueError: a cap is exceeded.
-        tarfile.TarError: it is no archive.
+        ValueError: a limit is exceeded.
+        tarfile.TarError: the data is not an archive.
     """
     size = entries = 0
     seen = {"."}
@@ -147,7 +147,7 @@ def _records(text: bytes) -> dict[bytes, bytes]:
 
 
 def _write(member: tarfile.TarInfo, path: Path, content: gzip.GzipFile, root: Path) -> None:
-    if not path.parent.resolve().is_relative_to(root):  # the folder had a link before
+    if not path.parent.resolve().is_relative_to(root):  # the folder already contained a link here
         return
     if member.isdir():
         path.mkdir(parents=True, exist_ok=True)
