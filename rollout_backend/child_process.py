@@ -1,7 +1,5 @@
 """Run a command to its end, find out why a process ended, and find uv, which installs packages."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

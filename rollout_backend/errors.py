@@ -35,8 +35,6 @@ A failed rollout is not an exception: it is a `Rollout`, or a ledger entry, with
 `agent_wrapper.contract.ContractError` is the one error of malformed objects on both sides.
 """
 
-from __future__ import annotations
-
 
 class RolloutBackendError(Exception):
     """Base class of the exceptions that this package raises."""

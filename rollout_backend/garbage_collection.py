@@ -4,8 +4,6 @@ A full run stops the process while it visits every object: 0.3 s with 4,096 roll
 which holds much besides. A step causes many, as each result stays. Collections of young objects continue.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

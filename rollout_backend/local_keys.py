@@ -4,8 +4,6 @@ Every user of a machine can reach its ports, so a local cloud accepts its own ke
 are never sent to it. It imports only the standard library, for a janitor that waits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import os

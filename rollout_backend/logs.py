@@ -8,8 +8,6 @@ Invariants:
 It imports only the standard library, so that a janitor and a relay can use it.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

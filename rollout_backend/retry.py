@@ -3,8 +3,6 @@
 Setting up and running an `AsyncRetrying` takes 50 to 100 us, which is more than many of the calls that it repeats.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable

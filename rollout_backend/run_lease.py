@@ -12,8 +12,6 @@ Invariants:
   writes and deletes nothing of it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -7,8 +7,6 @@ Invariants:
 - The caller's stack stops whatever was started, even if the start fails or is cancelled.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping

@@ -10,8 +10,6 @@ agent answers `{"status": "processing"}` at once, and writes one JSON object:
 The object is not written once, so it must not be the rollout's own. `payload` repeats the invoke, with its key.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -13,8 +13,6 @@ Both are answered with the state, which holds the agent's return value or its er
 The app keeps states in files of its container, and nowhere else. A repeated start begins nothing.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

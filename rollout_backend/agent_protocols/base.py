@@ -6,8 +6,6 @@ Invariants:
 - a result belongs to the session whose id is in its key, or that was polled. Only that container knows the id.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The agent protocols by their names in `runtime.agent_protocol`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from rollout_backend.agent_protocols.agentcore_rl_toolkit import AgentCoreRlToolkit

@@ -8,8 +8,6 @@ Invariants:
 - "could not ask" is not "not there": while S3 or the runtime fails, the search continues until the session is closed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json

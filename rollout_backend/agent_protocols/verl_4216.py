@@ -9,8 +9,6 @@ The buffer drops the announcement, because results of other protocols are found 
 model's address. An agent that reads it from its environment has one address for all sessions, and cannot be run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Check the AWS account: credentials, permissions, clock, and the bucket's region."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import time

@@ -1,7 +1,5 @@
 """All checks of `rollout doctor`, in the order in which their lines are printed."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack

@@ -1,7 +1,5 @@
 """Check what this machine offers to a run's processes: versions of packages, and open files."""
 
-from __future__ import annotations
-
 import platform
 import resource
 from collections.abc import Iterator

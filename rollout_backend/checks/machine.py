@@ -6,8 +6,6 @@ Invariants:
 - What other machines have is not guessed: with gateways on a Ray cluster, only they need the model.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import math

@@ -4,8 +4,6 @@ While no gateway listens, a stand-in answers at its ports, so that a load balanc
 anything is started.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import secrets

@@ -1,8 +1,6 @@
 """Check that what engines sample arrives with ids and log-probabilities: one model call, as an agent makes it. The
 engines also say for how many conversations they have room."""
 
-from __future__ import annotations
-
 import math
 import secrets
 import tempfile

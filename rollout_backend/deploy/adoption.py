@@ -6,8 +6,6 @@ Invariants:
 - The runtime gets no mark or tag of this backend, so neither runs nor `rollout down` change or delete it.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -8,8 +8,6 @@ Invariants:
 - No file that looks like a secret is uploaded; the list is the one of the image's `.dockerignore`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 import time

@@ -3,8 +3,6 @@
 The agent runs as a process here, behind an emulator of AgentCore, with a scripted model and a local S3.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import tempfile

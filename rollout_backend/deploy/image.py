@@ -1,7 +1,5 @@
 """Build an agent's image with docker or podman on this machine, and push it to the stack's repository."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import shutil

@@ -6,8 +6,6 @@ Invariants:
 - No file that looks like a secret is in the zip; the list is the one of the image's `.dockerignore`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import fnmatch
 import hashlib

@@ -4,8 +4,6 @@ Its model endpoint leads nowhere. A result of `model_unreachable` therefore prov
 accepts the contract, and the agents' role may write to the bucket.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

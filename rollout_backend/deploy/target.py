@@ -4,8 +4,6 @@
 which makes `--stack NAME` a complete description.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -8,8 +8,6 @@ Invariants:
 - `find` changes nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -1,7 +1,5 @@
 """Upload a file of a deployment to the target's bucket."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 In a checkout, the checkout itself is such a context.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import shutil
 from pathlib import Path

@@ -14,8 +14,6 @@ Invariants:
 - Tools that Anthropic runs or trains its own models on are left out and counted, as by SGLang.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping

@@ -10,8 +10,6 @@ Invariants:
   `sampling`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ Invariant: only bytes within the request are read. No URL is fetched and no path
 then read with the gateway's rights.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import re

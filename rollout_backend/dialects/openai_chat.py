@@ -4,8 +4,6 @@ Invariant: unsupported input that would change the agent's meaning is refused wi
 a model that takes none, logprobs of other tokens, the deprecated functions, unknown fields.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal

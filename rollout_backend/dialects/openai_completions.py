@@ -7,8 +7,6 @@ Invariants:
   ids are sure to do so.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any

@@ -14,8 +14,6 @@ Invariants:
   are files, and images for a model that takes none.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Annotated, Any, Literal

@@ -7,8 +7,6 @@ Invariants:
 - `store` is false. Sampling settings are null, because the trainer's may have replaced the agent's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count

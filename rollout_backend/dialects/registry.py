@@ -1,7 +1,5 @@
 """List the dialects that a gateway serves."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from rollout_backend.dialects.anthropic_messages import AnthropicMessages

@@ -4,8 +4,6 @@ Invariant: a request has the messages that its dialect's `parse` returns for the
 earlier request only if the bodies are equal up to and including these messages.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

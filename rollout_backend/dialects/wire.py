@@ -6,8 +6,6 @@ Invariants:
 - A parsed body can be written as JSON again.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, TypeVar

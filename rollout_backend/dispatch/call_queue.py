@@ -9,8 +9,6 @@ Invariants:
   while more results wait than are fetched at once, there are `_PAUSE_S` between two such turns.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import deque

@@ -8,8 +8,6 @@ Invariants:
 Which attempts are made, and what becomes of their sessions: see `step.rollout_task`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

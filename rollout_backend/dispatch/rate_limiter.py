@@ -11,8 +11,6 @@ The algorithm is AIMD, as in TCP congestion avoidance: a refusal halves the rate
 fixed amount per second. Two such limiters that share a quota therefore converge to a fair share of it.
 """
 
-from __future__ import annotations
-
 from rollout_backend.dispatch.token_bucket import TokenBucket
 
 _RECOVERY_S = 30.0  # from the floor back to the ceiling

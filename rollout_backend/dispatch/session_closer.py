@@ -6,8 +6,6 @@ Invariants:
 - a failed stop that can be retried is retried for at least `retry_s`, so throttling and outages cost no session.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 

@@ -1,7 +1,5 @@
 """A token bucket. Pure: the caller passes the time, in seconds of any monotonic clock."""
 
-from __future__ import annotations
-
 _ROUNDING = 1e-6  # of a token: without it, a timer that fires on time may find the bucket short by a rounding error
 
 

@@ -8,8 +8,6 @@ Invariants:
   together.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

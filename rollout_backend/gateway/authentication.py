@@ -6,8 +6,6 @@ registry refuses its session.
 Keys are accepted in `Authorization: Bearer` and `x-api-key`. Keys and secrets are never logged.
 """
 
-from __future__ import annotations
-
 import hmac
 import time
 

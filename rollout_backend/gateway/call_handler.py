@@ -8,8 +8,6 @@ Invariants:
 - An answer counts as delivered once all of it was sent to a client that was still connected.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

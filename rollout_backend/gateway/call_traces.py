@@ -1,7 +1,5 @@
 """Export spans of model calls, with the attributes of OpenTelemetry's conventions for generative AI."""
 
-from __future__ import annotations
-
 import re
 import secrets
 import time

@@ -1,7 +1,5 @@
 """Serve the routes under /control, with which the trainer controls a gateway. All of them require the control key."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError

@@ -1,7 +1,5 @@
 """Serialize JSON several times faster than `json`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Define the settings of one gateway process, which reads them from standard input because they contain secrets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field

@@ -6,8 +6,6 @@ Invariants:
 - Behind `PathKeys`, no path contains a key, so no log, error, trace or journal can contain one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import io
 import re

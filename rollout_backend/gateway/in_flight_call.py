@@ -7,8 +7,6 @@ Invariants:
 - An answered call keeps its answer but not its messages, because each call repeats all messages before it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Coroutine, Sequence

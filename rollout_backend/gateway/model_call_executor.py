@@ -9,8 +9,6 @@ Invariants:
 - No part of an image reaches an engine before the whole image was read.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -4,8 +4,6 @@ Handing work to a thread costs as much as the usual work, a tool result and a sh
 on the event loop, unless the thread is busy: the tokenizer serves one thread at a time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -9,8 +9,6 @@ Invariants:
 Stop strings are handled by `stop_strings`, not by engines.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field

@@ -30,8 +30,6 @@ Invariants:
 - Every response has the shape of the agent's API, and no request body causes a 500.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

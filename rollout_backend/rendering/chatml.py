@@ -8,8 +8,6 @@ Invariants:
 - A tool call that cannot be parsed stays in the reply's content, so that the agent sees what the model wrote.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

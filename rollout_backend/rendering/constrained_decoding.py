@@ -8,8 +8,6 @@ Invariants:
 The tokens of a constrained reply do not come from the model's own distribution, so its logprobs cannot be trained.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

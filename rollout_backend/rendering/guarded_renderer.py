@@ -13,8 +13,6 @@ Invariants, whatever the model's template and parser do:
   every system message after the first, and others skip them.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence

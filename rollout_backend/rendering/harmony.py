@@ -4,8 +4,6 @@ OpenAI's encoder needs the file `o200k_base.tiktoken` and would download it. The
 tokens, so this module builds the file from it; the encoder verifies the file's hash.
 """
 
-from __future__ import annotations
-
 import base64
 import os
 from collections.abc import Iterator

@@ -9,8 +9,6 @@ Invariants:
   but no image, and a model cannot be trained on it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

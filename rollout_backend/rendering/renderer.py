@@ -6,8 +6,6 @@ Invariants:
 - Code in that folder runs only with `model.trust_remote_code`.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import logging

@@ -7,8 +7,6 @@ Invariants:
   counted and stay in the tokens that are trained and that the conversation continues from.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -10,8 +10,6 @@ Invariants:
   exception.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import logging

@@ -10,8 +10,6 @@ Invariants:
 - Tokens that never appear as text, such as the end of a turn, are skipped and match no stop string.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 

@@ -16,8 +16,6 @@ class parses the tokens so far followed by a probe, and looks for the probe in t
 then goes to that part without another parse.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Compute the bytes of each token in a vocabulary. A character may span several tokens. Pure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

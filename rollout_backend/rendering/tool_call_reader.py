@@ -12,8 +12,6 @@ The parsers of the package `renderers` strip values, drop what they do not recog
 closing tag. Only the position of the first call is taken from their result.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Add the names of called tools to tool results, because some templates render them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ Invariants:
 - a response that may be truncated raises an error, so that its outcome counts as unknown instead of being misread.
 """
 
-from __future__ import annotations
-
 import json
 
 import aiohttp

@@ -7,8 +7,6 @@ refused at the start, unless the settings accept it.
 Invariant: redirects are not followed. A payload contains a session key, which must not reach another host.
 """
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request

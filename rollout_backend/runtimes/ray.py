@@ -8,8 +8,6 @@ Invariants:
 - A session that ends without a stop is reported immediately, even if its machine is lost.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

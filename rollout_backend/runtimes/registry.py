@@ -3,8 +3,6 @@
 To add a runtime, see `rollout_backend.runtimes`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from rollout_backend.config import RuntimeConfig

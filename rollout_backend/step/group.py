@@ -1,7 +1,5 @@
 """Hold the rollouts of one task, and make the group's result."""
 
-from __future__ import annotations
-
 from agent_wrapper.contract import Rollout
 from rollout_backend.config import GroupConfig
 from rollout_backend.core.ledger import Ledger

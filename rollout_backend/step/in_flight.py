@@ -9,8 +9,6 @@ Invariants:
 - if the records cannot be written, there are none: every session that the manifest names then counts as open.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

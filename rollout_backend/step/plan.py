@@ -7,8 +7,6 @@ Invariants:
 - one write runs at a time, always of the newest manifest.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence

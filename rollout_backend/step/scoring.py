@@ -8,8 +8,6 @@ Invariants:
 - A result holds no slot of the runtime while it is scored.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable

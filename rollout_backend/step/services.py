@@ -1,7 +1,5 @@
 """The services of a run that a step uses, and the request that its agents receive."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

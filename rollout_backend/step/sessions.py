@@ -7,8 +7,6 @@ Invariants:
 - a session that is being closed is closed even if the caller is cancelled.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine, Iterable

@@ -7,8 +7,6 @@ RUN/task-blocklist/DIGEST.json holds the consecutive losses of one task. Invaria
 - a blocked task stays blocked for the run. To unblock it, delete its record and restart the run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence

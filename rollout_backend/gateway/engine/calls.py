@@ -3,8 +3,6 @@
 Invariant: once `pause` has returned, no request to an engine is in flight, and none begins before `resume`.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar

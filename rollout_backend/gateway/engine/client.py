@@ -23,8 +23,6 @@ Invariants:
   engine's prefix cache or from a new forward pass. A call whose routing stays incomplete fails.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io

@@ -13,8 +13,6 @@ Invariants:
 - An engine that does not report its load only causes one log line.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import logging

@@ -6,8 +6,6 @@ Invariants:
 - Spans of weight versions cover all tokens of a reply in order, or are missing altogether.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol

@@ -18,8 +18,6 @@ Invariants:
 The journal survives the process, not the machine: it never calls fsync. A record is a length, a CRC-32, and msgpack.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import logging

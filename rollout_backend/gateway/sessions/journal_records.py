@@ -14,8 +14,6 @@ Invariants:
 - The bytes of an image are stored once.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from array import array

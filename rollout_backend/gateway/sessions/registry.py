@@ -10,8 +10,6 @@ Invariants:
   written is revoked, because no later process could continue it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

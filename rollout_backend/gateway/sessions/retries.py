@@ -17,8 +17,6 @@ delivered, so only requests that declare themselves retries get them.
 Invariant: a session remembers at most its `_KEPT` latest answered calls.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Mapping

@@ -9,8 +9,6 @@ Invariants:
 - A compressed body counts as large if its contents are large, and is never decompressed beyond the limit of a body.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

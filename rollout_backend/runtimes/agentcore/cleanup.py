@@ -1,7 +1,5 @@
 """Stop the sessions of a killed run from its janitor. See `CleanupSpec`."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping
 from functools import cache

@@ -6,8 +6,6 @@ Invariants:
 - an endpoint that already serves the version is not changed.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -8,8 +8,6 @@ Invariants:
 - an update keeps all fields that the settings do not cover, and never moves a runtime to another platform.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum

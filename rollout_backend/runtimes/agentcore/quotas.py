@@ -4,8 +4,6 @@ The numbers are AWS's defaults of November 2026. If an account has other quotas,
 dispatcher slows down when the runtime throttles it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from rollout_backend import aws

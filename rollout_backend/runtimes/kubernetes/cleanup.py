@@ -1,7 +1,5 @@
 """Delete the Jobs of a killed run from its janitor. See `CleanupSpec`."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any

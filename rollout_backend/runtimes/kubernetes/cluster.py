@@ -7,8 +7,6 @@ Invariants:
 - An unsupported entry of a kubeconfig is refused by name.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import binascii

@@ -8,8 +8,6 @@ Invariants:
 - The pod of an attempt mounts its payload, the agent's files if its task has its own image, and nothing else.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """Derive the state of a session from its pod's status. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,6 @@ Invariants:
 - Each end is reported once. Deletions by this process are not reported as ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

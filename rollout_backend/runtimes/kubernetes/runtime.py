@@ -8,8 +8,6 @@ Invariants:
 - A finished pod is not deleted, so that its log can be read for `runtime.keep_finished_s`.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self

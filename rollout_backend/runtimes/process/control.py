@@ -4,8 +4,6 @@ Invariant: a session is identified by the pipe that its supervisor holds open, n
 reused.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -6,8 +6,6 @@ Invariants:
 - A session that ends without a stop is reported immediately, whether or not it published a result.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Start and follow one session: a supervisor that runs the agent's command on one payload."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

@@ -13,8 +13,6 @@ Invariants:
 - The pipe has a reader while the session is open, so any process can check whether it is.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json
