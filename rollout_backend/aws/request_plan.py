@@ -95,7 +95,7 @@ class RequestPlan:
         elif location == "header" and shape.type_name == "string":
             self._in_headers[name] = shape.serialization.get("name", name)
         elif name == payload and shape.type_name == "blob":
-            self._payload, check = name, _is_bytes
+            self._payload, check = name, lambda value: type(value) is bytes
         elif location is None and payload is None and model.service_model.resolved_protocol in _JSON:
             self._in_json.append(name)
         else:
@@ -120,10 +120,6 @@ class RequestPlan:
 def _input(model: OperationModel) -> StructureShape:
     assert model.input_shape is not None
     return model.input_shape
-
-
-def _is_bytes(value: Any) -> bool:
-    return type(value) is bytes
 
 
 def _check_of(shape: Shape) -> _Check | None:

@@ -100,7 +100,8 @@ async def _demo(
             **model,
         }
         early = load_local_config(config, overrides, base)  # errors show before the cloud starts
-        output.status(f"{_taken(len(wanted), len(found))} tasks of {tasks}, {early.group.size} rollouts of each")
+        taken = f"all {len(found)}" if len(wanted) == len(found) else f"the first {len(wanted)} of {len(found)}"
+        output.status(f"{taken} tasks of {tasks}, {early.group.size} rollouts of each")
         if len(wanted) < len(found):
             output.status(f"--limit {len(found)} takes all")
         async with LocalCloud(agent, run_dir=early.run_dir / "logs", bucket=early.storage.bucket) as cloud:
@@ -113,7 +114,3 @@ async def _demo(
             if sessions or output.style == "verbose":
                 console.print(f"the runtime itself counts {len(sessions)} open sessions")
             return 1 if sessions else code
-
-
-def _taken(count: int, total: int) -> str:
-    return f"all {total}" if count == total else f"the first {count} of {total}"

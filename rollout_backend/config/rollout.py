@@ -31,14 +31,12 @@ from rollout_backend.errors import ConfigError
 _ID_FORM = "an id of at most 128 letters, digits, '.', '_' and '-' that begins with a letter or a digit"
 
 
-def _new_run_id() -> str:
-    return f"run-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-
-
 class RolloutConfig(Section):
     """All settings of a run. Only `model.path`, `storage.bucket` and `runtime` have no default."""
 
-    run_id: Annotated[str, matching(ID_PATTERN, _ID_FORM)] = Field(default_factory=_new_run_id)
+    run_id: Annotated[str, matching(ID_PATTERN, _ID_FORM)] = Field(
+        default_factory=lambda: f"run-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    )
     """Name of the run in S3, in its queue and in its directory. Default: the time, and four letters."""
     model: ModelConfig
     storage: StorageConfig

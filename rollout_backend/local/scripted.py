@@ -156,7 +156,7 @@ class ScriptedEngine:
         self.port = int(self._listener.getsockname()[1])
         self._server = uvicorn.Server(
             uvicorn.Config(
-                self._app(),
+                Starlette(routes=self._routes()),
                 log_level="error",  # a router probes a new engine with gRPC first, which logs two warnings
                 access_log=False,
                 lifespan="off",  # force_exit would interrupt it, with a traceback
@@ -193,9 +193,6 @@ class ScriptedEngine:
         self._server.force_exit = True  # does not wait for blocked answers
         self._thread.join(_START_S)
         self._listener.close()
-
-    def _app(self) -> Starlette:
-        return Starlette(routes=self._routes())
 
     def _routes(self) -> list[Route]:
         async def healthy(_: Request) -> Response:

@@ -95,17 +95,13 @@ def _cut(record: RolloutRecord) -> float | None:
     return record.result.cut_replies / record.result.turns if record.result and record.result.turns else None
 
 
-def _hit(record: RolloutRecord) -> float | None:
-    return record.result.cache_hit if record.result is not None else None
-
-
 _MEASURES: tuple[tuple[str, Measure, int], ...] = (
     (REWARD, _reward, 1),
     ("completed", lambda each: float(each.outcome is Outcome.COMPLETED), 1),
     ("sampled tokens", lambda each: each.result.sampled_tokens if each.result else None, 0),
     ("model calls", lambda each: each.result.turns if each.result else None, 0),
     ("replies cut at max_tokens", _cut, -1),
-    ("prefix cache hit", _hit, 1),
+    ("prefix cache hit", lambda each: each.result.cache_hit if each.result else None, 1),
     ("seconds", lambda each: duration(each) if each.outcome is Outcome.COMPLETED else None, -1),
 )
 

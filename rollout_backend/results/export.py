@@ -69,13 +69,10 @@ def export_run(run_dir: Path, to: TableFormat, out: Path, *, max_rows: int = 500
             table.close()
         for table in tables.values():
             table.part.replace(table.path)
-        write_file(out / "schema.json", _describe(run_id))
+        columns = {name: {field.name: str(field.type) for field in schema} for name, schema in SCHEMAS.items()}
+        about = {"schema_version": TABLES_VERSION, "run_id": run_id, "tables": columns}
+        write_file(out / "schema.json", json.dumps(about, indent=1).encode())
     return {table.path: table.rows for table in tables.values()}
-
-
-def _describe(run_id: str) -> bytes:
-    columns = {name: {field.name: str(field.type) for field in schema} for name, schema in SCHEMAS.items()}
-    return json.dumps({"schema_version": TABLES_VERSION, "run_id": run_id, "tables": columns}, indent=1).encode()
 
 
 class _Writer(Protocol):

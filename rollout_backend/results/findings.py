@@ -311,7 +311,9 @@ def engine_findings(use: EngineUse | None) -> Iterator[Finding]:
             yield Finding(Level.NOTE, f"{ran}, while others had room", "router.policy")
         else:
             text = f"engines were the bottleneck: {ran}; {use.needed} would run all of them at once"
-            yield Finding(Level.NOTE, f"{text}{_kv(use)}", "serving.servers")
+            if use.kv_used is not None:
+                text += f". {use.kv_used:.0%} of their KV caches was in use"
+            yield Finding(Level.NOTE, text, "serving.servers")
     elif use.idle > _IDLE:
         text = f"engines had no request {use.idle:.0%} of the time: use fewer, or more sessions"
         yield Finding(Level.NOTE, text, "serving.servers, runtime.max_sessions")
@@ -319,10 +321,6 @@ def engine_findings(use: EngineUse | None) -> Iterator[Finding]:
 
 def _has_queue(use: EngineUse) -> bool:
     return use.waiting > _LONG_QUEUE * use.running
-
-
-def _kv(use: EngineUse) -> str:
-    return f". {use.kv_used:.0%} of their KV caches was in use" if use.kv_used is not None else ""
 
 
 class CallRates(Protocol):

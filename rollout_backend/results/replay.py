@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from agent_wrapper.contract import ContractError, Rollout, Segment
+from agent_wrapper.contract import ContractError, Rollout
 from rollout_backend.config import RolloutConfig, load_config
 from rollout_backend.core.seal import Sealer, check_without_secret, digest_of
 from rollout_backend.errors import ConfigError
@@ -72,8 +72,14 @@ def rows_as_parquet(rollouts: Sequence[Rollout]) -> bytes:
         "token_ids": _lists([segment.token_ids for segment in segments], np.int32),
         "response_mask": _lists([segment.response_mask for segment in segments], np.uint8),
         "logprobs": _lists([segment.logprobs for segment in segments], np.float32),
-        "weight_versions": pyarrow.array([_versions(segment) for segment in segments], _version_spans()),
-        "routed_experts": pyarrow.array([_experts(segment) for segment in segments], _routed_experts()),
+        "weight_versions": pyarrow.array(
+            [[asdict(span) for turn in each.turns for span in turn.weight_versions] for each in segments],
+            _version_spans(),
+        ),
+        "routed_experts": pyarrow.array(
+            [each.routed_experts.model_dump() if each.routed_experts is not None else None for each in segments],
+            _routed_experts(),
+        ),
     }
     sink = pyarrow.BufferOutputStream()
     parquet.write_table(pyarrow.table(columns), sink)
@@ -138,19 +144,11 @@ def _lists(arrays: Sequence[Any], dtype: type) -> Any:
     return pyarrow.ListArray.from_arrays(pyarrow.array(offsets), pyarrow.array(values))
 
 
-def _versions(segment: Segment) -> list[dict[str, Any]]:
-    return [asdict(span) for turn in segment.turns for span in turn.weight_versions]
-
-
 def _version_spans() -> Any:
     import pyarrow
 
     fields = [("version", pyarrow.string()), ("start", pyarrow.int32()), ("end", pyarrow.int32())]
     return pyarrow.list_(pyarrow.struct(fields))
-
-
-def _experts(segment: Segment) -> dict[str, Any] | None:
-    return None if segment.routed_experts is None else segment.routed_experts.model_dump()
 
 
 def _routed_experts() -> Any:

@@ -167,17 +167,15 @@ def rewards_by_task(records: Iterable[RolloutRecord]) -> tuple[TaskRewards, ...]
     by_task: dict[str, list[RolloutRecord]] = defaultdict(list)
     for record in records:
         by_task[record.task_id].append(record)
-    rewards = {task: tuple(_rewards(found)) for task, found in by_task.items()}
+    rewards = {
+        task: tuple(each.reward for each in found if each.reward is not None) for task, found in by_task.items()
+    }
     known = [reward for found in rewards.values() for reward in found]
     low, high = (min(known), max(known)) if known else (0.0, 0.0)
     tasks = [
         TaskRewards(task, tuple(by_task[task]), found, _learning(found, low, high)) for task, found in rewards.items()
     ]
     return tuple(sorted(tasks, key=lambda task: math.inf if task.mean is None else task.mean))
-
-
-def _rewards(records: Iterable[RolloutRecord]) -> list[float]:
-    return [record.reward for record in records if record.reward is not None]
 
 
 def _learning(rewards: Sequence[float], low: float, high: float) -> Learning:

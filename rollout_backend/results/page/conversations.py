@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from agent_wrapper.contract import Rollout, Segment, Turn, readable
@@ -38,20 +38,17 @@ def embedded(
 def _ranked(records: Sequence[RolloutRecord], tasks: Sequence[TaskRewards]) -> Iterator[RolloutRecord]:
     yield from [record for record in records if record.failed and record.result is not None][:_MAX_FAILURES]
     known = [record for record in records if record.result is not None]
-    for key in (_reward, _tokens, lambda each: duration(each) or 0.0):
-        ordered = sorted(known, key=key)
+    measures: tuple[Callable[[RolloutRecord], float], ...] = (
+        lambda each: each.reward if each.reward is not None else math.inf,
+        lambda each: each.result.sampled_tokens if each.result is not None else 0,
+        lambda each: duration(each) or 0.0,
+    )
+    for measure in measures:
+        ordered = sorted(known, key=measure)
         yield from (*ordered[:_EXTREMES], *ordered[-_EXTREMES:])
     for task in tasks:  # one of each reward, so that what is right and what is wrong can be compared
         yield from {record.reward: record for record in task.records if record.result is not None}.values()
     yield from known
-
-
-def _reward(record: RolloutRecord) -> float:
-    return record.reward if record.reward is not None else math.inf
-
-
-def _tokens(record: RolloutRecord) -> float:
-    return record.result.sampled_tokens if record.result is not None else 0
 
 
 def conversation(rollout: Rollout, text: TokenText | None) -> dict[str, Any]:

@@ -219,7 +219,8 @@ def print_record(console: Console, record: RolloutRecord, *, with_outcome: bool)
 
 def _print_segment(console: Console, number: int, segment: Segment, first_turn: int) -> None:
     tokens = f"{len(segment.token_ids)} tokens, {segment.sampled_tokens} sampled"
-    _print_rule(console, f"segment {number} ({plain(segment.split_reason)}): {tokens}")
+    rule = Rule(f"segment {number} ({plain(segment.split_reason)}): {tokens}", align="left")
+    console.print(rule, width=console.width if console.is_terminal else _RULE_WIDTH)
     print_messages(console, segment.messages)
     for i, turn in enumerate(segment.turns, first_turn):
         known = [x for x in segment.logprobs[turn.start : turn.end] if not math.isnan(x)]
@@ -256,10 +257,6 @@ def _print_panel(console: Console, text: str, title: str, style: str = "none") -
         return
     align: AlignMethod = "left" if style == "none" else "center"
     console.print(Panel(plain(text), title=plain(title), title_align=align, border_style=style))
-
-
-def _print_rule(console: Console, title: str) -> None:
-    console.print(Rule(title, align="left"), width=console.width if console.is_terminal else _RULE_WIDTH)
 
 
 def print_text(console: Console, text: str | Text, style: str | None = None) -> None:
