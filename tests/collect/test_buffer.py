@@ -9,6 +9,7 @@ import time
 import pytest
 
 from agent_wrapper.contract import Announcement, ContractError, probe_key
+from builders import eventually
 from collect_bench import Sink
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.queue import AnnouncementQueue
@@ -355,11 +356,11 @@ async def test_a_deleted_queue_is_noticed_and_used_again_when_it_is_back(open_ru
     run = await open_run(sink)
     await sqs.delete_queue(QueueUrl=run.queue.url)
     await until_logged("the queue does not answer; results are found by listing")
-    assert run.buffer.queue_down
+    await eventually(lambda: run.buffer.queue_down)  # a call of the other receiver may still succeed
     await sqs.create_queue(QueueName=run.queue.url.rpartition("/")[2])
     await run.publish(run.rollout())
     await sink.until(lambda: sink.arrived)
-    assert not run.buffer.queue_down
+    await eventually(lambda: not run.buffer.queue_down)  # one may still fail
 
 
 async def test_messages_that_could_not_be_deleted_change_nothing(open_run, until_logged):

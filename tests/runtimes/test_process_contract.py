@@ -57,7 +57,7 @@ class ProcessService(Service):
     async def crash(self, session_id: str) -> None:
         for pid in _processes(self.marker):
             if _session_of(pid) == session_id:
-                os.kill(pid, signal.SIGKILL)
+                _kill(pid)
 
     @asynccontextmanager
     async def failing(self, fault: Fault, call: Call) -> AsyncIterator[None]:
@@ -91,6 +91,11 @@ def _session_of(pid: int) -> str:
         return ""
 
 
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it may end with another one
+        os.kill(pid, signal.SIGKILL)
+
+
 class TestProcessRuntime(RuntimeContract):
     faults = (Fault.UNAVAILABLE,)
     capacity = 4
@@ -103,8 +108,7 @@ class TestProcessRuntime(RuntimeContract):
             yield service
         finally:
             for pid in _processes(service.marker):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                _kill(pid)
 
 
 # --- on a Ray cluster -------------------------------------------------------------------------------------
@@ -163,8 +167,7 @@ class TestRayRuntime(RuntimeContract):
             yield service
         finally:
             for pid in _processes(service.marker):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                _kill(pid)
 
 
 @pytest.mark.slow
@@ -187,7 +190,7 @@ async def test_a_lost_machine_of_a_ray_cluster_is_reported_at_once(cluster: Any,
     await asyncio.gather(watching, return_exceptions=True)
     await runtime.aclose()
     for pid in _processes(service.marker):  # a real machine takes them with it
-        os.kill(pid, signal.SIGKILL)
+        _kill(pid)
 
 
 @pytest.mark.slow
