@@ -47,7 +47,7 @@ class CallFormat:
 
 @dataclass(frozen=True)
 class TaggedFormat(CallFormat):
-    """Format with a tag around each argument. `close` includes the layout between two arguments."""
+    """Format with a tag around each argument. The group of `close` is the layout between two arguments."""
 
     parameter: re.Pattern[str]
     close: re.Pattern[str]
@@ -64,7 +64,9 @@ def _tagged(
     """Create a format. `names` matches the names of the tags."""
     tag = rf"(?P<opens><(?:{names})(?:>|=|\sname=\"[^\"\n]+\"(?: string=\"\w+\")?>))|</(?:{names})>"
     head = re.compile(start + begin), re.compile(end)
-    return TaggedFormat(start, *head, stop, re.compile(frame), *map(re.compile, (parameter, close + r"\s*", tag)))
+    return TaggedFormat(
+        start, *head, stop, re.compile(frame), *map(re.compile, (parameter, close + r"(?=(\s*))", tag))
+    )
 
 
 HERMES = _json("<tool_call>", r"(?:</tool_call>|\Z)", "</tool_call>")
@@ -225,7 +227,7 @@ def _read_tagged(form: TaggedFormat, text: str, at: int, tools: Tools, whole: bo
         except (ValueError, RecursionError):
             arguments[key] = value
             status = ToolCallParseStatus.INVALID_JSON
-        after = close.end()
+        after = close.end(1)
     if not _may_follow(form, text, end.end(), whole):
         return ParsedToolCall(raw=text[at:], status=ToolCallParseStatus.UNCLOSED_BLOCK), len(text)
     status = status if well_formed else ToolCallParseStatus.MALFORMED_STRUCTURE
@@ -246,9 +248,9 @@ def _malformed(
 def _close(form: TaggedFormat, text: str, at: int, whole: bool) -> re.Match[str] | None:
     """Return the tag that ends the value at `at`."""
     for close in form.close.finditer(text, at):
-        if form.parameter.match(text, close.end()):
+        if form.parameter.match(text, close.end(1)):
             return close
-        end = form.end.match(text, close.end())
+        end = form.end.match(text, close.end(1))
         if end is not None and _may_follow(form, text, end.end(), whole):
             return close
     return None
