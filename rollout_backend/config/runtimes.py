@@ -65,24 +65,19 @@ _TOLERATION = frozenset({"key", "operator", "value", "effect", "tolerationSecond
 _RAY_ENVIRONMENT = frozenset({"env_vars", "pip"})
 SMALL_REGION_SESSIONS = 2_500  # AgentCore's quota of active sessions outside the large regions
 LARGE_REGIONS = frozenset({"us-east-1", "us-west-2"})  # their quota is the default of the setting
-_IMAGE_ONLY = frozenset(
-    {
-        "role",
-        "name",
-        "subnets",
-        "security_groups",
-        "environment",
-        "idle_timeout_s",
-        "max_lifetime_s",
-        "platform_version",
-        "warmup_path",
-        "min_memory_mib",
-        "capacity_provider",
-        "image_region",
-        "task_image",
-        "ready_timeout_s",
-    }
+DEFINITION = (
+    "environment",
+    "idle_timeout_s",
+    "max_lifetime_s",
+    "platform_version",
+    "warmup_path",
+    "min_memory_mib",
+    "capacity_provider",
 )
+"""The settings of AgentCore that describe a runtime, and not the runs on it."""
+_IMAGE_ONLY = {
+    *DEFINITION, "role", "name", "subnets", "security_groups", "image_region", "task_image", "ready_timeout_s",
+}  # fmt: skip
 
 
 def _split(value: object) -> object:

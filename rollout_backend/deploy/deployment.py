@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from rollout_backend.atomic_file import write_file
 from rollout_backend.config import AgentCoreConfig, merge_overrides, read_yaml
 from rollout_backend.config.gateway import AUTO
+from rollout_backend.config.runtimes import DEFINITION
 from rollout_backend.deploy.calls import Call, calls_of_deployment
 from rollout_backend.deploy.codebuild import build_image
 from rollout_backend.deploy.image import CODEBUILD, push_image
@@ -36,16 +37,6 @@ from rollout_backend.runtimes.agentcore.provision import TAG, CodeArtifact, Runt
 
 WRITTEN = "# Written by `rollout deploy`, which overwrites this file."
 _READY_S = 900.0
-_SETTINGS = (
-    "environment",
-    "idle_timeout_s",
-    "max_lifetime_s",
-    "platform_version",
-    "warmup_path",
-    "min_memory_mib",
-    "capacity_provider",
-)
-"""The settings of the section `runtime` that describe the runtime itself, not the runs on it."""
 _UNKNOWN = {
     "image": "000000000000.dkr.ecr.us-east-1.amazonaws.com/agent:1",
     "role": "arn:aws:iam::000000000000:role/agent",
@@ -82,7 +73,7 @@ class Deployment:
         else:
             yield f"build the image of {self.folder} for arm64 with {self.build}, and push it to {target.repository}"
         yield f"create or update runtime {target.runtime_name} under the role {target.role}"
-        for name in _SETTINGS:
+        for name in DEFINITION:
             if (value := getattr(self.runtime, name)) != getattr(_DEFAULTS, name):
                 shown = ", ".join(value) if isinstance(value, dict) else value
                 yield f"give it {name}: {shown}"
@@ -178,7 +169,9 @@ def runtime_settings(folder: Path, overrides: Sequence[str]) -> AgentCoreConfig:
             "underscores"
         )
     try:
-        found = AgentCoreConfig.model_validate({**_UNKNOWN, **{key: given[key] for key in _SETTINGS if key in given}})
+        found = AgentCoreConfig.model_validate(
+            {**_UNKNOWN, **{key: given[key] for key in DEFINITION if key in given}}
+        )
     except ValidationError as error:
         problems = (f"{'.'.join(map(str, ('runtime', *each['loc'])))}: {each['msg']}" for each in error.errors())
         raise ConfigError("; ".join(problems)) from None
@@ -210,7 +203,7 @@ def config_text(
         prices |= {"vcpu_hour": 0.0, "gb_hour": 0.0}  # sessions run on EC2 instances
     if prices:
         tree["prices"] = {**prices, **(tree.get("prices") or {})}
-    tree["runtime"] = {name: value for name, value in tree["runtime"].items() if name not in _SETTINGS}
+    tree["runtime"] = {name: value for name, value in tree["runtime"].items() if name not in DEFINITION}
     return f"{WRITTEN}\n{yaml.safe_dump(tree, sort_keys=False)}"
 
 
