@@ -1,4 +1,4 @@
-"""AWS clients, and the meaning of their errors."""
+"""Open AWS clients and explain their errors."""
 
 from rollout_backend.aws.call_log import CallLog, log_call, logged_calls
 from rollout_backend.aws.clients import Client, client, preload, read_up_to

@@ -1,18 +1,18 @@
-"""Which calls AWS has allowed and refused: evidence of permissions, for a check before a run."""
+"""Log which calls AWS has allowed and refused, as evidence of permissions for a check before a run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 CallLog = dict[str, bool]
-"""By service and operation, as in `s3:GetObject`: whether every call was allowed."""
+"""Whether every call was allowed, by service and operation, such as `s3:GetObject`."""
 
 _log: ContextVar[CallLog | None] = ContextVar("_log", default=None)
 
 
 @contextmanager
 def logged_calls() -> Iterator[CallLog]:
-    """Log the calls of this task, and of the tasks that it starts."""
+    """Log the calls of this task and of the tasks that it starts."""
     calls: CallLog = {}
     token = _log.set(calls)
     try:
@@ -22,7 +22,7 @@ def logged_calls() -> Iterator[CallLog]:
 
 
 def log_call(service: str, operation: str, status: int, code: str) -> None:
-    """Log an answer, if it shows whether the caller has the permission: AWS checks that before the arguments."""
+    """Log a response if it shows whether the caller has the permission, which AWS checks before the arguments."""
     calls = _log.get()
     if calls is None:
         return

@@ -34,12 +34,12 @@ from rollout_backend.aws.repeated_call import RepeatedCall
 log = logging.getLogger(__name__)
 
 _RENEW_BEFORE_S = 15 * 60  # as botocore does
-_USABLE_S = 60  # credentials that last this long are used while they cannot be renewed
-_RENEWAL_S = 60.0  # limit of one renewal
+_USABLE_S = 60  # credentials that last this long are used if they cannot be renewed
+_RENEWAL_S = 60.0  # timeout of one renewal
 
 
 class Client:
-    """An aiobotocore client, with all its methods."""
+    """An aiobotocore client with all its methods."""
 
     def __init__(self, client: Any, http: HTTPSession, retries: int, credentials: Credentials) -> None:
         self.credentials = credentials
@@ -51,8 +51,8 @@ class Client:
         return getattr(self._client, name)
 
     def repeated(self, method: str, **fixed: Any) -> RepeatedCall:
-        """Return a method that takes the arguments besides `fixed`, for calls that are made often. The endpoint must
-        follow from `fixed`."""
+        """Return a faster method for frequent calls, which takes the arguments besides `fixed`. The endpoint must
+        depend only on `fixed`."""
         return RepeatedCall(self._client, self._http, method, fixed, retries=self._retries > 0)
 
 
@@ -72,8 +72,8 @@ async def client(
     """Open a client of one service.
 
     `retries` is the number of botocore's own retries. Leave it 0 for calls that are not idempotent, such as an
-    invoke. `newer_fields` is merged into botocore's model of the service: fields that this botocore does not know
-    yet. `more` are further arguments of `AioConfig`.
+    invoke. `newer_fields` are fields that this botocore does not know yet; they are merged into its model of the
+    service. `more` are further arguments of `AioConfig`.
     """
     sessions: list[HTTPSession] = []
 
@@ -93,7 +93,7 @@ async def client(
     core = _session((service, json.dumps(newer_fields)) if newer_fields is not None else None)
     core.register_component("credential_provider", _CredentialProvider(endpoint_url))
     await asyncio.to_thread(_preload, core.get_component("data_loader"), service)
-    # Its types list every service by name, and lag behind the services.
+    # The types have one overload per service, and lag behind the services.
     session: Any = aioboto3.Session(botocore_session=core)
     plain = endpoint_url is not None and endpoint_url.startswith("http://")
     async with session.client(
@@ -117,13 +117,13 @@ def _session(newer: tuple[str, str] | None = None) -> AioSession:
 
 
 def _drop_html(*, response_dict: dict[str, Any], operation_model: Any, **_: Any) -> None:
-    """Drop the HTML page that a proxy or a wrong server answers with, which would become an error's message."""
+    """Drop an HTML page sent by a proxy or a wrong server, which would become the error's message."""
     if operation_model.has_streaming_output or not is_html(response_dict["body"]):
         return
     status = response_dict["status_code"]
     if status < 300:
         raise ResponseParserError(f"{operation_model.name} is answered {status} with an HTML page, not by AWS")
-    # Without a body, most of botocore's parsers take the code from the status; the one of `query` fails.
+    # Without a body, most of botocore's parsers take the code from the status; the parser of `query` fails.
     is_query = operation_model.service_model.resolved_protocol == "query"
     error = f"<ErrorResponse><Error><Code>{status}</Code><Message>an HTML page</Message></Error></ErrorResponse>"
     response_dict["body"] = error.encode() if is_query else b""
@@ -136,7 +136,7 @@ def _log_call(*, parsed: Mapping[str, Any], model: Any, http_response: Any, **_:
 
 @dataclass(frozen=True)
 class CredentialsFound:
-    """The credentials that this process's clients use."""
+    """The credentials used by this process's clients."""
 
     source: str
     temporary: bool
@@ -152,8 +152,8 @@ async def credentials(endpoint_url: str | None = None) -> CredentialsFound:
 
 @functools.cache
 def _loader(data_path: str | None, newer: tuple[str, str] | None) -> Loader:
-    """Cache botocore's service models; loading one takes 0.3 s. `newer`: a service and its newer fields, as JSON."""
-    loader = create_loader(data_path)  # keeps what it has loaded, and clients are made from that
+    """Cache botocore's service models; loading one takes 0.3 s. `newer`: a service and its newer fields as JSON."""
+    loader = create_loader(data_path)  # clients are created from the models that the loader has cached
     if newer is not None:
         service, fields = newer
         deep_merge(loader.load_service_model(service, "service-2"), json.loads(fields))
@@ -161,7 +161,7 @@ def _loader(data_path: str | None, newer: tuple[str, str] | None) -> Loader:
 
 
 def preload(service: str) -> None:
-    """Read what a client of this service needs, which takes half a second the first time."""
+    """Load what a client of this service needs, which takes half a second the first time."""
     _preload(_session().get_component("data_loader"), service)
 
 
@@ -175,7 +175,7 @@ def _preload(loader: Loader, service: str) -> None:
 
 
 class _CredentialProvider:
-    """Takes the place of a session's chain of credential providers."""
+    """Replaces a session's chain of credential providers."""
 
     def __init__(self, endpoint_url: str | None) -> None:
         self._endpoint_url = endpoint_url
@@ -185,33 +185,33 @@ class _CredentialProvider:
 
 
 class Credentials:
-    """The credentials of a session, in the place of botocore's.
+    """The credentials of a session, in place of botocore's.
 
     They are found on first use and renewed before they expire, each time by a new chain of providers, because a chain
-    keeps what it has found, also that there is nothing. Concurrent calls share one renewal, and its failure. A call
-    waits for it only if there are no usable credentials. The endpoint of a local cloud has its own key.
+    caches what it found, even if it found nothing. Concurrent calls share one renewal and its failure. A call waits
+    for it only if there are no usable credentials. The endpoint of a local cloud has its own key.
     """
 
     def __init__(self, endpoint_url: str | None = None, *, pause_s: float = 10.0) -> None:
-        """`pause_s` is the least time between two renewals of credentials that are usable."""
+        """`pause_s` is the minimum time between two renewals of usable credentials."""
         self._endpoint_url = endpoint_url
         self._pause_s = pause_s
-        self._found: Any = None  # botocore's
+        self._found: Any = None  # botocore's credentials
         self._frozen: Any = None
         self._renewing: asyncio.Task[None] | None = None
-        self._renewed_at = float("-inf")  # loop seconds of the last renewal's end, also of a failed one
+        self._renewed_at = float("-inf")  # loop time when the last renewal ended, even if it failed
 
     @property
     def method(self) -> str | None:
-        """botocore's name of where they were found. None: not yet."""
+        """botocore's name for the source of the credentials; None if they were not searched for yet."""
         return getattr(self._found, "method", None)
 
     @property
     def expires_at(self) -> datetime | None:
-        """None if they do not expire, or if it is not known."""
+        """Expiry time; None if they do not expire, or if it is unknown."""
         return getattr(self._found, "_expiry_time", None)
 
-    def get_deferred_property(self, name: str) -> Any:  # aiobotocore asks `get_account_id` instead
+    def get_deferred_property(self, name: str) -> Any:  # aiobotocore calls `get_account_id` instead
         return None
 
     async def get_account_id(self) -> str | None:
@@ -219,9 +219,9 @@ class Credentials:
         return account
 
     async def get_frozen_credentials(self, lasting_s: float = 0.0) -> Any:
-        """Return them as they are now. If they do not last for `lasting_s`, try to renew them first.
+        """Return the current credentials. If they expire within `lasting_s`, try to renew them first.
 
-        Raises one of `UNSIGNED`: there are none, or those that there are expire and were not renewed.
+        Raises one of `UNSIGNED` if there are no credentials, or if they expire and could not be renewed.
         """
         if self._last_for(max(_RENEW_BEFORE_S, lasting_s)):
             return self._frozen
@@ -260,7 +260,7 @@ class Credentials:
                     found = AioCredentials(key, local_keys.SECRET, method="local cloud")
                 else:
                     found = await _session().get_credentials()
-                # Those that expire soon would be renewed at once, so they are read first.
+                # Credentials that expire soon would be renewed immediately, so read these first.
                 frozen = getattr(found, "_frozen_credentials", None)
                 if found is not None and frozen is None:
                     frozen = await found.get_frozen_credentials()

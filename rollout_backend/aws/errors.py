@@ -1,4 +1,4 @@
-"""The errors of AWS calls: what each says about the call, and what the user can do about it."""
+"""Classify the errors of AWS calls: what each says about the call, and what the user can do about it."""
 
 import aiohttp
 from botocore.exceptions import (
@@ -27,7 +27,7 @@ NO_CREDENTIALS = (NoCredentialsError, PartialCredentialsError)
 # No call was sent.
 UNSIGNED = (*NO_CREDENTIALS, CredentialRetrievalError, MetadataRetrievalError, SSOError, TokenRetrievalError)
 NO_ANSWER = (BotoCoreError, ResponseParserError, aiohttp.ClientError, OSError, TimeoutError)
-"""A call without a response, or with one that is truncated or invalid. The service may have executed the call.
+"""Errors of a call without a response, or with a truncated or invalid one. The service may have executed the call.
 Neither botocore nor aiobotocore wraps errors that occur while a body is streamed or XML is parsed."""
 CALL_ERRORS = (ClientError, *NO_ANSWER)
 _EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException"})
@@ -56,7 +56,7 @@ def code_of(error: ClientError) -> str:
 
 
 def message_of(error: ClientError) -> str:
-    """Return the service's message. An answer of a proxy has none."""
+    """Return the service's message. A proxy's response has none."""
     message = (
         error.response.get("Error", {}).get("Message") or f"an answer without a message, HTTP {status_of(error)}"
     )
@@ -64,7 +64,7 @@ def message_of(error: ClientError) -> str:
 
 
 def is_html(body: bytes) -> bool:
-    """Return whether an answer is an HTML page, which AWS never sends: a proxy, or another server, has answered."""
+    """Return whether a response is an HTML page, which comes from a proxy or another server, never from AWS."""
     return body[:200].lstrip().lower().startswith((b"<!doctype html", b"<html"))
 
 
@@ -77,8 +77,8 @@ def reason(error: BaseException) -> str:
 
 
 def was_sent(error: BaseException) -> bool:
-    """Return whether one of NO_CONNECTION means that the connection broke after the call was sent. aiobotocore raises
-    the same error for a connection that was refused and for one that was reset."""
+    """Return whether a NO_CONNECTION error means that the connection was lost after the call was sent. aiobotocore
+    raises the same error for a refused and for a reset connection."""
     cause = error.kwargs.get("error") if isinstance(error, BotoCoreError) else None
     return isinstance(cause, aiohttp.ClientOSError) and not isinstance(cause, aiohttp.ClientConnectorError)
 
@@ -90,7 +90,7 @@ def is_expired(error: ClientError) -> bool:
 
 
 def is_unknown_caller(error: ClientError) -> bool:
-    """Return whether the service does not accept the credentials, or the signature that was made with them."""
+    """Return whether the service does not accept the credentials, or the signature made with them."""
     code = code_of(error)
     return is_expired(error) or code in _UNKNOWN_CREDENTIALS | _WRONG_CLOCK or "Signature" in code
 

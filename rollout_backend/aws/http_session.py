@@ -1,4 +1,4 @@
-"""The connections of one aiobotocore client, and the way over them for requests that are prepared elsewhere."""
+"""Manage the connections of one aiobotocore client, also for requests that are prepared elsewhere."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rollout_backend.aws.signer import Request
 
 
 class HTTPSession(AIOHTTPSession):
-    """Opens no connection once it is closed. aiobotocore's would, and a call that outlived its client would leave it
-    open."""
+    """Opens no connection after it is closed. aiobotocore's session would: a call that outlives its client would
+    leave a connection open."""
 
     _closed = False
 
@@ -30,9 +30,9 @@ class HTTPSession(AIOHTTPSession):
         return session
 
     async def route(self, url: str) -> Route:
-        """Return the way to an endpoint, with aiobotocore's proxies, certificates and timeouts.
+        """Return the route to an endpoint, with aiobotocore's proxies, certificates and timeouts.
 
-        aiobotocore has no public names for them; aioboto3 pins its version.
+        These have no public names in aiobotocore; aioboto3 pins its version.
         """
         proxies: Any = self._proxy_config  # type: ignore[attr-defined]  # not in its stubs
         proxy = proxies.proxy_url_for(url)
@@ -41,14 +41,14 @@ class HTTPSession(AIOHTTPSession):
 
 @dataclass(frozen=True)
 class Route:
-    """The way to one endpoint."""
+    """The route to one endpoint."""
 
     http: aiohttp.ClientSession
     proxy: str | None
     proxy_headers: dict[str, str]
 
     async def send(self, request: Request) -> aiohttp.ClientResponse:
-        """Raise HTTPClientError if the client is closed or a header is invalid, else aiohttp's errors."""
+        """Send a request. Raises HTTPClientError for a closed client or an invalid header, else aiohttp's errors."""
         if self.http.closed:
             raise HTTPClientError(error="the client is closed")
         try:

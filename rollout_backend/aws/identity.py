@@ -1,4 +1,4 @@
-"""Whose credentials this process has, and whether the caller's policies allow the calls of a run."""
+"""Identify the caller, and simulate whether the caller's policies allow the calls of a run."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -9,26 +9,26 @@ from typing import Self
 from rollout_backend.aws.clients import client, credentials
 
 _STRICTEST_FIRST = ("explicitDeny", "implicitDeny", "allowed")
-_STATIC = frozenset({"env", "shared-credentials-file", "config-file"})  # botocore's names of where it found them
+_STATIC = frozenset({"env", "shared-credentials-file", "config-file"})  # botocore's names for these sources
 
 
 @dataclass(frozen=True)
 class Identity:
-    """The caller of this process's calls, as STS names it."""
+    """The caller of this process's calls, as returned by STS."""
 
     arn: str
     account: str
     source: str
-    """Where the credentials were found, by botocore's name."""
+    """Source of the credentials, by botocore's name."""
     temporary: bool
     renewed: bool
-    """Whether they are renewed before they expire."""
+    """Whether the credentials are renewed before they expire."""
     expires_at: datetime | None
-    """None if they do not expire, or if it is not known."""
+    """Expiry time; None if they do not expire, or if it is unknown."""
 
     @classmethod
     async def ask(cls, region: str, endpoint_url: str | None) -> Self:
-        """Ask STS, which answers every caller with valid credentials.
+        """Ask STS, which answers every caller that has valid credentials.
 
         Raises ClientError, BotoCoreError, or another of `CALL_ERRORS`.
         """
@@ -46,7 +46,7 @@ class Identity:
 
     @property
     def policy_source(self) -> str | None:
-        """The ARN whose policies apply: that of a user, or of a role that was assumed. None for other callers."""
+        """ARN whose policies apply: a user's, or that of an assumed role. None for other callers."""
         head, _, resource = self.arn.rpartition(":")
         kind, *names = resource.split("/")
         if kind == "user":
@@ -58,20 +58,20 @@ class Identity:
 
 @dataclass(frozen=True)
 class Permission:
-    """One action that a run takes, on each of some resources."""
+    """An action that a run takes on each of some resources."""
 
     action: str
     resources: tuple[str, ...]
     context: tuple[tuple[str, str], ...] = ()
-    """Condition keys of the call, with their values."""
+    """Condition keys of the call and their values."""
     call: str = ""
-    """The operation that needs the action, if it has another name."""
+    """The operation that needs the action, if it has a different name."""
     needed: bool = True
-    """False: a run works without it, and does less."""
+    """False if a run works without the permission and then does less."""
 
     @property
     def operation(self) -> str:
-        """The call that needs the permission, as in `s3:ListObjectsV2`."""
+        """The call that needs the permission, such as `s3:ListObjectsV2`."""
         service, _, name = self.action.partition(":")
         return f"{service}:{self.call or name}"
 
@@ -81,7 +81,7 @@ async def simulate(
 ) -> Mapping[Permission, str]:
     """Return IAM's decision about each permission: `allowed`, `explicitDeny` or `implicitDeny`.
 
-    IAM evaluates the caller's own policies and boundary, not those of the resources.
+    IAM evaluates the caller's own policies and boundary, not the resources' policies.
 
     Raises ClientError, BotoCoreError, or another of `CALL_ERRORS`.
     """

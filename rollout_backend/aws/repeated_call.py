@@ -1,14 +1,14 @@
-"""A method of an aiobotocore client for calls that are made often, at a fifth of the CPU time.
+"""Make frequent calls of an aiobotocore client at a fifth of their CPU time.
 
-aiobotocore evaluates endpoint rules, hooks and the user agent for each call. A `RepeatedCall` has aiobotocore prepare
-one request, and keeps what these result in. Further requests follow from a `RequestPlan`; without one, botocore
+aiobotocore evaluates endpoint rules, hooks and the user agent for each call. A `RepeatedCall` lets aiobotocore
+prepare one request, and caches the results. A `RequestPlan` builds further requests; without a plan, botocore
 serializes them. They are sent with aiobotocore's proxies, certificates and timeouts: see `http_session`.
 
 Invariants:
 
-- Apart from ids and dates, a request equals the one that aiobotocore would send.
-- If the client retries, aiobotocore makes a failed call again, so retries, redirections and errors are those of
-  aiobotocore. Otherwise a call is sent once, and its errors are botocore's or aiohttp's.
+- Except for ids and dates, a request equals the one that aiobotocore would send.
+- If the client retries, aiobotocore repeats a failed call, so retries, redirections and errors are aiobotocore's.
+  Otherwise a call is sent once, and its errors are botocore's or aiohttp's.
 """
 
 import asyncio
@@ -38,19 +38,19 @@ _FINAL = (403, 404)  # statuses that aiobotocore does not retry
 
 @dataclass(frozen=True)
 class _Template:
-    """What the requests of all calls have in common."""
+    """The parts that the requests of all calls share."""
 
     endpoint: str
     plan: RequestPlan | None
     method: str
-    headers: dict[str, str]  # besides those that follow from the arguments
-    context: dict[str, Any]  # of botocore, for the signer
+    headers: dict[str, str]  # except headers that depend on the arguments
+    context: dict[str, Any]  # botocore's context for the signer
     signer: Signer
     route: Route
 
 
 class _Prepared(BaseException):
-    """Carries botocore's event `before-sign` out of a call, which is then not sent."""
+    """Raised by botocore's event `before-sign` to return the prepared request without sending it."""
 
     def __init__(self, event: dict[str, Any]) -> None:
         super().__init__()
@@ -66,10 +66,10 @@ def _before_sign(**event: Any) -> None:
 
 
 class RepeatedCall:
-    """One method of a client, with some arguments fixed. `Client.repeated` makes one."""
+    """A method of a client with some arguments fixed. Created by `Client.repeated`."""
 
     def __init__(self, client: Any, http: HTTPSession, method: str, fixed: dict[str, Any], *, retries: bool) -> None:
-        """`retries` says whether the client retries."""
+        """`retries` is whether the client retries."""
         service = client.meta.service_model
         self._client = client
         self._http = http
@@ -87,7 +87,7 @@ class RepeatedCall:
         client.meta.events.register_last(event, _before_sign, unique_id=event)
 
     async def __call__(self, **arguments: Any) -> dict[str, Any]:
-        """Return the members of the response's JSON body. Of a streamed response, return the stream, which must be
+        """Return the members of the response's JSON body. For a streamed response, return the stream, which must be
         entered, and the headers, as in aiobotocore's `ResponseMetadata`.
 
         Raises one of `CALL_ERRORS`.
@@ -114,7 +114,7 @@ class RepeatedCall:
         return self._parse(body)
 
     async def _fall_back(self, arguments: dict[str, Any], error: BaseException) -> dict[str, Any]:
-        self._template = None  # S3 may redirect aiobotocore to the region of the bucket
+        self._template = None  # S3 may redirect aiobotocore to the bucket's region
         if not isinstance(error, ClientError) or status_of(error) >= 500:
             await asyncio.sleep(random.random())  # noqa: S311  # as long as botocore before its first retry
         return await self._call(arguments)
@@ -123,7 +123,7 @@ class RepeatedCall:
         return dict(await getattr(self._client, self._method)(**{**self._fixed, **arguments}))
 
     async def _prepare(self, arguments: dict[str, Any]) -> _Template | dict[str, Any]:
-        """Return the template, or the answer of a `before-call` hook, as of botocore's Stubber: it sends nothing."""
+        """Return the template, or the answer of a `before-call` hook such as botocore's Stubber: it sends nothing."""
         token = _preparing.set(True)
         try:
             return await self._call(arguments)
@@ -184,7 +184,7 @@ class RepeatedCall:
         }
         try:
             parsed = self._parser.parse(answer, self._model.output_shape)
-        except (AttributeError, TypeError) as error:  # JSON, but no object: a proxy's answer
+        except (AttributeError, TypeError) as error:  # JSON, but not an object: a proxy's response
             raise ResponseParserError(f"{self._model.name} is answered {response.status}: {body[:200]!r}") from error
         code = str(parsed.get("Error", {}).get("Code", ""))
         log_call(self._service, self._model.name, response.status, code)

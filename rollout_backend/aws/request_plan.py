@@ -1,10 +1,10 @@
-"""Where each argument of a repeated call goes in its request, decided once instead of for each call.
+"""Decide once, instead of for each call, where each argument of a repeated call goes in its request.
 
 Invariants:
 
-- A plan takes strings in the path and in headers, bytes as the payload, and members of a JSON body. An operation with
-  another argument has no plan.
-- A plan renders only arguments that botocore surely accepts. botocore serializes or refuses the others.
+- A plan supports strings in the path and in headers, bytes as the payload, and members of a JSON body. An operation
+  with other arguments has no plan.
+- A plan renders only arguments that botocore would accept. botocore serializes or refuses all others.
 - A plan exists only if it renders the first call as botocore does.
 """
 
@@ -18,30 +18,30 @@ from typing import Any
 from botocore.model import ListShape, OperationModel, Shape, StructureShape
 from botocore.utils import percent_encode
 
-_JSON = ("json", "rest-json")  # protocols
+_JSON = ("json", "rest-json")  # JSON protocols
 _SAFE, _SAFE_IN_GREEDY = "-._~", "/~"  # characters that botocore does not encode in a path
 
 _Check = Callable[[Any], bool]
 Rendered = tuple[str, dict[str, str], bytes]
-"""The URL, the headers that follow from the arguments, and the body."""
+"""URL, headers that depend on the arguments, and body."""
 
 
 class RequestPlan:
-    """The plan for calls of one operation, which differ in the values of the same arguments."""
+    """The plan for calls of one operation that differ only in the values of the same arguments."""
 
     def __init__(self, request: Mapping[str, Any]) -> None:
-        """`request` is the first call's, serialized and prepared by botocore."""
+        """`request` is the first call's request, serialized and prepared by botocore."""
         self._url: str = request["url"]
         self._headers: dict[str, str] = dict(request["headers"])
         self._body: bytes = request["body"]
-        self._checks: dict[str, _Check] = {}  # one for each argument
-        self._path = ""  # as a format string, if arguments are in it
+        self._checks: dict[str, _Check] = {}  # one check per argument
+        self._path = ""  # a format string if it contains arguments
         self._around_path = ("", "")
-        self._in_path: dict[str, str] = {}  # the characters that are not encoded, by argument
-        self._in_headers: dict[str, str] = {}  # the header, by argument
+        self._in_path: dict[str, str] = {}  # characters that are not encoded, by argument
+        self._in_headers: dict[str, str] = {}  # header name, by argument
         self._in_json: list[str] = []
         self._fixed_json: dict[str, Any] = {}
-        self._payload = ""  # the argument that is the body
+        self._payload = ""  # the argument that becomes the body
 
     @classmethod
     def of(
@@ -51,7 +51,7 @@ class RequestPlan:
         fixed: Mapping[str, Any],
         varying: Mapping[str, Any],
     ) -> RequestPlan | None:
-        """Return a plan for calls with other values of `varying`; None if they cannot be planned."""
+        """Return a plan for calls with other values of `varying`; None if these calls cannot be planned."""
         plan, members = cls(request), _input(model).members
         if not all(plan._place(model, name, members[name]) for name in varying):
             return None
@@ -66,7 +66,7 @@ class RequestPlan:
         return plan if planned == (request["url"], dict(request["headers"]), request["body"]) else None
 
     def render(self, varying: Mapping[str, Any]) -> Rendered | None:
-        """Return a request; None if botocore has to make or refuse it."""
+        """Return a request; None if botocore has to build or refuse it."""
         if varying.keys() != self._checks.keys():
             return None
         for name, check in self._checks.items():
@@ -85,7 +85,7 @@ class RequestPlan:
         return url, headers, body
 
     def _place(self, model: OperationModel, name: str, shape: Shape) -> bool:
-        """Note where an argument goes. Return whether it can be planned."""
+        """Record where an argument goes. Return whether it can be planned."""
         location = shape.serialization.get("location")
         payload = _input(model).serialization.get("payload")
         check = _check_of(shape)
@@ -105,7 +105,7 @@ class RequestPlan:
         return check is not None
 
     def _path_format(self, model: OperationModel, fixed: Mapping[str, Any]) -> str:
-        """Return the path as a format string of the arguments that vary."""
+        """Return the path as a format string of the varying arguments."""
         path: str = model.http["requestUri"]
         for name, shape in _input(model).members.items():
             key = shape.serialization.get("name", name)
@@ -123,7 +123,7 @@ def _input(model: OperationModel) -> StructureShape:
 
 
 def _check_of(shape: Shape) -> _Check | None:
-    """Return whether a value is valid, and its JSON is itself, as a function; None for shapes that need more."""
+    """Return a function that checks that a value is valid and serializes as itself; None for complex shapes."""
     if "name" in shape.serialization and shape.serialization.get("location") is None:
         return None
     least = shape.metadata.get("min")

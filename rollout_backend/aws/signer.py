@@ -1,4 +1,4 @@
-"""Sign requests by botocore's signature version 4, at a quarter of its CPU time."""
+"""Sign requests with AWS signature version 4, at a quarter of botocore's CPU time."""
 
 import functools
 import hashlib
@@ -12,12 +12,12 @@ from botocore.auth import SIGNED_HEADERS_BLACKLIST, S3SigV4Auth, SigV4Auth
 from botocore.exceptions import NoCredentialsError
 from multidict import CIMultiDict
 
-_auth: Any = botocore.auth  # its stubs lack what its subclasses use
+_auth: Any = botocore.auth  # the type stubs lack attributes that its subclasses use
 
 
 @dataclass
 class Request:
-    """An HTTP request, with the attributes that botocore's signers read."""
+    """An HTTP request with the attributes that botocore's signers read."""
 
     method: str
     url: str
@@ -28,7 +28,7 @@ class Request:
 
 
 class _Auth(SigV4Auth):
-    """Makes botocore's signature in one pass: each header is read once, and each day's key is derived once."""
+    """Computes botocore's signature in one pass: each header is read once, and each day's key is derived once."""
 
     def add_auth(self, request: Any) -> None:
         own: Any = self
@@ -76,21 +76,21 @@ def _path_and_query(kind: Any, url: str) -> tuple[str, str]:
 
 
 def authorize(request: Request, credentials: Any, version: str, service: str, region: str) -> None:
-    """Add the signature to the headers. `version` is botocore's name of a supported signature version."""
+    """Add the signature to the headers. `version` is botocore's name for a supported signature version."""
     _AUTHS[version](credentials, service, region).add_auth(request)
 
 
 class Signer:
-    """Signs requests to one service in one region with the credentials of a client, renewed as the client does."""
+    """Signs requests to one service in one region with a client's credentials, renewed as by the client."""
 
     def __init__(self, of_client: Any, version: str, service: str, region: str) -> None:
-        """`of_client` is botocore's signer of the client, `version` its name of a signature version."""
+        """`of_client` is the client's botocore signer, `version` its name for a signature version."""
         self.supported = version in _AUTHS
         self._of_client = of_client
         self._version = version
         self._scope = (service, region)
 
     async def sign(self, request: Request) -> None:
-        """Add the signature to the headers. Raises botocore's errors of credentials."""
+        """Add the signature to the headers. Raises botocore's credential errors."""
         found = await self._of_client.get_auth_instance(*self._scope, self._version)
         authorize(request, found.credentials, self._version, *self._scope)
