@@ -1,13 +1,13 @@
-"""The LoRA adapters of a run's engines: which version of each is the newest, and how an engine loads them.
+"""The LoRA adapters of a run's engines: the newest version of each, and how an engine loads it.
 
 Invariants:
 
-- A version names one set of an adapter's weights for good, also after a restart of the trainer and after the adapter
-  was unloaded. The versions of each adapter are counted from 1.
-- An engine knows each version by a separate name. So no request samples with another version than it names, and the
-  prefix caches of versions and adapters are never mixed.
-- Only adapters that every engine computes alike reach an engine. SGLang ignores the settings of PEFT that it does not
-  know, such as the scaling of rsLoRA, and would sample from another distribution without an error.
+- A version permanently names one set of an adapter's weights, even after a restart of the trainer and after the
+  adapter was unloaded. The versions of each adapter are counted from 1.
+- An engine knows each version by a separate name, so a request samples only with the version that it names, and
+  versions and adapters never share a prefix cache.
+- Only adapters that all engines compute identically reach an engine. SGLang ignores PEFT settings that it does not
+  know, such as the scaling of rsLoRA, and would silently sample from another distribution.
 - The newest version of each loaded adapter stays on disk, because a restarted engine loads it again.
 """
 
@@ -56,16 +56,16 @@ class Adapter:
 
     @property
     def engine_name(self) -> str:
-        """The name by which engines know this version."""
+        """The engine's name of this version."""
         return NamedAdapter(self.name, self.version).engine_name
 
 
 @dataclass(frozen=True)
 class AdapterUpdate:
-    """What `RolloutManager.load_adapter` did.
+    """Result of `RolloutManager.load_adapter`.
 
-    `failed` maps each engine that did not load the adapter to the reason. It is restarted, and gets requests once it
-    has loaded it.
+    `failed` maps each engine that did not load the adapter to the reason. Such an engine is restarted, and gets
+    requests once it has loaded the adapter.
     """
 
     name: str
@@ -74,18 +74,18 @@ class AdapterUpdate:
 
 
 class AdapterStore:
-    """The newest version of each adapter of a run. `loaded` has those that are not unloaded, by name."""
+    """The newest version of each adapter of a run. `loaded` has the adapters that are not unloaded, by name."""
 
     def __init__(self, config: RolloutConfig) -> None:
         """Read which adapters an earlier trainer of this run loaded.
 
         Raises:
-            ConfigError: one of them is gone, changed or of another model, or the record of them cannot be read.
+            ConfigError: an adapter is missing, changed or for another model, or the record cannot be read.
         """
         self._serving = config.serving
         self._model = config.model
         self._file = config.run_dir / "adapters.json"
-        self._last: dict[str, int] = {}  # the last version of each adapter, also of those that were unloaded
+        self._last: dict[str, int] = {}  # the last version of each adapter, even if it was unloaded
         self.loaded: dict[str, Adapter] = {}
         self._read()
 
@@ -98,9 +98,8 @@ class AdapterStore:
         """Check the next version of an adapter against the model and the settings. Blocks.
 
         Raises:
-            ConfigError: the name is invalid, too many adapters are loaded, or the folder is no adapter that the
-                settings allow.
-            WeightsMismatch: its tensors do not fit the model.
+            ConfigError: the name is invalid, too many adapters are loaded, or the settings do not allow the adapter.
+            WeightsMismatch: the adapter's tensors do not fit the model.
         """
         try:
             _NAMES.validate_python(name)
@@ -118,11 +117,11 @@ class AdapterStore:
         return Adapter(name, weights)
 
     def commit(self, adapter: Adapter) -> None:
-        """Record this version as the newest. Raise ServingError if that fails."""
+        """Record this version as the newest. Raises ServingError if that fails."""
         self._write({**self.loaded, adapter.name: adapter})
 
     def remove(self, name: str) -> None:
-        """Record that an adapter was unloaded. Raise ServingError if that fails."""
+        """Record that an adapter was unloaded. Raises ServingError if that fails."""
         self._write({other: adapter for other, adapter in self.loaded.items() if other != name})
 
     def _check(self, folder: Path) -> None:
@@ -174,10 +173,10 @@ def _record(adapter: Adapter) -> dict[str, str]:
 
 
 async def load_on_engine(url: str, adapter: Adapter, engine: EngineName) -> None:
-    """Make a server load one version of an adapter. Its other requests run on meanwhile.
+    """Make a server load one version of an adapter. Its other requests continue.
 
     Raises:
-        ServingError: the server did not, or the folder has changed.
+        ServingError: the server did not load it, or the folder has changed.
     """
     await asyncio.to_thread(adapter.weights.check_unchanged)
     body = {"lora_name": adapter.engine_name, "lora_path": str(adapter.folder)}
@@ -186,7 +185,7 @@ async def load_on_engine(url: str, adapter: Adapter, engine: EngineName) -> None
 
 
 async def unload_from_engine(url: str, adapter: Adapter, engine: EngineName) -> None:
-    """Make a server unload one version of an adapter, once no request uses it. Raise ServingError if it does not."""
+    """Make a server unload one version of an adapter, once no request uses it. Raises ServingError on failure."""
     body = {"lora_name": adapter.engine_name}
     await _post(url + _PATHS[engine][1], body, f"unload the adapter {adapter.engine_name}")
 
@@ -218,10 +217,10 @@ _NAMED = 5
 
 
 class AdapterFolder:
-    """The settings and the tensors' shapes of an adapter; the tensors themselves are not read.
+    """The settings of an adapter and the shapes of its tensors. The tensors themselves are not read.
 
     Raises:
-        ConfigError: `path` is no folder of a LoRA adapter, or PEFT settings in it are not supported.
+        ConfigError: `path` is not the folder of a LoRA adapter, or has unsupported PEFT settings.
     """
 
     def __init__(self, path: Path) -> None:
@@ -241,8 +240,8 @@ class AdapterFolder:
         """Check that the engines can load the adapter.
 
         Raises:
-            ConfigError: its rank or its modules exceed `serving.lora_rank` or `serving.lora_targets`.
-            WeightsMismatch: its tensors do not fit the model's.
+            ConfigError: the rank or the modules exceed `serving.lora_rank` or `serving.lora_targets`.
+            WeightsMismatch: the tensors do not fit the model's.
         """
         assert serving.lora_rank is not None, "the caller checks that the engines take adapters"
         if self.rank > serving.lora_rank:
@@ -271,7 +270,7 @@ class AdapterFolder:
 
 
 def _rank(path: Path, config: Mapping[str, Any]) -> int:
-    """Return the rank. Raise ConfigError for PEFT settings that engines ignore or do not have."""
+    """Return the rank. Raises ConfigError for PEFT settings that engines ignore or lack."""
     refused = [f"{name}={config[name]}" for name in _REFUSED if config.get(name)]
     if config.get("bias", "none") != "none":
         refused.append(f"bias={config['bias']}")
@@ -285,6 +284,6 @@ def _rank(path: Path, config: Mapping[str, Any]) -> int:
 
 
 def _module(tensor: str) -> str:
-    """Return the name of the module that a tensor changes."""
+    """Return the name of the module that a tensor modifies."""
     match = _TENSOR.fullmatch(tensor)
     return match["module"] if match is not None else tensor

@@ -1,6 +1,6 @@
-"""An engine, which is a server of the model: its life cycle, its probes, and the control of its generation.
+"""Define an engine, a server of the model: its life cycle, its probes, and the control of its generation.
 
-An `Engine` is not restartable: its factory makes a new one. `rollout_backend.config.serving` lists the kinds.
+An `Engine` cannot be restarted: its factory makes a new one. `rollout_backend.config.serving` lists the kinds.
 """
 
 import asyncio
@@ -17,27 +17,26 @@ from rollout_backend.errors import ServingError
 
 REPORT_WAIT_AFTER_S = 5.0
 PROBE = "/model_info"
-"""The path that shows that a server is alive. Unlike `/health`, which generates a token unless
-SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0, it never touches the GPU: generating on a server whose memory is released
-kills it."""
+"""The path of the liveness probe. It never touches the GPU, unlike `/health`, which generates a token unless
+SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0. Generating crashes a server whose memory is released."""
 _PROBES: Mapping[EngineName, str] = {"sglang": PROBE, "vllm": "/health"}  # vLLM's never generates
 _VERSIONS: Mapping[EngineName, str] = {"sglang": "/server_info", "vllm": "/version"}
-_TIMEOUT_S = 60.0  # of a call that controls generation
+_TIMEOUT_S = 60.0  # timeout of calls that control generation
 _POLL_S = 0.1
 
 
 class Engine(Protocol):
     @property
     def url(self) -> str:
-        """The engine's URL, without a slash at the end; set once it has started."""
+        """URL without a trailing slash; set once the engine has started."""
         ...
 
     async def start(self) -> None:
-        """Start the engine; return once it is healthy. Raise StartupError if it does not become so."""
+        """Start the engine, and return once it is healthy. Raises StartupError if it does not become healthy."""
         ...
 
     async def wait(self) -> str:
-        """Return how the engine ended, once it has, with the end of its log."""
+        """Wait until the engine has ended. Return how, with the end of its log."""
         ...
 
     async def stop(self) -> None:
@@ -51,13 +50,13 @@ class Engine(Protocol):
 
 @runtime_checkable
 class ReservingEngine(Protocol):
-    """An engine that may have to wait for something else before it can start: a machine, or another one's server."""
+    """An engine that may have to wait for other resources before it can start, such as a machine."""
 
     def reserve(self) -> AsyncIterator[str]:
-        """Wait, before `start`. Yield what the engine waits for, once it has waited for `REPORT_WAIT_AFTER_S`.
+        """Wait before `start`. Yield what the engine waits for, after `REPORT_WAIT_AFTER_S`.
 
         Raises:
-            StartupError: the wait was too long.
+            StartupError: the wait took too long.
         """
         ...
 
@@ -69,30 +68,30 @@ MakeEngine = Callable[[int], Engine]
 class EngineFactory(ABC):
     """Makes the engines of one `serving.kind`."""
 
-    count: int  # how many to start with
+    count: int  # number of engines to start with
     takes_weights: ClassVar[bool] = False
     """True if this side starts its engines, and they load new weights and adapters through the HTTP interface of
     `serving.engine`."""
 
     @abstractmethod
     def __init__(self, config: RolloutConfig, log_dir: Path) -> None:
-        """Set `count`, unless `open` does. Start nothing yet."""
+        """Set `count`, unless `open` does. Starts nothing."""
 
     async def open(self) -> None:  # noqa: B027  # most kinds prepare nothing
-        """Prepare before the first engine is made; `count` is final then. Raise StartupError or ConfigError."""
+        """Prepare before the first engine is made; then `count` is final. Raises StartupError or ConfigError."""
 
     async def follow(self, serve_with: Callable[[Sequence[str]], Awaitable[None]]) -> NoReturn:
-        """Call `serve_with` with the URLs of all engines whenever they change; by default they never do."""
+        """Call `serve_with` with the URLs of all engines whenever they change. By default, they never change."""
         while True:
             await asyncio.Event().wait()
 
     @abstractmethod
     def make(self, number: int) -> Engine:
-        """Make the engine with a number, from 0; called again for each restart."""
+        """Make the engine with this number, from 0. Called again for each restart."""
 
 
 def probe_url(url: str, engine: EngineName) -> str:
-    """Return the URL that shows that a server is alive."""
+    """Return the URL of a server's liveness probe."""
     return url + _PROBES[engine]
 
 
@@ -104,13 +103,13 @@ async def is_responding(url: str, engine: EngineName = "sglang", timeout_s: floa
 async def is_healthy(url: str, timeout_s: float = 5.0) -> bool:
     """Return whether `/health` answers 200 in time.
 
-    For servers that this side starts: it answers 503 until they are ready, and generates nothing there.
+    Use it for servers that this side starts, where it answers 503 until they are ready and generates nothing.
     """
     return await _is_ok(f"{url}/health", timeout_s)
 
 
 async def reported_version(url: str, engine: EngineName = "sglang", timeout_s: float = 5.0) -> str | None:
-    """Return the version of the engine that a server reports; None if it does not answer."""
+    """Return the engine version that a server reports; None if it does not answer."""
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as http,
@@ -141,7 +140,7 @@ async def pause_generation(url: str, engine: EngineName = "sglang", timeout_s: f
     batch. `/flush_cache` succeeds only if the scheduler is idle, which SGLang also asserts when its memory is
     released.
 
-    vLLM returns from `/pause` when it is idle. It has the endpoint only with VLLM_SERVER_DEV_MODE=1.
+    vLLM answers `/pause` once it is idle. It has this endpoint only with VLLM_SERVER_DEV_MODE=1.
 
     Raises:
         ServingError: the server did not answer, or was not idle in time.
@@ -158,12 +157,12 @@ async def pause_generation(url: str, engine: EngineName = "sglang", timeout_s: f
 
 
 async def abort_generation(url: str, engine: EngineName = "sglang", timeout_s: float = _TIMEOUT_S) -> None:
-    """Abort all generation, and make the server queue new requests until `resume_generation`. Its prefix cache stays.
+    """Abort all generation, and make the server queue new requests until `resume_generation`. Keeps its prefix cache.
 
-    Both engines return from the pause when no request runs.
+    Both engines answer the pause once no request is running.
 
     Raises:
-        ServingError: the server did not, or not in time.
+        ServingError: the server did not do so in time.
     """
     path = "/pause?mode=abort&clear_cache=false" if engine == "vllm" else "/pause_generation"
     async with _control("pause its generation", timeout_s) as http:
@@ -172,14 +171,14 @@ async def abort_generation(url: str, engine: EngineName = "sglang", timeout_s: f
 
 
 async def resume_generation(url: str, engine: EngineName = "sglang", timeout_s: float = _TIMEOUT_S) -> None:
-    """Undo `pause_generation` or `abort_generation`. Raise ServingError if the server does not."""
+    """Undo `pause_generation` or `abort_generation`. Raises ServingError on failure."""
     async with _control("resume its generation", timeout_s) as http:
         if not await _post(http, f"{url}/{'resume' if engine == 'vllm' else 'continue_generation'}"):
             raise ServingError("it refused to resume its generation")
 
 
 async def set_weight_version(url: str, version: str, timeout_s: float = _TIMEOUT_S) -> None:
-    """Set the version that a server reports of its weights. Raise ServingError if it refuses."""
+    """Set the weight version that a server reports. Raises ServingError if it refuses."""
     async with _control("set the version of its weights", timeout_s) as http:
         if not await _post(http, f"{url}/update_weight_version", {"new_version": version}):
             raise ServingError("it refused to set the version of its weights")
@@ -187,7 +186,7 @@ async def set_weight_version(url: str, version: str, timeout_s: float = _TIMEOUT
 
 @contextlib.asynccontextmanager
 async def _control(what: str, timeout_s: float) -> AsyncIterator[aiohttp.ClientSession]:
-    """Open an HTTP client for a call that makes the server do `what`. Raise ServingError if it does not answer."""
+    """Open an HTTP client for a call that makes the server do `what`. Raises ServingError if it does not answer."""
     try:
         async with asyncio.timeout(timeout_s), aiohttp.ClientSession() as http:
             yield http

@@ -1,12 +1,12 @@
-"""The command line and the environment of an SGLang (0.5.23) or vLLM (0.32.0) server.
+"""Build the command line and the environment of an SGLang (0.5.23) or vLLM (0.32.0) server.
 
 Invariants:
 
-- A server samples exactly as its request specifies, and its logprobs are of that distribution: no option here changes
+- A server samples exactly as a request specifies, and its logprobs describe that distribution: no option here changes
   a distribution or sets a sampling default.
 - A server stays healthy while its generation is paused for new weights.
-- vLLM listens on a loopback address, because the endpoints that pause it and change its weights need no key. Its
-  `--api-key` does not guard them.
+- vLLM listens on a loopback address, because the endpoints that pause it and change its weights need no key: its
+  `--api-key` does not protect them.
 """
 
 import os
@@ -23,46 +23,46 @@ from rollout_backend.serving.install import find_engine
 Command = tuple[list[str], dict[str, str]]
 """The arguments and the complete environment of a process."""
 
-# Variables of this process that break one in another Python environment, outside Ray.
+# Variables of this process that break a process in another Python environment, except under Ray.
 _NOT_INHERITED = ("PYTHON", "RAY_", "VIRTUAL_ENV", "ROLLOUT__")
 
 
 def interpreter(serving: ServingConfig) -> Path:
-    """Return the Python interpreter of the engines. Raise ConfigError if it is the CPU engine's and not installed."""
+    """Return the engines' Python interpreter. Raises ConfigError if the CPU engine is needed but missing."""
     if serving.python is not None:
         return serving.python
     return find_engine(engine=serving.engine) if serving.device == "cpu" else Path(sys.executable)
 
 
 def base_environment(inherited: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of an engine. `inherited` is what to start from, by default this process's."""
+    """Return the environment of an engine, based on `inherited`, by default this process's environment."""
     env = {
         name: value
         for name, value in (os.environ if inherited is None else inherited).items()
         if not name.startswith(_NOT_INHERITED)
     }
-    # Otherwise modules are imported from the working directory first.
+    # Otherwise the working directory would come first on the module path.
     env["PYTHONSAFEPATH"] = "1"
-    env["PYTHONUNBUFFERED"] = "1"  # otherwise the log lacks the last lines of a server that dies
-    # A model is a folder; without these an engine looks up a mistyped path on a model hub.
+    env["PYTHONUNBUFFERED"] = "1"  # otherwise the log lacks the last lines before a crash
+    # A model is a folder; without these variables an engine looks up a mistyped path on a model hub.
     return env | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
 def cpu_threads(threads: int) -> dict[str, str]:
-    """Return the variables that limit a server on the CPU to its threads; else each server takes every core."""
-    # Agents run on the same cores: threads that spin as they wait would slow them down.
+    """Return the variables that limit a CPU server to its threads; otherwise each server uses every core."""
+    # Agents run on the same cores, and threads that spin while they wait would slow them down.
     return {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 @dataclass(frozen=True)
 class ServerNode:
-    """One node of a server: where it listens, which GPUs it uses, and how it finds the other nodes."""
+    """One node of a server: its address, its GPUs, and how it finds the other nodes."""
 
     host: str
     port: int
-    first_gpu: int = 0  # among the GPUs that the process sees
+    first_gpu: int = 0  # index among the GPUs that the process sees
     rank: int = 0
-    rendezvous: str = ""  # HOST:PORT on node 0's machine, for a server with several nodes
+    rendezvous: str = ""  # HOST:PORT on node 0's machine, if the server has several nodes
 
 
 IMAGE_CACHE = "SGLANG_VLM_CACHE_SIZE_MB"
@@ -78,8 +78,8 @@ def sglang_command(
 ) -> Command:
     """Return the command of one node of an SGLang server of `model`.
 
-    `inherited` is the environment to start from, by default this process's; CUDA_VISIBLE_DEVICES and the like are
-    kept.
+    `inherited` is the environment to start from, by default this process's; CUDA_VISIBLE_DEVICES and similar
+    variables are kept.
 
     Raises:
         ConfigError: on the CPU, `serving.python` is not set and the CPU engine is not installed.
@@ -101,15 +101,15 @@ def sglang_command(
         *("--port", str(node.port)),
         *("--device", serving.device),
         *("--dtype", serving.dtype),
-        *("--weight-version", "0"),  # of the weights in `model.path`; updates count from there
+        *("--weight-version", "0"),  # version of the weights in `model.path`; updates count from here
         *("--tp-size", str(serving.tensor_parallel)),
         *("--context-length", str(model.context_tokens)),
         *("--max-running-requests", str(serving.max_running_requests)),
         # The model's generation_config.json must not add a top_k or a penalty that the trainer does not know.
         *("--sampling-defaults", "openai"),
-        *("--log-level-http", "warning"),  # no line for each request
-        "--incremental-streaming-output",  # else each piece of a stream repeats all tokens and logprobs before it
-        *("--stream-interval", str(STREAM_INTERVAL)),  # a router drops the request for it
+        *("--log-level-http", "warning"),  # no log line per request
+        "--incremental-streaming-output",  # otherwise each chunk of a stream repeats all earlier tokens and logprobs
+        *("--stream-interval", str(STREAM_INTERVAL)),  # per chunk; a router drops a request's own value
     ]
     sizes = {
         "--pp-size": serving.pipeline_parallel,
@@ -132,34 +132,34 @@ def sglang_command(
     if not on_cpu:
         argv += ["--base-gpu-id", str(node.first_gpu)]  # each server on a machine uses separate GPUs
     total_tokens = serving.max_total_tokens or (_CPU_TOTAL_TOKENS if on_cpu else None)
-    if total_tokens is not None:  # on a GPU SGLang uses the free memory
+    if total_tokens is not None:  # by default, SGLang uses all free GPU memory
         argv += ["--max-total-tokens", str(total_tokens)]
     if on_cpu:
-        env["SGLANG_USE_CPU_ENGINE"] = "1"  # else rotary embedding imports CUDA operations and dies
+        env["SGLANG_USE_CPU_ENGINE"] = "1"  # otherwise rotary embedding imports CUDA operations and crashes
         env["PYTHONPATH"] = str(_STUBS)  # replaces two GPU packages: see its sitecustomize.py
         env["TORCH_COMPILE_DISABLE"] = "1"  # SGLang compiles its sampling with a seed, which needs a C++ compiler
         env |= cpu_threads(serving.threads)
-        if serving.gpus_per_server > 1:  # else SGLang refuses more processes than the machine has NUMA nodes
+        if serving.gpus_per_server > 1:  # otherwise SGLang refuses more processes than the machine has NUMA nodes
             cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * serving.gpus_per_server)
         argv += [
-            *("--attention-backend", "torch_native"),  # the others are kernels for GPUs, or for AMX
+            *("--attention-backend", "torch_native"),  # the other backends need a GPU or AMX
             *("--mm-attention-backend", "sdpa"),
             "--disable-fast-image-processor",  # it needs torchvision
             *("--sampling-backend", "pytorch"),
-            *("--grammar-backend", "none"),  # compiles for 10 s at the start, for an unused feature
-            "--disable-overlap-schedule",  # there is no device to overlap with
-            "--sleep-on-idle",  # else an idle scheduler spins on a core
-            *("--lora-backend", "torch_native"),  # the others are kernels for GPUs
+            *("--grammar-backend", "none"),  # otherwise compiles for 10 s at the start, for an unused feature
+            "--disable-overlap-schedule",  # the CPU has no device to overlap with
+            "--sleep-on-idle",  # otherwise an idle scheduler spins on a core
+            *("--lora-backend", "torch_native"),  # the other backends need a GPU
         ]
     return [*argv, *serving.extra_args], env
 
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
-_CPU_BLOCK_SIZE = 32  # tokens; by default 128, and only whole blocks of a prompt are found in the cache
+_CPU_BLOCK_SIZE = 32  # tokens; the default is 128, and the cache matches only whole blocks
 _GPU_BLOCK_SIZE = 16
-_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM accepts as the largest
-_CPU_CACHE_BYTES = 1 << 30  # skips the measurement of memory at the start; the number of blocks decides
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the maximum ranks that vLLM accepts
+_CPU_CACHE_BYTES = 1 << 30  # skips the memory measurement at the start; the number of blocks decides
 
 
 def vllm_command(
@@ -171,7 +171,7 @@ def vllm_command(
     """Return the command of a vLLM server of `model`. `inherited` is as for `sglang_command`.
 
     Raises:
-        ConfigError: as `sglang_command`; or the server would listen on an address that other machines reach.
+        ConfigError: as for `sglang_command`, or the server would listen on an address that other machines can reach.
     """
     if node.host not in _LOOPBACK:
         raise ConfigError(
@@ -192,8 +192,8 @@ def vllm_command(
         *("--max-model-len", str(model.context_tokens)),
         *("--max-num-seqs", str(serving.max_running_requests)),
         "--enable-scale-out",  # the token endpoint
-        *("--logprobs-mode", "processed_logprobs"),  # by default those before temperature, top_p and top_k
-        *("--generation-config", "vllm"),  # the model's must not add a top_k or a penalty
+        *("--logprobs-mode", "processed_logprobs"),  # by default, logprobs before temperature, top_p and top_k
+        *("--generation-config", "vllm"),  # the model's own config must not add a top_k or a penalty
         "--enable-prompt-tokens-details",  # the number of cached tokens
         "--disable-uvicorn-access-log",
     ]
@@ -211,13 +211,13 @@ def vllm_command(
         argv += ["--max-loras", str(serving.max_adapters + 1)]  # an update loads the new version first
     block = _CPU_BLOCK_SIZE if on_cpu else _GPU_BLOCK_SIZE
     total_tokens = serving.max_total_tokens or (_CPU_TOTAL_TOKENS if on_cpu else None)
-    if total_tokens is not None:  # on a GPU vLLM uses the free memory
+    if total_tokens is not None:  # by default, vLLM uses all free GPU memory
         argv += ["--block-size", str(block), "--num-gpu-blocks-override", str(-(-total_tokens // block))]
     if on_cpu:
         # Pinned threads of several servers would share cores.
         env |= cpu_threads(serving.threads) | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         argv += [
-            "--enforce-eager",  # compiling takes a minute at the start
+            "--enforce-eager",  # compiling would take a minute at the start
             *("--kv-cache-memory-bytes", str(_CPU_CACHE_BYTES)),
         ]
     else:
@@ -226,6 +226,6 @@ def vllm_command(
 
 
 def _gpus(visible: str | None, first: int, count: int) -> str:
-    """Return the GPUs of a server, out of those that this process may use."""
+    """Return the GPUs of a server, out of those visible to this process."""
     gpus = visible.split(",") if visible else [str(number) for number in range(first + count)]
     return ",".join(gpus[first : first + count])

@@ -1,6 +1,6 @@
-"""All engines and the router in front of them: started together, watched, restarted, and stopped together.
+"""Start, watch, restart and stop all engines and the router in front of them.
 
-For vLLM an `EngineDirectory` takes the router's place.
+For vLLM, an `EngineDirectory` replaces the router.
 
     async with EngineFleet(config, log_dir, on_event) as fleet:
         ...  # fleet.router_url
@@ -8,12 +8,12 @@ For vLLM an `EngineDirectory` takes the router's place.
 
 Invariants:
 
-- The router sends requests to every engine that serves, and to no other. A lost engine is removed at once, restarted
-  and added again. A lost router is restarted on the same port with all engines.
-- An engine that does not start, or is lost repeatedly, does not stop the others. The run ends once no engine is left
+- The router sends requests to exactly the engines that serve. A lost engine is removed immediately, restarted and
+  added again. A lost router is restarted on the same port with all engines.
+- An engine that does not start or is lost repeatedly does not affect the others. The run ends once no engine is left
   that may be restarted (`serving.max_restarts` within `serving.restart_window_s`).
-- While the engines are paused, the fleet sends no request that generates, and counts no restart for them.
-- No process that the fleet started outlives it, even if `start` fails or is cancelled.
+- While the engines are paused, the fleet sends no generating request and counts no restarts.
+- No process started by the fleet outlives it, even if `start` fails or is cancelled.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _FOREVER_S = 10 * 365 * 86_400.0
 
 @dataclass(frozen=True)
 class ServerState:
-    """The current state of one server.
+    """Current state of one server.
 
-    `serving`: up, and, if it is an engine, known to the router. `paused`: a trainer has its memory. `waiting_for`:
+    `serving`: it is up, and an engine is known to the router. `paused`: a trainer uses its memory. `waiting_for`:
     what it needs before it can start, such as a machine.
     """
 
@@ -66,7 +66,7 @@ class ServerState:
 
 
 class EngineFleet:
-    """Enter a fleet, or `start` and `stop` it; once."""
+    """Manages the engines. Enter it, or `start` and `stop` it, once."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class EngineFleet:
     ) -> None:
         """Initialize.
 
-        `factory` makes the engines, by default the one of `serving.kind`. `newest`: the weights that they load before
-        they serve; None: those of `model.path`. `adapters`: the adapters that they load too, by name.
+        `factory` makes the engines, by default that of `serving.kind`. `newest` are the weights that they load
+        before they serve (None: those of `model.path`), `adapters` the adapters that they also load, by name.
         """
         self._factory = factory or engine_factory(config, log_dir)
         self._config = config
@@ -114,11 +114,11 @@ class EngineFleet:
 
     @property
     def engine_urls(self) -> tuple[str, ...]:
-        """The URLs of the engines that serve at this moment."""
+        """URLs of the engines that serve at the moment."""
         return tuple(engine.url for engine in self._engines if engine.serving)
 
     def snapshot(self) -> tuple[ServerState, ...]:
-        """Return the current state of the router and then of the engines."""
+        """Return the current state of the router, followed by the engines."""
         router, paused = self._router_supervisor, self._routing.paused
         return (
             ServerState(router.name, self._router.url, router.serving, router.restarts),
@@ -138,12 +138,12 @@ class EngineFleet:
         await self.stop()
 
     async def start(self) -> None:
-        """Start the router and all engines. Return once enough engines get requests, and no other one is starting.
+        """Start the router and all engines. Return once enough engines get requests and none is still starting.
 
-        Enough are `serving.min_servers`. Engines that wait for something else, or failed to start, join later.
+        `serving.min_servers` are enough. Engines that wait for resources or failed to start join later.
 
         Raises:
-            StartupError: the router or too many engines failed to start, and why. What had started is stopped.
+            StartupError: the router or too many engines failed to start. Everything that had started is stopped.
             ConfigError: the CPU engine is not installed.
         """
         try:
@@ -166,8 +166,8 @@ class EngineFleet:
     async def follow(self, urls: Sequence[str]) -> None:
         """Replace the set of engines, for `serving.kind=external`.
 
-        An omitted engine gets no more requests. A new one gets requests once it answers. One that does not answer
-        within 10 s does not delay this call further, and is awaited in the background.
+        An omitted engine gets no more requests. A new one gets requests once it answers. This call waits up to 10 s
+        for it, and then continues to wait in the background.
         """
         async with self._following:
             left = [engine for engine in self._engines if engine.url not in urls]
@@ -184,10 +184,10 @@ class EngineFleet:
                     await self._supervisors.run_until(_tried(joined))
 
     async def pause(self) -> None:
-        """End all generation before a trainer takes the engines' memory; return once every engine is idle.
+        """Stop all generation before a trainer takes the engines' memory. Return once every engine is idle.
 
-        verl's servers assert that they are idle when their memory is released, and any request that generates before
-        they have it back kills them. So generation is paused too: a request that still arrives waits in the server.
+        verl's servers assert that they are idle when their memory is released, and a request that generates before
+        they have it back crashes them. Generation is therefore paused too, so that late requests wait in the server.
         Until `resume` no engine is probed or added to the router, which would request `/health`.
         """
         await self._routing.pause([engine.url for engine in self._engines])
@@ -202,14 +202,15 @@ class EngineFleet:
         return self._factory.takes_weights
 
     async def update_weights(self, weights: Weights, commit: Callable[[], None]) -> Mapping[str, str]:
-        """Serve these weights from now on. Return the engines that did not load them, and why; they are restarted.
+        """Serve these weights from now on. Return the engines that did not load them, with the reasons; these
+        restart.
 
         Tokens of calls in flight keep the version that sampled them. If an engine loaded the weights, `commit` is
-        called before it samples with them, and every engine that starts later loads them too. If none did, all
-        restart with the previous weights.
+        called before it samples with them, and engines that start later load them too. If none did, all restart with
+        the previous weights.
 
         Raises:
-            ServingError: the engines are paused, or `commit` raised it, and all restart with the previous weights.
+            ServingError: the engines are paused, or `commit` raised it; all then restart with the previous weights.
         """
         if self._routing.paused:
             raise ServingError("the engines are paused: call resume_engines before update_weights")
@@ -218,7 +219,7 @@ class EngineFleet:
     async def load_adapter(
         self, adapter: Adapter, commit: Callable[[], None], announce: Callable[[], Awaitable[None]]
     ) -> Mapping[str, str]:
-        """Serve this version of an adapter from now on. Return the engines that did not load it, and why.
+        """Serve this version of an adapter from now on. Return the engines that did not load it, with the reasons.
 
         If an engine loaded it, `commit` is called, then `announce`, which has model calls name this version. Engines
         that did not load it are restarted. If no engine did, nothing changes.
@@ -229,11 +230,11 @@ class EngineFleet:
         return await self._routing.load_adapter(adapter, commit, announce)
 
     async def unload_adapter(self, name: str) -> None:
-        """Remove an adapter that no model call names any more."""
+        """Remove an adapter that no model call uses any more."""
         await self._routing.unload_adapter(name)
 
     async def stop(self) -> None:
-        """End all servers. May be called twice, and after a start that failed."""
+        """Stop all servers. May be called twice, and after a failed start."""
         await self._supervisors.stop()
         stops = [self._router.stop(), *(engine.server.stop() for engine in self._engines)]
         results = await asyncio.gather(*stops, return_exceptions=True)
@@ -244,10 +245,10 @@ class EngineFleet:
                 raise error
 
     async def failed(self) -> NoReturn:
-        """Wait until the fleet cannot serve any more.
+        """Wait until the fleet can no longer serve.
 
         Raises:
-            StartupError: the router or the last engine is gone; the message carries the end of its log.
+            StartupError: the router or the last engine is gone; the message includes the end of its log.
         """
         while True:
             await first_of(self._supervisors.failed(), self._factory.follow(self.follow))
@@ -256,11 +257,11 @@ class EngineFleet:
 
     @property
     def _least(self) -> int:
-        """How many engines must serve before the run begins."""
+        """Number of engines that must serve before the run begins."""
         return min(self._config.serving.min_servers, len(self._engines)) or 1
 
     async def _started(self) -> None:
-        """Return once enough engines serve and no other one is starting, or too few are left for that."""
+        """Return once enough engines serve and none is still starting, or once too few are left."""
         while True:
             self._changed.clear()
             serving = len(self.engine_urls)
@@ -326,14 +327,14 @@ class EngineSupervisor(Supervisor):
         on_event: OnEvent,
         probing: Probing,
     ) -> None:
-        """`engines` are all of the fleet's."""
+        """`engines` are all engines of the fleet."""
         super().__init__(f"engine-{number}", limits, on_event, probing)
         self.server: Engine = make(number)
-        self.waiting_for = ""  # what the engine needs before it can start, while it waits for it
+        self.waiting_for = ""  # what the engine needs before it can start, while it waits
         self._number = number
         self._make = make
         self._routing = routing
-        self._routed: RoutedEngine | None = None  # from the server's start to its release
+        self._routed: RoutedEngine | None = None  # from the start of the server to its release
         self._engines = engines
         self._probe_timeout_s = probing.timeout_s
 
@@ -364,7 +365,7 @@ class EngineSupervisor(Supervisor):
         return engine.why_unfit
 
     async def _refused(self, engine: RoutedEngine) -> str:
-        """Return why the router does not accept the engine, after a second attempt."""
+        """Return why the router did not accept the engine, even at a second attempt."""
         while True:
             await engine.refused.wait()
             engine.refused.clear()
@@ -386,7 +387,7 @@ class EngineSupervisor(Supervisor):
         await self.server.stop()
 
     async def exhausted(self, wait_s: float) -> None:
-        """Wait until a restart is allowed again. Raise StartupError if no other engine is left."""
+        """Wait until a restart is allowed again. Raises StartupError if no other engine is left."""
         engines = self._engines
         if all(engine.gave_up for engine in engines):
             self.report("gave_up", self.last_words)
@@ -398,16 +399,16 @@ class EngineSupervisor(Supervisor):
 
 
 async def _tried(engines: Sequence[EngineSupervisor]) -> None:
-    """Return once each engine was started or failed to start."""
+    """Return once each engine has started or failed to start."""
     for engine in engines:
         await engine.tried.wait()
 
 
 def engine_factory(config: RolloutConfig, log_dir: Path) -> EngineFactory:
-    """Make the factory that `serving.kind` names.
+    """Create the factory that `serving.kind` names.
 
     Raises:
-        ConfigError: the import path names no subclass of EngineFactory.
+        ConfigError: the import path does not name a subclass of EngineFactory.
     """
     kind = config.serving.kind
     found = import_path(ENGINE_KINDS.get(kind, kind))

@@ -1,12 +1,12 @@
-"""The router's list of engines: each engine that serves is on it, and each lost engine is removed.
+"""Keep the router's list of engines: engines that serve are on it, and lost engines are removed.
 
 Invariants:
 
 - No engine is added while the engines are paused, because a trainer may have their memory: the router requests
   `/health` from a new engine, which may generate a token there.
-- An engine that is added has the newest weights, and the newest version of each adapter. One that fails to load newer
-  ones samples nothing more: it is removed and restarted.
-- Once `load_adapter` has returned, no engine samples with the adapter's version before.
+- An added engine has the newest weights and the newest version of each adapter. An engine that fails to load newer
+  ones is removed and restarted before it samples again.
+- Once `load_adapter` has returned, no engine samples with an earlier version of the adapter.
 """
 
 import asyncio
@@ -56,14 +56,14 @@ class EngineRouter(Protocol):
 
 @dataclass(eq=False)
 class RoutedEngine:
-    """An engine that has started, and what it has loaded since."""
+    """A started engine, and what it has loaded since."""
 
     name: str
     server: Engine
     weights: Weights | None = None
     adapters: dict[str, Adapter] = field(default_factory=dict)
     refused: asyncio.Event = field(default_factory=asyncio.Event)  # set if a restarted router does not accept it
-    unfit: asyncio.Event = field(default_factory=asyncio.Event)  # set once it must be restarted
+    unfit: asyncio.Event = field(default_factory=asyncio.Event)  # set if the engine must be restarted
     why_unfit: str = ""
 
     @property
@@ -72,7 +72,7 @@ class RoutedEngine:
 
 
 class EngineRouting:
-    """The router, and `engines`, to which it sends requests."""
+    """The router, and the `engines` to which it sends requests."""
 
     def __init__(
         self,
@@ -81,9 +81,8 @@ class EngineRouting:
         newest: Weights | None = None,
         adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
-        """`newest`: the weights that every engine loads before it is added; None: those that it starts with.
-        `adapters`: the adapters that it loads too, by name.
-        """
+        """`newest` are the weights that every engine loads before it is added, or None for those that it starts with.
+        `adapters` are the adapters that it also loads, by name."""
         self.router = router
         self.engine = serving.engine
         self.engines: list[RoutedEngine] = []
@@ -93,18 +92,18 @@ class EngineRouting:
         self._pauses = serving.engine == "sglang" or serving.kind != "external"
         self._resumed = asyncio.Event()
         self._resumed.set()
-        self._changing = asyncio.Lock()  # held while engines are added and while the router is restarted
+        self._changing = asyncio.Lock()  # held while engines are added and while the router restarts
 
     @property
     def paused(self) -> bool:
         return not self._resumed.is_set()
 
     async def add(self, engine: RoutedEngine) -> None:
-        """Add an engine that has started, once the engines are not paused.
+        """Add a started engine, once the engines are not paused.
 
         Raises:
-            StartupError: the engine did not load the newest weights or adapters, or the router runs and does not
-                accept it.
+            StartupError: the engine did not load the newest weights or adapters, or the running router did not accept
+                it.
         """
         while True:
             await self._resumed.wait()
@@ -134,11 +133,11 @@ class EngineRouting:
         try:
             await self.router.remove(engine.url)
         except StartupError as error:
-            # A router that ended has lost its list anyway. A slow one finds out by its health checks.
+            # An ended router has lost its list anyway, and a slow one notices by its health checks.
             log.warning("the engine %s ended, and the router did not remove it: %s", engine.url, error)
 
     async def start_router(self) -> None:
-        """Start or restart the router and add every engine that serves.
+        """Start or restart the router, and add every engine that serves.
 
         Raises:
             StartupError: the router did not start, or ended while the engines were added.
@@ -150,10 +149,10 @@ class EngineRouting:
                 await self._add_all()
 
     async def pause(self, urls: Iterable[str]) -> None:
-        """End all generation of the engines at `urls`; return once they are idle. Add no engine until `resume`.
+        """Stop all generation of the engines at `urls`, and return once they are idle. Adds no engine until `resume`.
 
-        A vLLM server that something else runs is not paused: it aborts its requests itself when its memory is
-        released, and holds new ones.
+        An external vLLM server is not paused: when its memory is released, it aborts its requests itself and holds
+        new ones.
         """
         await self._pause_additions()
         if self._pauses:
@@ -170,8 +169,8 @@ class EngineRouting:
     async def update(self, weights: Weights, commit: Callable[[], None]) -> Mapping[str, str]:
         """Make these weights the newest, and return the reason of each engine that did not load them.
 
-        Calls in flight are aborted with their tokens, new ones wait in the engines. If an engine loaded the weights,
-        `commit` is called before it samples with them. If none did, the previous weights remain the newest.
+        Calls in flight are aborted and return their tokens; new ones wait in the engines. If an engine loaded the
+        weights, `commit` is called before it samples with them. If none did, the previous weights remain the newest.
         """
 
         async def replace(engine: RoutedEngine) -> None:
@@ -197,9 +196,9 @@ class EngineRouting:
     ) -> Mapping[str, str]:
         """Make this version of an adapter the newest, and return the reason of each engine that did not load it.
 
-        The engines sample while they load it. If one of them loaded it, `commit` is called, then `announce`, which
-        has model calls name this version from now on. Then each engine pauses, aborts its calls in flight with their
-        tokens, and unloads the version before. If none loaded it, nothing changes.
+        The engines continue to sample while they load it. If one of them loaded it, `commit` is called, then
+        `announce`, after which model calls name this version. Each engine then pauses, aborts its calls in flight,
+        which return their tokens, and unloads the previous version. If none loaded it, nothing changes.
         """
 
         async def load(engine: RoutedEngine) -> None:
@@ -232,7 +231,7 @@ class EngineRouting:
         return {engine.name: why for engine, why in failed.items()}
 
     async def unload_adapter(self, name: str) -> None:
-        """Remove an adapter that no call names any more."""
+        """Remove an adapter that no model call uses any more."""
         async with self._additions_paused():
             before = self.adapters.pop(name)
             engines = [*self.engines]
@@ -243,7 +242,7 @@ class EngineRouting:
                 log.warning("%s keeps memory for the adapter %s: %s", engine.name, before.engine_name, why)
 
     async def _give_up_on(self, failed: Mapping[RoutedEngine, str], what: str) -> None:
-        """Remove the engines that failed to load something, and have them restarted."""
+        """Remove the engines that failed to load something, and restart them."""
         for engine, why in failed.items():
             await self.remove(engine)
             engine.why_unfit = f"{what}: {why}"
@@ -253,12 +252,12 @@ class EngineRouting:
         await resume_generation(engine.url, self.engine)
 
     async def _load(self, engine: RoutedEngine, weights: Weights) -> None:
-        """Raise ServingError if the engine does not load the weights."""
+        """Load the weights. Raises ServingError on failure."""
         await load_weights(engine.url, weights, self._serving)
         engine.weights = weights
 
     async def _load_adapters(self, engine: RoutedEngine) -> None:
-        """Make an engine that gets no calls yet load the adapters. Raise ServingError if it does not."""
+        """Make an engine that gets no calls yet load the adapters. Raises ServingError on failure."""
         for name, adapter in [*engine.adapters.items()]:
             if self.adapters.get(name) != adapter:
                 await unload_from_engine(engine.url, adapter, self.engine)
@@ -290,13 +289,13 @@ class EngineRouting:
                 log.info("the engines are added when the router has restarted: %s", error)
 
     async def _add_all(self) -> None:
-        """Add every engine that serves. Mark an engine that the router does not accept as refused."""
+        """Add every engine that serves. Mark engines that the router does not accept as refused."""
 
         async def add(engine: RoutedEngine) -> None:
             try:
                 await self.router.add(engine.url)
             except StartupError as error:
-                if engine in self.engines and self.router.running:  # a lost engine is added when it has restarted
+                if engine in self.engines and self.router.running:  # a lost engine is added after its restart
                     log.warning("%s: %s", engine.name, error)
                     engine.refused.set()
 
@@ -306,7 +305,7 @@ class EngineRouting:
 
 
 async def _on_each(targets: Iterable[_T], act: Callable[[_T], Awaitable[None]]) -> dict[_T, str]:
-    """Act on the targets concurrently. Return why, for those that failed."""
+    """Act on the targets concurrently. Return the reason for each failure."""
 
     async def outcome(target: _T) -> str:
         try:

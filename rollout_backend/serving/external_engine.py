@@ -1,9 +1,9 @@
-"""Engines that something else runs (`serving.kind=external`): checked and watched, never started or stopped.
+"""Use engines that something else runs (`serving.kind=external`): check and watch them, never start or stop them.
 
-A host name, such as that of a headless service of Kubernetes, stands for one server per address.
+A host name, such as that of a headless Kubernetes service, stands for one server per address.
 
-Invariant: a name that cannot be resolved keeps its last addresses. Its servers may be up all the same, and the fleet
-notices those that are not.
+Invariant: a name that cannot be resolved keeps its last addresses. Its servers may still be up, and the fleet detects
+those that are not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rollout_backend.serving.engine import PROBE, EngineFactory, is_responding, 
 log = logging.getLogger(__name__)
 
 _LOOK_UP_S = 1.0
-_TIMEOUT_S = 30.0  # the first generation of a server may compile kernels
+_TIMEOUT_S = 30.0  # a server may compile kernels at its first generation
 _NEEDS = (
     "Rollouts need the ids and logprobs of sampled tokens, which SGLang and vLLM return. Servers that only speak "
     "OpenAI's API (Ollama, a hosted model) do not return them"
@@ -98,7 +98,7 @@ class ExternalEngine:
             await asyncio.sleep(0.5)
 
     async def start(self) -> None:
-        """Raise StartupError for a server that was started without the options that rollouts need."""
+        """Raise StartupError if the server was started without options that rollouts need."""
         try:
             if self._engine == "vllm":
                 await check_vllm(self.url)
@@ -111,7 +111,7 @@ class ExternalEngine:
             raise StartupError(f"{self._name}: {error}") from None
 
     async def wait(self) -> str:
-        while True:  # its process is not visible; only a probe shows its end
+        while True:  # the process is not visible, so only a probe detects its end
             await asyncio.Event().wait()
 
     async def stop(self) -> None:
@@ -123,15 +123,15 @@ class ExternalEngine:
 
 class ServiceAddresses:
     every_s = 5.0
-    """Time between two look-ups in `follow`."""
+    """Seconds between two lookups in `follow`."""
 
     def __init__(self, urls: Sequence[str]) -> None:
-        """`urls` name the services: their hosts stand for all addresses, and the rest is kept."""
+        """`urls` name the services. Each host stands for all its addresses; the rest of the URL is kept."""
         self._found: dict[str, list[str]] = {url: [] for url in urls}
         self._unresolved: set[str] = set()
 
     async def look_up(self) -> list[str]:
-        """Return the URL of each server, in the order of the services and their addresses."""
+        """Return the URL of each server, ordered by service and address."""
         for url in self._found:
             try:
                 self._found[url] = await _addresses(url)
@@ -143,7 +143,7 @@ class ServiceAddresses:
         return list(dict.fromkeys(address for found in self._found.values() for address in found))
 
     async def follow(self, serve_with: Callable[[Sequence[str]], Awaitable[None]]) -> NoReturn:
-        """Look the names up every few seconds. Call `serve_with` with all servers when they have changed."""
+        """Look up the names every few seconds. Call `serve_with` with all servers when they have changed."""
         before = [address for found in self._found.values() for address in found]
         while True:
             await asyncio.sleep(self.every_s)
@@ -154,7 +154,7 @@ class ServiceAddresses:
 
 
 async def _addresses(url: str) -> list[str]:
-    """Return the URL with each address of its host. Raises OSError."""
+    """Return the URL for each address of its host. Raises OSError."""
     parsed = URL(url)
     found = await asyncio.get_running_loop().getaddrinfo(parsed.host, parsed.port, type=socket.SOCK_STREAM)
     hosts = sorted({str(address[0]) for *_, address in found})
@@ -163,7 +163,7 @@ async def _addresses(url: str) -> list[str]:
 
 class ServedModel(NamedTuple):
     path: str
-    """The model, as it was named or placed when the server started."""
+    """The model's path or name, as given when the server started."""
     engine: EngineName
 
 
@@ -200,8 +200,8 @@ async def served_model(url: str) -> ServedModel:
 async def check_vllm(url: str) -> None:
     """Check that a vLLM server returns token ids, and logprobs of the distribution that it samples from.
 
-    With `top_k=1` one token is left, whose logprob is 0 then. Before top_k it is below. A server of verl may be
-    asleep and would answer later, so its middleware is asked instead.
+    With `top_k=1`, one token is left, so its logprob is 0; before top_k it is lower. One of verl's servers may be
+    asleep and would not answer in time, so this checks its middleware instead.
 
     Raises:
         PreflightError: the server cannot be used, and why.
@@ -233,10 +233,10 @@ async def check_vllm(url: str) -> None:
 
 
 async def check_records_experts(url: str) -> None:
-    """Check that an SGLang server returns routed experts. Generates nothing: its memory may be released.
+    """Check that an SGLang server returns routed experts, without generating: its memory may be released.
 
     Raises:
-        PreflightError: it does not, or returns wrong ones.
+        PreflightError: the server returns none, or wrong ones.
     """
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as http:
         status, info = await _ask(http, f"{url}/server_info")
@@ -269,7 +269,7 @@ async def check_reads_seeds(url: str) -> None:
 async def _ask(
     http: aiohttp.ClientSession, url: str, body: Mapping[str, Any] | None = None
 ) -> tuple[int, dict[str, Any]]:
-    """Return the status and the JSON object of an answer. Raises PreflightError."""
+    """Return the status and the JSON object of a response. Raises PreflightError."""
     try:
         async with http.request("GET" if body is None else "POST", url, json=body) as reply:
             try:

@@ -1,15 +1,15 @@
-"""All gateways of a run: several processes, each with its own sessions, addressed as one.
+"""Run all gateways of a run: several processes, each with its own sessions, addressed as one.
 
 Invariants:
 
-- A session belongs to one shard, which follows from its id: its URL leads there, and the other shards refuse its key
-  (421). So a trajectory is never in two places.
-- One secret signs all keys, and a key names the journal that its session was begun in. A shard that ends is restarted
-  at the same address and resumes from its journal. If the journal is lost, the shard refuses those keys, because it
+- A session's id determines its shard: its URL leads there, and the other shards refuse its key (421). A trajectory is
+  therefore never in two places.
+- One secret signs all keys, and a key names the journal in which its session began. A shard that ends is restarted at
+  the same address and resumes from its journal. If the journal is lost, the shard refuses those keys, because it
   would return the rest of a trajectory as the whole.
-- A shard that is lost after `serving.max_restarts` restarts within `serving.restart_window_s` ends the run; so does a
-  lost shard without a journal.
-- No process that the fleet started outlives `stop`, even if `start` fails.
+- The run ends if a shard is lost after `serving.max_restarts` restarts within `serving.restart_window_s`, or if a
+  shard without a journal is lost.
+- No process started by the fleet outlives `stop`, even if `start` fails.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from rollout_backend.serving.gateway_process import GatewayProcess, is_loopback,
 from rollout_backend.serving.run_secret import model_endpoint
 from rollout_backend.serving.supervisor import OnEvent, RestartLimits, Supervisor, SupervisorGroup, cancel_all
 
-_INSTRUCT_S = 90.0  # a call to a shard that hangs takes 30, and its restart the rest
+_INSTRUCT_S = 90.0  # a call to a hung shard takes 30, and its restart the rest
 
 
 class Shard(Protocol):
@@ -46,7 +46,7 @@ class Shard(Protocol):
     def journal_id(self) -> str: ...
 
     async def start(self) -> None:
-        """Start it, or restart it at the same address after it ended."""
+        """Start the shard, or restart it at the same address after it ended."""
 
     async def stop(self) -> None: ...
 
@@ -94,8 +94,8 @@ class GatewayFleet:
     ) -> None:
         """Initialize.
 
-        `secret` signs the keys; the default is random. Without `seal_secret` trajectories carry no seal. `journals`
-        is the folder whose journals let sessions outlive their gateways; without it, no gateway is restarted.
+        `secret` signs the keys; the default is random. Without `seal_secret`, trajectories carry no seal. `journals`
+        is the folder of the journals that let sessions outlive their gateways; without it, no gateway is restarted.
         """
         self._config = config
         self._router_url = router_url
@@ -114,28 +114,28 @@ class GatewayFleet:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The URL of each shard as the training side reaches it."""
+        """URL of each shard for the training side."""
         return tuple(shard.url for shard in self._shards)
 
     @property
     def public_urls(self) -> tuple[str, ...]:
-        """The URL of each shard as agents reach it."""
+        """URL of each shard for agents."""
         return tuple(self._public_url(i) for i in range(len(self._gateways)))
 
     @property
     def identity(self) -> str:
-        """A digest of addresses and journals. While it is the same, an agent's session can resume. Empty without
-        journals: no session can."""
+        """A digest of addresses and journals. As long as it is the same, sessions can resume. Empty without journals,
+        which no session can outlive."""
         if self._journals is None:
             return ""
         parts = [f"{url} {shard.journal_id}" for url, shard in zip(self.public_urls, self._shards, strict=True)]
         return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
     async def start(self) -> None:
-        """Start all gateways concurrently and wait until they are healthy; then restart each one that ends.
+        """Start all gateways concurrently, wait until they are healthy, then restart each one that ends.
 
         Raises:
-            StartupError: a gateway failed to start, and why. Those that had started are stopped.
+            StartupError: a gateway failed to start. The others are stopped.
         """
         serving = self._config.serving
         limits = RestartLimits(serving.max_restarts if self._journals is not None else 0, serving.restart_window_s)
@@ -154,16 +154,16 @@ class GatewayFleet:
             self._supervisors.add(gateway)
 
     async def stop(self) -> None:
-        """End all gateways. Does nothing if they never ran."""
+        """Stop all gateways. Does nothing if they never ran."""
         await self._supervisors.stop()
         results = await asyncio.gather(*(shard.stop() for shard in self._shards), return_exceptions=True)
         _raise_first(results)
 
     async def failed(self) -> NoReturn:
-        """Wait until a gateway is gone after its last restart.
+        """Wait until a gateway is lost after its last restart.
 
         Raises:
-            StartupError: which gateway, and why, with the end of its log.
+            StartupError: names the gateway and the reason, with the end of its log.
         """
         await self._supervisors.failed()
 
@@ -187,7 +187,7 @@ class GatewayFleet:
         )
 
     def trajectory_url(self, session_id: str) -> str:
-        """Return where the training side fetches a session's trajectory."""
+        """Return the URL at which the training side fetches a session's trajectory."""
         return f"{self.urls[shard_of(session_id, len(self._gateways))]}/v1/rollout/trajectory"
 
     def _public_url(self, shard: int) -> str:
@@ -202,7 +202,7 @@ class GatewayFleet:
         await self._instruct_owners(session_ids, lambda shard, ids: shard.revoke(ids))
 
     async def adopt(self, session_ids: Iterable[str]) -> None:
-        """Resume these sessions, which began before the trainer restarted. Other earlier sessions still wait.
+        """Resume these sessions, which began before the trainer restarted. Other earlier sessions continue to wait.
 
         Raises:
             ServingError: a shard did not answer for a minute. The sessions of the other shards resume.
@@ -225,7 +225,7 @@ class GatewayFleet:
         _raise_first(await asyncio.gather(*sends, return_exceptions=True))
 
     async def heartbeats(self) -> list[HeartbeatReport | None]:
-        """Return what each shard has heard since the last call; None for a shard that does not answer."""
+        """Return each shard's heartbeats since the last call; None for a shard that does not answer."""
         answers = await asyncio.gather(*(shard.heartbeats() for shard in self._shards), return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, RolloutBackendError):
@@ -240,7 +240,7 @@ class GatewayFleet:
         )
 
     async def pause(self) -> None:
-        """Hold all model calls, also in a shard that restarts; return once no call is at an engine.
+        """Hold all model calls, even in a shard that restarts. Return once no call is at an engine.
 
         Raises:
             ServingError: a shard did not answer for a minute.
@@ -248,11 +248,11 @@ class GatewayFleet:
         await self._instruct_all(lambda shard: shard.pause())
 
     async def resume(self) -> None:
-        """Undo `pause`. Raise ServingError likewise."""
+        """Undo `pause`. Raises ServingError as `pause` does."""
         await self._instruct_all(lambda shard: shard.resume())
 
     async def set_adapters(self, versions: Mapping[str, int]) -> None:
-        """Set the version of each LoRA adapter that model calls name, also in a shard that restarts.
+        """Set the version of each LoRA adapter that model calls name, even in a shard that restarts.
 
         Raises:
             ServingError: a shard did not answer for a minute.
@@ -264,14 +264,14 @@ class GatewayFleet:
         _raise_first(await asyncio.gather(*sends, return_exceptions=True))
 
     async def stats(self) -> GatewayStats:
-        """Return the sum over all shards, each since its last start. Raise ServingError if one does not answer."""
+        """Return the sum over all shards, each since its last start. Raises ServingError if one does not answer."""
         return GatewayStats.total(await asyncio.gather(*(shard.stats() for shard in self._shards)))
 
     async def _make(self) -> list[Shard]:
         config = self._config
         numbers = range(config.gateway.processes)
         logs = [self._log_dir / f"{name}.log" for name in self._names]
-        # Another number of processes shards the sessions differently, so it has its own journals.
+        # With another number of processes, sessions map to other shards, so the journals are separate.
         journals = [
             self._journals.absolute() / f"{i}-of-{len(numbers)}" if self._journals is not None else None
             for i in numbers
@@ -297,7 +297,7 @@ class GatewayFleet:
 
 
 async def _instruct(gateway: _GatewaySupervisor, send: Callable[[Shard], Awaitable[None]]) -> None:
-    """Send an instruction to a shard, and retry while the shard restarts."""
+    """Send an instruction to a shard, and retry while it restarts."""
     await retry(
         lambda: send(gateway.shard),
         lambda error: isinstance(error, ServingError) and not gateway.gave_up,

@@ -39,11 +39,11 @@ _ANY_HOST = frozenset({"0.0.0.0", "::", ""})  # noqa: S104  # only compared
 class GatewayProcess:
     """One gateway between agents and the engine (or router) at `engine_url`.
 
-    With a folder for its `journal` the gateway can be restarted after it ended, at the same address and with the same
-    sessions. `secret` signs the session keys; pass one if keys must outlive this process, or open several gateways.
-    The default is random. `seal_secret` seals trajectories; without it they carry no seal. `shard` is the gateway's
-    number among `gateway.processes`: it refuses the sessions of other shards. `node_ip` is this machine's address for
-    other machines.
+    With a folder for its `journal`, the gateway can be restarted after it ended, at the same address and with the
+    same sessions. `secret` signs the session keys; pass one if keys must outlive this process or work at several
+    gateways. The default is random. `seal_secret` seals trajectories; without it they carry no seal. `shard` is the
+    gateway's number among `gateway.processes`: it refuses the sessions of other shards. `node_ip` is this machine's
+    address for other machines.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class GatewayProcess:
         self._paused = False
         self._adapters: dict[str, int] = {}
         self.journal_id = ""
-        """The id of the journal of new sessions; set once the gateway has started."""
+        """Id of the journal for new sessions; set once the gateway has started."""
         self._journal = journal
         self._config = config
         self._engine_url = engine_url
@@ -96,13 +96,13 @@ class GatewayProcess:
         """Start the gateway and wait until it is healthy.
 
         Raises:
-            StartupError: its port is taken, its certificate or its journal cannot be used, or it did not come up; the
-                message carries the end of its log.
+            StartupError: its port is taken, its certificate or journal cannot be used, or it did not become healthy;
+                the message includes the end of its log.
         """
         await self.stop()
         config = self._config
         certificate = check_certificate(config.gateway)
-        if self._journal is not None:  # first: an earlier gateway may hold the journal and the port
+        if self._journal is not None:  # first, because an earlier gateway may hold the journal and the port
             try:
                 self.journal_id = await asyncio.to_thread(journals.prepare, self._journal)
             except ConfigError as error:
@@ -113,7 +113,7 @@ class GatewayProcess:
             host=self._host,
             port=port,
             model=config.model,
-            # Secrets are dumped as stars, and the address of agents is of no use there.
+            # Secrets are dumped as stars, and the gateway does not need its public address.
             gateway=config.gateway.model_copy(
                 update={"secret": None, "previous_secret": None, "public_url": None},
             ),
@@ -137,7 +137,7 @@ class GatewayProcess:
             leave_out=config.training.leave_out,
         )
         self._url = f"{'https' if certificate else 'http'}://{self._address}:{port}"
-        # The process is a child of this one, so its certificate is compared, and the name in it does not matter.
+        # The process is a child of this one: it is enough to compare the certificate, whatever name it has.
         connector = aiohttp.TCPConnector(ssl=certificate) if certificate else None
         self._http = aiohttp.ClientSession(timeout=_CONTROL_TIMEOUT, connector=connector)
         self._process = ServerProcess(
@@ -156,7 +156,7 @@ class GatewayProcess:
             raise
 
     def _find_port(self) -> int:
-        """Return the configured port, else the port that this gateway had before, if it is free, else a free one."""
+        """Return the configured port, or else this gateway's previous port if it is free, or else a free one."""
         fixed = self._port or (self._config.gateway.port and self._config.gateway.port + self._shard)
         if fixed:
             return require_port(self._host, fixed, self._name, "gateway.port")
@@ -167,14 +167,14 @@ class GatewayProcess:
             return free_port(self._host)
 
     async def stop(self) -> None:
-        """End the gateway. Do nothing if it never ran."""
+        """Stop the gateway. Does nothing if it never ran."""
         if self._http is not None:
             await self._http.close()
         if self._process is not None:
             await self._process.stop()
 
     async def wait(self) -> str:
-        """Return how the gateway ended, once it has, with the end of its log."""
+        """Wait until the gateway has ended. Return how, with the end of its log."""
         assert self._process is not None, "not started"
         return f"{self._name} {await self._process.wait_ended()}"
 
@@ -208,11 +208,11 @@ class GatewayProcess:
             ServingError: the gateway does not answer.
         """
         wanted = list(session_ids)
-        self._adopted.update(wanted)  # also after a restart
+        self._adopted.update(wanted)  # so that a restarted gateway adopts them too
         await self._control("POST", "/control/adopt", {"session_ids": wanted})
 
     async def heartbeats(self) -> HeartbeatReport:
-        """Return the sessions that were heard from since the last call.
+        """Return the sessions that sent a heartbeat or call since the last request.
 
         Raises:
             ServingError: the gateway does not answer.
@@ -221,7 +221,7 @@ class GatewayProcess:
         return HeartbeatReport(frozenset(heard["beats"]), frozenset(heard["calls"]))
 
     async def pause(self) -> None:
-        """Hold model calls, also after a restart; return once none is at an engine.
+        """Hold model calls, even after a restart. Return once none is at an engine.
 
         Raises:
             ServingError: the gateway does not answer.
@@ -235,7 +235,7 @@ class GatewayProcess:
         await self._control("POST", "/control/resume")
 
     async def set_adapters(self, versions: Mapping[str, int]) -> None:
-        """Set the version of each LoRA adapter that model calls name from now on, also after a restart.
+        """Set the version of each LoRA adapter that model calls name from now on, even after a restart.
 
         Raises:
             ServingError: the gateway does not answer.
@@ -244,7 +244,7 @@ class GatewayProcess:
         await self._control("POST", "/control/adapters", {"versions": self._adapters})
 
     async def stats(self) -> GatewayStats:
-        """Return the gateway's statistics. Raise ServingError if it does not answer."""
+        """Return the gateway's statistics. Raises ServingError if it does not answer."""
         return GatewayStats.model_validate(await self._control("GET", "/control/stats"))
 
     async def _control(self, method: str, path: str, body: object = None) -> Any:
@@ -283,24 +283,24 @@ def public_url(config: GatewayConfig, shard: int, url: str) -> str:
 
 
 def own_address() -> str:
-    """Return this machine's address in its network, without sending anything; the loopback address without one."""
+    """Return this machine's network address, without sending anything; the loopback address if it has no network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # UDP only looks up the route
+            probe.connect(("192.0.2.1", 9))  # connecting UDP only looks up the route
         except OSError:
             return "127.0.0.1"
         return str(probe.getsockname()[0])
 
 
 def check_certificate(config: GatewayConfig) -> aiohttp.Fingerprint | None:
-    """Return the certificate's fingerprint; None for plain HTTP. Raise StartupError if it does not fit its key."""
+    """Return the certificate's fingerprint; None for plain HTTP. Raises StartupError if it does not fit its key."""
     if config.tls_certificate is None or config.tls_key is None:
         return None
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(
             config.tls_certificate, config.tls_key, password=lambda: ""
-        )  # else OpenSSL prompts on the terminal
+        )  # otherwise OpenSSL prompts on the terminal
     except OSError as error:
         raise StartupError(
             f"the gateway cannot serve HTTPS with gateway.tls_certificate={config.tls_certificate} and "
@@ -322,7 +322,7 @@ def is_loopback(host: str) -> bool:
 
 
 def public_gateway_config(config: RolloutConfig) -> RolloutConfig:
-    """Return the settings for the gateways: with a relay, their public URL is the relay's, and `auto` is resolved."""
+    """Return the settings for the gateways: with a relay, their public URL is the relay's; `auto` is resolved."""
     gateway = config.gateway
     if config.relay is not None:
         changes = {"public_url": f"{config.relay.agents_url}/s/{{shard}}"}

@@ -1,9 +1,9 @@
-"""Install the environments of the CPU engines and the small model, in a cache folder that all checkouts share.
+"""Install the environments of the CPU engines and the small model in a cache folder that all checkouts share.
 
 Invariants:
 
-- A folder with its marker (environment) or under its final name (model) is complete. The marker and the rename come
-  last, under a file lock, and an incomplete folder is replaced.
+- An environment with its marker, and a model under its final name, are complete: the marker and the rename come last,
+  under a file lock. An incomplete folder is replaced.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ class CpuEngine(NamedTuple):
     title: str
     distribution: str
     requirements: Path
-    folder: str  # the beginning of its folder's name
+    folder: str  # prefix of its folder's name
     size: str
 
 
@@ -94,8 +94,8 @@ def install_cpu_engine(
 ) -> Path:
     """Install an engine for the CPU in a separate environment, unless it is installed. Return its interpreter.
 
-    `torch_index_url` is a package index for torch only, such as the index of its CPU builds. The build of the default
-    index works too, and may bring some gigabytes of GPU libraries.
+    `torch_index_url` is a package index only for torch, such as the index of its CPU builds. The build of the default
+    index works too, but may install some gigabytes of GPU libraries.
 
     Raises:
         ConfigError: uv is not installed.
@@ -146,7 +146,7 @@ def prepare_model(cache: Path, engine: EngineName = "sglang", echo: Callable[[st
 
 
 def _engine_folder(cache: Path, engine: EngineName) -> Path:
-    # The name contains a digest of the pins, so checkouts with other pins keep separate engines.
+    # The name contains a digest of the pins, so checkouts with different pins keep separate engines.
     kind = CPU_ENGINES[engine]
     pins = f"{TORCH}\n{kind.requirements.read_text()}"
     return cache / f"{kind.folder}-{hashlib.sha256(pins.encode()).hexdigest()[:8]}"

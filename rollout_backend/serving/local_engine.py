@@ -1,4 +1,4 @@
-"""Engines as processes on this machine (`serving.kind=process`)."""
+"""Run engines as processes on this machine (`serving.kind=process`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollout_backend.serving.engine import EngineFactory, is_healthy, set_weight
 from rollout_backend.serving.engine_commands import Command, ServerNode, sglang_command, vllm_command
 from rollout_backend.serving.server_process import ServerProcess, free_port
 
-# SGLang checks for SIGTERM only every 5 s, vLLM drains, and an engine that is stopped has nothing to finish.
+# SGLang checks for SIGTERM only every 5 s and vLLM drains, but a stopped engine has nothing to finish.
 _GRACE_S = 1.0
 
 _MEMORY_ADVICE = (
@@ -20,7 +20,7 @@ _MEMORY_ADVICE = (
 )
 
 MakeCommand = Callable[[ModelConfig, ServingConfig, ServerNode], Command]
-"""Like `sglang_command`. Another one starts another kind of server."""
+"""Builds a command like `sglang_command`. Pass another function to start another kind of server."""
 
 _COMMANDS: Mapping[EngineName, MakeCommand] = {"sglang": sglang_command, "vllm": vllm_command}
 
@@ -50,7 +50,7 @@ class LocalEngineFactory(EngineFactory):
 
 
 class LocalEngine:
-    """A server process on this machine, on a free port of `host`; or one node of a server with several nodes."""
+    """A server process on this machine, on a free port of `host`, or one node of a server with several nodes."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class LocalEngine:
         rank: int = 0,
         command: MakeCommand | None = None,
     ) -> None:
-        """`command` is by default that of `serving.engine`."""
+        """`command` is by default the one for `serving.engine`."""
         self._name = name
         self._model = model
         self._serving = serving
@@ -81,8 +81,8 @@ class LocalEngine:
         return f"{self._host}:{free_port(self._host)}"
 
     async def start(self, rendezvous: str = "") -> None:
-        folder = await asyncio.to_thread(lambda: self._model.weight_folder)  # may download it
-        if not (folder / "config.json").is_file():  # SGLang reports it after 15 s, in 60 lines
+        folder = await asyncio.to_thread(lambda: self._model.weight_folder)  # may download the model
+        if not (folder / "config.json").is_file():  # SGLang would report it after 15 s, in 60 lines
             raise StartupError(f"{self._name}: {folder} is no model folder: it has no config.json; set model.path")
         port = free_port(self._host)
         self.url = f"http://{self._host}:{port}"

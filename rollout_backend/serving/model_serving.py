@@ -2,7 +2,7 @@
 
 Invariants:
 
-- each part starts once the parts that it forwards to serve, and stops before them;
+- each part starts after the parts to which it forwards, and stops before them;
 - no part outlives `stop`, even if `start` failed or was cancelled.
 """
 
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class RunPhase(StrEnum):
-    """The phases of a run, in order. A run that cannot start skips to the last one."""
+    """The phases of a run, in order. A run that cannot start skips to the last phase."""
 
     CHECK = "check"  # of this machine, bucket, runtime and queue
     ENGINES = "engines"  # the start of the engines and their router
@@ -54,7 +54,7 @@ class RunPhase(StrEnum):
 class ModelServing:
     """The servers that answer one run's model calls.
 
-    `start` sets `gateways`, and `dialer` too if the run has a relay.
+    `start` sets `gateways`, and also `dialer` if the run has a relay.
     """
 
     gateways: GatewayFleet
@@ -63,8 +63,8 @@ class ModelServing:
         """Prepare the engines; nothing starts yet.
 
         Raises:
-            ConfigError: `serving.kind` names no engine factory or one whose engines take no adapters, or the weights
-                or adapters that this run served last are gone.
+            ConfigError: `serving.kind` names no engine factory, or one whose engines take no adapters, or the weights
+                or adapters that this run served last are missing.
         """
         self._weights, self._adapters = WeightStore(config), AdapterStore(config)
         self._updating = asyncio.Lock()
@@ -85,7 +85,7 @@ class ModelServing:
         on_phase: Callable[[RunPhase], object] = lambda phase: None,
         on_status: Callable[[str], object] = lambda text: None,
     ) -> None:
-        """Start everything; `stop` ends it. `secret` is the run's, from which keys and seals are made.
+        """Start everything; `stop` ends it. Keys and seals are derived from `secret`, the run's secret.
 
         Raises:
             StartupError: a part did not start, with the end of its log.
@@ -115,11 +115,11 @@ class ModelServing:
             await self.dialer.start()
 
     async def stop(self) -> None:
-        """Stop what has started, in reverse order."""
+        """Stop everything that has started, in reverse order."""
         await self._stack.aclose()
 
     def failures(self) -> list[Coroutine[Any, Any, None]]:
-        """Return a coroutine for each part, which raises ServingError once the part is lost for good."""
+        """Return a coroutine for each part, which raises ServingError once the part is permanently lost."""
         dialer = [self.dialer.failed()] if self.dialer is not None else []
         return [self.engines.failed(), self.gateways.failed(), *dialer]
 
@@ -128,10 +128,10 @@ class ModelServing:
         await self.engines.follow(urls)
 
     async def pause(self) -> None:
-        """Hold all model calls, and return once no call is at an engine and every engine is idle.
+        """Hold all model calls. Return once no call is at an engine and every engine is idle.
 
         Raises:
-            ServingError: a gateway does not answer. The engines are paused all the same.
+            ServingError: a gateway does not answer. The engines are paused nevertheless.
         """
         try:
             await self.gateways.pause()
@@ -139,7 +139,7 @@ class ModelServing:
             await self.engines.pause()
 
     async def resume(self) -> None:
-        """Let model calls reach the engines again. Raise ServingError if a gateway does not answer."""
+        """Let model calls reach the engines again. Raises ServingError if a gateway does not answer."""
         await self.engines.resume()
         await self.gateways.resume()
 
@@ -196,7 +196,7 @@ class ModelServing:
         """Return the adapter that a step names; None without a name.
 
         Raises:
-            ConfigError: this side starts the engines, and no such adapter is loaded.
+            ConfigError: this side starts the engines, and the adapter is not loaded.
         """
         if not name:
             return None
@@ -242,7 +242,7 @@ class ModelServing:
 class DialerProcess:
     """The dialer, which carries the relay's calls to the gateways at `urls`. Not restartable.
 
-    It is a separate process, so that relayed bytes never delay the manager's event loop.
+    It is a separate process, so that relayed traffic does not delay the manager's event loop.
     """
 
     def __init__(self, config: RelayConfig, urls: Sequence[str], log: Path) -> None:
@@ -268,7 +268,7 @@ class DialerProcess:
         """Start the dialer; return once the relay reports that it is connected.
 
         Raises:
-            StartupError: the relay refuses it or cannot be reached; the message carries the end of its log.
+            StartupError: the relay refuses it or cannot be reached; the message includes the end of its log.
         """
         health = f"{self._config.own_url}/health"
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5), trust_env=True) as http:
@@ -288,13 +288,13 @@ class DialerProcess:
                 raise
 
     async def stop(self) -> None:
-        """End the dialer. Do nothing if it never ran."""
+        """Stop the dialer. Does nothing if it never ran."""
         await self._process.stop()
 
     async def failed(self) -> NoReturn:
         """Wait until the dialer has ended.
 
         Raises:
-            ServingError: how it ended, with the end of its log.
+            ServingError: says how it ended, with the end of its log.
         """
         raise ServingError(f"the relay's dialer {await self._process.wait_ended()}")

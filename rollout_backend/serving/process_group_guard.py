@@ -1,8 +1,8 @@
 """Kill a server's process group after the server or its owner ends: `process_group_guard.py SERVER OWNER`.
 
-The kernel sends a server SIGTERM when its owner dies. That is not enough: an engine starts processes, and one that
-it has just started has not asked the kernel yet to end with it; and a server may hang as it ends. The guard runs
-outside the group and without a parent, so no other process's end affects it.
+The kernel sends a server SIGTERM when its owner dies. That is not enough: a process that an engine has just started
+has not yet asked the kernel to end with it, and a server may hang while it ends. The guard runs outside the group and
+without a parent, so the end of another process does not affect it.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import select
 import signal
 import sys
 
-_GRACE_S = 10.0  # a server whose owner has died may end by itself within this time
+_GRACE_S = 10.0  # time for a server to exit after its owner died
 
 
 def main() -> None:
@@ -26,14 +26,14 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     if server is not None and owner is not None:
         select.select([server, owner], [], [])
-    if server is not None:  # returns at once if it has ended
+    if server is not None:  # returns immediately if the server has ended
         select.select([server], [], [], _GRACE_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
 
 
 def _watched(pid: int) -> int | None:
-    """Return a descriptor that is readable once the process has ended; None if it has."""
+    """Return a descriptor that becomes readable when the process ends; None if it has ended."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:

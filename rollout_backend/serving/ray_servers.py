@@ -1,9 +1,9 @@
-"""Engines and gateways as Ray actors (`serving.kind=ray`, `gateway.kind=ray`).
+"""Run engines and gateways as Ray actors (`serving.kind=ray`, `gateway.kind=ray`).
 
 An engine runs on as many machines and GPUs as its settings name. It reserves its machines as one placement group,
-with an actor on each machine. An actor holds its GPUs as long as it lives, so Ray assigns them to no other actor, and
-its process sees only these GPUs. Gateways are spread over the cluster's machines. Agents reach a gateway at its
-machine's address, or at `gateway.public_url`; gateways reach the router at this machine's address.
+with an actor on each machine. An actor holds its GPUs while it lives, so Ray assigns them to no other actor, and its
+process sees only these GPUs. Gateways are spread over the cluster's machines. Agents reach a gateway at its machine's
+address, or at `gateway.public_url`; gateways reach the router at this machine's address.
 
 This package must be installed where Ray's workers run, and `model.path` and `serving.python` must exist there. A
 server writes its log, and a gateway its journal, on its own machine, unless the machines share the folder. `ray` is
@@ -11,9 +11,9 @@ imported when it is needed.
 
 Invariants:
 
-- A server that spans machines starts and ends as one: if a machine or a process of it is lost, the others are ended,
+- A server that spans machines starts and ends as a unit: if it loses a machine or process, the others are stopped,
   and the fleet restarts the server where the cluster has room.
-- While the cluster has no room, the engine says what it waits for, and waits `serving.resources_timeout_s` at most.
+- While the cluster has no room, the engine reports it, and waits at most `serving.resources_timeout_s`.
 - A gateway that ends is restarted on its machine. The loss of its actor or machine ends the run.
 """
 
@@ -40,11 +40,11 @@ from rollout_backend.serving.supervisor import first_of
 
 _STOP_S = 15.0
 _POLL_S = 0.5
-_ACTOR_S = 120.0  # for a process of Ray to start on a reserved machine
+_ACTOR_S = 120.0  # time for Ray to start a process on a reserved machine
 
 
 async def join_cluster() -> None:
-    """Join the cluster of RAY_ADDRESS, else one that runs on this machine, else a new one. Idempotent."""
+    """Join the cluster of RAY_ADDRESS, or else one on this machine, or else start one. Idempotent."""
     import ray
 
     if not ray.is_initialized():
@@ -57,9 +57,9 @@ class RayActor:
     def __init__(
         self, name: str, make: Callable[[str], Any], *, cpus: float = 1.0, gpus: float = 0.0, strategy: Any = "SPREAD"
     ) -> None:
-        """`make` makes the server, on its machine, from the machine's address. `name` is for messages.
+        """`make` creates the server on its machine, given the machine's address. `name` is for messages.
 
-        `strategy` is Ray's scheduling strategy; by default Ray prefers a machine without such an actor.
+        `strategy` is Ray's scheduling strategy; the default prefers a machine without such an actor.
         """
         self._name = name
         self._make = make
@@ -68,11 +68,11 @@ class RayActor:
         self.handle: Any = None
 
     async def place(self, timeout_s: float) -> None:
-        """Create the actor; return once it runs on some machine.
+        """Create the actor, and return once it runs on some machine.
 
         Raises:
             TimeoutError: no machine had room for it in time.
-            StartupError: it died before it ran.
+            StartupError: the actor died before it ran.
         """
         import ray
 
@@ -95,7 +95,7 @@ class RayActor:
         return await self._result(self.handle.read.remote(attribute))
 
     async def wait(self) -> str:
-        """Return how the server ended, once it has; the actor's death is an end too."""
+        """Wait until the server has ended, or its actor has died. Return how."""
         try:
             ended: str = await self.call("wait")
         except StartupError as error:
@@ -109,11 +109,11 @@ class RayActor:
         if self.handle is None:
             return
         try:
-            if self._placed:  # else there is no process to answer
+            if self._placed:  # otherwise there is no process to answer
                 async with asyncio.timeout(_STOP_S):
                     await self.call("stop")
         except (ServingError, TimeoutError):
-            pass  # its machine is gone, or it hangs: Ray kills what is left of it with the actor
+            pass  # the machine is gone, or the server hangs: Ray kills its remains with the actor
         finally:
             ray.kill(self.handle)
 
@@ -135,12 +135,12 @@ class RayActor:
             if isinstance(error.cause, ServingError):
                 raise type(error.cause)(str(error.cause)) from None
             raise StartupError(str(error.cause)) from None
-        except ray.exceptions.RayError as error:  # also if Ray has killed it, since memory was low
+        except ray.exceptions.RayError as error:  # also raised if Ray killed the actor because memory was low
             raise StartupError(f"{self._name}: its Ray actor died: {error}") from None
 
 
 class _Host:
-    """The actor's side."""
+    """The server side of the actor."""
 
     def __init__(self, make: Callable[[str], Any]) -> None:
         import ray.util
@@ -156,7 +156,7 @@ class _Host:
 
 @dataclass(frozen=True)
 class Placement:
-    """What one server reserves in a Ray cluster: a placement group with one bundle per node."""
+    """The resources of one server in a Ray cluster: a placement group with one bundle per node."""
 
     bundles: tuple[Mapping[str, float], ...]
     strategy: Literal["STRICT_PACK", "STRICT_SPREAD"]
@@ -187,11 +187,11 @@ class Placement:
         return f"{each or 0} {self._unit}s on {count(len(machines), 'machine')}"
 
     def servers_on(self, machines: Iterable[Mapping[str, float]]) -> int:
-        """Return how many servers machines with these free resources can hold at the same time."""
+        """Return how many servers machines with these free resources can hold at once."""
         bundle, nodes = self.bundles[0], len(self.bundles)
         slots = [int(min(machine.get(name, 0) // need for name, need in bundle.items())) for machine in machines]
         servers = sum(slots) // nodes
-        # The nodes of a server are on different machines, so a machine holds one node of each server at most.
+        # The nodes of a server are on different machines, so a machine holds at most one node of each server.
         while servers and sum(min(slot, servers) for slot in slots) < servers * nodes:
             servers -= 1
         return servers
@@ -210,7 +210,7 @@ class RayEngineFactory(EngineFactory):
         self._command = command
 
     async def open(self) -> None:
-        """Join the Ray cluster, unless this process has, and count the engines of `serving.servers=auto`."""
+        """Join the Ray cluster, unless this process already has, and count the engines of `serving.servers=auto`."""
         await join_cluster()
         if self._config.serving.servers == "auto":
             placement = Placement.of(self._config.serving)
@@ -245,7 +245,7 @@ class RayEngine:
         self.url = ""
 
     async def reserve(self) -> AsyncIterator[str]:
-        """Reserve the machines. Yield once what the engine waits for.
+        """Reserve the machines. Yield, once, what the engine waits for.
 
         Raises:
             StartupError: the machines did not become free within `serving.resources_timeout_s`.
@@ -289,7 +289,7 @@ class RayEngine:
         return await first_of(*(node.wait() for node in self._nodes))
 
     async def stop(self) -> None:
-        """End the server on all its machines, and free them."""
+        """Stop the server on all its machines, and free them."""
         from ray.util.placement_group import remove_placement_group
 
         try:
@@ -309,7 +309,7 @@ class RayEngine:
         several = len(self._placement.bundles) > 1
         name = f"{self._name}, node {rank}" if several else self._name
         log = self._log.with_suffix(f".node-{rank}.log") if several else self._log
-        model, serving, command = self._model, self._serving, self._command  # the actor's side gets no more
+        model, serving, command = self._model, self._serving, self._command  # only these are sent to the actor
         return RayActor(
             name,
             lambda host: LocalEngine(name, model, serving, log, host=host, rank=rank, command=command),
@@ -334,7 +334,7 @@ async def ray_shards(
     journals: Sequence[Path | None],
     trainer_incarnation: str,
 ) -> list[RayGateway]:
-    """Join the Ray cluster, unless this process has, and make one gateway per log.
+    """Join the Ray cluster, unless this process already has, and create one gateway per log.
 
     `secrets`: the secret of the session keys, and the secret of the seals.
     """

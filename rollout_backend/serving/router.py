@@ -1,11 +1,11 @@
-"""Run sglang-router or smg: one process before all engines that keeps each session on the engine with its prefix.
+"""Run sglang-router or smg, a process in front of all engines that keeps each session on the engine with its prefix.
 
-smg is the successor of sglang-router, with the same options and interface. Where the two differ, a comment says so.
+smg is the successor of sglang-router, with the same options and interface. Comments mark the differences.
 
 Invariants:
 
-- The router's URL never changes, also after a restart.
-- After `add` returned, the engine gets requests.
+- The router's URL never changes, even after a restart.
+- Once `add` has returned, the engine gets requests.
 """
 
 import asyncio
@@ -33,15 +33,15 @@ _SMG_OPTIONS = (
     # By default, smg sends no request to an engine in which 8 requests wait or 80 % of the KV cache is used. Its
     # sessions would move to engines without their prefix.
     "--disable-worker-overload-protection",
-    "--disable-load-monitoring",  # the protection was its only use
+    "--disable-load-monitoring",  # the protection was the only user of the loads
     # By default, smg answers 429 above 4,096 requests, or 1,024 per core. `gateway.max_concurrent_calls` limits them.
     *("--max-concurrent-requests", "0"),
 )
-_NOT_ROUTED = frozenset({"pending", "draining"})  # statuses at smg; sglang-router lists no such engine
+_NOT_ROUTED = frozenset({"pending", "draining"})  # statuses of smg; sglang-router does not list such engines
 
 
 def check_installed(config: RouterConfig) -> None:
-    """Raise ConfigError if the router is smg, and the extra `smg` is not installed."""
+    """Raise ConfigError if the router is smg and the extra `smg` is not installed."""
     if config.kind == "smg" and importlib.util.find_spec(_MODULES["smg"]) is None:
         raise ConfigError(
             "router.kind=smg, and smg is not installed in this environment: install the extra smg (pip install "
@@ -59,7 +59,7 @@ def router_command(
         *("--host", config.host),
         *("--port", str(port)),
         *("--prometheus-host", "127.0.0.1"),
-        *("--prometheus-port", str(prometheus_port)),  # its default is one fixed port for every router
+        *("--prometheus-port", str(prometheus_port)),  # by default, all routers would use the same port
         *("--policy", config.policy),
         # A new session goes to the engine with the fewest requests. Assigned at random, some engine gets twice the
         # load of another; assigned by the number of sessions, a restarted engine gets every new session.
@@ -78,10 +78,10 @@ def router_command(
         *("--health-check-timeout-secs", "10"),
         *("--health-failure-threshold", "3"),
         *("--health-success-threshold", "1"),
-        # Only healthy engines are added, so there is nothing to wait for.
+        # Only healthy engines are added, so the router need not wait for them.
         *("--worker-startup-timeout-secs", "10"),
         *("--worker-startup-check-interval", "1"),
-        *("--shutdown-grace-period-secs", "2"),  # no session is open by then; the default drains for 3 min
+        *("--shutdown-grace-period-secs", "2"),  # no session is open at shutdown; the default drains for 3 min
         *("--log-level", "warn"),
         *(_SMG_OPTIONS if config.kind == "smg" else ()),
     ]
@@ -93,7 +93,7 @@ def local_address(host: str) -> str:
 
 
 class Router:
-    """Enter it, or `start` and `stop` it. After a `start` that failed, `stop` it too."""
+    """A router process. Enter it, or `start` and `stop` it. Call `stop` after a failed `start`, too."""
 
     def __init__(
         self, config: RouterConfig, log: Path, model_call_s: float = 300.0, health_check_s: int = 10
@@ -132,10 +132,10 @@ class Router:
         return self._process.pid if self._process is not None else None
 
     async def start(self) -> None:
-        """Start the router, or restart it on the same port after it ended. It has no engine then.
+        """Start the router, or restart it on the same port after it ended. It starts without engines.
 
         Raises:
-            StartupError: its port is taken, or it did not become healthy; the message carries the end of its log.
+            StartupError: its port is taken, or it did not become healthy; the message includes the end of its log.
         """
         self._port = require_port(self._config.host, self._port, "the router", "router.port")
         metrics_port = next(port for port in iter(free_port, None) if port != self._port)
@@ -147,7 +147,7 @@ class Router:
         await self._process.wait_healthy(self._alive, self._config.startup_timeout_s)
 
     async def wait(self) -> str:
-        """Return how the router ended, once it has, with the end of its log."""
+        """Wait until the router has ended. Return how, with the end of its log."""
         assert self._process is not None, "not started"
         return await self._process.wait_ended()
 
@@ -159,17 +159,17 @@ class Router:
             self._http = None
 
     async def alive(self) -> bool:
-        """Return whether the router answers. It does so without an engine too."""
+        """Return whether the router answers, which it does even without engines."""
         return self._http is not None and await self._alive()
 
     async def add(self, url: str, timeout_s: float = 30.0) -> None:
         """Add the engine at `url` to the router. Does nothing if the router already has it.
 
-        The router requests `/health` from a new engine to detect its protocol, even if another health check endpoint
-        is configured. So the engine must be able to generate at this moment.
+        To detect its protocol, the router requests `/health` from a new engine, even if another health check endpoint
+        is configured. The engine must therefore be able to generate at this moment.
 
         Raises:
-            StartupError: the router did not take the engine; the message says why.
+            StartupError: the router did not accept the engine; the message says why.
         """
         if url in await self.workers():
             return
@@ -184,14 +184,14 @@ class Router:
             job = worker.get("job_status") or {}
             if job.get("status") == "failed":
                 raise StartupError(f"the router did not take the engine {url}: {job.get('message')}")
-            if not worker and self._config.kind == "smg":  # it forgets a failed job
+            if not worker and self._config.kind == "smg":  # smg forgets a failed job
                 raise StartupError(f"the router did not take the engine {url}. {self._tail()}")
             if time.monotonic() > deadline:
                 raise StartupError(f"the router did not take the engine {url} within {timeout_s:g} s. {self._tail()}")
             await asyncio.sleep(_POLL_S)
 
     async def remove(self, url: str, timeout_s: float = 10.0) -> None:
-        """Stop sending requests to `url`; those in flight may finish. Do nothing for an unknown URL.
+        """Stop sending requests to `url`; requests in flight may finish. Does nothing for an unknown URL.
 
         Raises:
             StartupError: the router did not remove the engine.
@@ -207,12 +207,12 @@ class Router:
             await asyncio.sleep(_POLL_S)
 
     async def workers(self) -> dict[str, str]:
-        """Return the engines that the router sends requests to: URL to the router's id."""
+        """Return the engines to which the router sends requests, as a map from URL to the router's id."""
         listed = await self._listed()
         return {worker["url"]: worker["id"] for worker in listed if worker.get("status") not in _NOT_ROUTED}
 
     async def _wait_removed(self, url: str, deadline: float) -> None:
-        """Wait until the router no longer lists the engine: smg refuses to add it until 5 s after its removal."""
+        """Wait until the router no longer lists the engine. smg refuses to add it again within 5 s of its removal."""
         while time.monotonic() < deadline:
             if not any(worker["url"] == url for worker in await self._listed()):
                 return
@@ -231,7 +231,7 @@ class Router:
             return False
 
     async def _call(self, method: str, path: str, body: object = None, *, missing_ok: bool = False) -> dict[str, Any]:
-        if self._http is None or self._http.closed:  # it is being restarted
+        if self._http is None or self._http.closed:  # the router is restarting
             raise StartupError("the router is not running")
         try:
             async with self._http.request(method, self.url + path, json=body) as response:
@@ -254,9 +254,9 @@ class Router:
 class EngineDirectory:
     """An `EngineRouter` in this process, for gateways that select an engine themselves.
 
-    vLLM's token endpoint passes no router: sglang-router and smg answer it with 404. So this takes the router's
-    place: gateways read the engines from `/workers`, as from a router, and send each call directly to one of them.
-    Its URL never changes. A model call that arrives here gets 503, so it is retried: the gateway knows no engine yet.
+    No router forwards vLLM's token endpoint: sglang-router and smg answer it with 404. This class replaces the
+    router: gateways read the engines from `/workers`, as from a router, and send each call directly to an engine. Its
+    URL never changes. A model call that arrives here, from a gateway without engines, gets a 503 and is retried.
     """
 
     def __init__(self, config: RouterConfig) -> None:
@@ -274,7 +274,7 @@ class EngineDirectory:
         return self._runner is not None
 
     async def start(self) -> None:
-        """Raise StartupError if the port is taken."""
+        """Serve the list of engines. Raises StartupError if the port is taken."""
         self._port = require_port(self._config.host, self._port, "the list of engines", "router.port")
         app = web.Application()
         app.router.add_get("/workers", self._workers)
@@ -284,7 +284,7 @@ class EngineDirectory:
         await web.TCPSite(self._runner, self._config.host, self._port).start()
 
     async def wait(self) -> str:
-        while True:  # it ends with this process
+        while True:  # the server ends with this process
             await asyncio.Event().wait()
 
     async def stop(self) -> None:

@@ -1,12 +1,12 @@
-"""The run's secret, and the session keys made from it.
+"""Create the run's secret, and the session keys derived from it.
 
-The secret is `gateway.secret`, or a generated one that is stored next to the runs' folders for later restarts.
+The secret is `gateway.secret`, or a generated one that is stored next to the run directories for later restarts.
 
 Invariants:
 
 - A trainer restarted under the same run id, with the same `output_dir` or `gateway.secret`, accepts the seals and
-  session keys that it issued before. It accepts no key of another run.
-- The secret never leaves the training side's machines, and is not in the run's folder, which can be shared.
+  session keys that it issued before. It does not accept another run's keys.
+- The secret never leaves the training side's machines, and is not in the run directory, which may be shared.
 """
 
 import hmac
@@ -30,10 +30,10 @@ def secret_file(config: RolloutConfig) -> Path:
 
 
 def run_secret(config: RolloutConfig) -> str:
-    """Return the secret. Generate and store it if there is none yet.
+    """Return the secret. Generate and store it if it does not exist.
 
     Raises:
-        ConfigError: the file cannot be read or written, others may read it, or it holds no secret.
+        ConfigError: the file cannot be read or written, is readable by others, or contains no secret.
     """
     if config.gateway.secret is not None:
         return config.gateway.secret.get_secret_value()
@@ -56,14 +56,14 @@ def run_secret(config: RolloutConfig) -> str:
 
 
 def revealed(secret: SecretStr | None) -> str | None:
-    """Return the text of a setting that may be unset."""
+    """Return the value of a secret setting, which may be unset."""
     return secret.get_secret_value() if secret is not None else None
 
 
 def key_secret(secret: str, run_id: str) -> str:
     """Return the secret that signs the run's session keys.
 
-    It is derived from the run's secret and the run id, because several runs may share `gateway.secret`.
+    The secret is derived from the run's secret and the run id, because several runs may share `gateway.secret`.
     """
     return hmac.digest(secret.encode(), b"the session keys of " + run_id.encode(), "sha256").hex()
 
@@ -74,11 +74,11 @@ def model_endpoint(
     """Return the model endpoint of one session, with a new key for these claims.
 
     Args:
-        public_url: The gateway's address as agents reach it, without a trailing slash.
-        model: The model's served name.
+        public_url: The gateway's address for agents, without a trailing slash.
+        model: The name under which the model is served.
         secret: The run's secret.
-        claims: What the key allows, and until when.
-        key_in_path: Whether the base URL contains the key too.
+        claims: The rights and the expiry of the key.
+        key_in_path: Whether the base URL also contains the key.
     """
     base, key = f"{public_url}/v1", issue(secret, claims)
     return ModelEndpoint(

@@ -36,11 +36,11 @@ _reserved: deque[socket.socket] = deque(maxlen=256)
 
 
 def free_port(host: str = "127.0.0.1", among: range = SERVER_PORTS) -> int:
-    """Return a port that no process listens on, and that no process of this package has reserved.
+    """Return a port on which no process listens and that no process of this package has reserved.
 
-    A server may need a minute until it listens; until then another server on its port would answer its health check.
-    The port is outside the ephemeral range, if `among` is: the kernel may assign an ephemeral port to an outgoing
-    connection in the meantime.
+    A server may need a minute until it listens. Until then, another server on its port would answer its health check.
+    If `among` is outside the ephemeral range, the kernel cannot assign the port to an outgoing connection in the
+    meantime.
     """
     fixed = among[: max(0, _first_ephemeral_port() - among.start)]
     drawn = random.SystemRandom().choices(fixed, k=1000 if fixed else 0)
@@ -76,10 +76,10 @@ def _first_ephemeral_port() -> int:
 
 
 def require_port(host: str, port: int, what: str, setting: str) -> int:
-    """Return `port`, or a free one for 0.
+    """Return `port`, or a free port if it is 0.
 
     Raises:
-        StartupError: the port is taken; `what` and `setting` name the server and the setting to change.
+        StartupError: the port is taken. The message names the server, `what`, and the setting to change.
     """
     if port == 0:
         return free_port(host)
@@ -95,7 +95,7 @@ def require_port(host: str, port: int, what: str, setting: str) -> int:
 
 
 class ServerProcess:
-    """A server as a child process. Not restartable: make a new one."""
+    """A server as a child process. It cannot be restarted: create a new one."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class ServerProcess:
         *,
         memory_advice: str = "Give this machine more memory",
     ) -> None:
-        """`memory_advice` says what to do if the server runs out of memory."""
+        """`memory_advice` tells users what to do if the server runs out of memory."""
         self.name = name
         self.argv = list(argv)
         self.log = log
@@ -130,7 +130,7 @@ class ServerProcess:
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
-        """Start the program. Raise StartupError if it cannot be executed."""
+        """Start the program. Raises StartupError if it cannot be executed."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             try:
@@ -147,7 +147,7 @@ class ServerProcess:
                 raise StartupError(f"{self.name}: cannot start {self.argv[0]}: {error.strerror}") from None
         await self._guard(self._process.pid)
         if self._stdin is not None and self._process.stdin is not None:
-            with contextlib.suppress(ConnectionError):  # it ended at once; wait_healthy reports how
+            with contextlib.suppress(ConnectionError):  # it ended immediately; wait_healthy reports how
                 self._process.stdin.write(self._stdin)
                 await self._process.stdin.drain()
             self._process.stdin.close()
@@ -156,7 +156,7 @@ class ServerProcess:
         """Call `healthy` until it returns true.
 
         Raises:
-            StartupError: the process ended, or `timeout_s` passed; the message carries the end of its log.
+            StartupError: the process ended, or `timeout_s` passed; the message includes the end of its log.
         """
         deadline = time.monotonic() + timeout_s
         while not await healthy():
@@ -173,11 +173,11 @@ class ServerProcess:
         return await self._process.wait()
 
     async def wait_ended(self) -> str:
-        """Return how the process ended, once it has, with the end of its log."""
+        """Wait until the process has ended. Return how, with the end of its log."""
         return f"ended with code {await self.wait()}. {self._cause()}{self.log_tail()}"
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """Send SIGTERM to the process and its children, and SIGKILL after `grace_s`. Do nothing if it never ran."""
+        """Send SIGTERM to the process and its children, and SIGKILL after `grace_s`. Does nothing if it never ran."""
         if self._process is None:
             return
         self._signal(signal.SIGTERM)
@@ -196,7 +196,7 @@ class ServerProcess:
         return f"Its log, {self.log}, ends:\n" + "\n".join(f"    {line}" for line in lines or ["(empty)"])
 
     def _cause(self) -> str:
-        """Return a sentence about the end of the process if it had too little memory, else nothing."""
+        """Return a sentence on the cause if the process ran out of memory, otherwise an empty string."""
         if any(_OUT_OF_MEMORY.search(line) for line in last_lines(self.log, _SEARCHED_LINES)):
             return f"It ran out of memory. {self._memory_advice}. "
         if self.returncode == -signal.SIGKILL:
@@ -204,7 +204,7 @@ class ServerProcess:
         return ""
 
     async def _guard(self, pid: int) -> None:
-        """Start the guard, in 20 ms. Its environment holds no secret."""
+        """Start the guard, which takes 20 ms. Its environment holds no secret."""
         guard = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", process_group_guard.__file__, str(pid), str(os.getpid())),
             stdin=asyncio.subprocess.DEVNULL,
@@ -221,7 +221,7 @@ class ServerProcess:
 
 
 def _prepare_child() -> None:
-    """Prepare the child before it executes: it ends with this process, and may hold thousands of connections."""
+    """Prepare the child: it must end with this process, and may hold thousands of connections."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a shell's limit may be 1024

@@ -3,8 +3,8 @@
 Invariants:
 
 - Every change is reported as a `ServingEvent`.
-- What a lost server still holds is released before its restart.
-- Supervision ends with an exhausted budget, with a bug, or with a cancellation, which always ends it.
+- Resources that a lost server still holds are released before its restart.
+- Supervision ends when the budget is exhausted, on a bug, and always on a cancellation.
 """
 
 import asyncio
@@ -58,17 +58,17 @@ class RestartLimits:
 
 
 class Supervisor(ABC):
-    """Keeps one server running. A subclass defines how the server is started, watched and released."""
+    """Keeps one server running. A subclass defines how to start, watch and release the server."""
 
     def __init__(self, name: str, limits: RestartLimits, on_event: OnEvent, probing: Probing | None = None) -> None:
-        """Initialize. Without `probing`, only the server's end counts as its loss."""
+        """Without `probing`, a server counts as lost only when it has ended."""
         self.name = name
         self.serving = False
         self.has_served = False
         self.restarts = 0
         self.gave_up = False
-        self.tried = asyncio.Event()  # set after the first start, whether it succeeded or failed
-        self.last_words = ""  # why the server was lost, the last time
+        self.tried = asyncio.Event()  # set after the first start, successful or not
+        self.last_words = ""  # why the server was last lost
         self.gone = f"{name} is gone after {limits}"
         self._budget = RestartBudget(limits.max_restarts, limits.window_s, lambda: asyncio.get_running_loop().time())
         self._on_event = on_event
@@ -78,11 +78,11 @@ class Supervisor(ABC):
 
     @abstractmethod
     async def start_server(self) -> None:
-        """Start the server, or restart it; return once it serves. Raise StartupError if it does not."""
+        """Start or restart the server, and return once it serves. Raises StartupError on failure."""
 
     @abstractmethod
     async def wait_ended(self) -> str:
-        """Return how the server ended, once it has."""
+        """Wait until the server has ended, and return how."""
 
     async def is_responding(self) -> bool:
         """Return whether the server answers a probe."""
@@ -93,7 +93,7 @@ class Supervisor(ABC):
         return ""
 
     async def release(self) -> None:
-        """Free what a lost server still holds; by default nothing."""
+        """Free resources that a lost server still holds. By default, does nothing."""
         return
 
     async def exhausted(self, wait_s: float) -> None:
@@ -104,7 +104,7 @@ class Supervisor(ABC):
     # --- supervision ------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start the server for the first time, before `run`, and report nothing. Raise StartupError on failure."""
+        """Start the server for the first time, before `run`, without reporting it. Raises StartupError on failure."""
         await self.start_server()
         self.serving = self.has_served = True
         self.tried.set()
@@ -161,7 +161,7 @@ class Supervisor(ABC):
 
 
 class SupervisorGroup:
-    """The supervisors of a fleet, each in a task. The first one that fails ends the fleet."""
+    """The supervisors of a fleet, each in a task. The first failure ends the fleet."""
 
     def __init__(self) -> None:
         self._tasks: dict[Supervisor, asyncio.Task[None]] = {}
@@ -183,7 +183,7 @@ class SupervisorGroup:
         await cancel_all(tasks)
 
     async def run_until(self, reached: Coroutine[Any, Any, object]) -> None:
-        """Return once `reached` has, or the fleet has failed. Raise a failure by a bug."""
+        """Return once `reached` has returned or the fleet has failed. Raises a failure caused by a bug."""
         await first_of(reached, self._failed.wait())
         if self._failure is not None and not isinstance(self._failure, StartupError):
             raise self._failure
@@ -201,7 +201,7 @@ class SupervisorGroup:
 
 
 async def first_of(*coroutines: Coroutine[Any, Any, _T]) -> _T:
-    """Return the result of the coroutine that ends first, preferring earlier arguments, and cancel the others."""
+    """Return the result of the coroutine that ends first, earlier arguments first, and cancel the others."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -228,11 +228,11 @@ class RestartBudget:
         self._at: deque[float] = deque(maxlen=max_restarts)
 
     def wait_s(self) -> float:
-        """Return the seconds until the next restart is allowed: 0 for now, infinity for never."""
+        """Return the seconds until the next restart is allowed: 0 if now, infinity if never."""
         if len(self._at) < self._max:
             return 0.0
         return max(0.0, self._at[0] + self._window_s - self._clock()) if self._at else float("inf")
 
     def spend(self) -> None:
-        """Count a restart now."""
+        """Count a restart at this time."""
         self._at.append(self._clock())

@@ -1,10 +1,10 @@
-"""New weights over a gloo group of the trainer's process and one SGLang server, without a file.
+"""Send new weights over a gloo group of the trainer's process and one SGLang server, without a file.
 
 Invariants:
 
-- Each load makes a new group with one server. A lost server fails alone, and one that restarted is in no old group.
-- The group's port listens only on the address that the server reaches this process at, and only during the load.
-- torch is imported when tensors are sent, and not before.
+- Each load creates a new group with one server, so a lost server fails alone, and a restarted one is in no old group.
+- The group's port listens only on the address at which the server reaches this process, and only during the load.
+- torch is imported only when tensors are sent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 Post = Callable[[str, Mapping[str, object]], Awaitable[None]]
-"""POST a JSON body to a path of the server. Raise ServingError unless it succeeded."""
+"""Post a JSON body to a path of the server. Raises ServingError unless it succeeds."""
 
 _JOIN_S = 60.0
 _BUCKET_BYTES = 512 * 2**20
@@ -81,10 +81,10 @@ async def send_tensors(
 
 
 class _Sender:
-    """Rank 0 of a group, in a thread: it joins and broadcasts each bucket, in the order of the server's requests.
+    """Rank 0 of a group, in a thread. It joins, and broadcasts each bucket in the order of the server's requests.
 
-    The thread ends when it has sent everything, or the server is lost, or after `timeout_s`. The connections stay
-    open as long as this object, because the server may still have to read from them.
+    The thread ends when it has sent everything, when the server is lost, or after `timeout_s`. The connections stay
+    open while this object exists, because the server may still have to read from them.
     """
 
     def __init__(self, url: str, tensors: Mapping[str, torch.Tensor], ranks: int, timeout_s: float) -> None:
@@ -128,7 +128,7 @@ class _Sender:
             self._send()
         except RuntimeError as error:
             self._failure = str(error)
-            self._group = self._store = None  # closed, so the server's side fails too
+            self._group = self._store = None  # closed, so that the server's side fails too
 
     def _send(self) -> None:
         import torch
@@ -146,7 +146,7 @@ class _Sender:
 def _buckets(tensors: Mapping[str, torch.Tensor]) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
     """Yield the tensors in buckets of 512 MiB, or of one larger tensor.
 
-    The widest elements come first, because the server refuses a tensor that is not aligned to its elements.
+    The widest elements come first, because the server refuses a tensor that is not aligned to its element size.
     """
     bucket: list[tuple[str, torch.Tensor]] = []
     size = 0

@@ -1,10 +1,9 @@
-"""The weights of a run's engines: which ones are the newest, and how an engine loads them.
+"""The weights of a run's engines: which are the newest, and how an engine loads them.
 
 Invariants:
 
-- A version names one set of weights of a run for good, also after a restart of the trainer. 0 names
-  `model.path`.
-- Only weights with exactly the names and shapes of the model reach an engine. SGLang dies of a wrong shape, and
+- A version permanently names one set of weights of a run, even after a restart of the trainer. 0 names `model.path`.
+- Only weights with exactly the names and shapes of the model reach an engine. SGLang crashes on a wrong shape, and
   silently keeps the old value of a missing tensor.
 - The newest weights stay on disk, or in memory (`serving.weight_transfer` is `gloo`), until newer ones are committed,
   because a restarted engine loads them again.
@@ -32,7 +31,7 @@ from rollout_backend.serving.engine import PROBE
 from rollout_backend.serving.local_engine import weight_bytes
 from rollout_backend.serving.weight_group import send_tensors
 
-if TYPE_CHECKING:  # a manager whose trainer is another process needs no torch
+if TYPE_CHECKING:  # a manager whose trainer is another process does not need torch
     import torch
 
 log = logging.getLogger(__name__)
@@ -44,7 +43,7 @@ _MESSAGE_CHARS = 500
 class Weights:
     """A model folder, or tensors in memory, and the version that their tokens carry.
 
-    `digest` is that of names, sizes and times of the folder's files.
+    `digest` covers the names, sizes and times of the folder's files.
     """
 
     version: int
@@ -57,7 +56,7 @@ class Weights:
         return cls(version, folder, _digest(folder))
 
     def check_unchanged(self) -> None:
-        """Raise ServingError if the folder was written to or deleted since."""
+        """Raise ServingError if the folder was modified or deleted since."""
         if self.folder is not None and _digest(self.folder) != self.digest:
             raise ServingError(
                 f"{self.folder} has changed or is gone since it became version {self.version} of the weights: save "
@@ -73,10 +72,10 @@ class Weights:
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """What `RolloutManager.update_weights` did.
+    """Result of `RolloutManager.update_weights`.
 
-    `failed` maps each engine that did not load the weights to the reason. It is restarted, and gets requests once it
-    has loaded them. `paused_s` is how long the engines sampled nothing.
+    `failed` maps each engine that did not load the weights to the reason. Such an engine is restarted, and gets
+    requests once it has loaded them. `paused_s` is the time in which the engines did not sample.
     """
 
     version: int
@@ -91,7 +90,7 @@ class WeightStore:
         """Read which weights an earlier trainer of this run committed.
 
         Raises:
-            ConfigError: they are gone, changed or of another model, or the record of them cannot be read.
+            ConfigError: they are missing, changed or for another model, or the record of them cannot be read.
         """
         self._model = config.model
         self._dtype = config.serving.dtype
@@ -105,8 +104,8 @@ class WeightStore:
         """Check new weights against the model, and write tensors to a folder, or copy them. Blocks.
 
         Raises:
-            ConfigError: a folder is no model folder with safetensors.
-            WeightsMismatch: names or shapes are not the model's; nothing was written.
+            ConfigError: the folder is not a model folder with safetensors.
+            WeightsMismatch: names or shapes differ from the model's; nothing was written.
             ServingError: the tensors could not be written.
         """
         version = self._last + 1
@@ -133,7 +132,7 @@ class WeightStore:
         return Weights.of(version, folder)
 
     def commit(self, weights: Weights) -> None:
-        """Record these weights as the newest. Raise ServingError if that fails."""
+        """Record these weights as the newest. Raises ServingError if that fails."""
         folder = str(weights.folder) if weights.folder is not None else None
         record = {"version": weights.version, "folder": folder, "digest": weights.digest}
         try:
@@ -183,11 +182,11 @@ class WeightStore:
 
 
 async def load_weights(url: str, weights: Weights, serving: ServingConfig) -> None:
-    """Make an SGLang server load these weights, and flush its cache. Nothing may be running on it.
+    """Make an SGLang server load these weights and flush its cache. No request may be running on it.
 
     Raises:
-        ServingError: the server did not, and may now have any weights: SGLang 0.5.23 restores them from the folder
-            that it failed to load.
+        ServingError: the server did not load them, and may now have any weights: SGLang 0.5.23 restores them from the
+            folder that it failed to load.
     """
     await asyncio.to_thread(weights.check_unchanged)
     version = str(weights.version)
@@ -229,7 +228,7 @@ def _digest(folder: Path) -> str:
     """Return a digest of the weight files; empty if there are none."""
     try:
         stats = sorted((file.name, file.stat()) for file in folder.glob("*.safetensors*"))
-    except OSError:  # one was deleted meanwhile
+    except OSError:  # a file was deleted in the meantime
         return ""
     files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     return hashlib.blake2b(json.dumps(files).encode(), digest_size=16).hexdigest()
@@ -243,7 +242,7 @@ Shape = tuple[int, ...]
 
 
 def tensor_shapes(file: Path) -> dict[str, Shape]:
-    """Return the shape of each tensor in a safetensors file. Raise ConfigError if it cannot be read."""
+    """Return the shape of each tensor in a safetensors file. Raises ConfigError if it cannot be read."""
     try:
         with safe_open(file, framework="np") as tensors:
             return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
@@ -252,9 +251,9 @@ def tensor_shapes(file: Path) -> dict[str, Shape]:
 
 
 class ModelFolder:
-    """A model folder, and the template of the folders with newer weights.
+    """A model folder, which is also the template for folders with newer weights.
 
-    It knows the names and shapes of the tensors in `path`, and does not read the tensors themselves.
+    It reads the names and shapes of the tensors in `path`, but not the tensors themselves.
 
     Raises:
         ConfigError: `path` is not a model folder, or has no complete safetensors.
@@ -301,7 +300,7 @@ class ModelFolder:
             )
 
     def copies(self, tensors: Mapping[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:
-        """Return contiguous copies of the model's tensors on the CPU, in torch's `dtype` where they are of floats.
+        """Return contiguous CPU copies of the model's tensors, with floating-point tensors in torch's `dtype`.
 
         Raises:
             WeightsMismatch: as `check`.
@@ -309,7 +308,7 @@ class ModelFolder:
         import torch
 
         self.check(tensors)
-        # Copies: safetensors refuses tensors that share memory, and the trainer keeps changing its tensors.
+        # Copies, because safetensors refuses tensors that share memory, and the trainer continues to change its own.
         copies = {
             name: tensor.detach().to(
                 "cpu", getattr(torch, dtype) if tensor.is_floating_point() else tensor.dtype, copy=True

@@ -1,7 +1,7 @@
 """Convert a GGUF file into an ordinary model folder. The engine's interpreter runs it: `make_model.py GGUF FOLDER`.
 
-It imports nothing of this package, because transformers, torch and gguf are in the engine's environment only. The
-weights are stored as float32, so the folder can be served in any dtype.
+It imports nothing from this package, because transformers, torch and gguf are only in the engine's environment. The
+weights are stored as float32, so that engines can serve the folder in any dtype.
 """
 
 import sys
@@ -26,9 +26,9 @@ def main(gguf: Path, folder: Path) -> None:
         **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
     config = unpacked.config
-    tokenizer.model_max_length = config.max_position_embeddings  # missing in the file
+    tokenizer.model_max_length = config.max_position_embeddings  # missing from the file
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
-    # A model that was read from GGUF cannot be saved, even unpacked, so its weights are copied into a plain model.
+    # A model read from GGUF cannot be saved, even unpacked, so its weights are copied into a plain model.
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(unpacked.state_dict())
     model.save_pretrained(folder)

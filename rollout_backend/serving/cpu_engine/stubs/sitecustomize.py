@@ -1,16 +1,16 @@
-"""Replace two packages that SGLang imports and, on the CPU, never calls.
+"""Replace two packages that SGLang imports but never calls on the CPU.
 
-SGLang imports `torchvision` and `sgl_kernel` in many modules. The path that serves a model with torch's attention
-calls neither: `torchvision` is for images, which transformers can prepare without it; `sgl_kernel` is built for GPUs
-(its CPU build needs a compiler and a container). Models that read images also name, at import, the operations that
-such a build registers with torch (`torch.ops.sgl_kernel.*_cpu`). Python imports this file automatically in the engine
-and its child processes, because their PYTHONPATH names this folder.
+SGLang imports `torchvision` and `sgl_kernel` in many modules. Serving a model with torch's attention calls neither:
+`torchvision` is for images, which transformers can prepare without it; `sgl_kernel` is built for GPUs (its CPU build
+needs a compiler and a container). Models that read images also name, at import, the operations that such a build
+registers with torch (`torch.ops.sgl_kernel.*_cpu`). Python imports this file automatically in the engine and its
+child processes, because their PYTHONPATH names this folder.
 
 Any attribute of a stub is a class. It can be subclassed, annotated with and inspected, but instantiating or calling
 it raises `NotImplementedError`, so no result can come from a stub unnoticed. An installed package takes precedence.
 
-SGLang also pins the memory in which it records routed experts, and that of LoRA adapters, for copies from and to a
-GPU. That needs CUDA, so it is left out.
+SGLang also pins the memory of recorded routed experts and of LoRA adapters for copies from and to a GPU. Pinning
+needs CUDA, so it is left out.
 
 SGLang reads a request's `sampling_seed` only with --enable-deterministic-inference, which it refuses for torch's
 attention, because matrix products on the CPU depend on the batch. A server with --max-running-requests 1 has batches
@@ -65,7 +65,7 @@ class _Stub(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """The last finder, so an installed package comes first."""
+    """The last finder, so that an installed package takes precedence."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name.partition(".")[0] in NAMES:
@@ -98,7 +98,7 @@ def _stub_operations(namespace: Any) -> None:
 
 
 class _UnpinnedTorch(types.ModuleType):
-    """torch, whose functions ignore `pin_memory`."""
+    """torch with functions that ignore `pin_memory`."""
 
     def __init__(self, torch: Any) -> None:
         super().__init__("torch")
@@ -114,7 +114,7 @@ class _UnpinnedTorch(types.ModuleType):
 
 def _murmur_hash32(seed_B: Any, positions_B: Any, columns_V: Any) -> Any:
     """Return [B, V]: MurmurHash3 of a seed of 8 bytes, a position and a column, as SGLang's kernel computes it."""
-    seeds = seed_B.to(columns_V.dtype)  # int64, in which a product keeps its lower 32 bits
+    seeds = seed_B.to(columns_V.dtype)  # int64, which keeps the lower 32 bits of a product
     h = 0
     for k in (seeds[:, None], seeds[:, None] >> 32, positions_B[:, None], columns_V[None]):
         k = _rotated((k & _32_BITS) * 0xCC9E2D51 & _32_BITS, 15) * 0x1B873593 & _32_BITS
@@ -130,7 +130,7 @@ def _rotated(value: Any, bits: int) -> Any:
 
 
 class _Changed(importlib.machinery.SourceFileLoader):
-    """Loads a module, and replaces what needs a GPU."""
+    """Loads a module, and replaces the parts that need a GPU."""
 
     def exec_module(self, module: Any) -> None:
         super().exec_module(module)
