@@ -2,16 +2,16 @@
 
 Invariants:
 
-- A conversation becomes the same messages as in OpenAI's Chat Completions API. The assistant's blocks are one
-  message: consecutive texts are joined, `thinking` is `reasoning_content`, and each `tool_use` is a tool call with
+- A conversation becomes the same messages as in OpenAI's Chat Completions API. The assistant's blocks form one
+  message: consecutive texts are joined, `thinking` becomes `reasoning_content`, and each `tool_use` a tool call with
   its input as JSON text. Each `tool_result` in a user's turn is a separate message, in order, before the turn's text.
-- An answer sent back as history is the message that was sampled. Arguments that JSON in UTF-8 cannot hold (half of a
-  surrogate pair) are returned as {"INVALID_JSON": "the sampled text"}, the form that Anthropic documents for clients,
-  and such an input is read as that text again.
-- Input that the model cannot process is refused: documents, images if it takes none, a prefilled reply. Ignored:
-  `cache_control`, signatures, `redacted_thinking`, and what only saves the provider's tokens: all tools are shown,
-  deferred ones too, and the whole history. The trainer sets thinking.
-- Tools that Anthropic runs or trains its own models on are left out and counted, as by SGLang.
+- An answer sent back as history becomes the message that was sampled. Arguments that JSON in UTF-8 cannot represent
+  (half of a surrogate pair) are returned as {"INVALID_JSON": "the sampled text"}, the form that Anthropic documents
+  for clients, and such an input is converted back to that text.
+- Input that the model cannot process is refused: documents, images for a text-only model, a prefilled reply. Ignored
+  are `cache_control`, signatures, `redacted_thinking`, and options that only save the provider's tokens: the model
+  sees all tools, even deferred ones, and the whole history. The trainer controls thinking.
+- Tools that Anthropic runs, or on which it trains its models, are left out and counted, as SGLang does.
 """
 
 import json
@@ -33,7 +33,7 @@ from rollout_backend.dialects.wire import Body, JsonObject
 
 _TEXT_ONLY = "image blocks cannot be read: this model takes text only, so send what it says as text"
 _INVALID = "INVALID_JSON"
-_SIGNATURE = "unsigned"  # clients require one with thinking; it is ignored when they send it back
+_SIGNATURE = "unsigned"  # clients require one with thinking; ignored when they send it back
 # Claude Code's accounting: a line of the system prompt whose hash changes with every call. If it were kept, each turn
 # would start a new conversation.
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
@@ -47,7 +47,7 @@ _HARMLESS = frozenset(
     {
         *("metadata", "service_tier", "inference_geo", "user_profile_id", "fallback_credit_token"),
         *("billing_policy", "cache_control", "context_management", "diagnostics", "speed", "workspace_id"),
-        "betas",  # their fields are checked one by one
+        "betas",  # these fields are checked individually
     }
 )
 _ERROR_TYPES = {
@@ -121,7 +121,7 @@ class _Image(Body):
 
 
 class _ToolReference(Body):
-    """A tool that the client's own search found. All tools are shown, so its name is the result."""
+    """A tool that the client's own search found. The model sees all tools, so the result is only its name."""
 
     type: Literal["tool_reference"]
     tool_name: str
@@ -199,7 +199,7 @@ class _OutputConfig(Body):
 
 
 class _Conversation(Body):
-    """The fields of both requests."""
+    """The fields of both request types."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -339,7 +339,7 @@ def _messages(request: _Conversation, images: ImageReader) -> list[Message]:
 
 
 def _given(message: _Message, where: str, images: ImageReader) -> Iterator[Message]:
-    """Return the messages of a user's or a system's turn."""
+    """Return the messages of a user's or system turn."""
     said: list[str | Image] = []
     results = 0
     for i, block in enumerate(message.content):
@@ -399,7 +399,7 @@ def _arguments(tool_input: Mapping[str, Any]) -> str:
 
 def _input(arguments: str) -> dict[str, Any]:
     value = wire.read_object(arguments)
-    # Also wrap an input that already looks wrapped: reading removes one layer.
+    # Also wrap an input that already looks wrapped, because parsing removes one layer.
     return {_INVALID: arguments} if value is None or _is_wrapped(value) else value
 
 
@@ -442,7 +442,7 @@ def _stop(choice: Choice) -> dict[str, str | None]:
 
 
 def _usage(answer: Answer) -> dict[str, Any]:
-    """Return the usage. In this API, the input excludes cached tokens."""
+    """Return the usage. In this API, input tokens exclude cached tokens."""
     return {
         "input_tokens": answer.prompt_tokens - (answer.cached_tokens or 0),
         "cache_creation_input_tokens": 0,
@@ -461,16 +461,16 @@ def _error(error: ApiError) -> dict[str, Any]:
 
 
 class _Events:
-    """Writes blocks in order. Each is closed before the next is opened."""
+    """Writes blocks in order, and closes each before it opens the next."""
 
     def __init__(self, answer_id: str, model: str) -> None:
         self._head = _head(answer_id, model)
         self._index = 0
-        self._open: str | None = None  # the kind of delta that the open block takes
+        self._open: str | None = None  # type of the deltas of the open block
 
     def start(self, prompt_tokens: int) -> Iterator[bytes]:
         usage = {
-            "input_tokens": prompt_tokens,  # includes cached tokens, which are known at the end
+            "input_tokens": prompt_tokens,  # includes cached tokens, whose number is known only at the end
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
             "output_tokens": 0,

@@ -1,4 +1,4 @@
-"""Define what an API dialect is."""
+"""Define the interface of an API dialect."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ class EventStream(Protocol):
     def delta(self, delta: Delta) -> Iterator[bytes]: ...
 
     def end(self, answer: Answer) -> Iterator[bytes]:
-        """Write what follows the last delta. The deltas have carried all text and tool calls of the answer."""
+        """Write what follows the last delta. The deltas contain all text and tool calls of the answer."""
         ...
 
     def failed(self, error: ApiError) -> Iterator[bytes]: ...
@@ -28,32 +28,31 @@ class EventStream(Protocol):
 
 
 class Dialect(ABC):
-    """One API that agents speak: its paths, its bodies and the shape of its errors. Does no I/O.
+    """An API that agents speak: its paths, its bodies and the shape of its errors. Does no I/O.
 
     To add an API, write a subclass in its own module and add the class to `registry.DIALECTS`.
     """
 
     name: ClassVar[str]
     path: ClassVar[str]
-    """The path of a model call, below the base URL."""
+    """Path of model calls, below the base URL."""
     count_path: ClassVar[str | None] = None
-    """The path that returns the length of a prompt, if the API has one. See `parse_count` and `count_body`."""
+    """Path of requests for the length of a prompt, if the API has one. See `parse_count` and `count_body`."""
     client_header: ClassVar[str | None] = None
     """A header that only this API's clients send. It selects the shape of errors on paths that several APIs share."""
 
     appended_field: ClassVar[str | None] = None
-    """The field of the messages, if each becomes one message, regardless of the others. See `RequestMemo`."""
+    """Field with the messages, if each item becomes one message independent of the others. See `RequestMemo`."""
 
     def __init__(self, images: ImageLimits | None = None) -> None:
-        """`images` is None if the model takes no images."""
+        """`images` is None for a text-only model."""
         self._images = images
 
     @abstractmethod
     def parse(self, body: bytes) -> ModelCall:
-        """Read a request.
+        """Parse a request.
 
-        Refuse fields that are unknown, and values that would change the agent's meaning if they were ignored: see
-        `fields`.
+        Refuses unknown fields, and values that would change the call's meaning if they were ignored: see `fields`.
 
         Raises:
             ApiError: status 400; names the invalid field.
@@ -61,18 +60,18 @@ class Dialect(ABC):
 
     @abstractmethod
     def body(self, call: ModelCall, answer: Answer) -> dict[str, Any]:
-        """Return the response of a call that is not streamed."""
+        """Return the response body of a call that is not streamed."""
 
     @abstractmethod
     def stream(self, call: ModelCall, answer_id: str, created: int, model: str) -> EventStream:
-        """Return the writer of a streamed response."""
+        """Create the writer of a streamed response."""
 
     @abstractmethod
     def error_body(self, error: ApiError) -> dict[str, Any]:
         """Return the body of an error response."""
 
     def parse_count(self, body: bytes) -> ModelCall:
-        """Read a request to `count_path`. Raises ApiError (400) as `parse` does."""
+        """Parse a request to `count_path`. Raises ApiError (400) as `parse` does."""
         raise NotImplementedError
 
     def count_body(self, prompt_tokens: int) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Refuse request fields that this backend does not support, or ignore them if they are harmless.
+"""Refuse request fields that this backend does not support, and ignore harmless ones.
 
 Invariants:
 
-- A field that changes the meaning of a call is supported or refused, never dropped. So an unknown top-level field is
-  refused, unless it is null.
-- A field is harmless if it changes neither the prompt nor the sampling: storage, billing, caching, latency.
-  Such a field is counted where it is given: see `ignored`.
+- A field that changes the meaning of a call is supported or refused, never dropped. Unknown top-level fields are
+  therefore refused, unless they are null.
+- A field is harmless if it changes neither the prompt nor the sampling: storage, billing, caching, latency. Such
+  fields are counted: see `ignored`.
 - The trainer sets sampling and reasoning. The agent's settings are counted as overridden and ignored (see
   `sampling`).
 """
@@ -39,7 +39,7 @@ _EXTENSIONS: Mapping[str, tuple[str, tuple[Any, ...]]] = {  # advice, and the va
     "min_tokens": (_END, (0,)),
     "stop": ("this API has no stop strings", ([],)),
 }
-# Of the parts of a request. A quote within a text is escaped, so these find no text; a value that is off is none.
+# Fields in parts of a request. Quotes within strings are escaped, so strings never match; nor do disabled values.
 _NESTED = {
     name: (f'"{name}"'.encode(), re.compile(rf'"{name}"\s*+:\s*+(?!null\b|false\b)'.encode()))
     for name in ("cache_control", "defer_loading", "eager_input_streaming", "prompt_cache_breakpoint")
@@ -47,7 +47,7 @@ _NESTED = {
 
 
 def refuse(advice: str, *fine: Any) -> AfterValidator:
-    """Mark a field that is refused with `advice`, unless it is null or one of the `fine` values."""
+    """Mark a field as refused with `advice`, unless it is null or one of the `fine` values."""
 
     def check(value: Any) -> Any:
         if value is not None and value not in fine:
@@ -62,7 +62,7 @@ def refused(where: str, message: str) -> ApiError:
 
 
 def refuse_unknown(fields: Mapping[str, Any] | None, harmless: Collection[str]) -> None:
-    """Refuse fields of a request that its dialect does not read.
+    """Refuse request fields that the dialect does not read.
 
     Raises:
         ApiError: status 400; names the first field that is neither null nor harmless.

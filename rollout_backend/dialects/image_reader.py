@@ -1,6 +1,6 @@
 """Read the images of one request. Pure.
 
-Invariant: only bytes within the request are read. No URL is fetched and no path is opened, because the request would
+Invariant: only bytes within the request are read. No URL is fetched and no path is opened, because a request could
 then read with the gateway's rights.
 """
 
@@ -15,7 +15,7 @@ _DATA_URL = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
 
 
 class ImageReader:
-    """Reads images one by one. If `limits` is None, images are refused with the message `text_only`."""
+    """Reads the images of a request one by one. If `limits` is None, refuses images with the message `text_only`."""
 
     def __init__(self, limits: ImageLimits | None, text_only: str) -> None:
         self.found: dict[str, Image] = {}
@@ -28,7 +28,7 @@ class ImageReader:
         return self._limits is not None
 
     def url(self, url: str, where: str) -> Image:
-        """Read a data URL. Raises ApiError (400) if it has no image, or there are too many."""
+        """Read a data URL. Raises ApiError (400) if it contains no image, or the request has too many."""
         if not self.taken:
             raise refused(where, self._text_only)
         head = _DATA_URL.match(url)
@@ -37,7 +37,7 @@ class ImageReader:
         return self.base64(url[head.end() :], where)
 
     def base64(self, text: str, where: str) -> Image:
-        """Read base64 text. Raises ApiError (400) if it is not an image, or there are too many."""
+        """Read base64 text. Raises ApiError (400) if it is not an image, or the request has too many."""
         if self._limits is None:
             raise refused(where, self._text_only)
         self._read += 1

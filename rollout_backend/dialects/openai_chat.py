@@ -1,7 +1,7 @@
 """Speak OpenAI's Chat Completions API: `POST /v1/chat/completions`. Pure.
 
-Invariant: unsupported input that would change the agent's meaning is refused with a message that names it: images for
-a model that takes none, logprobs of other tokens, the deprecated functions, unknown fields.
+Invariant: unsupported input that would change the call's meaning is refused with a message that names it: images for
+a text-only model, logprobs of other tokens, the deprecated functions, unknown fields.
 """
 
 import json
@@ -75,7 +75,7 @@ class _Message(_Body):
     tool_calls: list[_ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # what newer engines call it
+    reasoning: str | None = None  # name of the field in newer engines
     prefix: Annotated[JsonValue, refuse(_NO_PREFILL, False)] = None
     partial: Annotated[JsonValue, refuse(_NO_PREFILL, False)] = None
 
@@ -124,7 +124,7 @@ class StreamOptions(_Body):
 
 
 class _Request(_Body):
-    """The fields of OpenAI's reference, and `top_k` as an extension."""
+    """The fields of OpenAI's reference, plus `top_k` as an extension."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -152,7 +152,7 @@ class _Request(_Body):
     min_p: JsonValue = None
     logit_bias: JsonValue = None
     reasoning_effort: JsonValue = None
-    reasoning: JsonValue = None  # OpenRouter's and DeepSeek's names of the effort
+    reasoning: JsonValue = None  # name of the effort in OpenRouter's and DeepSeek's APIs
     thinking: JsonValue = None
     verbosity: JsonValue = None
     functions: Annotated[JsonValue, refuse("use tools instead of functions", [])] = None
@@ -224,7 +224,7 @@ class OpenAIChat(Dialect):
 
 
 def sampling_of(request: BaseModel, names: Iterable[str]) -> dict[str, float | int]:
-    """Return the sampling settings that a request has. Of some, only their presence counts: they are overridden."""
+    """Return a request's sampling settings. Of some, only the presence counts, because they are overridden."""
     given = {name: getattr(request, name) for name in names}
     return {
         name: value if isinstance(value, (int, float)) else bool(value)
@@ -271,7 +271,7 @@ def _plain(message: _Message, where: str, images: ImageReader) -> Message:
             ]
         if (reasoning := message.reasoning_content or message.reasoning) is not None:
             plain["reasoning_content"] = reasoning
-    elif message.role == "user" and message.content is None:  # SGLang refuses it, too
+    elif message.role == "user" and message.content is None:  # SGLang refuses it as well
         raise refused(f"{where}.content", "is missing")
     return plain
 

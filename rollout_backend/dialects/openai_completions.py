@@ -1,10 +1,10 @@
-"""Speak OpenAI's legacy Completions API: `POST /v1/completions`, with a text or token ids. Pure.
+"""Speak OpenAI's legacy Completions API: `POST /v1/completions`, with text or token ids. Pure.
 
 Invariants:
 
-- The model sees the prompt itself: no chat template, no tools, no reasoning apart from the text.
+- The model sees exactly the prompt: no chat template, no tools, and reasoning is not separated from the text.
 - A prompt that starts with the tokens of an earlier call extends its row. Text is tokenized as a whole, so only token
-  ids are sure to do so.
+  ids are certain to do so.
 """
 
 import json
@@ -26,7 +26,7 @@ _SAMPLING = (
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "logit_bias"),
 )
 _HARMLESS = frozenset({"user"})
-_MAX_TOKENS = 16  # this API's default, and that of the engines
+_MAX_TOKENS = 16  # the default of this API and of the engines
 
 
 def _one_prompt(value: object) -> object:

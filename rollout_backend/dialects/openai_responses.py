@@ -3,15 +3,15 @@
 Invariants:
 
 - A conversation becomes the same messages as in the Chat Completions API. Consecutive items of the assistant
-  (reasoning, message, function calls) are one message, as one reply has them; only a message directly after another
-  message starts a new one. The text of reasoning is kept; a summary is not what the model sampled.
-- An answer's items sent back as input are the message that was sampled.
-- All tools are shown, deferred ones too. A request to compact the history is ignored and counted: it is shown whole.
-- A custom tool is offered as a function with one text, `input`, and a namespace's tools as functions with both names.
-  Their calls come back as the API has them, unless the model gave a custom tool other arguments: then it is a call of
-  a function. Tools that OpenAI runs or trains its own models on are left out and counted.
-- Nothing is stored, so each request carries the whole conversation. References to stored objects are refused, and so
-  are files, and images for a model that takes none.
+  (reasoning, message, function calls) form one message, as in one reply; only a message directly after another
+  message starts a new one. The text of reasoning is kept, but not summaries, which the model did not sample.
+- An answer's items sent back as input become the message that was sampled.
+- The model sees all tools, even deferred ones. A request to compact the history is ignored and counted.
+- A custom tool is offered as a function with one string, `input`, and a namespace's tools as functions with both
+  names. Their calls are returned in the API's form, or as function calls if the model gave a custom tool other
+  arguments. Tools that OpenAI runs, or on which it trains its models, are left out and counted.
+- Nothing is stored, so each request carries the whole conversation. References to stored objects, files, and images
+  for a text-only model are refused.
 """
 
 import json
@@ -43,7 +43,7 @@ _HARMLESS = frozenset(
         *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
         *("access_programs", "background_options"),
         "context_management",
-        "max_tool_calls",  # limits tools that OpenAI runs
+        "max_tool_calls",  # limits only tools that OpenAI runs
     }
 )
 _WHOLE_IMAGES = ({}, *({"context_compression": compression} for compression in ("auto", "disabled")))
@@ -207,7 +207,7 @@ class _CustomTool(Body):
 
     @property
     def explanation(self) -> str | None:
-        """The description, with the grammar that OpenAI's models are held to."""
+        """The description, extended by the grammar with which OpenAI constrains its own models."""
         if self.format is None or not self.format.definition:
             return self.description
         grammar = f"The input follows this {self.format.syntax} grammar:\n{self.format.definition}"
@@ -242,7 +242,7 @@ _AnyTool = Annotated[
 
 
 def _flat_name(name: str, namespace: str | None) -> str:
-    """Return the name under which the model knows a tool."""
+    """Return the name of a tool as the model sees it."""
     if not namespace:
         return name
     return namespace + name if namespace.endswith("_") else f"{namespace}__{name}"
@@ -376,7 +376,7 @@ class OpenAIResponses(Dialect):
 
 
 def _tools(request: _Request) -> tuple[list[dict[str, Any]], ResponseEcho]:
-    """Return the tools that the model is offered, and how their calls are written."""
+    """Return the tools offered to the model, and how their calls are written."""
     offered, echoed, custom, namespaces = [], [], [], {}
     for declared in request.tools or ():
         space = declared if isinstance(declared, _Namespace) else None
@@ -441,7 +441,7 @@ def _add(
 def _content(
     parts: list[_TextPart | _RefusalPart | _ImagePart], where: str, images: ImageReader, text_of: str | None = None
 ) -> str | list[dict[str, Any]]:
-    """Return the content of a message. `text_of` is its role if that role's messages cannot hold images."""
+    """Return the content of a message. `text_of` is its role if messages of that role cannot contain images."""
     pieces: list[str | Image] = []
     for i, part in enumerate(parts):
         if not isinstance(part, _ImagePart):
@@ -467,7 +467,7 @@ def _json_schema(request: _Request) -> dict[str, Any] | None:
 
 
 def _echo(request: _Request) -> dict[str, Any]:
-    """Return the request fields that the answer repeats and that `ModelCall` does not have."""
+    """Return the request fields that the answer repeats and `ModelCall` lacks."""
     wanted = request.text and request.text.format
     return {
         "instructions": request.instructions,

@@ -2,8 +2,8 @@
 
 Invariants:
 
-- Events are numbered without gaps. Each item is opened, written and closed before the next one is opened.
-- The last event repeats the items exactly as they were streamed. A body is that last response.
+- Events are numbered without gaps. Each item is opened, written and closed before the next is opened.
+- The last event repeats the items exactly as streamed. A body that is not streamed equals that response.
 - `store` is false. Sampling settings are null, because the trainer's may have replaced the agent's.
 """
 
@@ -22,23 +22,23 @@ _TOOL = {"type": "function", "description": None, "parameters": None, "strict": 
 
 @dataclass(frozen=True)
 class ResponseEcho:
-    """What an answer repeats of its request, and which calls are no plain calls of functions."""
+    """The parts of a request that its answer repeats, and which calls are not plain function calls."""
 
     fields: Mapping[str, Any]
     tools: Sequence[Mapping[str, Any]] = ()
     custom: Sequence[str] = ()
-    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # and the tool's name there
+    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # and the tool's name within it
 
 
 class ResponseWriter:
-    """Builds an answer's items and the events that stream them, as plain values."""
+    """Builds an answer's items, and the events that stream them, as plain values."""
 
     def __init__(self, call: ModelCall, answer_id: str, created: int, model: str) -> None:
         self._id = answer_id
         self._echo: ResponseEcho = call.dialect_data or ResponseEcho({})
         self._numbers = count()
         self._items: list[dict[str, Any]] = []
-        self._open: Literal["reasoning", "text"] | None = None  # the kind of the last item while it is open
+        self._open: Literal["reasoning", "text"] | None = None  # type of the last item while it is open
         self._pieces: list[str] = []
         self._started = False
         self._response = {
@@ -186,7 +186,7 @@ class ResponseEvents:
 
 
 def _custom_input(arguments: str) -> str | None:
-    """Return the text that a custom tool was given; None if these are no arguments of one."""
+    """Return the input of a custom tool; None if these are not the arguments of one."""
     value = wire.read_object(arguments)
     text = value["input"] if value is not None and value.keys() == {"input"} else None
     return text if isinstance(text, str) else None

@@ -9,7 +9,7 @@ from rollout_backend.dialects.openai_completions import OpenAICompletions
 from rollout_backend.dialects.openai_responses import OpenAIResponses
 
 DIALECTS: tuple[type[Dialect], ...] = (
-    OpenAIChat,  # the first one shapes errors of unknown clients
+    OpenAIChat,  # first: it shapes errors for unknown clients
     OpenAICompletions,
     OpenAIResponses,
     AnthropicMessages,
@@ -17,7 +17,7 @@ DIALECTS: tuple[type[Dialect], ...] = (
 
 
 def dialect_of_client(dialects: Sequence[Dialect], path: str, headers: Mapping[str, str]) -> Dialect:
-    """Return the dialect of the client that sent a request, by its header or its path; the first one if unknown."""
+    """Return the dialect of the client that sent a request, by its header or path; the first dialect if unknown."""
     by_header = (each for each in dialects if each.client_header is not None and each.client_header in headers)
     by_path = (each for each in dialects if each.path in path)
     return next(by_header, None) or next(by_path, None) or dialects[0]

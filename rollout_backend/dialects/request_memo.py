@@ -1,7 +1,7 @@
-"""Parse the requests of growing conversations: only the messages that earlier requests did not have. Pure.
+"""Parse requests of growing conversations by parsing only the new messages. Pure.
 
-Invariant: a request has the messages that its dialect's `parse` returns for the whole body. They are taken from an
-earlier request only if the bodies are equal up to and including these messages.
+Invariant: a request yields the messages that its dialect's `parse` returns for the whole body. Messages of an earlier
+request are reused only if the bodies are equal up to the end of these messages.
 """
 
 import hashlib
@@ -14,9 +14,9 @@ from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.model_call import Message, ModelCall
 from rollout_backend.dialects.base import Dialect
 
-_KEPT = 4  # conversations: an agent may alternate between several
-_TAIL = 64  # bytes that are compared before all are digested
-# The beginning of a body up to its messages. Only plain values may precede them.
+_KEPT = 4  # conversations kept, because an agent may alternate between several
+_TAIL = 64  # bytes compared before everything is digested
+# The start of a body, up to its messages. Only plain values may precede them.
 _BEGIN = rb'\s*\{\s*(?:"\w+"\s*:\s*(?:"[^"\\]*"|[\w.+-]+)\s*,\s*)*"%s"\s*:\s*(?=\[)'
 _NEXT = re.compile(rb"\s*,\s*")
 _DECODER = json.JSONDecoder()
@@ -33,7 +33,7 @@ class _Known:
 
 
 class RequestMemo:
-    """Remembers the messages of one session's latest requests. Callers share them and must not change them."""
+    """Caches the messages of one session's latest requests. Callers share them and must not change them."""
 
     def __init__(self) -> None:
         self._known: list[_Known] = []  # latest last
@@ -56,13 +56,13 @@ class RequestMemo:
             digest.update(memoryview(body)[known.size if known else 0 : end])
             others = [each for each in self._known if each is not known][1 - _KEPT :]
             tail = body[max(0, end - _TAIL) : end]
-            # Assigned as a whole, because threads may share it.
+            # Replaced as a whole, because threads may share this object.
             latest = _Known(dialect.name, end, tail, digest.digest(), list(call.messages), call.ignored)
             self._known = [*others, latest]
         return call
 
     def _find(self, dialect: str, body: bytes) -> tuple[_Known | None, Any]:
-        """Return the longest known beginning of the body, and its digest, to be continued."""
+        """Return the longest known prefix of the body, and its digest, which the caller continues."""
         for known in sorted(self._known, key=lambda known: known.size, reverse=True):
             if known.dialect == dialect and body.endswith(known.tail, 0, known.size):
                 found = hashlib.blake2b(memoryview(body)[: known.size], digest_size=16)
@@ -72,14 +72,14 @@ class RequestMemo:
 
 
 def _parse_rest(dialect: Dialect, field: str, body: bytes, begin: int, known: _Known) -> tuple[ModelCall, int] | None:
-    """Return the call, and where its last message ends in the body; None if the whole body must be parsed."""
+    """Return the call, and the end of its last message in the body; None if the whole body must be parsed."""
     after = _NEXT.match(body, known.size)
     if after is None:
         return None
     rest = body[:begin] + b"[" + body[after.end() :]
     try:
         call = dialect.parse(rest)
-    except ApiError:  # whose message would count messages from here
+    except ApiError:  # its message would count from here: parse the whole body for the right index
         return None
     end = _end_of_array(rest, begin, len(call.messages))
     if end is None or call.images or _repeats(field, rest[end:]):
@@ -89,7 +89,7 @@ def _parse_rest(dialect: Dialect, field: str, body: bytes, begin: int, known: _K
 
 
 def _end_of_array(body: bytes, begin: int, n: int) -> int | None:
-    """Return where the last of the `n` values of the array at `begin` ends; None if it has more or fewer."""
+    """Return the end of the array at `begin` if it has exactly `n` values, else None."""
     try:
         text = body[begin:].decode()
         values, end = _DECODER.raw_decode(text)
@@ -101,5 +101,5 @@ def _end_of_array(body: bytes, begin: int, n: int) -> int | None:
 
 
 def _repeats(field: str, rest: bytes) -> bool:
-    """Return whether the rest of a body may repeat the field, because JSON parsers take the last one."""
+    """Return whether the rest of a body may repeat the field, of which JSON parsers use the last."""
     return f'"{field}"'.encode() in rest or b"\\u006" in rest or b"\\u007" in rest

@@ -2,8 +2,8 @@
 
 Invariants:
 
-- Any bytes are either parsed or refused with an ApiError of status 400 that names the invalid field.
-- A parsed body can be written as JSON again.
+- Every body is either parsed, or refused with an ApiError of status 400 that names the invalid field.
+- A parsed body can be serialized to JSON again.
 """
 
 import json
@@ -19,21 +19,21 @@ from rollout_backend.core.api_error import ApiError
 from rollout_backend.dialects.fields import refuse_unknown, refused
 
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 1000
-_MAX_CONTAINERS, _MAX_VALUES = 20_000, 400_000  # of a request: objects and arrays, and everything
+_MAX_CONTAINERS, _MAX_VALUES = 20_000, 400_000  # limits of a request: on objects and arrays, and on all values
 _B = TypeVar("_B", bound="Body")
 
 
 class Body(BaseModel):
-    """Base class of a request's parts. Values are not converted, and unknown fields are ignored.
+    """Base class for the parts of a request. Values are not converted, and unknown fields are ignored.
 
-    A whole request sets `extra="allow"`, so that `read` can refuse its unknown fields.
+    A complete request sets `extra="allow"`, so that `read` can refuse its unknown fields.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
 
 def _is_finite(value: dict[str, Any]) -> dict[str, Any]:
-    json.dumps(value, allow_nan=False)  # 1e999 parses as infinity, which JSON cannot express
+    json.dumps(value, allow_nan=False)  # 1e999 parses as infinity, which JSON cannot represent
     return value
 
 
@@ -50,10 +50,10 @@ def read_object(text: str) -> dict[str, Any] | None:
 
 
 def call_arguments(text: str | Mapping[str, Any] | None, where: str) -> str:
-    """Return the arguments of a call in the history, as JSON. None, "" and null mean that there are none.
+    """Return the arguments of a call in the history as JSON. None, "" and null mean no arguments.
 
     Raises:
-        ApiError: status 400 if they are no JSON object. Most chat templates would print another call.
+        ApiError: status 400 if they are not a JSON object. Most chat templates would render a different call.
     """
     if isinstance(text, Mapping):
         return json.dumps(text, ensure_ascii=False)
@@ -65,7 +65,7 @@ def call_arguments(text: str | Mapping[str, Any] | None, where: str) -> str:
 
 
 def is_object(text: str) -> bool:
-    """Return whether `text` is a JSON object. Unlike `read_object`, accept halves of surrogate pairs as escapes."""
+    """Return whether `text` is a JSON object. Unlike `read_object`, accepts halves of surrogate pairs as escapes."""
     try:
         value = json.loads(text)
         json.dumps(value, allow_nan=False)
@@ -93,7 +93,7 @@ StopStrings = Annotated[tuple[str, ...] | None, BeforeValidator(_stop_strings)]
 
 
 def check_counts(body: bytes) -> None:
-    """Refuse a body of very many values before anything is built: validation would hold the interpreter's lock."""
+    """Refuse a body with very many values before validation, which would hold the interpreter's lock."""
     try:
         check_json(body, _MAX_CONTAINERS, _MAX_VALUES)
     except ContractError as error:
@@ -101,7 +101,7 @@ def check_counts(body: bytes) -> None:
 
 
 def read(model: type[_B], body: bytes, harmless: Collection[str] = ()) -> _B:
-    """Parse a request's body. Of the fields unknown to `model`, only the `harmless` are ignored.
+    """Parse a request's body. Of the fields unknown to `model`, only those in `harmless` are ignored.
 
     Raises:
         ApiError: status 400; names the invalid field.
@@ -129,13 +129,13 @@ def read(model: type[_B], body: bytes, harmless: Collection[str] = ()) -> _B:
 def chat_tool(
     name: str, description: str | None, parameters: Mapping[str, Any] | None, strict: bool | None
 ) -> dict[str, Any]:
-    """Return a tool in the form of `ModelCall`. Missing fields are omitted, because templates print every field."""
+    """Return a tool in the format of `ModelCall`. Missing fields are omitted, because templates print every field."""
     function = {"name": name, "description": description, "parameters": parameters, "strict": strict}
     return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 
 
 def check_forced(tool_name: str | None, tools: Sequence[Mapping[str, Any]] | None) -> None:
-    """Refuse a `tool_choice` that requires a tool that the request does not have."""
+    """Refuse a `tool_choice` that requires a tool that the request does not offer."""
     names = [tool["function"]["name"] for tool in tools or ()]
     if not names:
         raise refused("tool_choice", "demands a tool call, yet there are no tools; send some or leave it out")
@@ -149,5 +149,5 @@ def openai_error(error: ApiError) -> dict[str, Any]:
 
 
 def event(name: str, data: Mapping[str, Any]) -> bytes:
-    """Return one server-sent event, in ASCII: some clients also end a line at U+2028."""
+    """Return one server-sent event, in ASCII because some clients also end a line at U+2028."""
     return f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()
