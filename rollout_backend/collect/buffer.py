@@ -1,14 +1,14 @@
-"""Receives announcements, lists the prefix when idle, and has the results of both fetched for their step.
+"""Receive announcements, list the prefix when idle, and fetch the results found either way for their step.
 
 Invariants:
 
-- A message is deleted only after its results were delivered, or if they can never be used; then within a second.
-- No message and no object can stop the receivers. Malformed ones are quarantined with the reason, and of the
-  exceptions over one of them only CredentialsExpired leaves this module.
-- An announcement gives access to this run's results only. A message about another run that shares the queue is left
-  to that run, until it was received 20 times.
+- A message is deleted, within a second, only once its results were delivered or can never be used.
+- No message or object can stop the receivers. Malformed ones are quarantined with the reason. The only exception
+  about a single message or object that leaves this module is CredentialsExpired.
+- An announcement gives access only to this run's results. A message for another run that shares the queue is left to
+  that run until it has been received 20 times.
 
-Steps `attach` and `detach`; the receivers run as long as the run.
+Steps `attach` and `detach`; the receivers run for the whole run.
 """
 
 import asyncio
@@ -46,21 +46,21 @@ from rollout_backend.retry import retry
 
 log = logging.getLogger(__name__)
 
-IDLE_INTERVALS = 3  # a step is listed after this many `collect.list_after_idle_s` even if announcements arrive
+IDLE_INTERVALS = 3  # even if announcements arrive, a step is listed after this many `collect.list_after_idle_s`
 
 _T = TypeVar("_T")
 
 _BACK_OFF = wait_exponential_jitter(multiplier=0.5, max=30)
-_LARGE_BATCH = 5  # of at most 10 messages: SQS often returns fewer than it has
-_RECEIVES = 20  # by then the run that a message is for has received it, or has ended
+_LARGE_BATCH = 5  # of at most 10 messages: SQS often returns fewer than it holds
+_RECEIVES = 20  # by then, the run that a message is for has received it or has ended
 
 
 class MessageStatus(Enum):
-    """What becomes of a message."""
+    """How to continue with a message."""
 
-    DONE = "done"  # it is deleted
-    UNKNOWN = "unknown"  # S3 did not answer, or has no such object yet: it is received again
-    OF_ANOTHER_RUN = "of another run"  # the run that shares the queue may receive it at once
+    DONE = "done"  # delete it
+    UNKNOWN = "unknown"  # S3 did not answer, or has no such object yet: receive it again
+    OF_ANOTHER_RUN = "of another run"  # release it: the run that shares the queue may receive it immediately
 
 
 class RolloutBuffer:
@@ -74,13 +74,13 @@ class RolloutBuffer:
         max_fetches: int,
         verify: Callable[[Rollout], None] | None = None,
     ) -> None:
-        """Make a buffer.
+        """Create a buffer.
 
         Args:
             run_id: The run whose results are collected.
-            store: Where results are read.
-            queue: Where announcements are received. None: results are found only by `sweep`.
-            max_fetches: How many objects are fetched at once.
+            store: The store from which results are read.
+            queue: The queue of announcements. None: results are found only by `sweep`.
+            max_fetches: Maximum number of concurrent fetches.
             verify: See `ResultDecoder`.
         """
         self._run_id = run_id
@@ -93,13 +93,13 @@ class RolloutBuffer:
         self.max_receives = _RECEIVES
         self._batches = max(1, 2 * max_fetches // 10)  # of 10 messages, so one waits for each that is being fetched
         self._sinks: dict[int, ResultSink] = {}
-        self._flooded: set[int] = set()  # steps whose listing is too long to finish
+        self._flooded: set[int] = set()  # steps with too many keys to list completely
         self._deleter = MessageDeleter(queue) if queue is not None else None
         self.refused = 0  # malformed messages, and messages that name objects outside this run
-        self.stale = 0  # announcements for steps that have ended or not begun
+        self.stale = 0  # announcements for steps that have ended or not started
         self.dangling = 0  # announcements of objects that do not exist (yet)
         self.queue_down = queue is None
-        self.last_announcement_at = 0.0  # seconds, by the event loop's clock
+        self.last_announcement_at = 0.0  # in seconds of the event loop's clock
 
     def attach(self, sink: ResultSink) -> None:
         assert sink.step not in self._sinks, f"step {sink.step} is being collected already"
@@ -111,13 +111,13 @@ class RolloutBuffer:
         self._flooded.discard(sink.step)
 
     def has_backlog(self) -> bool:
-        """Return whether results wait because as many as allowed are being fetched."""
+        """Return whether results are waiting because the maximum number of fetches is running."""
         return self._fetcher.is_busy
 
     # --- by announcement ----------------------------------------------------------------------------------
 
     async def run(self, receivers: int) -> None:
-        """Receive announcements until cancelled. Without a queue, only wait for the cancellation."""
+        """Receive announcements until cancelled. Without a queue, only wait to be cancelled."""
         if self._queue is None:
             await asyncio.Event().wait()
             return
@@ -133,14 +133,14 @@ class RolloutBuffer:
     async def _receive(
         self, queue: MessageQueue, room: asyncio.Semaphore, tasks: asyncio.TaskGroup, *, backlog: bool = False
     ) -> None:
-        """Receive batches for ever, or only while there is a backlog. Each batch holds `room` from before it is
+        """Receive batches forever, or only while there is a backlog. Each batch holds `room` from before it is
         received until it is handled.
 
-        A large batch shows a backlog: if there is room, one more receiver helps with it.
+        A large batch indicates a backlog: if there is room, another receiver helps with it.
         """
         while True:
             await room.acquire()
-            # Without an end: meanwhile results are found by listing.
+            # Retried without a limit, because listing finds the results in the meantime.
             messages = await retry(lambda: self._receive_once(queue), AWS_ERRORS, _BACK_OFF)
             batch = tasks.create_task(self.handle(queue, messages))
             batch.add_done_callback(lambda _: room.release())
@@ -193,7 +193,7 @@ class RolloutBuffer:
             log.warning("%d messages will be received again: %s", len(others), error)
 
     async def _keep_hidden(self, queue: MessageQueue, messages: list[Message]) -> None:
-        """Extend the messages' visibility timeout while they are handled, so that none is received again."""
+        """Extend the visibility timeout of messages that are being handled, so that none is received again."""
         while True:
             await asyncio.sleep(queue.visibility_s / 2)
             try:
@@ -230,8 +230,8 @@ class RolloutBuffer:
     def _is_trainer_object(self, item: Announcement) -> bool:
         """Return whether it names an object that a trainer wrote, such as a manifest, a quarantine record or a probe.
 
-        S3 notifies of these too. Quarantining such a message would write another object, which S3 announces again,
-        without an end.
+        S3 announces these too. Quarantining such a message would write another object, which S3 would announce again,
+        in an endless loop.
         """
         written = rf"{re.escape(self._store.config.prefix)}runs/(?:[^/]+/(?!steps/)|preflight/steps/probe-)."
         return item.bucket == self._store.config.bucket and bool(re.match(written, item.key))
@@ -255,9 +255,9 @@ class RolloutBuffer:
     # --- by listing ---------------------------------------------------------------------------------------
 
     async def sweep(self, sink: ResultSink) -> bool:
-        """List the step's prefix and fetch all wanted results. Return whether all of them could be read.
+        """List the step's prefix and fetch all wanted results. Return whether all of them were read.
 
-        If the listing is too long to finish, the results of unsettled rollouts are fetched by key instead.
+        If there are too many keys to list, the results of unsettled rollouts are fetched by key instead.
 
         Raises:
             StoreError: S3 did not list the prefix.
@@ -266,7 +266,7 @@ class RolloutBuffer:
         if found is None:
             return all(await asyncio.gather(*(self.fetch_by_key(sink, *each) for each in sink.pending())))
         complete = True
-        for failure_markers in (False, True):  # results first: they settle rollouts
+        for failure_markers in (False, True):  # results before failure markers, because they settle rollouts
             wanted = [
                 (key, name)
                 for key, name in found.items()
@@ -277,9 +277,9 @@ class RolloutBuffer:
         return complete
 
     async def list_when_idle(self, sink: ResultSink, config: CollectConfig) -> None:
-        """List the step's prefix until cancelled: once no announcement came for `list_after_idle_s`, and after three
-        times that in any case, for a lost announcement does not show in the traffic of others. Without a queue, list
-        every `list_interval_s`."""
+        """List the step's prefix until cancelled: after `list_after_idle_s` without an announcement, and after three
+        times that in any case, because other announcements can mask a lost one. Without a queue, list every
+        `list_interval_s`."""
         loop = asyncio.get_running_loop()
         listed_at = loop.time()
         while True:
@@ -289,7 +289,7 @@ class RolloutBuffer:
                 due = min(max(due, self.last_announcement_at + interval), listed_at + IDLE_INTERVALS * interval)
             wait = due - loop.time()
             if wait > 0:
-                await asyncio.sleep(min(wait, config.list_interval_s))  # the queue may go down meanwhile
+                await asyncio.sleep(min(wait, config.list_interval_s))  # the queue may fail in the meantime
                 continue
             try:
                 await self.sweep(sink)
@@ -324,7 +324,7 @@ class RolloutBuffer:
     async def fetch_by_key(self, sink: ResultSink, rollout_id: str, attempt: int) -> bool:
         """Fetch a rollout's result by key or, if there is none, this attempt's failure marker.
 
-        Return whether S3 answered, whether or not the objects exist.
+        Return whether S3 answered, regardless of whether the objects exist.
         """
         place = self._store.config.prefix, self._run_id, sink.step
         name = ResultName(sink.step, rollout_id, None)
@@ -335,7 +335,7 @@ class RolloutBuffer:
         return fetched is not FetchStatus.UNKNOWN
 
     async def fetch_written(self, step: int, rollout_id: str, attempt: int) -> None:
-        """Fetch what this trainer has written for a rollout, if its step is still collected."""
+        """Fetch what this trainer wrote for a rollout, if its step is still being collected."""
         sink = self._sinks.get(step)
         if sink is not None:
             await self.fetch_by_key(sink, rollout_id, attempt)
@@ -347,8 +347,8 @@ class RolloutBuffer:
 async def log_defects(what: str, work: Callable[[], Awaitable[_T]], failed: _T) -> _T:
     """Handle one message or object, and return `failed` if `work` raises.
 
-    A defect in this code is logged and retried later instead of ending the run. Expired credentials are raised,
-    because they concern all objects.
+    A defect in this code is logged and retried later instead of ending the run. CredentialsExpired is raised, because
+    it concerns all objects.
     """
     try:
         return await work()

@@ -1,8 +1,8 @@
-"""Decodes and validates result objects; large ones off the event loop.
+"""Decode and validate result objects, large ones off the event loop.
 
 Invariants:
 
-- Large results are decoded one at a time, so that several hostile ones together cannot exhaust the memory.
+- Large results are decoded one at a time, so that several hostile ones cannot exhaust the memory together.
 - A decoded result satisfies the contract, belongs to its key, and has a valid seal if it needs one. The fetcher
   checks its session, see `ResultSink.session_id`.
 """
@@ -23,7 +23,7 @@ class ResultDecoder:
     """Decodes the results of one run."""
 
     def __init__(self, run_id: str, max_bytes: int, verify: Callable[[Rollout], None] | None = None) -> None:
-        """`verify` raises ContractError for tokens that the gateway did not seal; see `core.seal`."""
+        """`verify` raises ContractError for tokens that the gateway did not seal. See `core.seal`."""
         self._run_id = run_id
         self._max_bytes = max_bytes
         self._verify = verify
@@ -33,14 +33,14 @@ class ResultDecoder:
         """Decode the result or failure marker that was stored under the key of `name`.
 
         Raises:
-            ContractError: names the invalid field.
+            ContractError: the object is invalid; names the field.
         """
         if unpacked_size(data) < _LARGE_BYTES:
-            with contextlib.suppress(ExpandedBeyondCap):  # a small object may hold large segments
+            with contextlib.suppress(ExpandedBeyondCap):  # a small object may contain large shared segments
                 return self._decode(data, name, min(_LARGE_BYTES, self._max_bytes))
         # A thread, not a process: the event loop waits for at most one call into C (28 ms of 81 ms for a compact
         # result of 9 MB), and a process would take as long to send the decoded result back. It goes from one result
-        # to the next by itself: if the loop had to start each, each would wait for the interpreter's lock first.
+        # to the next without the loop, because each hand-over would first wait for the interpreter's lock.
         return await asyncio.get_running_loop().run_in_executor(
             self._large, self._decode, data, name, self._max_bytes
         )

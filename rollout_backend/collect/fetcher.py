@@ -1,10 +1,10 @@
-"""Fetches results and failure markers from S3, validates them and delivers them to their step.
+"""Fetch results and failure markers from S3, validate them, and deliver them to their step.
 
 Invariants:
 
-- A key is fetched by one caller at a time, so a result is read and delivered once.
+- A key is fetched by one caller at a time, so each result is read and delivered once.
 - A result counts only if it names the session that the manifest assigns to its rollout and attempt. Only that
-  attempt's container knows the session id, so no container can write a result for another.
+  attempt's container knows the session id, so a container cannot write a result for another.
 - An invalid failure marker changes nothing: the rollout's result can still arrive. An invalid result occupies the
   rollout's only key permanently, so the rollout ends as `invalid_result` and is replaced.
 """
@@ -29,13 +29,13 @@ log = logging.getLogger(__name__)
 class FetchStatus(Enum):
     """The outcome of fetching one object from S3."""
 
-    HANDLED = "handled"  # delivered to the step, as a result or as invalid
+    HANDLED = "handled"  # delivered to the step, as a valid or invalid result
     ABSENT = "absent"  # S3 answered that the object does not exist
-    UNKNOWN = "unknown"  # S3 did not answer, or did not accept the quarantine record: retry later
+    UNKNOWN = "unknown"  # S3 did not answer, or did not store the quarantine record: retry later
 
 
 class KeyLocks:
-    """One lock for each key. An unused lock is dropped."""
+    """One lock per key. Unused locks are dropped."""
 
     def __init__(self) -> None:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -45,7 +45,7 @@ class KeyLocks:
 
 
 class ResultFetcher:
-    """Fetches the results of one run, up to `max_fetches` at once."""
+    """Fetches the results of one run, up to `max_fetches` concurrently."""
 
     def __init__(self, store: ObjectStore, decoder: ResultDecoder, quarantine: Quarantine, max_fetches: int) -> None:
         self._store = store
@@ -53,7 +53,7 @@ class ResultFetcher:
         self._quarantine = quarantine
         self._slots = asyncio.Semaphore(max_fetches)
         self._locks = KeyLocks()
-        self._refused_markers: dict[int, set[str]] = defaultdict(set)  # keys, by step
+        self._refused_markers: dict[int, set[str]] = defaultdict(set)  # keys of refused failure markers, by step
 
     @property
     def is_busy(self) -> bool:
@@ -72,7 +72,7 @@ class ResultFetcher:
     async def _fetch(self, sink: ResultSink, name: ResultName, key: str, announced_at: float | None) -> FetchStatus:
         loop = asyncio.get_running_loop()
         async with self._slots:
-            if not sink.is_wanted(name.rollout_id, name.attempt):  # it was delivered while this call waited
+            if not sink.is_wanted(name.rollout_id, name.attempt):  # delivered while this call waited
                 if announced_at is not None:
                     sink.record_duplicate(name.rollout_id)
                 return FetchStatus.HANDLED
@@ -97,7 +97,7 @@ class ResultFetcher:
     async def reject(
         self, sink: ResultSink, name: ResultName, key: str, error: ContractError, evidence: bytes
     ) -> FetchStatus:
-        """Quarantine an invalid object. A result settles its rollout, a failure marker is not fetched again."""
+        """Quarantine an invalid object. A result settles its rollout; a failure marker is not fetched again."""
         log.warning("%s is invalid: %s", key, error)
         if not await self._quarantine.record(key, error, evidence):
             return FetchStatus.UNKNOWN
@@ -108,12 +108,12 @@ class ResultFetcher:
         return FetchStatus.HANDLED
 
     def forget(self, step: int) -> None:
-        """Forget the refused failure markers of a step that is over."""
+        """Forget the refused failure markers of a step that has ended."""
         self._refused_markers.pop(step, None)
 
 
 def check_session(sink: ResultSink, rollout: Rollout) -> None:
-    """Raise ContractError unless this attempt's container wrote it: only that container knows the session id."""
+    """Raise ContractError unless this attempt's container wrote the result: only it knows the session id."""
     expected = sink.session_id(rollout.rollout_id, rollout.attempt)
     if rollout.session_id != expected:
         raise ContractError(

@@ -1,17 +1,17 @@
-"""Lists a step's results in S3, independently of announcements."""
+"""List a step's results in S3, independently of announcements."""
 
 from collections.abc import Callable
 
 from agent_wrapper.contract import ContractError, ResultName, parse_result_key, step_prefix
 from rollout_backend.collect.store import ObjectStore
 
-MAX_KEYS = 50_000  # per step, 50 calls to S3. Agents may write under the prefix, so a hostile one can flood it
+MAX_KEYS = 50_000  # per step, in 50 calls to S3. Agents may write under the prefix, so a hostile one can flood it
 
 
 async def inventory(
     store: ObjectStore, run_id: str, step: int, is_wanted: Callable[[str, int | None], bool]
 ) -> dict[str, ResultName] | None:
-    """Return the step's wanted results and failure markers by key, results first. None if there are too many keys.
+    """Return the step's wanted results and failure markers by key, results first; None if there are too many keys.
 
     Other keys are skipped.
 

@@ -1,8 +1,8 @@
-"""Stores the manifests of a run's steps in S3.
+"""Store the manifests of a run's steps in S3.
 
 Invariant: each write is conditional on the version that this manager last read or wrote, and carries the fencing
-token of its lease on the run (see `run_lease`). So neither a delayed write of this manager nor a manager that has
-lost the run can replace a newer state.
+token of its lease on the run (see `run_lease`). Neither a delayed write nor a manager that has lost the run can
+therefore replace a newer state.
 """
 
 from pydantic_core import from_json
@@ -23,14 +23,14 @@ class ManifestStore:
         self._run_id = run_id
         self._fencing_token = fencing_token
         self._owner = owner
-        self._etags: dict[int, str | None] = {}  # by step, as last read or written
+        self._etags: dict[int, str | None] = {}  # by step; None if the manifest did not exist
 
     async def read(self, step: int) -> Manifest | None:
-        """Return the step's manifest; None if the step was never begun.
+        """Return the step's manifest; None if the step never began.
 
         Raises:
-            ManifestError: the manifest is malformed or of another version.
-            RunHeld: another manager has taken over the run and wrote it.
+            ManifestError: the manifest is malformed or has another version.
+            RunHeld: another manager has taken over the run and written it.
             StoreError: S3 did not answer.
         """
         key = self._key(step)
@@ -40,7 +40,7 @@ class ManifestStore:
         except ResultMissing:
             self._etags[step] = None
             return None
-        except ValueError as error:  # a ContractError is one
+        except ValueError as error:  # includes ContractError
             field = error if isinstance(error, ContractError) else f"not JSON: {error}"
             raise ManifestError(
                 f"s3://{self._store.config.bucket}/{key} is not a manifest of this version ({field}): finish the run "
@@ -57,7 +57,7 @@ class ManifestStore:
         return manifest
 
     async def read_from(self, first: int) -> list[Manifest]:
-        """Return the manifests of this step and of all steps with larger numbers, in order. Raises as `read` does."""
+        """Return the manifests of this step and all later steps, in order. Raises as `read` does."""
         folder = self._key(0).rpartition("/")[0] + "/"
         names = [key.removeprefix(folder).removesuffix(".json") async for key in self._store.keys(folder)]
         numbers = sorted(int(name) for name in names if name.isdecimal())
@@ -68,8 +68,8 @@ class ManifestStore:
         """Replace the manifest that was last read or written.
 
         Raises:
-            ManifestError: it is too large to be read again.
-            WriteConflict: a former owner of the run has written since; read the manifest and plan again.
+            ManifestError: the manifest is too large to be read again.
+            WriteConflict: a former owner of the run has written it since; read the manifest and plan again.
             RunHeld: another manager has taken over the run and written.
             StoreError: S3 did not store it.
         """

@@ -1,4 +1,4 @@
-"""Deletes handled messages, several in one call: at a few results per second, each would be a call of its own.
+"""Delete handled messages in batches: at a few results per second, each message would otherwise need a separate call.
 
 A message that is not deleted, because SQS failed or this process was killed, is received again and counted as a
 duplicate.
@@ -12,7 +12,7 @@ from rollout_backend.collect.queue import AWS_ERRORS, Message, MessageQueue
 
 log = logging.getLogger(__name__)
 
-_TOGETHER = 10  # SQS's limit
+_TOGETHER = 10  # SQS's limit per call
 _WITHIN_S = 1.0
 _LAST_S = 5.0
 
@@ -22,13 +22,13 @@ class MessageDeleter:
 
     def __init__(self, queue: MessageQueue) -> None:
         self._queue = queue
-        self._within_s = min(_WITHIN_S, queue.visibility_s / 4)  # a handled message is not hidden again
+        self._within_s = min(_WITHIN_S, queue.visibility_s / 4)  # messages are no longer hidden once they are handled
         self._messages: list[Message] = []
         self._timer: asyncio.TimerHandle | None = None
         self._deleting: set[asyncio.Task[None]] = set()
 
     async def delete(self, messages: Sequence[Message]) -> None:
-        """Delete these messages: now, if a call is full, or soon."""
+        """Delete these messages: immediately if a batch is full, otherwise soon."""
         self._messages += messages
         if len(self._messages) >= _TOGETHER:
             await self._delete_all()
@@ -36,7 +36,7 @@ class MessageDeleter:
             self._timer = asyncio.get_running_loop().call_later(self._within_s, self._start)
 
     async def aclose(self) -> None:
-        """Delete the rest. A queue that does not answer is given up after some seconds."""
+        """Delete the remaining messages. Gives up after some seconds if the queue does not answer."""
         try:
             async with asyncio.timeout(_LAST_S):
                 await asyncio.gather(self._delete_all(), *self._deleting)

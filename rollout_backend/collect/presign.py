@@ -1,10 +1,10 @@
-"""Presigned URLs by which an agent's container writes one attempt's result without credentials, and by which the
+"""Presign the URLs with which an agent's container writes one attempt's result without credentials, and with which a
 verifier's container reads the artifacts.
 
-Invariants of the agent's, all checked by S3:
+Invariants of the agent's URLs, all enforced by S3:
 
-- A URL writes one object, under the key that it was signed for: the result, the failure marker, or the artifacts.
-- It replaces no object: `If-None-Match: *` is part of the signature.
+- A URL writes one object under the key for which it was signed: the result, the failure marker, or the artifacts.
+- It cannot replace an object: `If-None-Match: *` is part of the signature.
 - It expires with the attempt's session key.
 """
 
@@ -42,7 +42,7 @@ class Presigner:
     """Signs URLs with this process's credentials, which must allow the write. Signing makes no call to S3."""
 
     def __init__(self, storage: StorageConfig, where: AwsConfig, wall: Callable[[], float] = time.time) -> None:
-        aws.preload("s3")  # before the event loop has other work
+        aws.preload("s3")  # blocks, so it runs before the event loop has other work
         self._storage = storage
         self._where = where
         self._wall = wall
@@ -55,7 +55,7 @@ class Presigner:
         """Return the URLs of the attempt that these claims belong to. They expire with the claims.
 
         Raises:
-            NoCredentials: there are no credentials to sign them with, at this time.
+            NoCredentials: there are currently no credentials to sign with.
         """
         place = (self._storage.prefix, claims.run_id, claims.step, claims.rollout_id)
         seconds = max(1, round(claims.expires_at - self._wall()))
@@ -66,13 +66,13 @@ class Presigner:
         )
 
     async def artifacts_url(self, rollout: Rollout, seconds: float) -> str:
-        """Return a URL whose GET returns the artifacts of a result, for at most this time. Raises NoCredentials."""
+        """Return a URL for a GET of a result's artifacts, valid for at most this time. Raises NoCredentials."""
         place = self._storage.prefix, rollout.run_id, rollout.step, rollout.rollout_id, rollout.attempt
         return await self._url("get_object", round(seconds), Key=artifacts_key(*place))
 
     async def check(self, lasting_s: float) -> str:
-        """Write an object by a presigned URL, as an agent does, and remove it if that is allowed. Return a warning if
-        URLs that are signed now do not last for `lasting_s`.
+        """Write an object through a presigned URL, as an agent does, and remove it if that is allowed. Return a
+        warning if URLs signed now do not last for `lasting_s`.
 
         Raises:
             PreflightError: S3 refuses the URL.
@@ -84,7 +84,7 @@ class Presigner:
                 async with http.put(url, data=body, headers=put_headers(body)) as response:
                     status, said = response.status, await response.content.read(10_000)
                 async with http.delete(await self._url("delete_object", 60, Key=key)):
-                    pass  # without the permission the object stays
+                    pass  # without the permission, the object stays
             left_s = await self._credentials_last_s(lasting_s)
         except NoCredentials as error:
             raise PreflightError(f"storage.presigned: {error}") from error
@@ -123,8 +123,8 @@ class Presigner:
         return url
 
     async def _credentials_last_s(self, wanted_s: float) -> float:
-        """Return for how long the credentials last, and so the URLs that they sign. Those that do not last for
-        `wanted_s` are renewed first."""
+        """Return how long the credentials last, and so the URLs that they sign. Renew them first if they do not last
+        for `wanted_s`."""
         credentials = (await self._client()).credentials
         try:
             await credentials.get_frozen_credentials(lasting_s=wanted_s)
@@ -141,7 +141,7 @@ class Presigner:
                     region=self._where.region,
                     endpoint_url=self._where.endpoint_of("s3"),
                     signature_version="s3v4",  # older versions do not sign headers
-                    request_checksum_calculation="when_required",  # the body is unknown at this time
+                    request_checksum_calculation="when_required",  # the body is not known yet
                     s3={"addressing_style": style},
                 )
                 self._s3 = await self._stack.enter_async_context(made)

@@ -1,4 +1,4 @@
-"""Records unusable objects and messages of a run in S3, each with the reason."""
+"""Record unusable objects and messages of a run in S3, each with the reason."""
 
 import logging
 
@@ -17,7 +17,7 @@ class Quarantine:
         self._run_id = run_id
 
     async def record(self, what: str, error: ContractError, evidence: bytes) -> bool:
-        """Record an object or a message. Return False if S3 did not accept the record: retry later."""
+        """Record an object or message. Return False if S3 did not store the record: retry later."""
         try:
             await self._store.quarantine(self._run_id, what, str(error), evidence)
         except StoreError as failure:

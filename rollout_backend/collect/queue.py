@@ -1,11 +1,11 @@
-"""The SQS queue of announcements. An announcement is a hint that a result exists.
+"""Use the SQS queue of announcements. An announcement is a hint that a result exists.
 
 Announcements may arrive more than once, in any order, or never.
 
-A queue that is given by its URL is used unchanged. Otherwise a queue and a dead-letter queue are created for the run,
-and deleted at its end; a dead-letter queue with messages is kept as evidence. A restarted run uses the queues that
-exist, even if its settings would create them with other attributes. If SQS still blocks the name of a queue that was
-deleted less than a minute ago, creation waits.
+A queue given by its URL is used unchanged. Otherwise, a queue and a dead-letter queue are created for the run and
+deleted at its end; a dead-letter queue with messages is kept as evidence. A restarted run uses existing queues, even
+if its settings would create them with other attributes. If SQS still blocks the name of a queue that was deleted less
+than a minute ago, creation waits.
 """
 
 import asyncio
@@ -33,11 +33,11 @@ from rollout_backend.retry import retry
 
 log = logging.getLogger(__name__)
 
-_RECEIVES_PER_PAUSE_S = 4  # the pause after a message was given back grows by 1 s with every fourth receive
-_CONNECTIONS = 32  # besides those of the receivers: a backlog is received and deleted in parallel
+_RECEIVES_PER_PAUSE_S = 4  # the pause after a message is released grows by 1 s with every fourth receive
+_CONNECTIONS = 32  # besides the receivers' connections: a backlog is received and deleted concurrently
 _BATCH = 10  # SQS's limit for receive and delete
 _NAME_BLOCKED_S = 75.0  # SQS blocks a name for 60 s after the deletion
-_PAUSE_S = 5.0  # between two tries to create a queue
+_PAUSE_S = 5.0  # between two attempts to create a queue
 _EXISTS = ("QueueAlreadyExists", "QueueNameExists")  # error codes if the attributes differ
 _RETENTION_S = 14 * 24 * 3600  # SQS's maximum, because a run may be resumed days later
 AWS_ERRORS = aws.CALL_ERRORS
@@ -48,12 +48,12 @@ class Message:
     body: str
     receipt: str
     message_id: str
-    sent_at: float  # unix seconds, by SQS's clock
+    sent_at: float  # unix seconds by SQS's clock
     receive_count: int = 1  # including this one
 
 
 class MessageQueue(Protocol):
-    """How a run receives its announcements; see `AnnouncementQueue`."""
+    """How a run receives its announcements. See `AnnouncementQueue`."""
 
     @property
     def visibility_s(self) -> float: ...
@@ -71,7 +71,7 @@ class MessageQueue(Protocol):
 
 
 class AnnouncementQueue:
-    """A run's queue. Use `open` to make one."""
+    """A run's queue. Use `open` to create one."""
 
     def __init__(
         self, config: QueueConfig, url: str, dead_url: str | None, client: Any, stack: AsyncExitStack
@@ -94,7 +94,7 @@ class AnnouncementQueue:
 
     @classmethod
     async def open(cls, config: QueueConfig, aws_config: AwsConfig, name: str) -> Self:
-        """Open the queue that the settings name, or create queues of this name.
+        """Open the queue that the settings name, or create queues with this name.
 
         Raises:
             PreflightError: the queue does not exist, cannot be created, or refuses a call.
@@ -133,7 +133,7 @@ class AnnouncementQueue:
         return CheckResult("warning", "queue.url", f"{text}expires: add a RedrivePolicy")
 
     async def receive(self) -> list[Message]:
-        """Receive up to ten messages. Waits up to `queue.wait_s` for the first.
+        """Receive up to ten messages. Waits up to `queue.wait_s` for the first one.
 
         Raises one of AWS_ERRORS, or CredentialsExpired.
         """
@@ -155,7 +155,7 @@ class AnnouncementQueue:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other runs may use the queue too: this run has not created it."""
+        """Whether other runs may use the queue too, because this run did not create it."""
         return self.dead_url is None
 
     async def extend_visibility(self, messages: Sequence[Message]) -> None:
@@ -163,13 +163,13 @@ class AnnouncementQueue:
         await self._hide(messages, lambda message: self.visibility_s)
 
     async def release(self, messages: Sequence[Message]) -> None:
-        """Let another receiver have messages: at first at once, then after a pause. Raises one of AWS_ERRORS.
+        """Make messages visible to other receivers, first immediately, later after a pause. Raises one of AWS_ERRORS.
 
-        Of two runs, each receives the wrong message half of the time: a doubling pause would hide one message in ten
-        for half a minute.
+        With two runs, each receives the wrong message half of the time: a doubling pause would hide one message in
+        ten for half a minute.
         """
         if any(message.receive_count >= _RECEIVES_PER_PAUSE_S for message in messages):
-            # Emulators look for messages once per second: after whole seconds, the same run would always be first.
+            # Emulators look for messages once per second: after whole seconds, the same run would always come first.
             await asyncio.sleep(random.random())  # noqa: S311
         await self._hide(messages, lambda message: message.receive_count // _RECEIVES_PER_PAUSE_S)
 
@@ -184,7 +184,7 @@ class AnnouncementQueue:
     async def aclose(self, *, delete: bool = True) -> None:
         """Close the client and delete the queues that were created for the run.
 
-        Pass `delete=False` if another manager may own the queues. A queue that no longer exists is no error.
+        Pass `delete=False` if another manager may own the queues. A queue that no longer exists is not an error.
         """
         try:
             if delete and self.dead_url is not None:
@@ -210,7 +210,7 @@ def _messages(reply: Mapping[str, Any]) -> list[Message]:
 
 
 async def delete_queues(sqs: Any, url: str, dead_url: str) -> None:
-    """Delete a run's queue and its dead-letter queue, which stays if it holds messages. Failures are logged."""
+    """Delete a run's queue and its dead-letter queue, which is kept if it has messages. Failures are logged."""
     for queue in (url, dead_url):
         try:
             held = await _message_count(sqs, queue) if queue == dead_url else 0
@@ -229,9 +229,9 @@ async def _message_count(sqs: Any, url: str) -> int:
 
 
 def queue_name(storage: StorageConfig, run_id: str) -> str:
-    """Return the queue's name: at most 80 characters, SQS's limit, with room for the dead-letter queue's suffix.
+    """Return the queue's name, at most 80 characters (SQS's limit) including the dead-letter queue's suffix.
 
-    The name holds a digest of the run's place in S3: runs in two buckets may have the same id.
+    The name includes a digest of the run's location in S3, because runs in two buckets may have the same id.
     """
     place = f"s3://{storage.bucket}/{storage.prefix}runs/{run_id}"
     readable = re.sub(r"[^A-Za-z0-9_-]", "-", run_id)[:52]
@@ -254,8 +254,8 @@ async def check_queue(config: QueueConfig, aws_config: AwsConfig) -> CheckResult
 
 
 async def _probe(sqs: Any, url: str) -> Mapping[str, str]:
-    """Make the calls of a run without changing the queue: a message received here is visible again at once. Return
-    the queue's attributes."""
+    """Make the calls of a run without changing the queue: a received message is immediately visible again. Return the
+    queue's attributes."""
     reply = await sqs.get_queue_attributes(QueueUrl=url, AttributeNames=["QueueArn", "RedrivePolicy"])
     await sqs.receive_message(QueueUrl=url, MaxNumberOfMessages=1, WaitTimeSeconds=0, VisibilityTimeout=0)
     for call in (sqs.delete_message, functools.partial(sqs.change_message_visibility, VisibilityTimeout=0)):

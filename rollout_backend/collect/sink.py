@@ -1,4 +1,4 @@
-"""The interface of a step towards the buffer that collects its results."""
+"""Define how the buffer delivers results to a step."""
 
 from typing import Protocol
 
@@ -15,7 +15,7 @@ class ResultSink(Protocol):
         ...
 
     def record_duplicate(self, rollout_id: str) -> None:
-        """Count an announcement that is not wanted: settled already, never planned, or of an abandoned attempt."""
+        """Count an announcement that is not wanted: already settled, never planned, or from an abandoned attempt."""
         ...
 
     def on_result(
@@ -26,8 +26,8 @@ class ResultSink(Protocol):
         failure_marker: bool = False,
         fetch_s: float = 0.0,
     ) -> None:
-        """Accept a valid result or failure marker, which is `data` in its encoded form. `announced_at` is None if it
-        was found by listing. `fetch_s`: how long its fetch and validation took."""
+        """Accept a valid result or failure marker; `data` is its encoded form. `announced_at` is None if it was found
+        by listing. `fetch_s` is the time of its fetch and validation."""
         ...
 
     def on_invalid_result(self, rollout_id: str, error: ContractError) -> None:
@@ -39,5 +39,5 @@ class ResultSink(Protocol):
         ...
 
     def pending(self) -> list[tuple[str, int]]:
-        """Return the rollouts that are not settled, each with the number of its current attempt."""
+        """Return the unsettled rollouts, each with the number of its current attempt."""
         ...

@@ -1,4 +1,4 @@
-"""Reads, lists and writes a run's objects in S3, the source of truth, and quarantines unusable ones.
+"""Read, list and write a run's objects in S3, the source of truth, and quarantine unusable ones.
 
 Each call may also raise CredentialsExpired.
 """
@@ -29,10 +29,10 @@ from rollout_backend.errors import PreflightError, ResultMissing, StoreError, Wr
 # S3 answers 409 if another write of the key is in progress, and 404 if the key was deleted.
 _CONFLICTS = frozenset({"ConditionalRequestConflict", "NoSuchKey", "PreconditionFailed"})
 _EVIDENCE_BYTES = 4096
-_TRUNCATED = (aiohttp.ClientError, ConnectionError)  # errors while reading a body; botocore retries earlier ones
-_PAUSES_S = (0.1, 0.2)  # before an object whose body was truncated is read again
-_GET_S = 300.0  # limit for one object, so that an endless body does not block a fetch slot for ever
-# Largest objects by folder, other than results: what only trainers write, or what another cap bounds.
+_TRUNCATED = (aiohttp.ClientError, ConnectionError)  # errors while a body is read; botocore retries earlier errors
+_PAUSES_S = (0.1, 0.2)  # before an object with a truncated body is read again
+_GET_S = 300.0  # per object, so that an endless body does not block a fetch slot forever
+# Size limits by folder, except results: objects that only trainers write, or that another limit bounds.
 _MAX_BYTES = {
     **dict.fromkeys(("lease", "manifests", "scores", "task-blocklist"), MAX_OBJECT_BYTES),
     "artifacts": MAX_PACKED_ARTIFACT_BYTES,
@@ -50,7 +50,7 @@ class StoredObject:
 
 
 class ObjectStore(Protocol):
-    """What a run reads and writes in its bucket; see `ResultStore`."""
+    """What a run reads and writes in its bucket. See `ResultStore`."""
 
     @property
     def config(self) -> StorageConfig: ...
@@ -69,14 +69,14 @@ class ObjectStore(Protocol):
 
 
 class ResultStore:
-    """The bucket of a run. Use `open` to make one."""
+    """The bucket of a run. Use `open` to create one."""
 
     def __init__(self, config: StorageConfig, client: Any, stack: AsyncExitStack) -> None:
         self.config = config
         self._s3 = client
         self._get_object = client.repeated("get_object", Bucket=config.bucket)
         self.get_s = _GET_S
-        self._readable: str | None = None  # the last key that was read or written
+        self._readable: str | None = None  # the last key that could be read or written
         self._stack = stack
 
     @classmethod
@@ -94,9 +94,9 @@ class ResultStore:
     async def check(self, *, writes_results: bool = False) -> bool:
         """Make the calls that a run makes to the bucket: list it, write conditionally under the prefix, read back.
 
-        `writes_results`: write where results are, as a run does that translates the results of its agents.
+        `writes_results`: also write where results are, as a run does that translates its agents' results.
 
-        Return whether the object that this writes was removed; a run needs no permission for that.
+        Return whether the written object was removed, for which a run needs no permission.
 
         Raises:
             PreflightError: the bucket does not exist, a call is refused, or a write ignores its condition.
@@ -116,7 +116,7 @@ class ResultStore:
                         raise self._unsupported(condition, "ignores it")
             with self._explained("GetObject"):
                 async with (await self._s3.get_object(**place))["Body"]:
-                    pass  # a response is enough
+                    pass  # any response is enough
         finally:
             removed = await self._try_to_delete(place)
         return removed
@@ -129,7 +129,7 @@ class ResultStore:
         return True
 
     async def keeping(self) -> str:
-        """Describe for how long the bucket keeps objects: its versioning and its lifecycle.
+        """Describe how long the bucket keeps objects, from its versioning and lifecycle.
 
         Raises one of `aws.CALL_ERRORS`.
         """
@@ -147,7 +147,7 @@ class ResultStore:
         try:
             await self._s3.put_object(**place, Body=b"{}", ContentType="application/json", **condition)
         except ClientError as error:
-            if aws.status_of(error) in (409, 412):  # 409: another check is writing it now
+            if aws.status_of(error) in (409, 412):  # 409: another check is writing the probe at this moment
                 return False
             if aws.status_of(error) == 501 or aws.code_of(error) == "NotImplemented":
                 raise self._unsupported(condition, f"answers {aws.status_of(error)} to it") from error
@@ -187,8 +187,8 @@ class ResultStore:
 
         Raises:
             ResultMissing: the object does not exist.
-            ContractError: the object exceeds its cap (of a result, `storage.max_result_bytes`), or S3 refuses it
-                permanently.
+            ContractError: the object exceeds its size limit (`storage.max_result_bytes` for results), or S3 refuses
+                it permanently.
             StoreError: S3 did not answer.
         """
         body, headers = await self._read(key)
@@ -250,10 +250,10 @@ class ResultStore:
             return bool(await body.read())
 
     async def _read_once(self, key: str) -> tuple[bytes, Mapping[str, str]]:
-        """Read an object once. Raises ContractError if it exceeds the cap, or one of `aws.CALL_ERRORS`."""
+        """Read an object once. Raises ContractError if it exceeds its size limit, or one of `aws.CALL_ERRORS`."""
         reply = await self._get_object(Key=key)
         headers: Mapping[str, str] = reply["ResponseMetadata"]["HTTPHeaders"]
-        folder = key.removeprefix(self.config.prefix).split("/")[2:3]  # of runs/RUN/FOLDER
+        folder = key.removeprefix(self.config.prefix).split("/")[2:3]  # FOLDER of runs/RUN/FOLDER
         cap = _MAX_BYTES.get("".join(folder), self.config.max_result_bytes)
         return await self._body(reply["Body"], headers, cap), headers
 
@@ -287,8 +287,8 @@ class ResultStore:
     async def put_if_match(self, key: str, body: bytes, etag: str | None) -> str:
         """Write a small object if it still has this ETag or, with None, if it does not exist. Return its new ETag.
 
-        If a response is lost, the retry conflicts with the first write. On a conflict, the stored object is therefore
-        compared with `body`.
+        If a response is lost, the retry conflicts with the first write. The stored object is therefore compared with
+        `body` on a conflict.
 
         Raises:
             WriteConflict: the object has other content.
@@ -331,13 +331,13 @@ class ResultStore:
     async def quarantine(self, run_id: str, what: str, reason: str, evidence: bytes) -> str:
         """Store a record of an unusable object or message and return the record's key.
 
-        The key follows from the content, so a repeated record is stored once.
+        The key is derived from the content, so a repeated record is stored once.
 
         Args:
             run_id: The run.
             what: The object's key or the message's id.
             reason: Why it is unusable.
-            evidence: Its bytes, of which the first 4 KiB are kept.
+            evidence: Its content, of which the first 4 KiB are kept.
         """
         record = {
             "what": what,
