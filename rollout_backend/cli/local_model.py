@@ -26,8 +26,7 @@ async def local_model(
         PreflightError: the endpoint cannot serve rollouts.
     """
     if scripted:
-        from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
-        from rollout_backend.local.scripted_sums import ScriptedSums
+        from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine, ScriptedSums
 
         echo("a script answers instead of a model, and a third of its sums are wrong")
         with ScriptedEngine(ScriptedSums()) as script:

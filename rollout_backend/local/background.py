@@ -25,8 +25,7 @@ from rollout_backend.atomic_file import write_file
 from rollout_backend.child_process import last_lines
 from rollout_backend.errors import StartupError
 from rollout_backend.local.cloud import LocalRuntime, LocalStorage
-from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
-from rollout_backend.local.scripted_sums import ScriptedSums
+from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine, ScriptedSums
 
 STATE = "cloud.json"
 _LOG = "cloud.log"

@@ -8,7 +8,9 @@ each is `LOGPROB`.
 import asyncio
 import base64
 import functools
+import itertools
 import json
+import re
 import socket
 import threading
 import time
@@ -34,6 +36,7 @@ BYTE_MODEL = Path(__file__).with_name("byte_model")
 """A byte-level ChatML tokenizer: 259 tokens, no weights. With it, `context_length` counts bytes."""
 LOGPROB = -0.5
 _START_S = 10.0
+_SUM = re.compile(r"What is (\d+) \+ (\d+)\?")
 
 
 @dataclass(frozen=True)
@@ -408,3 +411,23 @@ def event(data: dict[str, Any]) -> bytes:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+class ScriptedSums:
+    """A script that answers a prompt's last sum. Some answers are wrong, so that rewards differ within a group.
+
+    It is wrong each third time that a prompt comes, by a phase that depends on the sum. Sums whose first number is 5
+    are always right. A prompt without a sum gets a fixed reply.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, itertools.count[int]] = {}
+
+    def __call__(self, prompt: str) -> str:
+        sums = _SUM.findall(prompt)
+        if not sums:
+            return "This reply is scripted."
+        a, b = map(int, sums[-1])
+        seen = next(self._counts.setdefault(prompt, itertools.count()))
+        is_right = a == 5 or (a + b + seen) % 3 > 0
+        return f"It is {a + b if is_right else a + b + 1}."

@@ -4,7 +4,7 @@ import json
 
 from builders import refused
 from rollout_backend.core.tasks import read_tasks
-from rollout_backend.local.scripted_sums import ScriptedSums
+from rollout_backend.local.scripted import ScriptedSums
 from stub_server import StubServer
 
 

@@ -10,8 +10,7 @@ import yaml
 from anyio.from_thread import start_blocking_portal
 
 from ministack import MiniStack
-from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
-from rollout_backend.local.scripted_sums import ScriptedSums
+from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine, ScriptedSums
 
 pytestmark = pytest.mark.slow
 

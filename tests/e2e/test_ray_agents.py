@@ -14,8 +14,7 @@ from ray_cluster import REMOVABLE, ray_machines
 from rollout_backend.config import load_config
 from rollout_backend.core.tasks import Task
 from rollout_backend.local.cloud import LocalStorage
-from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
-from rollout_backend.local.scripted_sums import ScriptedSums
+from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine, ScriptedSums
 from rollout_backend.manager import RolloutManager
 
 pytestmark = [pytest.mark.slow, pytest.mark.release, pytest.mark.timeout(900)]
