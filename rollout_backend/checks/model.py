@@ -35,6 +35,14 @@ def check_context(config: RolloutConfig) -> CheckResult:
     return CheckResult("ok", setting, f"{tokens:,} tokens of context")
 
 
+def check_parallel(model: ModelConfig, size: int, setting: str) -> Iterator[CheckResult]:
+    """Yield a problem if engines cannot divide the model's attention among `size` GPUs."""
+    heads = model.attention_heads
+    if heads and heads % size:
+        text = f"{size} does not divide the model's {heads} attention heads, so engines do not start: set a divisor"
+        yield CheckResult("problem", setting, text)
+
+
 def check_model(config: RolloutConfig) -> Iterator[CheckResult]:
     model, here = config.model, config.gateway.kind == "process"
     engines_here = config.serving.kind == "process"
@@ -51,6 +59,10 @@ def check_model(config: RolloutConfig) -> Iterator[CheckResult]:
         yield CheckResult("problem", "model.path", f"{folder} is no model folder: it has no config.json")
         return
     yield check_context(config)
+    serving = config.serving
+    if there and serving.kind in ("process", "ray"):
+        size = serving.tensor_parallel // serving.attention_data_parallel
+        yield from check_parallel(model, size, "serving.tensor_parallel")
     if there and model.routed_experts:
         yield check_experts(model)
     if there:

@@ -112,6 +112,15 @@ class ModelConfig(Section):
             return None
 
     @property
+    def attention_heads(self) -> int | None:
+        """Return the number of attention heads; None if the model's config.json does not say."""
+        with contextlib.suppress(ConfigError):
+            for section in _config_sections(self.folder / "config.json", ""):
+                if isinstance(heads := section.get("num_attention_heads"), int):
+                    return heads
+        return None
+
+    @property
     def expert_shape(self) -> ExpertShape | None:
         """Return the shape of the routing to record; None without `routed_experts`.
 

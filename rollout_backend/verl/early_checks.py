@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import importlib.util
 import logging
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from rollout_backend.checks import preflight
+from rollout_backend.checks.model import check_parallel
 from rollout_backend.config import RolloutConfig
+from rollout_backend.core.check_result import CheckResult, raise_problems
 from rollout_backend.errors import ConfigError
 from rollout_backend.rendering.image_positions import prepares_images
 from rollout_backend.serving.engine_commands import IMAGE_CACHE
@@ -28,6 +33,8 @@ logger = logging.getLogger(__name__)
 MANAGER = "rollout_backend.verl.CloudAgentLoopManager"
 _KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 _STREAMS = "actor_rollout_ref.rollout.engine_kwargs.sglang.incremental_streaming_output"
+_SHARED, _SHARED_BYTES = "/dev/shm", 1 << 30  # noqa: S108  # Docker gives containers 64 MiB
+_CHECKPOINT = 6  # bytes of a checkpoint per byte of a bfloat16 model: weights and Adam's two moments in float32
 _NO_SERVER_YET = ("127.0.0.1:1",)
 _checked: Any = None  # verl's settings that passed: sampler and datasets ask in turn
 _config: RolloutConfig | None = None  # what they mean
@@ -60,7 +67,9 @@ def check(section: Any) -> RolloutConfig | None:
     check_image_cache(root.actor_rollout_ref.actor, config, os.environ)
     with ThreadPoolExecutor(1) as thread:  # the caller's thread may already run an event loop
         found = thread.submit(asyncio.run, preflight.check_run(config, _batch(root), engines=False)).result()
-    for finding in found:
+    of_verl = [*check_engines(root, config), *check_machine(root, config)]
+    raise_problems(of_verl)
+    for finding in (*found, *of_verl):
         logger.log(logging.WARNING if finding.level == "warning" else logging.INFO, "%s", finding)
     set_streams(root)
     _checked, _config = root, config
@@ -104,6 +113,46 @@ def warn_if_late(root: Any) -> None:
         if rollout.get("name") == "sglang" and not streams
         else "",
     )
+
+
+def check_engines(root: Any, config: RolloutConfig) -> Iterator[CheckResult]:
+    """Yield what ends verl's servers when they start, after its workers have loaded the model."""
+    rollout, key = root.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    tokens, longest = config.model.context_tokens, config.model.longest_context
+    if longest is not None and tokens > longest:
+        yield CheckResult(
+            "problem",
+            f"{key}.max_model_len",
+            f"{tokens:,} (by default data.max_prompt_length + data.max_response_length) is above the model's "
+            f"{longest:,}, with which verl's servers do not start: lower it",
+        )
+    if int(rollout.get("data_parallel_size") or 1) == 1:
+        size = int(rollout.tensor_model_parallel_size)
+        yield from check_parallel(config.model, size, f"{key}.tensor_model_parallel_size")
+    if rollout.name in ("sglang", "vllm") and importlib.util.find_spec(rollout.name) is None:
+        text = f"{rollout.name} is not installed in the environment of this machine: verl's servers need it on theirs"
+        yield CheckResult("warning", f"{key}.name", text)
+
+
+def check_machine(
+    root: Any, config: RolloutConfig, usage: Callable[[Path], Any] = shutil.disk_usage
+) -> Iterator[CheckResult]:
+    """Yield what a training lacks on this machine. Others of the cluster can differ, so these are warnings."""
+    if Path(_SHARED).is_dir() and (size := usage(Path(_SHARED)).total) < _SHARED_BYTES:
+        text = f"{size >> 20} MiB are too few for Ray and NCCL: start the container with --shm-size=10g"
+        yield CheckResult("warning", _SHARED, text)
+    trainer = root.trainer
+    folder = Path(str(trainer.get("default_local_dir") or ".")).absolute()
+    weights = sum(file.stat().st_size for file in config.model.folder.glob("*.safetensors"))
+    if trainer.get("save_freq", -1) <= 0 or root.actor_rollout_ref.model.get("lora_rank"):
+        return
+    while not folder.exists():
+        folder = folder.parent
+    needed, free = _CHECKPOINT * weights // int(trainer.get("nnodes") or 1), usage(folder).free
+    if free < needed:
+        text = f"a checkpoint takes about {needed >> 30} GiB on this machine, where {free >> 30} GiB are free: name "
+        text += "a folder on another disk, and set trainer.max_actor_ckpt_to_keep"
+        yield CheckResult("warning", "trainer.default_local_dir", text)
 
 
 def check_image_cache(actor: Any, config: RolloutConfig, environ: Mapping[str, str]) -> None:

@@ -25,7 +25,7 @@ from rollout_backend.checks import token_capture
 from rollout_backend.checks.account import describe_credentials
 from rollout_backend.checks.examination import check_forced_formats, estimate_cost, examine
 from rollout_backend.checks.installation import check_engine_version, check_open_files, check_packages
-from rollout_backend.checks.model import check_context, check_tools
+from rollout_backend.checks.model import check_context, check_parallel, check_tools
 from rollout_backend.checks.preflight import check_run
 from rollout_backend.checks.public_address import _check_name, check_public_address
 from rollout_backend.config import AgentCoreConfig, RolloutConfig
@@ -516,6 +516,17 @@ def test_a_context_that_no_engine_takes(tmp_path, settings, scaling, level, word
     model = {"path": str(tmp_path), "context_length": settings.get("context_length")}
     found = check_context(run_config(model=model, sampling=sampling, serving={"kind": "process"}))
     assert (found.level, words in found.text) == (level, True), found
+
+
+def test_attention_heads_that_engines_cannot_divide(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"num_attention_heads": 12}}))
+    model = run_config(model={"path": str(tmp_path), "context_length": 4096}).model
+    found = [*check_parallel(model, 8, "serving.tensor_parallel")]
+    assert [str(each) for each in found] == [
+        "serving.tensor_parallel: 8 does not divide the model's 12 attention heads, so engines do not start: set a "
+        "divisor"
+    ]
+    assert [*check_parallel(model, 4, "serving.tensor_parallel")] == []
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,13 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 from rollout_backend.local.scripted import BYTE_MODEL
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "train_gpu"
-MODES = {"asynchronous.sh": "separate_async"}
+COLOCATED = (
+    "trainer.v1.trainer_mode=colocate_async",
+    "trainer.v1.colocate_async.num_warmup_batches=1",
+    "+trainer.v1.sampler.sampler_kwargs.max_staleness=2",
+)
+COMMANDS = [(file.name, ()) for file in sorted(SCRIPTS.glob("*.sh"))] + [("sync.sh", COLOCATED)]
+MODES = {("asynchronous.sh", ()): "separate_async", ("sync.sh", COLOCATED): "colocate_async"}
 
 
 class NeedsGpus(Exception):
@@ -53,7 +59,7 @@ def overrides(ready, tmp_path):
     python.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{print_arguments}' \"$@\"\n")
     python.chmod(0o755)
 
-    def of(script: str) -> list[str]:
+    def of(script: str, *more: str) -> list[str]:
         env = {
             "PATH": f"{python.parent}:{os.environ['PATH']}",
             "MODEL": str(model),
@@ -61,7 +67,7 @@ def overrides(ready, tmp_path):
             "TRAIN": str(ready.rows),
             "VAL": str(ready.rows),
         }
-        done = subprocess.run(["bash", SCRIPTS / script], env=env, capture_output=True, text=True, check=True)
+        done = subprocess.run(["bash", SCRIPTS / script, *more], env=env, capture_output=True, text=True, check=True)
         module, *given = json.loads(done.stdout)[1:]
         assert module == "verl.trainer.main_ppo"
         return given
@@ -70,12 +76,12 @@ def overrides(ready, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of verl and torch
-@pytest.mark.parametrize("script", sorted(file.name for file in SCRIPTS.glob("*.sh")))
-def test_verl_starts_until_it_needs_a_gpu(script, overrides, ready, monkeypatch):
+@pytest.mark.parametrize(("script", "more"), COMMANDS)
+def test_verl_starts_until_it_needs_a_gpu(script, more, overrides, ready, monkeypatch):
     for name, value in ready.cloud.environ.items():
         monkeypatch.setenv(name, value)
     with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides(script))
+        config = compose("ppo_trainer", overrides(script, *more))
     validate_config(config, need_reference_policy(config), need_critic(config))
     for section in ("actor", "rollout"):  # verl's workers make these: an unknown key fails there
         omega_conf_to_dataclass(config.actor_rollout_ref[section])
@@ -88,7 +94,7 @@ def test_verl_starts_until_it_needs_a_gpu(script, overrides, ready, monkeypatch)
 
     monkeypatch.setattr(ResourcePoolManager, "create_resource_pool", first_call_that_needs_gpus)
     mode = config.trainer.v1.trainer_mode
-    assert mode == MODES.get(script, "sync")
+    assert mode == MODES.get((script, more), "sync")
     trainer = get_trainer_cls(mode)(config=config)
     with pytest.raises(NeedsGpus):
         trainer.init()

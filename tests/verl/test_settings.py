@@ -2,6 +2,7 @@ import json
 import re
 import shlex
 import shutil
+import types
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -10,7 +11,12 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from rollout_backend.errors import ConfigError
-from rollout_backend.verl.early_checks import check_image_cache, set_streams
+from rollout_backend.verl.early_checks import (
+    check_engines,
+    check_image_cache,
+    check_machine,
+    set_streams,
+)
 from rollout_backend.verl.verl_settings import (
     max_staleness_of,
     resumes_steps,
@@ -342,3 +348,31 @@ def test_a_model_is_taken_from_where_verl_copies_it(tmp_path):
     config.actor_rollout_ref.model.path = str(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"model\.path=.*nowhere cannot be copied to this machine"):
         settings_of(config, ["a:1"])
+
+
+def test_what_verls_engines_would_refuse_is_found_before_they_start(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 1000, "num_attention_heads": 6}))
+    root = verl_config(tensor_model_parallel_size=4, name="vllm")
+    root.actor_rollout_ref.model.path = str(tmp_path)
+    found = {result.setting.rpartition(".")[2]: result for result in check_engines(root, settings_of(root, ["a:1"]))}
+    assert re.search("1,200 .* 1,000", found["max_model_len"].text)
+    assert "4 does not divide the model's 6" in found["tensor_model_parallel_size"].text
+    assert [result.level for result in found.values()] == ["problem", "problem", "warning"], "vLLM is not installed"
+    fits = verl_config(tensor_model_parallel_size=3, max_model_len=1000, name="sglang_cpu")
+    fits.actor_rollout_ref.model.path = str(tmp_path)
+    assert [*check_engines(fits, settings_of(fits, ["a:1"]))] == []
+
+
+def test_a_machine_without_room_for_a_training_is_warned_of(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    root = verl_config()
+    root.actor_rollout_ref.model.path = str(tmp_path)
+    root.trainer.update({"save_freq": 20, "default_local_dir": str(tmp_path / "checkpoints" / "run")})
+    settings = settings_of(root, ["a:1"])
+
+    def settings_with(total, free):
+        found = check_machine(root, settings, lambda folder: types.SimpleNamespace(total=total, free=free))
+        return [result.setting for result in found]
+
+    assert settings_with(64 << 20, 5999) == ["/dev/shm", "trainer.default_local_dir"]
+    assert settings_with(10 << 30, 6000) == []
