@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from agent_wrapper.contract import Sampling
 from rollout_backend.config import RolloutConfig
-from rollout_backend.core.harbor import fit_to_runtime
+from rollout_backend.core.harbor import describe_ignored, fit_to_runtime
 from rollout_backend.core.ledger import Phase
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.tasks import Task, check_private, check_unique, planned_rollouts
@@ -114,6 +114,7 @@ class RolloutManager:
         self._stack = AsyncExitStack()
         self._run: RunServices | None = None
         self._steps: dict[int, Step] = {}
+        self._said_ignored = False  # what the runtime does not provide
         self._next_step = 0
         self._collecting: set[asyncio.Task[StepResult]] = set()
         self._first_call: FirstCall | None = None
@@ -331,6 +332,9 @@ class RolloutManager:
         named = run.serving.named_adapter(adapter)
         check_private(wanted, self.config.scoring.enabled)
         wanted = fit_to_runtime(wanted, self.config.runtime)
+        if not self._said_ignored and (ignored := describe_ignored(wanted, self.config.runtime)):
+            self._said_ignored = True
+            log.warning("%s", ignored)
         ramp, _ = check_ramp(self.config, run.limits, planned_rollouts(wanted, self.config.group))
         log.info("%s", ramp)
         number = self._next_step if step is None else step

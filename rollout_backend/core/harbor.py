@@ -17,6 +17,7 @@ import logging
 import os
 import posixpath
 import re
+import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ from pydantic import Field
 from agent_wrapper.contract import ContractObject
 from agent_wrapper.shared.workspace import pack_folder
 from rollout_backend.config import AgentCoreConfig, RuntimeConfig, TaskImageConfig
+from rollout_backend.core.formats import count
 from rollout_backend.errors import ConfigError, TaskFileError
 
 CONTAINER_FIELD = "_container"
@@ -63,7 +65,7 @@ SUPPORTED_PREFIX = "harbor-supported:"
 """As `PREFIX`, but leaves out the tasks that cannot run."""
 VERIFIER = "rollout_backend.scoring.harbor:verify"
 """The value of scoring.function that runs a task's tests."""
-_AGENTCORE_MIB = 8192  # of each session
+_AGENTCORE_MIB, _AGENTCORE_CPUS = 8192, 2  # of each session
 _MAX_BYTES = 8 * 1024 * 1024  # of a task's archives: each rollout's invoke carries the environment
 _IMAGE = re.compile(r"[A-Za-z0-9][\w.:-]*(/[a-z0-9][a-z0-9._-]*)*(:[\w][\w.-]{0,127})?(@sha256:[a-f0-9]{64})?")
 _MEGABYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
@@ -78,6 +80,7 @@ _NOT_SUPPORTED = {
     "environment.tpu": "it needs TPUs",
     "environment.mcp_servers": "it needs MCP servers beside the agent",
     "environment.healthcheck": "it needs services beside the agent",
+    "environment.skills_dir": "it gives the agent skills",
     "agent.user": "it needs another user for the agent",
     "verifier.user": "it needs another user for the verifier",
     "verifier.environment": "it needs an image of its own for the verifier",
@@ -138,6 +141,20 @@ def fit_to_runtime(tasks: Iterable[Task], runtime: RuntimeConfig) -> tuple[Task,
     return tuple(fitting)
 
 
+def describe_ignored(tasks: Iterable[Task], runtime: RuntimeConfig) -> str:
+    """Return what Harbor tasks request and this runtime does not provide, with the numbers of tasks; empty if
+    nothing."""
+    if isinstance(runtime, TaskImageConfig):
+        return ""
+    provided = {"cpus": 0, "memory_mb": 0, "storage_mb": 0}
+    if isinstance(runtime, AgentCoreConfig):
+        provided |= {"cpus": _AGENTCORE_CPUS, "memory_mb": sys.maxsize if runtime.image else _AGENTCORE_MIB}
+    wanted = [(task.private or {}).get("harbor", {}).get("container", {}) for task in tasks]
+    found = {name: sum(each.get(name, 0) > most for each in wanted) for name, most in provided.items()}
+    fields = [f"environment.{name} of {count(number, 'task')}" for name, number in found.items() if number]
+    return f"runtime.kind={runtime.kind} does not provide {' and '.join(fields)}" if fields else ""
+
+
 def _fit(task: Task, runtime: RuntimeConfig) -> Task:
     assert task.private is not None
     harbor = task.private["harbor"]
@@ -183,17 +200,21 @@ def _in_container(task: Task, container: TaskContainer, workdir: str) -> Task:
 
 def _agentcore_container(task_id: str, wanted: Mapping[str, Any], runtime: AgentCoreConfig) -> TaskContainer | None:
     """Return the container of a task; None if it runs in the agent's image."""
-    image = wanted.get("image")
+    image, memory_mb = wanted.get("image"), wanted.get("memory_mb") or 0
     if runtime.task_image is not None and not (image and runtime.can_pull(image)):
         image = _image(task_id, runtime.task_image)
     if image is None and not wanted.get("env"):
+        if memory_mb > (runtime.min_memory_mib or _AGENTCORE_MIB):
+            raise ConfigError(
+                f"environment.memory_mb={memory_mb} in task.toml of the Harbor task {task_id!r}, which runs in the "
+                f"agent's image, is more than a session has: set runtime.min_memory_mib={memory_mb}"
+            )
         return None
     if image is None or not runtime.can_pull(image):
         raise ConfigError(
             f"the Harbor task {task_id!r} needs an image in ECR, and names {image or 'none'}: AgentCore pulls from "
             "ECR only. Add your agent to the task's image, push it there, and set runtime.task_image (docs/harbor.md)"
         )
-    memory_mb = wanted.get("memory_mb") or 0
     resources = {"memory": f"{memory_mb}Mi"} if memory_mb > _AGENTCORE_MIB else {}
     return TaskContainer(image=image, env=resolve_variables(wanted.get("env", {})), resources=resources)
 
@@ -332,10 +353,10 @@ def _refuse_unsupported(config: dict[str, Any]) -> None:
     environment = _table(config, "environment")
     if environment.get("os", "linux") != "linux":
         raise ValueError("environment.os in task.toml is not supported: it needs Windows")
-    if environment.get("allow_internet") is False or environment.get("network_mode", "public") != "public":
+    modes = {_table(config, name).get("network_mode", "public") for name in ("environment", "agent", "verifier")}
+    if environment.get("allow_internet") is False or modes != {"public"}:
         raise ValueError(
-            "environment.allow_internet or network_mode in task.toml is not supported: the agent's network is that "
-            "of its runtime"
+            "allow_internet or network_mode in task.toml is not supported: the agent's network is that of its runtime"
         )
 
 

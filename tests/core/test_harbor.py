@@ -1,12 +1,13 @@
 """Folders of Harbor tasks as task files."""
 
 import base64
+import re
 
 import pytest
 
 from agent_wrapper.shared.workspace import unpack_folder
 from rollout_backend.config import AgentCoreConfig, KubernetesConfig, ProcessConfig
-from rollout_backend.core.harbor import CONTAINER_FIELD, fit_to_runtime
+from rollout_backend.core.harbor import CONTAINER_FIELD, describe_ignored, fit_to_runtime
 from rollout_backend.core.tasks import Task, check_private, read_tasks
 from rollout_backend.errors import ConfigError, TaskFileError
 
@@ -73,6 +74,9 @@ def test_one_task_is_a_folder_of_tasks_too(make):
         ("[environment]\nenv = { KEY = '${NOT_SET_ANYWHERE}' }", r"\$NOT_SET_ANYWHERE, which is not set"),
         ("[agent]\ntimeout_sec = 0", "agent.timeout_sec is 0, not a number of seconds"),
         ("[environment]\nallow_internet = false", "the agent's network is that of its runtime"),
+        ("[agent]\nnetwork_mode = 'no-network'", "the agent's network is that of its runtime"),
+        ("[verifier]\nnetwork_mode = 'allowlist'", "the agent's network is that of its runtime"),
+        ("[environment]\nskills_dir = '/skills'", "environment.skills_dir in task.toml is not supported"),
         ("[environment]\nos = 'windows'", "needs Windows"),
         ("[verifier]\ntimeout_sec = 'long'", "verifier.timeout_sec is 'long'"),
         ("[verifier]\nenv = { KEY = '${NOT_SET_ANYWHERE}' }", r"\$NOT_SET_ANYWHERE, which is not set"),
@@ -279,6 +283,33 @@ def test_a_runtime_without_a_container_for_each_task_refuses_what_needs_one(make
     name = toml.partition(" ")[0]
     with pytest.raises(ConfigError, match=rf"environment.{name} .* of the Harbor task 'fix-sum' needs a container"):
         fit_to_runtime(read_tasks(make(toml=f"[environment]\n{toml}")), process)
+
+
+ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/agent-0123456789"
+
+
+@pytest.mark.parametrize(
+    ("runtime", "ignored"),
+    [
+        (ProcessConfig(command="run"), {"cpus": 2, "memory_mb": 2, "storage_mb": 1}),
+        (AgentCoreConfig(arn=ARN), {"cpus": 1, "memory_mb": 1, "storage_mb": 1}),
+        (agentcore(min_memory_mib=16384), {"cpus": 1, "storage_mb": 1}),
+        (kubernetes(), {}),
+    ],
+)
+def test_resources_that_a_runtime_does_not_provide_are_counted(make, runtime, ignored):
+    make("small", "[environment]\ncpus = 2\nmemory = '8G'")
+    tasks = read_tasks(make("large", "[environment]\ncpus = 4\nmemory = '16G'\nstorage = '20G'"))
+    fit_to_runtime(tasks, runtime)
+    said = describe_ignored(tasks, runtime)
+    assert {name: int(number) for name, number in re.findall(r"environment\.(\w+) of (\d)", said)} == ignored
+    assert describe_ignored([Task("t", {})], runtime) == ""
+
+
+def test_on_agentcore_more_memory_than_a_session_has_is_refused_with_the_setting(make):
+    tasks = read_tasks(make(toml="[environment]\nmemory = '16G'"))
+    with pytest.raises(ConfigError, match=r"memory_mb=16384 .* 'fix-sum', .* set runtime.min_memory_mib=16384"):
+        fit_to_runtime(tasks, agentcore())
 
 
 def test_a_run_without_the_verifier_is_refused(make):
