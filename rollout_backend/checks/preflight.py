@@ -20,7 +20,9 @@ from rollout_backend.collect.queue import check_queue
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import AgentCoreConfig, RolloutConfig, RuntimeConfig
 from rollout_backend.config.gateway import AUTO
-from rollout_backend.core.check_result import CheckResult, raise_problems
+from rollout_backend.core.check_result import CheckResult, Level, raise_problems
+from rollout_backend.core.harbor import describe_ignored, fit_to_runtime
+from rollout_backend.core.tasks import Task
 from rollout_backend.dispatch.ramp import check_ramp, startable_rollouts
 from rollout_backend.errors import ConfigError, PreflightError, RolloutBackendError
 from rollout_backend.runtimes.base import AgentRuntime
@@ -139,6 +141,23 @@ class Preflight:
         except ConfigError as error:
             return CheckResult("problem", setting, str(error))
         return CheckResult("ok" if all_finish else "warning", setting, text)
+
+
+async def check_tasks(
+    config: RolloutConfig, tasks: Sequence[Task], *, leave_out: bool
+) -> tuple[Sequence[Task], list[CheckResult]]:
+    """Return the tasks that the runtime can start, and what was found. A task that it cannot start is a problem, or
+    only a warning with `leave_out` if there are others."""
+    payloads = {task.task_id: task.payload for task in fit_to_runtime(tasks, config.runtime)}
+    refused, found = await runtime_class(config.runtime).check_tasks(config.run_runtime, payloads)
+    ignored = describe_ignored(tasks, config.runtime)
+    found = [*found, *([CheckResult("warning", "runtime.kind", ignored, "task-resources")] if ignored else [])]
+    level: Level = "warning" if leave_out and len(refused) < len(payloads) else "problem"
+    lines = [
+        CheckResult(level, "runtime.task_image", f"task {name!r} cannot run: {why}", f"task:{name}")
+        for name, why in refused.items()
+    ]
+    return [task for task in tasks if task.task_id not in refused], [*found, *lines]
 
 
 def _or_raise(answer: list[CheckResult] | BaseException) -> list[CheckResult]:

@@ -59,7 +59,7 @@ def doctor(
     Run it where the trainer will run. It prints one line for each finding, with what to do, the problems last, and
     exits with 2 if there is one. A run makes the quick ones of these checks first.
     """
-    from rollout_backend.core.harbor import fit_to_runtime
+    from rollout_backend.core.harbor import SUPPORTED_PREFIX
 
     with exit_codes():
         try:
@@ -71,12 +71,11 @@ def doctor(
                 raise
             print(json.dumps([each.fields() for each in _invalid_settings(error)], indent=1))
             raise typer.Exit(2) from None
-        wanted = (
-            None if tasks is None else fit_to_runtime(read_limited(tasks, limit, settings.runtime), settings.runtime)
-        )
+        wanted = None if tasks is None else read_limited(tasks, limit, settings.runtime)
         if services and engine:
             raise ConfigError("choose one of --services and --engine")
-        how = {"services": services, "engine": engine, "verbose": verbose, "as_json": as_json}
+        leave_out = str(tasks).startswith(SUPPORTED_PREFIX)
+        how = {"leave_out": leave_out, "services": services, "engine": engine, "verbose": verbose, "as_json": as_json}
         run_async(_examine(settings, wanted, agent, **how))
 
 
@@ -94,6 +93,7 @@ async def _examine(
     tasks: Sequence[Task] | None,
     agent: Path | None,
     *,
+    leave_out: bool,
     services: bool,
     engine: bool,
     verbose: bool,
@@ -101,11 +101,14 @@ async def _examine(
 ) -> int:
     from rollout_backend.checks.examination import examine
     from rollout_backend.checks.machine import check_agent
+    from rollout_backend.checks.preflight import check_tasks
     from rollout_backend.core.tasks import planned_rollouts
 
-    rollouts = None if tasks is None else planned_rollouts(tasks, config.group)
+    fitting, of_tasks = (None, []) if tasks is None else await check_tasks(config, tasks, leave_out=leave_out)
+    rollouts = planned_rollouts(fitting, config.group) if fitting else None
     findings = [check_agent(agent)] if agent is not None else []
     findings += await examine(config, rollouts, machine=not services, engine=engine)
+    findings += of_tasks
     if as_json:
         print(json.dumps([finding.fields() for finding in findings], indent=1))
     else:

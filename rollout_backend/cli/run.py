@@ -81,6 +81,8 @@ def run(
     Exit codes: 0, there is something to train on; 1, the run failed; 2, the input is invalid, and nothing was
     started; 3, there is nothing to train on, or fewer rollouts completed than --min-completed; 130, interrupted.
     """
+    from rollout_backend.core.harbor import SUPPORTED_PREFIX
+
     with exit_codes():
         output = run_output(quiet, verbose, as_json)
         if resume is not None:
@@ -100,7 +102,8 @@ def run(
         else:
             settings = load_settings(config, override or [], stack)
             wanted = read_limited(tasks, limit, settings.runtime)
-        run_async(collect_step(settings, wanted, output, min_completed=min_completed))
+        leave_out = str(tasks).startswith(SUPPORTED_PREFIX)
+        run_async(collect_step(settings, wanted, output, min_completed=min_completed, leave_out=leave_out))
 
 
 async def _run_on_local_storage(
@@ -175,15 +178,19 @@ async def collect_step(
     min_completed: int = 0,
     started_by: StartedBy = "run",
     agent: Mapping[str, str] | None = None,
+    leave_out: bool = False,
 ) -> int:
-    """Run one step, show its progress, and print its summary. Return the exit code.
+    """Run one step, show its progress, and print its summary. Return the exit code. With `leave_out`, tasks that the
+    runtime cannot start are left out.
 
     If the run is interrupted or fails after its start, print what is finished and how to resume.
 
     Raises:
         ConfigError: `min_completed` is more than the step plans.
+        PreflightError: the runtime cannot start some tasks; names each.
     """
-    from rollout_backend.core.harbor import fit_to_runtime
+    from rollout_backend.checks.preflight import check_tasks
+    from rollout_backend.core.check_result import raise_problems
     from rollout_backend.core.tasks import check_private, planned_rollouts
     from rollout_backend.manager import RolloutManager
     from rollout_backend.results.cost import Prices
@@ -193,7 +200,11 @@ async def collect_step(
     from rollout_backend.results.terminal.view import print_step
 
     check_private(tasks, config.scoring.enabled)
-    fit_to_runtime(tasks, config.runtime)
+    tasks, findings = await check_tasks(config, tasks, leave_out=leave_out)
+    raise_problems(findings)
+    for finding in findings:
+        if finding.level == "warning" and finding.name != "task-resources":  # which the manager says
+            output.status(str(finding))
     rollouts = planned_rollouts(tasks, config.group)
     if min_completed > rollouts:
         raise ConfigError(f"--min-completed={min_completed} is more than the {rollouts} rollouts that the run plans")

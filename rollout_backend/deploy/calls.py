@@ -48,6 +48,12 @@ DEPLOY = (
     Call("BatchGetBuilds", ("codebuild:BatchGetBuilds",), "waits for the end of the build", CODEBUILD),
     Call("StopBuild", ("codebuild:StopBuild",), "stops it, if it takes too long or you interrupt", CODEBUILD),
     Call("GetLogEvents", ("logs:GetLogEvents",), "reads the end of the log, if it fails", CODEBUILD),
+    Call(
+        "BatchGetImage",
+        ("ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer"),
+        "checks that the image is built for arm64",
+        CODEBUILD + LOCAL_IMAGE,
+    ),
     Call("ListAgentRuntimes", (f"{_AC}:ListAgentRuntimes",), "finds the runtime by its name"),
     Call(
         "CreateAgentRuntime",

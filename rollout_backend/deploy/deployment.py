@@ -111,7 +111,10 @@ class Deployment:
             security_groups=frozenset(security_groups),
         )
         async with control_client(target.region, target.runtime_endpoint_url) as client:
-            runtime = await RuntimeMaker(spec, client, _READY_S, tags={TAG: "deploy"}, on_status=echo).make()
+            maker = RuntimeMaker(
+                spec, client, _READY_S, tags={TAG: "deploy"}, ecr_url=target.endpoint_url, on_status=echo
+            )
+            runtime = await maker.make()
             if target.is_pinned:
                 await pin_endpoint(client, runtime, target.qualifier, _READY_S, echo)
         deployed = replace(target, arn=runtime.arn, in_network=bool(self.subnets))

@@ -92,6 +92,14 @@ class AgentRuntime(ABC):
         """Compare a run's limits with the account's quotas. `aws_endpoint_url` is that of AWS's other services."""
         return ()
 
+    @classmethod
+    async def check_tasks(
+        cls, config: Any, payloads: Mapping[str, Mapping[str, Any]]
+    ) -> tuple[Mapping[str, str], Sequence[CheckResult]]:
+        """Return why some tasks cannot start, by their ids, and what was found of the others. `payloads` has the
+        payload of each task. Nothing is created."""
+        return {}, ()
+
     @abstractmethod
     async def check(self, session_s: float = 0.0) -> Sequence[CheckResult] | None:
         """Check that calls can work and that sessions may last this many seconds. Return one result for each check,

@@ -26,11 +26,12 @@ from rollout_backend.checks.account import describe_credentials
 from rollout_backend.checks.examination import check_forced_formats, estimate_cost, examine
 from rollout_backend.checks.installation import check_engine_version, check_open_files, check_packages
 from rollout_backend.checks.model import check_context, check_parallel, check_tools
-from rollout_backend.checks.preflight import check_run
+from rollout_backend.checks.preflight import check_run, check_tasks
 from rollout_backend.checks.public_address import _check_name, check_public_address
 from rollout_backend.config import AgentCoreConfig, RolloutConfig
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.core.ledger import Ledger, PlannedRollout
+from rollout_backend.core.tasks import Task
 from rollout_backend.errors import PreflightError
 from rollout_backend.gateway.stats import EngineSample
 from rollout_backend.local.cloud import LocalStorage
@@ -42,9 +43,11 @@ from rollout_backend.serving.server_process import free_port
 from rollout_backend.testing.fault_proxy import Fault, FaultProxy, Rule
 from rollouts import make_rollout
 from stub_server import Request, StubServer
+from tests.emulators.ecr_emulator import REGISTRY, EcrEmulator
 from tests.emulators.iam_proxy import IamProxy
 
 ALL = {"Effect": "Allow", "Action": "*", "Resource": "*"}
+ROLE = "arn:aws:iam::000000000000:role/agent"
 ARN = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/agent-0123456789"
 
 
@@ -348,6 +351,26 @@ async def test_the_runs_own_address_is_of_no_use_to_agents_in_the_public_network
     }
     with pytest.raises(PreflightError, match=expected):
         await check_run(account.config(), machine=False)
+
+
+async def test_tasks_whose_images_agentcore_cannot_run_are_named_or_left_out(local_keys, repository):
+    images = {name: f"{REGISTRY}/tasks:{name}" for name in ("a", "b")}
+    tasks = [
+        Task(name, {}, private={"harbor": {"tests": "", "container": {"image": uri}}}) for name, uri in images.items()
+    ]
+    page = (repository / "docs" / "doctor.md").read_text()
+    async with EcrEmulator() as ecr:
+        runtime = {"kind": "agentcore", "image": images["a"], "role": ROLE, "endpoint_url": ecr.url}
+        config = run_config(runtime=runtime)
+        ecr.push(images["a"], "arm64")
+        ecr.push(images["b"], "amd64")
+        for leave_out, level in ((False, "problem"), (True, "warning")):
+            fitting, found = await check_tasks(config, tasks, leave_out=leave_out)
+            assert [task.task_id for task in fitting] == ["a"]
+            assert [(each.name, each.level) for each in found] == [("task-images", "ok"), ("task:b", level)]
+            assert all(f"`{each.name.partition(':')[0]}" in page for each in found)
+        fitting, found = await check_tasks(config, tasks[1:], leave_out=True)
+        assert ([*fitting], [each.level for each in found]) == ([], ["problem"]), "there is nothing else to run"
 
 
 async def test_every_line_is_there_whatever_the_others_found(account, repository):

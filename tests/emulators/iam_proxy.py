@@ -161,6 +161,8 @@ class IamProxy(HttpProxy):
             return self._simulate(body)
         if service == "servicequotas":
             return self._list_quotas(json.loads(body))
+        if service not in self.upstreams:
+            return _refusal(service, "UnknownEndpoint", f"there is no {service} here", 404)
         answer = await self._forward(self.upstreams[service], request, body)
         if service == "s3" and answer.status == 404 and request.method in ("GET", "HEAD"):
             bucket = Access("s3:ListBucket", f"arn:aws:s3:::{request.path.split('/')[1]}")
@@ -234,6 +236,12 @@ class IamProxy(HttpProxy):
                 return [Access(f"{service}:{request.headers['X-Amz-Target'].rpartition('.')[2]}", "*")]
             case "codebuild":
                 return self._codebuild(request.headers["X-Amz-Target"].rpartition(".")[2], json.loads(body))
+            case "ecr":
+                operation, name = (
+                    request.headers["X-Amz-Target"].rpartition(".")[2],
+                    json.loads(body)["repositoryName"],
+                )
+                return [Access(f"ecr:{operation}", f"arn:aws:ecr:{self._region}:{self._account}:repository/{name}")]
             case "logs":
                 asked = json.loads(body)
                 place = f"log-group:{asked['logGroupName']}:log-stream:{asked['logStreamName']}"

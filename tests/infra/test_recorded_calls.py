@@ -28,6 +28,7 @@ from rollout_backend.local.cloud import LocalRuntime
 from rollout_backend.local.control_plane import ControlLimits
 from rollout_backend.local.http_proxy import HttpProxy
 from tests.emulators.codebuild_emulator import CodeBuildEmulator
+from tests.emulators.ecr_emulator import EcrEmulator
 from tests.emulators.iam_proxy import IamProxy
 
 AGENT = """
@@ -129,9 +130,10 @@ async def test_deploy_and_down_make_the_calls_that_the_table_lists(storage, stac
         LocalRuntime(None, run_dir=tmp_path, env=env, control=control, images=images) as runtime,
         proxy,
         CodeBuildEmulator(proxy.url, environ=write_programs(tmp_path, "true"), role=BUILD_ROLE) as codebuild,
+        EcrEmulator() as ecr,
     ):
         proxy.upstreams |= {"bedrock-agentcore": runtime.endpoint_url, "cloudformation": cloudformation.url}
-        proxy.upstreams |= {"codebuild": codebuild.url, "logs": codebuild.url}
+        proxy.upstreams |= {"codebuild": codebuild.url, "logs": codebuild.url, "ecr": ecr.url}
         told: list[str] = []
         target = await read_stack("my-agent", endpoint_url=proxy.url)
         place: dict[str, Any] = {"endpoint_url": proxy.url, "runtime_endpoint_url": proxy.url}
@@ -161,6 +163,10 @@ async def test_deploy_and_down_make_the_calls_that_the_table_lists(storage, stac
         await asyncio.wait([deploying])  # it has stopped its build
         write_programs(tmp_path, "true")
         codebuild.projects["rollout_agent"]["timeoutInMinutes"] = 5
+        ecr.push(IMAGE, "amd64")
+        with pytest.raises(PreflightError, match=f"image {IMAGE} is built for amd64"):
+            await by_image.deploy({}, told.append)
+        ecr.push(IMAGE, "arm64")
         assert (await by_image.deploy({}, told.append)).arn == deployed.arn
         assert proxy.denied == []
         seen = {access.action for who, access in proxy.accesses if who == "deployer"}

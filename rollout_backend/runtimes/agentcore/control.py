@@ -5,6 +5,7 @@ Invariants:
 - within `ready_timeout_s`, `make` returns the ARN of a runtime whose endpoint serves the settings, or raises
   PreflightError, even if several processes call it concurrently;
 - a runtime that failed earlier is retried; a new failure is reported;
+- no runtime gets an image that ECR says is not built for its processors;
 - a runtime is deleted only if this backend created it and its creation failed.
 """
 
@@ -21,7 +22,16 @@ from botocore.exceptions import BotoCoreError, ClientError
 from rollout_backend import aws
 from rollout_backend.config import AgentCoreConfig
 from rollout_backend.errors import PreflightError
-from rollout_backend.runtimes.agentcore.provision import DEFINITION, TAG, Action, Plan, RuntimeSpec, plan
+from rollout_backend.runtimes.agentcore.architecture import ask_ecr, describe_unfit
+from rollout_backend.runtimes.agentcore.provision import (
+    DEFINITION,
+    TAG,
+    Action,
+    CodeArtifact,
+    Plan,
+    RuntimeSpec,
+    plan,
+)
 
 ENDPOINT = "DEFAULT"
 _PAGE = 100
@@ -80,14 +90,14 @@ async def make_runtime(config: AgentCoreConfig, on_status: Callable[[str], objec
         PreflightError: the runtime cannot be made; the message says what to change.
     """
     async with control_client(config.region, config.endpoint_url) as client:
-        maker = RuntimeMaker(RuntimeSpec.of(config), client, config.ready_timeout_s, on_status=on_status)
-        return (await maker.make()).arn
+        spec, url = RuntimeSpec.of(config), config.endpoint_url
+        return (await RuntimeMaker(spec, client, config.ready_timeout_s, ecr_url=url, on_status=on_status).make()).arn
 
 
 async def preview_runtime(config: AgentCoreConfig) -> str:
     """Describe what `make_runtime` would do. Raises PreflightError."""
     async with control_client(config.region, config.endpoint_url) as client:
-        return await RuntimeMaker(RuntimeSpec.of(config), client).preview()
+        return await RuntimeMaker(RuntimeSpec.of(config), client, ecr_url=config.endpoint_url).preview()
 
 
 class QuotaOfRuntimes(PreflightError):
@@ -115,19 +125,24 @@ class RuntimeMaker:
         ready_timeout_s: float = 600.0,
         *,
         tags: Mapping[str, str] = MADE_BY_RUN,
+        ecr_url: str | None = None,
         on_status: Callable[[str], object] = lambda text: None,
         find_id: Callable[[str], Awaitable[str | None]] | None = None,
     ) -> None:
-        """`find_id` returns the id of the runtime with a given name; the default lists all runtimes on each call."""
+        """`find_id` returns the id of the runtime with a given name; the default lists all runtimes on each call.
+        `ecr_url` is the endpoint of ECR if not AWS's."""
         self._wanted = wanted
         self._client = client
         self._ready_timeout_s = ready_timeout_s
         self._tags = tags
+        self._ecr_url = ecr_url
         self._on_status = on_status
         self._find_id = find_id
         self._id: str | None = None  # id of the runtime with that name, once it is known
         self._version = 0  # the version we made: GetAgentRuntime may still return an older one
         self._asked: list[Action] = []
+        self.created = False
+        """Whether `make` has created the runtime, with the tags."""
 
     async def preview(self) -> str:
         """Describe what `make` would do, without changing anything.
@@ -138,12 +153,15 @@ class RuntimeMaker:
         described = await self._find()
         found = plan(self._wanted, described)
         name = f"runtime {self._wanted.name}"
+        unknown = await self._check_image(found)
+        unknown = f"; whether it is built for arm64 is not known ({unknown})" if unknown else ""
         match found.action:
             case Action.CREATE:
-                return f"{name}: would be made from {self._wanted.image}"
+                return f"{name}: would be made from {self._wanted.image}{unknown}"
             case Action.REPLACE:
                 assert described is not None
-                return f"{name}: {described['status']}; would be deleted and made again from {self._wanted.image}"
+                text = f"{name}: {described['status']}; would be deleted and made again from {self._wanted.image}"
+                return text + unknown
             case Action.UPDATE:
                 return f"{name}: would be updated ({', '.join(found.differs) or 'its last update failed'})"
             case Action.LEAVE:
@@ -215,6 +233,7 @@ class RuntimeMaker:
     async def _act(self, action: Action, found: Plan, described: Mapping[str, Any] | None) -> bool:
         """Apply a change. Return False if another process is changing the runtime."""
         wanted = self._wanted
+        await self._check_image(found)
         try:
             match action:
                 case Action.CREATE:
@@ -223,6 +242,7 @@ class RuntimeMaker:
                         made = await self._client.create_agent_runtime(
                             agentRuntimeName=wanted.name, tags=self._tags, **wanted.definition()
                         )
+                    self.created = True
                 case Action.UPDATE:
                     assert described is not None
                     self._on_status(f"updating runtime {wanted.name} ({', '.join(found.differs)})")
@@ -239,6 +259,20 @@ class RuntimeMaker:
             return False
         self._id, self._version = str(made["agentRuntimeId"]), int(made["agentRuntimeVersion"])
         return True
+
+    async def _check_image(self, found: Plan) -> str:
+        """Return why the architecture of the image that a change would bring is not known; empty if it is.
+
+        Raises:
+            PreflightError: the image does not run there.
+        """
+        image, changes = self._wanted.image, found.action is Action.CREATE or "image" in found.differs
+        if not changes or isinstance(image, CodeArtifact) or self._wanted.capacity_provider is not None:
+            return ""
+        built = (await ask_ecr([image], endpoint_url=self._ecr_url))[image]
+        if built.is_unfit:
+            raise PreflightError(f"runtime {self._wanted.name}: {describe_unfit(image, built)}")
+        return built.unknown
 
     # --- what is there ------------------------------------------------------------------------------------
 

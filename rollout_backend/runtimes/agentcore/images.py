@@ -228,6 +228,7 @@ class ImageRuntimes:
                     self._client,
                     self._config.ready_timeout_s,
                     tags=tags,
+                    ecr_url=self._config.endpoint_url,
                     on_status=self._on_status,
                     find_id=self._id_of,
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from rollout_backend.aws import Permission
@@ -22,6 +23,9 @@ def needed_permissions(config: AgentCoreConfig) -> Sequence[Permission]:
         Permission(f"{_SERVICE}:GetAgentRuntimeEndpoint", (arn, endpoint), needed=own),
     ]
     found.append(Permission("servicequotas:ListServiceQuotas", ("*",), needed=False))
+    if config.image is not None and (repository := _repository(config)) is not None:
+        found.append(Permission("ecr:BatchGetImage", (repository,), needed=False))
+        found.append(Permission("ecr:GetDownloadUrlForLayer", (repository,), needed=False))
     if config.role is not None:
         passed = (("iam:PassedToService", f"{_SERVICE}.amazonaws.com"),)
         found += [
@@ -35,6 +39,16 @@ def needed_permissions(config: AgentCoreConfig) -> Sequence[Permission]:
             Permission("iam:PassRole", (config.role,), passed),
         ]
     return found
+
+
+def _repository(config: AgentCoreConfig) -> str | None:
+    """Return the ARN of the image's repository; None if it is public."""
+    registry, _, image = str(config.image).partition("/")
+    account, *_, region = registry.split(".")[:4]
+    if not account.isdigit():
+        return None
+    partition = str(config.role).split(":")[1]
+    return f"arn:{partition}:ecr:{region}:{account}:repository/{re.split('[:@]', image)[0]}"
 
 
 def _arn_to_be(config: AgentCoreConfig) -> str:

@@ -32,6 +32,7 @@ from rollout_backend.errors import (
     Throttled,
     WrongClock,
 )
+from rollout_backend.runtimes.agentcore.architecture import check_images, check_runtime
 from rollout_backend.runtimes.agentcore.control import ENDPOINT, control_client, make_runtime, preview_runtime
 from rollout_backend.runtimes.agentcore.images import ImageRuntimes, has_image, remove_unused
 from rollout_backend.runtimes.agentcore.permissions import needed_permissions
@@ -102,6 +103,15 @@ class AgentCoreRuntime(AgentRuntime):
             return [describe_unknown_quotas(limits, denied if aws.is_denied(error) else aws.reason(error))]
         return [describe_quotas(limits, quotas)]
 
+    @classmethod
+    async def check_tasks(
+        cls, config: AgentCoreConfig, payloads: Mapping[str, Mapping[str, Any]]
+    ) -> tuple[Mapping[str, str], Sequence[CheckResult]]:
+        images = {name: each[CONTAINER_FIELD]["image"] for name, each in payloads.items() if CONTAINER_FIELD in each}
+        if not images or config.image is None or config.capacity_provider is not None:
+            return {}, ()
+        return await check_images(images, config.endpoint_url)
+
     async def check(self, session_s: float = 0.0) -> Sequence[CheckResult]:
         """Describe the runtime and its endpoint, and try to stop a session. Without permission to describe them, only
         try the stop."""
@@ -118,6 +128,8 @@ class AgentCoreRuntime(AgentRuntime):
             f"runtime {self.arn}", "runtime.arn", "get_agent_runtime", agentRuntimeId=runtime_id, **pinned
         )
         defined = [*_check_definition(self.arn, self.described), *_check_lifetime(self.described, session_s)]
+        if self.described:
+            defined.append(await check_runtime(RuntimeSpec.read(self.described), self._config.endpoint_url))
         if self._images is not None:
             self._images.session_s = session_s or self._images.session_s
         return [found, endpoint, *defined, *await self._try_stop()]
@@ -290,7 +302,7 @@ class AgentCoreRuntime(AgentRuntime):
 def _check_definition(arn: str, described: Mapping[str, Any]) -> Iterator[CheckResult]:
     """Yield checks of a runtime's definition that its caller should know about."""
     if not described:
-        for name in ("runtime-mmdsv2", "runtime-platform"):
+        for name in ("runtime-mmdsv2", "runtime-platform", "runtime-architecture"):
             yield CheckResult("unchecked", "runtime.arn", "the runtime was not described", name)
         return
     required = (described.get("metadataConfiguration") or {}).get("requireMMDSV2")
