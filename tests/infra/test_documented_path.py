@@ -142,7 +142,7 @@ async def deploy(
                     "Queue": f"arn:aws:sqs:us-east-1:000000000000:{queue_url.rpartition('/')[2]}",
                     "Runtime": runtime.arn,
                     "AgentRole": runtime.role,
-                    "Repository": "arn:aws:ecr:us-east-1:000000000000:repository/agent",
+                    "Repository": "arn:aws:ecr:us-east-1:000000000000:repository/local/agent",
                 },
                 AgentName="local",
                 ImageUri=runtime.image,

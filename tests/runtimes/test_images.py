@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
+import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -16,20 +18,32 @@ from botocore.exceptions import ClientError
 
 from agent_servers import serve_emulator
 from bare_agent import BARE_AGENT
-from builders import eventually
+from builders import eventually, skip_to_end
 from rollout_backend.config import AgentCoreConfig
 from rollout_backend.core.harbor import CONTAINER_FIELD, TaskContainer, container_key
-from rollout_backend.errors import InvokeRejected, RuntimeNotReady, RuntimeUnavailable, Throttled
+from rollout_backend.errors import InvokeRejected, PreflightError, RuntimeNotReady, RuntimeUnavailable, Throttled
 from rollout_backend.local.agentcore_emulator import ROLE, AgentCoreEmulator
+from rollout_backend.runtimes.agentcore import images as images_module
 from rollout_backend.runtimes.agentcore.cleanup import session_stopper
 from rollout_backend.runtimes.agentcore.control import control_client, list_runtimes
-from rollout_backend.runtimes.agentcore.images import _classify, lease_of, remove_unused, spec_of
+from rollout_backend.runtimes.agentcore.images import (
+    LEASE,
+    MADE_BY,
+    TagReader,
+    _classify,
+    lease_of,
+    remove_unused,
+    spec_of,
+)
+from rollout_backend.runtimes.agentcore.provision import MARK, TAG
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
+from tests.emulators.ecr_emulator import EcrEmulator
 
 ECR = "000000000000.dkr.ecr.us-east-1.amazonaws.com"
 AGENT, ONE, TWO, THREE = (f"{ECR}/team/{name}:1" for name in ("agent", "one", "two", "three"))
 MISSING = f"{ECR}/team/missing:1"
 HOUR = 3600.0
+PROVIDER = "arn:aws:bedrock-agentcore:us-east-1:000000000000:capacity-provider/mine-0123456789"
 
 
 class Cloud:
@@ -72,7 +86,8 @@ class Run:
         self.runtime = runtime
         self.run_id = run_id
 
-    def task(self, image: str) -> dict[str, Any]:
+    @staticmethod
+    def task(image: str) -> dict[str, Any]:
         return {CONTAINER_FIELD: TaskContainer(image=image).model_dump(mode="json")}
 
     async def invoke(self, image: str, session_id: str = "") -> tuple[str, dict[str, Any]]:
@@ -160,6 +175,7 @@ async def test_a_runtime_that_another_run_leases_is_not_deleted(start):
         await two.use(TWO)
     assert await cloud.images() == [ONE]
     await one.runtime.aclose()  # gives its leases up
+    two.runtime._images._wall = lambda: time.time() + 1
     await two.use(TWO)
     assert await cloud.images() == [TWO]
 
@@ -215,17 +231,88 @@ async def test_one_runtime_makes_room_also_if_the_quota_is_freed_late(start):
     assert len(await cloud.images()) == 2
 
 
-async def test_a_lease_needs_no_permission_to_remove_those_that_ended(start):
+async def test_ended_leases_make_room_for_another_tag(start):
     cloud = await start()
     first, run = await cloud.run("a"), await cloud.run("b")
     await first.use(ONE)
-    run.runtime._images._wall = lambda: 4e9
-
-    async def deny(**fields: object) -> None:
-        raise refusal("AccessDeniedException", 403)
-
-    run.runtime._images._client.untag_resource = deny
+    (record,) = [each for each in cloud.emulator._control.runtimes.values() if LEASE + "a" in each.tags]
+    ended = {f"{LEASE}{i}": "1" for i in range(50 - len(record.tags))}
+    record.tags |= ended
     await run.use(ONE)
+    assert record.tags.keys() & ended.keys() == set()
+    assert {LEASE + "a", LEASE + "b"} <= record.tags.keys()
+
+
+@pytest.mark.parametrize("number", [20, pytest.param(300, marks=pytest.mark.slow)])
+async def test_the_tags_of_hundreds_of_runtimes_are_read_once_in_a_while(start, number):
+    cloud = await start(max_runtimes=number + 1)
+    run = await cloud.run("a")
+    images, now = run.runtime._images, 1e9
+    images._wall, images._tags = lambda: now, TagReader(images._client, 0.0)
+    arn = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/rollout_agent_{:012x}_00000000-0123456789".format
+    for i in range(number):
+        record = cloud.emulator._control.add(arn(i), {"description": MARK})
+        record.tags = {TAG: MADE_BY, f"{LEASE}other": "2e9"}
+    count = counted(images._client, "list_tags_for_resource")
+    for _ in range(3):
+        making = images._make_once(images._runtime_of(run.task(ONE)), "a")
+        with pytest.raises(RuntimeNotReady, match="in use"):
+            await making
+        assert count() == number
+    now += number
+    cloud.emulator._control.runtimes[arn(7)].tags = {TAG: MADE_BY}
+    await images._make_once(images._runtime_of(run.task(ONE)), "a")
+    assert count() == 2 * number + 1, "all of them, and the one again before its deletion"
+    assert arn(7) not in cloud.emulator._control.runtimes
+
+
+def counted(client: Any, name: str) -> Callable[[], int]:
+    """Count the calls of a client's method."""
+    call, calls = getattr(client, name), []
+
+    async def note(**fields: object) -> Any:
+        calls.append(fields)
+        return await call(**fields)
+
+    setattr(client, name, note)
+    return lambda: len(calls)
+
+
+async def test_tags_are_read_below_the_rate_of_the_control_plane():
+    times = []
+
+    class Client:
+        async def list_tags_for_resource(self, **_: str) -> dict[str, Any]:
+            times.append(asyncio.get_running_loop().time())
+            return {"tags": {}}
+
+    async def read_all() -> None:
+        reader = TagReader(Client(), 3.0)
+        await asyncio.gather(*(reader.read("arn") for _ in range(4)))
+
+    await skip_to_end(read_all(), 0.5)
+    assert all(after - before >= 3 for before, after in itertools.pairwise(times))
+
+
+async def test_a_fresh_runtime_has_its_lease_from_its_creation(start):
+    cloud = await start()
+    run = await cloud.run("a")
+    images = run.runtime._images
+    reads, writes = counted(images._client, "list_tags_for_resource"), counted(images._client, "tag_resource")
+    for image in (ONE, TWO, ONE):
+        await run.use(image)
+    assert (reads(), writes()) == (0, 0)
+
+
+async def test_without_the_guard_of_leases_a_runtime_in_use_would_be_deleted(start, monkeypatch):
+    cloud = await start(max_runtimes=2)
+    killed, other = await cloud.run("a"), await cloud.run("b")
+    await killed.runtime.wait_ready(killed.task(ONE), "a")  # it is killed now, and may be started again
+    with pytest.raises(RuntimeNotReady, match="in use"):
+        await other.use(TWO)
+    monkeypatch.setattr(images_module, "_is_leased", lambda *of: False)
+    await other.use(TWO)
+    assert await cloud.images() == [TWO]
 
 
 async def test_a_lease_ends_with_its_time(start):
@@ -263,6 +350,50 @@ async def test_an_image_without_a_runtime_fails_alone_with_the_reason_of_the_ser
         await run.use(MISSING)
     assert failed.making is not making
     await run.use(ONE)
+
+
+async def test_an_image_for_another_processor_is_refused_before_its_runtime_is_made(start):
+    cloud = await start()
+    async with EcrEmulator(cloud.url) as ecr:
+        ecr.push(ONE, "amd64")
+        ecr.push(TWO, "amd64", "arm64")
+        run = await cloud.run("a", endpoint_url=ecr.url)
+        with pytest.raises(
+            InvokeRejected, match=f"{ONE} is built for amd64, and AgentCore runs arm64 only"
+        ) as caught:
+            await run.use(ONE)
+        assert (caught.value.reason, caught.value.never_opened) == ("runtime_create_failed", True)
+        await run.runtime.stop(await run.use(TWO))
+        await run.use(THREE)  # which ECR does not find
+        assert await cloud.images() == [TWO, THREE]
+        assert ecr.calls["BatchGetImage"] == 4, "each image is asked for once, before its runtime is created"
+        await run.runtime.aclose()
+
+
+async def test_tasks_are_checked_before_anything_is_made(start):
+    cloud = await start()
+    async with EcrEmulator(cloud.url) as ecr:
+        ecr.push(ONE, "amd64")
+        ecr.push(TWO, "arm64")
+        ecr.push(AGENT, "amd64")
+        config = cloud.config(endpoint_url=ecr.url)
+        payloads = {name: Run.task(image) for name, image in (("a", ONE), ("b", TWO), ("c", THREE))}
+        refused, found = await AgentCoreRuntime.check_tasks(config, {**payloads, "plain": {}})
+        assert list(refused) == ["a"]
+        assert [(each.name, each.level) for each in found] == [
+            ("task-images-missing", "warning"),
+            ("task-images", "ok"),
+        ]
+        ecr.refused = {"BatchGetImage"}
+        refused, [unknown] = await AgentCoreRuntime.check_tasks(config, payloads)
+        assert (refused, unknown.level, "AccessDenied" in unknown.text) == ({}, "unchecked", True)
+        ecr.refused = set()
+        with pytest.raises(PreflightError, match=f"{AGENT} is built for amd64"):
+            await AgentCoreRuntime.preview(config)
+        on_instances = cloud.config(endpoint_url=ecr.url, capacity_provider=PROVIDER)
+        assert await AgentCoreRuntime.check_tasks(on_instances, payloads) == ({}, ())
+        assert "would be made" in str(await AgentCoreRuntime.preview(on_instances))
+    assert await cloud.images() == []
 
 
 async def test_a_container_that_cannot_be_started_fails_its_own_rollouts(start):

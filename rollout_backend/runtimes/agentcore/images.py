@@ -8,6 +8,8 @@ Invariants:
   the first session.
 - Only runtimes with this backend's tag are deleted: the least recently used one, when the quota of runtimes refuses
   another, and by the janitor those that a killed run has left and no other run leases.
+- Tags are read one after the other, below the rate that AgentCore grants to all users of an account together, and
+  again at the earliest after as many seconds as there are runtimes, except before a deletion.
 - A creation that failed ends the rollouts of its image, with the service's reason. What was refused or not answered
   is repeated until the deadline of the rollouts that wait for it. A runtime that was deleted is created again.
 """
@@ -65,6 +67,7 @@ _FREEING = 12  # creations after a deletion, over half a minute, before another 
 _SESSION_S = 3600.0  # until `session_s` is known
 _WAIT_S = 10.0  # of an invoke for its runtime; then the dispatcher repeats it
 _CLOSE_S = 60.0  # of giving up leases
+_TAGS_PAUSE_S = 0.25  # between two reads of tags
 
 
 @dataclasses.dataclass(eq=False)
@@ -94,6 +97,7 @@ class ImageRuntimes:
         client: Any,
         on_status: Callable[[str], object] = lambda text: None,
         wall: Callable[[], float] = time.time,
+        tags_pause_s: float = _TAGS_PAUSE_S,
     ) -> None:
         self.session_s = _SESSION_S  # how long a session can last
         self._config = config
@@ -108,6 +112,8 @@ class ImageRuntimes:
         self._listed: tuple[float, Mapping[str, str]] = (float("-inf"), {})  # when, and the ARNs by name
         self._evicting = asyncio.Lock()
         self._candidates: list[tuple[str, str]] = []  # name and ARN, the least recently used last
+        self._tags = TagReader(client, tags_pause_s)
+        self._seen: dict[str, tuple[float, Mapping[str, str]]] = {}  # when tags were read, in unix seconds, by ARN
 
     @contextmanager
     def hold(self, payload: Mapping[str, Any]) -> Iterator[None]:
@@ -219,7 +225,7 @@ class ImageRuntimes:
         return made
 
     async def _make(self, runtime: ImageRuntime, run_id: str) -> str:
-        spec, tags = runtime.spec, {TAG: MADE_BY, **self._lease_tags(run_id)}
+        spec, lease = runtime.spec, self._lease_tags(run_id)
         repeats: Iterator[float] = iter(())
         async with self._makers:
             while True:
@@ -227,14 +233,14 @@ class ImageRuntimes:
                     spec,
                     self._client,
                     self._config.ready_timeout_s,
-                    tags=tags,
+                    tags={TAG: MADE_BY, **lease},
                     ecr_url=self._config.endpoint_url,
                     on_status=self._on_status,
                     find_id=self._id_of,
                 )
                 try:
                     with _as_call_error(f"runtime {spec.name} for {spec.image}"):
-                        return (await maker.make()).arn
+                        made = await maker.make()
                 except InvokeRejected as error:
                     if error.reason == "runtime_create_failed":
                         runtime.failed = self._wall()
@@ -248,6 +254,10 @@ class ImageRuntimes:
                         raise RuntimeNotReady(
                             f"runtime {spec.name} for {spec.image}: {error}, and every runtime of an image is in use"
                         ) from error
+                else:
+                    if maker.created:
+                        runtime.leases[lease_of(run_id)] = float(lease[lease_of(run_id)])
+                    return made.arn
 
     async def _lease(self, runtime: ImageRuntime, arn: str, run_id: str) -> None:
         """Write until when the run may have sessions in the runtime, unless a tag that lasts long enough says so."""
@@ -257,20 +267,24 @@ class ImageRuntimes:
                 return
             tags = self._lease_tags(run_id)
             with _as_call_error(f"a lease of {arn}"):
-                if key not in runtime.leases:
-                    await self._untag_ended(arn)
                 try:
-                    await self._client.tag_resource(resourceArn=arn, tags=tags)
+                    await self._tag(arn, tags)
                 except self._client.exceptions.ResourceNotFoundException as error:
                     raise self.forget(arn) from error
             runtime.leases[key] = float(tags[key])
 
-    async def _untag_ended(self, arn: str) -> None:
-        """Remove leases that killed runs have left, if these credentials may: a resource has at most 50 tags."""
-        tags, now = await tags_of(self._client, arn), self._wall()
-        if ended := [key for key in tags if key.startswith(LEASE) and not _is_leased(tags, key, now)]:
-            with contextlib.suppress(ClientError):
-                await self._client.untag_resource(resourceArn=arn, tagKeys=ended)
+    async def _tag(self, arn: str, tags: Mapping[str, str]) -> None:
+        """Add tags. A runtime has at most 50: if AgentCore refuses more, remove leases that killed runs have left."""
+        try:
+            await self._client.tag_resource(resourceArn=arn, tags=tags)
+        except ClientError as error:
+            if aws.code_of(error) not in ("ServiceQuotaExceededException", "ValidationException"):
+                raise
+            found, now = await self._tags.read(arn), self._wall()
+            if not (ended := [key for key in found if key.startswith(LEASE) and not _is_leased(found, key, now)]):
+                raise
+            await self._client.untag_resource(resourceArn=arn, tagKeys=ended)
+            await self._client.tag_resource(resourceArn=arn, tags=tags)
 
     def _lease_tags(self, run_id: str) -> dict[str, str]:
         now = self._wall()
@@ -299,7 +313,7 @@ class ImageRuntimes:
                 self._candidates = self._candidates or await self._scan()
                 while self._candidates:
                     name, arn = self._candidates.pop()
-                    if self._is_unused(name, await tags_of(self._client, arn)):
+                    if not self._is_used(name) and self._is_unused(name, await self._read_tags(arn)):
                         self._known.pop(name, None)
                         self._on_status(f"deleting runtime {name}, to create another one within the quota")
                         if await delete_runtime(self._client, arn, self._config.ready_timeout_s):
@@ -308,12 +322,23 @@ class ImageRuntimes:
 
     async def _scan(self) -> list[tuple[str, str]]:
         """Return the unused runtimes, the least recently used last."""
-        found = []
-        for name, arn in (await self._arns()).items():
-            if not self._is_used(name) and self._is_unused(name, tags := await tags_of(self._client, arn)):
+        arns, found = await self._arns(), []
+        self._seen = {arn: self._seen[arn] for arn in arns.values() if arn in self._seen}
+        for name, arn in arns.items():
+            if self._is_used(name):
+                continue
+            read, tags = self._seen.get(arn, (float("-inf"), {}))
+            if self._wall() - read >= len(arns):
+                tags = await self._read_tags(arn)
+            if self._is_unused(name, tags):
                 known = self._known.get(name)
                 found.append((max(_number(tags.get(USED)), known.used if known else 0.0), name, arn))
         return [(name, arn) for _, name, arn in sorted(found, reverse=True)]
+
+    async def _read_tags(self, arn: str) -> Mapping[str, str]:
+        tags = await self._tags.read(arn)
+        self._seen[arn] = self._wall(), tags
+        return tags
 
     def _is_used(self, name: str) -> bool:
         """Return whether this process uses the runtime."""
@@ -376,14 +401,25 @@ async def _arns_by_name(client: Any) -> dict[str, str]:
     return {name: arn for name, arn in found if _NAME.fullmatch(name)}
 
 
-async def tags_of(client: Any, arn: str) -> Mapping[str, str]:
-    """Return a runtime's tags; none if it is gone, or if these credentials may not read them."""
-    try:
-        return dict((await client.list_tags_for_resource(resourceArn=arn))["tags"])
-    except ClientError as error:
-        if aws.is_denied(error) or aws.status_of(error) == 404:
-            return {}
-        raise
+class TagReader:
+    """Reads tags of runtimes, one after the other."""
+
+    def __init__(self, client: Any, pause_s: float = _TAGS_PAUSE_S) -> None:
+        self._client = client
+        self._pause_s = pause_s
+        self._turn = asyncio.Lock()
+
+    async def read(self, arn: str) -> Mapping[str, str]:
+        """Return a runtime's tags; none if it is gone, or if these credentials may not read them."""
+        async with self._turn:
+            try:
+                return dict((await self._client.list_tags_for_resource(resourceArn=arn))["tags"])
+            except ClientError as error:
+                if aws.is_denied(error) or aws.status_of(error) == 404:
+                    return {}
+                raise
+            finally:
+                await asyncio.sleep(self._pause_s)
 
 
 async def delete_runtime(client: Any, arn: str, timeout_s: float) -> bool:
@@ -458,7 +494,7 @@ async def _remove_unused(region: str, endpoint_url: str | None, own: str, is_dea
     async def remove(arn: str) -> bool:
         async with at_once:
             try:
-                tags = await tags_of(client, arn)
+                tags = await reader.read(arn)
                 if tags.get(TAG) != MADE_BY or own not in tags or not is_dead():
                     return False
                 await client.untag_resource(resourceArn=arn, tagKeys=[own])
@@ -470,6 +506,7 @@ async def _remove_unused(region: str, endpoint_url: str | None, own: str, is_dea
                 return False
 
     async with control_client(region, endpoint_url) as client:
+        reader = TagReader(client)
         removed = await asyncio.gather(*(remove(arn) for arn in (await _arns_by_name(client)).values()))
     log.info("deleted %d runtimes of images, which only the run of %s has used", sum(removed), own)
 
