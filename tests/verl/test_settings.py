@@ -14,6 +14,7 @@ from rollout_backend.errors import ConfigError
 from rollout_backend.verl.early_checks import (
     check_engines,
     check_image_cache,
+    check_image_rows,
     check_machine,
     set_streams,
 )
@@ -238,6 +239,24 @@ def test_an_image_encoder_is_not_trained_while_servers_keep_its_old_output(
     settings, actor = settings_of(config, ["a:1"]), OmegaConf.create({"freeze_vision_tower": frozen})
     with pytest.raises(ConfigError, match="SGLANG_VLM_CACHE_SIZE_MB") if refused else nullcontext():
         check_image_cache(actor, settings, environ)
+
+
+@pytest.mark.parametrize(
+    ("images", "correction", "refused"),
+    [
+        (16, {}, True),
+        (16, {"rollout_rs": "seq_mean_k3", "bypass_mode": True}, True),
+        (16, {"rollout_rs": "seq_mean_k3", "bypass_mode": False}, False),
+        (0, {}, False),
+    ],
+)
+def test_images_are_not_trained_if_no_row_is_rejected(tmp_path, images, correction, refused):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "Qwen2VLImageProcessor"}))
+    config = verl_config({**OWN, "gateway": {"max_images": images}})
+    config.actor_rollout_ref.model.path = str(tmp_path)
+    algorithm = OmegaConf.create({"rollout_correction": correction})
+    with pytest.raises(ConfigError, match="rollout_rs=seq_mean_k3") if refused else nullcontext():
+        check_image_rows(algorithm, settings_of(config, ["a:1"]))
 
 
 def test_an_old_verl_is_refused(monkeypatch):

@@ -116,12 +116,14 @@ async def test_a_vision_model_is_trained_on_the_images_that_it_saw(tmp_path: Pat
     tasks += [shown("small", "green", 100, 70), normal("blind")]
     model = make_seeing_model(tmp_path / "seeing")
     more = [f"actor_rollout_ref.model.path={model}", "data.max_prompt_length=160"]
+    more += [f"algorithm.rollout_correction.rollout_rs{name}" for name in ("=seq_mean_k3", "_threshold=0.01")]
     async with training(tmp_path, tasks, 2, *more, backend={"model": {"renderer": "qwen3-vl"}}) as run:
         await run.start()
-        assert await run.ends() == 0, run.verl.log_tail()
+        assert await run.ends(1500) == 0, run.verl.log_tail()
         for metrics in run.metrics():
             assert metrics["training/rollout_probs_diff_max"] < SAME, "training used other pixels or positions"
             assert metrics["actor/grad_norm"] > 0
+            assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == 0
         assert [run.versions(step) for step in (1, 2)] == [{"0"}, {"1"}]
         seen = [[len(s.images) for r in run.rollouts(step) for s in r.segments] for step in (1, 2)]
         assert [sorted(of_step) for of_step in seen] == [[1] * 12, [0] * 4 + [1] * 4]
