@@ -1,1 +1,1 @@
-"""Pure types and rules of a run, without I/O or a clock: tasks, ledger, policies, manifests, reports, keys."""
+"""Pure types and rules of a run, without I/O or clock: tasks, ledger, policies, manifests, reports, keys."""

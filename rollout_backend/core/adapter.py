@@ -1,4 +1,4 @@
-"""The LoRA adapter that a model call names, its newest version, and the labels of the tokens it sampled. Pure.
+"""The LoRA adapter that a model call names: its newest version, and the labels of the tokens it sampled. Pure.
 
 A token's label is its weight version: `3` for version 3 of the model's weights, `math@3` for version 3 of the adapter
 `math`.
@@ -12,20 +12,20 @@ _MARK = "@"
 
 @dataclass(frozen=True)
 class NamedAdapter:
-    """An adapter as a model call names it to an engine. `version` is None if the engine's operator replaces it in
-    place; then its tokens carry the weight version that the engine reports."""
+    """An adapter as a model call names it to an engine. `version` is None if the engine's operator replaces the
+    adapter in place; its tokens then carry the weight version that the engine reports."""
 
     name: str
     version: int | None = None
 
     @property
     def engine_name(self) -> str:
-        """The name that the engine knows. Each version has a separate one, so that engines never use the prefix cache
-        of an older version, and never sample with another version than the gateway records."""
+        """The engine's name of the adapter. Each version has a separate name, so that an engine never uses an older
+        version's prefix cache, nor samples with another version than the gateway records."""
         return self.name if self.version is None else f"{self.name}{_MARK}{self.version}"
 
     def label(self, reported: str) -> str:
-        """Return the label of tokens for which the engine reports this version of its weights."""
+        """Return the label of tokens for which the engine reports this weight version."""
         return f"{self.name}{_MARK}{reported}" if self.version is None else self.engine_name
 
 
@@ -43,7 +43,7 @@ class AdapterVersions:
         self._versions = dict(versions)
 
     def newest(self, name: str) -> NamedAdapter | None:
-        """Return the adapter as a call names it now; None without a name, for the model's own weights.
+        """Return the adapter as a call names it now; None without a name, which means the model's own weights.
 
         An adapter without a version was loaded by the engine's operator.
         """

@@ -1,4 +1,4 @@
-"""Errors that an agent's call may receive. Each dialect formats them for its API."""
+"""Errors that agents' calls may receive. Each dialect formats them for its API."""
 
 _TYPES = {
     401: "authentication_error",
@@ -8,7 +8,7 @@ _TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
 }
-_ADOPTION_S = 10  # engines take minutes to be ready, and clients have a number of tries
+_ADOPTION_S = 10  # engines take minutes to be ready, and clients make a limited number of retries
 
 
 NO_TOOL_PARSER = (
@@ -20,7 +20,7 @@ NO_TOOL_PARSER = (
 class ApiError(Exception):
     """A response other than 200. Errors are counted by `code`.
 
-    `retry_after_s` asks the client to retry. `permanent`, on a 5xx, asks it not to.
+    `retry_after_s` asks the client to retry; `permanent`, on a 5xx, asks it not to.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class ApiError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
-        if self.status in (401, 404):  # a stranger keeps no connection
+        if self.status in (401, 404):  # unauthenticated clients must not hold connections
             headers["Connection"] = "close"
-        # OpenAI's and Anthropic's clients go by it.
+        # OpenAI's and Anthropic's clients follow this header.
         return {**headers, "x-should-retry": "false"} if self.permanent else headers
 
 

@@ -11,14 +11,14 @@ Level = Literal["ok", "warning", "problem", "unchecked"]
 
 @dataclass(frozen=True)
 class CheckResult:
-    """A `problem` stops the run; what is `unchecked` could not be seen from here. `setting` is the one to change, and
-    `text` says what was found and what to do."""
+    """The result of a check. A `problem` stops the run; `unchecked` means that it could not be checked from here.
+    `setting` is the setting to change, and `text` says what was found and what to do."""
 
     level: Level
     setting: str
     text: str
     name: str = ""
-    """What was checked, by a name that does not change between versions. Empty: the name is `setting`."""
+    """What was checked, by a name that is stable across versions. If empty, the name is `setting`."""
 
     def __str__(self) -> str:
         return self.text if self.text.startswith(self.setting) else f"{self.setting}: {self.text}"

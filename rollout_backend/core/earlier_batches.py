@@ -1,19 +1,19 @@
-"""The step numbers of a trainer's batches, and the steps that a restarted asynchronous trainer resumes. Pure.
+"""Number a trainer's batches, and find the steps that a restarted asynchronous trainer resumes. Pure.
 
-A number follows from the trainer's global step, whether the batch validates, and its position among the batches of
+A number is derived from the trainer's global step, whether the batch validates, and its position among the batches of
 that kind in the global step: training refills lost groups, and asynchronous trainers take many batches.
 
-A synchronous trainer repeats its first batch after a restart. An asynchronous one does not: verl puts the prompts
-that its checkpoint holds as unfinished into one new batch, whichever batches they came from. It requests the later
-prompts again from the dataset, in batches that may be cut differently.
+A synchronous trainer repeats its first batch after a restart. An asynchronous one does not: verl puts all unfinished
+prompts of its checkpoint into one new batch, whichever batches they came from. It requests the later prompts again
+from the dataset, in batches with possibly different boundaries.
 
 Invariants:
 
-- A prompt that the checkpoint holds is assigned to the step that ran it. What that step finished for other prompts is
-  part of the checkpoint, or is trained already.
-- Another prompt is assigned to a step that was requested after the checkpoint and has a group of the same content.
-  Each such group is assigned once.
-- A step whose rollouts would be too old is not resumed. It is planned again, which closes its sessions.
+- A prompt in the checkpoint is assigned to the step that ran it. The results of that step for other prompts are in
+  the checkpoint or already trained.
+- Any other prompt is assigned to a step that was requested after the checkpoint and has a group with the same
+  content. Each such group is assigned once.
+- A step whose rollouts would be too old is not resumed but planned again, which closes its sessions.
 - A process begins each step once.
 """
 
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.staleness import AbandonedWeights
 
-POSITIONS = 500  # batches of one kind in a global step
+POSITIONS = 500  # maximum number of batches of one kind in a global step
 
 
 def batch_number(global_step: int, validate: bool, position: int) -> int:
@@ -34,17 +34,17 @@ def batch_number(global_step: int, validate: bool, position: int) -> int:
 
 
 def global_step_of(number: int) -> int:
-    """Return the trainer's global step of a batch by its step number."""
+    """Return the trainer's global step for the step number of a batch."""
     return number // (2 * POSITIONS)
 
 
 def validates(number: int) -> bool:
-    """Return whether the batch with this step number validates."""
+    """Return whether the batch with this step number is a validation batch."""
     return number // POSITIONS % 2 == 1
 
 
 def describe_batch(number: int) -> tuple[str, bool]:
-    """Return the name of a batch by its step number, and whether it validates."""
+    """Return the name of a batch, and whether it validates, from its step number."""
     kind, position = divmod(number, POSITIONS)
     global_step, validate = divmod(kind, 2)
     return f"{global_step}{' validation' if validate else ''}{f'.{position}' if position else ''}", bool(validate)
@@ -52,7 +52,7 @@ def describe_batch(number: int) -> tuple[str, bool]:
 
 @dataclass(frozen=True)
 class Origin:
-    """The step in which a prompt was run, and its task there. Stored in the prompt's tag in TransferQueue."""
+    """The step in which a prompt ran, and its task in that step. Stored in the prompt's tag in TransferQueue."""
 
     step: int
     task_id: str
@@ -68,10 +68,10 @@ class Origin:
 
 
 class EarlierBatches:
-    """The steps of killed trainers that this one may resume."""
+    """The steps of killed trainers that this trainer may resume."""
 
     def __init__(self, manifests: Iterable[Manifest], checkpoint: int, max_staleness: int | None) -> None:
-        """`manifests` are those of the training steps that were requested after step `checkpoint`."""
+        """`manifests` belong to the training steps that were requested after step `checkpoint`."""
         self._digests = {each.step: [task.digest for task in each.tasks] for each in manifests}
         self._max_staleness = max_staleness
         self._begun: set[int] = set()
@@ -80,11 +80,11 @@ class EarlierBatches:
 
     @property
     def steps(self) -> frozenset[int]:
-        """The numbers that no other batch may have."""
+        """The step numbers that no other batch may use."""
         return frozenset(self._digests)
 
     def requested_in(self, step: int) -> int:
-        """Return the global step that requested this step's groups, by the age of the weights that it began with."""
+        """Return the global step that requested this step's groups, with abandoned weights counted by their age."""
         return self.abandoned.equivalent(global_step_of(step) - 1) + 1
 
     def can_resume(self, step: int, global_step: int) -> bool:
@@ -92,7 +92,7 @@ class EarlierBatches:
         return self._max_staleness is None or global_step - self.requested_in(step) <= self._max_staleness
 
     def assign(self, prompts: Sequence[tuple[str, Origin | None]]) -> list[int | None]:
-        """Return the step of each prompt of a batch, which is given by digest and origin; None for a new one."""
+        """Return the step of each prompt in a batch, given as digest and origin; None for a new prompt."""
         unclaimed = {step: [*digests] for step, digests in sorted(self._digests.items()) if step not in self._begun}
         found: list[int | None] = []
         for digest, origin in prompts:

@@ -1,13 +1,13 @@
-"""Numbers as people read them, in terminals, reports and messages."""
+"""Format numbers for terminals, reports and messages."""
 
 
 def count(number: int, noun: str) -> str:
-    """Return a number with its noun, in the plural if need be."""
+    """Return a number with its noun, which is in the plural unless the number is 1."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def number(value: float | None) -> str:
-    """Return a number with three significant digits, or a whole one with thousands."""
+    """Return a number with three significant digits, or a whole number with thousands separators."""
     if value is None:
         return "–"  # noqa: RUF001
     if abs(value) >= 1e6:
@@ -30,7 +30,7 @@ def percent(value: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Return a duration in the largest unit of which it has two."""
+    """Return a duration in the largest unit that gives at least two."""
     if value is None:
         return "–"  # noqa: RUF001
     if value < 10:
@@ -46,5 +46,5 @@ def size(bytes_: int) -> str:
 
 
 def dollars(value: float) -> str:
-    """Return an amount with cents, or with two significant digits if it is less than ten cents."""
+    """Return an amount with cents, or with two significant digits below ten cents."""
     return f"${value:,.2f}" if value >= 0.1 or value == 0 else f"${value:.2g}" if value >= 0.0001 else "<$0.0001"

@@ -1,10 +1,10 @@
-"""Read Harbor tasks, folders with task.toml, instruction.md, environment/ and tests/, as rows of a task file.
+"""Read Harbor tasks (folders with task.toml, instruction.md, environment/ and tests/) as rows of a task file.
 
 Invariants:
 
-- tests/ is in the private part only, and solution/ is never read.
-- A field of task.toml that decides how the task must run, and that is not supported, is refused by name: here, or by
-  `fit_to_runtime` if a runtime does not support it.
+- tests/ is only in the private part, and solution/ is never read.
+- An unsupported field of task.toml that decides how the task must run is refused by name: here, or by
+  `fit_to_runtime` if the runtime does not support it.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from rollout_backend.core.formats import count
 from rollout_backend.errors import ConfigError, TaskFileError
 
 CONTAINER_FIELD = "_container"
-"""The field of a payload that holds the container, for a runtime that starts it."""
+"""Field of a payload with the container, for a runtime that starts it."""
 
 
 class TaskContainer(ContractObject):
-    """What a task's container is started with."""
+    """The settings of a task's container."""
 
     image: str
-    workdir: str | None = None  # None: the image's
+    workdir: str | None = None  # None: the image's own
     env: dict[str, str] = Field(default={})
     resources: dict[str, str] = Field(default={})
-    """Quantities of Kubernetes, reserved and enforced."""
+    """Kubernetes quantities, reserved and enforced."""
 
 
 def container_key(payload: Mapping[str, Any]) -> str:
@@ -60,13 +60,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PREFIX = "harbor:"
-"""Begins the name of a folder of Harbor tasks where the name of a task file is expected."""
+"""Prefix of the name of a folder of Harbor tasks, in place of a task file."""
 SUPPORTED_PREFIX = "harbor-supported:"
-"""As `PREFIX`, but leaves out the tasks that cannot run."""
+"""Like `PREFIX`, but leaves out tasks that cannot run."""
 VERIFIER = "rollout_backend.scoring.harbor:verify"
-"""The value of scoring.function that runs a task's tests."""
+"""Value of `scoring.function` that runs a task's tests."""
 _AGENTCORE_MIB, _AGENTCORE_CPUS = 8192, 2  # of each session
-_MAX_BYTES = 8 * 1024 * 1024  # of a task's archives: each rollout's invoke carries the environment
+_MAX_BYTES = 8 * 1024 * 1024  # size limit of a task's archives: each rollout's invoke carries the environment
 _IMAGE = re.compile(r"[A-Za-z0-9][\w.:-]*(/[a-z0-9][a-z0-9._-]*)*(:[\w][\w.-]{0,127})?(@sha256:[a-f0-9]{64})?")
 _MEGABYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 _NOT_IN_WORKSPACE = frozenset({"Dockerfile", ".dockerignore", "docker-compose.yaml", "docker-compose.yml"})
@@ -91,14 +91,14 @@ _NOT_SUPPORTED = {
 def read_harbor_tasks(
     folder: Path, only_supported: bool = False, runtime: RuntimeConfig | None = None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the tasks of a folder, or the one task that it is, as rows of a task file with their places.
+    """Yield the tasks of a folder, or of a single task's folder, as rows of a task file with their locations.
 
-    With `only_supported`, the tasks that cannot run, on `runtime` if it is given, are left out with a warning.
+    With `only_supported`, tasks that cannot run (on `runtime`, if given) are left out with a warning.
 
     Raises:
-        TaskFileError: there is none, or some cannot run; names each.
+        TaskFileError: there are no tasks, or some cannot run; names each.
     """
-    from rollout_backend.core.tasks import Task  # late: it imports this module
+    from rollout_backend.core.tasks import Task  # imported here, because it imports this module
 
     found = (
         [folder] if (folder / "task.toml").is_file() else sorted(each.parent for each in folder.glob("*/task.toml"))
@@ -125,10 +125,10 @@ def read_harbor_tasks(
 
 
 def fit_to_runtime(tasks: Iterable[Task], runtime: RuntimeConfig) -> tuple[Task, ...]:
-    """Return the tasks as this runtime runs them: if it can, each Harbor task in its own image.
+    """Return the tasks as this runtime runs them: each Harbor task in its own image, if the runtime can.
 
     Raises:
-        ConfigError: the runtime cannot run some tasks; names each, and what to do.
+        ConfigError: the runtime cannot run some tasks; names each and says what to do.
     """
     fitting, refused = [], []
     for task in tasks:
@@ -199,7 +199,7 @@ def _in_container(task: Task, container: TaskContainer, workdir: str) -> Task:
 
 
 def _agentcore_container(task_id: str, wanted: Mapping[str, Any], runtime: AgentCoreConfig) -> TaskContainer | None:
-    """Return the container of a task; None if it runs in the agent's image."""
+    """Return a task's container; None if the task runs in the agent's image."""
     image, memory_mb = wanted.get("image"), wanted.get("memory_mb") or 0
     if runtime.task_image is not None and not (image and runtime.can_pull(image)):
         image = _image(task_id, runtime.task_image)
@@ -236,7 +236,7 @@ def _image(task_id: str, template: str | None) -> str:
 
 
 def _resources(wanted: Mapping[str, Any]) -> dict[str, str]:
-    """Return the resources that task.toml names, as quantities of Kubernetes."""
+    """Return the resources in task.toml as Kubernetes quantities."""
     found = {}
     if (cpus := wanted.get("cpus")) is not None:
         found["cpu"] = f"{round(cpus * 1000)}m"
@@ -250,7 +250,7 @@ def resolve_variables(values: Mapping[str, str]) -> dict[str, str]:
     """Return environment variables with `${NAME}` and `${NAME:-DEFAULT}` replaced from this process's environment.
 
     Raises:
-        ValueError: one is not set and has no default; names it.
+        ValueError: a variable is not set and has no default; names it.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -278,7 +278,7 @@ def _row(folder: Path) -> dict[str, Any]:
     timeout_s = _seconds(verifier.get("timeout_sec", 600.0), "verifier.timeout_sec")
     agent_s = _table(config, "agent").get("timeout_sec")
     variables = _variables(verifier, "verifier")
-    resolve_variables(variables | _variables(environment, "environment"))  # fails now, before anything starts
+    resolve_variables(variables | _variables(environment, "environment"))  # fail now, before anything starts
     workdir = environment.get("workdir") or _workdir(folder / "environment" / "Dockerfile")
     if not (isinstance(workdir, str) and workdir.startswith("/")):
         raise ValueError(f"environment.workdir is {workdir!r}, not an absolute path")
@@ -299,7 +299,7 @@ def _row(folder: Path) -> dict[str, Any]:
 
 
 def _container(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what task.toml says about the task's container."""
+    """Return the fields of task.toml about the task's container."""
     cpus, image = environment.get("cpus"), environment.get("docker_image")
     if cpus is not None and not (isinstance(cpus, int | float) and 0 < cpus <= 1024):
         raise ValueError(f"environment.cpus is {cpus!r}, not a number of CPUs")
@@ -317,7 +317,7 @@ def _container(environment: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _megabytes(environment: Mapping[str, Any], name: str) -> int | None:
-    """Return memory_mb or storage_mb, or the older memory or storage, a text such as 2G."""
+    """Return memory_mb or storage_mb, or the older memory or storage, a string such as 2G."""
     value = environment.get(f"{name}_mb")
     if value is not None:
         if not (isinstance(value, int) and value > 0):
@@ -368,12 +368,12 @@ def _table(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _workdir(dockerfile: Path) -> str:
-    """Return the folder in which the task's image would run the agent: the last WORKDIR of its last stage, or /app.
+    """Return the folder in which the task's image would run the agent: the last WORKDIR of the last stage, or /app.
 
     Raises:
-        ValueError: it depends on the base image or on a build argument.
+        ValueError: the folder depends on the base image or on a build argument.
     """
-    stage = shared = _Stage()  # before the first FROM: the arguments of all stages
+    stage = shared = _Stage()  # before the first FROM: arguments of all stages
     stages: dict[str, _Stage] = {}
     for word, rest in _instructions(dockerfile.read_text() if dockerfile.is_file() else ""):
         if word == "FROM":
@@ -401,19 +401,19 @@ def _workdir(dockerfile: Path) -> str:
 
 @dataclasses.dataclass
 class _Stage:
-    """What a stage of a Dockerfile has set so far. A value of None is unknown."""
+    """Variables and WORKDIR in a stage of a Dockerfile so far. A value of None is unknown."""
 
     workdir: str | None = None
     env: dict[str, str | None] = dataclasses.field(default_factory=dict)
     args: dict[str, str | None] = dataclasses.field(default_factory=dict)
 
     def pairs(self, rest: str) -> list[tuple[str, str | None]]:
-        """Return the variables that an ENV or ARG sets."""
+        """Return the variables that an ENV or ARG instruction sets."""
         found = [each.partition("=") for each in _WORD.findall(rest)]
         return [(key, self.expand(value) if equals else None) for key, equals, value in found]
 
     def expand(self, text: str) -> str | None:
-        """Return a text without quotes, with its variables replaced; None if that is not possible."""
+        """Return a text without quotes and with its variables replaced; None if that is not possible."""
         known = {**self.args, **self.env}
 
         def value(match: re.Match[str]) -> str:
@@ -428,7 +428,7 @@ class _Stage:
 
 
 def _instructions(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the instructions of a Dockerfile, each in one line, without comments and here-documents."""
+    """Yield the instructions of a Dockerfile, each on one line, without comments and here-documents."""
     lines = iter([line for line in text.splitlines() if not line.lstrip().startswith("#")])
     for line in lines:
         while line.rstrip().endswith("\\"):

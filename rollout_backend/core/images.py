@@ -1,6 +1,6 @@
-"""Validate images that agents send, and replace them in messages by the SHA-256 of their bytes.
+"""Validate images sent by agents, and replace them in messages by the SHA-256 of their bytes.
 
-Invariant: an image's bytes are part of the request. Nothing here opens a path or a URL.
+Invariant: an image's bytes are part of the request. This module opens no path or URL.
 """
 
 import base64
@@ -18,23 +18,23 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _MEDIA_TYPES = {
     "PNG": "image/png",
     "JPEG": "image/jpeg",
-    "MPO": "image/jpeg",  # a camera's, with more pictures behind it
+    "MPO": "image/jpeg",  # from cameras, with further pictures after the first
     "WEBP": "image/webp",
     "GIF": "image/gif",
 }
 _NAME = "sha256:"
-_MIN_SIDE = 4  # image processors take a side of 1 or 3 for that of the colours
+_MIN_SIDE = 4  # image processors mistake a side of 1 or 3 for the colour channels
 
 
 @dataclass(frozen=True)
 class ImageLimits:
     per_request: int
-    pixels: int  # of one image
+    pixels: int  # maximum per image
 
 
 @dataclass(frozen=True)
 class Image:
-    """One image. Its size is read from its header. Only the first frame of an animated image counts."""
+    """An image. Its size is read from its header. For an animated image, only the first frame counts."""
 
     data: bytes = field(repr=False)
     sha256: str
@@ -44,7 +44,7 @@ class Image:
 
     @property
     def part(self) -> dict[str, Any]:
-        """Return the content part that represents the image in a message, in the format of OpenAI's chat API."""
+        """Return the content part for a message, in the format of OpenAI's chat API."""
         return {"type": "image_url", "image_url": {"url": _NAME + self.sha256}}
 
     @property
@@ -54,7 +54,7 @@ class Image:
 
 @dataclass(frozen=True)
 class PlacedImage:
-    """An image and the prompt tokens `[start, end)` that represent it."""
+    """An image, and the prompt tokens `[start, end)` that represent it."""
 
     start: int
     end: int
@@ -76,7 +76,7 @@ def read_image(data: bytes, max_pixels: int) -> Image:
             (width, height), kind = opened.size, opened.format
     except (pillow.DecompressionBombError, pillow.DecompressionBombWarning):
         raise ValueError(f"has more than {max_pixels} pixels; send a smaller one") from None
-    except Exception:  # Pillow's readers raise what their formats make them
+    except Exception:  # Pillow's readers raise various exceptions, depending on the format
         raise ValueError("is no PNG, JPEG, WebP or GIF that can be read") from None
     if width * height > max_pixels:
         raise ValueError(f"has {width} x {height} pixels, more than {max_pixels} in all; send a smaller one")
@@ -100,7 +100,7 @@ def check_pixels(image: Image) -> None:
 
 
 def image_names(messages: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the SHA-256 of each image in the messages, in order, with repetitions."""
+    """Return the SHA-256 of each image in the messages, in order and with repetitions."""
     return [
         part["image_url"]["url"].removeprefix(_NAME)
         for message in messages
@@ -111,7 +111,7 @@ def image_names(messages: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def message_content(pieces: Iterable[str | Image]) -> str | list[dict[str, Any]]:
-    """Return a message's content: one string, or a list of parts if it has an image. Adjacent texts are joined."""
+    """Return a message's content: a string, or a list of parts if it has images. Adjacent texts are joined."""
     parts: list[dict[str, Any]] = []
     for piece in pieces:
         if isinstance(piece, Image):

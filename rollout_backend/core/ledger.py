@@ -1,10 +1,10 @@
-"""The accounts of one step: the state of each rollout and of each session. Pure: no I/O, and the caller's clock.
+"""Account for one step: the state of each rollout and of each session. Pure: no I/O, and the caller's clock.
 
 Invariants, checked by `reconcile`:
 
 - planned = completed + agent_error + infra_error + timed_out + cancelled, each rollout in exactly one class;
-- only the first settlement of a rollout counts: later results are counted as duplicate or late, and change nothing;
-- each opened session is closed, or listed as one that could not be closed.
+- only the first settlement of a rollout counts: later results are counted as duplicate or late and have no effect;
+- each opened session is closed, or listed as unclosed.
 """
 
 from collections import Counter
@@ -17,20 +17,20 @@ from rollout_backend.core.policy import GroupState
 from rollout_backend.core.reasons import SCORER_FAILED
 from rollout_backend.errors import LedgerError
 
-CONTAINER_LOST = "container_lost"  # why an agent whose heartbeats stopped is lost
-TERMINATED = "terminated"  # why an agent whose container was stopped by the runtime is lost
-NO_RESULT = "no_result"  # why an agent that was never heard of again is timed out
-STORE_UNAVAILABLE = "store_unavailable"  # out of time, and S3 could not be asked whether the result is there
+CONTAINER_LOST = "container_lost"  # reason of a lost agent whose heartbeats stopped
+TERMINATED = "terminated"  # reason of a lost agent whose container the runtime stopped
+NO_RESULT = "no_result"  # reason of a timed-out agent without any result
+STORE_UNAVAILABLE = "store_unavailable"  # reason of a timed-out rollout whose result S3 could not confirm or rule out
 RUN_FAILED = "run_failed"  # the step was aborted
 TASK_BLOCKED = "task_blocked"  # see `step.task_blocklist`
 _NOT_LOST = frozenset({RUN_FAILED, TASK_BLOCKED, SCORER_FAILED})
 
 
 class Phase(StrEnum):
-    PLANNED = "planned"  # waits for a free session
-    DISPATCHING = "dispatching"  # an invoke is under way
-    RUNNING = "running"  # the agent has accepted it
-    SCORING = "scoring"  # its result is in, and its reward is being computed
+    PLANNED = "planned"  # waiting for a free session
+    DISPATCHING = "dispatching"  # being invoked
+    RUNNING = "running"  # accepted by the agent
+    SCORING = "scoring"  # the result has arrived, and its reward is being computed
     SETTLED = "settled"
 
 
@@ -38,16 +38,16 @@ class ResultStatus(StrEnum):
     """How the ledger counts an incoming result."""
 
     FIRST = "first"
-    DUPLICATE = "duplicate"  # the rollout was settled by a result already
-    LATE = "late"  # the rollout was settled without one: timed out or cancelled
-    UNKNOWN = "unknown"  # this step never planned it
+    DUPLICATE = "duplicate"  # a result has already settled the rollout
+    LATE = "late"  # the rollout was settled without a result: timed out or cancelled
+    UNKNOWN = "unknown"  # the rollout was not planned in this step
 
 
 @dataclass(frozen=True)
 class PlannedRollout:
     rollout_id: str
     task_id: str
-    is_replacement: bool = False  # a replacement for a rollout that the infrastructure lost
+    is_replacement: bool = False  # replaces a rollout that the infrastructure lost
 
 
 @dataclass
@@ -57,19 +57,19 @@ class LedgerEntry:
     planned: PlannedRollout
     phase: Phase = Phase.PLANNED
     attempts: int = 0
-    session_id: str | None = None  # of the current attempt
+    session_id: str | None = None  # session of the current attempt
     session_ids: list[str] = field(default_factory=list)  # of all attempts, unless the runtime opened none
-    deadline: float | None = None  # loop seconds after which no result can arrive
+    deadline: float | None = None  # loop time after which no result can arrive
     outcome: Outcome | None = None
     reason: str = ""
     message: str = ""
-    by_result: bool = False  # settled by a result that arrived, not by us
+    by_result: bool = False  # settled by a result, not by a timeout or cancellation
     trainable: bool = False
-    planned_at: float = 0.0  # this and the other times are by the ledger's clock
-    first_invoked_at: float | None = None  # the first invoke that was not throttled
-    invoked_at: float | None = None  # the last invoke
-    accepted_at: float | None = None  # the agent of that invoke accepted the rollout
-    arrived_at: float | None = None  # its result
+    planned_at: float = 0.0  # these times are by the ledger's clock
+    first_invoked_at: float | None = None  # first invoke that was not throttled
+    invoked_at: float | None = None  # last invoke
+    accepted_at: float | None = None  # the agent accepted the last invoke
+    arrived_at: float | None = None  # the result arrived
     settled_at: float | None = None
 
     @property
@@ -81,7 +81,7 @@ class LedgerEntry:
     def lost(self) -> bool:
         """True if the infrastructure, not the agent, caused the loss.
 
-        False if the step was aborted, the task is blocked, or the scorer failed: another rollout would not help.
+        False if the step was aborted, the task is blocked, or the scorer failed: a new rollout would not help.
         """
         if self.outcome is Outcome.INFRA_ERROR:
             return self.reason not in _NOT_LOST
@@ -102,14 +102,14 @@ class LedgerEntry:
 
 @dataclass
 class CallTally:
-    """The runtime's responses to a step's calls of one kind. Times are in seconds of any monotonic clock."""
+    """The runtime's responses to one kind of a step's calls. Times are in seconds of any monotonic clock."""
 
     refusals: int = 0  # calls refused for lack of capacity: 429, 402, 5xx
-    grants: int = 0  # calls answered otherwise
+    grants: int = 0  # all other answered calls
     _first_at: float = 0.0
     _last_at: float = 0.0
-    _granted: int = 0  # since the first refusal
-    _granted_between: int = 0  # between the first and the last refusal
+    _granted: int = 0  # grants since the first refusal
+    _granted_between: int = 0  # grants between the first and the last refusal
 
     def refused(self, now: float) -> None:
         if not self.refusals:
@@ -124,12 +124,12 @@ class CallTally:
 
     @property
     def seconds(self) -> float:
-        """Return the time from the first refusal to the last."""
+        """Return the time between the first and the last refusal."""
         return self._last_at - self._first_at
 
     @property
     def granted_per_s(self) -> float | None:
-        """Return the rate granted between the first and the last refusal; None if they are less than 1 s apart."""
+        """Return the rate of grants between the first and the last refusal; None if these are less than 1 s apart."""
         return self._granted_between / self.seconds if self.seconds >= 1 else None
 
 
@@ -141,18 +141,18 @@ class Ledger:
     duplicates: int = 0
     late: int = 0
     unknown: int = 0
-    superseded: int = 0  # failure markers of abandoned attempts: another attempt decides
+    superseded: int = 0  # failure markers of abandoned attempts, which have no effect
     sessions_opened: int = 0
     open_sessions: set[str] = field(default_factory=set)
-    unclosed_sessions: dict[str, str] = field(default_factory=dict)  # session id -> why it would not close
-    settled: list[LedgerEntry] = field(default_factory=list)  # in the order in which they ended
-    groups: dict[str, GroupState] = field(default_factory=dict)  # by task, with counts that are current
+    unclosed_sessions: dict[str, str] = field(default_factory=dict)  # session id -> why it could not be closed
+    settled: list[LedgerEntry] = field(default_factory=list)  # in the order of settlement
+    groups: dict[str, GroupState] = field(default_factory=dict)  # by task, with current counts
     running: dict[str, LedgerEntry] = field(default_factory=dict)  # in the order in which their agents accepted
     invokes: CallTally = field(default_factory=CallTally)
     stops: CallTally = field(default_factory=CallTally)
     _phases: Counter[Phase] = field(default_factory=Counter)
     _outcomes: Counter[Outcome] = field(default_factory=Counter)
-    _changed: dict[str, None] = field(default_factory=dict)  # groups since `take_changed_groups`
+    _changed: dict[str, None] = field(default_factory=dict)  # groups that changed since `take_changed_groups`
 
     # --- rollouts -----------------------------------------------------------------------------------------
 
@@ -167,13 +167,13 @@ class Ledger:
             group.replacements += rollout.is_replacement
 
     def start_attempt(self, rollout_id: str, session_id: str, deadline: float) -> int:
-        """Record an attempt in a new session, and return its number, from 1."""
+        """Record an attempt in a new session, and return its number, counted from 1."""
         entry = self.entries[rollout_id]
         self._enter(entry, Phase.DISPATCHING)
         entry.attempts += 1
         entry.deadline = deadline
         entry.invoked_at, entry.accepted_at = self.now(), None
-        if entry.attempts == 1:  # again, if the first one was throttled
+        if entry.attempts == 1:  # set again if the first invoke was throttled
             entry.first_invoked_at = entry.invoked_at
         self._open(entry, session_id)
         return entry.attempts
@@ -185,16 +185,16 @@ class Ledger:
         self.abandon_attempt(rollout_id)
 
     def accept(self, rollout_id: str) -> None:
-        """Record that the agent runs, or ran if its result has arrived already."""
+        """Record that the agent runs, or that it ran if its result has already arrived."""
         entry = self.entries[rollout_id]
         entry.accepted_at = self.now()
         if entry.phase is Phase.DISPATCHING:
             self._enter(entry, Phase.RUNNING)
 
     def adopt(self, rollout_id: str, session_id: str, invoked_at: float, deadline: float) -> bool:
-        """Record an attempt of an earlier trainer whose agent may still run.
+        """Record an attempt of an earlier trainer whose agent may still be running.
 
-        Return False if its result is in: it may have been announced while the step started.
+        Return False if its result has already arrived: it may have been announced while the step started.
         """
         entry = self.entries[rollout_id]
         if not self.awaits_result(rollout_id):
@@ -206,23 +206,23 @@ class Ledger:
         return True
 
     def abandon_attempt(self, rollout_id: str) -> None:
-        """Drop the current attempt: its results no longer count, and the rollout waits for its next attempt."""
+        """Abandon the current attempt: its results no longer count, and the rollout waits for its next attempt."""
         entry = self.entries[rollout_id]
         entry.session_id, entry.deadline = None, None
         if self.awaits_result(rollout_id):
             self._enter(entry, Phase.PLANNED)
 
     def is_open(self, rollout_id: str) -> bool:
-        """Return whether the rollout is planned and not settled."""
+        """Return whether the rollout is planned and unsettled."""
         entry = self.entries.get(rollout_id)
         return entry is not None and entry.outcome is None
 
     def awaits_result(self, rollout_id: str) -> bool:
-        """Return whether the rollout is open and no result of it has arrived."""
+        """Return whether the rollout is open and none of its results has arrived."""
         return self.is_open(rollout_id) and self.entries[rollout_id].phase is not Phase.SCORING
 
     def start_scoring(self, rollout_id: str, session_id: str) -> None:
-        """Record that a result has arrived, whose reward is being computed. `session_id` is its attempt's."""
+        """Record that a result has arrived and its reward is being computed. `session_id` belongs to its attempt."""
         entry = self.entries[rollout_id]
         if not entry.session_ids:
             entry.session_ids.append(session_id)
@@ -241,7 +241,7 @@ class Ledger:
     ) -> ResultStatus:
         """Record a result. Only the first result of an open rollout settles it.
 
-        `session_id` is that of the result's attempt, which an earlier trainer may have started.
+        `session_id` belongs to the result's attempt, which an earlier trainer may have started.
         """
         if not self.is_open(rollout_id):
             return self._count_extra(rollout_id)
@@ -259,7 +259,7 @@ class Ledger:
             self._count_extra(rollout_id)
 
     def _count_extra(self, rollout_id: str) -> ResultStatus:
-        """Count a result of a rollout that has one, was settled without one, or was never planned."""
+        """Count a result whose rollout already has one, was settled without one, or was never planned."""
         entry = self.entries.get(rollout_id)
         if entry is None:
             self.unknown += 1
@@ -271,7 +271,7 @@ class Ledger:
         return ResultStatus.LATE
 
     def settle(self, rollout_id: str, outcome: Outcome, reason: str, message: str = "") -> bool:
-        """Settle a rollout without a result. Return False if it is settled already."""
+        """Settle a rollout without a result. Return False if it is already settled."""
         entry = self.entries[rollout_id]
         if entry.outcome is not None:
             return False
@@ -311,18 +311,18 @@ class Ledger:
             self.running.pop(entry.planned.rollout_id, None)
 
     def _group(self, task_id: str) -> GroupState:
-        """Return the group of a task, to be changed."""
+        """Return the group of a task for modification."""
         self._changed[task_id] = None
         return self.groups.setdefault(task_id, GroupState(task_id, needed=1))
 
     def take_changed_groups(self) -> list[GroupState]:
-        """Return the groups whose counts have changed since the last call."""
+        """Return the groups whose counts changed since the last call."""
         changed, self._changed = self._changed, {}
         return [self.groups[task_id] for task_id in changed]
 
     @property
     def open(self) -> int:
-        """Return how many rollouts are not settled."""
+        """Return the number of unsettled rollouts."""
         return len(self.entries) - self._phases[Phase.SETTLED]
 
     def open_entries(self) -> Iterator[LedgerEntry]:
@@ -348,7 +348,7 @@ class Ledger:
         self.open_sessions.discard(session_id)
 
     def session_unclosed(self, session_id: str, why: str) -> None:
-        """Record that a session could not be closed. The runtime's idle timeout ends it, and the report names it."""
+        """Record a session that could not be closed. The runtime's idle timeout ends it, and the report names it."""
         self.open_sessions.discard(session_id)
         self.unclosed_sessions[session_id] = why
 

@@ -1,11 +1,11 @@
-"""The plan of a step. It is written to S3 before the first dispatch, so that a restarted trainer can resume the step.
+"""Plan a step. Its manifest is in S3 before the first dispatch, so that a restarted trainer can resume the step.
 
 Invariants:
 
-- a step is the same step if run, number, weights and tasks are the same: payloads, sampling and sizes of groups, in
-  any order. Task ids do not count: trainers draw new ones each time;
-- session ids follow from the manifest, so it determines every session that may be open;
-- no attempt number, and so no session id, is used twice, however often the step is resumed.
+- two plans are the same step if run, number, weights and tasks are equal: payloads, sampling and group sizes, in any
+  order. Task ids are ignored, because trainers draw new ones each time;
+- session ids are derived from the manifest, so it determines every session that may be open;
+- no attempt number, and therefore no session id, is used twice, however often the step is resumed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollout_backend.core.tasks import Task, rollout_id, sibling_id
 
 
 class PlannedTask(ContractObject):
-    """One group. `digest` covers the agents' input. `rollouts` are the ids of the group, in order."""
+    """One group. `digest` covers the agents' input; `rollouts` are the ids of the group in order."""
 
     task_id: Identifier
     digest: str
@@ -40,35 +40,35 @@ class Manifest(ContractObject):
     run_id: Identifier
     step: int = Field(ge=0, le=MAX_STEP)
     generation: int = Field(default=0, ge=0)
-    """How many other steps had this number in this run before: a restarted trainer may plan other tasks."""
+    """Number of other steps with this number earlier in this run: a restarted trainer may plan other tasks."""
     resume_count: int = Field(default=0, ge=0)
-    """How often this step was resumed."""
+    """Number of times that this step was resumed."""
     nonce: str = Field(default_factory=lambda: secrets.token_hex(16))
     attempts_before: int = Field(default=0, ge=0)
-    """Attempts that earlier executions may have made of each rollout."""
+    """Number of attempts that earlier executions may have made of each rollout."""
     attempts_closed: int = Field(default=0, ge=0)
-    """The sessions of this many first attempts of each rollout are certainly closed."""
+    """The sessions of this many first attempts of each rollout are known to be closed."""
     attempts: int = Field(default=1, ge=1)
-    """Attempts that this execution makes of each rollout at most. Raised before a rollout needs one more: so a
-    trainer on another machine, which has no in-flight log, stops few sessions that were never invoked."""
+    """Maximum number of attempts of each rollout in this execution. Raised before a rollout needs another attempt, so
+    that a trainer on another machine, which has no in-flight log, stops few sessions that were never invoked."""
     written_at: float
     deadline: float
-    """Unix seconds when the step ends at the latest."""
+    """Unix seconds at which the step ends at the latest."""
     weights: str = ""
-    """The model that was served when the step began, and its version if that is known."""
+    """The model served when the step began, with its version if known."""
     sealed_by: str = ""
-    """Fingerprint of the secret that seals what is sampled; empty where nothing is sealed."""
+    """Fingerprint of the secret that seals trajectories; empty without seals."""
     fencing_token: int = Field(default=0, ge=0)
-    """Fencing token of the manager that wrote this. A manager with a smaller one has lost the run."""
+    """Fencing token of the manager that wrote this. A manager with a smaller token has lost the run."""
     owner: str = ""
-    """That manager, for the message to one that has lost the run."""
+    """The manager that wrote this, for the message to a manager that has lost the run."""
     gateway: str = ""
-    """Identifies the addresses and the journals of the gateways. Empty if no session can outlive the trainer."""
+    """Identifies the addresses and journals of the gateways. Empty if no session can outlive the trainer."""
     tasks: tuple[PlannedTask, ...]
     left_out: tuple[PlannedTask, ...] = ()
-    """Tasks of earlier executions that this one was resumed without. Their results stay usable."""
+    """Tasks of earlier executions that were left out when the step was resumed. Their results stay usable."""
     replaced: tuple[Manifest, ...] = ()
-    """Manifests of the steps that had this number before and whose sessions may be open."""
+    """Manifests of earlier steps with this number whose sessions may be open."""
 
     @classmethod
     def plan(
@@ -86,12 +86,12 @@ class Manifest(ContractObject):
         same_weights: bool = True,
         allow_subset: bool = False,
     ) -> Self:
-        """Return the manifest of a step. `tasks` come with their group sizes and sampling.
+        """Return the manifest of a step. `tasks` have their group sizes and sampling.
 
         `before` is the manifest in S3 under this step's number. If it describes the same step, the step is resumed
-        with the rollouts that it planned. Otherwise the rollouts get unused ids. If other `weights` were served then,
-        or `same_weights` is False, the earlier results are not reused. With `allow_subset`, a step with some of its
-        tasks is still the same step.
+        with its rollouts. Otherwise the rollouts get unused ids. If it has other `weights`, or `same_weights` is
+        False, the earlier results are not reused. With `allow_subset`, a step with a subset of the tasks is still the
+        same step.
         """
         groups = [
             PlannedTask(
@@ -142,10 +142,10 @@ class Manifest(ContractObject):
     def matched(
         self, groups: Iterable[PlannedTask], allow_subset: bool = False
     ) -> tuple[list[PlannedTask], list[PlannedTask]] | None:
-        """Return each group with this manifest's rollouts of the same content, and the tasks that no group has; None
-        if it is not the same step.
+        """Return each group with this manifest's rollouts of the same content, and the tasks of this manifest that no
+        group matches; None if this is not the same step.
 
-        Of several groups with the same content, one with the same task id is preferred.
+        Among several groups with the same content, one with the same task id is preferred.
         """
         known: dict[str, list[PlannedTask]] = defaultdict(list)
         for task in (*self.tasks, *self.left_out):
@@ -179,17 +179,17 @@ class Manifest(ContractObject):
         return copied
 
     def next_rollout(self, task_id: str) -> str:
-        """Return the id of the task's next replacement rollout."""
+        """Return an id for the task's next replacement rollout."""
         [task] = (task for task in self.tasks if task.task_id == task_id)
         return sibling_id(task.rollouts[0], len(task.rollouts))
 
     def session_id(self, rollout_id: str, attempt: int) -> str:
-        """Return the session id of an attempt, counted from 1 over all executions. It has 40 characters or more:
-        AgentCore needs 33. That of a task with a container ends with the container's key: any process can tell which
-        runtime has the session.
+        """Return the session id of an attempt, counted from 1 over all executions. It has at least 40 characters;
+        AgentCore requires 33. If the task has a container, the id ends with the container's key, so that any process
+        can tell which runtime has the session.
 
-        The nonce makes it a secret of the attempt's own container: agents cannot read manifests, and a result is
-        believed only if it names the session of its attempt.
+        The nonce makes it a secret of the attempt's container: agents cannot read manifests, and a result is accepted
+        only if it names the session of its attempt.
         """
         text = f"{self.nonce}/{self.generation}/{rollout_id}/{attempt}"
         key = self._containers.get(rollout_id, "")
@@ -197,13 +197,13 @@ class Manifest(ContractObject):
 
     @cached_property
     def _containers(self) -> dict[str, str]:
-        """The containers' keys by rollout, of tasks that have one."""
+        """The container keys of tasks that have one, by rollout."""
         planned = [task for task in (*self.tasks, *self.left_out) if task.container]
         return {rollout_id: task.container for task in planned for rollout_id in task.rollouts}
 
     def open_sessions(self, besides: Container[int] = ()) -> list[str]:
-        """Return the sessions that executions up to this one may have left open, `besides` these attempts: for each
-        rollout, the last first."""
+        """Return the sessions that executions up to this one may have left open, except those of the attempts
+        `besides`; each rollout's last session comes first."""
         numbers = range(self.attempts_before + self.attempts, self.attempts_closed, -1)
         attempts = [attempt for attempt in numbers if attempt not in besides]
         rollouts = (rollout_id for task in (*self.tasks, *self.left_out) for rollout_id in task.rollouts)
@@ -214,7 +214,7 @@ class Manifest(ContractObject):
         return self.model_copy(update={"attempts": attempts})
 
     def with_closed(self, attempts: int) -> Self:
-        """Return a copy in which every session of the first `attempts` attempts, and of replaced steps, is closed."""
+        """Return a copy in which all sessions of the first `attempts` attempts, and of replaced steps, are closed."""
         return self.model_copy(update={"attempts_closed": attempts, "replaced": ()})
 
 

@@ -1,6 +1,6 @@
-"""Requests and responses of model calls, independent of the API. Dialects translate to and from these types.
+"""Define requests and responses of model calls, independent of the API. Dialects translate to and from these types.
 
-Invariant: a conversation gives the same messages in every dialect, so a session may mix dialects between its turns.
+Invariant: a conversation yields the same messages in every dialect, so a session may switch dialects between turns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,29 +23,30 @@ class ModelCall:
     model: str
     messages: Sequence[Message]
     prompt: str | tuple[int, ...] | None = None
-    """The prompt itself, if the agent sent no messages: a text or token ids. `messages` then only identify it."""
+    """The prompt as text or token ids, if the agent sent no messages. `messages` then only identify it."""
     images: Mapping[str, Image] = field(default_factory=dict)
-    """The images of the messages, by SHA-256."""
+    """Images of the messages, by SHA-256."""
     tools: Sequence[Mapping[str, Any]] | None = None
-    """In the format of OpenAI's chat API: {"type": "function", "function": {"name", "description", "parameters"}}."""
+    """Tools in the format of OpenAI's chat API: {"type": "function", "function": {"name", "description",
+    "parameters"}}."""
     tool_choice: Literal["auto", "none", "required"] = "auto"
     tool_name: str | None = None
-    """The tool that must be called; only with `required`."""
+    """The tool that must be called; set only with `required`."""
     parallel_tool_calls: bool = True
     json_schema: Mapping[str, Any] | None = None
-    """The reply must be JSON of this schema; {"type": "object"} if any object is accepted."""
+    """The JSON schema that the reply must satisfy; {"type": "object"} accepts any object."""
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
     n: int = 1
     logprobs: bool = False
     stream: bool = False
     sampling: Mapping[str, float | int] = field(default_factory=dict)
-    """Sampling settings that the agent gave (temperature, top_p, top_k, seed, and others by their name in OpenAI's
-    API). The trainer's own win, unless the settings let the agent decide."""
+    """The agent's sampling settings (temperature, top_p, top_k, seed, and others by their names in OpenAI's API). The
+    trainer's settings take precedence, unless the configuration lets the agent decide."""
     ignored: frozenset[str] = frozenset()
-    """The fields that were given and not used, because they only concern the provider or this template shows none."""
+    """Names of ignored fields, which only concern the provider or are not rendered by the template."""
     dialect_data: Any = None
-    """Private data of the dialect, which it needs to write the response."""
+    """Private data that the dialect needs to write the response."""
 
     @property
     def is_constrained(self) -> bool:
@@ -61,18 +62,18 @@ class Choice:
     finish_reason: Literal["stop", "length", "tool_calls"]
     sampled_tokens: int
     matched_stop: str | None = None  # the stop string that ended it
-    logprobs: Sequence[Mapping[str, Any]] | None = None  # as OpenAI's chat has them, one for each token
-    reasoning_tokens: int = 0  # of the sampled tokens
+    logprobs: Sequence[Mapping[str, Any]] | None = None  # in the format of OpenAI's chat API, one entry per token
+    reasoning_tokens: int = 0  # number of sampled tokens that are reasoning
 
 
 @dataclass(frozen=True)
 class Answer:
-    id: str  # hexadecimal; a dialect puts its own prefix before it
+    id: str  # hexadecimal; dialects add their own prefix
     created: int  # unix seconds
     model: str
     choices: tuple[Choice, ...]
     prompt_tokens: int
-    cached_tokens: int | None = None  # of the prompt tokens, those in an engine's prefix cache; None: unknown
+    cached_tokens: int | None = None  # prompt tokens found in an engine's prefix cache; None if unknown
 
     @property
     def sampled_tokens(self) -> int:
@@ -85,13 +86,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Delta:
-    """A part of a streamed reply. The concatenated parts of one choice are the choice's message.
+    """A part of a streamed reply. The parts of a choice add up to its message.
 
-    Reasoning and text are streamed as they are sampled. A tool call is sent complete, after all of it was sampled.
+    Reasoning and text are streamed as they are sampled. A tool call is sent once it is complete.
     """
 
     kind: Literal["reasoning", "text", "tool_call"]
     text: str = ""
     tool_call: Mapping[str, Any] | None = None  # one entry of `Message["tool_calls"]`
     choice: int = 0
-    logprobs: Sequence[Mapping[str, Any]] = ()  # where wanted: of the tokens since the piece before
+    logprobs: Sequence[Mapping[str, Any]] = ()  # if requested: logprobs of the tokens since the previous delta

@@ -1,14 +1,14 @@
-"""Which groups are worth having, and so when a step may end. Pure: group states in, a decision out.
+"""Decide which groups are usable and when a step ends. Pure: group states in, a decision out.
 
-Only trainable rollouts make a group usable. A rollout lost to the infrastructure is never a low reward; it is
-missing, and these rules say what a missing rollout means for its group:
+Only trainable rollouts make a group usable. A rollout lost to the infrastructure never counts as a low reward: it is
+missing, and the policy says what that means for its group:
 
-- `strict`: a group needs every rollout it planned;
-- `min_viable`: a group needs at least `group.min_viable` of them;
-- `replace`: as min_viable, and for each rollout lost to the infrastructure a new one is planned.
+- `strict`: a group needs all of its planned rollouts;
+- `min_viable`: a group needs at least `group.min_viable` rollouts;
+- `replace`: like `min_viable`, and each rollout lost to the infrastructure is replaced by a new one.
 
-A group may be planned with some rollouts to spare, and then needs no more once `size` of it are trainable. A group
-that can no longer become usable is doomed. Rollouts of either that still run are cancelled, to save their cost.
+A group may be planned with spare rollouts; it is then complete once `size` of them are trainable. A group that can no
+longer become usable is doomed. In both cases, its running rollouts are cancelled to save their cost.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from rollout_backend.config import GroupConfig
 
 @dataclass
 class GroupState:
-    """The rollouts of one task, counted. The ledger keeps the counts as rollouts are planned and settled."""
+    """Counts of one task's rollouts. The ledger updates them as rollouts are planned and settled."""
 
     task_id: str
-    needed: int  # trainable rollouts that make it usable
-    open: dict[str, None] = field(default_factory=dict)  # ids of rollouts not yet settled
+    needed: int  # number of trainable rollouts that makes the group usable
+    open: dict[str, None] = field(default_factory=dict)  # ids of unsettled rollouts
     trainable: int = 0
-    lost: int = 0  # to the infrastructure, or without a result
-    replacements: int = 0  # planned so far
-    enough: int | None = None  # trainable rollouts with which it needs no more; None: all that are planned
-    spare: int = 0  # planned beyond that
+    lost: int = 0  # lost to the infrastructure, or without a result
+    replacements: int = 0  # number planned so far
+    enough: int | None = None  # number of trainable rollouts that completes the group; None: all planned ones
+    spare: int = 0  # number of spare rollouts
 
     @property
     def usable(self) -> bool:
@@ -41,7 +41,7 @@ class GroupState:
 
     @property
     def complete(self) -> bool:
-        """True if the group is usable and waits for no open rollout."""
+        """True if the group is usable and no longer waits for open rollouts."""
         return self.usable and (not self.open or self.satisfied)
 
     @property
@@ -57,14 +57,14 @@ class Cancellation:
 
 @dataclass(frozen=True)
 class Decision:
-    replace: tuple[tuple[str, int], ...]  # task id, how many new rollouts
+    replace: tuple[tuple[str, int], ...]  # task id, number of new rollouts
     cancel: tuple[Cancellation, ...]
-    done: bool  # no rollout of these groups will be open once the above is carried out
+    done: bool  # once this decision is carried out, none of these groups has an open rollout
 
 
 @dataclass(frozen=True)
 class GroupPolicy:
-    max_replacements: int = 0  # of one group; 0 unless the policy is `replace`
+    max_replacements: int = 0  # per group; 0 unless the policy is `replace`
     target_groups: int | None = None
 
     @classmethod
@@ -79,9 +79,9 @@ class GroupPolicy:
         return self.target_groups is not None and complete >= self.target_groups
 
     def decide(self, groups: Collection[GroupState]) -> Decision:
-        """Decide what to replace and to cancel in these groups: all of the step, or those that have changed.
+        """Decide which rollouts to replace and to cancel in these groups: all of the step, or the changed ones.
 
-        Idempotent: once a decision is carried out, the next one asks for nothing."""
+        Idempotent: once a decision is carried out, the next one is empty."""
         if self.target_reached(sum(group.complete for group in groups)):
             rest = tuple(Cancellation(rid, "target_reached") for group in groups for rid in group.open)
             return Decision(replace=(), cancel=rest, done=True)
@@ -104,9 +104,9 @@ class GroupPolicy:
 
 @dataclass(frozen=True)
 class StragglerRule:
-    """How long a rollout may run, by what the others of its step took."""
+    """Limit on the time of a rollout, relative to the finished rollouts of its step."""
 
-    after: float  # this part of them is finished
+    after: float  # fraction of the rollouts that must have finished
     factor: float
 
     @classmethod
@@ -114,9 +114,9 @@ class StragglerRule:
         return None if group.straggler_after is None else cls(group.straggler_after, group.straggler_factor)
 
     def allowed_s(self, took: Sequence[float], still_open: int) -> float | None:
-        """Return the seconds from a rollout's own start; None while too few are finished.
+        """Return the limit in seconds from a rollout's own start; None while too few rollouts have finished.
 
-        `took`: the seconds of each finished rollout, sorted.
+        `took` holds the seconds of each finished rollout, sorted.
         """
         if not took or len(took) < self.after * (len(took) + still_open):
             return None
@@ -124,14 +124,14 @@ class StragglerRule:
 
 
 class Stragglers:
-    """The running rollouts of a step that may become stragglers. Without a rule there are none."""
+    """The running rollouts of a step that may become stragglers; none without a rule."""
 
     def __init__(self, rule: StragglerRule | None, is_running: Callable[[str, float], bool]) -> None:
-        """`is_running`: whether the rollout still runs in the attempt that began then."""
+        """`is_running` returns whether the rollout still runs in the attempt that began at that time."""
         self._rule = rule
         self._is_running = is_running
         self._took: list[float] = []  # sorted
-        self._running: list[tuple[float, str]] = []  # a heap, of when each attempt began
+        self._running: list[tuple[float, str]] = []  # a heap of the start times of attempts
 
     def started(self, rollout_id: str, began: float) -> None:
         if self._rule is not None:
@@ -144,7 +144,7 @@ class Stragglers:
     def due(self, now: float, still_open: int) -> tuple[list[str], float]:
         """Remove and return the stragglers, and return when the next rollout becomes one.
 
-        A rollout that is to be tested again must be started again.
+        To test a rollout again, start it again.
         """
         due: list[str] = []
         allowed = self._rule.allowed_s(self._took, still_open) if self._rule is not None else None

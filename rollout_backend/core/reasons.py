@@ -1,10 +1,10 @@
-"""What to do about each reason for which a rollout fails.
+"""Describe what to do about each reason for which a rollout fails.
 
 `docs/troubleshooting.md` has a section for each reason; a test compares them.
 """
 
-SCORER_FAILED = "scorer_failed"  # why a result whose reward could not be computed is lost
-ARTIFACT_LOST = "artifact_lost"  # why a result without the artifacts that it lists is lost
+SCORER_FAILED = "scorer_failed"  # reason of a result whose reward could not be computed
+ARTIFACT_LOST = "artifact_lost"  # reason of a result without its listed artifacts
 
 
 def what_to_do(reason: str) -> str:

@@ -1,7 +1,8 @@
-"""The experts that processed each token in a mixture of experts, in the compact form of a trajectory. Pure.
+"""Pack the experts that processed each token of a mixture of experts into the compact form of a trajectory. Pure.
 
-A row is the ids of one token: `topk` for each layer, of a byte each, or of two if a layer has more than 256 experts.
-An engine has the row of a token once it has processed it, so a sequence of n tokens whose last was sampled has n - 1.
+A row contains the expert ids of one token: `topk` per layer, of one byte each, or two if a layer has more than 256
+experts. An engine has a token's row once it has processed the token, so a sequence of n tokens has n - 1 rows: the
+last token was only sampled.
 """
 
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from rollout_backend.config.model import ExpertShape
 
 
 class ExpertRows(NamedTuple):
-    """Rows of consecutive tokens of a sequence; `start` is the position of the first."""
+    """Rows of consecutive tokens in a sequence; `start` is the position of the first."""
 
     start: int
     data: bytes
@@ -25,10 +26,10 @@ def row_bytes(shape: ExpertShape) -> int:
 
 
 def pack(ids: NDArray[np.int32], shape: ExpertShape) -> NDArray[np.uint8]:
-    """Return the rows, [tokens, bytes of a row], of the engine's ids, which are flat.
+    """Return the rows, [tokens, bytes of a row], for the engine's flat array of ids.
 
     Raises:
-        ValueError: these are not rows of this model's experts. A row of zeros is none: an engine that records no
+        ValueError: the ids do not fit this model's experts. A row of zeros is invalid: an engine that records no
             routing returns such rows.
     """
     per_token = shape.layers * shape.topk
@@ -43,12 +44,12 @@ def pack(ids: NDArray[np.int32], shape: ExpertShape) -> NDArray[np.uint8]:
 
 
 def routed_experts(data: bytes, shape: ExpertShape) -> RoutedExperts:
-    """Return the rows of a whole segment as the contract has them."""
+    """Return the rows of a whole segment in the contract's form."""
     return RoutedExperts(layers=shape.layers, topk=shape.topk, id_bytes=_id_bytes(shape), ids=data)
 
 
 def unpack(experts: RoutedExperts) -> NDArray[np.uint8 | np.uint16]:
-    """Return the ids, [tokens, layers, topk]. They share memory with `experts`."""
+    """Return the ids, [tokens, layers, topk], as a view of the memory of `experts`."""
     return np.frombuffer(experts.ids, _dtype(experts.id_bytes)).reshape(-1, experts.layers, experts.topk)
 
 

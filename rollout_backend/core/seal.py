@@ -1,13 +1,13 @@
-"""Sign and verify trajectories. A seal is the gateway's signature over what one session sampled.
+"""Sign and verify trajectories. A seal is the gateway's signature over everything that a session sampled.
 
 Invariants:
 
-- A trainable rollout carries the seal of its session's complete and unaltered trajectory: no token, mask,
-  logprob, weight version, turn or message may be changed, dropped or added. Only its reward comes from the agent.
+- A trainable rollout carries the seal of its session's complete and unaltered trajectory: no token, mask, logprob,
+  weight version, turn or message may be changed, dropped or added. Only the reward comes from the agent.
 - A seal records how many model calls of the session were lost on the training side. If any were, no reward is
   allowed.
-- A rollout has the same digest in both of the contract's encodings: numbers are compared as numbers, and every NaN is
-  the same.
+- A rollout has the same digest in both of the contract's encodings: numbers are compared by value, and all NaNs are
+  equal.
 
 A seal's key is derived from the run's seal secret. Its claims are readable but cannot be altered.
 """
@@ -32,12 +32,12 @@ _HASHED_AS_THEY_ARE: Mapping[str, Any] = {
     "messages": True,
     "routed_experts": {"ids"},
 }
-_LEAST, _END = -(2**63), 2**64  # of msgpack's integers
+_LEAST, _END = -(2**63), 2**64  # range of msgpack's integers
 _OF_THE_ROLLOUT = ("run_id", "step", "rollout_id", "attempt", "session_id", "model")
 
 
 class SealClaims(BaseModel, frozen=True, extra="forbid"):
-    """What a seal says: whose trajectory it is, the digest of its segments, and how many of its calls were lost."""
+    """Claims of a seal: whose trajectory it is, the digest of its segments, and how many of its calls were lost."""
 
     run_id: str
     step: int
@@ -58,12 +58,12 @@ class Sealer:
 
     @property
     def fingerprints(self) -> tuple[str, ...]:
-        """Return an identifier of each secret, which does not reveal it, and of the format of the seals. The
-        first is of the secret that seals."""
+        """Return an identifier of each secret and of the seals' format, which does not reveal the secret. The first
+        one is for the secret that seals."""
         return tuple(hmac.digest(key, b"fingerprint of format 2", "sha256").hex()[:16] for key in self._keys)
 
     def seal(self, trajectory: Trajectory, claims: SessionClaims) -> Trajectory:
-        """Return the trajectory of the session of `claims` with its seal."""
+        """Return the trajectory with the seal of the session of `claims`."""
         seal = SealClaims(
             run_id=claims.run_id,
             step=claims.step,
@@ -80,16 +80,16 @@ class Sealer:
         """Verify the seal of a rollout that is trainable, or will be with a scorer's reward. Others need none.
 
         Raises:
-            ContractError: for the field `seal`; says how the rollout differs from what the gateway returned.
+            ContractError: for the field `seal`; says how the rollout differs from the gateway's trajectory.
         """
         _check(rollout, lambda seal: signed_claims.verify(self._keys, seal, SealClaims))
 
 
 def check_without_secret(rollout: Rollout) -> None:
-    """Check a rollout against what its seal says, without the signature: finds damage, but no forgery.
+    """Check a rollout against its seal without verifying the signature. Detects damage, but not forgery.
 
     Raises:
-        ContractError: as `Sealer.check`.
+        ContractError: as for `Sealer.check`.
     """
     _check(rollout, lambda seal: signed_claims.read(seal, SealClaims))
 
@@ -124,9 +124,9 @@ def digest_of(segments: Iterable[Segment]) -> str:
     """Return the SHA-256 of each segment's arrays and of its other fields as msgpack, each preceded by its length."""
     state = hashlib.sha256(b"rollout-backend segments 2")
     packer = msgpack.Packer()
-    packed: dict[int, bytes] = {}  # messages by the id of the object: segments may share thousands
+    packed: dict[int, bytes] = {}  # messages by object id: segments may share thousands of them
     for segment in segments:
-        # Results that were sealed while segments had this field must stay valid.
+        # Results sealed while segments had this field must stay valid.
         rest = {**segment.model_dump(mode="json", exclude=_HASHED_AS_THEY_ARE), "retokenized": False}
         for message in segment.messages:
             if id(message) not in packed:
@@ -142,7 +142,7 @@ def digest_of(segments: Iterable[Segment]) -> str:
             packer.pack_map_header(len(values))
             + b"".join(packer.pack(name) + values[name] for name in sorted(values)),
         ]
-        if segment.routed_experts is not None:  # its shape is among the other fields
+        if segment.routed_experts is not None:  # the other fields include its shape
             parts.append(segment.routed_experts.ids)
         for part in parts:
             state.update(len(part).to_bytes(8, "little"))
@@ -151,7 +151,7 @@ def digest_of(segments: Iterable[Segment]) -> str:
 
 
 def _logprobs(segment: Segment) -> bytes:
-    values = np.asarray(segment.logprobs, dtype="<f4") + np.float32(0)  # which makes -0 0
+    values = np.asarray(segment.logprobs, dtype="<f4") + np.float32(0)  # converts -0 to 0
     values[np.isnan(values)] = np.nan
     return values.astype("<f4").tobytes()
 

@@ -1,21 +1,21 @@
-"""Detect sessions that ended without being stopped: as the runtime reports them, or from missing heartbeats. Pure.
+"""Detect sessions that ended without being stopped, from the runtime's reports or missing heartbeats. Pure.
 
 Invariants:
 
-- An end is evidence, not the outcome: the session may have published its result before. S3 decides.
-- An end that is reported before its session is watched is not lost.
-- Only a session that has sent a heartbeat can be silent. Agents that implement the contract themselves send none.
-- Silence counts only while other sessions are heard through the same gateway. If no session is heard, the gateway, a
-  relay or the network may be down, and agents retry for minutes. Longer silence of all sessions counts only after
+- An end is evidence, not the outcome: the session may have published its result first. S3 decides.
+- An end reported before its session is watched is not lost.
+- Only sessions that have sent a heartbeat can miss one. Agents that implement the contract themselves send none.
+- Missing heartbeats count only while the same gateway hears from other sessions. If it hears from none, the gateway,
+  a relay or the network may be down, and agents retry for minutes. Silence of all sessions counts only after
   `_AGENTS_RETRY_S`, when agents stop retrying.
-- Time in which the gateway did not answer does not count: it may be restarting, or this machine may have slept.
+- Time in which the gateway did not answer does not count: it may be restarting, or this machine was suspended.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-_KEPT = 10_000  # ends of sessions that are not watched: mostly of those that were stopped meanwhile
+_KEPT = 10_000  # ends of sessions that are not watched, most of which were stopped in the meantime
 
 
 @dataclass(frozen=True)
@@ -24,21 +24,21 @@ class SessionEnd:
 
     session_id: str
     reason: str
-    """The reason in the ledger, of those in `core.reasons`."""
+    """Reason in the ledger, one of those in `core.reasons`."""
     message: str
     final: bool = False
-    """Another attempt would end in the same way, so none is made."""
+    """True if another attempt would end in the same way, so that none is made."""
 
 
 class SessionEnds:
-    """The ends of a run's sessions, for all its steps."""
+    """The ended sessions of a run, for all its steps."""
 
     def __init__(self) -> None:
         self._ends: dict[str, SessionEnd] = {}
         self._watching: dict[str, Callable[[], None]] = {}
 
     def watch(self, session_id: str, on_end: Callable[[], None]) -> None:
-        """Call `on_end` once the session has ended, or at once if it has."""
+        """Call `on_end` once the session has ended, or immediately if it already has."""
         self._watching[session_id] = on_end
         if session_id in self._ends:
             on_end()
@@ -56,19 +56,19 @@ class SessionEnds:
         return self._ends.get(session_id or "")
 
     def forget(self, session_ids: Iterable[str]) -> None:
-        """Watch these sessions no more."""
+        """Stop watching these sessions."""
         for session_id in session_ids:
             self._watching.pop(session_id, None)
             self._ends.pop(session_id, None)
 
 
-MISSED = 3  # heartbeats in a row
-_AGENTS_RETRY_S = 300.0  # as long as agents retry a model call: see `RolloutContext.openai_kwargs`
+MISSED = 3  # number of consecutive heartbeats
+_AGENTS_RETRY_S = 300.0  # time for which agents retry a model call: see `RolloutContext.openai_kwargs`
 
 
 @dataclass(frozen=True)
 class HeartbeatReport:
-    """The sessions that a gateway has heard from since the last poll."""
+    """Sessions from which a gateway received a heartbeat or a call since the last poll."""
 
     beats: frozenset[str] = frozenset()  # sent a heartbeat
     calls: frozenset[str] = frozenset()  # called the model, or fetched the trajectory
@@ -76,16 +76,16 @@ class HeartbeatReport:
 
 @dataclass
 class _Gateway:
-    asked_at: float | None = None  # None: it did not answer last time
-    proven_s: float = 0.0  # time in which its agents could reach it, as far as known
-    unproven_s: float = 0.0  # since then: no session was heard
+    asked_at: float | None = None  # None: it did not answer the last poll
+    proven_s: float = 0.0  # time in which agents could demonstrably reach it
+    unproven_s: float = 0.0  # time since then, without a sign of any session
 
 
 class Heartbeats:
-    """Watches the sessions of all steps of a run."""
+    """Detects missing heartbeats in all steps of a run."""
 
     def __init__(self, every_s: float, gateways: int = 1, *, same_machine: bool = False) -> None:
-        """`same_machine`: agents run on this machine, so a gateway that answers us can be reached by them."""
+        """With `same_machine`, agents run on this machine, so they can reach a gateway that answers this process."""
         self.poll_s = every_s / 5
         self._every_s = every_s
         self._same_machine = same_machine
@@ -111,7 +111,7 @@ class Heartbeats:
                 gateway.unproven_s += min(now - gateway.asked_at, 2 * self.poll_s)
             gateway.asked_at = now
             if heard.beats or heard.calls or self._same_machine:
-                # Capped: when a network recovers, the first heartbeat must not make the other sessions look late.
+                # Limited: when a network recovers, the first heartbeat must not make the other sessions look late.
                 gateway.proven_s += min(gateway.unproven_s, 1.5 * self._every_s)
                 gateway.unproven_s = 0.0
             elif gateway.unproven_s >= _AGENTS_RETRY_S:
@@ -122,7 +122,7 @@ class Heartbeats:
 
     @property
     def lost_sessions(self) -> set[str]:
-        """Return the sessions that have missed `MISSED` heartbeats."""
+        """Return the sessions that missed `MISSED` heartbeats."""
         limit = MISSED * self._every_s
         return {name for name, (gateway, at) in self._last.items() if gateway.proven_s - at >= limit}
 

@@ -1,9 +1,8 @@
-"""Session keys: what one session may do and until when, signed.
+"""Session keys: signed claims about what one session may do, and until when.
 
-A key carries its claims, so nothing is registered before a dispatch and every process that knows the secret can check
-a key by itself. Anybody who holds a key can read its claims but not alter them.
-Keys and the secret never go into a log or a message. `serving.run_secret` issues keys, `gateway.authentication`
-checks them.
+A key contains its claims, so no registration is needed before a dispatch, and every process that knows the secret can
+verify a key. Holders of a key can read its claims but cannot alter them. Keys and secrets never appear in logs or
+messages. `serving.run_secret` issues keys, `gateway.authentication` checks them.
 """
 
 import hashlib
@@ -19,10 +18,10 @@ MIN_SECRET_CHARS = 32
 
 
 class SessionClaims(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
-    """Whose key it is. `expires_at` is in unix seconds; `journal_id` names the journal that holds the session,
+    """The claims of a key. `expires_at` is in unix seconds. `journal_id` names the journal that holds the session,
     and `trainer_incarnation` the trainer's process in which it began. Sessions with the same `routing_key` share an
-    engine; an empty one is the session's own. Model calls sample with the LoRA adapter `adapter`; an empty one is the
-    model without an adapter. Unless `is_recorded`, each call is a session that is forgotten with its answer."""
+    engine; an empty key stands for the session itself. Model calls sample with the LoRA adapter `adapter`, or without
+    one if it is empty. Unless `is_recorded`, each call is a separate session that is forgotten with its answer."""
 
     run_id: Identifier
     step: int = Field(ge=0)
@@ -39,7 +38,7 @@ class SessionClaims(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class KeyRefused(RolloutBackendError):
-    """A key that opens nothing: `malformed`, `bad_signature` or `expired`."""
+    """An unusable key: `malformed`, `bad_signature` or `expired`."""
 
     def __init__(self, reason: Literal["malformed", "bad_signature", "expired"]) -> None:
         super().__init__(f"the session key is refused: {reason}")
@@ -47,16 +46,16 @@ class KeyRefused(RolloutBackendError):
 
 
 def issue(secret: str, claims: SessionClaims) -> str:
-    """Return the signed key for these claims."""
+    """Sign a key for these claims."""
     return signed_claims.sign(secret.encode(), claims)
 
 
 def verify(secret: str, key: str, now: float, previous_secret: str | None = None) -> SessionClaims:
-    """Return the claims of a key that this secret or the previous one signed, and that is valid at `now` (unix
+    """Return the claims of a key that was signed with this secret or the previous one and is valid at `now` (unix
     seconds).
 
     Raises:
-        KeyRefused: says in which way it is not.
+        KeyRefused: the key is not valid; says why.
     """
     try:
         keys = [each.encode() for each in (secret, previous_secret) if each is not None]
@@ -71,6 +70,6 @@ def verify(secret: str, key: str, now: float, previous_secret: str | None = None
 
 
 def shard_of(session_id: str, shards: int) -> int:
-    """Return which of a run's gateways a session belongs to, from 0."""
+    """Return the index of the gateway to which a session belongs, from 0."""
     digest = hashlib.blake2b(session_id.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % shards

@@ -1,7 +1,6 @@
-"""Sign claims as a text that anybody can read and nobody can alter: their JSON and a signature (HMAC-SHA256), each in
-URL-safe base64.
+"""Sign claims as readable, tamper-proof text: their JSON and a signature (HMAC-SHA256), each in URL-safe base64.
 
-It has no header, so no reader can be made to accept another algorithm, and takes a third of the CPU time of a JWT.
+It has no header, so an attacker cannot choose another algorithm, and takes a third of the CPU time of a JWT.
 """
 
 import functools
@@ -21,7 +20,7 @@ __all__ = ["BadSignature", "Malformed", "read", "sign", "verify"]
 
 
 class Malformed(ValueError):
-    """A text that holds no such claims."""
+    """A text that contains no such claims."""
 
 
 @functools.lru_cache(maxsize=16)
@@ -30,18 +29,18 @@ def _signer(key: bytes) -> Signer:
 
 
 def sign(key: bytes, claims: BaseModel) -> str:
-    """Return the signed text of these claims."""
+    """Return the signed text for these claims."""
     return _signer(key).sign(base64_encode(claims.model_dump_json())).decode()
 
 
 def verify(keys: Iterable[bytes], text: str, kind: type[_Claims]) -> _Claims:
-    """Return the claims of a text that one of these keys signed.
+    """Return the claims of a text that was signed with one of these keys.
 
-    Only the text as it was signed is accepted, although base64 has several spellings of the same bytes.
+    Only the exact text that was signed is accepted, although base64 has several spellings of the same bytes.
 
     Raises:
-        BadSignature: none did.
-        Malformed: it is no signed text, or holds other claims than those of `kind`.
+        BadSignature: none of the keys signed it.
+        Malformed: it is not a signed text, or its claims are not of type `kind`.
     """
     if _SEPARATOR not in text:
         raise Malformed
@@ -52,7 +51,7 @@ def verify(keys: Iterable[bytes], text: str, kind: type[_Claims]) -> _Claims:
 
 
 def read(text: str, kind: type[_Claims]) -> _Claims:
-    """Return the claims of a signed text without its signature. Raises Malformed."""
+    """Return the claims of a signed text without verifying its signature. Raises Malformed."""
     return _parse(text.rpartition(_SEPARATOR)[0].encode(), kind)
 
 

@@ -1,10 +1,10 @@
-"""Tasks and task files. One task is one prompt. A step runs a group of rollouts of each task.
+"""Read tasks and task files. A task is one prompt; a step runs a group of rollouts of each task.
 
 A task file is JSONL or Parquet. Each line or row has `payload`, an object that the agent receives unchanged, and
 optionally `task_id` and `private`, an object that only the training side's scorer receives. A file with an invalid
-line is refused before anything starts, and the error names the line. A payload that cannot reach an agent is refused
-in the same way. `harbor:FOLDER` in place of a file is a folder of Harbor tasks; `harbor-supported:FOLDER` leaves out
-those that cannot run.
+line, or with a payload that cannot reach an agent, is refused before anything starts, and the error names the line.
+Instead of a file, `harbor:FOLDER` names a folder of Harbor tasks; `harbor-supported:FOLDER` leaves out tasks that
+cannot run.
 """
 
 import json
@@ -24,18 +24,18 @@ from rollout_backend.errors import ConfigError, TaskFileError
 
 log = logging.getLogger(__name__)
 
-MAX_TASK_ID = 100  # leaves room for the rollout's number in a 128-character id
+MAX_TASK_ID = 100  # leaves room for the rollout's number in an id of 128 characters
 _ROLLOUT_ID = re.compile(r"(.+)\.([0-9]+)(\.g[0-9]+)?")
 
 
 @dataclass(frozen=True)
 class Task:
-    """One prompt. `payload` goes to the agent verbatim. `private` goes to the scorer and never to a container."""
+    """One prompt. `payload` goes to the agent verbatim; `private` goes to the scorer and never to a container."""
 
     task_id: str
     payload: Mapping[str, Any]
-    rollouts: int | None = None  # default: group.size
-    sampling: Sampling | None = None  # default: the settings' sampling
+    rollouts: int | None = None  # default: `group.size`
+    sampling: Sampling | None = None  # default: the configured sampling
     private: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class Task:
 
     @property
     def agent_s(self) -> float | None:
-        """Return the agent's time limit in task.toml; None if there is none."""
+        """Return the agent's time limit from task.toml, if it has one."""
         limit: float | None = (self.private or {}).get("harbor", {}).get("agent_timeout_s")
         return limit
 
@@ -68,14 +68,14 @@ class Task:
 
 
 def planned_rollouts(tasks: Iterable[Task], group: GroupConfig) -> int:
-    """Return how many rollouts a step plans."""
+    """Return the number of rollouts that a step plans."""
     return sum((task.rollouts or group.size) + group.oversample for task in tasks)
 
 
 def rollout_id(task_id: str, number: int, generation: int = 0) -> str:
     """Return the id of a task's rollout. See `Manifest.generation`.
 
-    The id ends in a number, or in the generation. So the rollouts of two tasks never share an id.
+    The id ends in a number or in the generation, so that the rollouts of two tasks never share an id.
     """
     return f"{task_id}.{number}" + (f".g{generation}" if generation else "")
 
@@ -94,13 +94,13 @@ def planned_id(rollout_id: str) -> str:
 
 
 def task_of(rollout_id: str) -> str:
-    """Return the id of the task that the rollout was named after."""
+    """Return the id of the task after which the rollout was named."""
     match = _ROLLOUT_ID.fullmatch(rollout_id)
     return match[1] if match is not None else rollout_id
 
 
 def check_private(tasks: Iterable[Task], scored: bool) -> None:
-    """Raise ConfigError if a task has a private part, and no scorer is configured (`scored`) to read it."""
+    """Raise ConfigError if a task has a private part but no scorer is configured (`scored`) to read it."""
     given = next((task for task in tasks if task.private is not None), None)
     if given is not None and not scored:
         if "harbor" in (given.private or {}):
@@ -112,10 +112,10 @@ def check_private(tasks: Iterable[Task], scored: bool) -> None:
 
 
 def check_unique(tasks: Iterable[Task]) -> tuple[Task, ...]:
-    """Return the tasks of one step.
+    """Check that the ids of a step's tasks are unique, and return the tasks.
 
     Raises:
-        TaskFileError: there is no task, or two have the same id, so their rollouts could not be told apart.
+        TaskFileError: there are no tasks, or two have the same id, so that their rollouts could not be distinguished.
     """
     found: dict[str, Task] = {}
     for task in tasks:
@@ -128,10 +128,10 @@ def check_unique(tasks: Iterable[Task]) -> tuple[Task, ...]:
 
 
 def read_tasks(path: str | Path, runtime: RuntimeConfig | None = None) -> tuple[Task, ...]:
-    """Reads a whole task file. `harbor-supported:` leaves out what cannot run, also on `runtime` if it is given.
+    """Read a whole task file. `harbor-supported:` leaves out tasks that cannot run, on `runtime` if it is given.
 
     Raises:
-        TaskFileError: the file, the line or the row that is at fault, and what is wrong with it.
+        TaskFileError: names the file and the invalid line or row, and says what is wrong.
     """
     tasks, places = [], dict[str, str]()
     for i, (where, row) in enumerate(read_rows(path, runtime)):
@@ -149,7 +149,7 @@ def read_rows(path: str | Path, runtime: RuntimeConfig | None = None) -> Iterato
     """Yield the rows of a .jsonl or .parquet file, or of `harbor:FOLDER`, each with its location for error messages.
 
     Raises:
-        TaskFileError: there is no such file, or the line at fault.
+        TaskFileError: the file does not exist, or a line is invalid.
     """
     for prefix in (PREFIX, SUPPORTED_PREFIX):
         if str(path).startswith(prefix):
@@ -190,7 +190,7 @@ def _task(row: object, default_id: str) -> Task:
 
 
 def read_json(text: str) -> Any:
-    """Raises ValueError also for a key that occurs twice in an object, and for nesting that Python cannot read."""
+    """Parse JSON. Raises ValueError also for duplicate keys and for nesting that Python cannot read."""
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
@@ -206,7 +206,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _Nulls:
-    """Finds fields that are null in some rows and have a value in others: dataset libraries fill such nulls in."""
+    """Finds fields that are null in some rows and have a value in others: dataset libraries add such nulls."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -238,7 +238,7 @@ class _Nulls:
 def _jsonl(path: Path) -> Iterator[tuple[str, object]]:
     nulls = _Nulls(path)
     try:
-        text = path.read_bytes().decode("utf-8-sig")  # some editors begin a file with a byte order mark
+        text = path.read_bytes().decode("utf-8-sig")  # some editors start a file with a byte order mark
     except UnicodeDecodeError as error:
         raise TaskFileError(f"{path} is not UTF-8: {error}") from None
     for number, line in enumerate(text.split("\n"), 1):  # not splitlines: a text may hold U+2028, U+2029 and U+0085
@@ -264,7 +264,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, object]]:
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise TaskFileError(f"{path} is not a parquet file: {error}") from None
     for each in table.schema:
-        if "map<" in str(each.type):  # its values read as pairs
+        if "map<" in str(each.type):  # its values are read as pairs
             raise TaskFileError(f"{path}: the column {each.name} holds maps of Parquet: write it as JSON text")
     nulls = _Nulls(path)
     for number, row in enumerate(table.to_pylist()):
