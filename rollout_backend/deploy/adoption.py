@@ -2,7 +2,7 @@
 
 Invariants:
 
-- An update sends back everything that the runtime has, and changes only what AgentCore needs to invoke it.
+- An update sends back the runtime's whole definition, and changes only what AgentCore needs to invoke it.
 - The runtime gets no mark or tag of this backend, so neither runs nor `rollout down` change or delete it.
 """
 
@@ -39,10 +39,10 @@ async def adopt(
     endpoint_url: str | None = None,
     timeout_s: float = 900.0,
 ) -> None:
-    """Report what the runtime lacks and keeps. With `carry_out`, update it and wait until its endpoint serves that.
+    """Report what the runtime lacks and keeps. With `carry_out`, update it, and wait until that is served.
 
     Raises:
-        PreflightError: it cannot be adopted, or a call was refused; what to do.
+        PreflightError: the runtime cannot be adopted, or a call was refused; says what to do.
     """
     try:
         async with control_client(arn.split(":")[3], endpoint_url) as client, asyncio.timeout(timeout_s):
@@ -90,7 +90,7 @@ async def _adopt(client: Any, arn: str, echo: Callable[[str], object], *, carry_
 
 
 def adoption_of(described: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what AgentCore must change before it invokes a runtime of another origin, and what it must keep.
+    """Return what AgentCore requires to change before it invokes a runtime created elsewhere, and what it must keep.
 
     Raises:
         PreflightError: the runtime has something that an update would lose, or does not serve HTTP.

@@ -1,4 +1,4 @@
-"""The AWS calls of `rollout deploy` and `rollout down`, each with the IAM actions that allow it.
+"""List the AWS calls of `rollout deploy` and `rollout down`, each with the IAM actions that allow it.
 
 A test compares the table with a recorded run, with the policies in `infra/template.yaml`, and with docs/deploy.md.
 """
@@ -11,7 +11,7 @@ CODE, CODEBUILD, LOCAL_IMAGE = ("code",), ("codebuild",), ("docker", "podman")
 
 
 class Call(NamedTuple):
-    """`only` names the values of `--build` that alone make the call; empty: each deployment makes it."""
+    """An AWS call. `only` names the values of `--build` that make the call; empty if every deployment makes it."""
 
     name: str
     actions: tuple[str, ...]
@@ -119,9 +119,9 @@ BUILD = (
     Call("docker push", _PUSH, "pushes the image"),
     Call("PutLogEvents", ("logs:CreateLogGroup", "logs:CreateLogStream", "logs:PutLogEvents"), "writes its log"),
 )
-"""The calls of CodeBuild under the stack's build role."""
+"""Calls that CodeBuild makes under the stack's build role."""
 
 
 def calls_of_deployment(build: str, *, pinned: bool) -> tuple[Call, ...]:
-    """Return the calls of a deployment with that `--build`. `pinned`: with `runtime.qualifier`."""
+    """Return the calls of a deployment with this `--build`, and with `runtime.qualifier` if `pinned`."""
     return tuple(call for call in DEPLOY if (not call.only or build in call.only) and (pinned or not call.pins))

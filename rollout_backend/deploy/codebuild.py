@@ -1,11 +1,11 @@
-"""Build an agent's image in AWS CodeBuild, on arm64, and push it to the stack's repository. No Docker is needed here.
+"""Build an agent's image in AWS CodeBuild, on arm64, and push it to the stack's repository. Needs no Docker here.
 
 Invariants:
 
-- A project that `rollout deploy` has not created is never changed.
-- A build is over when `build_image` returns or raises: one that exceeds its deadline is stopped, and so is one whose
+- A project that `rollout deploy` did not create is never changed.
+- No build continues after `build_image` has returned or raised: it stops a build that exceeds its deadline or whose
   deployment is interrupted.
-- No file that looks like a secret is uploaded; the list is the one of the image's `.dockerignore`.
+- No file that looks like a secret is uploaded. The patterns are those of the image's `.dockerignore`.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ from rollout_backend.deploy.wrapper_context import write_wrapper_context
 from rollout_backend.errors import PreflightError
 from rollout_backend.runtimes.agentcore.provision import TAG
 
-_BUILD_MINUTES, _QUEUED_MINUTES = 30, 20  # after which CodeBuild ends a build
-_ROLE_S = 60.0  # until CodeBuild may assume a role that has just been created
+_BUILD_MINUTES, _QUEUED_MINUTES = 30, 20  # limits after which CodeBuild ends a build
+_ROLE_S = 60.0  # time until CodeBuild may assume a newly created role
 _LOG_LINES = 40
 _RETRIES = 7  # CodeBuild throttles its calls at a few per second
 # Docker Hub limits anonymous pulls, and the Docker of `_IMAGE` knows this syntax without pulling it.
@@ -60,7 +60,7 @@ async def build_image(
     stopped.
 
     Raises:
-        PreflightError: a call was refused, or the build failed; with the end of its log.
+        PreflightError: a call was refused, or the build failed; includes the end of its log.
     """
     image = new_image(target)
     with tempfile.TemporaryDirectory(prefix="rollout-deploy-") as scratch:
@@ -87,7 +87,7 @@ def project_definition(target: Target) -> dict[str, Any]:
             "type": "ARM_CONTAINER",
             "image": _IMAGE,
             "computeType": "BUILD_GENERAL1_SMALL",
-            "privilegedMode": True,  # Docker needs it
+            "privilegedMode": True,  # Docker requires it
         },
         "serviceRole": target.build_role,
         "timeoutInMinutes": _BUILD_MINUTES,
@@ -97,13 +97,13 @@ def project_definition(target: Target) -> dict[str, Any]:
 
 
 async def find_project(client: Any, name: str) -> Mapping[str, Any] | None:
-    """Return the project as BatchGetProjects describes it; None if there is none."""
+    """Return the project as BatchGetProjects describes it, or None."""
     found: list[Mapping[str, Any]] = (await client.batch_get_projects(names=[name]))["projects"]
     return found[0] if found else None
 
 
 def is_ours(project: Mapping[str, Any]) -> bool:
-    """Return whether `rollout deploy` has created the project."""
+    """Return whether `rollout deploy` created the project."""
     return any(tag["key"] == TAG for tag in project.get("tags") or ())
 
 
@@ -120,7 +120,7 @@ def _pack(folder: Path, source: Path, target: Path) -> str:
 
 
 async def _ensure_project(client: Any, target: Target, echo: Callable[[str], object], poll_s: float) -> None:
-    """Create or update the project, unless it is there and equal."""
+    """Create or update the project, unless it exists and is up to date."""
     wanted = project_definition(target)
     name, deadline = wanted["name"], time.monotonic() + _ROLE_S
     project = await find_project(client, name)
@@ -153,7 +153,7 @@ def _includes(actual: Any, wanted: Any) -> bool:
 
 
 class _Build:
-    """One build, until it has ended."""
+    """One build, from its start to its end."""
 
     def __init__(
         self, client: Any, target: Target, source: str, image: str, echo: Callable[[str], object], poll_s: float
@@ -184,7 +184,7 @@ class _Build:
         try:
             answer = await self._client.start_build(
                 projectName=self._target.runtime_name,
-                idempotencyToken=str(uuid4()),  # a repeated call starts no second build
+                idempotencyToken=str(uuid4()),  # so that a retried call starts no second build
                 sourceLocationOverride=self._source,
                 environmentVariablesOverride=[{"name": "IMAGE", "value": self._image, "type": "PLAINTEXT"}],
             )
@@ -202,7 +202,7 @@ class _Build:
         phase = ""
         while True:
             builds = (await self._client.batch_get_builds(ids=[build_id]))["builds"]
-            build = builds[0] if builds else {}  # one that was just started is not found at first
+            build = builds[0] if builds else {}  # a build that was just started is not found at first
             if build.get("buildComplete"):
                 return dict(build)
             if build.get("currentPhase", phase) != phase:

@@ -1,6 +1,6 @@
 """Check an agent against the container's contract before it is deployed.
 
-The agent runs as a process here, behind an emulator of AgentCore, with a scripted model and a local S3.
+The agent runs as a process on this machine, behind an emulator of AgentCore, with a scripted model and a local S3.
 """
 
 import asyncio
@@ -23,16 +23,16 @@ _REPLIES = ("This reply is scripted.",) * 100
 _ROLLOUT_S = 120.0
 _POLL_S = 0.1
 _PING_S = 10.0
-_STAMP_S = 1.1  # between two pings: times may be whole seconds
+_STAMP_S = 1.1  # pause between two pings, because times may be whole seconds
 _PINGS = 30
-_CLOCK_S = 600.0  # by which a right time may differ; another unit or another clock differs by more
+_CLOCK_S = 600.0  # tolerated clock difference; a wrong unit or clock differs by more
 
 
 async def check_contract(folder: Path, payload: Mapping[str, Any]) -> list[CheckResult]:
     """Run one rollout of the agent on a task's payload, then stop its session. Return the findings.
 
     Raises:
-        ConfigError: the folder holds no agent.
+        ConfigError: the folder does not contain an agent.
     """
     check_folder(folder)
     script = folder / ENTRY_POINT
@@ -72,7 +72,7 @@ def _check_result(rollout: Rollout, sealer: Sealer) -> CheckResult:
 
 
 async def check_pings(url: str, since: float) -> CheckResult:
-    """Ping a session, started at `since`, until two pings in different seconds find the same status."""
+    """Ping a session that started at `since` until two pings in different seconds find the same status."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_PING_S)) as http:
         answers: list[dict[str, Any]] = []
         while len(answers) < 2 or (answers[-1]["status"] != answers[-2]["status"] and len(answers) < _PINGS):
@@ -99,7 +99,7 @@ async def check_pings(url: str, since: float) -> CheckResult:
 
 
 def _wrong_ping(answer: object, since: float) -> str | None:
-    """Return what is wrong with the answer to a ping of a session that was started at `since`."""
+    """Return what is wrong with the response to a ping of a session that started at `since`, or None."""
     if not isinstance(answer, dict) or answer.get("status") not in ("Healthy", "HealthyBusy"):
         return "status must be Healthy or HealthyBusy"
     changed = answer.get("time_of_last_update")

@@ -3,8 +3,8 @@
 Invariants:
 
 - Nothing is created or changed in the account before the agent has passed its check and `deploy` is called.
-- A repeated deployment of an equal zip or image changes no runtime.
-- A config file that `rollout deploy` has not written is not overwritten.
+- Deploying an equal zip or image again changes no runtime.
+- A config file that `rollout deploy` did not write is not overwritten.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _DEFAULTS = AgentCoreConfig.model_validate(_UNKNOWN)
 
 @dataclass(frozen=True)
 class Deployment:
-    """One agent's folder, and where it goes. `build` is `code`, `codebuild`, `docker` or `podman`."""
+    """Deployment of one agent's folder. `build` is `code`, `codebuild`, `docker` or `podman`."""
 
     folder: Path
     target: Target
@@ -54,10 +54,10 @@ class Deployment:
     native: bool = False
     """Whether the code runs on this machine, in the local cloud."""
     subnets: tuple[str, ...] = ()
-    """The agents' subnets. Default: those of the target's network."""
+    """Subnets of the agents. Default: those of the target's network."""
     security_groups: tuple[str, ...] = ()
     runtime: AgentCoreConfig = _DEFAULTS
-    """What `runtime_settings` returned."""
+    """The result of `runtime_settings`."""
 
     def plan(self) -> Iterator[str]:
         """Yield what `deploy` would do, one line each."""
@@ -96,7 +96,7 @@ class Deployment:
 
         Raises:
             ConfigError: the agent's packages cannot be installed.
-            PreflightError: a call was refused, or the runtime does not work; what to do.
+            PreflightError: a call was refused, or the runtime does not work; says what to do.
         """
         target = self.target
         image = await self._publish(echo)
@@ -129,7 +129,7 @@ class Deployment:
         return network.subnets, network.security_groups
 
     async def _publish(self, echo: Callable[[str], object]) -> CodeArtifact | str:
-        """Upload the code or build the image. Return what the runtime runs."""
+        """Upload the code or build the image. Return what the runtime will run."""
         match self.build:
             case "code":
                 return await self._upload(echo)
@@ -149,15 +149,15 @@ class Deployment:
 
 
 def runtime_name(folder: Path) -> str:
-    """Return the name of the runtime of an agent's folder."""
+    """Return the name of the runtime for an agent's folder."""
     return re.sub("[^a-zA-Z0-9]+", "_", f"{PREFIX}{folder.absolute().name}")[:48]
 
 
 def runtime_settings(folder: Path, overrides: Sequence[str]) -> AgentCoreConfig:
-    """Return what the folder's config and the overrides say of the runtime and its endpoint.
+    """Return the settings of the runtime and its endpoint, from the folder's config and the overrides.
 
     Raises:
-        ConfigError: AgentCore would refuse it.
+        ConfigError: AgentCore would refuse the settings.
     """
     own = folder / "config.yaml"
     tree = read_yaml(own) if own.is_file() else {}
@@ -184,16 +184,16 @@ def runtime_settings(folder: Path, overrides: Sequence[str]) -> AgentCoreConfig:
 def config_text(
     settings: Mapping[str, Any], folder: Path, replaced: Mapping[str, Any], overrides: Sequence[str]
 ) -> str:
-    """Return the config of runs on a target, as YAML.
+    """Return the config for runs on a target, as YAML.
 
-    It is the folder's own config, with the target's `settings` and the sections that are `replaced`, then the
-    overrides. The target's settings replace their sections, except the gateway's. A section that is replaced by an
-    empty one is left out, and settings of the runtime itself, which runs use by its ARN.
+    It consists of the folder's own config, the target's `settings`, the `replaced` sections, and the overrides. The
+    target's settings replace whole sections, except the gateway's. Sections replaced by an empty one are left out,
+    and so are the runtime's own settings, because runs use the runtime by its ARN.
     """
     own = folder / "config.yaml"
     tree: dict[str, Any] = {"model": {"path": "/models/yours"}, **(read_yaml(own) if own.is_file() else {})}
     own_gateway, found = tree.get("gateway") or {}, settings.get("gateway", {})
-    # `auto` is a default, and a load balancer's settings are not.
+    # `auto` is a default, unlike a load balancer's settings.
     gateway = {**found, **own_gateway} if found.get("public_url") == AUTO else {**own_gateway, **found}
     tree |= {"queue": {}, **settings, "gateway": gateway, **replaced}
     tree = {section: value for section, value in tree.items() if value != {}}
@@ -211,8 +211,8 @@ def config_text(
 
 
 def write_config(path: Path, text: str) -> bool:
-    """Write the config, readable for its owner only because it has the URL of a local cloud, unless the file is
-    somebody's own. Return whether it was written."""
+    """Write the config, unless a user wrote the file. Only the owner can read it, because it has the URL of a local
+    cloud. Return whether it was written."""
     if path.exists() and not path.read_text().startswith(WRITTEN):
         return False
     write_file(path, text.encode(), private=True)

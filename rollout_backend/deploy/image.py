@@ -21,7 +21,7 @@ CODEBUILD = "codebuild"
 
 
 def check_builder(builder: str) -> None:
-    """Raise ConfigError if `--build` cannot build the image from this machine."""
+    """Raise ConfigError if this machine cannot build the image with this `--build`."""
     if builder != CODEBUILD and shutil.which(builder) is None:
         raise ConfigError(
             f"--build {builder}: there is no {builder} on this machine; --build codebuild builds the image in AWS"
@@ -54,16 +54,16 @@ async def push_image(builder: str, folder: Path, target: Target, echo: Callable[
 
 
 def new_image(target: Target) -> str:
-    """Return the name of the next image, with a tag that no image has yet."""
+    """Return a name for the next image, with an unused tag."""
     return f"{target.repository}:{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
 
 
 def _dockerfile(folder: Path, scratch: Path) -> Path:
-    """Return the folder's own Dockerfile, or ours with the patterns of the folder's .dockerignore appended."""
+    """Return the folder's own Dockerfile, or the default one plus the patterns of the folder's .dockerignore."""
     if (folder / "Dockerfile").is_file():
         return folder / "Dockerfile"
     ignored = DOCKERFILE.with_name(f"{DOCKERFILE.name}.dockerignore").read_text()
-    own = folder / ".dockerignore"  # which Docker does not read besides the Dockerfile's
+    own = folder / ".dockerignore"  # Docker ignores it if the Dockerfile has its own
     (scratch / "Dockerfile.dockerignore").write_text(ignored + (f"\n{own.read_text()}" if own.is_file() else ""))
     shutil.copy(DOCKERFILE, scratch / "Dockerfile")
     return scratch / "Dockerfile"

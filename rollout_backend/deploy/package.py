@@ -1,9 +1,9 @@
-"""Make the zip of an agent that AgentCore runs as code: its folder, its packages, and the wrapper.
+"""Create the zip of an agent that AgentCore runs as code: its folder, its packages, and the wrapper.
 
 Invariants:
 
-- Equal input gives an equal zip, unless a package is compiled, which only happens for this machine.
-- No file that looks like a secret is in the zip; the list is the one of the image's `.dockerignore`.
+- Equal inputs give equal zips, unless a package is compiled, which only happens for this machine.
+- The zip contains no file that looks like a secret. The patterns are those of the image's `.dockerignore`.
 """
 
 import asyncio
@@ -27,16 +27,16 @@ from rollout_backend.errors import ConfigError
 ENTRY_POINT = "agent.py"
 REQUIREMENTS = "requirements.txt"
 MAX_ZIP_BYTES, MAX_UNPACKED_BYTES = 250_000_000, 750_000_000  # AgentCore's limits
-PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")  # of AgentCore
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")  # versions that AgentCore supports
 _IGNORED = INFRA / "agent.Dockerfile.dockerignore"
 _PLATFORM = "aarch64-manylinux2014"
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip can hold
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip can store
 _INSTALL_S = 600.0
 
 
 @dataclass(frozen=True)
 class CodePackage:
-    """A zip on this machine. `python` is the version that it needs."""
+    """A zip on this machine. `python` is the Python version that it needs."""
 
     path: Path
     python: str
@@ -49,7 +49,7 @@ class CodePackage:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ConfigError if the folder holds no agent."""
+    """Raise ConfigError if the folder does not contain an agent."""
     if not (folder / ENTRY_POINT).is_file():
         raise ConfigError(f"{folder} is not an agent's folder: it has no {ENTRY_POINT}, which ends in app.run()")
 
@@ -57,8 +57,8 @@ def check_folder(folder: Path) -> None:
 async def make_package(
     folder: Path, target: Path, *, native: bool = False, max_unpacked_bytes: int = MAX_UNPACKED_BYTES
 ) -> CodePackage:
-    """Write `target`, the zip of an agent's folder. With `native` its machine code is for this machine, else for
-    AgentCore's: Linux on arm64.
+    """Write the zip of an agent's folder to `target`. With `native`, machine code is for this machine, otherwise for
+    AgentCore: Linux on arm64.
 
     Raises:
         ConfigError: a package cannot be installed for the target, or the zip is too large.
@@ -76,7 +76,7 @@ async def make_package(
 
 
 def requirements() -> list[str]:
-    """Return what the wrapper needs in an agent's container."""
+    """Return the wrapper's requirements in an agent's container."""
     found = []
     for line in importlib.metadata.requires("rollout-backend") or []:
         requirement, _, marker = line.partition(";")
@@ -86,7 +86,7 @@ def requirements() -> list[str]:
 
 
 async def _install(folder: Path, content: Path, python: str, *, native: bool) -> None:
-    """Install the packages at the versions of this environment, with which the agent was checked."""
+    """Install the packages in the versions of this environment, in which the agent was checked."""
     uv = find_uv()
     own = folder / REQUIREMENTS
     pins = content.with_name("pins.txt")
@@ -106,12 +106,12 @@ async def _install(folder: Path, content: Path, python: str, *, native: bool) ->
         raise ConfigError(
             f"{what} for {place}. Correct {own}, or build an image, which compiles it: --build codebuild\n{text}"
         )
-    shutil.rmtree(content / "bin", ignore_errors=True)  # scripts with this machine's paths
+    shutil.rmtree(content / "bin", ignore_errors=True)  # scripts contain this machine's paths
     (content / ".lock").unlink(missing_ok=True)
 
 
 def _pins(own: str) -> Iterator[str]:
-    """Yield the versions of this environment, without those that the agent's requirements decide."""
+    """Yield the versions of this environment, except those that the agent's requirements determine."""
     decided = {_canonical(name) for name in re.findall(r"^\s*([A-Za-z0-9][\w.-]*)", own, flags=re.M)}
     for name, version in sorted({(each.name, each.version) for each in importlib.metadata.distributions()}):
         if "+" not in version and _canonical(name) not in decided | {"rollout-backend"}:
@@ -123,7 +123,7 @@ def _canonical(name: str) -> str:
 
 
 def copy_agent(folder: Path, content: Path) -> None:
-    """Copy the files of an agent's folder, without those that stay out."""
+    """Copy the files of an agent's folder, except ignored ones."""
     patterns = ignore_patterns(folder)
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
@@ -133,14 +133,14 @@ def copy_agent(folder: Path, content: Path) -> None:
 
 
 def ignore_patterns(folder: Path) -> list[str]:
-    """Return the patterns of files that stay out: ours, then those of the folder's own `.dockerignore`."""
+    """Return the patterns of ignored files: the default ones, then those of the folder's own `.dockerignore`."""
     own = folder / ".dockerignore"
     lines = [*_IGNORED.read_text().splitlines(), *(own.read_text().splitlines() if own.is_file() else [])]
     return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
 def is_ignored(name: Path, patterns: Sequence[str]) -> bool:
-    """Return whether a file stays out, as Docker reads a `.dockerignore`: the last match decides."""
+    """Return whether a file is ignored, by Docker's rules for `.dockerignore`: the last match decides."""
     ignored = False
     for pattern in patterns:
         wanted, prefix = pattern.removeprefix("!").strip("/"), "**/"
@@ -152,7 +152,7 @@ def is_ignored(name: Path, patterns: Sequence[str]) -> bool:
 
 
 def write_zip(content: Path, target: Path) -> str:
-    """Write the zip of a folder, which is equal for equal files. Return its digest."""
+    """Write the zip of a folder; equal files give equal zips. Return its digest."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in _files(content):

@@ -1,6 +1,6 @@
-"""Run one rollout on a deployed runtime, before anything is trained with it.
+"""Run one rollout on a deployed runtime, before any training.
 
-Its model endpoint leads nowhere. A result of `model_unreachable` therefore proves that a session starts, the wrapper
+Its model endpoint does not exist. A result of `model_unreachable` therefore proves that a session starts, the wrapper
 accepts the contract, and the agents' role may write to the bucket.
 """
 
@@ -31,15 +31,15 @@ from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
 _NOWHERE = "http://127.0.0.1:9/v1"
 _REMAINING_S = 2.0
 _RESULT_S = 60.0
-_START_S = 300.0  # the first session pulls the image, and a runtime may be throttled
+_START_S = 300.0  # the first session pulls the image, and the runtime may throttle
 _POLL_S = 0.3
 
 
 async def run_smoke_rollout(target: Target, payload: Mapping[str, Any]) -> str:
-    """Run the rollout and stop its session. Return what it shows.
+    """Run the rollout and stop its session. Return a description of what it proved.
 
     Raises:
-        PreflightError: it could not be started, or published no result.
+        PreflightError: the rollout could not be started, or published no result.
     """
     settings = target.settings()["runtime"]
     config = AgentCoreConfig.model_validate({**settings, "read_timeout_s": 150.0})

@@ -1,7 +1,7 @@
-"""Where an agent is deployed: an account, as the outputs of its CloudFormation stack describe it, or the local cloud.
+"""Describe where an agent is deployed: an account, from the outputs of its CloudFormation stack, or the local cloud.
 
-`read_stack` reads the stack that `infra/template.yaml` describes, and the one of `infra/network.yaml` that it names,
-which makes `--stack NAME` a complete description.
+`read_stack` reads a stack of `infra/template.yaml`, and the stack of `infra/network.yaml` that it names, which makes
+`--stack NAME` a complete description.
 """
 
 import os
@@ -19,7 +19,7 @@ from rollout_backend.runtimes.agentcore.control import ENDPOINT, control_client,
 
 _OUTPUTS = frozenset({"BucketName", "AgentRoleArn", "RepositoryUri", "QueueUrl"})
 _NETWORK_OUTPUTS = frozenset({"SubnetIds", "SecurityGroupId", "PublicUrl"})
-PREFIX = "rollout_"  # of the names that the stack's policies allow
+PREFIX = "rollout_"  # prefix of the names that the stack's policies allow
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Network:
     subnets: tuple[str, ...]
     security_groups: tuple[str, ...]
     public_url: str
-    """The address of the gateway's load balancer, with `{shard}`."""
+    """Address of the gateway's load balancer, with `{shard}`."""
     internet: bool = True
-    """Whether agents reach the internet, and with it the load balancer."""
+    """Whether agents can reach the internet, and through it the load balancer."""
 
     def settings(self) -> dict[str, Any]:
-        """Return the gateway's settings behind the load balancer."""
+        """Return the settings of a gateway behind the load balancer."""
         return {"host": "0.0.0.0", "port": 8000, "public_url": self.public_url} if self.internet else {}  # noqa: S104
 
 
@@ -47,25 +47,25 @@ class Target:
     bucket: str
     runtime_name: str
     role: str | None = None
-    """The agents' role; None if it is unknown."""
+    """Role of the agents; None if it is unknown."""
     arn: str | None = None
-    """The runtime, once it exists."""
+    """ARN of the runtime, once it exists."""
     qualifier: str = ENDPOINT
-    """The endpoint that the deployed version is pinned to, and that runs use."""
+    """Endpoint that is pinned to the deployed version and that runs use."""
     prefix: str = ""
     presigned: bool = False
     agent_protocol: str = "rollout"
-    """For whose agents the roles are: the setting `runtime.agent_protocol`."""
+    """The setting `runtime.agent_protocol` of the agents that the roles are for."""
     queue_url: str | None = None
-    """The queue that runs must use; None if each run creates its own."""
+    """Queue that runs must use; None if each run creates its own."""
     repository: str | None = None
     build_role: str | None = None
-    """The role of CodeBuild; None if the stack has none."""
+    """Role of CodeBuild; None if the stack has none."""
     stack: str | None = None
     network: Network | None = None
-    """The network that the stack names; None for the public network."""
+    """Network that the stack names; None for the public network."""
     in_network: bool = False
-    """Whether agents are in subnets that the deployment named, so that the gateway's own address may be used."""
+    """Whether agents are in subnets that the deployment named, where they may use the gateway's own address."""
     endpoint_url: str | None = None
     runtime_endpoint_url: str | None = None
     session_logs: str | None = None
@@ -108,10 +108,10 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
 
 
 async def read_stack(name: str, *, endpoint_url: str | None = None) -> Target:
-    """Return the target that the outputs of a stack describe, and those of the network stack that it names.
+    """Return the target that the outputs of a stack, and of the network stack that it names, describe.
 
     Raises:
-        PreflightError: a stack does not exist, is not complete, or is no stack of its template.
+        PreflightError: a stack does not exist, is not complete, or was not created from its template.
     """
     region = default_region()
     parameters, outputs = await _describe(name, region, endpoint_url, "infra/template.yaml", _OUTPUTS)
@@ -139,7 +139,7 @@ async def _describe(
         async with aws.client("cloudformation", region=region, endpoint_url=endpoint_url, retries=4) as client:
             [stack] = (await client.describe_stacks(StackName=name))["Stacks"]
     except ClientError as error:
-        if aws.code_of(error) == "ValidationError":  # which is what CloudFormation calls a missing stack
+        if aws.code_of(error) == "ValidationError":  # CloudFormation's code for a missing stack
             raise PreflightError(
                 f"there is no stack {name} in {region}: deploy {template}, which `rollout infra` writes, under that "
                 "name, or set AWS_REGION"
@@ -183,7 +183,7 @@ async def find_deployed(target: Target) -> Target:
     """Return the target with the ARN of its runtime.
 
     Raises:
-        PreflightError: `rollout deploy` has created none.
+        PreflightError: `rollout deploy` has not created a runtime.
     """
     if target.arn is not None:
         return target
@@ -201,7 +201,7 @@ async def find_deployed(target: Target) -> Target:
 
 
 def default_region() -> str:
-    """Return the region of AWS's environment variables or configuration. Raises ConfigError."""
+    """Return the region from AWS's environment variables or configuration. Raises ConfigError."""
     region = os.environ.get("AWS_REGION") or botocore.session.Session().get_config_variable("region")
     if not region:
         raise ConfigError("no AWS region is set: set AWS_REGION, or run aws configure")

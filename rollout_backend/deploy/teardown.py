@@ -1,10 +1,10 @@
-"""Remove what `rollout deploy` and runs have created in an account, and list what stays.
+"""Remove what `rollout deploy` and runs created in an account, and list what stays.
 
 Invariants:
 
 - A runtime is deleted only if it has this backend's tag, and the target's ARN or role.
 - A CodeBuild project is deleted only if it has this backend's tag, and the runtime's name.
-- A queue is deleted only if its name is that of a run in the target's bucket.
+- A queue is deleted only if its name belongs to a run in the target's bucket.
 - `find` changes nothing.
 """
 
@@ -28,7 +28,7 @@ from rollout_backend.runtimes.agentcore.control import control_client, list_runt
 from rollout_backend.runtimes.agentcore.endpoint import named_endpoints
 from rollout_backend.runtimes.agentcore.provision import TAG
 
-_ORDER = ("runtime", "project", "queue", "objects")  # of deletion
+_ORDER = ("runtime", "project", "queue", "objects")  # order of deletion
 _BATCH = 1000  # S3's limit for DeleteObjects
 _DELETE_S = 300.0
 _POLL_S = 0.5
@@ -36,7 +36,7 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True)
 class Resource:
-    """What `remove` would delete."""
+    """A resource that `remove` would delete."""
 
     kind: str
     """`runtime`, `project`, `queue` or `objects`."""
@@ -50,14 +50,14 @@ class Resource:
 
 @dataclass(frozen=True)
 class Inventory:
-    """What can be removed, and what stays, with the reason."""
+    """Resources that can be removed, and reasons for those that stay."""
 
     ours: Sequence[Resource]
     stays: Sequence[str]
 
 
 class Teardown:
-    """Removes what belongs to one target. With `delete_results`, the results of runs too."""
+    """Removes the resources of one target. With `delete_results`, also the results of runs."""
 
     def __init__(self, target: Target, *, delete_results: bool = False) -> None:
         self._target = target
@@ -107,7 +107,7 @@ class Teardown:
     # --- what there is ------------------------------------------------------------------------------------
 
     async def _runtimes(self, control: Any) -> AsyncIterator[tuple[Any, str | None]]:
-        """Yield the target's runtimes, each with the reason why it stays; None if it can be deleted."""
+        """Yield the target's runtimes, each with the reason why it stays, or None if it can be deleted."""
         target = self._target
         async for runtime in list_runtimes(control):
             if target.role is None:
@@ -127,7 +127,7 @@ class Teardown:
             yield runtime, why
 
     async def _find_project(self, ours: list[Resource], stays: list[str]) -> None:
-        """Find the CodeBuild project. These credentials may belong to a stack that has no permission for it yet."""
+        """Find the CodeBuild project. These credentials may belong to a stack without permission for it."""
         name = self._target.runtime_name
         try:
             async with aws.client("codebuild", **self._place()) as codebuild:
@@ -172,7 +172,7 @@ class Teardown:
         return int(page["KeyCount"])
 
     def _elsewhere(self) -> list[str]:
-        """Return what is left to the user."""
+        """Return what the user has to remove."""
         target = self._target
         if target.endpoint_url is not None:
             return []
@@ -190,7 +190,7 @@ class Teardown:
     # --- deletion -----------------------------------------------------------------------------------------
 
     async def _delete_runtime(self, control: Any, resource: Resource) -> None:
-        """Delete a runtime with its endpoints, and wait until it is gone. Wait, too, while it is being changed."""
+        """Delete a runtime with its endpoints, and wait until it is gone. First wait for changes in progress."""
         deadline = time.monotonic() + _DELETE_S
         asked = False
         while time.monotonic() < deadline:
@@ -207,13 +207,13 @@ class Teardown:
             except control.exceptions.ResourceNotFoundException:
                 return
             except control.exceptions.ConflictException:
-                pass  # it, or an endpoint of it, is being created, updated or deleted
+                pass  # the runtime or one of its endpoints is being created, updated or deleted
             await asyncio.sleep(_POLL_S)
         raise PreflightError(f"{resource} was not deleted within {_DELETE_S:g} s: run rollout down again later")
 
     async def _delete_endpoints(self, control: Any, runtime_id: str) -> None:
         for name in await named_endpoints(control, runtime_id):
-            with contextlib.suppress(control.exceptions.ResourceNotFoundException):  # it has just ended
+            with contextlib.suppress(control.exceptions.ResourceNotFoundException):  # it was deleted in the meantime
                 await control.delete_agent_runtime_endpoint(agentRuntimeId=runtime_id, endpointName=name)
 
     async def _delete_queue(self, sqs: Any, url: str) -> None:

@@ -10,10 +10,10 @@ from rollout_backend.deploy.target import Target
 
 
 async def upload_once(target: Target, key: str, path: Path) -> None:
-    """Upload a file under a key that names its content, unless it was uploaded before.
+    """Upload a file under a key that identifies its content, unless the key exists.
 
     Raises:
-        PreflightError: the bucket refuses it.
+        PreflightError: the bucket refuses the upload.
     """
     body = await asyncio.to_thread(path.read_bytes)
     try:

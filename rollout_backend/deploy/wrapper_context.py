@@ -1,6 +1,6 @@
-"""The build context `wrapper` of an agent's image: the wrapper of this installation, as a separate package.
+"""Create the build context `wrapper` of an agent's image: the wrapper of this installation, as a separate package.
 
-In a checkout, the checkout itself is such a context.
+In a checkout, the checkout itself is this context.
 """
 
 import importlib.metadata
@@ -36,7 +36,7 @@ agent_wrapper = ["py.typed"]
 
 
 def write_wrapper_context(folder: Path) -> None:
-    """Write what `infra/agent.Dockerfile` copies from the context `wrapper` into a new folder."""
+    """Write the files that `infra/agent.Dockerfile` copies from the context `wrapper` to a new folder."""
     wrapper = Path(agent_wrapper.__file__).parent
     shutil.copytree(wrapper, folder / wrapper.name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "constraints").mkdir()
