@@ -1,1 +1,1 @@
-"""Rewards that the training side computes, out of the agent's reach."""
+"""Compute rewards on the training side, out of the agent's reach."""

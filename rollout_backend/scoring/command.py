@@ -1,4 +1,4 @@
-"""Run a command as a scorer: one rollout as JSON on its stdin, and the reward in the last line of its stdout."""
+"""Run a command as a scorer. It reads one rollout as JSON from stdin, and prints the reward in its last line."""
 
 import json
 import os
@@ -14,20 +14,20 @@ _STDERR_CHARS = 2_000
 def run_command(
     command: Sequence[str], given: bytes, timeout_s: float, artifacts: Mapping[str, bytes] = MappingProxyType({})
 ) -> object:
-    """Return what the command printed: a number, or a dict with one under 'reward'.
+    """Return what the command printed: a number, or a dict with a number under 'reward'.
 
-    The artifacts are files in the folder $ROLLOUT_ARTIFACTS while it runs.
+    While it runs, the artifacts are files in the folder $ROLLOUT_ARTIFACTS.
 
     Raises:
-        ValueError: it failed, or printed neither. The message has the end of its stderr.
-        subprocess.TimeoutExpired: it took longer than `timeout_s`.
-        OSError: it cannot be executed.
+        ValueError: the command failed, or printed neither. The message includes the end of its stderr.
+        subprocess.TimeoutExpired: the command took longer than `timeout_s`.
+        OSError: the command cannot be executed.
     """
     with TemporaryDirectory(prefix="rollout-artifacts-") as folder:
         for name, content in artifacts.items():
             Path(folder, name).write_bytes(content)
         environment = os.environ | {"ROLLOUT_ARTIFACTS": folder}
-        done = subprocess.run(  # the user's own command
+        done = subprocess.run(  # the command comes from the user's own settings
             [*command], input=given, capture_output=True, timeout=timeout_s, check=False, env=environment
         )
     end = done.stderr.decode(errors="replace").strip()[-_STDERR_CHARS:]

@@ -1,9 +1,9 @@
-"""Run the tests of a Harbor task on the workspace that its agent has published: `scoring.function` for such tasks.
+"""Run the tests of a Harbor task on its agent's workspace: the value of `scoring.function` for such tasks.
 
 Invariants:
 
-- The tests run in a new folder, in a separate process group, within the task's time and memory, and without this
-  process's environment. They end with the call, and with this process.
+- The tests run in a new folder, in a separate process group, within the task's time and memory limits, and without
+  this process's environment. They end with the call and with this process.
 """
 
 import base64
@@ -23,10 +23,10 @@ from rollout_backend.scoring.scorer import ScoreInput, ScoringError
 
 
 def verify(given: ScoreInput) -> dict[str, Any]:
-    """Return the reward that the task's tests write, and the other values of reward.json.
+    """Return the reward that the task's tests wrote, and the other values of reward.json.
 
     Raises:
-        ScoringError: they wrote none, took longer than verifier.timeout_sec, or used more than environment.memory_mb.
+        ScoringError: the tests wrote none, or exceeded verifier.timeout_sec or environment.memory_mb.
     """
     task = given.private.get("harbor")
     if task is None:
@@ -73,7 +73,7 @@ def verify(given: ScoreInput) -> dict[str, Any]:
 
 
 def _map_paths(tests: Path, paths: Mapping[str, str]) -> None:
-    """Replace the absolute paths of Harbor's container in the tests, because they do not exist here."""
+    """Replace the absolute paths of Harbor's container in the tests, because they do not exist on this machine."""
     names = "|".join(map(re.escape, sorted(paths, key=len, reverse=True)))
     absolute = re.compile(rf"(?<![\w.$}}/-])({names})(?![\w-])")
     for file in tests.rglob("*"):

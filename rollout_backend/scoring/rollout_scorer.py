@@ -1,9 +1,9 @@
-"""Score rollouts of a run, and keep each score in S3.
+"""Score the rollouts of a run, and store each score in S3.
 
 Invariants:
 
-- A rollout has one score for a scorer and a private part. It is written to S3 once, before it counts, so a restarted
-  trainer trains the reward that its predecessor recorded, even of a scorer that is not deterministic.
+- A rollout has one score per scorer and private part. It is written to S3 once, before it counts, so a restarted
+  trainer trains the reward that its predecessor recorded, even if the scorer is not deterministic.
 - The private part leaves this machine only as a digest, in the name of a key that agents cannot read.
 """
 
@@ -29,7 +29,7 @@ from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ResultMissing, StoreError, WriteConflict
 from rollout_backend.scoring.scorer import ArtifactLost, Score, ScoringError, pack_request
 
-_LARGE_BYTES = 64 * 1024  # larger requests are made, and larger artifacts are unpacked, in a thread
+_LARGE_BYTES = 64 * 1024  # larger requests are built, and larger artifacts unpacked, in a thread
 
 
 class RolloutScorer:
@@ -44,8 +44,8 @@ class RolloutScorer:
         sha256: str,
         keep: Callable[[Rollout, bytes], object] = lambda rollout, data: None,
     ) -> None:
-        """`call` sends a request to the scorer `name`, see `WorkerPool.call`. `sha256` is the scorer's digest. `keep`
-        stores the artifacts of a rollout, see `RunArchive.write_artifacts`."""
+        """`call` sends a request to the scorer `name`: see `WorkerPool.call`. `sha256` is the scorer's digest. `keep`
+        stores the artifacts of a rollout: see `RunArchive.write_artifacts`."""
         self.name = name
         self._store = store
         self._run_id = run_id
@@ -60,21 +60,21 @@ class RolloutScorer:
         return score_key(self._store.config.prefix, self._run_id, rollout.step, rollout.rollout_id, digest)
 
     async def read(self, rollout: Rollout, task: Task) -> Score | None:
-        """Return the score that an earlier trainer recorded; None if there is none.
+        """Return the score that an earlier trainer recorded, or None.
 
         Raises:
             StoreError: S3 did not answer.
         """
         try:
             return Score.parse(json.loads(await self._store.get(self.key(rollout, task))))
-        except (ResultMissing, ValueError):  # ContractError is a ValueError
+        except (ResultMissing, ValueError):  # includes ContractError
             return None
 
     async def compute(self, rollout: Rollout, data: bytes, task: Task) -> Score:
-        """Call the scorer for a result, which is `data` in its encoded form.
+        """Call the scorer for a result; `data` is its encoded form.
 
         Raises:
-            ScoringError: it failed, or the artifacts are lost.
+            ScoringError: the scorer failed, or the artifacts are lost.
         """
         request: dict[str, Any] = {
             "task_id": task.task_id,
@@ -105,10 +105,10 @@ class RolloutScorer:
         return files
 
     async def record(self, rollout: Rollout, task: Task, score: Score) -> Score:
-        """Write a score, and return the one that S3 holds: that of an earlier trainer if there is one.
+        """Write a score, and return the one stored in S3, which may be an earlier trainer's.
 
         Raises:
-            StoreError: S3 did not store it, or holds something else under its key.
+            StoreError: S3 did not store it, or has something else under its key.
         """
         try:
             await self._store.put_if_match(self.key(rollout, task), score.model_dump_json().encode(), None)
@@ -121,7 +121,7 @@ class RolloutScorer:
 
 
 def scored(rollout: Rollout, score: Score) -> Rollout:
-    """Return a rollout with the scorer's reward, in place of the agent's if it returned one."""
+    """Return the rollout with the scorer's reward, which replaces the agent's."""
     completed = {} if rollout.reward is not None else {"outcome": Outcome.COMPLETED, "failure": None}
     return rollout.model_copy(
         update={
@@ -135,7 +135,7 @@ def scored(rollout: Rollout, score: Score) -> Rollout:
 
 
 def unscored(rollout: Rollout, reason: str, message: str) -> Rollout:
-    """Return a rollout whose scorer has failed: lost to the infrastructure, without a reward."""
+    """Return a rollout whose scorer failed, as lost to the infrastructure and without a reward."""
     update = {
         "reward": None,
         "turn_rewards": (),

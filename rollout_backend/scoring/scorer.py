@@ -1,6 +1,6 @@
 """Load a scorer, a Python function that computes rewards, and call it.
 
-Invariant: a score is a finite number that the scorer returned, or there is none.
+Invariant: a score is a finite number that the scorer returned, or absent.
 """
 
 import contextlib
@@ -27,35 +27,35 @@ from rollout_backend.core.reasons import ARTIFACT_LOST, SCORER_FAILED
 from rollout_backend.errors import ConfigError
 from rollout_backend.scoring.command import run_command
 
-_MODULE = "rollout_scorer"  # the name of a scorer's file as a module, which shadows no other module
+_MODULE = "rollout_scorer"  # module name for a scorer's file, which shadows no other module
 _VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 class ScoringError(Exception):
-    """The scorer failed, or returned no finite number. The message names the type, the text and the line."""
+    """The scorer failed, or did not return a finite number. The message names the type, the text and the line."""
 
     reason = SCORER_FAILED
 
 
 class ArtifactLost(ScoringError):
-    """The artifacts that a result lists are missing, or are others."""
+    """The artifacts that a result lists are missing or different."""
 
     reason = ARTIFACT_LOST
 
 
 @dataclass(frozen=True)
 class ScoreInput:
-    """What a scorer is given: one rollout, and its task with the part that no agent sees."""
+    """The input of a scorer: one rollout, and its task with the part that no agent sees."""
 
     task_id: str
-    payload: dict[str, Any]  # the task, as the agent got it
+    payload: dict[str, Any]  # the task as the agent received it
     private: dict[str, Any]  # the task's private part; empty if it has none
-    rollout: Rollout  # the result, with its segments and turns
-    artifacts: dict[str, bytes] = field(default_factory=dict)  # the files that the agent published, by name
+    rollout: Rollout  # the result with its segments and turns
+    artifacts: dict[str, bytes] = field(default_factory=dict)  # files that the agent published, by name
 
     @classmethod
     def unpack(cls, request: bytes) -> Self:
-        """Read what `pack_request` returns. Raises ContractError if the result in it is invalid."""
+        """Decode the output of `pack_request`. Raises ContractError if the result in it is invalid."""
         fields = msgpack.unpackb(request, ext_hook=lambda _, digits: int(digits))
         return cls(rollout=Rollout.decode(fields.pop("result")), **fields)
 
@@ -66,7 +66,7 @@ class ScoreInput:
 
     @property
     def reply(self) -> str:
-        """Return the text of the last assistant message; empty if there is none."""
+        """Return the text of the last assistant message, or an empty string."""
         said = [each.get("content") for each in self.messages if each.get("role") == "assistant"]
         return _text(said[-1]) if said else ""
 
@@ -77,11 +77,11 @@ class ScoreInput:
 
     @property
     def extras(self) -> dict[str, Any]:
-        """Return what else the agent returned."""
+        """Return the other values that the agent returned."""
         return dict(self.rollout.extras)
 
     def to_json(self) -> bytes:
-        """Return the input of a command: the same fields as JSON."""
+        """Return the same fields as JSON, as input for a command."""
         names = ("task_id", "payload", "private", "messages", "reply", "agent_reward", "extras")
         fields = {name: getattr(self, name) for name in names}
         rollout = {"rollout_id": self.rollout.rollout_id, "outcome": self.rollout.outcome.value}
@@ -89,20 +89,20 @@ class ScoreInput:
 
 
 def pack_request(fields: Mapping[str, Any]) -> bytes:
-    """Encode the fields of a `ScoreInput`, with its encoded result. An integer beyond 64 bits, which msgpack lacks,
+    """Encode the fields of a `ScoreInput` with its encoded result. An integer beyond 64 bits, which msgpack lacks,
     becomes an extension."""
     data: bytes = msgpack.packb(fields, default=lambda number: msgpack.ExtType(0, str(number).encode()))
     return data
 
 
 class Score(ContractObject):
-    """What a scorer returned, and which scorer it was."""
+    """A scorer's result, and which scorer it was."""
 
     scorer: str
-    sha256: str  # of its file or command
+    sha256: str  # digest of its file or command
     reward: float
     turn_rewards: tuple[float, ...] = ()
-    extras: dict[str, Any] = Field(default_factory=dict)  # other values of the dict that it returned
+    extras: dict[str, Any] = Field(default_factory=dict)  # other values of the returned dict
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Scorer:
     is_async: bool = False
 
     def score(self, given: ScoreInput) -> Score:
-        """Return the score of a rollout, by a plain function.
+        """Return the score of a rollout from a plain function.
 
         Raises:
             ScoringError: there is none.
@@ -125,7 +125,7 @@ class Scorer:
             return self._read(self.function(given), given)
 
     async def score_async(self, given: ScoreInput) -> Score:
-        """Return the score of a rollout, by an async function. All calls must be in one event loop.
+        """Return the score of a rollout from an async function. All calls must use the same event loop.
 
         Raises:
             ScoringError: there is none.
@@ -162,8 +162,8 @@ class Scorer:
         return Score(scorer=self.name, sha256=self.sha256, reward=reward, turn_rewards=turn_rewards, extras=extras)
 
     def _line_of(self, error: BaseException) -> str:
-        """Return the innermost line of the scorer's file, or of any file, that the error passed."""
-        frames = traceback.extract_tb(error.__traceback__)[2:]  # the first two are ours
+        """Return the innermost line of the traceback in the scorer's file, or else in any file."""
+        frames = traceback.extract_tb(error.__traceback__)[2:]  # the first two frames belong to this module
         own = [frame for frame in frames if Path(frame.filename) == self.file] or frames
         return f" ({Path(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name})" if own else ""
 
@@ -176,12 +176,12 @@ def configured_scorer(settings: Mapping[str, Any]) -> Scorer:
 
 
 def load_scorer(where: str) -> Scorer:
-    """Import a scorer, named as `FILE.py:function` or `module:function`. It may be async.
+    """Import a scorer named as `FILE.py:function` or `module:function`. It may be async.
 
-    A function with verl's arguments (data_source, solution_str, ground_truth, extra_info) is one as well.
+    A function with verl's arguments (data_source, solution_str, ground_truth, extra_info) is accepted, too.
 
     Raises:
-        ConfigError: it cannot be imported, or is no function that can be a scorer.
+        ConfigError: it cannot be imported, or is not a function with a scorer's arguments.
     """
     source, separator, name = where.rpartition(":")
     if not separator or not source or not name:
@@ -202,7 +202,7 @@ def command_scorer(command: Sequence[str], timeout_s: float) -> Scorer:
     """Return a scorer that runs a command. Its digest covers the arguments, and the content of those that are files.
 
     Raises:
-        ConfigError: there is no such program.
+        ConfigError: the program does not exist.
     """
     digest = hashlib.sha256(json.dumps([*command]).encode())
     for argument in command:
@@ -243,7 +243,7 @@ async def _call_async_verl_function(function: Callable[..., Any], given: ScoreIn
 
 
 def _verl_arguments(given: ScoreInput) -> dict[str, Any]:
-    """Return the arguments of a reward function of verl. The private part has the columns that verl would pass."""
+    """Return the arguments for verl's reward functions. The private part has the columns that verl would pass."""
     named = {name: given.private.get(name) for name in _VERL_ARGUMENTS}
     return named | {"solution_str": given.reply}
 
@@ -282,6 +282,6 @@ def _load(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[_MODULE] = module  # dataclasses look their module up here
+    sys.modules[_MODULE] = module  # dataclasses look up their module here
     spec.loader.exec_module(module)
     return module

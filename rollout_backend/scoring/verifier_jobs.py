@@ -1,14 +1,15 @@
-"""Score the results of Harbor tasks in containers of a runtime: each in a separate one, of its task's image.
+"""Score the results of Harbor tasks in containers of a runtime, each in a separate container of its task's image.
 
-A verifier is started with the tests, so they are in no bucket that an agent may read. It reads the artifacts by a
-presigned URL, because they may be large. On Kubernetes it is a Job, the tests are in its Secret, and its reward is
-the termination message of its container, which needs no permission in the cluster beyond those for attempts.
+A verifier receives the tests when it starts, so they are never in a bucket that agents may read. It reads the
+artifacts through a presigned URL, because they may be large. On Kubernetes, it is a Job with the tests in its Secret,
+and its reward is the termination message of its container. This needs no permissions in the cluster beyond those for
+attempts.
 
 Invariants:
 
 - The containers of agent and verifier share nothing but the artifacts.
-- A verifier without a reward is a failure of the scorer, which is retried, and never a reward of 0.
-- A verifier that may run is stopped: by the run, by its janitor, or by the next trainer of the run.
+- A verifier without a reward is a failure of the scorer, which is retried, never a reward of 0.
+- A verifier that may be running is stopped by the run, its janitor, or the run's next trainer.
 - Starts and stops are admitted by the queue of all calls. `scoring.processes` limits how many verifiers run at once;
   they hold no slot of an agent, because agents that wait for slots would delay every score.
 """
@@ -39,12 +40,12 @@ from rollout_backend.scoring.scorer import ScoreInput, Scorer, ScoringError, loa
 log = logging.getLogger(__name__)
 
 _BACK_OFF = wait_exponential_jitter(max=10)
-_STOP_S = 60.0  # of trying to stop a verifier; then its deadline ends it
-_URL_S = 3600.0  # beyond the time to start
+_STOP_S = 60.0  # time for stopping a verifier; later, its deadline ends it
+_URL_S = 3600.0  # in addition to the time to start
 
 
 class VerifierJobs:
-    """The verifiers of one run. `call` takes the place of `WorkerPool.call`."""
+    """The verifiers of one run. `call` replaces `WorkerPool.call`."""
 
     def __init__(
         self,
@@ -56,8 +57,8 @@ class VerifierJobs:
         on_open: Callable[[str], object],
         on_closed: Callable[[str], object],
     ) -> None:
-        """`admission` is the queue of the runtime's calls. `on_open` and `on_closed` are called with the session of
-        each verifier, before it is started and once it is stopped."""
+        """`admission` is the queue of the runtime's calls. `on_open` and `on_closed` are called with each verifier's
+        session, before it starts and once it is stopped."""
         self._runtime = runtime
         self._presigner = presigner
         self._timeout_s = config.timeout_s
@@ -69,11 +70,11 @@ class VerifierJobs:
         self._scorer = load_scorer(VERIFIER)
 
     async def aclose(self) -> None:
-        """Wait until the verifiers of cancelled calls are stopped."""
+        """Wait until the verifiers of cancelled calls have been stopped."""
         await asyncio.gather(*self._stopping, return_exceptions=True)
 
     async def stop_earlier(self, run_id: str) -> None:
-        """Stop the verifiers that an earlier trainer of the run has left, before the first one of this trainer."""
+        """Before this trainer's first verifier, stop those that an earlier trainer of the run left running."""
         try:
             stopped = await self._runtime.stop_verifiers(run_id)
         except RuntimeCallError as error:
@@ -102,7 +103,7 @@ class VerifierJobs:
             return {"error": str(error)}
 
     async def _verify_unless_refused(self, given: ScoreInput) -> dict[str, Any]:
-        """Repeat what is refused for now, until the step's deadline cancels it."""
+        """Retry a refused start until the step's deadline cancels it."""
         return await retry(
             lambda: self._verify(given),
             lambda error: isinstance(error, RuntimeCallError) and error.refused,
@@ -163,7 +164,7 @@ class VerifierJobs:
         until = asyncio.get_running_loop().time() + _STOP_S
         try:
             await retry(stop, RuntimeCallError, _BACK_OFF, stop=at(until))
-        except RuntimeCallError as error:  # its reward counts all the same
+        except RuntimeCallError as error:  # its reward is still valid
             log.warning("the verifier %s could not be stopped, and ends at its deadline: %s", session_id, error)
         else:
             self._on_closed(session_id)

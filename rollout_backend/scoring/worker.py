@@ -1,14 +1,14 @@
-"""A process that scores rollouts: `python -m rollout_backend.scoring.worker SETTINGS`.
+"""Run a process that scores rollouts: `python -m rollout_backend.scoring.worker SETTINGS`.
 
-It is separate from the trainer, so a scorer that computes for long does not delay collection, and one that hangs or
-crashes can be killed. A plain function scores one rollout after another; an async one scores all that were sent, in
-one event loop. A frame on stdin or stdout is the number of a call (8 bytes), a length (4 bytes) and msgpack. An empty
-frame cancels a call.
+It is separate from the trainer, so that a slow scorer does not delay collection, and a scorer that hangs or crashes
+can be killed. A plain function scores one rollout at a time; an async function scores all pending ones in one event
+loop. A frame on stdin or stdout is the number of a call (8 bytes), a length (4 bytes) and msgpack. An empty frame
+cancels a call.
 
 Invariants:
 
-- What the scorer prints goes to stderr and cannot be taken for a score.
-- The process and its children end with the trainer: they are one process group, killed when stdin is closed.
+- The scorer's output goes to stderr and cannot be taken for a score.
+- The process and its children end with the trainer: they form one process group, which is killed when stdin closes.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _Requests = queue.SimpleQueue[tuple[int, bytes]]
 
 
 def main(settings: str) -> None:
-    """Load the scorer, answer with its name and digest, and then answer each rollout with its score."""
+    """Load the scorer, send its name and digest, and then answer each rollout with its score."""
     frames, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
@@ -53,7 +53,7 @@ def main(settings: str) -> None:
 
 
 async def _serve(scorer: Scorer, requests: _Requests, answers: BinaryIO, timeout_s: float) -> None:
-    """Score rollouts concurrently. The sender bounds their number."""
+    """Score rollouts concurrently. The sender limits their number."""
     calls: dict[int, asyncio.Task[None]] = {}
 
     async def score(number: int, body: bytes) -> None:
@@ -97,7 +97,7 @@ def _read_all(frames: BinaryIO, requests: _Requests) -> None:
 
 
 def _answer(answers: BinaryIO, number: int, fields: dict[str, Any]) -> None:
-    data = msgpack.packb(fields, unicode_errors="replace")  # an error may quote half of a surrogate pair
+    data = msgpack.packb(fields, unicode_errors="replace")  # an error message may quote half of a surrogate pair
     answers.write(HEADER.pack(number, len(data)) + data)
     answers.flush()
 

@@ -1,11 +1,11 @@
-"""Call the scorer in processes that are started when they are needed, and killed when they hang.
+"""Call the scorer in processes that start on demand and are killed when they hang.
 
 Invariants:
 
-- At most `scoring.processes` rollouts are scored at once, or that times `scoring.concurrency` by an async function.
+- At most `scoring.processes` rollouts are scored at once; for async functions, times `scoring.concurrency`.
 - No call takes longer than `scoring.timeout_s`.
-- A process that failed in any way other than by an answer is killed, with its children. The next call has a new one.
-- All processes have the same scorer: one whose file has changed since the run began is refused.
+- A process that fails without answering is killed, with its children. The next call uses a new process.
+- All processes have the same scorer: if its file has changed since the run began, it is refused.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from rollout_backend.errors import ConfigError
 from rollout_backend.scoring.scorer import ScoringError
 from rollout_backend.scoring.worker import HEADER
 
-_START_S = 120.0  # to import the scorer's module
-_KILL_AFTER_S = 5.0  # beyond `timeout_s`, which a command's process and an async function's observe first
+_START_S = 120.0  # time to import the scorer's module
+_KILL_AFTER_S = 5.0  # in addition to `timeout_s`, which commands and async functions enforce first
 
 
 class WorkerPool:
-    """The processes of one run's scorer. `name` and `sha256` are set by `start`."""
+    """The processes of one run's scorer. `start` sets `name` and `sha256`."""
 
     name: str
     sha256: str
 
     def __init__(self, config: ScoringConfig, log: Path) -> None:
-        """`log` is the file for what the scorer prints."""
+        """`log` is the file for the scorer's output."""
         self._config = config
         self._log = log
         self._workers: list[_Worker] = []
@@ -49,7 +49,7 @@ class WorkerPool:
         """Start a first process, which imports the scorer.
 
         Raises:
-            ConfigError: it cannot be imported, or is no scorer.
+            ConfigError: it cannot be imported, or is not a scorer.
         """
         try:
             hello = await self._add_worker().hello()
@@ -105,10 +105,10 @@ class WorkerPool:
 
 
 class _Worker:
-    """One process. It starts when the object is made; `hello` waits for it."""
+    """One process. It starts when the object is created; `hello` waits for it."""
 
     def __init__(self, config: ScoringConfig, log: Path) -> None:
-        self.calls = 0  # that are assigned to this process
+        self.calls = 0  # number of calls assigned to this process
         self._ended = False
         self._config = config
         self._log = log
@@ -120,7 +120,7 @@ class _Worker:
         self._reading: asyncio.Task[None] | None = None
 
     async def hello(self) -> dict[str, Any]:
-        """Return the name and the digest of the scorer, once it is imported. Raises ScoringError."""
+        """Return the scorer's name and digest once it is imported. Raises ScoringError."""
         return await asyncio.shield(self._starting)
 
     async def ask(self, request: bytes, timeout_s: float) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class _Worker:
                 fields: dict[str, Any] = await answer
                 return fields
         except asyncio.CancelledError:
-            self._send(number, b"")  # an async function is cancelled
+            self._send(number, b"")  # cancels an async function
             raise
         finally:
             del self._answers[number]
@@ -196,7 +196,7 @@ class _Worker:
     def _send(self, number: int, body: bytes) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # the process has ended, which `_receive_all` finds
+        with contextlib.suppress(ConnectionError):  # the process has ended, which `_receive_all` detects
             self._process.stdin.write(HEADER.pack(number, len(body)) + body)
 
     async def _receive(self) -> tuple[int, dict[str, Any]]:
