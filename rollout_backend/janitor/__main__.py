@@ -2,8 +2,8 @@
 
 Invariants:
 
-- It is light while it waits: before the run's death it imports only the standard library.
-- It ignores signals, and ends by itself: an alarm is set before it begins its work.
+- It is small while it waits: before the run's death, it imports only the standard library.
+- It ignores signals, but always ends: it sets an alarm before it starts its work.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import Any
 
 from rollout_backend.logs import configure_logs
 
-_CLEANUP_S = 600  # for all calls, in addition to the grace time and the time that the rate of stops needs
-_RESTART_S = 3600  # for a manager that is starting the run again, and may fail
-_POLL_S = 2.0  # interval of reading the lease meanwhile
+_CLEANUP_S = 600  # limit for all calls, besides the grace time and the time that the stop rate requires
+_RESTART_S = 3600  # limit for a manager that is restarting the run and may fail
+_POLL_S = 2.0  # interval of reading the lease while waiting
 _CLOCK_S = 2.0  # S3 timestamps have a resolution of 1 s
 _STOPPERS = 8
-_RETRY_S = (15.0, 60.0, 180.0)  # longer than a refresh of credentials, a correction of the clock or throttling takes
+_RETRY_S = (15.0, 60.0, 180.0)  # longer than a credentials refresh, a clock correction or throttling
 _CHUNK = 65536
 
 log = logging.getLogger("janitor")
@@ -40,14 +40,14 @@ log = logging.getLogger("janitor")
 class RunState:
     """What the run has reported."""
 
-    run: dict[str, Any] = field(default_factory=dict)  # its first report: see `janitor_process`
-    queues: dict[str, str] = field(default_factory=dict)  # each queue that the run created, and its dead-letter queue
+    run: dict[str, Any] = field(default_factory=dict)  # the run's first report: see `janitor_process`
+    queues: dict[str, str] = field(default_factory=dict)  # queues created by the run, each with its dead-letter queue
     sessions: dict[str, None] = field(default_factory=dict)  # open sessions, oldest first
     done: bool = False
     _rest: bytes = b""
 
     def read(self, data: bytes) -> None:
-        """Parse bytes from the pipe, in pieces of any size."""
+        """Parse bytes from the pipe, in chunks of any size."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             match json.loads(line):
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def watch(manager: int, state: RunState) -> None:
-    """Read until the run is done or dead. Its death shows as the end of the pipe or, if a forked child keeps the pipe
+    """Read until the run is done or dead. Its death shows as the end of the pipe or, if a forked child holds the pipe
     open, as the end of the process."""
     os.set_blocking(0, False)
     poll = select.poll()
@@ -106,7 +106,7 @@ def watch(manager: int, state: RunState) -> None:
 
 
 def _drain(state: RunState) -> bool:
-    """Read what is available. Return True at the end of the pipe."""
+    """Read all available data. Return True at the end of the pipe."""
     while True:
         try:
             data = os.read(0, _CHUNK)
@@ -120,7 +120,7 @@ def _drain(state: RunState) -> bool:
 def _pidfd(pid: int) -> int | None:
     try:
         return os.pidfd_open(pid)
-    except (AttributeError, OSError):  # not supported; or the process has ended, which the pipe shows
+    except (AttributeError, OSError):  # not supported, or the process has ended, which the pipe shows
         return None
 
 
@@ -128,7 +128,7 @@ def clean_up(state: RunState) -> None:
     """Delete the run's queues and stop its sessions, unless another manager holds the run."""
     run = state.run
     s3 = _s3_client(run["aws"])
-    while (starting := _starting(s3, run)) is not None:  # they become that manager's, unless its start fails
+    while (starting := _starting(s3, run)) is not None:  # the new manager takes them over, unless its start fails
         log.info("run %s is being started again (%s): waiting for that start to end", run["run_id"], starting)
         time.sleep(_POLL_S)
     dead = (None, run["manager_id"], run["previous_manager_id"])
@@ -149,7 +149,7 @@ def clean_up(state: RunState) -> None:
 
 
 def _record(run: dict[str, Any], what: str, sessions: list[str]) -> None:
-    """Append to the run's records of its sessions; see `rollout_backend.step.in_flight`."""
+    """Append to the run's records of its sessions. See `rollout_backend.step.in_flight`."""
     folder, pattern = run["in_flight_logs"]
     text = "".join(f"\n{json.dumps({what: session})}" for session in sessions)
     for path in Path(folder).glob(pattern):
@@ -173,7 +173,7 @@ def _s3_client(where: dict[str, str]) -> Any:
         read_timeout=30,
         s3={"addressing_style": "path"} if where["s3"] else {},
     )
-    client: Any = boto3.client  # its types list every service by name
+    client: Any = boto3.client  # the types of boto3 have one overload per service name
     keys = client_keys(where["s3"])
     return client("s3", region_name=where["region"], endpoint_url=where["s3"], config=config, **keys)
 
@@ -193,7 +193,7 @@ def _delete_queues(where: dict[str, str], queues: dict[str, str]) -> None:
 
 
 def _starting(s3: Any, run: dict[str, Any]) -> str | None:
-    """Return the manager that is starting the run and has renewed its lease."""
+    """Return the manager that is restarting the run and has renewed its lease, or None."""
     record, age_s = _lease(s3, run)
     starting = (record.get("starting") or {}).get("id")
     alive = age_s <= record.get("lease_s", 0.0) + _CLOCK_S
@@ -220,7 +220,7 @@ def stop_sessions(
 ) -> list[str]:
     """Stop sessions as the runtime's `CleanupSpec` says. Return those that have certainly ended.
 
-    What failed is repeated after the pauses `retry_s`, by a new stopper, which finds its credentials again.
+    Failed stops are retried after the pauses `retry_s`, by a new stopper, which looks up its credentials again.
     """
     make = _imported(cleanup["stopper"])
     existed: dict[str, bool] = {}

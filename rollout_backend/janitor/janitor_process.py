@@ -1,6 +1,6 @@
-"""Start a run's janitor and report queues and sessions to it.
+"""Start a run's janitor, and report queues and sessions to it.
 
-Invariant: the run never waits for its janitor, and continues without it.
+Invariant: the run never waits for its janitor, and continues if it is gone.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _END_S = 10.0
 
 
 class Janitor:
-    """A run's janitor, created with `start`. Without a process, reports are dropped and nothing is cleaned up."""
+    """A run's janitor, created by `start`. Without a process, reports are dropped and nothing is cleaned up."""
 
     def __init__(self, process: subprocess.Popen[bytes] | None) -> None:
         self._process = process
@@ -46,7 +46,7 @@ class Janitor:
         return janitor
 
     def watch(self, runtime: AgentRuntime) -> SessionCalls:
-        """Return the runtime's calls, reported to the janitor if it can stop sessions."""
+        """Wrap the runtime's calls so that they are reported, if the janitor can stop sessions."""
         self._watches = runtime.cleanup_spec() is not None
         return WatchedRuntime(runtime, self) if self._watches else runtime
 
@@ -66,7 +66,7 @@ class Janitor:
         self._report({"closed": session_id})
 
     async def aclose(self, *, done: bool = True) -> None:
-        """End the janitor, or, if `done` is False, let it clean up as after a death."""
+        """Stop the janitor or, if `done` is False, let it clean up as after a death."""
         if self._process is None:
             return
         if not done:
@@ -80,7 +80,7 @@ class Janitor:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.close()
-        ended, _, _ = await asyncio.to_thread(select.select, [process.stdout], [], [], _END_S)  # its end
+        ended, _, _ = await asyncio.to_thread(select.select, [process.stdout], [], [], _END_S)  # wait for its exit
         if not ended:
             log.warning("the run's janitor has not ended yet")
         process.stdout.close()
@@ -91,7 +91,7 @@ class Janitor:
         assert self._process.stdin is not None
         try:  # atomic: a line is shorter than PIPE_BUF
             os.write(self._process.stdin.fileno(), json.dumps(line).encode() + b"\n")
-        except OSError as error:  # it was killed, or is suspended
+        except OSError as error:  # the janitor was killed or suspended
             self._reachable = False
             log.warning("the run's janitor cannot be reached (%s): queues and sessions stay if it is killed", error)
 
@@ -129,7 +129,7 @@ def _spawn(log_file: Path) -> subprocess.Popen[bytes] | None:
             log.warning("the run's janitor cannot be started (%s): queues and sessions stay if it is killed", error)
             return None
     try:
-        if process.wait(_START_S) != 0:  # the janitor itself is a child of this process, and continues
+        if process.wait(_START_S) != 0:  # this child exits after it has forked the janitor
             log.warning("the run's janitor did not start; see %s", log_file)
     except subprocess.TimeoutExpired:
         log.warning("the run's janitor is slow to start; see %s", log_file)
@@ -139,7 +139,7 @@ def _spawn(log_file: Path) -> subprocess.Popen[bytes] | None:
 
 
 def _run(config: RolloutConfig, lease: RunLease, runtime: AgentRuntime) -> dict[str, Any]:
-    """Return the first report: what the janitor needs to know about the run."""
+    """Return the first report, with everything that the janitor needs to know about the run."""
     cleanup = runtime.cleanup_spec()
     return {
         "run_id": config.run_id,
