@@ -27,6 +27,7 @@ from rollout_backend.runtimes.agentcore import images as images_module
 from rollout_backend.runtimes.agentcore.cleanup import session_stopper
 from rollout_backend.runtimes.agentcore.control import control_client, list_runtimes
 from rollout_backend.runtimes.agentcore.images import (
+    _MAKERS,
     LEASE,
     MADE_BY,
     TagReader,
@@ -302,6 +303,21 @@ async def test_a_fresh_runtime_has_its_lease_from_its_creation(start):
     for image in (ONE, TWO, ONE):
         await run.use(image)
     assert (reads(), writes()) == (0, 0)
+
+
+async def test_a_creation_that_has_waited_for_others_begins_with_a_whole_lease(start):
+    cloud = await start()
+    run = await cloud.run("a")
+    images, now = run.runtime._images, 1e9
+    images._wall = lambda: now
+    async with AsyncExitStack() as others:
+        for _ in range(_MAKERS):
+            await others.enter_async_context(images._makers)
+        making = images._make_once(images._runtime_of(run.task(ONE)), "a")
+        await asyncio.wait([making], timeout=0)
+        now += 2 * HOUR
+    record = cloud.emulator._control.runtimes[await making]
+    assert float(record.tags[LEASE + "a"]) == now + 2 * images.session_s
 
 
 async def test_without_the_guard_of_leases_a_runtime_in_use_would_be_deleted(start, monkeypatch):

@@ -225,10 +225,11 @@ class ImageRuntimes:
         return made
 
     async def _make(self, runtime: ImageRuntime, run_id: str) -> str:
-        spec, lease = runtime.spec, self._lease_tags(run_id)
+        spec = runtime.spec
         repeats: Iterator[float] = iter(())
         async with self._makers:
             while True:
+                lease = self._lease_tags(run_id)  # not earlier: hundreds of creations wait for an hour
                 maker = RuntimeMaker(
                     spec,
                     self._client,
