@@ -1,1 +1,1 @@
-"""Run everything on one machine: S3, SQS, an AgentCore emulator, scripted engines, test fixtures, verl on the CPU."""
+"""Run everything on one machine: S3, SQS, an AgentCore emulator, scripted engines and test fixtures."""

@@ -1,18 +1,18 @@
-"""An emulator of AWS Bedrock AgentCore Runtime, for agents on this machine.
+"""Emulate AWS Bedrock AgentCore Runtime for agents on this machine.
 
 It implements the service's REST protocol: `bedrock-agentcore` and `bedrock-agentcore-control` clients need only a
-different `endpoint_url`. Each session is a fresh process of the user's app, which gets what AWS gives a container:
-PORT, the session's header, pings, SIGTERM. `session_pool` runs the sessions and `control_plane` creates the runtimes.
-One runtime exists from the start, unless `command` is empty; others are created from `images` or from code in S3.
+different `endpoint_url`. Each session is a fresh process of the user's app, with what AWS gives a container: PORT,
+the session's header, pings, SIGTERM. `session_pool` runs the sessions and `control_plane` creates the runtimes. One
+runtime exists from the start, unless `command` is empty; others are created from `images` or from code in S3.
 
-It does not verify signatures (it only requires its `access_key`), or isolate sessions from the machine. With
-`path_secret` it answers only below that path.
+It does not verify signatures (it only requires its `access_key`) or isolate sessions from the machine. With
+`path_secret`, it only serves paths below that secret.
 
     python -m rollout_backend.local.agentcore_emulator < settings.json
 
-`GET /_local/sessions` lists the sessions. After `PUT /_local/outage` with {"code": "ThrottlingException"} every call
-of the data plane fails with that error until {"code": null}; with "after": true an invoke is executed first.
-`GET /_local/ends?after=N` lists the sessions that ended without a stop, after the first N. AWS has no such calls.
+`GET /_local/sessions` lists the sessions. After `PUT /_local/outage` with {"code": "ThrottlingException"}, every call
+of the data plane fails with that error until {"code": null}; with "after": true, invokes are executed first. `GET
+/_local/ends?after=N` lists the sessions that ended without a stop, except the first N. AWS has no such calls.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ from rollout_backend.local.spawner import CommandSpawner, PreforkSpawner, Spawne
 ROLE = "arn:aws:iam::000000000000:role/local"
 _MAX_PAYLOAD_BYTES = 100_000_000
 _ENDS_KEPT = 1000
-_SIGNALLED = 128  # a shell exits with more if its command was killed by a signal
+_SIGNALLED = 128  # a shell returns a higher code if a signal killed its command
 _CUSTOM_HEADER = "x-amzn-bedrock-agentcore-runtime-custom-"
 _PASSED_HEADERS = ("content-type", "accept", "x-amzn-trace-id", "traceparent", "tracestate", "baggage")
 
@@ -61,36 +61,36 @@ class EmulatorSettings(BaseModel, frozen=True, extra="forbid"):
 
     arn: str
     command: tuple[str, ...] = ()
-    """The command of the user's app, which listens on HOST:PORT of its environment. Empty: no runtime exists yet."""
+    """Command of the user's app, which listens on HOST:PORT of its environment. If empty, no runtime exists yet."""
     images: dict[str, tuple[str, ...]] = {}
-    """The images that a runtime can be created from: name in ECR's form to the command that replaces the image."""
+    """Images from which a runtime can be created: the name in ECR's form, and the command that replaces the image."""
     role: str = ROLE
-    """The only execution role."""
+    """The only existing execution role."""
     control: ControlLimits = ControlLimits()
     cwd: Path
     env: dict[str, str]
-    """The complete environment of a session's process, except PORT and HOST."""
+    """Complete environment of a session's process, except PORT and HOST."""
     log_dir: Path
     host: str = "127.0.0.1"
     port: int = Field(ge=1, le=65535)
     path_secret: str = ""
-    """The path below which it serves. Every user of the machine can reach the port. Empty: no secret is required."""
+    """Path below which it serves: every user of the machine can reach the port. Empty: none is required."""
     access_key: str = ""
-    """The access key that requests must be signed with. Empty: any."""
+    """Access key with which requests must be signed. Empty: any key."""
     preload: tuple[str, ...] | None = None
-    """With a command of the form [PYTHON, SCRIPT]: fork sessions from an interpreter that has imported the script's
+    """With a command of the form [PYTHON, SCRIPT], fork sessions from an interpreter that has imported the script's
     libraries and these modules. None: run the command each time."""
     limits: EmulatorLimits = EmulatorLimits()
 
 
 class InjectedOutage(BaseModel, frozen=True, extra="forbid"):
-    """How every call of the data plane is refused. Without a code none is."""
+    """How every call of the data plane is refused. Without a code, no call is."""
 
     code: str | None = None
     after: bool = False
     """Whether an invoke is executed before it is refused."""
     stops: bool = True
-    """Whether stops are refused too. A quota of active sessions refuses none."""
+    """Whether stops are refused too. A quota of active sessions does not refuse stops."""
 
     def refuse(self, *, carried_out: bool, stop: bool = False) -> None:
         """Raise ServiceError if the outage applies to the call."""
@@ -101,17 +101,17 @@ class InjectedOutage(BaseModel, frozen=True, extra="forbid"):
 class AgentCoreEmulator:
     """The two calls of the data plane, for every runtime of the control plane.
 
-    The checks run in AWS's order: signature, name, form, rate, quota. The quota is per endpoint.
+    Checks run in AWS's order: signature, name, form, rate, quota. The quota is per endpoint.
     """
 
     def __init__(self, settings: EmulatorSettings, clock: Callable[[], float] = time.time) -> None:
         self._settings = settings
-        self._clock = clock  # of the session pools
+        self._clock = clock  # clock of the session pools
         self._invokes = TokenBucket(settings.limits.invoke_per_s)
         self._stops = TokenBucket(settings.limits.stop_per_s)
         self._calls = TokenBucket(settings.limits.calls_per_s) if settings.limits.calls_per_s else None
         self._outage = InjectedOutage()
-        self._pools: dict[tuple[str, str], SessionPool] = {}  # by the runtime's ARN and its endpoint
+        self._pools: dict[tuple[str, str], SessionPool] = {}  # by ARN of the runtime and name of its endpoint
         self._ends: deque[dict[str, Any]] = deque(maxlen=_ENDS_KEPT)
         region = settings.arn.split(":")[3]
         self._code = CodeStore(settings.log_dir / "code", region, settings.env)
@@ -190,7 +190,7 @@ class AgentCoreEmulator:
             text = f"session {session.id} was ended as {how} (see EmulatorLimits), before it published a result"
         else:
             text = f"the process of session {session.id} {describe_exit(code)} without a result"
-        # A signal may come from outside: it gets another attempt.
+        # The signal may come from outside, so another attempt is worthwhile.
         final = code is not None and 0 <= code <= _SIGNALLED
         number = self._ends[-1]["number"] + 1 if self._ends else 1
         end = {"id": session.id, "message": f"{text}. {session.log_tail()}", "final": final}
@@ -206,7 +206,7 @@ class AgentCoreEmulator:
 
     @property
     def pool(self) -> SessionPool:
-        """The session pool of the runtime that exists from the start."""
+        """Session pool of the runtime that exists from the start."""
         assert (self._settings.arn, "DEFAULT") in self._pools, "before the app's lifespan"
         return self._pools[self._settings.arn, "DEFAULT"]
 
@@ -255,7 +255,7 @@ class AgentCoreEmulator:
         )
 
     def _check(self, request: Request, rate: TokenBucket) -> tuple[SessionPool, str]:
-        """Check a request; return the session pool of its endpoint, and its session id."""
+        """Check a request. Return the session pool of its endpoint, and its session id."""
         check_signed(request, self._settings.access_key)
         arn, endpoint = request.path_params["arn"], request.query_params.get("qualifier", "DEFAULT")
         runtime, pool = self._control.runtimes.get(arn), self._pools.get((arn, endpoint))
@@ -295,7 +295,7 @@ async def _service_error(request: Request, error: Exception) -> Response:
 
 
 def _first_definition(settings: EmulatorSettings) -> dict[str, Any]:
-    """Return the definition of the runtime that exists from the start, as if created from the first image."""
+    """Return the definition of the initial runtime, as if it had been created from the first image."""
     limits, image = settings.limits, next(iter(settings.images), "none")
     return {
         "agentRuntimeArtifact": {"containerConfiguration": {"containerUri": image}},
@@ -323,14 +323,14 @@ def main(read: Callable[[], str] = sys.stdin.read) -> None:
         settings = EmulatorSettings.model_validate_json(read())
     except ValidationError as error:
         sys.exit(f"the emulator's settings are invalid: {error}")
-    settings.log_dir.mkdir(0o700, parents=True, exist_ok=True)  # agents may print their keys
+    settings.log_dir.mkdir(0o700, parents=True, exist_ok=True)  # private, because agents may print their keys
     os.chdir(settings.cwd)  # sessions inherit it
     uvicorn.run(
         AgentCoreEmulator(settings).app(),
         host=settings.host,
         port=settings.port,
         log_level="warning",
-        timeout_graceful_shutdown=1,  # then invokes that wait for a container are cut, and the sessions end
+        timeout_graceful_shutdown=1,  # later, invokes that wait for a container are aborted, and the sessions end
     )
 
 

@@ -1,12 +1,12 @@
-"""A local cloud in the background, for commands that are run one after the other: S3, SQS, AgentCore and a scripted
-model, until `stop_background_cloud`.
+"""Run a local cloud in the background, for a series of commands: S3, SQS, AgentCore and a scripted model, until
+`stop_background_cloud`.
 
     python -m rollout_backend.local.background FOLDER
 
 Invariants:
 
-- The state file exists while the cloud answers, and names its process.
-- After `stop_background_cloud` no process and no file of the cloud is left.
+- The state file exists while the cloud is up, and names its process.
+- After `stop_background_cloud`, no process or file of the cloud remains.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True)
 class BackgroundCloud:
-    """The addresses of a cloud that runs. `folder` holds its state and its logs."""
+    """The addresses of a running cloud. `folder` holds its state and its logs."""
 
     folder: str
     pid: int
@@ -48,13 +48,13 @@ class BackgroundCloud:
     session_logs: str
 
     def model_settings(self) -> dict[str, object]:
-        """Return the settings of a run with the scripted model."""
+        """Return the settings of a run that uses the scripted model."""
         model = {"path": str(BYTE_MODEL), "name": "scripted", "renderer": "chatml", "context_length": 32_768}
         return {"model": model, "serving": {"kind": "external", "urls": [self.engine_url]}}
 
 
 def read_background_cloud(folder: Path) -> BackgroundCloud | None:
-    """Return the cloud of this folder; None if none runs."""
+    """Return the running cloud of this folder, or None."""
     try:
         cloud = BackgroundCloud(**json.loads((folder / STATE).read_text()))
     except (OSError, ValueError, TypeError):
@@ -64,7 +64,7 @@ def read_background_cloud(folder: Path) -> BackgroundCloud | None:
 
 def _runs(pid: int) -> bool:
     with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, os.WNOHANG)  # this process may have started it
+        os.waitpid(pid, os.WNOHANG)  # reaps it if this process started it
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -73,10 +73,10 @@ def _runs(pid: int) -> bool:
 
 
 def start_background_cloud(folder: Path) -> BackgroundCloud:
-    """Start a cloud, or return the one that runs already.
+    """Start a cloud, or return the running one.
 
     Raises:
-        StartupError: it did not start; the message has the end of its log.
+        StartupError: the cloud did not start; the message includes the end of its log.
     """
     if (cloud := read_background_cloud(folder)) is not None:
         return cloud
@@ -104,7 +104,7 @@ def stop_background_cloud(cloud: BackgroundCloud) -> None:
     """Stop the cloud and delete its folder.
 
     Raises:
-        StartupError: it does not end.
+        StartupError: the cloud does not end.
     """
     with contextlib.suppress(ProcessLookupError):
         os.kill(cloud.pid, signal.SIGTERM)
@@ -115,7 +115,7 @@ def stop_background_cloud(cloud: BackgroundCloud) -> None:
         time.sleep(_POLL_S)
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
-        folder.parent.rmdir()  # unless it holds something else
+        folder.parent.rmdir()  # fails if the folder contains anything else
 
 
 async def _serve(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A proxy between an agent and the gateway, which reports each model call when it starts and when it has ended."""
+"""Proxy an agent's calls to the gateway, and report when each model call starts and ends."""
 
 import contextlib
 from collections.abc import Callable
@@ -11,14 +11,14 @@ from rollout_backend.core.model_call import ModelCall
 from rollout_backend.dialects.registry import DIALECTS
 from rollout_backend.local.http_proxy import HOP_BY_HOP, HttpProxy
 
-_MAX_ERROR = 1000  # bytes of a refusal that are reported
+_MAX_ERROR = 1000  # bytes of an error response that are reported
 
 
 class CallProxy(HttpProxy):
-    """An async context manager. Forwards every request to the gateway at `upstream`, and streams the response."""
+    """An async context manager that forwards every request to the gateway at `upstream`, and streams the response."""
 
     def __init__(self, upstream: str, started: Callable[[ModelCall], object], ended: Callable[[str], object]) -> None:
-        """`ended` gets the error of a call that failed, else an empty text. The agent gets its answer afterwards."""
+        """`ended` gets the error of a failed call, or an empty string. The agent gets its answer afterwards."""
         super().__init__()
         self._upstream = upstream
         self._started = started
@@ -30,14 +30,14 @@ class CallProxy(HttpProxy):
         dialect = next((each for each in self._dialects if request.path.endswith(each.path)), None)
         if dialect is None or request.method != "POST":
             return await self._forward(self._upstream, request, body)
-        with contextlib.suppress(ApiError):  # the gateway refuses it, and says why
+        with contextlib.suppress(ApiError):  # the gateway refuses the call and says why
             self._started(dialect.parse(body))
         return await self._stream(request, body)
 
     async def _stream(self, request: web.Request, body: bytes) -> web.StreamResponse:
         assert self._http is not None
         headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP}
-        error = last = b""  # the last piece is sent after the call was reported: the agent may call again at once
+        error = last = b""  # the last chunk is sent after the report: the agent may call again at once
         try:
             async with self._http.post(self._upstream + request.path_qs, headers=headers, data=body) as reply:
                 answer = web.StreamResponse(status=reply.status)

@@ -1,10 +1,10 @@
-"""The embedded cloud: S3 and SQS (moto) and an AgentCore emulator on this machine, for the duration of a block.
+"""Run an embedded cloud on this machine: S3 and SQS (moto) and an AgentCore emulator, for the duration of a context.
 
 Invariants:
 
-- Everything that it starts ends with the block, sessions first, so that agents can still write their results to S3.
-- No part of it ever calls AWS, even if the user's environment holds credentials.
-- Other users of the machine reach its ports, but requests need its key, which is random (see `local_keys`).
+- Everything that it starts ends with the context, sessions first, so that agents can still write results to S3.
+- No part of it ever calls AWS, even if the user's environment has credentials.
+- Other users of the machine can reach its ports, but requests need its random key (see `local_keys`).
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from rollout_backend.local.control_plane import ControlLimits
 from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.serving.server_process import ServerProcess, free_port
 
-IMAGE = "000000000000.dkr.ecr.{region}.amazonaws.com/local/agent:latest"  # the agent's image
+IMAGE = "000000000000.dkr.ecr.{region}.amazonaws.com/local/agent:latest"  # name of the agent's image
 ARN = "arn:aws:bedrock-agentcore:{region}:000000000000:runtime/local-0123456789"
 PRELOAD = sys.platform == "linux"  # macOS forbids a fork after system frameworks were used
 _UNCHANGED_IMPORT = re.compile(r"^from bedrock_agentcore(\.runtime)? import .*\bBedrockAgentCoreApp\b", re.MULTILINE)
@@ -59,9 +59,9 @@ class _Startable:
 class LocalStorage(_Startable):
     """S3 and SQS, served by moto in a separate process, with one bucket.
 
-    moto's limits: concurrent overwrites of one key return 500, a queue slows down with its depth (200 messages per
-    second while shallow), and signatures are not verified, only that they name the `access_key`. With `any_key`
-    every key is accepted.
+    moto's limits: concurrent overwrites of a key return 500, a queue slows down with its depth (200 messages per
+    second while shallow), and signatures are not verified, except that they must name the `access_key`. With
+    `any_key`, every key is accepted.
     """
 
     _health = "moto-api/data.json"
@@ -88,7 +88,7 @@ class LocalStorage(_Startable):
 
     @property
     def environ(self) -> dict[str, str]:
-        """Environment variables that keep an AWS client off AWS: this cloud's key, and no profile of the user."""
+        """Environment variables that keep AWS clients away from AWS: this cloud's key, and no profile of the user."""
         # botocore fails if the user's AWS_PROFILE does not exist in the config file. Without AWS_PROFILE none is set,
         # because a session that botocore created earlier does not read the config file again.
         profile = {"AWS_PROFILE": "default"} if "AWS_PROFILE" in os.environ else {}
@@ -105,7 +105,7 @@ class LocalStorage(_Startable):
         }
 
     async def start(self) -> None:
-        """Start moto and create the bucket. Raise StartupError, with the end of moto's log."""
+        """Start moto and create the bucket. Raises StartupError with the end of moto's log."""
         self._aws_config.parent.mkdir(parents=True, exist_ok=True)
         self._aws_config.write_text("[default]\n")
         await self.process.start()
@@ -135,11 +135,11 @@ class LocalStorage(_Startable):
         await _wait_lost(self.process)
 
     def s3(self) -> Any:
-        """Return an aioboto3 client of S3, to be entered."""
+        """Return an aioboto3 client of S3, as an async context manager."""
         return self.client("s3")
 
     def client(self, service: str) -> Any:
-        """Return an aioboto3 client of `s3` or `sqs`, to be entered."""
+        """Return an aioboto3 client of `s3` or `sqs`, as an async context manager."""
         # Even with explicit keys, botocore would require the user's AWS_PROFILE to exist.
         unprofiled = AioSession(session_vars={"profile": (None, None, None, None)})
         session: Any = aioboto3.Session(
@@ -154,11 +154,11 @@ class LocalRuntime(_Startable):
     """The AgentCore emulator, in a separate process.
 
     `agent` is a Python file, run in its folder by `python` (default: this interpreter), or a command, run in the
-    current folder. With `preload` a file's sessions are forked from an interpreter that has imported its libraries,
-    which starts them ten times as fast. `env` is added to this process's environment, without the variables of AWS
-    and of this backend. A runtime of this agent exists at `arn`; others can be created from `image` and `images`,
-    which maps further image names to commands, or from code in S3. With `agent` None no runtime exists yet. Calls
-    need the `access_key`, unless it is empty.
+    current folder. With `preload`, a file's sessions are forked from an interpreter that has imported its libraries,
+    so they start ten times as fast. `env` is added to this process's environment, without the variables of AWS and of
+    this backend. A runtime of this agent exists at `arn`; others can be created from `image` and `images`, which maps
+    further image names to commands, or from code in S3. If `agent` is None, no runtime exists yet. Calls need the
+    `access_key`, unless it is empty.
 
     Raises:
         ConfigError: the file does not exist, or the command is empty.
@@ -213,7 +213,7 @@ class LocalRuntime(_Startable):
         )
 
     async def start(self) -> None:
-        """Start the emulator. Raise StartupError, with the end of its log."""
+        """Start the emulator. Raises StartupError with the end of its log."""
         await self.process.start()
         if self._access_key:
             local_keys.publish_key(self.endpoint_url, self._access_key)
@@ -224,7 +224,7 @@ class LocalRuntime(_Startable):
             raise
 
     async def stop(self) -> None:
-        """End every session, then the emulator."""
+        """End all sessions, then the emulator."""
         local_keys.withdraw_key(self.endpoint_url)
         await self.process.stop(self.limits.grace_s + 5.0)
 
@@ -233,7 +233,7 @@ class LocalRuntime(_Startable):
         return dict(await self._get("sessions"))
 
     async def ends(self) -> Sequence[Mapping[str, Any]]:
-        """Return the last sessions that ended without a stop: {number, id, message, final}."""
+        """Return the last sessions that ended without a stop, as {number, id, message, final}."""
         return list(await self._get("ends?after=0"))
 
     async def _get(self, what: str) -> Any:
@@ -248,7 +248,7 @@ class LocalRuntime(_Startable):
     async def refuse(self, code: str | None, *, after: bool = False, stops: bool = True) -> None:
         """Refuse every call with this AWS error until `refuse(None)`.
 
-        With `after`, invokes are executed first. `stops` says whether stops are refused too.
+        With `after`, invokes are executed first. `stops` is whether stops are refused too.
         """
         body = {"code": code, "after": after, "stops": stops}
         url = f"{self.endpoint_url}/_local/outage"
@@ -262,13 +262,13 @@ class LocalRuntime(_Startable):
 
 
 class LocalCloud(_Startable):
-    """Storage and runtime together, for one agent. Logs go to RUN_DIR.
+    """Storage and runtime for one agent. Logs go to RUN_DIR.
 
         async with LocalCloud(Path("agent.py"), run_dir=Path("runs/demo")) as cloud:
             config = load_config("config.yaml", base=cloud.settings())
 
-    The AWS clients of this process need `cloud.environ` in their environment. Arguments and errors are those of
-    `LocalStorage` and `LocalRuntime`. Synchronous code enters it with `anyio.from_thread.start_blocking_portal`:
+    AWS clients in this process need `cloud.environ` in their environment. Arguments and errors are those of
+    `LocalStorage` and `LocalRuntime`. In synchronous code, enter it with `anyio.from_thread.start_blocking_portal`:
     `portal.wrap_async_context_manager(cloud)`.
     """
 
@@ -305,7 +305,7 @@ class LocalCloud(_Startable):
     def settings(self, *, by_image: bool = False) -> dict[str, Any]:
         """Return the part of a `RolloutConfig` that describes this cloud, for `load_config(base=...)`.
 
-        With `by_image` the run creates its runtime from the agent's image, as on AWS.
+        With `by_image`, the run creates its runtime from the agent's image, as on AWS.
         """
         limits, runtime = self.runtime.limits, self.runtime
         which = {"image": runtime.image, "role": runtime.role} if by_image else {"arn": runtime.arn}
@@ -317,10 +317,10 @@ class LocalCloud(_Startable):
                 "endpoint_url": self.runtime.endpoint_url,
                 "session_logs": str(self.runtime.session_logs),
                 "max_sessions": limits.max_sessions,
-                # Below the emulator's rates, which allow a burst.
+                # Below the emulator's rates, which allow bursts.
                 "invoke_per_s": limits.invoke_per_s * 0.9,
                 "stop_per_s": limits.stop_per_s * 0.9,
-                # Few sessions start concurrently on few cores, so the others wait.
+                # With few cores, only few sessions start concurrently, so the others wait.
                 "read_timeout_s": limits.startup_timeout_s + 180.0,
             },
         }
@@ -330,17 +330,17 @@ class LocalCloud(_Startable):
         return await self.runtime.sessions()
 
     async def wait_lost(self) -> None:
-        """Wait until a part of the cloud ends while it should run; `RolloutManager` takes this as `wait_lost`.
+        """Wait until a part of the cloud ends unexpectedly; pass this as `wait_lost` to `RolloutManager`.
 
         Raises:
-            CloudLost: moto or the AgentCore emulator has ended; with the end of its log.
+            CloudLost: moto or the AgentCore emulator has ended; includes the end of its log.
         """
         await _wait_lost(self.storage.process, self.runtime.process)
 
     async def start(self) -> None:
         async with AsyncExitStack() as stack:
             starts = [asyncio.create_task(part.start()) for part in (self.storage, self.runtime)]
-            for part in (self.storage, self.runtime):  # stopped in reverse order
+            for part in (self.storage, self.runtime):  # so that they stop in reverse order
                 stack.push_async_callback(part.stop)
             try:
                 await asyncio.gather(*starts)
@@ -351,12 +351,12 @@ class LocalCloud(_Startable):
             self._stack = stack.pop_all()
 
     async def stop(self) -> None:
-        """End the sessions, then the emulator, then S3 and SQS; return once all have ended."""
+        """End the sessions, then the emulator, then S3 and SQS. Return once all have ended."""
         await self._stack.aclose()
 
 
 async def _wait_lost(*processes: ServerProcess) -> None:
-    """Raise CloudLost once one of them has ended."""
+    """Raise CloudLost once one of the processes has ended."""
     parts = {asyncio.create_task(process.wait()): process for process in processes}
     try:
         done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
@@ -390,13 +390,13 @@ def _command(agent: Path | str | Sequence[str], python: Path | None) -> tuple[tu
 
 
 def _place(region: str) -> dict[str, Any]:
-    # S3 refuses its first region as a LocationConstraint, and requires every other one.
+    # S3 refuses its first region as a LocationConstraint, and requires every other region.
     return {} if region == "us-east-1" else {"CreateBucketConfiguration": {"LocationConstraint": region}}
 
 
 async def _answers(url: str) -> bool:
     try:
         async with aiohttp.ClientSession() as http, http.get(url, timeout=aiohttp.ClientTimeout(total=2)) as response:
-            return response.status in (200, 403)  # 403: a request without the key is refused
+            return response.status in (200, 403)  # 403: it is up, and refuses a request without the key
     except (aiohttp.ClientError, TimeoutError):
         return False

@@ -1,9 +1,9 @@
-"""Unpack the zip of an agent that is deployed as code, with the checks of AgentCore.
+"""Unpack the zip of an agent deployed as code, with AgentCore's checks.
 
 Invariants:
 
-- An agent sees the packages of its zip and the standard library, and nothing else of this machine.
-- A zip is unpacked once, into a folder that is named after its digest.
+- An agent sees only the packages of its zip and the standard library, and nothing else of this machine.
+- A zip is unpacked once, into a folder named after its digest.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ from rollout_backend.runtimes.agentcore.provision import CodeArtifact
 
 MAX_ZIP_BYTES, MAX_UNPACKED_BYTES = 250_000_000, 750_000_000
 _PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
-_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # of this machine, which a container does not have
+_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # this machine's variables that a container does not have
 
 
 class BuildFailed(Exception):
-    """The runtime cannot be created from its code. The message is its `failureReason`."""
+    """The runtime cannot be created from its code. The message is the `failureReason`."""
 
 
 class CodeStore:
-    """Agents that are deployed as code. `env` is the environment of a session."""
+    """Agents deployed as code. `env` is the environment of a session."""
 
     def __init__(
         self, folder: Path, region: str, env: Mapping[str, str], *, max_unpacked_bytes: int = MAX_UNPACKED_BYTES
@@ -43,7 +43,7 @@ class CodeStore:
         self.env = {name: value for name, value in env.items() if name not in _ENVIRONMENT}
 
     def check(self, configuration: Mapping[str, Any]) -> None:
-        """Raise ServiceError if the service would refuse this `codeConfiguration` at once."""
+        """Raise ServiceError if the service would immediately refuse this `codeConfiguration`."""
         try:
             code = CodeArtifact.read(configuration)
         except (KeyError, TypeError, AttributeError):
@@ -59,7 +59,7 @@ class CodeStore:
         """Download and unpack the code. Return the path of its entry point.
 
         Raises:
-            BuildFailed: there is no such object, or it is not a zip that AgentCore could run.
+            BuildFailed: the object does not exist, or is not a zip that AgentCore could run.
         """
         return await asyncio.to_thread(self._install, CodeArtifact.read(configuration))
 
@@ -79,7 +79,7 @@ class CodeStore:
                 with zipfile.ZipFile(io.BytesIO(data)) as archive:
                     if sum(each.file_size for each in archive.infolist()) > self._max_unpacked_bytes:
                         raise BuildFailed(f"The unzipped code exceeds {self._max_unpacked_bytes} bytes")
-                    archive.extractall(unpacked)  # names cannot lead out of the folder
+                    archive.extractall(unpacked)  # checked before: no name leads out of the folder
             except zipfile.BadZipFile as error:
                 raise BuildFailed(f"{code} is not a zip file: {error}") from None
             unpacked.rename(folder)
@@ -89,7 +89,7 @@ class CodeStore:
         return script
 
     def _download(self, code: CodeArtifact) -> bytes:
-        make: Any = boto3.client  # its types list every service by name
+        make: Any = boto3.client  # the types of boto3 have one overload per service name
         s3 = make(
             "s3",
             region_name=self._region,

@@ -1,14 +1,14 @@
-"""An emulator of the control plane of AWS Bedrock AgentCore Runtime: runtimes from images and from code.
+"""Emulate the control plane of AWS Bedrock AgentCore Runtime: runtimes from images and from code.
 
 An image is a name in ECR's form, mapped to a command on this machine. Code is a zip in the local S3. A runtime passes
-through the service's states, its endpoint DEFAULT changes a little later, and refusals have the service's messages. A
-new runtime is not found at first, and calls are throttled, if `ControlLimits` says so.
+through the service's states, its endpoint DEFAULT changes a little later, and refusals have the service's messages.
+If `ControlLimits` says so, a new runtime is not found at first, and calls are throttled.
 
 Invariants:
 
-- An update replaces the whole definition: what it does not name has the service's default again.
-- A version goes live at the endpoint DEFAULT once it is ready. A version that failed never goes live.
-- A named endpoint serves the version to which it was set, and no other. A runtime that has one cannot be deleted.
+- An update replaces the whole definition: omitted fields return to the service's defaults.
+- A version goes live at the endpoint DEFAULT once it is ready. A failed version never goes live.
+- A named endpoint serves only the version to which it was set. A runtime with a named endpoint cannot be deleted.
 """
 
 import asyncio
@@ -54,32 +54,32 @@ _DEFINITION = (
     "allowedPorts",
     "resourceConfigurations",
 )
-_MICROVM_S, _INSTANCE_S = 28_800, 1_209_600  # the longest lifetime of a session
+_MICROVM_S, _INSTANCE_S = 28_800, 1_209_600  # maximum lifetime of a session
 _MAX_ENDPOINTS, _MAX_TAGS = 10, 50
 _TRANSITIONS = ("CREATING", "UPDATING", "DELETING")
 
 
 class ControlLimits(BaseModel, frozen=True, extra="forbid"):
-    """What makes the control plane refuse or delay a call."""
+    """When the control plane refuses or delays calls."""
 
     transition_s: float = Field(default=0.2, ge=0)
-    """How long a runtime is CREATING, UPDATING or DELETING. Its endpoint changes half that time later."""
+    """Time for which a runtime is CREATING, UPDATING or DELETING. Its endpoint changes half that time later."""
     invisible_s: float = Field(default=0.0, ge=0)
-    """How long a new runtime is in no list and is not found."""
+    """Time for which a new runtime is neither listed nor found."""
     calls_per_s: float | None = Field(default=None, gt=0)
-    """Rate of all calls together. None: they are not throttled."""
+    """Rate of all calls together. None: no throttling."""
     max_runtimes: int = Field(default=1000, ge=1)
     new_runtimes_require_mmdsv2: bool = False
-    """False: a runtime must be updated once before it can be invoked, as on some AWS accounts."""
+    """False: a runtime must be updated once before it can be invoked, as in some AWS accounts."""
     failing_deletions: int = Field(default=0, ge=0)
-    """How many of the first deletions end as DELETE_FAILED."""
+    """Number of first deletions that end as DELETE_FAILED."""
     keeps_runtimes_with_sessions: bool = False
-    """Whether the deletion of a runtime with open sessions is refused. False: it ends them."""
+    """Whether a runtime with open sessions cannot be deleted. False: the deletion ends them."""
 
 
 @dataclass
 class EndpointRecord:
-    """A named endpoint. `target` is the version that it shall serve, `live` the one that it serves."""
+    """A named endpoint. `target` is the version that it is set to, `live` the version that it serves."""
 
     name: str
     target: int
@@ -95,12 +95,12 @@ class RuntimeRecord:
     arn: str
     definition: dict[str, Any]
     tags: dict[str, str] = field(default_factory=dict)
-    visible_at: float = 0.0  # by the monotonic clock
+    visible_at: float = 0.0  # on the monotonic clock
     status: str = "CREATING"
     version: int = 1
     live: int | None = None
     versions: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """The definition of each version that became ready."""
+    """Definition of each version that became ready."""
     endpoints: dict[str, EndpointRecord] = field(default_factory=dict)
     why: str = ""
     made: str = field(default_factory=lambda: _now())
@@ -119,7 +119,7 @@ class RuntimeRecord:
         self.versions[self.version] = self.definition
 
     def served(self, endpoint: str) -> dict[str, Any] | None:
-        """Return the definition that an endpoint serves; None if it serves none."""
+        """Return the definition that an endpoint serves, or None."""
         named = self.endpoints.get(endpoint)
         version = self.live if endpoint == "DEFAULT" else named.live if named is not None else None
         return self.versions[version] if version is not None else None
@@ -127,7 +127,7 @@ class RuntimeRecord:
 
 class ControlPlane:
     """All runtimes. Calls `on_live` with each runtime and endpoint whose version goes live, and `on_gone` with each
-    that was deleted."""
+    deleted runtime."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class ControlPlane:
         on_gone: Callable[[RuntimeRecord, str], Awaitable[None]],
         sessions_of: Callable[[str], int] = lambda arn: 0,
     ) -> None:
-        """`sessions_of` returns how many sessions of the runtime with an ARN are open."""
+        """`sessions_of` returns the number of open sessions of the runtime with an ARN."""
         self.runtimes: dict[str, RuntimeRecord] = {}  # by ARN
         self._region = region
         self._images = images
@@ -210,7 +210,7 @@ class ControlPlane:
     async def _update(self, request: Request) -> Response:
         asked = await self._body(request)
         definition = self._checked(asked)
-        if "metadataConfiguration" in asked:  # which a creation ignores
+        if "metadataConfiguration" in asked:  # a creation ignores this field
             definition["metadataConfiguration"] = asked["metadataConfiguration"]
         record = self._named(request)
         if record.status in _TRANSITIONS:
@@ -303,7 +303,7 @@ class ControlPlane:
         return record.endpoints[name]
 
     def _version(self, record: RuntimeRecord, asked: Mapping[str, Any]) -> int:
-        """Return the version that an endpoint shall serve: by default the newest."""
+        """Return the version that an endpoint is set to; the default is the newest."""
         version = int(asked.get("agentRuntimeVersion", record.version))
         if record.status in _TRANSITIONS:
             raise ServiceError("ConflictException", f"Agent {record.id} is {record.status}")
@@ -312,7 +312,7 @@ class ControlPlane:
         return version
 
     async def _tags(self, request: Request) -> Response:
-        """List the tags of a runtime, add some, or remove some."""
+        """List, add or remove tags of a runtime."""
         added = (await self._body(request))["tags"] if request.method == "POST" else {}
         if request.method != "POST":
             self._admit(request)
@@ -399,7 +399,7 @@ class ControlPlane:
         raise ServiceError("ResourceNotFoundException", f"Agent '{wanted}' was not found")
 
     def _checked(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the definition with the service's defaults. Raise ServiceError if the service would refuse it."""
+        """Return the definition with the service's defaults. Raises ServiceError if the service would refuse it."""
         artifact = asked.get("agentRuntimeArtifact", {})
         image = artifact.get("containerConfiguration", {}).get("containerUri", "")
         if len(artifact) != 1:
@@ -460,7 +460,7 @@ def _endpoint(record: RuntimeRecord) -> dict[str, Any]:
 def _named_endpoint(record: RuntimeRecord, endpoint: EndpointRecord) -> dict[str, Any]:
     return {
         "name": endpoint.name,
-        "endpointName": endpoint.name,  # as CreateAgentRuntimeEndpoint calls it
+        "endpointName": endpoint.name,  # the name in CreateAgentRuntimeEndpoint
         "id": f"{endpoint.name}-0123456789",
         "agentRuntimeId": record.id,
         "agentRuntimeArn": record.arn,
@@ -474,7 +474,7 @@ def _named_endpoint(record: RuntimeRecord, endpoint: EndpointRecord) -> dict[str
 
 
 def check_signed(request: Request, access_key: str) -> None:
-    """Raise ServiceError unless the request is signed, with this access key if it is not empty."""
+    """Raise ServiceError unless the request is signed, and with this access key if it is not empty."""
     signature = request.headers.get("authorization", "")
     if not signature.startswith("AWS4-HMAC-SHA256 "):
         raise ServiceError("MissingAuthenticationTokenException", "The request carries no SigV4 signature")

@@ -3,7 +3,7 @@
 Invariants:
 
 - At most one run is in progress. A change cancels it.
-- A run that fails, also because the agent cannot be imported, does not end the loop.
+- A failed run does not end the loop, even if the agent cannot be imported.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from rollout_backend.local.harness import AgentHarness, AgentRunError, Watcher
 from rollout_backend.scoring.scorer import ScoringError, configured_scorer, load_scorer
 
 SOURCES = (".py", ".js", ".mjs", ".ts", ".sh", ".go", ".rs", ".yaml", ".yml", ".toml")
-"""Suffixes of source files. An agent may write other files into its folder."""
+"""Suffixes of source files. Agents may write other files to their folder."""
 _ROLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 _ROLE_WIDTH = 10
 _SERVER_LINE = re.compile(
     r"^INFO:     .*|\d{4}-\d\d-\d\d \S+ [A-Z]+ agent_wrapper: .*"
     r'|\{"timestamp": "[^"]*", "level": "INFO", .*"logger": "bedrock_agentcore\.app".*'
 )
-"""What the app's server writes, perhaps behind an agent's unfinished line."""
-_RAISED = "agent_wrapper: the agent raised"  # then follows the traceback, which the result has too
+"""Prefix of the lines that the app's server writes, perhaps after an unfinished line of the agent."""
+_RAISED = "agent_wrapper: the agent raised"  # followed by the traceback, which the result also has
 _FRAME = re.compile(r'  File "(?P<file>.+?)", line \d+')
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = re.compile(
@@ -50,7 +50,7 @@ _CHAINED = re.compile(
 
 
 async def source_changes(folder: Path, tasks: Path) -> AsyncIterator[str]:
-    """Yield the name of a changed file, after each change of the sources or the `tasks` in an absolute folder."""
+    """Yield the name of a changed file after each change of the sources or the `tasks` in an absolute folder."""
     is_watched = watchfiles.DefaultFilter()
 
     def is_source(change: watchfiles.Change, path: str) -> bool:
@@ -63,7 +63,7 @@ async def source_changes(folder: Path, tasks: Path) -> AsyncIterator[str]:
 async def run_after_changes(
     run: Callable[[], Coroutine[Any, Any, None]], changes: AsyncIterator[str], echo: Callable[[str], object]
 ) -> None:
-    """Call `run` at once and after each change, until cancelled. What `run` raises is raised here."""
+    """Call `run` immediately and after each change, until cancelled. Raises what `run` raises."""
     changed: asyncio.Future[str] = asyncio.ensure_future(anext(changes))
     running: asyncio.Task[None] | None = None
     try:
@@ -91,13 +91,13 @@ async def _cancel(pending: asyncio.Future[Any]) -> None:
 
 
 class DevRunner:
-    """Runs an agent's file on a task, and prints each model call, and then the reward or the error."""
+    """Runs an agent's file on a task. Prints each model call, then the reward or the error."""
 
     def __init__(
         self, harness: AgentHarness, agent: Path, console: Console, config: RolloutConfig, *, quiet_s: float = 15.0
     ) -> None:
-        """`config` has the sampling and the agent's time limit. After each `quiet_s` in which nothing happens, a line
-        says what the run waits for."""
+        """`config` has the sampling settings and the agent's time limit. After every `quiet_s` without activity, a
+        line says what the run waits for."""
         self._quiet_s = quiet_s
         self._harness = harness
         self._agent = agent
@@ -165,7 +165,7 @@ class DevRunner:
 
     def _print_run_error(self, error: AgentRunError) -> None:
         log = ""
-        if error.log is not None and error.log.is_file():  # a process that could not start wrote none
+        if error.log is not None and error.log.is_file():  # a process that did not start wrote no log
             log = readable(error.log.read_text(errors="replace"))
         _, found, after = log.partition(_TRACEBACK)
         if not found:
@@ -179,19 +179,19 @@ class DevRunner:
 
 
 class CallPrinter:
-    """Prints the model calls of one rollout: new messages when a call starts, the reply when it has ended. It also
-    prints what the agent's process writes."""
+    """Prints the model calls of one rollout (new messages when a call starts, the reply when it ends), and the output
+    of the agent's process."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._shown: list[list[Message]] = []  # of each call
+        self._shown: list[list[Message]] = []  # messages of each call
         self._calls = self._in_flight = 0
         self._raised = False
         self.printed_at = time.monotonic()
         self.watcher = Watcher(self._started, self._ended, self._output)
 
     def waits_for(self) -> str:
-        """Say what the rollout waits for."""
+        """Describe what the rollout waits for."""
         if self._in_flight:
             return f"the model has not answered the agent's call {self._calls} yet"
         if not self._calls:
@@ -213,14 +213,14 @@ class CallPrinter:
         messages = list(call.messages)
         known = max((len(shown) for shown in self._shown if messages[: len(shown)] == shown), default=0)
         new = messages[known:]
-        if known and new and new[0]["role"] == "assistant":  # the reply, which was printed
+        if known and new and new[0]["role"] == "assistant":  # the reply was already printed
             del new[0]
         for message in new:
             self._print_message(message)
         self._shown.append(messages)
 
     def _ended(self, turns: Sequence[RecordedTurn], error: str) -> None:
-        self._in_flight = max(0, self._in_flight - 1)  # a call that cannot be read was not reported
+        self._in_flight = max(0, self._in_flight - 1)  # a call that could not be parsed was not reported
         if error:
             self.print(Text(f"the call failed: {readable(error)}", "red"))
         for turn in turns:
@@ -247,9 +247,9 @@ def _print(console: Console, text: Text) -> None:
 
 
 def agent_traceback(traceback: str, folder: Path) -> str:
-    """Return a traceback with the frames in the agent's folder alone.
+    """Return a traceback with only the frames in the agent's folder.
 
-    Of a chain of exceptions, those without such a frame are left out, except for the last one.
+    In a chain of exceptions, those without such a frame are left out, except the last one.
     """
     *causes, last = _CHAINED.split(traceback.strip())
     shown = [own for cause in causes if (own := _own_frames(cause, folder)) is not None]
@@ -257,7 +257,7 @@ def agent_traceback(traceback: str, folder: Path) -> str:
 
 
 def _own_frames(traceback: str, folder: Path) -> str | None:
-    """Return a traceback without the frames outside the folder; None if all of them are outside."""
+    """Return a traceback without the frames outside the folder; None if no frame remains."""
     lines, found, shown = [], False, True
     for line in traceback.splitlines():
         if match := _FRAME.match(line):

@@ -1,7 +1,7 @@
 """Run one rollout of an agent, end to end: invoke, gateway, S3, and back.
 
-Everything is real, except the model if it is scripted: the agent's app, the contract, the gateway with its session
-keys, the result in S3. One harness serves many rollouts; each has a separate session, and perhaps a script.
+Everything is real, except for a scripted model: the agent's app, the contract, the gateway with its session keys, the
+result in S3. One harness serves many rollouts; each has a separate session, and possibly its own script.
 """
 
 from __future__ import annotations
@@ -59,27 +59,27 @@ if TYPE_CHECKING:
 
 _RUN_ID = "test"
 _POLL_S, _MAX_POLL_S = 0.02, 0.5
-_POLL_PART = 0.05  # of the time that the rollout has taken: a poll delays its result by no more
+_POLL_PART = 0.05  # as a fraction of the rollout's time so far, which is the most that a poll can delay its result
 _CHECK_EVERY_S = 1.0
-_AFTER_DEADLINE_S = 60.0  # for the wrapper to end the agent and write the result
+_AFTER_DEADLINE_S = 60.0  # time for the wrapper to end the agent and write the result
 _CONTEXT_BYTES = 65_536
-_FOLLOW_S, _FOLLOWED_BYTES = 0.1, 65_536  # between two reads of a log, and at most in each
+_FOLLOW_S, _FOLLOWED_BYTES = 0.1, 65_536  # seconds between two reads of a log, and maximum bytes per read
 
 
 @dataclass(frozen=True)
 class Watcher:
-    """What is told of a rollout's model calls, in the event loop."""
+    """Callbacks for a rollout's model calls, called in the event loop."""
 
     started: Callable[[ModelCall], object]
-    ended: Callable[[list[RecordedTurn], str], object]  # what the gateway recorded, and the error of a failed call
-    output: Callable[[str], object] = lambda line: None  # each line of the agent's process, if it runs in one
+    ended: Callable[[list[RecordedTurn], str], object]  # receives the recorded turns, and the error of a failed call
+    output: Callable[[str], object] = lambda line: None  # receives each line of an agent's process
 
 
 class AgentRunError(RolloutBackendError):
     """The agent's app could not be started, refused the task, or published no result. The message says which."""
 
     def __init__(self, message: str, log: Path | None = None) -> None:
-        """`log` is what the agent's process wrote, if it ran in a separate one."""
+        """`log` is the log of the agent's process, if it ran in a separate one."""
         super().__init__(message)
         self.log = log
 
@@ -90,8 +90,8 @@ class AgentHarness:
         async with AgentHarness(run_dir=Path("runs/test")) as harness:
             rollout = await harness.run(app, {"question": "What is 2 + 2?", "answer": "4"}, replies=["4"])
 
-    By default the model is scripted. Another one has a `config`, of which the sections `model`, `gateway` and
-    `timeouts` apply, and an engine at `engine_url`; its rollouts take no `replies`.
+    By default the model is scripted. For another model, pass a `config`, whose sections `model`, `gateway` and
+    `timeouts` apply, and an engine's `engine_url`; its rollouts take no `replies`.
     """
 
     def __init__(self, *, run_dir: Path, config: RolloutConfig | None = None, engine_url: str | None = None) -> None:
@@ -101,7 +101,7 @@ class AgentHarness:
         self._journal = run_dir / "journal"
         seal_secret = secrets.token_urlsafe(48)
         self.sealer = Sealer(seal_secret)
-        """Checks the seals of this harness's rollouts."""
+        """Verifies the seals of this harness's rollouts."""
         self._gateway = GatewayProcess(
             config or self._config(),
             self._engine.url if self._engine is not None else engine_url or "",
@@ -130,7 +130,7 @@ class AgentHarness:
         await self._stack.aclose()
 
     async def endpoint(self, replies: Script, *, sampling: Sampling | None = None) -> ModelEndpoint:
-        """Return the endpoint of a new session, valid for an hour. The engine answers it with `replies`."""
+        """Return the endpoint of a new session, which is valid for an hour. The engine answers it with `replies`."""
         return self._endpoint(self._session(sampling, 3600.0), replies)
 
     async def run(
@@ -144,12 +144,12 @@ class AgentHarness:
         watcher: Watcher | None = None,
         before_stop: Callable[[str], Awaitable[object]] | None = None,
     ) -> Rollout:
-        """Run one rollout of `agent` on `task`; return its result from S3.
+        """Run one rollout of `agent` on `task`, and return its result from S3.
 
         An app object runs in this process. A path to a Python file runs in a separate process, as in its container.
         `replies` are the model's answers, in order. `timeout_s` limits the agent's time. If the agent fails or takes
-        longer, the rollout's `outcome` and `failure` report it. `watcher` is told of each model call. `before_stop`
-        is called with the session's id once the result is in S3.
+        longer, the rollout's `outcome` and `failure` report it. `watcher` is called for each model call, and
+        `before_stop` with the session's id once the result is in S3.
 
         Raises:
             AgentRunError: the app could not be started, refused the task, or published no result.
@@ -212,7 +212,7 @@ class AgentHarness:
         return scored(rollout, await in_thread(lambda: scorer.score(given), "scorer"))
 
     async def artifacts(self, rollout: Rollout) -> dict[str, bytes]:
-        """Return the files that a rollout has published."""
+        """Return the files that a rollout published."""
         if not rollout.artifacts:
             return {}
         key = artifacts_key("", _RUN_ID, rollout.step, rollout.rollout_id, rollout.attempt)
@@ -220,8 +220,8 @@ class AgentHarness:
         return unpack_artifacts(await reply["Body"].read(), rollout.artifacts)
 
     async def sessions(self, script: Path) -> dict[str, Any]:
-        """Return what `LocalRuntime.sessions` does, of the runtime of this script."""
-        with patch.dict(os.environ, self._environ):  # as it was when the runtime was started
+        """Return `LocalRuntime.sessions` for the runtime of this script."""
+        with patch.dict(os.environ, self._environ):  # the environment in which the runtime was started
             runtime = await self._runtime(script)
         return await runtime.sessions()
 
@@ -265,12 +265,12 @@ class AgentHarness:
     async def _watch(
         self, endpoint: ModelEndpoint, session_id: str, watcher: Watcher
     ) -> AsyncIterator[ModelEndpoint]:
-        """Yield an endpoint that passes on the calls of a session, and reports them."""
+        """Yield an endpoint that forwards the calls of a session and reports them."""
         known = 0
 
         def ended(error: str) -> None:
             nonlocal known
-            records = read_session(self._journal, session_id)[known:]  # a call is there before it is answered
+            records = read_session(self._journal, session_id)[known:]  # a call is recorded before it is answered
             known += len(records)
             watcher.ended([turn for record in records for turn in journal_records.turns(record)], error)
 
@@ -340,7 +340,7 @@ class AgentHarness:
             try:
                 answer = await agentcore.invoke_agent_runtime(**session, payload=json.dumps(payload).encode())
                 await answer["response"].read()
-                if watcher is not None:  # of an app that does not accept, the error has the log's end
+                if watcher is not None:  # without acceptance, the error includes the end of the log
                     following = asyncio.create_task(_follow(log, watcher.output))
                 yield check
             except ClientError as error:
@@ -366,7 +366,7 @@ class AgentHarness:
 
 
 async def _follow(log: Path, on_line: Callable[[str], object]) -> None:
-    """Pass on each line of a log, also of one that does not exist yet, until cancelled; then what it has by then."""
+    """Pass on each line of a log, which may not exist yet, until cancelled; then the rest that is there."""
     position, rest, running = 0, b"", True
     while running:
         try:
@@ -385,5 +385,5 @@ async def _follow(log: Path, on_line: Callable[[str], object]) -> None:
 
 
 def _seen_by_a_session(script: Path) -> tuple[Path, frozenset[tuple[str, str]]]:
-    """Return the key of a runtime: it passes on the environment of its start, which a test may have changed since."""
+    """Return the key of a runtime, with the environment that it inherits, because tests may change it."""
     return script.absolute(), frozenset((k, v) for k, v in os.environ.items() if not k.startswith("PYTEST_"))

@@ -1,4 +1,4 @@
-"""What the proxies of the local cloud share: the server, the HTTP client, and who signed a call."""
+"""Base of the local cloud's proxies: the server, the HTTP client, and the signature of a call."""
 
 import re
 from typing import NamedTuple, Self
@@ -13,14 +13,14 @@ _MAX_BYTES = 2**30
 
 
 class Signature(NamedTuple):
-    """Whose key signed a call, and for which service. Not verified."""
+    """The key that signed a call, and the service that it was signed for. Not verified."""
 
     access_key: str
     service: str
 
 
 def signature_of(request: web.Request) -> Signature | None:
-    """Return the signature in a call's header or query; None for an unsigned call."""
+    """Return the signature in a call's headers or query; None for an unsigned call."""
     signature = request.headers.get("Authorization") or "Credential=" + request.query.get("X-Amz-Credential", "")
     found = _CREDENTIAL.search(signature)
     return Signature(*found.groups()) if found else None
@@ -37,7 +37,7 @@ class HttpProxy:
     async def __aenter__(self) -> Self:
         app = web.Application(client_max_size=_MAX_BYTES)
         app.router.add_route("*", "/{path:.*}", self._serve)
-        # A call that hangs is over once its client has hung up.
+        # A hung call ends when its client disconnects.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
         self._http = aiohttp.ClientSession(
             auto_decompress=False,
@@ -60,11 +60,11 @@ class HttpProxy:
         raise NotImplementedError
 
     async def _forward(self, upstream: str, request: web.Request, body: bytes, without: str = "") -> web.Response:
-        """Send the call to `upstream`, less the header `without`, and return the answer; 502 if there is none."""
+        """Forward the call to `upstream`, without the header `without`. Return the response; 502 if none."""
         assert self._http is not None
         left_out = {*HOP_BY_HOP, without.lower()}
         headers = [(name, value) for name, value in request.headers.items() if name.lower() not in left_out]
-        url = yarl.URL(upstream + request.raw_path, encoded=True)  # as it was signed
+        url = yarl.URL(upstream + request.raw_path, encoded=True)  # the URL as it was signed
         try:
             async with self._http.request(
                 request.method, url, headers=headers, data=body, allow_redirects=False

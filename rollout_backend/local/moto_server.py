@@ -1,10 +1,10 @@
 """Serve moto: `python -m rollout_backend.local.moto_server 127.0.0.1 5000 < KEY`.
 
 Every user of the machine can reach the port, so requests need the access key that it reads from stdin; an empty line
-allows any.
+allows any key.
 
-It takes half of the CPU time of `python -m moto.server`, which lists its own folder for each request, and opens a
-connection and a thread for it.
+It takes half the CPU time of `python -m moto.server`, which lists its own folder and opens a connection and a thread
+for each request.
 """
 
 import io
@@ -19,12 +19,12 @@ from moto.server import DomainDispatcherApplication, create_backend_app
 
 from rollout_backend.local_keys import names_key
 
-_THREADS = 64  # a long poll keeps one
-_IDLE_S = 20  # after which a connection is closed
+_THREADS = 64  # a long poll occupies one
+_IDLE_S = 20  # seconds until an idle connection is closed
 
 
 def _lock_etags() -> None:
-    """Compute an object's ETag under the lock that its readers take. Otherwise one of them may get no bytes."""
+    """Compute an object's ETag under the lock of its readers. Otherwise a concurrent reader may get no bytes."""
     of_key = FakeKey.etag.fget
 
     def etag(key: FakeKey) -> Any:
@@ -51,11 +51,11 @@ def serve(host: str, port: int, access_key: str) -> None:
             return [_DENIED]
         if length := int(environ.get("CONTENT_LENGTH") or 0):
             body = environ["wsgi.input"].read(length)
-            if len(body) < length:  # the client is gone: as on S3, nothing is stored
+            if len(body) < length:  # the client disconnected: like S3, store nothing
                 start_response("400 Bad Request", [])
                 return [b""]
             environ["wsgi.input"] = io.BytesIO(body)
-        environ["RAW_URI"] = environ["REQUEST_URI"]  # moto's name of the path as it was sent
+        environ["RAW_URI"] = environ["REQUEST_URI"]  # moto's name for the path as it was sent
         return moto(environ, start_response)
 
     Server((host, port), application, numthreads=_THREADS, request_queue_size=1024, timeout=_IDLE_S).start()

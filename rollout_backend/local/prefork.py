@@ -4,15 +4,15 @@ Importing an agent's libraries costs about a second of CPU; a fork after the imp
 
 Invariants:
 
-- The agent's own files are never imported here. Each session runs them from the first line, as `__main__`.
+- The agent's own files are never imported in this process. Each session runs them from the first line, as `__main__`.
 - Each session is a separate process, leads a separate process group, and ends with this process.
-- A module that cannot be preloaded is left to the session, which reports the error as without preloading.
-- Modules of the standard library and of installed packages that the first session imports later are imported here
-  too, for the sessions after it, if a trial process shows that the import starts no thread.
+- A module that cannot be preloaded is left to the session, which reports the error as it would without preloading.
+- Modules of the standard library and of installed packages that the first session imports are also imported here for
+  later sessions, if a trial process shows that the import starts no thread.
 
-It is a program, run by path with the agent's interpreter, so it imports the standard library only. It does not use
-`multiprocessing.forkserver`: that needs the same Python version and this package on both sides, cannot import further
-modules once it serves, and does not refuse to fork when a preloaded library has started threads.
+It runs as a program, by path, with the agent's interpreter, so it imports only the standard library. It does not use
+`multiprocessing.forkserver`, which needs the same Python version and this package on both sides, cannot import
+further modules once it serves, and does not refuse to fork after a preloaded library has started threads.
 
     stdin:  {"script": PATH, "preload": [MODULE, ...]}, then {"id": ID, "env": {...}, "log": PATH} for each session
     stdout: {"ready": true} or {"ready": false, "why": ...},
@@ -37,22 +37,22 @@ import threading
 import time
 from pathlib import Path
 
-# Modules that libraries import only on first use, and that every agent uses.
+# Modules that libraries import on first use, and that every agent needs.
 DEFERRED = {
     "agent_wrapper": ("boto3", "httpx", "uvicorn", "uvicorn.protocols.http.h11_impl", "uvicorn.lifespan.on"),
     "boto3": ("boto3.s3.inject", "botocore.signers", "s3transfer.manager"),
     "openai": ("openai.resources.chat.completions", "openai.resources.responses", "openai.types.chat"),
 }
 
-_REPORT_S = 30.0  # how long the first session reports its imports
+_REPORT_S = 30.0  # seconds for which the first session reports its imports
 _REPORT_INTERVAL_S = 0.2
 
 
 def imported_by(script: Path) -> list[str]:
-    """Return the modules that a script imports at its top level, except those in its folder; [] if it is broken."""
+    """Return the modules that a script imports at its top level, except those in its folder; [] if broken."""
     try:
         tree = ast.parse(script.read_bytes())
-    except (SyntaxError, ValueError, OSError):  # its session reports the error
+    except (SyntaxError, ValueError, OSError):  # the session reports the error
         return []
     names: list[str] = []
     for node in tree.body:
@@ -71,7 +71,7 @@ def preload(script: Path, modules: list[str]) -> None:
             importlib.import_module(name)
         names += [deferred for deferred in DEFERRED.get(name.split(".")[0], ()) if deferred not in names]
     if "agent_wrapper" in sys.modules:  # what each session would read to publish: as slow as an import
-        with contextlib.suppress(Exception):  # an older wrapper has none, and each session reads them
+        with contextlib.suppress(Exception):  # an older wrapper lacks this; each session then loads the models
             importlib.import_module("agent_wrapper.botocore_models").preload_models()
 
 
@@ -86,7 +86,7 @@ def serve() -> tuple[Path, dict[str, str]]:
         _write_message({"ready": False, "why": "a preloaded library runs threads, which do not survive a fork"})
         sys.exit(0)
     gc.collect()
-    gc.freeze()  # a child's garbage collection then copies no page
+    gc.freeze()  # so that garbage collection in a child copies no pages
     awake, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -151,7 +151,7 @@ def _start_session(log: str) -> None:
 
 
 def _report_imports(fd: int, known: set[str]) -> None:
-    """Report, from the first session, the modules that it imports later."""
+    """Report, from the first session, the modules that it imports."""
     installed = {str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("stdlib", "purelib", "platlib")}
     end = time.monotonic() + _REPORT_S
     with contextlib.suppress(BrokenPipeError):
@@ -171,7 +171,7 @@ def _is_installed(name: str, folders: set[str]) -> bool:
 
 
 def _import_safely(names: list[str]) -> None:
-    """Import the modules, if a trial process shows that this starts no thread."""
+    """Import the modules if a trial process shows that this starts no thread."""
     trial = os.fork()
     if trial == 0:
         _import(names)
@@ -201,7 +201,7 @@ def _write_message(message: dict[str, object]) -> None:
 
 
 class _Lines:
-    """Reads whole lines from a descriptor that is also passed to `select`: no input may stay in a hidden buffer."""
+    """Reads whole lines from a descriptor that is also passed to `select`, so no input may stay hidden."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -224,7 +224,7 @@ class _Lines:
 
 
 if __name__ == "__main__":
-    # Output of an import goes to the log, not between the messages.
+    # Redirect the output of imports to the log, away from the messages.
     _STDOUT = os.dup(1)
     os.dup2(2, 1)
     agent, env = serve()

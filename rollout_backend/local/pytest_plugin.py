@@ -1,6 +1,6 @@
 """Fixtures for tests of agents: `run_agent`, `scripted_model`, `local_cloud`.
 
-Every pytest run loads this module, so it imports nothing of this package until a fixture is used.
+Every pytest run loads this module, so it imports nothing from this package until a fixture is used.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Blocking:
         scorer: str | None = None,
         private: Mapping[str, Any] | None = None,
     ) -> Rollout:
-        """See `AgentHarness.run`. Fail the test if the rollout has another outcome, unless `outcome` is None.
+        """See `AgentHarness.run`. Fails the test if the rollout has a different outcome, unless `outcome` is None.
 
         `scorer` computes the reward, named as in `scoring.function`; it gets the task's `private` part.
         """
@@ -58,7 +58,7 @@ class _Blocking:
 
         try:
             rollout: Rollout = self._portal.call(run)
-        except RolloutBackendError as error:  # its traceback has frames of this package and of its event loop only
+        except RolloutBackendError as error:  # its traceback has only frames of this package and of its event loop
             raise error.with_traceback(None) from None
         if outcome not in (None, rollout.outcome):
             pytest.fail(_describe(rollout, outcome))
@@ -76,7 +76,7 @@ class _Blocking:
 
 
 def _describe(rollout: Rollout, expected: str | None) -> str:
-    """Describe a rollout that did not end as expected, with the traceback of its agent."""
+    """Describe a rollout that did not end as expected, with its agent's traceback."""
     failure = rollout.failure
     if failure is None:
         return f"the rollout ended as {rollout.outcome} with the reward {rollout.reward}, not as {expected}"
@@ -99,8 +99,8 @@ def _rollout_harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Bloc
 def run_agent(_rollout_harness: _Blocking) -> Callable[..., Rollout]:
     """`run_agent(app_or_path, task, replies, outcome="completed") -> Rollout`: run one rollout on scripted answers.
 
-    App and gateway are real; the result is read from a local S3. The test fails if the rollout has another outcome;
-    `outcome=None` allows all.
+    App and gateway are real; the result is read from a local S3. The test fails if the rollout has a different
+    outcome; `outcome=None` allows any.
     """
     return _rollout_harness.run_agent
 
@@ -115,7 +115,7 @@ def scripted_model(_rollout_harness: _Blocking) -> Callable[..., ModelEndpoint]:
 def local_cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LocalCloud]]:
     """`local_cloud(agent, **arguments of LocalCloud) -> LocalCloud`: start a cloud that ends with the test.
 
-    Until then this process's environment holds the cloud's credentials.
+    Until then, this process's environment has the cloud's credentials.
     """
     from contextlib import ExitStack
 

@@ -1,8 +1,8 @@
-"""An engine with scripted answers: SGLang's HTTP interface without a model, for tests of agents and of this project.
+"""Emulate SGLang's HTTP interface with scripted answers instead of a model, for tests of agents and of this project.
 
 Each session (`X-SMG-Routing-Key`) reads the script from its start, so concurrent sessions do not affect each other.
-Prompts and answers are token ids of a real tokenizer. The choice of tokens is scripted, and the log-probability of
-each is `LOGPROB`.
+Prompts and answers are token ids of a real tokenizer. The tokens are scripted, and the log-probability of each is
+`LOGPROB`.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ _SUM = re.compile(r"What is (\d+) \+ (\d+)\?")
 
 @dataclass(frozen=True)
 class ToolCall:
-    """An answer that calls one tool, in the Hermes form that ChatML models use."""
+    """An answer that calls one tool, in the Hermes format of ChatML models."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Fail:
 
 @dataclass(frozen=True)
 class Pieces:
-    """An answer that is streamed part by part. The iterator runs in a thread and may block."""
+    """An answer that is streamed in parts. The iterator runs in a thread and may block."""
 
     parts: Iterable[str]
 
@@ -77,9 +77,9 @@ class Aborted:
 
 
 Routing = Callable[[Sequence[int], str], NDArray[np.int32]]
-"""Returns the experts of each token of a sequence, [tokens, layers, topk], with the weights of a version."""
+"""Returns the experts of each token in a sequence, [tokens, layers, topk], for a weight version."""
 _T = TypeVar("_T")
-_BLOCKED = 256  # answers that may block without delaying others
+_BLOCKED = 256  # number of answers that may block without delaying others
 
 Reply = str | ToolCall | Fail | Pieces | Aborted
 Script = Sequence[Reply] | Callable[[str], Reply]
@@ -92,7 +92,7 @@ def _tokenizer(file: Path, changed_ns: int) -> Tokenizer:
 
 
 def _listen(port: int) -> socket.socket:
-    """Return a socket bound to the port, so that no other process can take it. 0: any free port."""
+    """Return a socket bound to the port, so that no other process can take it. 0 selects a free port."""
     while True:
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -138,10 +138,10 @@ class ScriptedEngine:
         if not file.is_file():
             raise ConfigError(f"{model_path} holds no tokenizer.json: model_path must be a model's folder")
         self.tokenizer = _tokenizer(file, file.stat().st_mtime_ns)
-        self.weight_version = "0"  # of the next answers
-        self.requests: list[dict[str, Any]] = []  # the bodies of /generate, in the order of arrival
+        self.weight_version = "0"  # version of the next answers
+        self.requests: list[dict[str, Any]] = []  # bodies of /generate requests, in order of arrival
         self.aborted = 0  # calls whose client disconnected before the answer
-        self.replies = replies  # for new sessions without a separate script
+        self.replies = replies  # for new sessions without a script of their own
         self.image_tokens = image_tokens
         self.routing = routing
         self.hierarchical_cache = False
@@ -160,9 +160,9 @@ class ScriptedEngine:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 Starlette(routes=self._routes()),
-                log_level="error",  # a router probes a new engine with gRPC first, which logs two warnings
+                log_level="error",  # a router first probes a new engine with gRPC, which logs two warnings
                 access_log=False,
-                lifespan="off",  # force_exit would interrupt it, with a traceback
+                lifespan="off",  # force_exit would interrupt the lifespan, with a traceback
             )
         )
         self._threads = ThreadPoolExecutor(_BLOCKED)
@@ -174,7 +174,7 @@ class ScriptedEngine:
         return asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     def script(self, session_id: str, replies: Script) -> None:
-        """Set the script of one session, which reads it from the start."""
+        """Set the script of one session, which starts at its beginning."""
         self._scripts[session_id] = replies
         self._read.pop(session_id, None)
 
@@ -193,7 +193,7 @@ class ScriptedEngine:
 
     def __exit__(self, *exc_info: object) -> None:
         self._server.should_exit = True
-        self._server.force_exit = True  # does not wait for blocked answers
+        self._server.force_exit = True  # do not wait for blocked answers
         self._thread.join(_START_S)
         self._listener.close()
 
@@ -232,7 +232,7 @@ class ScriptedEngine:
             *(Route(path, server_info, methods=["GET"]) for path in ("/get_server_info", "/server_info")),
             Route("/v1/models", models, methods=["GET"]),
             Route("/flush_cache", healthy, methods=["GET", "POST"]),
-            # A pause has no effect: a client that pauses an engine sends it no calls.
+            # A pause has no effect, because a client that pauses an engine sends it no calls.
             Route("/pause_generation", healthy, methods=["POST"]),
             Route("/continue_generation", healthy, methods=["POST"]),
             Route("/generate", self._generate, methods=["POST"]),
@@ -264,7 +264,7 @@ class ScriptedEngine:
         return JSONResponse(self._whole(text, body))
 
     async def _translated(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the request in SGLang's form, with the whole prompt. Raise ValueError if the engine refuses it."""
+        """Return the request in SGLang's format, with the whole prompt. Raises ValueError if it is refused."""
         if self._skip_tokenizer_init and (refusal := _needs_tokenizer(body.get("sampling_params", {}))):
             if self._version == "0.5.12":
                 await self._crash()
@@ -289,13 +289,13 @@ class ScriptedEngine:
         return {"routed_experts": base64.b64encode(rows.astype("<i4").tobytes()).decode()}
 
     async def _crash(self) -> None:
-        """End like a server whose scheduler raised: answer no request in flight, and close the port."""
+        """Crash like a server whose scheduler failed: answer no request in flight, and close the port."""
         self.crashed = True
         self._server.should_exit = self._server.force_exit = True
         await asyncio.Event().wait()
 
     def _prompt(self, body: dict[str, Any]) -> list[int]:
-        """Return the prompt as SGLang expands it: each image's pad token repeated for each token of the image."""
+        """Return the prompt as SGLang expands it, with an image's pad token repeated for each of its tokens."""
         images = [base64.b64decode(url.partition(",")[2]) for url in body.get("image_data") or ()]
         if not images:
             return list(body["input_ids"])
@@ -308,7 +308,7 @@ class ScriptedEngine:
         return [token for each in body["input_ids"] for token in [each] * (next(lengths) if each == pad else 1)]
 
     async def _events(self, parts: Iterable[str], body: dict[str, Any]) -> AsyncIterator[bytes]:
-        """Yield the new part of the completion after each part of the answer."""
+        """Yield the new tokens of the completion after each part of the answer."""
         text, sent, remaining, done = "", 0, iter(parts), False
         prompt_ids = _prompt_ids(body)
         try:
@@ -391,7 +391,7 @@ def _prompt_ids(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _needs_tokenizer(params: dict[str, Any]) -> str | None:
-    """Return SGLang 0.5.23's error for a parameter that needs a tokenizer; None if there is none."""
+    """Return SGLang 0.5.23's error for a parameter that needs a tokenizer, or None."""
     if params.get("stop"):
         strings = [params["stop"]] if isinstance(params["stop"], str) else params["stop"]
         return (

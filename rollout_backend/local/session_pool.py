@@ -1,11 +1,11 @@
-"""The sessions of one agent: each is a fresh process that is awaited, pinged, and ended.
+"""Manage the sessions of one agent: start a fresh process for each, ping it, and end it.
 
 Invariants:
 
 - A session id has at most one process at a time, and a process serves one session id.
-- A session that was stopped, died or timed out is closed at once. As on AWS its id stays valid: the next invoke of
-  the id starts a fresh process.
-- A process that has left the pool gets SIGTERM, and SIGKILL after `grace_s`, with all its children.
+- A session that was stopped, died or timed out is closed immediately. As on AWS, its id stays valid: the next invoke
+  with this id starts a fresh process.
+- A process that has left the pool gets SIGTERM and, after `grace_s`, SIGKILL, with all its children.
 """
 
 import asyncio
@@ -43,19 +43,19 @@ class EmulatorLimits(BaseModel, frozen=True, extra="forbid"):
     calls_per_s: float | None = Field(default=None, gt=0)
     """Rate of invokes and stops together, as older accounts count them. None: separate rates."""
     new_sessions_per_s: float | None = Field(default=None, gt=0)
-    """None: as fast as the machine starts them. AWS: 25."""
+    """None: as fast as the machine can start them. AWS: 25."""
     startup_timeout_s: float = Field(default=120.0, gt=0)
     idle_timeout_s: float = Field(default=900.0, gt=0)
     max_life_s: float = Field(default=28_800.0, gt=0)
     grace_s: float = Field(default=5.0, gt=0)
-    """From SIGTERM to SIGKILL."""
+    """Seconds from SIGTERM to SIGKILL."""
     ping_every_s: float = Field(default=2.0, gt=0)
     parallel_starts: int = Field(default=4, ge=1)
-    """Processes that start concurrently; more would slow each other down."""
+    """Number of processes that start concurrently; more would slow each other down."""
 
 
 class ServiceError(Exception):
-    """An error of the data plane: AWS's error code and a message."""
+    """An error of the data plane, with AWS's error code and a message."""
 
     STATUS = {  # noqa: RUF012
         "ValidationException": 400,
@@ -86,9 +86,9 @@ class RuntimeSession:
     ready: asyncio.Future[None]
     since: float
     last_request: float
-    status: str = "starting"  # then the status of its last ping: Healthy, HealthyBusy, or unresponsive
-    updated: float = 0.0  # time_of_last_update of its last ping
-    requests: int = 0  # in flight
+    status: str = "starting"  # later the status of its last ping: Healthy, HealthyBusy, or unresponsive
+    updated: float = 0.0  # time_of_last_update in its last ping
+    requests: int = 0  # requests in flight
     port: int = 0
     process: ServerProcess | None = None
     task: asyncio.Task[None] | None = None
@@ -98,7 +98,7 @@ class RuntimeSession:
         return f"http://127.0.0.1:{self.port}"
 
     def idle_s(self, now: float) -> float:
-        """Return the seconds since its last activity, as it reports it; 0 while it is busy."""
+        """Return the seconds since the last activity that the session reported; 0 while it is busy."""
         if self.requests or (self.status == "HealthyBusy" and self.updated):
             return 0.0
         return now - max(self.last_request, self.updated)
@@ -116,10 +116,10 @@ class SessionPool:
         clock: Callable[[], float] = time.time,
         on_end: Callable[[RuntimeSession, str], object] = lambda session, how: None,
     ) -> None:
-        """`clock` returns unix seconds; sessions are idle, old, or late to start by it. `on_end` is called with each
-        session that was up and ended without a stop, and with why, as in `COUNTERS`."""
+        """`clock` returns unix seconds, and applies to idle times, lifetimes and start timeouts. `on_end` is called
+        with each session that was up and ended without a stop, and with the reason, as in `COUNTERS`."""
         self.counters: Counter[str] = Counter()
-        self._spawners = [spawner]  # the last one starts new sessions
+        self._spawners = [spawner]  # the last spawner starts new sessions
         self._limits = limits
         self._log_dir = log_dir
         self._clock = clock
@@ -133,10 +133,10 @@ class SessionPool:
         )
 
     async def open(self, session_id: str) -> RuntimeSession:
-        """Return the session with this id, after starting it if there is none.
+        """Return the session with this id. Start it if it does not exist.
 
         Raises:
-            ServiceError: 402 above `max_sessions`, 429 above `new_sessions_per_s`, 424 if it does not start.
+            ServiceError: 402 above `max_sessions`, 429 above `new_sessions_per_s`, 424 if the session does not start.
         """
         session = self._open.get(session_id)
         if session is None:
@@ -148,7 +148,7 @@ class SessionPool:
         """Send an invocation to the session's process. The caller reads the answer and then calls `release`.
 
         Raises:
-            ServiceError: 424 if it answers with an error, or not at all.
+            ServiceError: 424 if the process answers with an error or not at all.
         """
         session.requests += 1
         try:
@@ -177,10 +177,10 @@ class SessionPool:
         session.last_request = self._clock()
 
     def stop(self, session_id: str) -> None:
-        """Close the session; its process ends in the background.
+        """Close the session. Its process ends in the background.
 
         Raises:
-            ServiceError: 404 if there is no such session.
+            ServiceError: 404 if the session does not exist.
         """
         session = self._open.pop(session_id, None)
         if session is None:
@@ -189,7 +189,7 @@ class SessionPool:
         session.task.cancel()
 
     async def close(self) -> None:
-        """End every process; return once all have ended."""
+        """End every process. Return once all have ended."""
         for session_id in list(self._open):
             self.stop(session_id)
         while self._tasks:
@@ -230,7 +230,7 @@ class SessionPool:
         if self._new is not None and not self._new.try_take(time.monotonic()):
             self.counters["throttled"] += 1
             raise ServiceError("ThrottlingException", "Too many new sessions: rate exceeded")
-        # An id may hold characters that a file name cannot.
+        # An id may contain characters that a file name cannot.
         log = self._log_dir / f"{re.sub(r'[^A-Za-z0-9._-]', '_', session_id)}.log"
         now = self._clock()
         session = RuntimeSession(session_id, log, asyncio.get_running_loop().create_future(), now, now)
@@ -280,7 +280,7 @@ class SessionPool:
             await asyncio.sleep(0.03)
 
     async def _watch(self, session: RuntimeSession) -> str:
-        """Wait until the session has to end, and return why."""
+        """Wait until the session has to end, and return the reason."""
         assert session.process is not None
         ended = asyncio.ensure_future(session.process.wait())
         try:
@@ -323,5 +323,5 @@ class SessionPool:
 
     def _gone(self, session: RuntimeSession, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._leave(session)  # the task was cancelled before its first line
-        session.ready.exception()  # mark the exception as retrieved, or asyncio logs it
+        self._leave(session)  # the task was cancelled before it started
+        session.ready.exception()  # mark the exception as retrieved; otherwise asyncio logs it

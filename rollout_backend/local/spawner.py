@@ -1,6 +1,6 @@
-"""Start a session's process: run its command, or fork it from an interpreter with the libraries loaded.
+"""Start a session's process: run its command, or fork it from an interpreter with preloaded libraries.
 
-Both start one fresh process per session. They differ only in how long a start takes.
+Both start one fresh process per session, and differ only in the time that a start takes.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class CommandSpawner:
 
 
 class PreforkSpawner:
-    """Forks each session from one `prefork` process, which starts on the first use or with `warm`.
+    """Forks each session from one `prefork` process, which starts on first use or with `warm`.
 
-    It falls back to running the command if it cannot fork: a library starts threads when imported, the interpreter
-    does not start, or the `prefork` process died.
+    It runs the command instead if it cannot fork: a library starts threads when imported, the interpreter does not
+    start, or the `prefork` process died.
     """
 
     def __init__(self, python: str, script: Path, preload: Sequence[str], env: Mapping[str, str], log: Path) -> None:
@@ -68,7 +68,7 @@ class PreforkSpawner:
         self._reading: asyncio.Task[None] | None = None
 
     def warm(self) -> asyncio.Task[bool]:
-        """Start to import the libraries. The task returns whether sessions can be forked."""
+        """Start importing the libraries. The task returns whether sessions can be forked."""
         if self._warming is None:
             self._warming = asyncio.create_task(self._start())
         return self._warming
@@ -81,7 +81,7 @@ class PreforkSpawner:
         return process
 
     async def close(self) -> None:
-        """End the `prefork` process. Sessions that still run end with it."""
+        """End the `prefork` process. Sessions that are still running end with it."""
         for task in (self._warming, self._reading):
             if task is not None:
                 task.cancel()
@@ -98,9 +98,9 @@ class PreforkSpawner:
                     stdout=asyncio.subprocess.PIPE,
                     stderr=log,
                     env=self._env,
-                    start_new_session=True,  # Ctrl-C reaches this process only; the child ends when its stdin does
+                    start_new_session=True,  # Ctrl-C reaches only this process; the child ends when its stdin closes
                 )
-        except OSError:  # the fallback reports the missing program, in the session's failure
+        except OSError:  # the session then fails because the program is missing
             return False
         self._send(self._order)
         assert self._process.stdout is not None
@@ -144,7 +144,7 @@ class PreforkSpawner:
 
 
 class _Forked:
-    """The part of `asyncio.subprocess.Process` that `ServerProcess` uses, for a grandchild."""
+    """The part of `asyncio.subprocess.Process` that `ServerProcess` uses, for a grandchild process."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

@@ -1,4 +1,4 @@
-"""A random model of a few thousand weights, with the ChatML template and one token per byte: for smoke runs.
+"""Create a random model with a few thousand weights, the ChatML template and one token per byte, for smoke runs.
 
 Its text is random, but a smoke run shows whether the trained model is the served model.
 """
@@ -13,8 +13,8 @@ CONTEXT_LENGTH = 1024
 def make_tiny_model(folder: Path, seed: int = 0, *, tied: bool = True, heads: int = 4) -> Path:
     """Create the model in `folder`, in float32; equal seeds give equal weights. Needs transformers and torch.
 
-    The output layer is the input embedding if `tied`, as in small real models. vLLM 0.24.0 on the CPU needs heads of
-    size 32 at least, which `heads=2` gives.
+    If `tied`, the output layer is the input embedding, as in small real models. vLLM 0.24.0 on the CPU needs heads of
+    at least size 32, which `heads=2` gives.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
