@@ -99,6 +99,7 @@ class RolloutBuffer:
         self.stale = 0  # announcements for steps that have ended or not started
         self.dangling = 0  # announcements of objects that do not exist (yet)
         self.queue_down = queue is None
+        self._receive_failures = 0
         self.last_announcement_at = 0.0  # in seconds of the event loop's clock
 
     def attach(self, sink: ResultSink) -> None:
@@ -151,14 +152,17 @@ class RolloutBuffer:
                 return
 
     async def _receive_once(self, queue: MessageQueue) -> list[Message]:
+        failures = self._receive_failures
         try:
             messages = await queue.receive()
         except AWS_ERRORS as error:
             if not self.queue_down:
                 log.warning("the queue does not answer; results are found by listing: %s", aws.reason(error))
             self.queue_down = True
+            self._receive_failures += 1
             raise
-        self.queue_down = False
+        if failures == self._receive_failures:  # SQS answers a long poll from before the queue was deleted
+            self.queue_down = False
         if messages:
             self.last_announcement_at = asyncio.get_running_loop().time()
         return messages

@@ -112,3 +112,23 @@ async def test_a_queue_that_does_not_answer_delays_the_end_by_some_seconds():
     began = asyncio.get_running_loop().time()
     await deleter.aclose()
     assert asyncio.get_running_loop().time() - began == pytest.approx(5, abs=0.1)
+
+
+@in_virtual_time
+async def test_a_long_poll_from_before_a_failure_is_no_recovery():
+    queue, answers = Queue(), asyncio.Queue()
+
+    async def receive():
+        answer = await answers.get()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    queue.receive = receive
+    buffer = buffer_of(queue)
+    receiving = await receive_with(buffer)  # two long polls are open
+    for answer, down in ((OSError("no such queue"), True), ([], True), ([], False)):
+        answers.put_nowait(answer)
+        await asyncio.sleep(0.01)
+        assert buffer.queue_down is down
+    receiving.cancel()
