@@ -16,7 +16,7 @@ from rollout_backend import manager as manager_module
 from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import AwsConfig, RolloutConfig, StorageConfig
-from rollout_backend.core.ledger import Ledger, PlannedRollout
+from rollout_backend.core.ledger import PlannedRollout
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.tasks import Task
 from rollout_backend.dispatch.call_queue import CallQueue
@@ -26,6 +26,7 @@ from rollout_backend.results.records import RolloutRecord, records_of
 from rollout_backend.results.step_report import StepResult, make_report
 from rollout_backend.run_lease import FencedRuntime, LeaseHolder, RunLease
 from rollout_backend.testing.fault_proxy import Fault, Rule
+from rollouts import make_ledger
 
 LONG = 600.0
 Open = Callable[..., RunLease]
@@ -218,10 +219,12 @@ class EndedStep:
 
     async def run(self) -> StepResult:
         how = {"refused": 0, "seconds": 0.0, "deadline_reached": False}
-        return StepResult(self._number, (), (), (), make_report("r", Ledger(self._number), [], [], [], [], **how))
+        return StepResult(
+            self._number, (), (), (), make_report("r", make_ledger(self._number), [], [], [], [], **how)
+        )
 
     def records(self) -> list[RolloutRecord]:
-        ledger = Ledger(0)
+        ledger = make_ledger(0)
         ledger.plan([PlannedRollout("a.0", "a")])
         return records_of(ledger, lambda entry: "")
 

@@ -34,15 +34,6 @@ class Phase(StrEnum):
     SETTLED = "settled"
 
 
-class ResultStatus(StrEnum):
-    """How the ledger counts an incoming result."""
-
-    FIRST = "first"
-    DUPLICATE = "duplicate"  # a result has already settled the rollout
-    LATE = "late"  # the rollout was settled without a result: timed out or cancelled
-    UNKNOWN = "unknown"  # the rollout was not planned in this step
-
-
 @dataclass(frozen=True)
 class PlannedRollout:
     rollout_id: str
@@ -50,27 +41,41 @@ class PlannedRollout:
     is_replacement: bool = False  # replaces a rollout that the infrastructure lost
 
 
-@dataclass
+@dataclass(eq=False)
 class LedgerEntry:
-    """The state of one rollout."""
+    """The state of one rollout: its methods record what happens to it, and its ledger counts that."""
 
     planned: PlannedRollout
+    ledger: "Ledger" = field(repr=False)
+    planned_at: float  # this and the other times are by the ledger's clock
     phase: Phase = Phase.PLANNED
-    attempts: int = 0
+    attempts: int = 0  # of this trainer
+    attempt: int = 0  # the number of the current attempt among those of all trainers; 0: there is none
+    adopted: bool = False  # an earlier trainer made the current attempt
     session_id: str | None = None  # session of the current attempt
     session_ids: list[str] = field(default_factory=list)  # of all attempts, unless the runtime opened none
+    began: float | None = None  # loop seconds of the last attempt's invoke
+    took: float | None = None  # seconds from there until its result arrived or it was settled
     deadline: float | None = None  # loop time after which no result can arrive
     outcome: Outcome | None = None
     reason: str = ""
     message: str = ""
     by_result: bool = False  # settled by a result, not by a timeout or cancellation
     trainable: bool = False
-    planned_at: float = 0.0  # these times are by the ledger's clock
     first_invoked_at: float | None = None  # first invoke that was not throttled
     invoked_at: float | None = None  # last invoke
     accepted_at: float | None = None  # the agent accepted the last invoke
     arrived_at: float | None = None  # the result arrived
     settled_at: float | None = None
+
+    @property
+    def rollout_id(self) -> str:
+        return self.planned.rollout_id
+
+    @property
+    def awaits_result(self) -> bool:
+        """Return whether the rollout is open and none of its results has arrived."""
+        return self.outcome is None and self.phase is not Phase.SCORING
 
     @property
     def last_session_id(self) -> str | None:
@@ -98,6 +103,98 @@ class LedgerEntry:
             f"{self.planned.rollout_id}: {self.phase}, {end}, "
             f"attempts {self.attempts}, session {self.last_session_id or 'none'}"
         )
+
+    # --- what happens to it -------------------------------------------------------------------------------
+
+    def start_attempt(self, session_id: str, attempt: int, deadline: float) -> None:
+        """Record that a session is being invoked: a new one, or one that was refused before."""
+        self.attempts += 1
+        self.attempt, self.deadline, self.began = attempt, deadline, self.ledger.clock()
+        self.invoked_at, self.accepted_at = self.ledger.now(), None
+        if self.attempts == 1:  # again, if the first one was throttled
+            self.first_invoked_at = self.invoked_at
+        self._open(session_id, Phase.DISPATCHING)
+
+    def refuse_attempt(self) -> None:
+        """Record that the invoke was refused for now. The next attempt reuses its number and session."""
+        self.attempts -= 1
+        self.abandon_attempt()
+
+    def accept(self) -> None:
+        """Record that the agent runs, or that it ran if its result has already arrived."""
+        self.accepted_at = self.ledger.now()
+        if self.phase is Phase.DISPATCHING:
+            assert self.began is not None
+            assert self.deadline is not None
+            self.deadline += self.ledger.clock() - self.began  # its time began when its container was up
+            self._enter(Phase.RUNNING)
+
+    def adopt(self, session_id: str, attempt: int, invoked_at: float, deadline: float) -> None:
+        """Record an attempt of an earlier trainer whose agent may still run, unless its result has just arrived."""
+        if self.awaits_result:
+            self.adopted, self.attempt, self.deadline = True, attempt, deadline
+            self.first_invoked_at = self.invoked_at = invoked_at
+            self._open(session_id, Phase.RUNNING)
+
+    def keep_adopted(self) -> None:
+        """Record that the adopted agent still runs: S3 holds no result of it."""
+        assert self.invoked_at is not None
+        self.began = self.ledger.clock() - (self.ledger.now() - self.invoked_at)
+
+    def abandon_attempt(self) -> None:
+        """Drop the current attempt, whose failure marker no longer counts. The rollout waits for its next attempt."""
+        self.attempt, self.session_id, self.deadline, self.adopted = 0, None, None, False
+        if self.awaits_result:
+            self._enter(Phase.PLANNED)
+
+    def start_scoring(self, session_id: str) -> None:
+        """Record that a result has arrived and its reward is being computed. `session_id` belongs to its attempt."""
+        self.session_ids = self.session_ids or [session_id]
+        self.deadline, self.arrived_at = None, self.ledger.now()
+        self._end_attempt()
+        self._enter(Phase.SCORING)
+
+    def deliver(
+        self, outcome: Outcome, reason: str = "", message: str = "", *, session_id: str = "", trainable: bool = False
+    ) -> bool:
+        """Settle the rollout by its result. Return False if it is settled already.
+
+        `session_id` belongs to the result's attempt, which an earlier trainer may have started.
+        """
+        if self.outcome is not None:
+            self.ledger.count_extra(self.rollout_id)
+            return False
+        if session_id and not self.session_ids:
+            self.session_ids.append(session_id)
+        self.by_result, self.trainable = True, trainable
+        self.settle(outcome, reason, message)
+        self.arrived_at = self.settled_at if self.arrived_at is None else self.arrived_at
+        return True
+
+    def settle(self, outcome: Outcome, reason: str, message: str = "") -> bool:
+        """Settle the rollout. Return False if it is settled already."""
+        if self.outcome is not None:
+            return False
+        self.outcome, self.reason, self.message = outcome, reason, message
+        self.settled_at = self.ledger.now()
+        self._end_attempt()
+        self._enter(Phase.SETTLED)
+        return True
+
+    def _open(self, session_id: str, phase: Phase) -> None:
+        self.session_id = session_id
+        if session_id not in self.session_ids:
+            self.session_ids.append(session_id)
+        self.ledger.session_opened(session_id)
+        self._enter(phase)
+
+    def _end_attempt(self) -> None:
+        if self.began is not None and self.took is None:
+            self.took = self.ledger.clock() - self.began
+
+    def _enter(self, phase: Phase) -> None:
+        before, self.phase = self.phase, phase
+        self.ledger.count(self, before)
 
 
 @dataclass
@@ -136,7 +233,9 @@ class CallTally:
 @dataclass
 class Ledger:
     step: int
+    groups: dict[str, GroupState]  # by task, with counts that are current
     now: Callable[[], float] = lambda: 0.0  # unix seconds
+    clock: Callable[[], float] = lambda: 0.0  # seconds of the event loop's clock
     entries: dict[str, LedgerEntry] = field(default_factory=dict)
     duplicates: int = 0
     late: int = 0
@@ -146,7 +245,6 @@ class Ledger:
     open_sessions: set[str] = field(default_factory=set)
     unclosed_sessions: dict[str, str] = field(default_factory=dict)  # session id -> why it could not be closed
     settled: list[LedgerEntry] = field(default_factory=list)  # in the order of settlement
-    groups: dict[str, GroupState] = field(default_factory=dict)  # by task, with current counts
     running: dict[str, LedgerEntry] = field(default_factory=dict)  # in the order in which their agents accepted
     invokes: CallTally = field(default_factory=CallTally)
     stops: CallTally = field(default_factory=CallTally)
@@ -157,163 +255,55 @@ class Ledger:
     # --- rollouts -----------------------------------------------------------------------------------------
 
     def plan(self, rollouts: Iterable[PlannedRollout]) -> None:
+        """Plan rollouts of the groups."""
         for rollout in rollouts:
             if rollout.rollout_id in self.entries:
                 raise LedgerError(f"rollout {rollout.rollout_id!r} is planned twice in step {self.step}")
-            self.entries[rollout.rollout_id] = LedgerEntry(rollout, planned_at=self.now())
+            self.entries[rollout.rollout_id] = LedgerEntry(rollout, self, planned_at=self.now())
             self._phases[Phase.PLANNED] += 1
             group = self._group(rollout.task_id)
             group.open[rollout.rollout_id] = None
             group.replacements += rollout.is_replacement
 
-    def start_attempt(self, rollout_id: str, session_id: str, deadline: float) -> int:
-        """Record an attempt in a new session, and return its number, counted from 1."""
-        entry = self.entries[rollout_id]
-        self._enter(entry, Phase.DISPATCHING)
-        entry.attempts += 1
-        entry.deadline = deadline
-        entry.invoked_at, entry.accepted_at = self.now(), None
-        if entry.attempts == 1:  # set again if the first invoke was throttled
-            entry.first_invoked_at = entry.invoked_at
-        self._open(entry, session_id)
-        return entry.attempts
-
-    def undo_attempt(self, rollout_id: str) -> None:
-        """Undo an attempt whose invoke was throttled. The next attempt reuses its number and session."""
-        entry = self.entries[rollout_id]
-        entry.attempts -= 1
-        self.abandon_attempt(rollout_id)
-
-    def accept(self, rollout_id: str) -> None:
-        """Record that the agent runs, or that it ran if its result has already arrived."""
-        entry = self.entries[rollout_id]
-        entry.accepted_at = self.now()
-        if entry.phase is Phase.DISPATCHING:
-            self._enter(entry, Phase.RUNNING)
-
-    def adopt(self, rollout_id: str, session_id: str, invoked_at: float, deadline: float) -> bool:
-        """Record an attempt of an earlier trainer whose agent may still be running.
-
-        Return False if its result has already arrived: it may have been announced while the step started.
-        """
-        entry = self.entries[rollout_id]
-        if not self.awaits_result(rollout_id):
-            return False
-        self._enter(entry, Phase.RUNNING)
-        entry.deadline = deadline
-        entry.first_invoked_at = entry.invoked_at = invoked_at
-        self._open(entry, session_id)
-        return True
-
-    def abandon_attempt(self, rollout_id: str) -> None:
-        """Abandon the current attempt: its results no longer count, and the rollout waits for its next attempt."""
-        entry = self.entries[rollout_id]
-        entry.session_id, entry.deadline = None, None
-        if self.awaits_result(rollout_id):
-            self._enter(entry, Phase.PLANNED)
-
-    def is_open(self, rollout_id: str) -> bool:
-        """Return whether the rollout is planned and unsettled."""
-        entry = self.entries.get(rollout_id)
-        return entry is not None and entry.outcome is None
+    def count(self, entry: LedgerEntry, before: Phase) -> None:
+        """Count an entry that has left the phase `before`."""
+        self._phases[before] -= 1
+        self._phases[entry.phase] += 1
+        if entry.phase is Phase.RUNNING:
+            self.running[entry.rollout_id] = entry
+        else:
+            self.running.pop(entry.rollout_id, None)
+        if entry.phase is Phase.SETTLED:
+            assert entry.outcome is not None
+            self._outcomes[entry.outcome] += 1
+            self.settled.append(entry)
+            group = self._group(entry.planned.task_id)
+            group.open.pop(entry.rollout_id, None)
+            group.trainable += entry.trainable
+            group.lost += entry.lost
 
     def awaits_result(self, rollout_id: str) -> bool:
-        """Return whether the rollout is open and none of its results has arrived."""
-        return self.is_open(rollout_id) and self.entries[rollout_id].phase is not Phase.SCORING
+        """Return whether the rollout is planned and open, and no result of it has arrived."""
+        entry = self.entries.get(rollout_id)
+        return entry is not None and entry.awaits_result
 
-    def start_scoring(self, rollout_id: str, session_id: str) -> None:
-        """Record that a result has arrived and its reward is being computed. `session_id` belongs to its attempt."""
-        entry = self.entries[rollout_id]
-        if not entry.session_ids:
-            entry.session_ids.append(session_id)
-        entry.deadline, entry.arrived_at = None, self.now()
-        self._enter(entry, Phase.SCORING)
-
-    def record_result(
-        self,
-        rollout_id: str,
-        outcome: Outcome,
-        reason: str = "",
-        message: str = "",
-        *,
-        session_id: str = "",
-        trainable: bool = False,
-    ) -> ResultStatus:
-        """Record a result. Only the first result of an open rollout settles it.
-
-        `session_id` belongs to the result's attempt, which an earlier trainer may have started.
-        """
-        if not self.is_open(rollout_id):
-            return self._count_extra(rollout_id)
-        entry = self.entries[rollout_id]
-        if session_id and not entry.session_ids:
-            entry.session_ids.append(session_id)
-        self._settle(entry, outcome, reason, message, by_result=True, trainable=trainable)
-        return ResultStatus.FIRST
-
-    def record_duplicate(self, rollout_id: str) -> None:
-        """Record an announcement whose rollout is settled or was never planned, or whose attempt was abandoned."""
-        if self.awaits_result(rollout_id):
-            self.superseded += 1
-        else:
-            self._count_extra(rollout_id)
-
-    def _count_extra(self, rollout_id: str) -> ResultStatus:
-        """Count a result whose rollout already has one, was settled without one, or was never planned."""
+    def count_extra(self, rollout_id: str) -> None:
+        """Count a result that is not used: its rollout has one, was settled without one, or was never planned, or its
+        attempt was abandoned."""
         entry = self.entries.get(rollout_id)
         if entry is None:
             self.unknown += 1
-            return ResultStatus.UNKNOWN
-        if entry.outcome is None or entry.by_result:
+        elif entry.awaits_result:
+            self.superseded += 1
+        elif entry.outcome is None or entry.by_result:
             self.duplicates += 1
-            return ResultStatus.DUPLICATE
-        self.late += 1
-        return ResultStatus.LATE
-
-    def settle(self, rollout_id: str, outcome: Outcome, reason: str, message: str = "") -> bool:
-        """Settle a rollout without a result. Return False if it is already settled."""
-        entry = self.entries[rollout_id]
-        if entry.outcome is not None:
-            return False
-        self._settle(entry, outcome, reason, message)
-        return True
-
-    def _settle(
-        self,
-        entry: LedgerEntry,
-        outcome: Outcome,
-        reason: str,
-        message: str,
-        *,
-        by_result: bool = False,
-        trainable: bool = False,
-    ) -> None:
-        self._enter(entry, Phase.SETTLED)
-        entry.outcome, entry.reason, entry.message = outcome, reason, message
-        entry.by_result, entry.trainable = by_result, trainable
-        entry.settled_at = self.now()
-        if by_result and entry.arrived_at is None:
-            entry.arrived_at = entry.settled_at
-        self._outcomes[outcome] += 1
-        self.settled.append(entry)
-        group = self._group(entry.planned.task_id)
-        group.open.pop(entry.planned.rollout_id, None)
-        group.trainable += trainable
-        group.lost += entry.lost
-
-    def _enter(self, entry: LedgerEntry, phase: Phase) -> None:
-        self._phases[entry.phase] -= 1
-        self._phases[phase] += 1
-        entry.phase = phase
-        if phase is Phase.RUNNING:
-            self.running[entry.planned.rollout_id] = entry
         else:
-            self.running.pop(entry.planned.rollout_id, None)
+            self.late += 1
 
     def _group(self, task_id: str) -> GroupState:
         """Return the group of a task for modification."""
         self._changed[task_id] = None
-        return self.groups.setdefault(task_id, GroupState(task_id, needed=1))
+        return self.groups[task_id]
 
     def take_changed_groups(self) -> list[GroupState]:
         """Return the groups whose counts changed since the last call."""
@@ -330,10 +320,8 @@ class Ledger:
 
     # --- sessions -----------------------------------------------------------------------------------------
 
-    def _open(self, entry: LedgerEntry, session_id: str) -> None:
-        entry.session_id = session_id
-        if session_id not in entry.session_ids:
-            entry.session_ids.append(session_id)
+    def session_opened(self, session_id: str) -> None:
+        """Record that a session may be open from now on."""
         if session_id not in self.open_sessions:
             self.sessions_opened += 1
             self.open_sessions.add(session_id)

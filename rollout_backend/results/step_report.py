@@ -226,9 +226,7 @@ def make_report(
     seconds: float,
     deadline_reached: bool,
     engine_use: EngineUse | None = None,
-    took: Mapping[str, float] | None = None,
 ) -> StepReport:
-    """`took`: seconds of each rollout that began in this execution, by its id."""
     entries = list(ledger.entries.values())
     outcomes = _outcomes_by_task(entries)
     segments = [segment for rollout in rollouts for segment in rollout.segments]
@@ -267,7 +265,7 @@ def make_report(
         latency=_latency(latencies),
         lag=_latency(lags),
         surplus=sum(entry.trainable for entry in entries) - sum(len(group.rollouts) for group in groups),
-        length_bias=_length_bias(entries, rollouts, took or {}),
+        length_bias=_length_bias(entries, rollouts),
         invoke_rate=CallRate.of(ledger.invokes),
         stop_rate=CallRate.of(ledger.stops),
         engine_use=engine_use,
@@ -303,9 +301,8 @@ def _group_report(group: GroupResult, outcomes: Counter[Outcome]) -> GroupReport
 _CUT_FOR_LENGTH = ("straggler", "target_reached", "collection_deadline", "agent_deadline")
 
 
-def _length_bias(
-    entries: Iterable[LedgerEntry], rollouts: Sequence[Rollout], took: Mapping[str, float]
-) -> LengthBias | None:
+def _length_bias(entries: Iterable[LedgerEntry], rollouts: Sequence[Rollout]) -> LengthBias | None:
+    took = {entry.rollout_id: entry.took for entry in entries if entry.took is not None}
     cut = [
         (took[entry.planned.rollout_id], entry.reason)
         for entry in entries

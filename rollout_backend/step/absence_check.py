@@ -84,14 +84,14 @@ class AbsenceCheck:
         listed = await self._listed() if len(rollouts) > _LISTED else None
 
         async def ask(rollout: RolloutTask) -> None:
-            attempt, rollout_id = rollout.attempt, rollout.rollout_id
+            attempt, rollout_id = rollout.entry.attempt, rollout.rollout_id
             if self._sink.is_wanted(rollout_id) and (listed is None or rollout_id in listed):
                 async with self._asking:
                     if not await self._buffer.fetch_by_key(self._sink, rollout_id, attempt):
                         return
             rollouts.discard(rollout)
             self._pending.discard(rollout)
-            if self._sink.is_wanted(rollout_id) and rollout.attempt == attempt:
+            if self._sink.is_wanted(rollout_id) and rollout.entry.attempt == attempt:
                 absent(rollout)
             rollout.watch_time()
 

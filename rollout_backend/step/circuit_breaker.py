@@ -14,11 +14,11 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agent_wrapper.contract import NO_REWARD, quarantine_prefix
 from rollout_backend.config import CircuitBreakerConfig, RolloutConfig
-from rollout_backend.core.ledger import CONTAINER_LOST, NO_RESULT, LedgerEntry
+from rollout_backend.core.ledger import CONTAINER_LOST, NO_RESULT, Ledger, LedgerEntry
 from rollout_backend.core.reasons import SCORER_FAILED, documented_at
 
 _ADVICE = {
@@ -102,6 +102,7 @@ class CircuitBreaker:
                 del self._streaks[reason]
         lost = entry.lost or entry.reason == SCORER_FAILED
         if unrewarded or (lost and entry.reason not in _FOR_WANT_OF_ROOM):
+            entry = replace(entry, ledger=Ledger(entry.ledger.step, {}))  # which would keep all entries of its step
             streak = self._streaks.get(entry.reason)
             if streak is None:
                 self._streaks[entry.reason] = _Streak(now, now, entry)

@@ -94,7 +94,7 @@ async def resume(
     if manifest.resumed:
         await context.plan.retry(lambda: read_finished(services.buffer, sink))
     finished = len(context.ledger.settled) + context.ledger.phases()[Phase.SCORING]
-    adopted = [each for each in adopted if each.adopted is not None and each.entry.phase is Phase.RUNNING]
+    adopted = [each for each in adopted if each.entry.adopted and each.entry.phase is Phase.RUNNING]
     kept = {attempts[each.rollout_id].session_id: None for each in adopted}
     for session_id in kept:
         sessions.watch(session_id)

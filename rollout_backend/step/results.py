@@ -51,18 +51,17 @@ class StepResults:
 
     def is_wanted(self, rollout_id: str, attempt: int | None = None) -> bool:
         awaited = self._context.ledger.awaits_result(rollout_id)
-        return awaited and attempt in (None, self.rollouts[rollout_id].attempt)
+        return awaited and attempt in (None, self.rollouts[rollout_id].entry.attempt)
 
     def session_id(self, rollout_id: str, attempt: int) -> str:
         return self._context.plan.manifest.session_id(rollout_id, attempt)
 
     def pending(self) -> list[tuple[str, int]]:
-        ledger = self._context.ledger
-        open_ids = (entry.planned.rollout_id for entry in ledger.open_entries())
-        return [(each, self.rollouts[each].attempt) for each in open_ids if ledger.awaits_result(each)]
+        entries = self._context.ledger.open_entries()
+        return [(entry.rollout_id, entry.attempt) for entry in entries if entry.awaits_result]
 
     def record_duplicate(self, rollout_id: str) -> None:
-        self._context.ledger.record_duplicate(rollout_id)
+        self._context.ledger.count_extra(rollout_id)
 
     def on_result(
         self,
@@ -138,7 +137,6 @@ class StepResults:
             seconds=seconds,
             deadline_reached=deadline_reached,
             engine_use=self.engine_use.result(),
-            took={each.rollout_id: each.took for each in self.rollouts.values() if each.took is not None},
         )
         records = tuple(self.records())
         return StepResult(self.step, tuple(self.received), tuple(groups), failures_of(ledger), report, records)

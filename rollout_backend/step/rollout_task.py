@@ -32,7 +32,6 @@ from rollout_backend.core.ledger import (
     Ledger,
     LedgerEntry,
     Phase,
-    ResultStatus,
 )
 from rollout_backend.core.policy import Stragglers
 from rollout_backend.core.session_key import SessionClaims
@@ -83,14 +82,11 @@ class StepContext:
 
 
 class RolloutTask:
-    """One rollout: its entry in the ledger, its current attempt, its timing and its result."""
+    """The work on one rollout, whose state is its entry in the ledger."""
 
     def __init__(self, entry: LedgerEntry, task: Task, context: StepContext) -> None:
         self.entry = entry
         self.rollout_id = entry.planned.rollout_id
-        self.adopted: InFlightAttempt | None = None  # the attempt of an earlier trainer, while it is the current one
-        self.began: float | None = None  # loop seconds of the last attempt's dispatch
-        self.took: float | None = None  # seconds from there until it was settled
         self.result: Rollout | None = None
         self.running: asyncio.Task[None] | None = None  # None until it is started
         self.scoring: asyncio.Task[None] | None = None  # None until its result is in, and without a scorer
@@ -130,7 +126,7 @@ class RolloutTask:
         """Make attempts until the result of one is in, and close its session."""
         bind_log_fields(rollout=self.rollout_id)
         with self._services.hold(self.task.payload):
-            if self.adopted is None and self._services.wait_ready is not None:
+            if not self.entry.adopted and self._services.wait_ready is not None:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(self._invoke_until):
                         await self._services.wait_ready(self.task.payload, self.context.plan.manifest.run_id)
@@ -150,7 +146,7 @@ class RolloutTask:
 
     async def _wait_over(self) -> bool:
         """Return True once no attempt is needed any more, and False once the current one is abandoned."""
-        while self.entry.outcome is None and self.scoring is None and self.entry.session_id is not None:
+        while self.entry.phase is Phase.RUNNING:
             self._attempt_over.clear()
             await self._attempt_over.wait()
         return self.entry.session_id is not None
@@ -168,8 +164,8 @@ class RolloutTask:
                 before_sleep=log_retry(log, "rollout %s", self.rollout_id),
             )
         except RuntimeCallError as error:
-            if self.context.ledger.awaits_result(self.rollout_id):
-                self.context.ledger.settle(self.rollout_id, Outcome.INFRA_ERROR, error.reason, str(error))
+            if self.entry.awaits_result:
+                self.entry.settle(Outcome.INFRA_ERROR, error.reason, str(error))
         except StoreError:  # the step's time is up, which settles it as not started
             pass
         except RolloutBackendError as error:  # no retry helps, and the step does not wait for this task
@@ -178,13 +174,13 @@ class RolloutTask:
 
     async def _attempt(self) -> bool:
         """Invoke a new session, again while the runtime refuses it. Close it unless its agent runs."""
-        nth = self.entry.attempts + 1
         manifest = self.context.plan.manifest
-        session_id = manifest.session_id(self.rollout_id, manifest.attempts_before + nth)
+        attempt = manifest.attempts_before + self.entry.attempts + 1
+        session_id = manifest.session_id(self.rollout_id, attempt)
         accepted = False
         try:
             accepted = await retry(
-                lambda: self._invoke(nth, session_id),
+                lambda: self._invoke(attempt, session_id),
                 _refused,
                 self._services.refusal_wait,
                 stop=at(self._invoke_until),
@@ -195,7 +191,7 @@ class RolloutTask:
                 await self.context.sessions.close(session_id)
         return accepted
 
-    async def _invoke(self, nth: int, session_id: str) -> bool:
+    async def _invoke(self, attempt: int, session_id: str) -> bool:
         """Return False if the rollout needs no agent any more.
 
         Raises:
@@ -204,12 +200,12 @@ class RolloutTask:
         """
         context, ledger, dispatcher = self.context, self.context.ledger, self._services.dispatcher
         async with dispatcher.turn(ledger.invokes):
-            if not ledger.awaits_result(self.rollout_id):
+            if not self.entry.awaits_result:
                 return False
-            await context.plan.allow_attempt(nth)
-            claims = self._claims(context.plan.manifest.attempts_before + nth, session_id)
+            await context.plan.allow_attempt(self.entry.attempts + 1)
+            claims = self._claims(attempt, session_id)
             urls = await self._services.presign(claims) if self._services.presign is not None else None
-            if not ledger.awaits_result(self.rollout_id):
+            if not self.entry.awaits_result:
                 return False
             context.sessions.register(session_id)
             bind_log_fields(session=session_id)
@@ -218,22 +214,21 @@ class RolloutTask:
             agent_s = min(agent_s, max(0.0, context.plan.deadline - times.publish_grace_s - now))
             payload = self._services.payload(self.task, claims, agent_s, urls)
             may_be_open = session_id in ledger.open_sessions  # after an earlier call, which was refused
-            self.began = now
-            ledger.start_attempt(self.rollout_id, session_id, now + agent_s + times.publish_grace_s)
+            self.entry.start_attempt(session_id, attempt, now + agent_s + times.publish_grace_s)
             self.watch_time()
             try:
                 await dispatcher.submit(session_id, payload)
             except RuntimeCallError as error:
                 if error.refused:
-                    ledger.undo_attempt(self.rollout_id)
+                    self.entry.refuse_attempt()
                 else:
-                    ledger.abandon_attempt(self.rollout_id)
+                    self.entry.abandon_attempt()
                 if error.never_opened and not may_be_open:
                     ledger.session_never_opened(self.rollout_id, session_id)
                 raise
-        ledger.accept(self.rollout_id)
+        self.entry.accept()
         if self.entry.phase is Phase.RUNNING:
-            self._watch_agent(session_id)
+            self._watch_agent()
         return True
 
     def _claims(self, attempt: int, session_id: str) -> SessionClaims:
@@ -250,41 +245,42 @@ class RolloutTask:
             adapter=self.context.adapter,
         )
 
-    def _watch_agent(self, session_id: str) -> None:
-        """Watch the agent, which runs. Its time began during the invoke, when its container was up."""
-        assert self.began is not None
-        assert self.entry.deadline is not None
-        self.entry.deadline += asyncio.get_running_loop().time() - self.began
-        to_wall = -self._wall_to_loop()
+    def _watch_agent(self) -> None:
+        """Record an agent that has accepted the rollout, and watch it."""
+        entry, to_wall = self.entry, -self._wall_to_loop()
+        assert entry.session_id is not None
+        assert entry.began is not None
+        assert entry.deadline is not None
         self.context.sessions.record_running(
             InFlightAttempt(
-                session_id=session_id,
+                session_id=entry.session_id,
                 rollout_id=self.rollout_id,
-                attempt=self.attempt,
-                began=self.began + to_wall,
-                deadline=self.entry.deadline + to_wall,
+                attempt=entry.attempt,
+                began=entry.began + to_wall,
+                deadline=entry.deadline + to_wall,
             )
         )
         self.watch_time()
-        self._services.session_ends.watch(session_id, self._on_session_end)
+        self._services.session_ends.watch(entry.session_id, self._on_session_end)
 
     def adopt(self, attempt: InFlightAttempt) -> None:
         """Make the attempt of an earlier trainer the current one, unless the rollout is settled."""
         deadline = attempt.deadline + self._wall_to_loop()
-        if self.context.ledger.adopt(self.rollout_id, attempt.session_id, attempt.began, deadline):
-            self.adopted = attempt
+        self.entry.adopt(attempt.session_id, attempt.attempt, attempt.began, deadline)
 
     def start_adopted(self) -> None:
         """Wait for the result of the adopted attempt in the background."""
-        assert self.adopted is not None
-        self.began = self.adopted.began + self._wall_to_loop()
+        entry = self.entry
+        assert entry.session_id is not None
+        assert entry.deadline is not None
+        entry.keep_adopted()
         if self._services.on_adopted is not None:
-            remaining_s = max(0.0, self.adopted.deadline - self._services.wall())
-            claims = self._claims(self.adopted.attempt, self.adopted.session_id)
+            remaining_s = max(0.0, entry.deadline - asyncio.get_running_loop().time())
+            claims = self._claims(entry.attempt, entry.session_id)
             self._services.on_adopted(self._services.payload(self.task, claims, remaining_s))
         self.watch_time()
         self.start()
-        self._services.session_ends.watch(self.adopted.session_id, self._on_session_end)
+        self._services.session_ends.watch(entry.session_id, self._on_session_end)
 
     def _wall_to_loop(self) -> float:
         return asyncio.get_running_loop().time() - self._services.wall()
@@ -296,8 +292,8 @@ class RolloutTask:
         not confirmed that its result is absent."""
         if self.entry.outcome is None and self.entry.deadline is not None:
             self._set_timer(self.entry.deadline)
-        if self.entry.phase is Phase.RUNNING and self.began is not None:
-            self.context.stragglers.started(self.rollout_id, self.began)
+        if self.entry.phase is Phase.RUNNING and self.entry.began is not None:
+            self.context.stragglers.started(self.rollout_id, self.entry.began)
             self.context.changed.set()
 
     def _set_timer(self, deadline: float) -> None:
@@ -320,19 +316,10 @@ class RolloutTask:
 
     # --- its end ------------------------------------------------------------------------------------------
 
-    @property
-    def attempt(self) -> int:
-        """Return the number of the current attempt; 0 if there is none."""
-        if self.entry.session_id is None:
-            return 0
-        if self.adopted is not None:
-            return self.adopted.attempt
-        return self.context.plan.manifest.attempts_before + self.entry.attempts
-
     def settle(self, outcome: Outcome, reason: str, message: str = "") -> None:
         """Settle the rollout without a result, in any phase."""
         starting = self.entry.phase in (Phase.PLANNED, Phase.DISPATCHING)
-        if not self.context.ledger.settle(self.rollout_id, outcome, reason, message):
+        if not self.entry.settle(outcome, reason, message):
             return
         self.stop_scoring()
         self._mark_settled()
@@ -341,7 +328,7 @@ class RolloutTask:
 
     def start_scoring(self, rollout: Rollout, work: Coroutine[Any, Any, None]) -> None:
         """Await the score of a result in the background. Its session is closed meanwhile."""
-        self.context.ledger.start_scoring(self.rollout_id, rollout.session_id)
+        self.entry.start_scoring(rollout.session_id)
         self._end_attempt()
         self.scoring = asyncio.create_task(work)
         self.scoring.add_done_callback(self.context.abort_on_failure)
@@ -354,8 +341,7 @@ class RolloutTask:
     def settle_with(self, rollout: Rollout) -> None:
         """Settle the rollout by its result."""
         self.result, failure = rollout, rollout.failure
-        self.context.ledger.record_result(
-            self.rollout_id,
+        self.entry.deliver(
             rollout.outcome,
             failure.reason if failure else "",
             failure.message if failure else "",
@@ -366,18 +352,15 @@ class RolloutTask:
 
     def settle_as_invalid(self, message: str) -> None:
         """Settle the rollout by a result that was refused."""
-        status = self.context.ledger.record_result(self.rollout_id, Outcome.INFRA_ERROR, "invalid_result", message)
-        if status is ResultStatus.FIRST:
+        if self.entry.deliver(Outcome.INFRA_ERROR, "invalid_result", message):
             self._mark_settled()
 
     def _mark_settled(self) -> None:
         self._end_attempt()
-        if self.took is not None and self.entry.delivered:
-            self.context.stragglers.delivered(self.took)
+        if self.entry.took is not None and self.entry.delivered:
+            self.context.stragglers.delivered(self.entry.took)
 
     def _end_attempt(self) -> None:
-        if self.began is not None and self.took is None:
-            self.took = asyncio.get_running_loop().time() - self.began
         self._cancel_timer()
         self._attempt_over.set()
         self.context.changed.set()
@@ -386,7 +369,7 @@ class RolloutTask:
 
     def time_out(self) -> None:
         """Give up waiting for a result after the attempt's deadline."""
-        if self.adopted is not None:
+        if self.entry.adopted:
             self.abandon_adopted()
             return
         message = (
@@ -413,7 +396,7 @@ class RolloutTask:
 
     def retry_lost(self, failure: Failure | None) -> bool:
         """Retry after the failure marker of an attempt, if another one may succeed. Return False if it counts."""
-        if self.adopted is not None:
+        if self.entry.adopted:
             self.abandon_adopted()
             return True
         left = self.entry.attempts < self._services.config.runtime.max_attempts
@@ -423,7 +406,7 @@ class RolloutTask:
         return True
 
     def _lose_session(self, reason: str, message: str, *, final: bool = False) -> None:
-        if self.adopted is not None:
+        if self.entry.adopted:
             self.abandon_adopted()
         elif self.entry.attempts < self._services.config.runtime.max_attempts and not final:
             log.warning("rollout %s, attempt %d: %s; retrying", self.rollout_id, self.entry.attempts, message)
@@ -433,8 +416,8 @@ class RolloutTask:
 
     def settle_straggler(self) -> None:
         """Settle a straggler."""
-        assert self.began is not None
-        ran = asyncio.get_running_loop().time() - self.began
+        assert self.entry.began is not None
+        ran = asyncio.get_running_loop().time() - self.entry.began
         message = (
             f"it ran for {ran:.0f} s, more than {self._services.config.group.straggler_factor:g} times as long as "
             "95 % of the step's finished rollouts (settings: group.straggler_after, group.straggler_factor)"
@@ -461,8 +444,7 @@ class RolloutTask:
         """Close the session of the current attempt in the background, and make the next attempt."""
         session_id = self.entry.session_id
         assert session_id is not None
-        self.context.ledger.abandon_attempt(self.rollout_id)
-        self.adopted = None
+        self.entry.abandon_attempt()
         self._cancel_timer()
         self._attempt_over.set()
         self.context.sessions.close_later(session_id)

@@ -66,9 +66,10 @@ class Step:
         """
         self.step = number
         self.adapter = adapter
-        self.ledger = Ledger(number, services.wall)
-        self.rollouts: dict[str, RolloutTask] = {}
         self.groups = {task.task_id: Group(task, services.config.group) for task in tasks}
+        states = {task_id: group.state for task_id, group in self.groups.items()}
+        self.ledger = Ledger(number, states, services.wall, lambda: asyncio.get_running_loop().time())
+        self.rollouts: dict[str, RolloutTask] = {}
         self.deadline_reached = False
         self._services = services
         self._weights = weights
@@ -215,7 +216,6 @@ class Step:
         return self.ledger.open == 0
 
     def _add_rollout(self, group: Group, rollout_id: str, is_replacement: bool) -> RolloutTask:
-        self.ledger.groups[group.task.task_id] = group.state
         self.ledger.plan([PlannedRollout(rollout_id, group.task.task_id, is_replacement)])
         rollout = RolloutTask(self.ledger.entries[rollout_id], group.task, self._context)
         self.rollouts[rollout_id] = rollout
@@ -247,8 +247,8 @@ class Step:
         return [self.rollouts[entry.planned.rollout_id] for entry in silent]
 
     def _is_running(self, rollout_id: str, began: float) -> bool:
-        rollout = self.rollouts[rollout_id]
-        return rollout.entry.phase is Phase.RUNNING and rollout.began == began
+        entry = self.ledger.entries[rollout_id]
+        return entry.phase is Phase.RUNNING and entry.began == began
 
     async def _reach_deadline(self) -> None:
         self.deadline_reached = True

@@ -3,14 +3,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_wrapper.contract import Outcome
-from rollout_backend.core.ledger import NO_RESULT, Ledger, Phase, PlannedRollout, ResultStatus
+from rollout_backend.core.ledger import NO_RESULT, Ledger, Phase, PlannedRollout
 from rollout_backend.errors import LedgerError
+from rollouts import make_ledger
 
 IDS = ["a.0", "a.1", "b.0"]
 
 
 def planned(*ids: str) -> Ledger:
-    ledger = Ledger(step=3)
+    ledger = make_ledger(3)
     ledger.plan(PlannedRollout(rid, rid[0]) for rid in ids)
     return ledger
 
@@ -18,10 +19,10 @@ def planned(*ids: str) -> Ledger:
 def test_a_rollout_goes_from_plan_to_settlement():
     ledger = planned("a.0")
     assert ledger.phases()[Phase.PLANNED] == 1
-    assert ledger.start_attempt("a.0", "s1", deadline=10.0) == 1
-    ledger.accept("a.0")
+    ledger.entries["a.0"].start_attempt("s1", 1, 10.0)
+    ledger.entries["a.0"].accept()
     assert ledger.phases()[Phase.RUNNING] == 1
-    assert ledger.record_result("a.0", Outcome.COMPLETED, trainable=True) is ResultStatus.FIRST
+    assert ledger.entries["a.0"].deliver(Outcome.COMPLETED, trainable=True)
     ledger.session_closed("s1")
     ledger.reconcile()
     assert ledger.counts()[Outcome.COMPLETED] == 1
@@ -29,9 +30,9 @@ def test_a_rollout_goes_from_plan_to_settlement():
 
 def test_each_attempt_has_a_session_that_must_be_closed():
     ledger = planned("a.0")
-    ledger.start_attempt("a.0", "s1", deadline=1.0)
-    assert ledger.start_attempt("a.0", "s2", deadline=2.0) == 2
-    ledger.record_result("a.0", Outcome.COMPLETED)
+    ledger.entries["a.0"].start_attempt("s1", 1, 1.0)
+    ledger.entries["a.0"].start_attempt("s2", 2, 2.0)
+    ledger.entries["a.0"].deliver(Outcome.COMPLETED)
     ledger.session_closed("s2")
     with pytest.raises(LedgerError, match="1 sessions open: s1"):
         ledger.reconcile()
@@ -39,20 +40,20 @@ def test_each_attempt_has_a_session_that_must_be_closed():
 
 def test_a_result_that_arrives_before_the_invokes_response_counts():
     ledger = planned("a.0")
-    ledger.start_attempt("a.0", "s1", deadline=1.0)
-    ledger.record_result("a.0", Outcome.COMPLETED)
-    ledger.accept("a.0")
+    ledger.entries["a.0"].start_attempt("s1", 1, 1.0)
+    ledger.entries["a.0"].deliver(Outcome.COMPLETED)
+    ledger.entries["a.0"].accept()
     assert ledger.entries["a.0"].phase is Phase.SETTLED
 
 
 def test_the_first_settlement_counts_and_later_ones_are_counted_separately():
     ledger = planned(*IDS)
-    ledger.record_result("a.0", Outcome.COMPLETED, trainable=True)
-    assert ledger.record_result("a.0", Outcome.AGENT_ERROR) is ResultStatus.DUPLICATE
-    assert ledger.settle("a.1", Outcome.TIMED_OUT, "no_result")
-    assert ledger.record_result("a.1", Outcome.COMPLETED, trainable=True) is ResultStatus.LATE
-    assert not ledger.settle("a.0", Outcome.CANCELLED, "x")
-    assert ledger.record_result("zzz", Outcome.COMPLETED) is ResultStatus.UNKNOWN
+    ledger.entries["a.0"].deliver(Outcome.COMPLETED, trainable=True)
+    assert not ledger.entries["a.0"].deliver(Outcome.AGENT_ERROR)
+    assert ledger.entries["a.1"].settle(Outcome.TIMED_OUT, "no_result")
+    assert not ledger.entries["a.1"].deliver(Outcome.COMPLETED, trainable=True)
+    assert not ledger.entries["a.0"].settle(Outcome.CANCELLED, "x")
+    ledger.count_extra("zzz")
     assert (ledger.duplicates, ledger.late, ledger.unknown) == (1, 1, 1)
     assert ledger.entries["a.0"].outcome is Outcome.COMPLETED
     assert ledger.entries["a.1"].outcome is Outcome.TIMED_OUT
@@ -61,7 +62,7 @@ def test_the_first_settlement_counts_and_later_ones_are_counted_separately():
 
 def test_an_open_rollout_does_not_reconcile_and_every_line_is_printed():
     ledger = planned(*IDS)
-    ledger.record_result("a.0", Outcome.COMPLETED)
+    ledger.entries["a.0"].deliver(Outcome.COMPLETED)
     with pytest.raises(LedgerError) as caught:
         ledger.reconcile()
     assert "planned 3, settled 1" in str(caught.value)
@@ -70,8 +71,8 @@ def test_an_open_rollout_does_not_reconcile_and_every_line_is_printed():
 
 def test_an_unclosed_session_is_named_and_not_counted_as_open():
     ledger = planned("a.0")
-    ledger.start_attempt("a.0", "s1", deadline=1.0)
-    ledger.settle("a.0", Outcome.INFRA_ERROR, "x")
+    ledger.entries["a.0"].start_attempt("s1", 1, 1.0)
+    ledger.entries["a.0"].settle(Outcome.INFRA_ERROR, "x")
     ledger.session_unclosed("s1", "503")
     ledger.reconcile()
     assert ledger.unclosed_sessions == {"s1": "503"}
@@ -85,7 +86,7 @@ def test_nothing_is_planned_twice():
 def test_changed_groups_are_returned_once():
     ledger = planned(*IDS)
     assert [group.task_id for group in ledger.take_changed_groups()] == ["a", "b"]
-    ledger.settle("b.0", Outcome.CANCELLED, "x")
+    ledger.entries["b.0"].settle(Outcome.CANCELLED, "x")
     assert [group.task_id for group in ledger.take_changed_groups()] == ["b"]
 
 
@@ -102,17 +103,17 @@ EVENTS = st.lists(
 def play(ledger: Ledger, number: int, event: str, rid: str, outcome: Outcome) -> None:
     match event:
         case "start_attempt":
-            if ledger.is_open(rid):
-                ledger.start_attempt(rid, f"s{number}", deadline=float(number))
+            if ledger.entries[rid].outcome is None:
+                ledger.entries[rid].start_attempt(f"s{number}", 1, float(number))
         case "accept":
-            ledger.accept(rid)
+            ledger.entries[rid].accept()
         case "record_result":
             reason = "" if number % 3 else "no_model_call"
-            ledger.record_result(rid, outcome, reason, trainable=bool(number % 2))
+            ledger.entries[rid].deliver(outcome, reason, trainable=bool(number % 2))
         case "settle":
-            ledger.settle(rid, outcome, NO_RESULT)
+            ledger.entries[rid].settle(outcome, NO_RESULT)
         case "abandon_attempt":
-            ledger.abandon_attempt(rid)
+            ledger.entries[rid].abandon_attempt()
         case "replace":
             ledger.plan([PlannedRollout(f"{rid[0]}.{number + 2}", rid[0], is_replacement=True)])
 

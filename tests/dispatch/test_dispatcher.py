@@ -116,7 +116,8 @@ async def test_a_request_that_cannot_be_signed_is_no_attempt(make_rollout, runti
 
 async def test_between_refusals_a_rollout_has_no_deadline_and_no_session(rollout, runtime, ledger):
     found, between = [], []
-    entry, withdraw = rollout.entry, ledger.undo_attempt
+    entry = rollout.entry
+    withdraw = entry.refuse_attempt
 
     async def refuse(session_id, payload):
         found.append((entry.phase, entry.attempts))
@@ -124,11 +125,11 @@ async def test_between_refusals_a_rollout_has_no_deadline_and_no_session(rollout
             raise Throttled("429")
         return ACCEPTED
 
-    def watched(rollout_id):
-        withdraw(rollout_id)
+    def watched():
+        withdraw()
         between.append((entry.phase, entry.attempts, entry.deadline, entry.session_id))
 
-    runtime.invoke, ledger.undo_attempt = refuse, watched
+    runtime.invoke, entry.refuse_attempt = refuse, watched
     assert await rollout.dispatch()
     assert found == [(Phase.DISPATCHING, 1)] * 3
     assert between == [(Phase.PLANNED, 0, None, None)] * 2
@@ -199,7 +200,7 @@ async def test_an_agent_without_the_wrapper_is_reported(rollout, runtime, ledger
 
 
 async def test_a_rollout_that_is_settled_while_it_waits_is_not_submitted(rollout, runtime, ledger):
-    ledger.settle("a.0", Outcome.CANCELLED, "target_reached")
+    ledger.entries["a.0"].settle(Outcome.CANCELLED, "target_reached")
     assert not await rollout.dispatch()
     assert runtime.invokes == []
 
@@ -228,7 +229,7 @@ async def test_a_submission_that_is_cancelled_in_mid_call_stops_its_session(roll
 @pytest.fixture
 def close(runtime, ledger):
     """Stop the session `s1`, and give up after some seconds."""
-    ledger.start_attempt("a.0", "s1", deadline=1.0)
+    ledger.entries["a.0"].start_attempt("s1", 1, 1.0)
 
     async def close(call=CallKind.STOP, retry_s=0.0):
         closer = SessionCloser(runtime, CallQueue(1000, 1000), retry_s=retry_s, wait=wait_none())

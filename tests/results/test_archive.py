@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from agent_wrapper.contract import Outcome, Rollout
-from rollout_backend.core.ledger import Ledger, PlannedRollout
+from rollout_backend.core.ledger import PlannedRollout
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.records import RolloutRecord, records_of
 from rollout_backend.results.step_report import StepReport, make_report
-from rollouts import make_rollout
+from rollouts import make_ledger, make_rollout
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def write(archive: RunArchive, rollout: Rollout) -> bool:
 
 
 def report(step: int, planned: int = 0) -> StepReport:
-    ledger = Ledger(step)
+    ledger = make_ledger(step)
     ledger.plan(PlannedRollout(f"task.{i}", "task") for i in range(planned))
     return make_report("run", ledger, [], [], [], [], refused=0, seconds=1.0, deadline_reached=False)
 
@@ -76,10 +76,10 @@ def test_a_failed_write_keeps_the_old_file_and_warns_once(archive, monkeypatch, 
 
 
 def records(step: int, *rollout_ids: str, message: str = "boom") -> list[RolloutRecord]:
-    ledger = Ledger(step)
+    ledger = make_ledger(step)
     ledger.plan(PlannedRollout(rollout_id, "task") for rollout_id in rollout_ids)
     for rollout_id in rollout_ids:
-        ledger.settle(rollout_id, Outcome.INFRA_ERROR, "container_lost", message)
+        ledger.entries[rollout_id].settle(Outcome.INFRA_ERROR, "container_lost", message)
     return records_of(ledger, lambda entry: "")
 
 

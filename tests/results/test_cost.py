@@ -7,12 +7,12 @@ import pytest
 from agent_wrapper.contract import Outcome
 from builders import Clock, run_config
 from rollout_backend.core.formats import dollars
-from rollout_backend.core.ledger import Ledger, PlannedRollout
+from rollout_backend.core.ledger import PlannedRollout
 from rollout_backend.errors import ConfigError
 from rollout_backend.results.cost import Cost, Prices, Usage
 from rollout_backend.results.progress import StepTotals
 from rollout_backend.results.records import records_of
-from rollouts import make_rollout, make_segment
+from rollouts import make_ledger, make_rollout, make_segment
 
 AGENTS = {"vcpu_hour": 3600, "gb_hour": 360, "session_vcpus": 0.5, "session_gb": 2}
 FREE = {"s3_put_million": 0, "s3_get_million": 0, "sqs_million": 0}
@@ -75,15 +75,15 @@ def test_prices_follow_the_runtimes_platform(runtime, section, rates):
 
 def test_a_step_costs_the_same_in_a_display_and_by_its_records():
     clock = Clock(90.0)
-    ledger, results = Ledger(0, clock), []
+    ledger, results = make_ledger(0, clock), []
     ledger.plan([PlannedRollout(f"task-a.{i}", "task-a") for i in range(3)])
     totals = StepTotals(ledger, results)
-    ledger.start_attempt("task-a.0", "lost", deadline=900)
+    ledger.entries["task-a.0"].start_attempt("lost", 1, 900)
     clock.now = 100.0
-    ledger.abandon_attempt("task-a.0")
+    ledger.entries["task-a.0"].abandon_attempt()
     for i in range(3):
-        ledger.start_attempt(f"task-a.{i}", f"session-{i}", deadline=900)
-        ledger.accept(f"task-a.{i}")
+        ledger.entries[f"task-a.{i}"].start_attempt(f"session-{i}", 1, 900)
+        ledger.entries[f"task-a.{i}"].accept()
     clock.now = 110.0
     segment = make_segment()
     turn = replace(segment.turns[0], seconds=4.0)
@@ -91,11 +91,11 @@ def test_a_step_costs_the_same_in_a_display_and_by_its_records():
         "task-a.0", segments=[segment.model_copy(update={"turns": (turn,)})], started_at=1, finished_at=10
     )
     results.append(rollout)
-    ledger.record_result("task-a.0", Outcome.COMPLETED, trainable=True)
+    ledger.entries["task-a.0"].deliver(Outcome.COMPLETED, trainable=True)
     totals.update()
     clock.now = 120.0
-    ledger.settle("task-a.1", Outcome.INFRA_ERROR, "container_lost", "")
-    ledger.settle("task-a.2", Outcome.CANCELLED, "step_over", "")
+    ledger.entries["task-a.1"].settle(Outcome.INFRA_ERROR, "container_lost", "")
+    ledger.entries["task-a.2"].settle(Outcome.CANCELLED, "step_over", "")
     totals.update()
     assert (totals.trainable, totals.wasted) == (Usage(10, 4, 1), Usage(50, 0, 0))
     records = records_of(ledger, lambda entry: "", results)

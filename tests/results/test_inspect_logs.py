@@ -12,10 +12,10 @@ import pytest
 from agent_wrapper.contract import ImageSpan, Outcome
 from builders import assistant, function_call, tool_result, user
 from made_runs import MadeRun, make_run
-from rollout_backend.core.ledger import Ledger, PlannedRollout
+from rollout_backend.core.ledger import PlannedRollout
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.records import records_of
-from rollouts import make_rollout, make_segment
+from rollouts import make_ledger, make_rollout, make_segment
 
 BIN = Path(__file__).parents[2] / ".venv-clients" / "bin"
 pytestmark = [
@@ -57,10 +57,10 @@ def odd_run(run: Path, at: float = 1000.0) -> Path:
         make_rollout("odd.0", segments=[first, second], images={name: PIXEL}),
         make_rollout("odd.1", segments=[second]),
     ]
-    archive, ledger = RunArchive(run), Ledger(0, lambda: at)
+    archive, ledger = RunArchive(run), make_ledger(0, lambda: at)
     ledger.plan([PlannedRollout(f"odd.{i}", "odd") for i in range(3)])
     for rollout in rollouts:
-        ledger.record_result(rollout.rollout_id, rollout.outcome, trainable=True)
+        ledger.entries[rollout.rollout_id].deliver(rollout.outcome, trainable=True)
         archive.write_rollout(rollout, rollout.encode())
     archive.write_records(0, records_of(ledger, lambda entry: "", rollouts))
     archive.tasks_file(0).write_text('{"task_id": "odd", "payload": {"question": "What?"}}\n')

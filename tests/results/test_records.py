@@ -1,10 +1,10 @@
 import pytest
 
 from agent_wrapper.contract import Outcome, Rollout, Segment, Turn
-from rollout_backend.core.ledger import Ledger, PlannedRollout
+from rollout_backend.core.ledger import PlannedRollout
 from rollout_backend.results.records import ResultSummary, RolloutRecord, RunningRecords, records_of
 from rollout_backend.results.summary import summarize
-from rollouts import make_rollout
+from rollouts import make_ledger, make_rollout
 
 
 def rollout_of(*cached: int | None) -> Rollout:
@@ -28,22 +28,22 @@ def test_cached_tokens_are_unknown_unless_the_engine_reports_them_for_each_turn(
 
 def test_every_planned_rollout_has_one_record():
     times = iter(range(100, 200))
-    ledger = Ledger(3, lambda: next(times))
+    ledger = make_ledger(3, lambda: next(times))
     names = ("done", "lost", "refused", "waiting")
     ledger.plan(PlannedRollout(f"a.{name}", "a", is_replacement=name == "lost") for name in names)  # 100 to 103
-    ledger.start_attempt("a.done", "s1", deadline=1.0)  # 104
-    ledger.accept("a.done")  # 105
-    ledger.record_result("a.done", Outcome.COMPLETED, trainable=True)  # 106
-    ledger.start_attempt("a.lost", "s2", deadline=1.0)  # 107
-    ledger.accept("a.lost")  # 108
-    ledger.abandon_attempt("a.lost")
-    ledger.start_attempt("a.lost", "s3", deadline=1.0)  # 109
-    ledger.abandon_attempt("a.lost")
-    ledger.settle("a.lost", Outcome.INFRA_ERROR, "container_error", "424")  # 110
-    ledger.start_attempt("a.refused", "s4", deadline=1.0)  # 111
-    ledger.undo_attempt("a.refused")
+    ledger.entries["a.done"].start_attempt("s1", 1, 1.0)  # 104
+    ledger.entries["a.done"].accept()  # 105
+    ledger.entries["a.done"].deliver(Outcome.COMPLETED, trainable=True)  # 106
+    ledger.entries["a.lost"].start_attempt("s2", 1, 1.0)  # 107
+    ledger.entries["a.lost"].accept()  # 108
+    ledger.entries["a.lost"].abandon_attempt()
+    ledger.entries["a.lost"].start_attempt("s3", 1, 1.0)  # 109
+    ledger.entries["a.lost"].abandon_attempt()
+    ledger.entries["a.lost"].settle(Outcome.INFRA_ERROR, "container_error", "424")  # 110
+    ledger.entries["a.refused"].start_attempt("s4", 1, 1.0)  # 111
+    ledger.entries["a.refused"].refuse_attempt()
     ledger.session_never_opened("a.refused", "s4")
-    ledger.settle("a.refused", Outcome.INFRA_ERROR, "throttled", "429")  # 112
+    ledger.entries["a.refused"].settle(Outcome.INFRA_ERROR, "throttled", "429")  # 112
     done, lost, refused, waiting = records_of(
         ledger, lambda entry: f"log of {entry.last_session_id}", [make_rollout("a.done", reward=0.0)]
     )
@@ -73,7 +73,7 @@ def test_every_planned_rollout_has_one_record():
 
 
 def test_the_records_of_a_running_step_follow_its_ledger():
-    ledger, received = Ledger(0, lambda: 1.0), [make_rollout("a.0", reward=0.5)]
+    ledger, received = make_ledger(0, lambda: 1.0), [make_rollout("a.0", reward=0.5)]
     ledger.plan(PlannedRollout(f"a.{i}", "a") for i in range(3))
     running = RunningRecords(ledger, lambda entry: "log", received)
 
@@ -82,13 +82,13 @@ def test_the_records_of_a_running_step_follow_its_ledger():
         return {each.rollout_id: each for each in map(RolloutRecord.model_validate_json, lines)}
 
     assert {each.deadline for each in read().values()} == {900.0}
-    ledger.start_attempt("a.1", "s1", deadline=70.0)
-    ledger.record_result("a.0", Outcome.COMPLETED, trainable=True)
+    ledger.entries["a.1"].start_attempt("s1", 1, 70.0)
+    ledger.entries["a.0"].deliver(Outcome.COMPLETED, trainable=True)
     found = read()
     assert (found["a.0"].reward, found["a.0"].deadline, found["a.1"].deadline) == (0.5, None, 70.0)
     received.append(make_rollout("a.1"))
-    ledger.record_result("a.1", Outcome.COMPLETED, trainable=True)
-    ledger.settle("a.2", Outcome.CANCELLED, "target_reached")
+    ledger.entries["a.1"].deliver(Outcome.COMPLETED, trainable=True)
+    ledger.entries["a.2"].settle(Outcome.CANCELLED, "target_reached")
     found = read()
     final = records_of(ledger, lambda entry: "log", received)
     assert [found[each.rollout_id] for each in final] == [*final]
@@ -96,7 +96,7 @@ def test_the_records_of_a_running_step_follow_its_ledger():
 
 def test_the_hit_rate_of_a_step_is_over_the_rollouts_whose_engine_reports_it():
     def hit(*rollouts: Rollout) -> float | None:
-        ledger = Ledger(0, lambda: 0.0)
+        ledger = make_ledger(0, lambda: 0.0)
         ledger.plan(PlannedRollout(f"a.{i}", "a", is_replacement=False) for i in range(len(rollouts)))
         named = [rollout.model_copy(update={"rollout_id": f"a.{i}"}) for i, rollout in enumerate(rollouts)]
         return summarize(records_of(ledger, lambda entry: "", named)).cache_hit

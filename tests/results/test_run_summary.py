@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from agent_wrapper.contract import Outcome, Rollout
-from rollout_backend.core.ledger import Ledger, PlannedRollout
+from rollout_backend.core.ledger import PlannedRollout
 from rollout_backend.core.tasks import Task
 from rollout_backend.results.cost import Prices
 from rollout_backend.results.findings import judge
@@ -11,7 +11,7 @@ from rollout_backend.results.records import records_of
 from rollout_backend.results.step_report import GroupResult, StepResult, make_report
 from rollout_backend.results.terminal.run_summary import RunSummary, print_summary
 from rollout_backend.serving.model_serving import RunPhase
-from rollouts import make_rollout
+from rollouts import make_ledger, make_rollout
 
 REASONS = {
     Outcome.INFRA_ERROR: "throttled",
@@ -23,15 +23,15 @@ REASONS = {
 
 def summary(*ends: float | Outcome, **more: object) -> RunSummary:
     """Return the summary of one group; a number is a reward."""
-    ledger, arrived = Ledger(0), list[Rollout]()
+    ledger, arrived = make_ledger(0), list[Rollout]()
     for i, end in enumerate(ends):
         rollout_id = f"task-a.{i}"
         ledger.plan([PlannedRollout(rollout_id, "task-a")])
         if isinstance(end, Outcome):
-            ledger.settle(rollout_id, end, REASONS[end], "why")
+            ledger.entries[rollout_id].settle(end, REASONS[end], "why")
         else:
             arrived.append(make_rollout(rollout_id, reward=end))
-            ledger.record_result(rollout_id, Outcome.COMPLETED, trainable=True)
+            ledger.entries[rollout_id].deliver(Outcome.COMPLETED, trainable=True)
     groups = (GroupResult(Task("task-a", {}), tuple(arrived), usable=bool(arrived), planned=len(ends)),)
     report = make_report("run", ledger, groups, arrived, [], [], refused=0, seconds=1.0, deadline_reached=True)
     records = tuple(records_of(ledger, lambda entry: "", arrived))

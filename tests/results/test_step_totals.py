@@ -1,10 +1,10 @@
 """The totals of a running step follow its ledger and its results."""
 
 from agent_wrapper.contract import Outcome, Rollout
-from rollout_backend.core.ledger import Ledger, PlannedRollout
+from rollout_backend.core.ledger import PlannedRollout
 from rollout_backend.results.findings import FailureCount
 from rollout_backend.results.progress import StepTotals
-from rollouts import make_rollout
+from rollouts import make_ledger, make_rollout
 
 
 class Step:
@@ -12,20 +12,20 @@ class Step:
 
     def __init__(self, *ids: str) -> None:
         self.now = 100.0
-        self.ledger = Ledger(0, lambda: self.now)
+        self.ledger = make_ledger(0, lambda: self.now)
         self.ledger.plan([PlannedRollout(each, each.rpartition(".")[0]) for each in ids])
         self.results: list[Rollout] = []
         self.totals = StepTotals(self.ledger, self.results)
 
     def start(self, rollout_id: str) -> None:
         self.now += 1
-        self.ledger.start_attempt(rollout_id, f"session-{rollout_id}", 1000.0)
-        self.ledger.accept(rollout_id)
+        self.ledger.entries[rollout_id].start_attempt(f"session-{rollout_id}", 1, 1000.0)
+        self.ledger.entries[rollout_id].accept()
 
     def finish(self, rollout_id: str, reward: float) -> None:
         self.now += 1
         self.results.append(make_rollout(rollout_id, reward=reward))
-        self.ledger.record_result(rollout_id, Outcome.COMPLETED, trainable=True)
+        self.ledger.entries[rollout_id].deliver(Outcome.COMPLETED, trainable=True)
 
 
 def test_results_and_groups_are_added_once():
@@ -50,7 +50,7 @@ def test_results_and_groups_are_added_once():
 def test_failures_are_counted_by_reason_with_the_first_message():
     step = Step("a.0", "a.1", "a.2")
     for i, outcome in enumerate((Outcome.INFRA_ERROR, Outcome.INFRA_ERROR, Outcome.TIMED_OUT)):
-        step.ledger.settle(f"a.{i}", outcome, "reason", f"message {i}")
+        step.ledger.entries[f"a.{i}"].settle(outcome, "reason", f"message {i}")
         step.totals.update()
     assert list(step.totals.failures.values()) == [
         FailureCount(Outcome.INFRA_ERROR, "reason", 2, "a.0", "message 0"),

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from agent_wrapper.contract import Outcome, Rollout
-from rollout_backend.core.ledger import Ledger, PlannedRollout
+from rollout_backend.core.ledger import PlannedRollout
 from rollout_backend.core.tasks import Task
 from rollout_backend.results.findings import Level, Verdict, judge
 from rollout_backend.results.records import records_of
 from rollout_backend.results.step_report import GroupResult, StepResult, failures_of, make_report
-from rollouts import make_rollout, make_segment
+from rollouts import make_ledger, make_rollout, make_segment
 
 FORCED = "forced "
 
@@ -36,7 +36,7 @@ def result_of(rollout_id: str, what: Any) -> Rollout | None:
 
 def step(*groups: list[Any], needed: int = 1, unclosed: int = 0) -> StepResult:
     """Return a step with one group per list: rewards, "cut", or an outcome with its reason."""
-    ledger, arrived, made = Ledger(0), [], []
+    ledger, arrived, made = make_ledger(0), [], []
     for number, group in enumerate(groups):
         trained = []
         for i, what in enumerate(group):
@@ -44,9 +44,9 @@ def step(*groups: list[Any], needed: int = 1, unclosed: int = 0) -> StepResult:
             ledger.plan([PlannedRollout(rollout_id, f"task-{number}")])
             rollout = result_of(rollout_id, what)
             if rollout is None:
-                ledger.settle(rollout_id, *what)
+                ledger.entries[rollout_id].settle(*what)
                 continue
-            ledger.record_result(rollout_id, rollout.outcome, trainable=rollout.trainable)
+            ledger.entries[rollout_id].deliver(rollout.outcome, trainable=rollout.trainable)
             arrived.append(rollout)
             trained.append(rollout)
         made.append(GroupResult(Task(f"task-{number}", {}), tuple(trained), len(trained) >= needed, len(group)))
@@ -146,10 +146,11 @@ def test_some_replies_with_a_forced_format_are_counted(forced, level):
     ],
 )
 def test_only_rollouts_that_took_long_are_cut_off_for_their_length(outcome, reason, cut):
-    ledger = Ledger(0)
+    ledger = make_ledger(0)
     ledger.plan([PlannedRollout("a.0", "a")])
-    ledger.settle("a.0", outcome, reason)
-    how = {"refused": 0, "seconds": 1.0, "deadline_reached": False, "took": {"a.0": 5.0}}
+    ledger.entries["a.0"].took = 5.0
+    ledger.entries["a.0"].settle(outcome, reason)
+    how = {"refused": 0, "seconds": 1.0, "deadline_reached": False}
     bias = make_report("run", ledger, [], [], [], [], **how).length_bias
     assert (bias is not None and bias.reason == reason) is cut
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from agent_wrapper.contract import Failure, Outcome, Rollout, Segment
-from rollout_backend.core.ledger import Ledger, PlannedRollout
+from rollout_backend.core.ledger import PlannedRollout
 from rollout_backend.core.tasks import Task
 from rollout_backend.results.findings import findings_of
 from rollout_backend.results.step_report import GroupResult, StepResult, failures_of, make_report
 from rollout_backend.results.summary import summarize
 from rollout_backend.results.terminal.view import print_record, print_rollout, print_step
-from rollouts import make_rollout, make_segment
+from rollouts import make_ledger, make_rollout, make_segment
 from run_folders import make_record
 
 MARKUP = "[/nothing] [red]x[/red] \\"
@@ -22,22 +22,22 @@ MARKUP = "[/nothing] [red]x[/red] \\"
 
 def step_result(rollouts: dict[str, Rollout | str], **more: Any) -> StepResult:
     """A step's result; `rollouts` maps rollout ids to a result or to the reason of a timeout."""
-    ledger = Ledger(3)
+    ledger = make_ledger(3)
     arrived: list[Rollout] = []
     tasks: dict[str, list[Rollout]] = {}
     for number, (rollout_id, found) in enumerate(rollouts.items()):
         task_id = rollout_id.rpartition(".")[0]
         ledger.plan([PlannedRollout(rollout_id, task_id)])
-        ledger.start_attempt(rollout_id, f"session-{number}", 100.0)
+        ledger.entries[rollout_id].start_attempt(f"session-{number}", 1, 100.0)
         ledger.session_closed(f"session-{number}")
         tasks.setdefault(task_id, [])
         if isinstance(found, str):
-            ledger.settle(rollout_id, Outcome.TIMED_OUT, "no_result", found)
+            ledger.entries[rollout_id].settle(Outcome.TIMED_OUT, "no_result", found)
             continue
         failure = found.failure
         reason = failure.reason if failure else ""
-        ledger.record_result(
-            rollout_id, found.outcome, reason, failure.message if failure else "", trainable=found.trainable
+        ledger.entries[rollout_id].deliver(
+            found.outcome, reason, failure.message if failure else "", trainable=found.trainable
         )
         arrived.append(found)
         tasks[task_id].append(found)

@@ -6,8 +6,9 @@ import random
 import pytest
 
 from agent_wrapper.contract import Outcome
-from rollout_backend.core.ledger import Ledger, Phase, PlannedRollout
+from rollout_backend.core.ledger import Phase, PlannedRollout
 from rollout_backend.errors import LedgerError
+from rollouts import make_ledger
 from tests.simulation.agents import calls_of
 from tests.simulation.faults import Faults
 from tests.simulation.gateway import Journal
@@ -108,10 +109,11 @@ def test_a_result_that_comes_while_a_step_begins_again_stays_settled(
 
 
 def test_books_in_which_a_settled_rollout_runs_do_not_balance():
-    ledger = Ledger(0)
+    ledger = make_ledger(0)
     ledger.plan([PlannedRollout("a.0", "a")])
-    ledger.settle("a.0", Outcome.CANCELLED, "target_reached")
-    assert not ledger.adopt("a.0", "session", 0.0, 1.0)
+    ledger.entries["a.0"].settle(Outcome.CANCELLED, "target_reached")
+    ledger.entries["a.0"].adopt("session", 1, 0.0, 1.0)
+    assert not ledger.entries["a.0"].adopted
     ledger.reconcile()
     ledger.entries["a.0"].phase = Phase.RUNNING
     with pytest.raises(LedgerError, match="1 settled rollouts are at work again"):

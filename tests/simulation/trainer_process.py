@@ -12,9 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from agent_wrapper.contract import Outcome
 from rollout_backend.collect.buffer import RolloutBuffer
-from rollout_backend.core.ledger import PlannedRollout, ResultStatus
+from rollout_backend.core.ledger import LedgerEntry, Phase, PlannedRollout
 from rollout_backend.core.session_ends import Heartbeats
 from rollout_backend.core.tasks import Task
 from rollout_backend.dispatch.call_queue import CallQueue
@@ -170,27 +169,23 @@ class TrainerProcess:
     def _watch(self, step: Step) -> None:
         """Check each change of the step's ledger, and each message that it deletes."""
         checks, ledger = self._checks, step.ledger
-        settle, plan, record_result = ledger.settle, ledger.plan, ledger.record_result
+        count, plan = ledger.count, ledger.plan
 
         def planned(rollouts: Iterable[PlannedRollout]) -> None:
             if not ledger.entries:
                 checks.planned()
             plan(rollouts)
 
-        def settled(rollout_id: str, outcome: Outcome, reason: str, message: str = "") -> bool:
-            if ledger.is_open(rollout_id):
-                checks.settled_here(step, rollout_id, outcome, reason)
-                self._world.note(f"settled here: {rollout_id} {outcome} {reason}")
-            return settle(rollout_id, outcome, reason, message)
-
-        def arrived(rollout_id: str, *more: Any, **named: Any) -> ResultStatus:
-            found = record_result(rollout_id, *more, **named)
-            if found is ResultStatus.FIRST:
+        def counted(entry: LedgerEntry, before: Phase) -> None:
+            count(entry, before)
+            if entry.phase is Phase.SETTLED and entry.by_result:
                 checks.arrived(step)
-            return found
+            elif entry.phase is Phase.SETTLED:
+                assert entry.outcome is not None
+                checks.settled_here(step, entry.rollout_id, entry.outcome, entry.reason)
+                self._world.note(f"settled here: {entry.rollout_id} {entry.outcome} {entry.reason}")
 
-        ledger.record_result = arrived  # type: ignore[method-assign]
-        ledger.settle = settled  # type: ignore[method-assign]
+        ledger.count = counted  # type: ignore[method-assign]
         ledger.plan = planned  # type: ignore[method-assign]
         self._in_flight.awaits_result = ledger.awaits_result
         if self._queue is not None:

@@ -7,7 +7,7 @@ from tenacity import wait_none
 
 from agent_wrapper.contract import ModelEndpoint, Sampling
 from builders import run_config
-from rollout_backend.core.ledger import Ledger, PlannedRollout
+from rollout_backend.core.ledger import PlannedRollout
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.policy import Stragglers
 from rollout_backend.core.tasks import Task
@@ -19,6 +19,7 @@ from rollout_backend.step.plan import StepPlan
 from rollout_backend.step.rollout_task import RolloutTask, StepContext
 from rollout_backend.step.services import StepServices
 from rollout_backend.step.sessions import StepSessions
+from rollouts import make_ledger
 
 
 async def make_rollouts(
@@ -51,7 +52,7 @@ async def make_rollouts(
         refusal_wait=wait_none(),
         **services,
     )
-    plan, ledger = StepPlan(0, step_services), Ledger(0)
+    plan, ledger = StepPlan(0, step_services), make_ledger()
     plan.deadline = until + config.timeouts.publish_grace_s
     await plan.write_first([(task, count, Sampling())], weights="", can_resume=lambda _: False, allow_subset=False)
 

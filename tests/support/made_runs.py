@@ -12,13 +12,14 @@ from tokenizers import Tokenizer
 
 from agent_wrapper.contract import Failure, Outcome, Rollout, Segment, Turn, VersionSpan
 from builders import function_call
-from rollout_backend.core.ledger import Ledger, PlannedRollout
+from rollout_backend.core.ledger import PlannedRollout
 from rollout_backend.core.tasks import Task
 from rollout_backend.gateway.stats import EngineUse
 from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.records import RolloutRecord, records_of
 from rollout_backend.results.step_report import GroupResult, failures_of, make_report
+from rollouts import make_ledger
 
 BEGAN = 1_795_350_000.0
 FRUIT = {"melon": 9, "pear": 3, "plum": 2, "kiwi": 4, "fig": 6, "lime": 5, "date": 7, "apple": 8}
@@ -101,7 +102,7 @@ class _Step:
         self.archive, self.tokenizer, self.made, self.draw = archive, tokenizer, made, draw
         self.step, self.began, self.skill = step, began, skill
         self.now = began
-        self.ledger = Ledger(step, lambda: self.now)
+        self.ledger = make_ledger(step, lambda: self.now)
         self.rollouts: list[Rollout] = []
 
     def run(self) -> float:
@@ -137,7 +138,7 @@ class _Step:
 
     def _rollout(self, number: int, each: PlannedRollout, ease: float) -> None:
         session = f"rollout-{self.draw.getrandbits(128):032x}"
-        self.ledger.start_attempt(each.rollout_id, session, deadline=self.now + 120)
+        self.ledger.entries[each.rollout_id].start_attempt(session, 1, self.now + 120)
         fate = self.draw.random()
         if self.made.outage or fate < self.made.lost / 2:
             self.now += self.draw.uniform(2, 20)
@@ -145,7 +146,7 @@ class _Step:
             self._settle(each, session, Outcome.INFRA_ERROR, "container_error", message)
             return
         self.now += self.draw.uniform(0.6, 3)
-        self.ledger.accept(each.rollout_id)
+        self.ledger.entries[each.rollout_id].accept()
         accepted = self.now
         if fate < self.made.lost * 0.75:
             self.now += 120
@@ -162,8 +163,7 @@ class _Step:
         fails = fate < self.made.lost
         rollout = self._result(each, session, accepted, work, None if fails else ease)
         self.rollouts.append(rollout)
-        self.ledger.record_result(
-            each.rollout_id,
+        self.ledger.entries[each.rollout_id].deliver(
             rollout.outcome,
             trainable=rollout.trainable,
             reason=rollout.failure.reason if rollout.failure else "",
@@ -174,7 +174,7 @@ class _Step:
             self.archive.write_rollout(rollout, rollout.encode())
 
     def _settle(self, each: PlannedRollout, session: str, outcome: Outcome, reason: str, message: str) -> None:
-        self.ledger.settle(each.rollout_id, outcome, reason, message)
+        self.ledger.entries[each.rollout_id].settle(outcome, reason, message)
         self.ledger.session_closed(session)
 
     def _result(

@@ -1,10 +1,24 @@
 """Segments, rollouts and claims for tests, with defaults for every field."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from agent_wrapper.contract import Failure, Outcome, Rollout, Sampling, Segment, Turn, VersionSpan
+from rollout_backend.core.ledger import Ledger
+from rollout_backend.core.policy import GroupState
 from rollout_backend.core.session_key import SessionClaims
+
+
+class _Groups(dict[str, GroupState]):
+    """Groups of any task, each usable with one trainable rollout."""
+
+    def __missing__(self, task_id: str) -> GroupState:
+        return self.setdefault(task_id, GroupState(task_id, needed=1))
+
+
+def make_ledger(step: int = 0, now: Callable[[], float] = lambda: 0.0) -> Ledger:
+    return Ledger(step, _Groups(), now)
 
 
 def make_turn(start: int, end: int, version: str | None = "7") -> Turn:

@@ -108,12 +108,11 @@ def adopted_and_dispatched() -> Patch:
     run = RolloutTask.run
 
     async def broken(self: RolloutTask) -> None:
-        adopted, self.adopted = self.adopted, None
-        if adopted is not None:
-            self.entry.session_id = None
+        adopted = self.entry.session_id
+        self.entry.session_id = None
         await run(self)
         if adopted is not None:
-            await self.context.sessions.close(adopted.session_id)
+            await self.context.sessions.close(adopted)
 
     return patch.object(RolloutTask, "run", broken)
 

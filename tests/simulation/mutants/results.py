@@ -17,7 +17,7 @@ from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.decode import ResultDecoder
 from rollout_backend.collect.fetcher import FetchStatus, KeyLocks, ResultFetcher
 from rollout_backend.collect.queue import Message
-from rollout_backend.core.ledger import Ledger, ResultStatus
+from rollout_backend.core.ledger import Ledger, LedgerEntry, Phase
 from rollout_backend.core.tasks import Task
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.step_report import GroupResult
@@ -47,11 +47,11 @@ def delete_before_store() -> Patch:
 @mutant
 def dedupe_by_message_id() -> Patch:
     """Results are deduplicated by message, so a result that is announced twice counts twice."""
-    record_result = Ledger.record_result
+    deliver = LedgerEntry.deliver
 
-    def broken(self: Ledger, rollout_id: str, *result: Any, **more: Any) -> ResultStatus:
-        self.entries[rollout_id].outcome = None  # as if nothing had arrived
-        return record_result(self, rollout_id, *result, **more)
+    def broken(self: LedgerEntry, *result: Any, **more: Any) -> bool:
+        self.outcome = None  # as if nothing had arrived
+        return deliver(self, *result, **more)
 
     seen: WeakKeyDictionary[RolloutTask, int] = WeakKeyDictionary()  # how often each result was announced again
     group_result = Group.result
@@ -68,7 +68,7 @@ def dedupe_by_message_id() -> Patch:
             seen[task] = seen.get(task, 0) + 1
 
     return all_of(
-        patch.object(Ledger, "record_result", broken),
+        patch.object(LedgerEntry, "deliver", broken),
         patch.object(Group, "result", result),
         patch.object(StepResults, "record_duplicate", record_duplicate),
     )
@@ -242,13 +242,17 @@ def invalid_results_never_settled() -> Patch:
 @mutant
 def late_results_accepted() -> Patch:
     """A rollout that was already settled still counts when its result arrives."""
-    is_open = Ledger.is_open
+    deliver = LedgerEntry.deliver
 
-    def broken(self: Ledger, rollout_id: str) -> bool:
-        entry = self.entries.get(rollout_id)
-        return is_open(self, rollout_id) or (entry is not None and not entry.by_result)
+    def broken(self: LedgerEntry, *result: Any, **more: Any) -> bool:
+        if not self.by_result:
+            self.outcome = None
+        return deliver(self, *result, **more)
 
-    return patch.object(Ledger, "is_open", broken)
+    awaits_result = property(lambda self: not self.by_result and self.phase is not Phase.SCORING)
+    return all_of(
+        patch.object(LedgerEntry, "deliver", broken), patch.object(LedgerEntry, "awaits_result", awaits_result)
+    )
 
 
 @mutant
