@@ -13,12 +13,12 @@ RUN_DIR/logs/                        logs of the servers that this run starts
 
 Invariants:
 
-- S3 is the source of truth, so a disk that cannot be written loses these copies and nothing else.
+- S3 is the source of truth, so a disk that cannot be written loses only these copies.
 - No file holds a secret, so the directory can be shared.
-- A step's records are written when it ends, even by an error. A killed process leaves `STEP.running.jsonl` of each
-  step that was open.
-- Results are written in a thread, so that a slow disk delays no other result. If `_MAX_PENDING` of them wait, the
-  caller writes.
+- A step's records are written when it ends, even with an error. A killed process leaves the `STEP.running.jsonl` of
+  each open step.
+- Results are written in a thread, so that a slow disk does not delay other results. If `_MAX_PENDING` results are
+  waiting, the caller writes.
 """
 
 import contextlib
@@ -48,11 +48,11 @@ log = logging.getLogger(__name__)
 CONFIG = "config.yaml"
 _INFO = "run.json"
 _TASKS, _REPORT, _RECORDS, _RUNNING = ".tasks.jsonl", ".json", ".rollouts.jsonl", ".running.jsonl"
-_MAX_PENDING = 256  # results that are held in memory until they are written
+_MAX_PENDING = 256  # results held in memory until they are written
 
 
 class RunArchive:
-    """The run directory of one run."""
+    """The directory of one run."""
 
     def __init__(
         self, run_dir: Path, write: Callable[[Path, bytes], None] = write_file, executor: Executor | None = None
@@ -61,13 +61,13 @@ class RunArchive:
         self.run_dir = run_dir
         self.write = write
         self.logs = run_dir / "logs"
-        self._failing = False  # the last write failed and was logged
+        self._failing = False  # whether the last write failed and was logged
         self._executor = executor or ThreadPoolExecutor(1, "archive")
         self._pending = 0
         self._info: RunInfo | None = None
 
     def write_failed_start(self, config: RolloutConfig, start: RunStart, error: str) -> None:
-        """Add a start that failed to `run.json`. Settings of an earlier start stay, with which the run can resume."""
+        """Add a failed start to `run.json`. Settings of an earlier start are kept, with which the run can resume."""
         stored = self.run_dir / CONFIG
         text = stored.read_bytes() if stored.is_file() else None
         self.write_start(config, start)
@@ -76,7 +76,7 @@ class RunArchive:
         self.write_end("failed", error)
 
     def write_start(self, config: RolloutConfig, start: RunStart) -> None:
-        """Write the settings of a start of the run, and add the start to `run.json`."""
+        """Write the settings with which the run starts, and add the start to `run.json`."""
         try:
             before = self.read_info()
         except ValueError as error:
@@ -84,17 +84,17 @@ class RunArchive:
             before = None
         starts = (*(before.starts if before is not None else ()), start)
         self._info = RunInfo(run_id=config.run_id, secrets=tuple(secret_settings(config)), starts=starts)
-        is_local = config.runtime.agents_host == "127.0.0.1"  # its URL lets callers run code
+        is_local = config.runtime.agents_host == "127.0.0.1"  # the URL of a local runtime lets callers run code
         self.try_to_write(self.run_dir / CONFIG, settings_yaml(config).encode(), private=is_local)
         self._write_info(self._info)
 
     def write_end(self, state: RunState, error: str = "") -> None:
-        """Record how the last start ended. Without a start, do nothing."""
+        """Record how the last start ended. Does nothing without a start."""
         if self._info is not None:
             self._write_info(self._info.with_end(state, error, time.time()))
 
     def read_info(self) -> RunInfo | None:
-        """Return the content of `run.json`; None if there is no such file.
+        """Return the content of `run.json`; None if the file does not exist.
 
         Raises:
             ValueError: another version of this package wrote it, or it is damaged.
@@ -108,7 +108,7 @@ class RunArchive:
         self.try_to_write(self.run_dir / _INFO, info.model_dump_json(indent=1).encode())
 
     def write_tasks(self, step: int, tasks: Sequence[Task]) -> None:
-        """Write the tasks of a step, as a task file."""
+        """Write the tasks of a step as a task file."""
         self._executor.submit(self._write_tasks, self.tasks_file(step), tasks)
 
     def _write_tasks(self, path: Path, tasks: Sequence[Task]) -> None:
@@ -135,7 +135,7 @@ class RunArchive:
         return found
 
     def write_rollout(self, rollout: Rollout, data: bytes) -> Future[bool]:
-        """Write a result, which is `data` in its encoded form. The future's result is False if the write failed."""
+        """Write a result; `data` is its encoded form. The future's result is False if the write failed."""
         path = self._result_file(rollout.step, rollout.rollout_id)
         if self._pending >= _MAX_PENDING:
             written: Future[bool] = Future()
@@ -145,18 +145,18 @@ class RunArchive:
         return self._executor.submit(self._write_pending, path, data)
 
     def _write_pending(self, path: Path, data: bytes) -> bool:
-        self._pending -= 1  # a count that is one off for a moment only shifts the bound
+        self._pending -= 1  # a count that is briefly off by one only shifts the limit
         return self.try_to_write(path, data)
 
     def write_artifacts(self, rollout: Rollout, data: bytes) -> None:
-        """Write the artifacts of a rollout, which are `data` in their encoded form."""
+        """Write the artifacts of a rollout; `data` is their encoded form."""
         self._executor.submit(self.try_to_write, self._artifacts_file(rollout), data)
 
     def read_artifacts(self, rollout: Rollout) -> dict[str, bytes]:
         """Return the artifacts of a stored result, by name.
 
         Raises:
-            ContractError: they are missing, damaged or others.
+            ContractError: they are missing, damaged or different.
         """
         if not rollout.artifacts:
             return {}
@@ -179,7 +179,7 @@ class RunArchive:
         return path if self.try_to_write(path, report.model_dump_json(indent=1).encode()) else None
 
     def read_report(self, step: int) -> StepReport | None:
-        """Return a step's report; None if it has none, because the step was interrupted.
+        """Return a step's report; None if the step was interrupted and has none.
 
         Raises:
             ValueError: another version of this package wrote it, or it is damaged.
@@ -190,30 +190,30 @@ class RunArchive:
             return None
 
     def write_records(self, step: int, records: Sequence[RolloutRecord]) -> None:
-        """Write the records of a step, in place of earlier ones. Without records, do nothing."""
+        """Write the records of a step, replacing earlier ones. Does nothing without records."""
         if records:
             lines = "".join(f"{record.model_dump_json()}\n" for record in records)
             self.try_to_write(self._step_file(step, _RECORDS), lines.encode())
-            # By the writers' thread, so that it follows any write of this file that is still pending.
+            # In the writer's thread, so that it follows any pending write of this file.
             self._executor.submit(self._step_file(step, _RUNNING).unlink, missing_ok=True)
 
     def write_running(self, step: int, lines: Sequence[str]) -> Future[bool]:
-        """Write the records of a step that runs, in place of earlier ones."""
+        """Write the records of a running step, replacing earlier ones."""
         data = "".join(f"{line}\n" for line in lines).encode()
         return self._executor.submit(self.try_to_write, self._step_file(step, _RUNNING), data)
 
     def read_running(self, step: int) -> list[RolloutRecord]:
-        """Return the records of a step that ran when they were written last.
+        """Return the records of a step that was running when they were last written.
 
         Raises:
             ValueError: a line is not a record.
-            FileNotFoundError: the step is over.
+            FileNotFoundError: the step has ended.
         """
         lines = self._step_file(step, _RUNNING).read_bytes().split(b"\n")
         return [RolloutRecord.model_validate_json(line) for line in lines if line]
 
     def running_steps(self) -> dict[int, float]:
-        """Return the steps that were running when their records were written last, and that time in Unix seconds."""
+        """Return the steps that were running when their records were last written, with that time in Unix seconds."""
         found = {}
         for path in self.run_dir.glob(f"steps/*{_RUNNING}"):
             with contextlib.suppress(FileNotFoundError):  # the step has just ended
@@ -232,7 +232,7 @@ class RunArchive:
         return [record for record in self._records_with(rollout_id) if record.rollout_id == rollout_id]
 
     def find_task(self, task_id: str) -> list[RolloutRecord]:
-        """Return the records of a task's rollouts, those of the oldest step first.
+        """Return the records of a task's rollouts, oldest step first.
 
         Raises:
             ValueError: a line is not a record.
@@ -240,7 +240,7 @@ class RunArchive:
         return [record for record in self._records_with(task_id) if record.task_id == task_id]
 
     def _records_with(self, name: str) -> Iterator[RolloutRecord]:
-        """Yield the records that hold a text in quotes; to decode all others would take much longer."""
+        """Yield the records that contain a text in quotes, because decoding all records would take much longer."""
         quoted = json.dumps(name).encode()
         for step in self.steps():
             for line in self.record_lines(step):
@@ -265,7 +265,7 @@ class RunArchive:
         return sorted(int(path.name.removesuffix(_RECORDS)) for path in self.run_dir.glob(f"steps/*{_RECORDS}"))
 
     def begun_steps(self) -> list[int]:
-        """Return the numbers of the steps that have tasks, records or results: also those that were killed."""
+        """Return the numbers of steps with tasks, records or results, including killed steps."""
         files = [*self.run_dir.glob("steps/[0-9]*"), *self.run_dir.glob("rollouts/[0-9]*")]
         return sorted({int(path.name[:8]) for path in files if path.name[:8].isdigit()})
 
@@ -274,7 +274,7 @@ class RunArchive:
         return sorted(path for path in self._results(step).glob("*") if not path.name.startswith("."))
 
     def changed_at(self, step: int) -> float:
-        """Return when a step's records or its report changed last, in Unix seconds. The step has records."""
+        """Return when a step's records or report changed last, in Unix seconds. The step must have records."""
         files = (self._step_file(step, kind) for kind in (_RECORDS, _REPORT))
         return max(file.stat().st_mtime for file in files if file.is_file())
 
@@ -285,7 +285,7 @@ class RunArchive:
         """Return the stored result that settled a rollout.
 
         Raises:
-            ContractError: it is missing, damaged or another one.
+            ContractError: it is missing, damaged or different.
         """
         path = self._result_file(record.step, record.rollout_id)
         try:
@@ -330,14 +330,14 @@ class RunArchive:
 
 @dataclass(frozen=True)
 class RunNames:
-    """The ids of some steps' tasks and rollouts, each once, in order."""
+    """The ids of some steps' tasks and rollouts, unique and in order."""
 
     tasks: tuple[str, ...]
     rollouts: tuple[str, ...]
 
     @classmethod
     def read(cls, archive: RunArchive, steps: Iterable[int]) -> Self:
-        """Read the ids of these steps. A step that was killed has no records, so its tasks and results are read.
+        """Read the ids of these steps. A killed step has no records, so its tasks and results are read.
 
         Raises:
             ValueError: a record is damaged.

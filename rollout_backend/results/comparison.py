@@ -1,6 +1,6 @@
 """Compare two runs: their settings, rewards by task, lengths and failures.
 
-Invariant: rewards are compared on the tasks that both runs have, so that easier tasks do not look like a better run.
+Invariant: rewards are compared on common tasks, so that a run with easier tasks does not look better.
 """
 
 from collections import Counter, defaultdict
@@ -26,10 +26,10 @@ Measure = Callable[[RolloutRecord], float | None]
 
 @dataclass(frozen=True)
 class Difference:
-    """One measure of two runs: its mean in each, over the tasks that have it in both.
+    """One measure of two runs: its mean in each, over the tasks that have it in both runs.
 
-    `change` is the mean of the tasks' changes from the first run to the second, with its 95% confidence interval over
-    tasks like these.
+    `change` is the mean change of a task from the first run to the second, with its 95% confidence interval over such
+    tasks.
     """
 
     name: str
@@ -48,9 +48,9 @@ class Difference:
 def compare(
     first: Sequence[RolloutRecord], second: Sequence[RolloutRecord], without: Container[str] = ()
 ) -> tuple[Difference, ...]:
-    """Compare two runs by what their records say of each task, but for the tasks `without`.
+    """Compare two runs by the records of each task, except the tasks in `without`.
 
-    A rollout without a value is left out, and so is a measure that no task has in both runs.
+    Rollouts without a value are left out, and so are measures that no task has in both runs.
     """
     kept = [[record for record in records if record.task_id not in without] for records in (first, second)]
     found = [
@@ -60,7 +60,7 @@ def compare(
 
 
 def reward_of(measures: Iterable[Difference]) -> Difference | None:
-    """Return how rewards differ; None if no task has a reward in both runs."""
+    """Return the difference of the rewards; None if no task has a reward in both runs."""
     return next((each for each in measures if each.name == REWARD), None)
 
 
@@ -110,7 +110,7 @@ _OF_THE_PLACE = ("run_id", "output_dir", "runtime.session_logs")
 
 
 class Entry(BaseModel, frozen=True):
-    """A setting, a version or a count that differs. None: the run does not have it."""
+    """A setting, version or count that differs. None if the run does not have it."""
 
     name: str
     first: Any
@@ -118,7 +118,7 @@ class Entry(BaseModel, frozen=True):
 
 
 class TaskReward(BaseModel, frozen=True):
-    """The mean reward of a task, of two runs or by two scorers."""
+    """The mean rewards of a task, in two runs or by two scorers."""
 
     task_id: str
     first: float
@@ -126,27 +126,27 @@ class TaskReward(BaseModel, frozen=True):
 
 
 class Comparison(BaseModel, frozen=True):
-    """How the second of two runs differs from the first."""
+    """The differences between two runs."""
 
     first: str
     second: str
     settings: tuple[Entry, ...]
     versions: tuple[Entry, ...]
-    changed_tasks: int  # tasks of both runs whose payloads differ; their rewards are not compared
+    changed_tasks: int  # common tasks with different payloads; their rewards are not compared
     only_first: int  # tasks without a reward in the second run
     only_second: int
-    measures: tuple[Difference, ...]  # those that a task has in both runs
+    measures: tuple[Difference, ...]  # measures that some task has in both runs
     rewards: tuple[TaskReward, ...]  # by the size of the difference, largest first
     outcomes: tuple[Entry, ...]  # counts by outcome and reason
 
     @property
     def reward(self) -> Difference | None:
-        """Return how rewards differ; None if no task has a reward in both runs."""
+        """Return the difference of the rewards; None if no task has a reward in both runs."""
         return reward_of(self.measures)
 
 
 def compare_runs(first: Path, second: Path) -> Comparison:
-    """Compare two runs by their folders; of a training run, all steps together.
+    """Compare two runs by their directories. All steps of a training run are taken together.
 
     Raises:
         ConfigError: a folder has no records, or they cannot be read.
@@ -180,7 +180,7 @@ def changed_tasks(first: Mapping[str, Mapping[str, Any]], second: Mapping[str, M
 
 
 class _Run:
-    """What a run's folder says."""
+    """The contents of a run directory."""
 
     def __init__(self, folder: Path) -> None:
         archive = RunArchive(folder)

@@ -1,6 +1,6 @@
-"""Estimate what a step costs in dollars, and the part that is wasted. Pure.
+"""Estimate what a step costs in dollars, and which part is wasted. Pure.
 
-Of a session only its times are known, and of earlier attempts only when the first began, so this is an estimate.
+The cost is an estimate, because only the times of sessions are known, and only the first start of earlier attempts.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from rollout_backend.results.summary import seconds_of, span
 
 @dataclass(frozen=True)
 class Usage:
-    """What some rollouts used. They can be added."""
+    """Resources that some rollouts used. Usages can be added."""
 
-    session_s: float = 0.0  # in which sessions were open
-    model_s: float = 0.0  # of these, in model calls
+    session_s: float = 0.0  # seconds of open sessions
+    model_s: float = 0.0  # of these, seconds in model calls
     results: int = 0
 
     def __add__(self, other: Usage) -> Usage:
@@ -28,16 +28,16 @@ class Usage:
 
 
 NO_USAGE = Usage()
-_RATES = {"V1": (0.0895, 0.00945), "V2": (0.1276, 0.0169)}  # per vCPU-hour and GB-hour, by AgentCore's platform
+_RATES = {"V1": (0.0895, 0.00945), "V2": (0.1276, 0.0169)}  # per vCPU-hour and GB-hour, by AgentCore platform
 LEFT_OUT = "storage, logs, data transfer, NAT and load balancers"
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Dollars. `wasted` is the part of `total` in rollouts that are not trained."""
+    """Costs in dollars. `wasted` is the part of `total` for rollouts that are not trained."""
 
     agents: float
-    requests: float  # to S3 and SQS
+    requests: float  # requests to S3 and SQS
     gpus: float
     wasted: float
 
@@ -46,7 +46,7 @@ class Cost:
         return self.agents + self.requests + self.gpus
 
     def fields(self) -> dict[str, float]:
-        """Return the dollars by name, for JSON."""
+        """Return the amounts by name, for JSON."""
         return {**vars(self), "total": self.total}
 
     @property
@@ -73,24 +73,24 @@ class Cost:
 
 @dataclass(frozen=True)
 class Prices:
-    """Dollars per unit of what a run uses."""
+    """Prices in dollars per unit."""
 
-    session_s: float  # a second in which a session is open
-    own_s: float  # a second in which it does not wait for the model
-    result: float  # the requests of a result
-    step_s: float  # a second of a step
+    session_s: float  # per second of an open session
+    own_s: float  # per second in which a session does not wait for the model
+    result: float  # for the requests of one result
+    step_s: float  # per second of a step
     left_out: str = LEFT_OUT
-    """What the estimate does not contain."""
+    """Costs that the estimate leaves out."""
 
     @classmethod
     def of(cls, config: RolloutConfig) -> Self | None:
-        """Return the prices that the settings name; None if there are not enough for an estimate."""
+        """Return the prices from the settings; None if there are too few for an estimate."""
         prices = config.prices
         if prices.session_gb is None and prices.gpu_hour is None:
             return None
         runtime = config.runtime if isinstance(config.runtime, AgentCoreConfig) else None
         platform = prices.platform or (runtime and runtime.platform_version) or "V1"
-        vcpu_hour, gb_hour = _RATES.get(platform, _RATES["V2"])  # of a later one, the newest that are known
+        vcpu_hour, gb_hour = _RATES.get(platform, _RATES["V2"])  # a later platform gets the newest known rates
         on_instances = runtime is not None and runtime.capacity_provider is not None
         if on_instances:
             vcpu_hour = gb_hour = 0.0
@@ -111,7 +111,7 @@ class Prices:
         )
 
     def cost(self, trained: Usage, wasted: Usage, seconds: float) -> Cost:
-        """Return the cost of a step that took so long. GPUs are wasted in proportion to session time."""
+        """Return the cost of a step of this duration. GPUs are wasted in proportion to session time."""
         both = trained + wasted
         gpus = self.step_s * seconds
         share = wasted.session_s / both.session_s if both.session_s else 0.0
@@ -123,14 +123,14 @@ class Prices:
         )
 
     def at_most(self, rollouts: int, agent_s: float, step_s: float) -> Cost:
-        """Return the cost of a step in which every agent uses all of its time, and none waits for the model."""
+        """Return the cost of a step in which every agent uses all its time and none waits for the model."""
         return self.cost(Usage(rollouts * agent_s, 0.0, rollouts), NO_USAGE, step_s)
 
     def _agents(self, usage: Usage) -> float:
         return self.session_s * usage.session_s + self.own_s * (usage.session_s - usage.model_s)
 
     def cost_of(self, records: Sequence[RolloutRecord]) -> Cost:
-        """Return the cost of a step by its records. Wasted are rollouts that are not trained."""
+        """Return the cost of a step from its records. Rollouts that are not trained count as wasted."""
         trained = wasted = NO_USAGE
         for record in records:
             spent = seconds_of(record)
@@ -140,6 +140,6 @@ class Prices:
                 trained += usage
             else:
                 wasted += usage
-            wasted += Usage(lost)  # of attempts before the one that brought the result
+            wasted += Usage(lost)  # attempts before the one that delivered the result
         began, ended = span(records)
         return self.cost(trained, wasted, ended - began)

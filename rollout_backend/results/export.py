@@ -1,9 +1,9 @@
-"""Exports a run's tables to files.
+"""Export a run's tables to files.
 
 Invariants:
 
-- A run of any size is exported with the records of one step and at most `max_rows` rows of each table in memory.
-- The files of an earlier export are replaced when all new ones are complete. A failed export leaves no file.
+- Memory holds only the records of one step and `max_rows` rows of each table, whatever the size of the run.
+- The files of an earlier export are replaced once all new ones are complete. A failed export leaves no files.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ TableFormat = Literal["parquet", "csv", "jsonl"]
 def export_run(run_dir: Path, to: TableFormat, out: Path, *, max_rows: int = 5000) -> dict[Path, int]:
     """Write the tables of a run and `schema.json` into a folder. Return the number of rows of each table's file.
 
-    `max_rows` is the number of rows of a table in memory; with Parquet, the rows of a row group.
+    `max_rows` is the number of rows of a table in memory and, with Parquet, in a row group.
 
     Raises:
         ConfigError: the run's folder holds no step, or a file of another version.
@@ -122,7 +122,7 @@ def _open(path: Path, schema: pa.Schema, to: TableFormat) -> _Writer:
 
 
 class _JsonLines:
-    """Writes a JSON object a line, with times in ISO 8601."""
+    """Writes one JSON object per line, with times in ISO 8601."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", encoding="utf-8", newline="\n")
@@ -151,7 +151,7 @@ class S3Folder:
 
     @classmethod
     def parse(cls, url: str) -> Self:
-        """Parse `s3://BUCKET/PREFIX`; the prefix may be left out.
+        """Parse `s3://BUCKET/PREFIX`; the prefix is optional.
 
         Raises:
             ConfigError: the URL names no bucket.
@@ -167,10 +167,10 @@ class S3Folder:
         return f"{SCHEME}{self.bucket}/{self.prefix}{file.name}"
 
     async def upload(self, files: Iterable[Path], config: AwsConfig) -> None:
-        """Upload files one after the other. Each replaces the object of its name when it is complete.
+        """Upload files one by one. Each one replaces the object of its name once it is complete.
 
         Raises:
-            ConfigError: S3 refuses a file, and why.
+            ConfigError: S3 refuses a file; says why.
         """
         async with aws.client("s3", region=config.region, endpoint_url=config.endpoint_of("s3"), retries=4) as s3:
             for file in files:

@@ -1,4 +1,4 @@
-"""What to look at in a step: whether there is something to train on, and what cost it time or data. Pure."""
+"""Find what to look at in a step: whether it can be trained, and what cost time or data. Pure."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,16 +18,16 @@ _NO_MODEL_CALL = "no_model_call"
 
 
 class Level(IntEnum):
-    """How much a finding matters; the most important one is first in order."""
+    """Importance of a finding; the most important level comes first."""
 
     BAD = 0  # nothing can be trained, or rollouts were lost
-    WARNING = 1  # training is possible, and something reduces it
+    WARNING = 1  # training is possible, but something reduces it
     NOTE = 2
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to know about a step, and what to do: a setting to change, or a command that shows more."""
+    """A fact about a step and what to do about it: a setting to change, or a command that shows more."""
 
     level: Level
     text: str
@@ -40,20 +40,20 @@ class Finding:
 
 @dataclass(frozen=True)
 class FailureCount:
-    """How many rollouts ended in one way."""
+    """Number of rollouts that ended in one way."""
 
     outcome: Outcome
     reason: str
     number: int
-    first: str  # a rollout, for the reader to look at
-    message: str = ""  # of that rollout
+    first: str  # a rollout to look at
+    message: str = ""  # message of that rollout
 
 
 @dataclass(frozen=True)
 class Verdict:
     """`passed`: something can be trained, enough rollouts completed, and every session is closed.
 
-    `findings`: the most important one first.
+    `findings` starts with the most important one.
     """
 
     passed: bool
@@ -107,13 +107,13 @@ def _nothing_to_train(report: StepReport, usable: list[GroupReport]) -> str | No
 
 
 def token_counts(results: Iterable[ResultSummary]) -> tuple[int, int]:
-    """Return how many tokens were sampled, and how many of them can be trained, where both are known."""
+    """Return the number of sampled tokens, and how many of them can be trained, over results where both are known."""
     known = [(each.sampled_tokens, each.trained_tokens) for each in results if each.trained_tokens is not None]
     return sum(sampled for sampled, _ in known), sum(trained for _, trained in known)
 
 
 def forced_formats(sampled: int, trained: int) -> Iterator[Finding]:
-    """Describe the sampled tokens that cannot be trained: only replies with a forced format have no logprobs."""
+    """Describe the sampled tokens that cannot be trained: only replies with a forced format lack logprobs."""
     if trained == sampled:
         return
     level = Level.BAD if not trained else Level.WARNING if 2 * trained < sampled else Level.NOTE
@@ -126,7 +126,7 @@ def forced_formats(sampled: int, trained: int) -> Iterator[Finding]:
 
 
 def _spread(usable: list[GroupReport]) -> Iterator[Finding]:
-    """Groups of one rollout have no spread: an evaluation. Only their being all equal is worth a word."""
+    """Describe groups with equal rewards. For groups of one rollout, only if all rewards of the step are equal."""
     larger = [group for group in usable if len(group.rewards) > 1]
     flat = sum(not group.has_spread for group in larger)
     if flat:
@@ -148,7 +148,7 @@ def cut_replies(cut: int, turns: int) -> Iterator[Finding]:
 
 
 def failure_findings(failures: Sequence[FailureCount], planned: int) -> Iterator[Finding]:
-    """Describe the failures of a step that plans this many rollouts, by kind."""
+    """Describe the failures of a step with this many planned rollouts, by kind."""
     silent = [failure for failure in failures if failure.reason == _NO_MODEL_CALL]
     if silent:
         text = f"no model call made by {sum(failure.number for failure in silent)} of {planned} rollouts"
@@ -163,7 +163,7 @@ def failure_findings(failures: Sequence[FailureCount], planned: int) -> Iterator
 
 
 def count_failures(records: Sequence[RolloutRecord]) -> list[FailureCount]:
-    """Return how often each reason ended a rollout of these, in the order of the first ones."""
+    """Count these rollouts by the reason for which they ended, in the order of first occurrence."""
     found: dict[tuple[Outcome, str], list[RolloutRecord]] = defaultdict(list)
     for record in records:
         if record.outcome is not None and record.failed:
@@ -190,7 +190,7 @@ _KINDS: dict[str, tuple[Level, Callable[[FailureCount], bool]]] = {
 
 
 def _show(records: Sequence[RolloutRecord]) -> str:
-    """Return the command that shows a rollout that failed, or else the first one."""
+    """Return the command that shows a failed rollout, or else the first one."""
     shown = next((record for record in records if record.failed), records[0] if records else None)
     return show_command(shown.rollout_id) if shown is not None else ""
 
@@ -201,11 +201,11 @@ def show_command(rollout_id: str) -> str:
 
 
 _SLOW_TAIL, _LONG_WAIT, _LOW_CACHE_HIT = 0.25, 0.25, 0.3
-_LONG_QUEUE = 0.25  # of the requests that run
-_IDLE = 0.5  # part of the time
+_LONG_QUEUE = 0.25  # fraction of the running requests
+_IDLE = 0.5  # fraction of the time
 _LISTED = 5
-_LAST_REQUESTS = 2  # of a session that is being stopped
-_LENGTH_ADVICE = {  # by why rollouts were cut off
+_LAST_REQUESTS = 2  # requests of a session that is being stopped
+_LENGTH_ADVICE = {  # by the reason why rollouts were cut off
     "straggler": "group.straggler_factor: raise it",
     "target_reached": "group.oversample, group.target_groups",
     "collection_deadline": "timeouts.collection_s: raise it",
@@ -294,7 +294,7 @@ def _records(records: Sequence[RolloutRecord], summary: StepSummary) -> Iterator
 
 
 def _sessions(use: EngineUse | None, summary: StepSummary) -> Iterator[Finding]:
-    """More sessions help only if engines have room for their calls."""
+    """Describe whether more sessions would help, which requires engines with room for their calls."""
     spent = summary.spent
     if spent.total and spent.waiting / spent.total > _LONG_WAIT and not (use is not None and _has_queue(use)):
         text = f"rollouts spent {spent.waiting / spent.total:.0%} of their time waiting for an invoke"
@@ -302,7 +302,7 @@ def _sessions(use: EngineUse | None, summary: StepSummary) -> Iterator[Finding]:
 
 
 def engine_findings(use: EngineUse | None) -> Iterator[Finding]:
-    """Say whether the engines were too few for the agents' calls, or had too few of them."""
+    """Describe whether the engines were too few or too many for the agents' calls."""
     if use is None:
         return
     if _has_queue(use) and use.needed is not None:
@@ -324,7 +324,7 @@ def _has_queue(use: EngineUse) -> bool:
 
 
 class CallRates(Protocol):
-    """Has the rates that a runtime granted. A rate is None unless the runtime refused a call."""
+    """The rates that a runtime granted. A rate is None unless the runtime refused a call."""
 
     @property
     def invoke_rate(self) -> CallRate | None: ...
@@ -338,7 +338,7 @@ def rate_findings(report: CallRates) -> Iterator[Finding]:
 
 
 def call_rates(report: CallRates) -> Iterator[tuple[str, str, CallRate]]:
-    """Yield the kinds of call that the runtime refused: a name, the setting of their rate, and what was granted."""
+    """Yield each kind of call that the runtime refused: its name, the setting of its rate, and the granted rate."""
     if report.invoke_rate is not None:
         yield "invokes", "runtime.invoke_per_s", report.invoke_rate
     if report.stop_rate is not None:
@@ -346,7 +346,7 @@ def call_rates(report: CallRates) -> Iterator[tuple[str, str, CallRate]]:
 
 
 def describe_rate(calls: str, setting: str, rate: CallRate) -> str:
-    """Say what the runtime granted of one kind of call."""
+    """Describe the rate that the runtime granted for one kind of call."""
     refused = f"the runtime refused {rate.refused} {calls} in {rate.seconds:.0f} s"
     if rate.granted_per_s is None:
         return f"{refused}; they were retried"
@@ -354,7 +354,7 @@ def describe_rate(calls: str, setting: str, rate: CallRate) -> str:
 
 
 def describe_bias(bias: LengthBias) -> str:
-    """Say how long the rollouts that finished and those that were cut off were."""
+    """Describe the lengths of rollouts that finished and of rollouts that were cut off."""
     done, cut = bias.finished, bias.cut_off
     finished = "none finished"
     if done.mean_s is not None:

@@ -1,12 +1,12 @@
-"""Exports a run as logs of Inspect (https://inspect.aisi.org.uk), for `inspect view` and its Python API.
+"""Export a run as logs of Inspect (https://inspect.aisi.org.uk), for `inspect view` and its Python API.
 
-A step becomes one log, a task one sample, and the rollouts of a task its epochs.
+Each step becomes a log, each task a sample, and the rollouts of a task its epochs.
 
 Invariants:
 
 - A missing reward is a missing score, never a score of 0.
-- The results of one step are in memory at a time.
-- The logs of an earlier export are replaced when all new ones are complete. A failed export leaves no log.
+- Only the results of one step are in memory at a time.
+- The logs of an earlier export are replaced once all new ones are complete. A failed export leaves no logs.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ def export_inspect_logs(run_dir: Path, out: Path) -> dict[Path, int]:
             written[part] = len(step.records)
         for part in written:
             key = part.stem.rpartition("_")[2]
-            for earlier in out.glob(f"*_{key}.eval"):  # if the step ran again, its name has another time
+            for earlier in out.glob(f"*_{key}.eval"):  # the log of an earlier execution has another time in its name
                 earlier.unlink()
         return {part.replace(out / part.name): samples for part, samples in written.items()}
 
 
 def _file_name(spec: EvalSpec) -> str:
-    """Return the name from which Inspect lists a log: `TIME_TASK_ID.eval`."""
+    """Return the file name that Inspect expects in order to list a log: `TIME_TASK_ID.eval`."""
     time, task = spec.created.replace(":", "-").replace("+", "-"), spec.task.replace("_", "-").replace(" ", "-")
     return f"{time}_{task}_{spec.task_id}.eval"
 
@@ -214,7 +214,7 @@ class _Step:
         )  # fmt: skip
 
     def _events(self, conversation: _Conversation, number: int, began: float) -> Iterator[Event]:
-        """Yield a conversation's model calls, one after another: a result does not say when each began."""
+        """Yield a conversation's model calls one after another, because a result does not record when each began."""
         at, name = began, f"conversation {number}: {conversation.name}"
         yield SpanBeginEvent(id=str(number), span_id=str(number), name=name, working_start=0.0, timestamp=_at(at))
         for place, turn in conversation.replies.items():
@@ -249,7 +249,7 @@ class _Step:
 
 
 def _results(summary: StepSummary) -> EvalResults:
-    """Return the numbers over a step's rewards, as reports have them."""
+    """Return the statistics of a step's rewards, as in reports."""
     rewards = sum(len(task.rewards) for task in summary.tasks)
     metrics = {}
     if summary.reward is not None:
@@ -281,7 +281,7 @@ def _error(record: RolloutRecord, rollout: Rollout | None) -> EvalError | None:
 
 @dataclass(frozen=True)
 class _Conversation:
-    """One conversation of a rollout. `replies` maps the places of the model's messages to their turns, if known."""
+    """One conversation of a rollout. `replies` maps the indices of the model's messages to their turns, if known."""
 
     name: str
     messages: list[ChatMessage]
@@ -301,7 +301,7 @@ def _conversations(rollout: Rollout) -> Iterator[_Conversation]:
 
 
 def _chat(messages: Sequence[Mapping[str, Any]], prefix: str, images: Mapping[str, str]) -> list[ChatMessage]:
-    """Return messages in the OpenAI format as Inspect's. Unknown roles are the user's."""
+    """Convert messages from the OpenAI format to Inspect's. Unknown roles become the user's."""
     found: list[ChatMessage] = []
     for number, message in enumerate(messages):
         content, key = _content(message.get("content"), images), f"{prefix}/{number}"

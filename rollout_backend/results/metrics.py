@@ -2,10 +2,10 @@
 
 Invariants:
 
-- Metrics are read from the run's accounts when they are scraped and when a step ends, so no other code reports to
-  them, and a run without them does nothing for them.
-- A counter never decreases. What was counted by a gateway that restarts is kept; its calls since the last scrape are
-  lost.
+- Metrics are read from the run's accounts at each scrape and at the end of each step. No other code reports to them,
+  so they cost nothing while disabled.
+- Counters never decrease. When a gateway restarts, its earlier counts are kept, except for calls since the last
+  scrape.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
@@ -113,18 +113,18 @@ GATEWAY_ERRORS = Metric("rollout_gateway_errors_total", "counter", "Error respon
 METRICS = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 
 
-_OTHER = "other"  # a reason that an agent chose
+_OTHER = "other"  # replaces reasons that agents chose
 _SHUTDOWN_S = 1.0
 
 
 class _Seen:
-    """The values of growing counts when they were last read."""
+    """The last values of growing counts."""
 
     def __init__(self) -> None:
         self._values: dict[Any, float] = {}
 
     def growth(self, key: object, value: float) -> float:
-        """Return by how much a count has grown since the last call; 0 if it was reset."""
+        """Return the growth of a count since the last call; 0 if it was reset."""
         before, self._values[key] = self._values.get(key, 0), value
         return max(0, value - before)
 
@@ -135,7 +135,7 @@ class MeteredStep(Protocol):
 
     @property
     def latencies(self) -> Sequence[float]:
-        """Return the seconds since the announcement of each result that was announced."""
+        """Return the seconds from announcement to arrival, for each result that was announced."""
 
 
 class RunMetrics:
@@ -182,7 +182,7 @@ class RunMetrics:
             self._read_gateway(gateway)
 
     def end_step(self, step: MeteredStep, records: Sequence[RolloutRecord]) -> None:
-        """Read a step that is over, and its records."""
+        """Read an ended step and its records."""
         self._read_step(step)
         del self._steps[step.ledger.step]
         if records:
@@ -265,7 +265,7 @@ def _last(items: Sequence[Any], number: float) -> Sequence[Any]:
 async def serve_metrics(
     config: ObserveConfig, metrics: RunMetrics, refresh: Callable[[], Awaitable[None]]
 ) -> AsyncIterator[str]:
-    """Serve `/metrics` until this block ends; the value is its URL. `refresh` is awaited before each answer.
+    """Serve `/metrics` within this context, whose value is the URL. `refresh` is awaited before each response.
 
     Raises:
         StartupError: the port is taken.

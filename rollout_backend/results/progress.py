@@ -1,6 +1,6 @@
-"""The totals of the running steps, and the state of a run at one moment, for a display.
+"""Compute the totals of running steps, and the state of a run at one moment, for a display.
 
-Invariant: `StepTotals.update` reads each result and each settled rollout once: its cost does not grow with the step.
+Invariant: `StepTotals.update` reads each result and each settled rollout once; its cost does not grow with the step.
 """
 
 import time
@@ -32,11 +32,11 @@ _LAST = 2
 
 @dataclass(frozen=True)
 class LastResult:
-    """A result that has just arrived. `text` is the model's last reply, which an agent or a model chose."""
+    """A result that has just arrived. `text` is the model's last reply, and must be treated as untrusted."""
 
     rollout_id: str
     reward: float | None
-    seconds: float | None  # since its agent was invoked; None if an earlier manager did that
+    seconds: float | None  # since its agent was invoked; None if an earlier manager invoked it
     sampled_tokens: int
     text: str
 
@@ -47,12 +47,12 @@ class StepTotals:
         self.failures: dict[tuple[Outcome, str], FailureCount] = {}
         self.rewards = 0
         self.reward_sum = 0.0
-        self.trainable = self.wasted = NO_USAGE  # of the ended rollouts
+        self.trainable = self.wasted = NO_USAGE  # usage of the ended rollouts
         self.turns = 0
         self.cut_replies = 0
         self.sampled_tokens = self.trained_tokens = 0
-        self.spread: dict[str, bool] = {}  # by task: whether the rewards of its group differ. Settled, usable groups
-        self.seconds: list[float] = []  # of the rollouts that delivered a result, in ascending order
+        self.spread: dict[str, bool] = {}  # whether the rewards of each task's settled, usable group differ
+        self.seconds: list[float] = []  # sorted durations of the rollouts that delivered a result
         self._ledger = ledger
         self._results = results
         self._seen_results = 0
@@ -60,7 +60,7 @@ class StepTotals:
         self._rewards: dict[str, list[float]] = {}  # by task
 
     def update(self) -> None:
-        """Add what has arrived and what was settled since the last call."""
+        """Add everything that arrived or was settled since the last call."""
         for rollout in self._results[self._seen_results :]:
             self._add_result(rollout)
         self._seen_results = len(self._results)
@@ -90,7 +90,7 @@ class StepTotals:
         else:
             self.wasted += usage
         if entry.invoked_at is not None and entry.first_invoked_at is not None:
-            self.wasted += Usage(max(0.0, entry.invoked_at - entry.first_invoked_at))  # of earlier attempts
+            self.wasted += Usage(max(0.0, entry.invoked_at - entry.first_invoked_at))  # usage of earlier attempts
 
     def _add_settled(self, entry: LedgerEntry) -> None:
         if not entry.by_result:
@@ -111,7 +111,7 @@ class StepTotals:
 
     @property
     def p95_s(self) -> float | None:
-        """Return the seconds within which 95 % of the finished rollouts ended; None for fewer than 20."""
+        """Return the 95th percentile of the durations of finished rollouts; None for fewer than 20."""
         return self.seconds[int(len(self.seconds) * 0.95)] if len(self.seconds) >= 20 else None
 
     def last(self) -> list[LastResult]:
@@ -150,25 +150,25 @@ class Progress:
     open_sessions: int
     gateway: GatewayStats | None
     warning: str = ""
-    rewards: int = 0  # how many have arrived
+    rewards: int = 0  # number of rewards that have arrived
     mean_reward: float | None = None
-    groups: int = 0  # settled and usable groups of several rewards
-    groups_with_spread: int = 0  # of these; GRPO learns from no other
-    turns: int = 0  # model calls of the rollouts that have a result
-    cut_replies: int = 0  # of these turns, those that ended at max_tokens or at the end of the context
-    sampled_tokens: int = 0  # of the rollouts that have a result
-    trained_tokens: int = 0  # of these tokens, those with a logprob
-    slowest: str = ""  # the rollout that is at work for the longest time
+    groups: int = 0  # settled and usable groups with several rewards
+    groups_with_spread: int = 0  # of these, groups with differing rewards; GRPO learns only from these
+    turns: int = 0  # model calls of rollouts with a result
+    cut_replies: int = 0  # of these, turns cut off at max_tokens or at the end of the context
+    sampled_tokens: int = 0  # of rollouts with a result
+    trained_tokens: int = 0  # of these, tokens with a logprob
+    slowest: str = ""  # the rollout that has been working for the longest time
     slowest_s: float = 0.0
-    slowest_left_s: float | None = None  # until its deadline; None: it has none
-    p95_s: float | None = None  # seconds within which 95 % of the finished rollouts ended
+    slowest_left_s: float | None = None  # until its deadline; None if it has none
+    p95_s: float | None = None  # 95th percentile of the durations of finished rollouts
     failures: tuple[FailureCount, ...] = ()
     last: tuple[LastResult, ...] = ()  # the newest results, newest first
     invoke_rate: CallRate | None = None  # None unless an invoke was refused
     stop_rate: CallRate | None = None  # None unless a stop was refused
     servers: tuple[ServerState, ...] = ()  # the router and the engines
-    trainable: Usage = NO_USAGE  # of the ended rollouts that can be trained
-    wasted: Usage = NO_USAGE  # of the other ended rollouts
+    trainable: Usage = NO_USAGE  # usage of ended rollouts that can be trained
+    wasted: Usage = NO_USAGE  # usage of the other ended rollouts
 
     @classmethod
     def of(
@@ -180,10 +180,10 @@ class Progress:
         servers: tuple[ServerState, ...] = (),
         loop_now: float = 0.0,
     ) -> Self:
-        """Add up the current steps. `now` is the clock of the ledgers, `loop_now` the loop's time."""
+        """Add up the current steps. `now` is the ledgers' clock, `loop_now` the event loop's time."""
         phases: dict[str, int] = dict.fromkeys(Phase, 0)
         outcomes: dict[str, int] = {}
-        running: list[tuple[float, str, float | None]] = []  # the first of each step, with its deadline
+        running: list[tuple[float, str, float | None]] = []  # the first one of each step, with its deadline
         rates: list[tuple[CallRate | None, CallRate | None]] = []
         for ledger, totals in steps:
             totals.update()
@@ -243,11 +243,11 @@ class Progress:
 
     @property
     def waiting(self) -> int:
-        """Return how many rollouts have no running agent yet."""
+        """Return the number of rollouts without a running agent so far."""
         return self.phases[Phase.PLANNED] + self.phases[Phase.DISPATCHING]
 
     def findings(self) -> tuple[Finding, ...]:
-        """Return what needs attention, most important first. The rules are those of a step's verdict."""
+        """Return what needs attention, most important first, by the rules for a step's verdict."""
         found = [Finding(Level.BAD, self.warning)] if self.warning else []
         found += failure_findings(self.failures, self.planned)
         found += rate_findings(self)
@@ -260,7 +260,7 @@ class FirstCall:
     """Waits for a run's first model call."""
 
     def __init__(self, url: str, setting: str, warn_after_s: float = 30.0) -> None:
-        """`url` is the address that agents were given, and `setting` the one that decides it."""
+        """`url` is the address that agents received, and `setting` the setting that determines it."""
         self.warning = ""
         self.arrived = False
         self._url = url
@@ -270,7 +270,7 @@ class FirstCall:
 
     def observe(self, now: float, running: int, stats: GatewayStats) -> None:
         """Update `arrived` and `warning`. `now` is in seconds of any monotonic clock; `running` counts agents."""
-        refused = stats.errors.keys() - {"not_found"}  # a load balancer's health check may get that
+        refused = stats.errors.keys() - {"not_found"}  # a load balancer's health check may cause this error
         if stats.calls or stats.calls_in_flight or refused:
             self.arrived, self.warning = True, ""
         if self.arrived or not running:

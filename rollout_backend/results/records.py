@@ -1,4 +1,4 @@
-"""The record of one planned rollout: how it ended, why, and where to look."""
+"""Define the record of one planned rollout: how it ended, why, and where to look."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from rollout_backend.core.ledger import Ledger, LedgerEntry
 
 
 class ResultSummary(BaseModel, frozen=True):
-    """What a rollout's result holds, in numbers."""
+    """The numbers of a rollout's result."""
 
     reward: float | None
     turns: int  # model calls
@@ -50,9 +50,9 @@ class ResultSummary(BaseModel, frozen=True):
 
 
 class RolloutRecord(BaseModel, frozen=True):
-    """How one planned rollout of a step ended. Times in unix seconds by this machine's clock; None: never happened.
+    """How one planned rollout of a step ended. Times in unix seconds by this machine's clock; None if never reached.
 
-    Attempts, sessions and times are those of the manager that wrote the record.
+    Attempts, sessions and times belong to the manager that wrote the record.
     """
 
     step: int
@@ -78,12 +78,12 @@ class RolloutRecord(BaseModel, frozen=True):
 
     @property
     def reward(self) -> float | None:
-        """Return the reward; None if it is missing, which is never a reward of 0."""
+        """Return the reward; None if it is missing, which never counts as 0."""
         return self.result.reward if self.result is not None else None
 
     @property
     def trained(self) -> bool:
-        """Return whether the trainer gets the rollout: it is trainable, and so is its group."""
+        """Return whether the trainer gets the rollout: it is trainable, and its group is usable."""
         return self.trainable and self.group_usable
 
     @property
@@ -92,7 +92,7 @@ class RolloutRecord(BaseModel, frozen=True):
         return self.outcome is not None and self.outcome is not Outcome.COMPLETED
 
     def is_of(self, rollout: Rollout) -> bool:
-        """Return whether this stored result settled the rollout. It may be left of an earlier trainer's attempt."""
+        """Return whether this stored result settled the rollout. It may come from an earlier trainer's attempt."""
         return self.result_at is not None and self.outcome is rollout.outcome
 
 
@@ -101,7 +101,7 @@ def records_of(
 ) -> list[RolloutRecord]:
     """Return the records of all planned rollouts, in the order in which they were planned.
 
-    `rollouts`: the results that settled rollouts of the step.
+    `rollouts` are the results that settled rollouts of the step.
     """
     results = {rollout.rollout_id: ResultSummary.of(rollout) for rollout in rollouts}
     return [
@@ -141,18 +141,18 @@ def _record_of(
 
 
 class RunningRecords:
-    """The records of a step that runs. A settled rollout is encoded again only if its group becomes usable."""
+    """The records of a running step. A settled rollout is encoded again only if its group becomes usable."""
 
     def __init__(self, ledger: Ledger, log_of: Callable[[LedgerEntry], str], received: Sequence[Rollout]) -> None:
         self._ledger = ledger
         self._log_of = log_of
         self._received = received
-        self._settled: list[tuple[RolloutRecord, str]] = []  # each with its line
+        self._settled: list[tuple[RolloutRecord, str]] = []  # each with its encoded line
         self._results: dict[str, ResultSummary] = {}
         self._summarized = 0  # of those received
 
     def lines(self, ends_at: Callable[[LedgerEntry], float]) -> list[str]:
-        """Return the records as JSON. `ends_at`: the Unix time at which an open rollout ends at the latest."""
+        """Return the records as JSON. `ends_at` returns the Unix time at which an open rollout ends at the latest."""
         for rollout in self._received[self._summarized :]:
             self._results[rollout.rollout_id] = ResultSummary.of(rollout)
         self._summarized = len(self._received)
@@ -162,7 +162,7 @@ class RunningRecords:
             self._settled.append((record, record.model_dump_json()))
         for i, (record, _) in enumerate(self._settled):
             usable = self._ledger.groups[record.task_id].usable
-            if record.group_usable is not usable:  # it follows from later rollouts
+            if record.group_usable is not usable:  # later rollouts determine this field
                 record = record.model_copy(update={"group_usable": usable})
                 self._settled[i] = record, record.model_dump_json()
         entries = self._ledger.open_entries()
@@ -174,10 +174,10 @@ class RunningRecords:
 
 
 def replies_by_turn(segment: Segment) -> dict[int, int]:
-    """Return the index of the message that each turn sampled; empty if the messages do not hold them all."""
+    """Return the index of the message that each turn sampled; empty if the messages do not contain them all."""
     replies = [i for i, message in enumerate(segment.messages) if message.get("role") == "assistant"]
     turns = len(segment.turns)
-    # The last replies are the sampled ones; earlier ones were given.
+    # The last replies are the sampled ones; earlier ones belong to the prompt.
     return dict(enumerate(replies[-turns:])) if 0 < turns <= len(replies) else {}
 
 

@@ -1,7 +1,7 @@
-"""Rebuild the training rows of a step from the run's folder, without any agent.
+"""Rebuild the training rows of a step from the run directory, without any agent.
 
-Invariant: a row is rebuilt only from a result that satisfies the contract, is the one that its record summarizes, and
-has its seal if the run requires seals.
+Invariant: a row is rebuilt only from a result that satisfies the contract, matches its record, and is sealed if the
+run requires seals.
 """
 
 import hashlib
@@ -27,19 +27,19 @@ SealCheck = Callable[[Rollout], None]
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """The trained rollouts of a step, and why others of them cannot be rebuilt, by rollout id."""
+    """The trained rollouts of a step, and the reasons why others cannot be rebuilt, by rollout id."""
 
     step: int
-    rollouts: tuple[Rollout, ...]  # in the order in which the trainer got them
+    rollouts: tuple[Rollout, ...]  # in the order in which the trainer received them
     failures: dict[str, str]
-    seals: str  # how they were checked, for people
+    seals: str  # description of how they were checked
 
 
 def replay_step(run_dir: Path, step: int | None = None) -> ReplayedStep:
-    """Read the trained rollouts of a step; without `step`, of the only one.
+    """Read the trained rollouts of a step; by default, of the run's only step.
 
     Raises:
-        ConfigError: the folder does not have that step, or cannot be read.
+        ConfigError: the directory does not have that step, or cannot be read.
     """
     archive = RunArchive(run_dir)
     number = _choose_step(archive, step)
@@ -57,7 +57,7 @@ def replay_step(run_dir: Path, step: int | None = None) -> ReplayedStep:
 
 
 def rows_as_parquet(rollouts: Sequence[Rollout]) -> bytes:
-    """Return the rows of rollouts as a Parquet file: one row for each segment."""
+    """Return the rows of rollouts as a Parquet file, with one row per segment."""
     import pyarrow
     from pyarrow import parquet
 
@@ -111,7 +111,7 @@ def _trained_records(archive: RunArchive, step: int) -> list[RolloutRecord]:
 
 
 def _seal_check(archive: RunArchive) -> tuple[SealCheck, str]:
-    """Return the check of seals, and how it checks them."""
+    """Return the function that checks seals, and a description of it."""
     path = archive.run_dir / CONFIG
     try:
         info = archive.read_info()
@@ -120,7 +120,7 @@ def _seal_check(archive: RunArchive) -> tuple[SealCheck, str]:
         raise ConfigError(f"{archive.run_dir}/run.json cannot be read: {error}") from None
     if not config.gateway.require_seal:
         return lambda rollout: None, "the run has no seals (gateway.require_seal=false)"
-    given = info is not None and "gateway.secret" in info.secrets  # the user's own, which is not stored
+    given = info is not None and "gateway.secret" in info.secrets  # set by the user and not stored
     secret = _stored_secret(config, given=given)
     if secret is None:
         return (
@@ -136,7 +136,7 @@ def _stored_secret(config: RolloutConfig, *, given: bool) -> str | None:
 
 
 def _lists(arrays: Sequence[Any], dtype: type) -> Any:
-    """Return arrays as a column of lists that holds their very bytes."""
+    """Return arrays as a column of lists with exactly the same bytes."""
     import pyarrow
 
     offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int32)
@@ -159,12 +159,12 @@ def _routed_experts() -> Any:
 
 
 def trained_records(report: StepReport, records: Iterable[RolloutRecord]) -> list[RolloutRecord]:
-    """Return the rollouts that a step gave to the trainer, in its order: the trainable ones of the usable groups.
+    """Return the rollouts that a step gave to the trainer, in its order: the trainable ones of usable groups.
 
-    Of an oversampled group these are the first that arrived, up to its size.
+    For an oversampled group, these are the first that arrived, up to the group's size.
 
     Raises:
-        ValueError: the report and the records are not of the same step.
+        ValueError: the report and the records belong to different steps.
     """
     by_task: dict[str, list[RolloutRecord]] = defaultdict(list)
     for record in records:

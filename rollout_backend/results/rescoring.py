@@ -1,13 +1,13 @@
-"""Compute the rewards of a run's stored rollouts again, and write them as a new version beside the stored ones.
+"""Compute the rewards of a run's stored rollouts again, and write them as a new version next to the stored ones.
 
 RUN_DIR/rescored/NAME/scorer.json    the scorer, a digest of its file, and when it ran
 RUN_DIR/rescored/NAME/STEP.jsonl     one line for each completed rollout: its stored reward and the new one
 
 Invariants:
 
-- The results, records and reports of the run do not change, and no version replaces another one.
-- A version is complete: its folder appears when every rollout has been scored.
-- Only completed rollouts are scored. One that cannot be scored has an error and no reward.
+- The run's results, records and reports do not change, and no version replaces another.
+- Versions are complete: a version's folder appears once every rollout has been scored.
+- Only completed rollouts are scored. A rollout that cannot be scored has an error and no reward.
 """
 
 import asyncio
@@ -42,13 +42,13 @@ from rollout_backend.scoring.scorer import ScoreInput, Scorer, ScoringError
 
 
 class RescoredRollout(BaseModel, frozen=True):
-    """A completed rollout with its stored reward and the new one."""
+    """A completed rollout with its stored and its new reward."""
 
     step: int
     rollout_id: str
     task_id: str
     old: float | None
-    new: float | None  # None: it has no new reward, see `error`. Never 0 instead
+    new: float | None  # None, never 0, if there is no new reward: see `error`
     error: str = ""
 
 
@@ -70,7 +70,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class ScorerInfo(BaseModel, frozen=True):
-    """Which scorer made a version, and when."""
+    """The scorer of a version, and when it ran."""
 
     function: str
     file: str
@@ -82,11 +82,11 @@ class Rescoring(BaseModel, frozen=True):
     """One version of a run's rewards."""
 
     run: str
-    folder: str  # of the version
+    folder: str  # folder of the version
     scorer: ScorerInfo
-    rollouts: tuple[RescoredRollout, ...]  # the completed ones, by step, in the order in which they were planned
-    tasks: tuple[TaskReward, ...]  # mean rewards over the rollouts that have both, the largest difference first
-    reward: Difference | None  # None: no rollout has both rewards
+    rollouts: tuple[RescoredRollout, ...]  # completed rollouts by step, in the order in which they were planned
+    tasks: tuple[TaskReward, ...]  # mean rewards over rollouts with both rewards, the largest difference first
+    reward: Difference | None  # None if no rollout has both rewards
 
     @property
     def failures(self) -> tuple[RescoredRollout, ...]:

@@ -1,6 +1,6 @@
-"""The spans of a rollout, from its record and its result. Pure.
+"""Build the spans of a rollout from its record and its result. Pure.
 
-Invariant: ids follow from the rollout and the span's name, so a rollout that is reported again replaces its spans.
+Invariant: ids are derived from the rollout and the span's name, so reporting a rollout again replaces its spans.
 """
 
 import hashlib
@@ -46,9 +46,9 @@ class Delivery:
 def rollout_spans(
     run_id: str, record: RolloutRecord, rollout: Rollout | None = None, delivery: Delivery | None = None
 ) -> Iterator[Span]:
-    """Yield the span of a rollout, and those of its phases. `rollout` is the result that settled it.
+    """Yield the span of a rollout and the spans of its phases. `rollout` is the result that settled it.
 
-    Times within the container are by its clock. A span of a phase that began after it ended by that clock is empty.
+    Times within the container are by its clock. If a phase began after its end by that clock, its span is empty.
     """
     end = record.settled_at
     if end is None:

@@ -1,4 +1,4 @@
-"""Reads a run's folder, for reports and tables, and lists runs by their folders."""
+"""Read run directories for reports and tables, and list the runs in a folder."""
 
 import contextlib
 import time
@@ -29,15 +29,15 @@ RUNS_S = 60.0  # a running step's records are written every few seconds
 
 @dataclass(frozen=True)
 class StepData:
-    """One step of a run. `report` is None if the step runs or was interrupted."""
+    """One step of a run. `report` is None if the step is running or was interrupted."""
 
     step: int
     name: str  # its number, or that of the trainer's global step
     validates: bool
     records: tuple[RolloutRecord, ...]
     report: StepReport | None
-    changed_at: float  # of the newest of its files
-    runs: bool = False  # its records were written within the last minute
+    changed_at: float  # when its newest file changed
+    runs: bool = False  # whether its records were written within the last minute
 
     @cached_property
     def summary(self) -> StepSummary:
@@ -51,28 +51,28 @@ class StepData:
 
     @cached_property
     def failures(self) -> list[FailureCount]:
-        """Return the reasons of failures, the most frequent first."""
+        """Return the reasons of failures, most frequent first."""
         return sorted(count_failures(self.records), key=lambda failure: -failure.number)
 
     @property
     def trained(self) -> int:
-        """Return how many rollouts the trainer gets."""
+        """Return the number of rollouts that the trainer gets."""
         return sum(record.trained for record in self.records)
 
     def cost(self, prices: Prices | None) -> Cost | None:
-        """Estimate what the step cost; None without prices."""
+        """Estimate the cost of the step; None without prices."""
         return prices.cost_of(self.records) if prices is not None else None
 
     @property
     def open(self) -> tuple[RolloutRecord, ...]:
-        """Return the rollouts that have not ended while the step runs, those with the least time left first."""
+        """Return the open rollouts of a running step, those with the least time left first."""
         found = [record for record in self.records if record.outcome is None] if self.runs else []
         return tuple(sorted(found, key=lambda each: (each.invoked_at is None, each.deadline or 0.0)))
 
 
 @dataclass(frozen=True)
 class RunData:
-    """A run with at least one step. `config` is None if the folder holds no settings that can be read."""
+    """A run with at least one step. `config` is None if the directory has no readable settings."""
 
     run_dir: Path
     run_id: str
@@ -81,12 +81,12 @@ class RunData:
 
     @property
     def prices(self) -> Prices | None:
-        """Return the prices that the run's settings name; None if they name none."""
+        """Return the prices from the run's settings, if they name any."""
         return Prices.of(self.config) if self.config is not None else None
 
 
 def read_run(run_dir: Path, known: Mapping[int, StepData] | None = None) -> RunData:
-    """Read a run's folder, with the steps that run. `known`: steps that were read before.
+    """Read a run directory, including running steps. `known` holds steps that were read before.
 
     Raises:
         ConfigError: the folder holds no step, or a file of another version.
@@ -95,7 +95,7 @@ def read_run(run_dir: Path, known: Mapping[int, StepData] | None = None) -> RunD
     running, by_verl = archive.running_steps(), _is_by_verl(archive)
     for step in sorted({*archive.steps(), *running}):
         before = (known or {}).get(step)
-        with contextlib.suppress(FileNotFoundError):  # a running step that has just ended, without a record
+        with contextlib.suppress(FileNotFoundError):  # a running step that has just ended without a record
             if before is not None and step not in running and before.changed_at == archive.changed_at(step):
                 found[step] = before
             else:
@@ -106,7 +106,7 @@ def read_run(run_dir: Path, known: Mapping[int, StepData] | None = None) -> RunD
 
 
 def read_steps(run_dir: Path, only: Sequence[int] | None = None) -> Iterator[StepData]:
-    """Read the steps of a run one by one, in order. `only`: the numbers of those to read.
+    """Read the steps of a run one by one, in order; only the numbers in `only`, if given.
 
     Raises:
         ConfigError: the folder holds no step, or a file of another version.
@@ -121,7 +121,7 @@ def read_steps(run_dir: Path, only: Sequence[int] | None = None) -> Iterator[Ste
 
 
 def read_rollout(archive: RunArchive, record: RolloutRecord) -> Rollout | None:
-    """Return the stored result that settled a rollout; None if there is none."""
+    """Return the stored result that settled a rollout, or None."""
     try:
         return archive.read_result(record) if record.result is not None else None
     except ContractError:
@@ -129,7 +129,7 @@ def read_rollout(archive: RunArchive, record: RolloutRecord) -> Rollout | None:
 
 
 def read_run_id(run_dir: Path) -> str:
-    """Return a run's id: that of its newest report, or the name of its folder."""
+    """Return a run's id, from its newest report or the name of its directory."""
     for path in sorted(run_dir.glob("steps/*[0-9].json"), reverse=True):
         try:
             return StepReport.model_validate_json(path.read_bytes()).run_id
@@ -139,7 +139,7 @@ def read_run_id(run_dir: Path) -> str:
 
 
 def last_start(archive: RunArchive) -> RunStart | None:
-    """Return the last start of a run; None if its folder does not say, or another version wrote it."""
+    """Return the last start of a run; None if it is unknown, or another version wrote the directory."""
     try:
         info = archive.read_info()
     except ValueError:
@@ -157,7 +157,7 @@ def _read_step(archive: RunArchive, step: int, by_verl: bool, written_at: float 
     name, validates = describe_batch(step) if by_verl else (str(step), False)
     try:
         if written_at is not None:
-            with contextlib.suppress(FileNotFoundError):  # it has ended since: its records are complete now
+            with contextlib.suppress(FileNotFoundError):  # ended in the meantime, so its records are now complete
                 running = tuple(archive.read_running(step))
                 runs = time.time() < written_at + RUNS_S
                 return StepData(step, name, validates, running, None, written_at, runs)
@@ -168,7 +168,7 @@ def _read_step(archive: RunArchive, step: int, by_verl: bool, written_at: float 
 
 
 def read_config(run_dir: Path) -> RolloutConfig | None:
-    """Return the settings of a run; None if its folder holds none that can be read."""
+    """Return the settings of a run; None if its directory has no readable ones."""
     path = run_dir / CONFIG
     try:
         return load_config(path, env={}) if path.is_file() else None
@@ -177,7 +177,7 @@ def read_config(run_dir: Path) -> RolloutConfig | None:
 
 
 def changed_settings(config: BaseModel) -> Iterator[tuple[str, str]]:
-    """Yield the names and values of settings that are required, or differ from their defaults. No secrets."""
+    """Yield the names and values of settings that are required or differ from their defaults, without secrets."""
     for name, value, field in all_settings(config):
         default = field.get_default(call_default_factory=False)
         if isinstance(value, SecretStr):
@@ -189,21 +189,21 @@ def changed_settings(config: BaseModel) -> Iterator[tuple[str, str]]:
 
 
 class RunOverview(BaseModel, frozen=True):
-    """One run. Times in unix seconds."""
+    """Overview of one run. Times are in unix seconds."""
 
     run_id: str
     folder: str
-    began: float | None  # its last start; None: an older version of this package wrote the folder
+    began: float | None  # last start; None if an older version of this package wrote the directory
     state: str  # a `RunState`, or `unknown`
     error: str = ""  # why its last start failed
     steps: int
     completed: int
-    planned: int | None  # None: unknown, because the run was killed or still runs, and its settings cannot be read
-    mean_reward: float | None  # of the completed rollouts
+    planned: int | None  # None: unknown, because the run was killed or is running, and its settings cannot be read
+    mean_reward: float | None  # of completed rollouts
 
 
 def list_runs(runs: Path) -> list[RunOverview]:
-    """Return the runs whose folders are in a folder, the one that began last first."""
+    """Return the runs in a folder, the most recently started one first."""
     found = [
         summarize_run(path) for path in runs.glob("*") if (path / "run.json").is_file() or (path / "steps").is_dir()
     ]
@@ -244,7 +244,7 @@ def summarize_run(folder: Path) -> RunOverview:
 
 
 def _planned(archive: RunArchive, step: int) -> int | None:
-    """Return how many rollouts a step without records plans, from its tasks and the run's settings."""
+    """Return the number of rollouts that a step without records plans, from its tasks and the run's settings."""
     try:
         group = yaml.safe_load((archive.run_dir / CONFIG).read_text())["group"]
         tasks = archive.tasks_file(step).read_bytes().count(b"\n")

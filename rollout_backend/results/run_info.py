@@ -1,6 +1,6 @@
-"""What a run was started with: its settings without secrets, versions, its agent, and how each start ended.
+"""Record how a run was started: its settings without secrets, versions, its agent, and how each start ended.
 
-Invariant: nothing here holds a secret, so a run's folder can be shared.
+Invariant: no secret is recorded, so a run directory can be shared.
 """
 
 from __future__ import annotations
@@ -28,24 +28,23 @@ _PACKAGES = ("rollout-backend", "renderers", "sglang", "sglang-router", "smg", "
 
 
 class RunStart(BaseModel, frozen=True):
-    """One start of a run's manager, and how it ended. Times in unix seconds."""
+    """One start of a run's manager, and how it ended. Times are in unix seconds."""
 
     by: StartedBy
     process: LeaseHolder
     versions: dict[str, str]
-    """Python, packages that are installed, and `engine`: the version of SGLang that serves, if it is another
-    environment's."""
+    """Versions of Python, of installed packages, and of SGLang as `engine`, if it runs in another environment."""
     commit: str | None = None
-    """Git commit of the working folder, `-dirty` if files were changed."""
+    """Git commit of the working directory, with `-dirty` if files were changed."""
     agent: dict[str, str] = {}
-    """What ran: image, version and ARN of a runtime, or path, digest and git commit of an agent on this machine."""
+    """The agent: image, version and ARN of a runtime, or path, digest and git commit of an agent on this machine."""
     state: RunState = "running"
     error: str = ""
     ended_at: float | None = None
 
     @classmethod
     def of(cls, config: RolloutConfig, by: StartedBy, agent: Mapping[str, str], engine: str | None) -> Self:
-        """Describe a start of this process. `engine`: the version of an engine that something else runs."""
+        """Describe a start of this process. `engine` is the version of an engine that something else runs."""
         return cls(
             by=by,
             process=LeaseHolder.this_process(),
@@ -55,7 +54,7 @@ class RunStart(BaseModel, frozen=True):
         )
 
     def current_state(self) -> RunState:
-        """Return the state: `killed` if nothing recorded the end of a process that no longer exists."""
+        """Return the state, which is `killed` if the process is gone and nothing recorded its end."""
         return "killed" if self.state == "running" and self.process.is_dead() else self.state
 
 
@@ -65,9 +64,9 @@ class RunInfo(BaseModel, frozen=True):
     schema_version: Literal[1] = 1
     run_id: str
     secrets: tuple[str, ...] = ()
-    """Settings that are left out of `config.yaml` and must be set again to resume the run, such as `relay.key`."""
+    """Secrets, such as `relay.key`, that `config.yaml` lacks and that must be set again to resume the run."""
     starts: tuple[RunStart, ...]
-    """The last one is the current one."""
+    """The last start is the current one."""
 
     def with_end(self, state: RunState, error: str, at: float) -> RunInfo:
         """Return a copy in which the last start has ended."""
@@ -98,7 +97,7 @@ def secret_settings(config: BaseModel) -> list[str]:
 def versions(config: RolloutConfig) -> dict[str, str]:
     """Return the versions of Python, of installed packages, and of an engine that runs in another environment.
 
-    The version of this package is its commit if it is imported from a checkout.
+    If this package is imported from a checkout, its version is the commit.
     """
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
@@ -117,12 +116,12 @@ def versions(config: RolloutConfig) -> dict[str, str]:
 
 
 def git_commit(folder: Path) -> str | None:
-    """Return the commit that is checked out in a folder; None if it is in no repository."""
+    """Return the commit that is checked out in a folder; None outside a repository."""
     return _git(folder, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
 
 
 def agent_of(file: Path) -> dict[str, str]:
-    """Describe an agent on this machine by its file: its path, a digest of its folder, and the folder's commit.
+    """Describe an agent on this machine: its path, a digest of its folder, and the folder's commit.
 
     The digest covers the files that git does not ignore; outside a repository, all Python files.
     """

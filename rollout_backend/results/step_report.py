@@ -1,4 +1,4 @@
-"""What a step came to: its rollouts, its groups, and its books in a form that can be kept and compared."""
+"""Result types and accounting report of a step."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class GroupReport(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def has_spread(self) -> bool:
-        """Return whether the rewards differ: GRPO learns nothing from equal ones."""
+        """Return whether the rewards differ. GRPO learns nothing from equal rewards."""
         return len(set(self.rewards)) > 1
 
 
 class Staleness(BaseModel, frozen=True, extra="forbid"):
-    """How many versions the weights that sampled a step's tokens were behind the newest that sampled in it.
+    """Age of the weights that sampled a step's tokens, in versions behind the step's newest weights.
 
-    Only numbered versions count; 0 means that one version sampled everything.
+    Only numbered versions count; 0 means that a single version sampled everything.
     """
 
     mean: float  # over tokens
@@ -49,7 +49,7 @@ class Staleness(BaseModel, frozen=True, extra="forbid"):
 
 
 class Latency(BaseModel, frozen=True, extra="forbid"):
-    """Seconds until rollouts were in our hands, over a step. Two clocks are compared: keep them in time."""
+    """Seconds until results arrived here, over a step. They compare two clocks, which must be synchronized."""
 
     p50: float
     p99: float
@@ -57,7 +57,7 @@ class Latency(BaseModel, frozen=True, extra="forbid"):
 
 
 class Lengths(BaseModel, frozen=True, extra="forbid"):
-    """How long some rollouts of a step were, from dispatch until they ended here. None: nothing is known."""
+    """Durations of some rollouts of a step, from dispatch until they ended here. None if unknown."""
 
     rollouts: int
     mean_s: float | None
@@ -66,7 +66,7 @@ class Lengths(BaseModel, frozen=True, extra="forbid"):
 
 
 class CallRate(BaseModel, frozen=True, extra="forbid"):
-    """What the runtime granted of one kind of call in a step in which it refused some (429, 402, 5xx)."""
+    """The rate that the runtime granted for one kind of call, in a step in which it refused some (429, 402, 5xx)."""
 
     refused: int
     seconds: float  # from the first refusal to the last
@@ -82,8 +82,8 @@ class CallRate(BaseModel, frozen=True, extra="forbid"):
 class LengthBias(BaseModel, frozen=True, extra="forbid"):
     """Lengths of finished and cut-off rollouts, to expose length bias.
 
-    `cut_off` counts rollouts that were stopped because they took longer than others or than the step: stragglers,
-    and those that ran at the target or the deadline. What they sampled is not known.
+    `cut_off` counts rollouts that were stopped because they took longer than others or than the step: stragglers, and
+    rollouts still running at the target or the deadline. Their tokens are unknown.
     """
 
     finished: Lengths  # completed, and the agent's own errors; of this execution
@@ -94,24 +94,24 @@ class LengthBias(BaseModel, frozen=True, extra="forbid"):
 class StepReport(BaseModel, frozen=True):
     """The accounts of one step: how each planned rollout ended, and what the step cost."""
 
-    # Unknown fields are ignored: reports of earlier versions have more.
+    # Unknown fields are ignored, because reports of earlier versions have more.
 
     run_id: str
     step: int
     planned: int
-    replacements: int  # of those planned
+    replacements: int  # planned as replacements
     outcomes: dict[Outcome, int]
-    reasons: dict[str, int]  # "outcome: reason" of what did not complete
+    reasons: dict[str, int]  # "outcome: reason" of rollouts that did not complete
     trainable: int
     groups: tuple[GroupReport, ...]
     duplicates: int
     late: int
     unknown: int
-    superseded: int  # failure markers of lost attempts that another attempt had taken the place of
+    superseded: int  # failure markers of attempts that a later attempt had replaced
     resumed: int  # rollouts that an earlier execution of this step had finished
-    reattached: int = 0  # rollouts of an earlier execution whose agents were still running, and were not restarted
+    reattached: int = 0  # rollouts of an earlier execution whose agents were still running and continued
     refused: int  # messages put into quarantine
-    unarchived: int = 0  # results that could not be written to the run's folder; they are in S3
+    unarchived: int = 0  # results that could not be written to the run directory; they are in S3
     attempts: int
     sessions_opened: int
     sessions_open: int
@@ -119,7 +119,7 @@ class StepReport(BaseModel, frozen=True):
     sampled_tokens: int
     given_tokens: int
     broken_histories: int  # segments beyond each rollout's first
-    split_reasons: dict[str, int] = {}  # those segments by the reason why they opened
+    split_reasons: dict[str, int] = {}  # those segments, by the reason why they opened
     malformed_tool_calls: dict[str, int] | None = None  # by renderer, since the last report; None: not known
     unknown_tool_calls: dict[str, int] = {}  # calls of tools that were not offered, by name, since then
     undelivered_replies: int = 0  # replies that no client received and no call continued, since then
@@ -140,12 +140,12 @@ class StepReport(BaseModel, frozen=True):
 
     @property
     def reconciles(self) -> bool:
-        """Whether the books balance: each rollout has one class, and each session is closed or named."""
+        """Whether the accounts balance: each rollout has one class, each session is closed or listed."""
         return sum(self.outcomes.values()) == self.planned and self.sessions_open == 0
 
     @property
     def balanced(self) -> bool:
-        """Whether the books balance and every session is closed."""
+        """Whether the accounts balance and every session is closed."""
         return self.reconciles and not self.unclosed_sessions
 
 
@@ -158,13 +158,13 @@ class StepFailure:
     outcome: Outcome
     reason: str
     message: str
-    session_id: str | None  # of the last attempt that may have opened one
+    session_id: str | None  # session of the last attempt that may have opened one
     attempts: int
 
 
 @dataclass(frozen=True)
 class GroupResult:
-    """The rollouts of one task. `usable` says whether the group policy accepts the group for training."""
+    """The rollouts of one task. `usable` is whether the group policy accepts the group for training."""
 
     task: Task
     rollouts: tuple[Rollout, ...]  # the trainable ones
@@ -177,7 +177,7 @@ class GroupResult:
 class StepResult:
     """The outcome of one step.
 
-    `rollouts` holds every result that arrived, failed ones included. `groups` holds what may be trained.
+    `rollouts` holds every result that arrived, including failed ones. `groups` holds the groups that may be trained.
     """
 
     step: int
@@ -185,7 +185,7 @@ class StepResult:
     groups: tuple[GroupResult, ...]
     failures: tuple[StepFailure, ...]
     report: StepReport
-    records: tuple[RolloutRecord, ...] = ()  # one for each planned rollout
+    records: tuple[RolloutRecord, ...] = ()  # one per planned rollout
 
     def __repr__(self) -> str:
         usable = sum(group.usable for group in self.groups)

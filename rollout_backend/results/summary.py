@@ -1,4 +1,4 @@
-"""The numbers of a step, from its records. Pure."""
+"""Compute the numbers of a step from its records. Pure."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Protocol
 from agent_wrapper.contract import Outcome
 from rollout_backend.results.records import RolloutRecord
 
-_MIN_TASKS = 5  # for an interval
-TAIL = 0.95  # the part of a step's rollouts after which its tail begins
+_MIN_TASKS = 5  # minimum for a confidence interval
+TAIL = 0.95  # fraction of a step's rollouts after which its tail begins
 
 
 class Learning(StrEnum):
-    """What GRPO can learn from a task: only a spread in its rewards gives a gradient."""
+    """What GRPO can learn from a task. Only differing rewards give a gradient."""
 
-    NEVER = "never solved"  # each reward is the lowest of the step
+    NEVER = "never solved"  # all rewards equal the step's lowest
     MIXED = "mixed"
-    ALWAYS = "always solved"  # each reward is the highest of the step
-    FLAT = "all equal"  # in between, or all rewards of the step are equal
+    ALWAYS = "always solved"  # all rewards equal the step's highest
+    FLAT = "all equal"  # equal rewards in between, or equal over the whole step
     UNKNOWN = "no reward"
 
 
@@ -48,7 +48,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class TaskRewards:
-    """The rewards of one task, and what they teach. Missing rewards are not among them."""
+    """The rewards of one task, without missing ones, and what they teach."""
 
     task_id: str
     records: tuple[RolloutRecord, ...]
@@ -62,14 +62,14 @@ class TaskRewards:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Where a rollout's time went, in seconds. A phase that did not happen, or is unknown, has 0."""
+    """Where a rollout's time went, in seconds. A phase that did not happen or is unknown is 0."""
 
-    waiting: float = 0.0  # planned, until the first invoke that was not throttled
+    waiting: float = 0.0  # from planning until the first invoke that was not throttled
     starting: float = 0.0  # until the agent accepted
     model: float = 0.0  # in model calls
-    own: float = 0.0  # in the agent's own code and its tools
-    publishing: float = 0.0  # from the agent's end until its result was in our hands
-    lost: float = 0.0  # of sessions that brought no result, and until the next attempt
+    own: float = 0.0  # in the agent's own code and tools
+    publishing: float = 0.0  # from the agent's end until its result arrived here
+    lost: float = 0.0  # in sessions without a result, and until the next attempt
 
     @property
     def total(self) -> float:
@@ -77,7 +77,7 @@ class Seconds:
 
     @property
     def parts(self) -> list[tuple[str, str, float, float]]:
-        """Return the phases that took time: a field, its name, seconds, and the fraction of the total."""
+        """Return the phases that took time: field, name, seconds, and fraction of the total."""
         named = [(key, name, getattr(self, key)) for key, name in PHASES.items()]
         return [(key, name, seconds, seconds / self.total) for key, name, seconds in named if seconds > 0]
 
@@ -104,13 +104,13 @@ class StepSummary:
     planned: int
     outcomes: dict[Outcome | None, int]
     reward: Mean | None  # over all rewards; its margin is over tasks
-    tasks: tuple[TaskRewards, ...]  # lowest mean first; those without a reward last
+    tasks: tuple[TaskRewards, ...]  # lowest mean first, tasks without a reward last
     sampled_tokens: int
     prompt_tokens: int
     cached_tokens: int
-    cache_counted_tokens: int  # prompt tokens of the rollouts for which the engines reported the cached ones
+    cache_counted_tokens: int  # prompt tokens of rollouts for which the engines reported cache hits
     seconds: float  # from the first plan to the last outcome
-    spent: Seconds  # the sum over rollouts
+    spent: Seconds  # sum over all rollouts
     wasted_session_s: float  # of rollouts that are not trained
     attempts: int
 
@@ -124,7 +124,7 @@ class StepSummary:
 
     @property
     def cache_hit(self) -> float | None:
-        """Return the part of the prompt tokens found in prefix caches; None if no engine reported it."""
+        """Return the fraction of prompt tokens found in prefix caches; None if no engine reported it."""
         return self.cached_tokens / self.cache_counted_tokens if self.cache_counted_tokens else None
 
     @property
@@ -227,7 +227,7 @@ def add(times: Iterable[Seconds]) -> Seconds:
 
 
 class Timed(Protocol):
-    """A rollout in a ledger, or the record of one."""
+    """A rollout in a ledger, or its record."""
 
     @property
     def invoked_at(self) -> float | None: ...
@@ -249,7 +249,7 @@ def duration(rollout: Timed) -> float | None:
 
 
 def span(records: Iterable[RolloutRecord]) -> tuple[float, float]:
-    """Return when a step's first rollout was planned, and when the last thing happened to one."""
+    """Return when a step's first rollout was planned, and when its last event happened."""
     times = [
         (each.planned_at, each.settled_at or each.accepted_at or each.invoked_at or each.planned_at)
         for each in records
@@ -258,7 +258,7 @@ def span(records: Iterable[RolloutRecord]) -> tuple[float, float]:
 
 
 def tail_share(records: Sequence[RolloutRecord]) -> float | None:
-    """Return the part of a step's time in which only its last rollouts were open; None for few rollouts."""
+    """Return the fraction of a step's time in which only its last rollouts were open; None for few rollouts."""
     ends = sorted(record.settled_at for record in records if record.settled_at is not None)
     if len(ends) < 20:
         return None

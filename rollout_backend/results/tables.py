@@ -1,10 +1,10 @@
-"""The tables of a run: their columns, and the rows that a step adds to them.
+"""Define the tables of a run: their columns, and the rows that each step adds.
 
 Invariants:
 
-- Types follow from the schema, never from values, so an empty table has the same columns as a full one.
-- What is missing is null. A missing reward is never 0.
-- A column that changes its meaning or its type, or goes away, raises `TABLES_VERSION`. A new column does not.
+- The schema, never the values, determines the types, so an empty table has the same columns as a full one.
+- Missing values are null. A missing reward is never 0.
+- Changing a column's meaning or type, or removing it, requires a new `TABLES_VERSION`. Adding a column does not.
 """
 
 import itertools
@@ -37,7 +37,7 @@ _TYPES = {
 
 
 def _schema(**columns: str) -> pa.Schema:
-    """Return a schema of columns whose types are keys of `_TYPES`; a `?` follows the type of one that can be null."""
+    """Return a schema of columns whose types are keys of `_TYPES`; a trailing `?` marks a nullable column."""
     return pa.schema([pa.field(name, _TYPES[kind.rstrip("?")], kind.endswith("?")) for name, kind in columns.items()])
 
 
@@ -60,7 +60,7 @@ _OF_REPORT = (
     "broken_histories",
 )
 
-# A row may leave out columns that can be null.
+# A row may omit nullable columns.
 SCHEMAS: dict[str, pa.Schema] = {
     "rollouts": _schema(
         **_ROLLOUT,
@@ -135,7 +135,7 @@ SCHEMAS: dict[str, pa.Schema] = {
 
 
 def rollout_row(run_id: str, record: RolloutRecord, rollout: Rollout | None) -> Row:
-    """Return the row of a planned rollout. `rollout`: its stored result."""
+    """Return the row of a planned rollout. `rollout` is its stored result."""
     failure = rollout.failure if rollout is not None else None
     return {
         **_key(run_id, record),
@@ -180,7 +180,7 @@ def turn_rows(run_id: str, record: RolloutRecord, rollout: Rollout) -> Iterator[
 
 
 def event_rows(run_id: str, record: RolloutRecord) -> Iterator[Row]:
-    """Yield what happened to a planned rollout, in order."""
+    """Yield the events of a planned rollout, in order."""
     at = _times(record)
     events: list[Row] = [{"event": "planned"}]
     events += [{"event": "session", "session_id": each} for each in record.session_ids]
@@ -194,7 +194,7 @@ def event_rows(run_id: str, record: RolloutRecord) -> Iterator[Row]:
 
 
 def step_row(run_id: str, step: StepData, prices: Prices | None = None) -> Row:
-    """Return the row of a step. What only its report holds is null if it was interrupted."""
+    """Return the row of a step. Values that only its report has are null if it was interrupted."""
     cost = step.cost(prices)
     ended = [record.outcome for record in step.records]
     rewards = [

@@ -1,9 +1,9 @@
-"""The report of a run: one HTML file that needs no network. Pure but for `run_data` and `files`: data in, HTML out.
+"""Render the report of a run as one HTML file that needs no network. Pure, except for `run_data` and `files`.
 
 Invariants:
 
-- Text of agents, models, tasks and errors is escaped by the template engine, or set as text by the script.
-- A missing reward is hatched in pictures and `null` in data, and no mean counts it.
-- The numbers of a step come from its records and its report; no result is decoded for them.
-- Results are decoded only for the conversations that are embedded, which are bounded in number and size.
+- The template engine escapes the text of agents, models, tasks and errors, or the script inserts it as text.
+- A missing reward is hatched in charts and `null` in data, and excluded from means.
+- The numbers of a step come from its records and its report; they require no decoding of results.
+- Results are decoded only for embedded conversations, which are limited in number and size.
 """

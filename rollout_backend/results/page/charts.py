@@ -1,4 +1,4 @@
-"""The geometry of a step's pictures: SVG paths and labels. The templates hold the markup."""
+"""Compute the geometry of a step's charts: SVG paths and labels. The templates contain the markup."""
 
 import math
 from collections import defaultdict
@@ -10,14 +10,14 @@ from agent_wrapper.contract import Outcome
 from rollout_backend.results.records import RolloutRecord
 from rollout_backend.results.summary import Learning, TaskRewards, duration, span
 
-WIDTH = 1110  # of a picture over the whole page
-SHADES = 10  # steps of the scale of rewards, after the one of the lowest
+WIDTH = 1110  # width of a full-width chart
+SHADES = 10  # shades for rewards, besides the one for the lowest
 _BINS, _POINTS, _DOTS = 24, 160, 2000
 
 
 @dataclass(frozen=True)
 class HeatmapColumn:
-    """A task's name below its column."""
+    """The name of a task, below its column."""
 
     task_id: str
     x: float
@@ -26,13 +26,13 @@ class HeatmapColumn:
 
 @dataclass(frozen=True)
 class Heatmap:
-    """Rewards, a task in each column and a rollout in each cell; `cells[row][column]` is a rollout's place or -1.
+    """Rewards with one column per task and one cell per rollout; `cells[row][column]` is a rollout's index or -1.
 
     Columns wrap into bands. `paths` has one path per class: a shade, or how a rollout without a reward ended.
     """
 
     paths: tuple[tuple[str, str], ...]
-    columns: tuple[HeatmapColumn, ...]  # with names; none if there are too many
+    columns: tuple[HeatmapColumn, ...]  # columns with names; empty if there are too many
     rows: int
     per_band: int
     bands: int
@@ -42,11 +42,11 @@ class Heatmap:
     height: float
     low: float
     high: float
-    cells: tuple[tuple[int, ...], ...]  # per task, its rollouts
+    cells: tuple[tuple[int, ...], ...]  # indices of the rollouts of each task
 
 
 def heatmap(tasks: Sequence[TaskRewards], place: dict[str, int]) -> Heatmap:
-    """Lay out the rewards of a step. `place`: each rollout's index in the page's data."""
+    """Lay out the rewards of a step. `place` maps each rollout to its index in the page's data."""
     rewards = [reward for task in tasks for reward in task.rewards]
     low, high = min([0.0, *rewards]), max(rewards, default=1.0)
     high = high if high > low else low + 1
@@ -91,10 +91,10 @@ def _shade(record: RolloutRecord, low: float, high: float) -> str:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One line per rollout from its invoke to its end, in the order of their invokes."""
+    """One line per rollout from its invoke to its end, ordered by invoke."""
 
     paths: tuple[tuple[str, str], ...]  # a class and its lines
-    order: tuple[int, ...]  # places of the rollouts, from top to bottom
+    order: tuple[int, ...]  # indices of the rollouts, from top to bottom
     pitch: float
     height: float
     seconds: float
@@ -138,7 +138,7 @@ def timeline(records: Sequence[RolloutRecord], place: dict[str, int]) -> Timelin
 
 @dataclass(frozen=True)
 class Line:
-    """A named line of a series. `values` has None where nothing is known."""
+    """A named line of a series. `values` has None for unknown values."""
 
     name: str
     css: str
@@ -161,13 +161,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Series:
-    """Lines over the same seconds."""
+    """Lines over the same period."""
 
     lines: tuple[Line, ...]
     seconds: float
 
     def points(self, width: float) -> list[tuple[float, str]]:
-        """Return the x of each point, and its values in words."""
+        """Return the x coordinate of each point, with its values as text."""
         every = max(len(self.lines[0].values) - 1, 1)
         return [
             (round(width * number / every, 1), f"after {self.seconds * number / every:.4g} s: {self._words(number)}")
@@ -180,7 +180,7 @@ class Series:
 
 
 def activity(records: Sequence[RolloutRecord]) -> Series:
-    """Return how many rollouts were at work and finished over time."""
+    """Return the number of working and of finished rollouts over time."""
     began, ended = span(records)
     seconds = max(ended - began, 1e-6)
     work, done = [0] * (_POINTS + 1), [0] * (_POINTS + 1)
@@ -203,8 +203,8 @@ def activity(records: Sequence[RolloutRecord]) -> Series:
 def throughput(records: Sequence[RolloutRecord]) -> Series:
     """Return sampled tokens per second and cache hits over time.
 
-    A rollout's tokens are spread evenly over its work, because a result does not say when each was sampled; its cache
-    hits count when it ended.
+    A rollout's tokens are spread evenly over its working time, because results do not record when each was sampled;
+    its cache hits count at its end.
     """
     began, ended = span(records)
     seconds = max(ended - began, 1e-6)
@@ -237,7 +237,7 @@ def _running_sum(changes: Iterable[float]) -> tuple[float, ...]:
 
 
 def _bridged(values: Sequence[float | None]) -> tuple[float | None, ...]:
-    """Hold the last known value, until the last one that is known."""
+    """Fill gaps with the last known value, up to the last known one."""
     known = [number for number, value in enumerate(values) if value is not None]
     out, last = [], None
     for number, value in enumerate(values):
@@ -247,7 +247,7 @@ def _bridged(values: Sequence[float | None]) -> tuple[float | None, ...]:
 
 
 def nice(top: float) -> float:
-    """Return a round number of at least `top`, for the end of an axis."""
+    """Return a round number of at least `top`, as the end of an axis."""
     unit = 10.0 ** math.floor(math.log10(max(top, 1e-9)))
     return next(each * unit for each in (1, 2, 2.5, 4, 5, 8, 10) if each * unit >= top * (1 - 1e-9))
 
@@ -263,12 +263,12 @@ class Histogram:
     p95: float
 
     def at(self, value: float) -> float:
-        """Return where a value is, from 0 to 1."""
+        """Return the position of a value, from 0 to 1."""
         return (value - self.low) / (self.high - self.low)
 
 
 def histogram(values: Sequence[float]) -> Histogram | None:
-    """Return the distribution of some values; None if there are none."""
+    """Return the distribution of the values, or None without values."""
     if not values:
         return None
     low, high = min(values), max(values)
@@ -313,7 +313,7 @@ def scatter(records: Sequence[RolloutRecord]) -> Scatter | None:
     low, high, shortest, longest = min(rewards), max(rewards), min(tokens), max(tokens)
     high = high if high > low else low + 1
     every = math.ceil(len(pairs) / _DOTS)
-    # Equal rewards are spread a little, so that their number can be seen.
+    # Equal rewards are spread slightly, so that their number is visible.
     dots = [
         (300 * (x - shortest) / max(longest - shortest, 1), 94 - 88 * (y - low) / (high - low) + i * 7919 % 13 - 6)
         for i, (x, y) in enumerate(pairs[::every])

@@ -1,4 +1,4 @@
-"""Chooses the rollouts whose conversations a report holds, and turns them into plain values for its viewer."""
+"""Select the rollouts whose conversations a report includes, and convert them to plain values for its viewer."""
 
 import itertools
 import json
@@ -20,7 +20,7 @@ _MAX_TEXT, _MAX_MESSAGES, _EXTREMES, _MAX_FAILURES = 12_000, 120, 5, 100
 def embedded(
     run: RunData, records: Sequence[RolloutRecord], tasks: Sequence[TaskRewards], text: TokenText | None
 ) -> dict[str, Any]:
-    """Return conversations by rollout id: failures, extremes, then a sample over all tasks, within the bounds."""
+    """Return conversations by rollout id, within the limits: failures, extremes, then a sample of all tasks."""
     found: dict[str, Any] = {}
     left, archive = MAX_CHARACTERS, RunArchive(run.run_dir)
     for record in _ranked(records, tasks):
@@ -46,13 +46,13 @@ def _ranked(records: Sequence[RolloutRecord], tasks: Sequence[TaskRewards]) -> I
     for measure in measures:
         ordered = sorted(known, key=measure)
         yield from (*ordered[:_EXTREMES], *ordered[-_EXTREMES:])
-    for task in tasks:  # one of each reward, so that what is right and what is wrong can be compared
+    for task in tasks:  # one rollout per reward, so that right and wrong ones can be compared
         yield from {record.reward: record for record in task.records if record.result is not None}.values()
     yield from known
 
 
 def conversation(rollout: Rollout, text: TokenText | None) -> dict[str, Any]:
-    """Return a rollout as plain values. Long texts are cut, and say so."""
+    """Convert a rollout to plain values. Long texts are cut and marked."""
     failure = rollout.failure
     numbers = itertools.count()
     return {
@@ -101,7 +101,7 @@ def _call(call: object) -> str:
 
 
 def _turn(segment: Segment, turn: Turn, text: TokenText | None) -> dict[str, Any]:
-    """Return a turn; `tokens` and `percent` are its texts and their probabilities, -1 where it is not known."""
+    """Convert a turn. `tokens` and `percent` are its texts and their probabilities, -1 if unknown."""
     ids, logprobs = segment.token_ids[turn.start : turn.end], segment.logprobs[turn.start : turn.end]
     percent = [-1 if math.isnan(each) else min(100, round(100 * math.exp(min(each, 0.0)))) for each in logprobs]
     pieces = text.pieces(ids[: _MAX_TEXT // 4]) if text is not None else None

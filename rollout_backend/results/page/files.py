@@ -1,4 +1,4 @@
-"""Writes the report of a run into its folder."""
+"""Write the report of a run to its directory."""
 
 import functools
 import logging
@@ -28,11 +28,11 @@ _token_text = functools.lru_cache(1)(TokenText.load)
 
 
 def write_report(run_dir: Path, against: Path | None = None, known: dict[int, StepData] | None = None) -> Path:
-    """Write RUN_DIR/report.html and return its path. `against`: the folder of a run to compare with.
+    """Write RUN_DIR/report.html and return its path. `against` is the directory of a run to compare with.
 
-    A run of several steps also has a page for each of its newest steps in RUN_DIR/report/. A page that is newer than
-    its step's files and the settings is kept, unless it is to be compared. `known` keeps the steps that were read,
-    for the next call.
+    For a run of several steps, also write a page for each of its newest steps to RUN_DIR/report/. A page that is
+    newer than its step's files and the settings is kept, except in a comparison. `known` caches the steps for the
+    next call.
 
     Raises:
         ConfigError: a folder holds no step, or a file of another version.
@@ -54,24 +54,24 @@ def write_report(run_dir: Path, against: Path | None = None, known: dict[int, St
         page = run_dir / links[step.step]
         if other is not None or not _is_current(page, step, run_dir):
             _write(page, "step.html", step_context(run, step, against=other, text=text, steps_link=f"../{NAME}"))
-            os.utime(page, (began, began))  # what has changed since is not in it
+            os.utime(page, (began, began))  # later changes are not in it
     _write(path, "training.html", training_context(run, links, other))
     return path
 
 
 def _is_current(page: Path, step: StepData, run_dir: Path) -> bool:
-    settings = run_dir / CONFIG  # a page shows them, and may follow from the prices
+    settings = run_dir / CONFIG  # pages show the settings, and prices affect the numbers
     changed_at = max(step.changed_at, settings.stat().st_mtime if settings.is_file() else 0.0)
     if step.report is None and not step.runs:
-        changed_at = max(changed_at, step.changed_at + RUNS_S)  # an older page says that the step runs
+        changed_at = max(changed_at, step.changed_at + RUNS_S)  # an older page says that the step is running
     return page.is_file() and page.stat().st_mtime > changed_at
 
 
 def try_to_write_report(run_dir: Path) -> Path | None:
-    """Write the report of a run; if that fails, log a warning and return None."""
+    """Write the report of a run. Log a warning and return None if that fails."""
     try:
         return write_report(run_dir)
-    except Exception as error:  # a report never ends a run
+    except Exception as error:  # a report must never end a run
         log.warning("the report of %s could not be written: %s", run_dir, error)
         return None
 
@@ -82,7 +82,7 @@ def _write(path: Path, template: str, context: dict[str, Any]) -> None:
 
 @functools.cache
 def _environment() -> Environment:
-    """Return the template engine. It escapes every value."""
+    """Return the template engine, which escapes every value."""
     engine = Environment(
         loader=PackageLoader("rollout_backend.results.page"),
         autoescape=True,
@@ -102,5 +102,5 @@ def _dumps(value: Any, **options: Any) -> str:
 
 
 def _code(text: str) -> Markup:
-    """Set what is between backticks as code; everything is escaped."""
+    """Format text between backticks as code, and escape everything."""
     return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))  # noqa: S704

@@ -1,10 +1,10 @@
-"""Serves the report of a run that goes on, and has browsers renew it.
+"""Serve the report of a running run, and update it in browsers.
 
 Invariants:
 
-- A page is the file that `write_report` writes, with a script that asks for changes: the script is not in the file.
-- Only the report's own pages are served, and over loopback only to requests that name this machine, because another
-  site could point its name at 127.0.0.1 and read conversations (DNS rebinding).
+- A page is the file that `write_report` writes, plus a script that polls for changes, which the file lacks.
+- Only the report's own pages are served. Over loopback, requests must name this machine, because another site could
+  point its name at 127.0.0.1 and read conversations (DNS rebinding).
 """
 
 import asyncio
@@ -32,10 +32,10 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class ReportServer:
-    """Renders the report of one run again when its files have changed and a browser asks for it."""
+    """Renders the report of one run again when its files have changed and a browser requests it."""
 
     def __init__(self, run_dir: Path, against: Path | None = None, renew_s: float = 2.0, share: float = 0.1) -> None:
-        """Render at most every `renew_s`, and for at most a `share` of the time: a long training has a large page."""
+        """Render at most every `renew_s`, for at most a `share` of the time: a long training has a large page."""
         self._run_dir = run_dir
         self._against = against
         self._renew_s = renew_s
@@ -47,12 +47,12 @@ class ReportServer:
         self._next_at = 0.0  # monotonic seconds
 
     async def version(self, request: web.Request) -> web.Response:
-        """Answer with the version that a page would have now."""
+        """Return the version that a page would have now."""
         await self._renew()
         return web.Response(text=self._version, headers={"Cache-Control": "no-store"})
 
     async def page(self, request: web.Request) -> web.Response:
-        """Answer with a page of the report."""
+        """Return a page of the report."""
         await self._renew()
         version = self._version
         path = self._run_dir / (f"{STEPS}/{step}.html" if (step := request.match_info.get("step")) else NAME)
@@ -71,7 +71,7 @@ class ReportServer:
         return web.Response(text=text, content_type="text/html", headers={"Cache-Control": "no-store"})
 
     async def _renew(self) -> None:
-        """Write the report again if the run's files have changed since, unless that was a moment ago."""
+        """Write the report again if the run's files have changed, but not too often."""
         async with self._rendering:
             if time.monotonic() < self._next_at:
                 return
@@ -88,14 +88,14 @@ class ReportServer:
             self._next_at = ended + max(self._renew_s, (ended - began) * (1 / self._share - 1))
 
     def _files(self) -> str:
-        """Return a digest of the files that the report shows, and of which steps run."""
+        """Return a digest of the files in the report, and of which steps are running."""
         found = [path for path in self._run_dir.glob("steps/*.json*") if not path.name.startswith(".")]
         state = []
         for path in sorted([*found, self._run_dir / "run.json"]):
             try:
                 about = path.stat()
                 state.append((path.name, about.st_mtime_ns, about.st_size))
-            except FileNotFoundError:  # replaced or removed at this moment
+            except FileNotFoundError:  # being replaced or removed at this moment
                 continue
         written = RunArchive(self._run_dir).running_steps().values()
         runs = [time.time() < written_at + RUNS_S for written_at in written]
@@ -104,7 +104,7 @@ class ReportServer:
 
 @asynccontextmanager
 async def serve_report(server: ReportServer, host: str, port: int) -> AsyncIterator[str]:
-    """Serve until this block ends; the value is the URL. Raise StartupError if the port is taken."""
+    """Serve within this context, whose value is the URL. Raises StartupError if the port is taken."""
     port = require_port(host, port, "the report", "--port")
 
     @web.middleware

@@ -1,4 +1,4 @@
-"""The page of one step: everything that its template shows."""
+"""Build the page of one step: all values that its template shows."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -27,7 +27,7 @@ def step_context(
     text: TokenText | None = None,
     steps_link: str = "",
 ) -> dict[str, Any]:
-    """Return the values that `step.html` shows. `steps_link`: the page over all steps."""
+    """Return the values for `step.html`. `steps_link` is the link to the page of all steps."""
     records = step.records
     summary = step.summary
     place = {record.rollout_id: number for number, record in enumerate(records)}
@@ -70,7 +70,7 @@ def step_context(
 
 
 def matching_step(run: RunData, step: StepData) -> StepData:
-    """Return the step of another run with the same number, or else its last."""
+    """Return the step of another run with the same number, or else its last step."""
     return next((each for each in run.steps if each.step == step.step), run.steps[-1])
 
 
@@ -83,7 +83,7 @@ def _slowest(
 
 
 class _Numbers:
-    """Numbers values in the order of their first use."""
+    """Numbers values in the order of first use."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -98,7 +98,7 @@ class _Numbers:
 def _data(
     run: RunData, records: Sequence[RolloutRecord], summary: StepSummary, talks: dict[str, Any], began: float
 ) -> dict[str, Any]:
-    """Return the page's data: a column of values per field, and what repeats only once."""
+    """Return the page's data: one column of values per field, and each repeated value once."""
     tasks, reasons, messages = _Numbers(), _Numbers(), _Numbers()
     spent = [seconds_of(record) for record in records]
     times = [duration(record) for record in records]

@@ -1,4 +1,4 @@
-"""The text of each sampled token, from the model's tokenizer.json."""
+"""Decode the text of each sampled token with the model's tokenizer.json."""
 
 import codecs
 from collections.abc import Iterable, Mapping
@@ -10,14 +10,14 @@ from rollout_backend.rendering.token_bytes import token_bytes
 
 
 class TokenText:
-    """Spells token ids. A character of several tokens belongs to the last of them."""
+    """Decodes token ids. A character that spans several tokens belongs to the last of them."""
 
     def __init__(self, spelled: Mapping[int, bytes]) -> None:
         self._spelled = spelled
 
     @classmethod
     def load(cls, model: str | Path) -> Self | None:
-        """Read a model folder's tokenizer; None if it has none that can be read."""
+        """Load the tokenizer of a model folder; None if it has no readable one."""
         path = local_folder(Path(model), download=False) / "tokenizer.json"
         if not path.is_file():
             return None
@@ -25,7 +25,7 @@ class TokenText:
 
         try:
             return cls(token_bytes(_Adapter(Tokenizer.from_file(str(path)))))
-        except Exception:  # tokenizers raises nothing more specific
+        except Exception:  # tokenizers raises no more specific exception
             return None
 
     def pieces(self, ids: Iterable[int]) -> list[str]:

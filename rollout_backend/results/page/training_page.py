@@ -1,4 +1,4 @@
-"""The page over all steps of a run: everything that its template shows."""
+"""Build the page of all steps of a run: all values that its template shows."""
 
 import operator
 from collections import Counter, defaultdict
@@ -30,12 +30,12 @@ LEARNING = {
 
 @dataclass(frozen=True)
 class StepEntry:
-    """A step, its numbers, and where its page is; no page: None."""
+    """A step with its numbers and the link to its page, or None if it has no page."""
 
     data: StepData
     link: str | None
-    spread: tuple[float, float] | None  # the 10th and the 90th percentile of its tasks' mean rewards
-    lengths: tuple[float, float] | None  # mean and 95th percentile of the sampled tokens
+    spread: tuple[float, float] | None  # 10th and 90th percentile of its tasks' mean rewards
+    lengths: tuple[float, float] | None  # mean and 95th percentile of the number of sampled tokens
     left_out: Mapping[str, int]  # untrained rollouts by reason
     cost: Cost | None
 
@@ -47,11 +47,11 @@ class StepEntry:
 
 @dataclass(frozen=True)
 class Column:
-    """Stacked parts of one step: a class, a height from 0 to 1, and words."""
+    """The stacked parts of one step: a class, a height from 0 to 1, and a label."""
 
     link: str | None
     name: str
-    parts: tuple[tuple[str, float, float, str], ...]  # class, top, height, words
+    parts: tuple[tuple[str, float, float, str], ...]  # class, top, height, label
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,16 @@ class Curve:
     low: float
     line: str
     band: str
-    dots: tuple[tuple[float, float, str, str | None], ...]  # x, y, words, link
+    dots: tuple[tuple[float, float, str, str | None], ...]  # x, y, label, link
 
     @property
     def points(self) -> list[tuple[float, str]]:
-        """Return the x of each value, and words."""
+        """Return the x coordinate of each value, with its label."""
         return [(x, words) for x, _, words, _ in self.dots]
 
 
 def points_of(columns: Sequence[Column]) -> list[tuple[float, str]]:
-    """Return the x of each column's middle, and its parts in words."""
+    """Return the x coordinate of each column's middle, with its parts as text."""
     return [
         (
             round(WIDTH * (number + 0.5) / len(columns), 1),
@@ -107,7 +107,7 @@ def _percentiles(values: Sequence[float], low: int, high: int) -> tuple[float, f
 
 
 def training_context(run: RunData, links: Mapping[int, str], against: RunData | None = None) -> dict[str, Any]:
-    """Return the values that `training.html` shows. `links`: the pages of steps."""
+    """Return the values for `training.html`. `links` are the links to pages of steps."""
     trained = [step for step in run.steps if not step.validates] or list(run.steps)
     steps = [entry_of(step, links.get(step.step), run.prices) for step in trained]
     records = [record for step in trained for record in step.records]
@@ -159,7 +159,7 @@ def training_context(run: RunData, links: Mapping[int, str], against: RunData | 
 
 
 def _findings(steps: Sequence[StepEntry]) -> list[tuple[StepEntry, Any]]:
-    """Return the most important findings of the newest steps first."""
+    """Return the most important findings, those of the newest steps first."""
     found = [
         (step, finding)
         for step in reversed(steps)
@@ -240,7 +240,7 @@ def _losses(steps: Sequence[StepEntry], reasons: Sequence[str]) -> list[Column]:
 
 
 def _phases(steps: Sequence[StepEntry], gaps: Sequence[float]) -> list[Column]:
-    """Split each step's seconds as its rollouts spent theirs; what follows is the time until the next step."""
+    """Split the seconds of each step into the phases of its rollouts, plus the time until the next step."""
     longest, out = _longest(steps, gaps), []
     for step, gap in zip(steps, [*gaps, 0.0], strict=True):
         parts = [
@@ -252,12 +252,12 @@ def _phases(steps: Sequence[StepEntry], gaps: Sequence[float]) -> list[Column]:
 
 
 def _longest(steps: Sequence[StepEntry], gaps: Sequence[float]) -> float:
-    """Return the seconds of the longest step with what follows it."""
+    """Return the duration of the longest step, including the time until the next."""
     return max(step.data.summary.seconds + gap for step, gap in zip(steps, [*gaps, 0.0], strict=True)) or 1.0
 
 
 def _tasks(steps: Sequence[StepEntry]) -> dict[str, Any]:
-    """Return the mean rewards of the tasks that several steps planned, a row each."""
+    """Return the mean rewards of tasks that several steps planned, one row per task."""
     means: dict[str, dict[int, float | None]] = defaultdict(dict)
     for number, step in enumerate(steps):
         for task in step.data.summary.tasks:

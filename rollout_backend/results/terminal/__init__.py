@@ -1,1 +1,1 @@
-"""Shows runs in a terminal: while they run, at their end, and from their directories."""
+"""Show runs in a terminal: while they run, at their end, and from their directories."""

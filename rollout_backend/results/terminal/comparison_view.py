@@ -1,4 +1,4 @@
-"""Prints how two runs, or two versions of a run's rewards, differ in a terminal."""
+"""Print the differences between two runs, or between two versions of a run's rewards."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ _TASKS_SHOWN = 10
 
 
 def print_comparison(console: Console, found: Comparison) -> None:
-    """Print how two runs differ, the rewards last."""
+    """Print the differences between two runs, the rewards last."""
     first, second = found.first, found.second
     _print_table(console, "settings", first, second, _rows(found.settings))
     _print_table(console, "versions and agent", first, second, _rows(found.versions))
@@ -48,7 +48,7 @@ def print_task_rewards(console: Console, first: str, second: str, rewards: Itera
 
 
 def reward_sentence(reward: Difference | None, both: str = "both runs") -> str:
-    """Say by how much rewards differ, and whether that may be chance."""
+    """Describe by how much rewards differ, and whether that may be chance."""
     if reward is None:
         return f"no task has a reward in {both}, so rewards are not compared"
     change, margin = reward.change.value, reward.change.margin

@@ -1,9 +1,9 @@
-"""Reads single keys from a terminal while a run is shown.
+"""Read single keys from the terminal while a run is shown.
 
 Invariants:
 
-- Without a terminal as the standard input, or in the background, nothing is read and nothing is changed.
-- The terminal gets its mode back when the reading ends, and by `restore_terminals` before an exit without clean-up.
+- Unless the standard input is a terminal and the process is in its foreground, nothing is read or changed.
+- The terminal's mode is restored when reading ends, and by `restore_terminals` before an exit without clean-up.
 """
 
 import asyncio
@@ -15,17 +15,17 @@ import tty
 from collections.abc import Callable
 from typing import Any, TextIO
 
-_saved: dict[int, list[Any]] = {}  # the modes of terminals whose keys are read, by file descriptor
+_saved: dict[int, list[Any]] = {}  # original modes of the terminals being read, by file descriptor
 
 
 def restore_terminals() -> None:
-    """Give every terminal its mode back."""
+    """Restore the mode of every terminal."""
     for fd in [*_saved]:
         _restore(fd)
 
 
 class Keys:
-    """Calls `on_key` with each key that is pressed between `start` and `stop`, in the event loop."""
+    """Calls `on_key` in the event loop with each key pressed between `start` and `stop`."""
 
     def __init__(self, on_key: Callable[[str], None], stream: TextIO | None = None) -> None:
         """`stream` defaults to the standard input."""
@@ -35,14 +35,14 @@ class Keys:
         self._fd = -1
 
     def start(self) -> None:
-        """Begin to read keys, if there is a terminal."""
+        """Start reading keys, if there is a terminal."""
         stream = self._stream or sys.stdin
         try:
             if not stream.isatty() or not _in_foreground(stream.fileno()):
                 return
             self._fd = stream.fileno()
             _saved[self._fd] = termios.tcgetattr(self._fd)
-            tty.setcbreak(self._fd, termios.TCSANOW)  # Ctrl-C remains an interrupt
+            tty.setcbreak(self._fd, termios.TCSANOW)  # Ctrl-C still interrupts
             asyncio.get_running_loop().add_reader(self._fd, self._read)
         except (AttributeError, ValueError, OSError, termios.error):  # no input, or a closed one
             _restore(self._fd)
@@ -50,7 +50,7 @@ class Keys:
         self.reading = True
 
     def stop(self) -> None:
-        """Stop reading, and give the terminal its mode back."""
+        """Stop reading, and restore the terminal's mode."""
         if self.reading:
             self.reading = False
             asyncio.get_running_loop().remove_reader(self._fd)
@@ -68,10 +68,10 @@ class Keys:
 
 
 def _in_foreground(fd: int) -> bool:
-    """Return whether this process may use the terminal: the kernel stops a background process that does."""
+    """Return whether this process may use the terminal: the kernel stops background processes that do."""
     try:
         return os.tcgetpgrp(fd) == os.getpgrp()
-    except OSError:  # not the terminal that controls this process, which has no job control
+    except OSError:  # not this process's controlling terminal, or no job control
         return True
 
 

@@ -1,9 +1,9 @@
-"""The lines that show a running step. Pure: a snapshot in, lines out.
+"""Render the lines that show a running step. Pure: a snapshot in, lines out.
 
 Invariants:
 
-- no line is wider than the terminal, and none breaks: text of agents and models is escaped and put on one line;
-- the rules for warnings are those of the verdict.
+- no line is wider than the terminal or wraps: text of agents and models is escaped and put on one line;
+- warnings follow the rules of the verdict.
 """
 
 import textwrap
@@ -24,9 +24,9 @@ from rollout_backend.serving.model_serving import RunPhase
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_POINTS = 8
 _MAX_POINTS = 512
-_RATE_S = 10.0  # over which the present rate is measured
+_RATE_S = 10.0  # period over which the current rate is measured
 _MAX_FINDINGS = 3
-_MAX_LISTED = 12  # lines of failures, or of engines
+_MAX_LISTED = 12  # maximum number of lines for failures, or for engines
 _NAMES = {
     Outcome.COMPLETED: ("done", "green"),
     Outcome.AGENT_ERROR: ("agent error", "yellow"),
@@ -51,7 +51,7 @@ class Point:
 
 
 class History:
-    """The totals of a step over time, in a bounded number of points."""
+    """The totals of a step over time, in a limited number of points."""
 
     def __init__(self) -> None:
         self.points: list[Point] = []
@@ -83,11 +83,11 @@ class History:
         return (last.tokens - first.tokens) / max(last.at - first.at, 1e-9)
 
     def tokens(self) -> list[float | None]:
-        """Return the sampled tokens in equal parts of the step's time."""
+        """Return the tokens sampled in equal parts of the step's time."""
         return [float(end.tokens - start.tokens) for start, end in self._parts()]
 
     def rewards(self) -> list[float | None]:
-        """Return the mean of the rewards that came in equal parts of the step's time; None if none came."""
+        """Return the mean of the rewards that arrived in equal parts of the step's time; None where none arrived."""
         parts = ((end.reward_sum - start.reward_sum, end.rewards - start.rewards) for start, end in self._parts())
         return [total / number if number else None for total, number in parts]
 
@@ -105,7 +105,7 @@ class History:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run at one moment. `phases` maps the phases that have begun to their seconds; the last one is current."""
+    """A run at one moment. `phases` maps the phases so far to their seconds; the last one is the current phase."""
 
     run_id: str
     what: str  # the agent and the model
@@ -113,15 +113,15 @@ class Snapshot:
     phases: dict[RunPhase, float] = field(default_factory=dict)
     progress: Progress | None = None
     history: History = field(default_factory=History)
-    limit_s: float = 0.0  # of a step
+    limit_s: float = 0.0  # time limit of a step
     prices: Prices | None = None  # None: the settings name none
-    keys: bool = False  # the terminal's keys are read
-    details: bool = False  # a key asked for the details of engines and gateways
-    failures: bool = False  # a key asked for the failures
+    keys: bool = False  # whether the terminal's keys are read
+    details: bool = False  # whether details of engines and gateways are shown
+    failures: bool = False  # whether failures are shown
 
     @property
     def left_s(self) -> float | None:
-        """Estimate the time left from the pace so far, up to the step's time limit. None: nothing has ended yet."""
+        """Estimate the time left from the pace so far, up to the step's time limit; None before the first end."""
         progress, elapsed = self.progress, self.phases.get(RunPhase.ROLLOUTS, 0.0)
         if progress is None or not progress.settled:
             return None
@@ -130,7 +130,7 @@ class Snapshot:
 
     @property
     def cost(self) -> Cost | None:
-        """Estimate the cost of the rollouts that have ended, and of the GPUs so far."""
+        """Estimate the cost of the ended rollouts, and of the GPUs so far."""
         if self.prices is None or self.progress is None:
             return None
         seconds = self.phases.get(RunPhase.ROLLOUTS, 0.0)
@@ -138,7 +138,7 @@ class Snapshot:
 
     @property
     def waits_for(self) -> str:
-        """Say what the first result waits for."""
+        """Describe what the first result waits for."""
         progress = self.progress
         if progress is None:
             return ""
@@ -246,14 +246,14 @@ def _measures(snapshot: Snapshot, progress: Progress) -> Iterator[Text]:
 
 
 def _slowest(progress: Progress) -> str:
-    """Return the rollout that has run longest, how long, and its time limit."""
+    """Return the rollout that has been running longest, its time, and its time limit."""
     left = progress.slowest_left_s
     limit = f" of at most {seconds(progress.slowest_s + left)}" if left is not None else ""
     return f"{one_line(progress.slowest)}, {seconds(progress.slowest_s)}{limit}"
 
 
 def _servers(progress: Progress, width: int) -> Iterator[Text]:
-    """Yield the load of each engine, or the sums if they do not fit on a line."""
+    """Yield the load of each engine, or the totals if the engines do not fit on a line."""
     if not progress.servers:
         return
     router, *engines = progress.servers
@@ -291,7 +291,7 @@ def _restarts(number: int) -> str:
 
 
 def load_of(server: ServerState, progress: Progress) -> tuple[int, int] | None:
-    """Return how many requests an engine runs, and how many wait in its queue. None: unknown."""
+    """Return the number of requests that an engine runs and that wait in its queue; None if unknown."""
     gateway = progress.gateway
     if gateway is None or server.url not in gateway.engine_running:
         return None
@@ -299,7 +299,7 @@ def load_of(server: ServerState, progress: Progress) -> tuple[int, int] | None:
 
 
 def refused_calls(progress: Progress) -> int:
-    """Return how many model calls the gateways answered with 429."""
+    """Return the number of model calls that the gateways answered with 429."""
     return progress.gateway.errors.get("rate_limit_exceeded", 0) if progress.gateway is not None else 0
 
 
@@ -354,7 +354,7 @@ def _last(results: Sequence[LastResult], width: int) -> Iterator[Text]:
 
 
 def _end_of(text: str, width: int) -> Text:
-    """Return the end of a reply in quotation marks, where its result usually is."""
+    """Return the end of a reply, which usually has its result, in quotation marks."""
     if not text or width < 8:
         return Text()
     if Text(text).cell_len <= width:
@@ -404,13 +404,13 @@ def plain_line(snapshot: Snapshot) -> str:
 
 
 def sentence(finding: Finding) -> str:
-    """Return a finding with its advice, unless the text names the setting already."""
+    """Return a finding with its advice, unless the text already names the setting."""
     known = not finding.advice or finding.advice in finding.text
     return one_line(finding.text if known else f"{finding.text} ({finding.advice})")
 
 
 def one_line(text: str) -> str:
-    """Return text of an agent or a model on one line, without characters that a terminal would interpret."""
+    """Return text of an agent or model on one line, without control characters."""
     words = " ".join(text.split())
     return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in words)
 

@@ -1,6 +1,6 @@
-"""What a run prints while it runs: a live view on a terminal, else lines, or JSON objects.
+"""Print the progress of a run: a live view on a terminal, otherwise lines or JSON objects.
 
-Invariant: a console that cannot be written ends the output, never the run.
+Invariant: if the console cannot be written, only the output ends, never the run.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 Style = Literal["normal", "quiet", "verbose", "json"]
 
 _FAILURES_SHOWN = 10
-_MESSAGE_LINES = 15  # of a failure's message: mostly the end of a log
+_MESSAGE_LINES = 15  # of a failure's message, which is often the end of a log
 _DESCRIPTIONS = {
     RunPhase.CHECK: "checking this machine, bucket, runtime and queue",
     RunPhase.ENGINES: "starting engines and router",
@@ -56,7 +56,7 @@ _DESCRIPTIONS = {
 
 
 class RunOutput:
-    """Prints one run on a console. Pass its methods to a manager, and `watch` the manager's progress."""
+    """Prints one run to a console. Pass its methods to a manager, and `watch` the manager's progress."""
 
     def __init__(
         self, console: Console, style: Style = "normal", *, read_s: float = 0.5, lines_s: float = 15.0
@@ -78,7 +78,7 @@ class RunOutput:
         self._failures: set[tuple[Outcome, str]] = set()
 
     def begin(self, config: RolloutConfig, *, tasks: int, rollouts: int, agent: Mapping[str, str] | None) -> None:
-        """Print what is to be run."""
+        """Print what will be run."""
         self._run_id, self._limit_s = config.run_id, config.timeouts.collection_s
         self._prices = Prices.of(config)
         path = Path((agent or {}).get("path", ""))
@@ -88,7 +88,7 @@ class RunOutput:
         self._print("run", line, **fields)
 
     def started(self, config: RolloutConfig) -> None:
-        """Use the settings with which the run has started: its prices are those of the runtime."""
+        """Use the settings with which the run has started, because they include the runtime's prices."""
         self._prices = Prices.of(config)
 
     # --- what a run reports -------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class RunOutput:
         self._print("serving", text, server=event.server, kind=event.kind, detail=event.detail)
 
     def failures(self, failures: Sequence[FailureCount]) -> None:
-        """Print the first failure of each reason, unless it was printed before."""
+        """Print the first failure of each reason, unless it was already printed."""
         for failure in failures:
             key = failure.outcome, failure.reason
             if key in self._failures or len(self._failures) == _FAILURES_SHOWN:
@@ -125,7 +125,7 @@ class RunOutput:
             self._print("failure", line, "red", **found, message=failure.message)
 
     def event(self, kind: str, /, **fields: Any) -> None:
-        """Print a JSON object, if this is what is printed."""
+        """Print a JSON object, if the output is JSON."""
         if self.style == "json":
             line = json.dumps({"event": kind, "time": round(time.time(), 3), **fields})
             self._write(line)
@@ -146,12 +146,12 @@ class RunOutput:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """End the output, and not the run, if it cannot be written: a full disk, a closed terminal or pipe."""
+        """End the output, but not the run, if it cannot be written: a full disk, a closed terminal or pipe."""
         try:
             yield
         except (OSError, SystemExit) as error:  # Rich exits when a pipe is closed
             self.console.quiet = True
-            with suppress(OSError), open(os.devnull, "wb") as null:  # for what waits in its buffer
+            with suppress(OSError), open(os.devnull, "wb") as null:  # so that flushing its buffer does not fail again
                 os.dup2(null.fileno(), self.console.file.fileno())
             cause = error.__context__ if isinstance(error, SystemExit) else error
             log.warning("the run goes on without output, which cannot be written: %s", cause)
@@ -160,7 +160,7 @@ class RunOutput:
 
     @asynccontextmanager
     async def watch(self, read: Callable[[], Awaitable[Progress]]) -> AsyncIterator[None]:
-        """Show the progress of a run until this block ends."""
+        """Show the progress of a run within this context."""
         if self.style in ("normal", "verbose") and self.console.is_terminal and not self.console.is_dumb_terminal:
             self._live = Live(console=self.console, auto_refresh=False, transient=True)
             with self._writing():
@@ -175,7 +175,7 @@ class RunOutput:
                 await showing
             except asyncio.CancelledError:
                 pass
-            except Exception:  # a display never ends a run
+            except Exception:  # a display must never end a run
                 log.warning("the progress of the run could not be shown", exc_info=True)
             self._keys.stop()
             if self._live is not None:
@@ -188,7 +188,7 @@ class RunOutput:
         while True:
             if [*self._began][-1:] == [RunPhase.ROLLOUTS]:
                 progress = await read()
-                if progress.planned:  # the step has begun, and is not over
+                if progress.planned:  # the step has begun and not ended
                     self._progress, now = progress, time.monotonic()
                     self._history.add(now, progress)
                     self.failures(progress.failures)
@@ -251,7 +251,7 @@ class RunOutput:
     def unfinished(
         self, records: Sequence[RolloutRecord], folder: Path, report: Path | None, resume: str | None
     ) -> None:
-        """Print what a run finished before it was interrupted or failed. `records`: of all its planned rollouts."""
+        """Print what a run finished before it was interrupted or failed. `records` has all planned rollouts."""
         counts = Counter(str(record.outcome or "not settled") for record in records)
         kept = sum(record.result_at is not None for record in records)
         self.event("unfinished", results=kept, outcomes=counts, folder=str(folder), resume=resume)

@@ -1,4 +1,4 @@
-"""The end of a run in at most twelve lines."""
+"""Summarize the end of a run in at most twelve lines."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ _MAX_LINES = 12
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run came to. `show` is appended to each `rollout show`, and `again` is the command that repeats the
-    run; both may be empty."""
+    """Summary of a run. `show` is appended to each `rollout show`, and `again` is the command that repeats the run;
+    both may be empty."""
 
     result: StepResult
     verdict: Verdict
@@ -48,7 +48,7 @@ class RunSummary:
 
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
-        """Return the verdict's findings and those on the step, without repetition; the verdict's first one first."""
+        """Return the findings of the verdict and of the step, once each; the verdict's first one comes first."""
         first, *others = self.verdict.findings
         of_step = findings_of(self.result.report, self.result.records, self.step)
         found = {each.text: each for each in (*others, *of_step)}

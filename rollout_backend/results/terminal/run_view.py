@@ -1,4 +1,4 @@
-"""Shows a run, or a step of it, in a terminal or as JSON: its numbers, what to look at first, and where next."""
+"""Show a run, or a step of it, in a terminal or as JSON: its numbers, what to look at first, and where next."""
 
 import shlex
 from collections.abc import Iterator
@@ -23,8 +23,8 @@ from rollout_backend.results.terminal.live_view import one_line
 from rollout_backend.results.terminal.run_summary import MARKS
 from rollout_backend.results.terminal.view import plain_table, print_text, when
 
-STEPS = 20  # in the table of a run
-_TASKS = 5  # in the table of a step; --json has all
+STEPS = 20  # number of steps in the table of a run
+_TASKS = 5  # number of tasks in the table of a step; --json lists all
 
 
 def _step_fields(step: StepData, prices: Prices | None) -> dict[str, Any]:
@@ -55,16 +55,16 @@ class RunView:
     run_dir: Path
     about: RunOverview
     steps: tuple[StepData, ...]
-    step: int | None  # the only one to show
+    step: int | None  # the only step to show
     show: str
     prices: Prices | None  # None: the settings name none
 
     @classmethod
     def read(cls, run_dir: Path, step: int | None, show: str = "", *, last: int | None = None) -> Self:
-        """Read a run's folder: one step, or its `last` ones, or all.
+        """Read a run directory: one step, its `last` steps, or all steps.
 
         Raises:
-            ConfigError: the run has no such step, or a file is damaged or of another version.
+            ConfigError: the run has no such step, or a file is damaged or has another version.
         """
         config, ended = read_config(run_dir), RunArchive(run_dir).steps()
         prices = Prices.of(config) if config is not None else None
@@ -76,7 +76,7 @@ class RunView:
         return cls(run_dir, summarize_run(run_dir), steps, step, show, prices)
 
     def fields(self) -> dict[str, Any]:
-        """Return the run as an object for JSON, or its step if it was asked for."""
+        """Return the run, or the requested step, as an object for JSON."""
         if self.step is not None:
             tasks = [
                 {"task_id": task.task_id, "mean": task.mean, "rewards": task.rewards, "learning": task.learning}
@@ -86,7 +86,7 @@ class RunView:
         return self.about.model_dump() | {"steps": [_step_fields(step, self.prices) for step in self.steps]}
 
     def print(self, console: Console) -> None:
-        """Print the run, or its step if it was asked for."""
+        """Print the run, or the requested step."""
         for line in self._about():
             print_text(console, line)
         if len(self.steps) == 1:

@@ -1,4 +1,4 @@
-"""Shows one model call in a terminal or as JSON: messages in and out, tokens, log probabilities, time and weights."""
+"""Show one model call in a terminal or as JSON: messages in and out, tokens, log probabilities, time and weights."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from rollout_backend.results.records import replies_by_turn
 from rollout_backend.results.summary import mean
 from rollout_backend.results.terminal.view import plain, print_messages, print_text
 
-_UNLIKELY = 5  # tokens that are named
+_UNLIKELY = 5  # number of unlikely tokens that are listed
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class TurnView:
     """One turn of a rollout. `show` is appended to each `rollout show`; it may be empty."""
 
     rollout: Rollout
-    number: int  # in the rollout, from 0
+    number: int  # index in the rollout
     segment_number: int
-    turn_number: int  # in its segment
+    turn_number: int  # index in its segment
     show: str = ""
 
     @classmethod
     def of(cls, rollout: Rollout, number: int, show: str = "") -> Self:
-        """Find a turn by its number in the rollout.
+        """Find a turn by its index in the rollout.
 
         Raises:
             ConfigError: the rollout has no such turn.
@@ -48,7 +48,7 @@ class TurnView:
 
     @property
     def segment(self) -> Segment:
-        """Return the segment that holds the turn."""
+        """Return the segment that contains the turn."""
         return self.rollout.segments[self.segment_number]
 
     @property
@@ -58,26 +58,26 @@ class TurnView:
 
     @cached_property
     def _reply(self) -> int | None:
-        """Return the index of the reply among the segment's messages; None if they do not hold it."""
+        """Return the index of the reply among the segment's messages, or None."""
         return replies_by_turn(self.segment).get(self.turn_number)
 
     @property
     def prompt(self) -> Sequence[Mapping[str, Any]]:
-        """Return the messages that the model was given; none if they are unknown."""
+        """Return the messages that the model received; empty if unknown."""
         return self.segment.messages[: self._reply] if self._reply is not None else ()
 
     @property
     def reply(self) -> Mapping[str, Any] | None:
-        """Return the message that the model sampled; None if it is unknown."""
+        """Return the message that the model sampled; None if unknown."""
         return self.segment.messages[self._reply] if self._reply is not None else None
 
     @property
     def logprobs(self) -> list[float | None]:
-        """Return the log probability of each sampled token; None if the engine returned none."""
+        """Return the log probability of each sampled token; None where the engine returned none."""
         return [None if math.isnan(each) else each for each in self.segment.logprobs[self.turn.start : self.turn.end]]
 
     def fields(self) -> dict[str, Any]:
-        """Return the turn as an object for JSON. Names are those of the table `turns`."""
+        """Return the turn as an object for JSON, with the names of the table `turns`."""
         turn, rollout = self.turn, self.rollout
         known = [each for each in self.logprobs if each is not None]
         return {
@@ -103,7 +103,7 @@ class TurnView:
         }
 
     def print(self, console: Console, text: TokenText | None = None) -> None:
-        """Print what was new to the model, its reply, and the numbers. `text` spells its tokens."""
+        """Print the new messages, the reply, and the numbers. `text` decodes the tokens."""
         rollout = self.rollout
         print_text(
             console,
@@ -152,7 +152,7 @@ class TurnView:
 
 
 def _earlier(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Return how many messages come before those that are new since the previous reply."""
+    """Return the number of messages before those that are new since the previous reply."""
     replies = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
     return replies[-1] + 1 if replies else 0
 

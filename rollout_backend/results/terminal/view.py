@@ -1,4 +1,4 @@
-"""Prints a step's report, the rollouts of a task, a single rollout and its record in a terminal."""
+"""Print a step's report, the rollouts of a task, a single rollout and its record in a terminal."""
 
 import json
 import math
@@ -27,7 +27,7 @@ from rollout_backend.results.terminal.live_view import one_line
 
 _FAILURES_SHOWN = 10
 _MAX_MESSAGE = 160
-_RULE_WIDTH = 80  # in a pipe, where the console has no width
+_RULE_WIDTH = 80  # used in a pipe, where the console has no width
 _YEAR_10000 = 253_402_300_800
 
 
@@ -109,13 +109,13 @@ class TaskView:
     run_id: str
     step: int
     task_id: str
-    payload: object  # None: the run's folder does not hold it
+    payload: object  # None if the run directory does not contain it
     records: tuple[RolloutRecord, ...]
     show: str = ""
 
     @property
     def rewards(self) -> list[float]:
-        """Return the rewards. Missing ones are not among them."""
+        """Return the rewards, without missing ones."""
         return [record.reward for record in self.records if record.reward is not None]
 
     def fields(self) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def print_rollout(console: Console, rollout: Rollout) -> None:
 
 
 def print_record(console: Console, record: RolloutRecord, *, with_outcome: bool) -> None:
-    """Print where a rollout ran and when. With `with_outcome`, also how it ended: it has no result to print."""
+    """Print where and when a rollout ran and, `with_outcome`, how it ended, because it has no result to print."""
     if with_outcome:
         console.print(
             f"[bold]{record.rollout_id}[/]  step {record.step}, task {record.task_id}\n"
@@ -236,7 +236,7 @@ def _print_segment(console: Console, number: int, segment: Segment, first_turn: 
 
 
 def print_messages(console: Console, messages: Sequence[Mapping[str, Any]]) -> None:
-    """Print messages in the OpenAI format, each in a frame."""
+    """Print messages in the OpenAI format, each in a box."""
     for message in messages:
         text = message.get("content")
         body = text if isinstance(text, str) else json.dumps(text) if text else ""
@@ -260,12 +260,12 @@ def _print_panel(console: Console, text: str, title: str, style: str = "none") -
 
 
 def print_text(console: Console, text: str | Text, style: str | None = None) -> None:
-    """Print text whose lines only the terminal wraps, without highlighting its numbers."""
+    """Print text that only the terminal wraps, without highlighting numbers."""
     console.print(text, style=style, highlight=False, soft_wrap=True)
 
 
 def plain_table(*columns: str, right: Container[str] = ()) -> Table:
-    """Return a table without lines. Columns in `right` are aligned at the right."""
+    """Return a table without lines. Columns in `right` are right-aligned."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left")
@@ -273,12 +273,12 @@ def plain_table(*columns: str, right: Container[str] = ()) -> Table:
 
 
 def plain(text: str) -> str:
-    """Return an agent's text without markup and without terminal control sequences."""
+    """Return an agent's text without markup and terminal control sequences."""
     return escape(readable(text))
 
 
 def when(seconds: float) -> str:
-    """Return a time in UTC. It may come from a container's clock, which can show any."""
+    """Return a time in UTC. It may come from a container's clock, which can show any time."""
     if not 0 < seconds < _YEAR_10000:
         return "start unknown"
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
