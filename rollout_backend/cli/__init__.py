@@ -74,7 +74,7 @@ def _print_version(wanted: bool) -> None:
 
 def _turn_off_color(wanted: bool) -> None:
     if wanted:
-        os.environ["NO_COLOR"] = "1"  # for the help, and for what this process starts
+        os.environ["NO_COLOR"] = "1"  # for the help, and for the processes that this one starts
         console.no_color = errors.no_color = True
 
 
@@ -106,7 +106,7 @@ def _global_options(
     nothing to train on, or with too few completed rollouts; 130, interrupted, and everything that was started is
     stopped.
     """
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it has no use for torch here
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # this process does not use torch
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What the commands share: the console, common options, and exit codes."""
+"""The console, common options, and exit codes of the commands."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from rollout_backend.deploy.target import Target
     from rollout_backend.results.terminal.run_output import RunOutput
 
-_PIPE_WIDTH = 1000  # a pipe has no width, and a tool that reads it should get whole lines
+_PIPE_WIDTH = 1000  # a pipe has no width, and tools that read it need whole lines
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """Return a console that wraps lines on a terminal only."""
+    """Return a console that wraps lines only on a terminal."""
     console = Console(stderr=stderr)
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
@@ -40,7 +40,7 @@ def make_console(*, stderr: bool = False) -> Console:
 console = make_console()
 errors = make_console(stderr=True)
 if console.is_terminal and errors.is_terminal:
-    errors = console  # a live display does not notice lines that another console writes, and leaves copies of its own
+    errors = console  # lines from another console would corrupt a live display
 
 _OF_THE_MACHINE = {
     errno.ENOSPC: "Free space on that disk, or set output_dir to a folder on another one",
@@ -51,14 +51,14 @@ _OF_THE_MACHINE = {
     errno.EMFILE: "Raise the limit of open files: ulimit -n",
     errno.ENOMEM: "This machine has too little memory",
 }
-"""What to do about errors of the operating system. Other ones are bugs of ours."""
+"""What to do about errors of the operating system. Other errors are bugs of this package."""
 
 RUNS = Path("runs")
-"""The default of `output_dir`, in which commands look for runs."""
+"""The default of `output_dir`, where commands look for runs."""
 
 
 def complete_run(incomplete: str) -> list[str]:
-    """Return the runs in ./runs whose ids begin so, the newest one first, for the shell to offer."""
+    """Return the runs in ./runs whose ids start with this text, newest first, for the shell to offer."""
     found = [path for path in RUNS.glob("*") if path.name.startswith(incomplete) and (path / "steps").is_dir()]
     return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)]
 
@@ -90,7 +90,7 @@ Limit = Annotated[int | None, typer.Option(min=1, help="Take only this many task
 
 
 def echo(text: str) -> None:
-    """Print a line as it is."""
+    """Print a line unchanged."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -101,10 +101,10 @@ Stack = Annotated[
 
 
 def load_settings(config: Path | None, overrides: Sequence[str], stack: str | None) -> RolloutConfig:
-    """Read the settings of a run, with those of a stack in place of the file's, and the overrides in place of both.
+    """Read the settings of a run. Those of a stack replace the file's, and the overrides replace both.
 
     Raises:
-        ConfigError: they are invalid.
+        ConfigError: the settings are invalid.
         PreflightError: the stack does not exist, or has no runtime yet.
     """
     if stack is None:
@@ -127,7 +127,7 @@ def read_limited(tasks: Path, limit: int | None, runtime: RuntimeConfig) -> Sequ
 
 
 def run_output(quiet: bool, verbose: bool, as_json: bool) -> RunOutput:
-    """Return what prints a run.
+    """Return the object that prints a run.
 
     Raises:
         ConfigError: more than one of the options is set.
@@ -140,11 +140,11 @@ def run_output(quiet: bool, verbose: bool, as_json: bool) -> RunOutput:
 
 
 def find_run(name: str | None) -> Path:
-    """Return the folder of a run, named by its id in ./runs, by the only id that begins so, or by its path. Without a
-    name, return the run that was active last, of those with records: a run that failed to start has none.
+    """Return the directory of a run, given by its id in ./runs, by a unique prefix of its id, or by its path. Without
+    a name, return the most recently active run with records: a run that failed to start has none.
 
     Raises:
-        ConfigError: there is no such run, or several ids begin so.
+        ConfigError: the run does not exist, or several ids start with the name.
     """
     if name is None:
         active = {
@@ -171,8 +171,8 @@ def find_run(name: str | None) -> Path:
 def run_async(work: Coroutine[Any, Any, int]) -> None:
     """Run a coroutine, and exit with the code that it returns.
 
-    The first Ctrl-C or SIGTERM cancels it, so that it stops what it started. The second one ends this process at
-    once, like a kill: the guards of its servers and the janitor stop the rest.
+    The first Ctrl-C or SIGTERM cancels it, so that it stops what it started. The second one ends this process
+    immediately, like a kill: the guards of its servers and the janitor stop the rest.
     """
 
     async def with_signals() -> int:
@@ -200,7 +200,7 @@ def run_async(work: Coroutine[Any, Any, int]) -> None:
 
 @contextlib.contextmanager
 def exit_codes() -> Iterator[None]:
-    """Print this package's errors and exit with their code."""
+    """Print this package's errors, and exit with their codes."""
     try:
         yield
     except (ConfigError, TaskFileError, PreflightError) as error:

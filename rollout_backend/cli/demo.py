@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rollout_backend.results.terminal.run_output import RunOutput
 
 EXAMPLE = Path(__file__).parents[1] / "local" / "demo"
-"""`examples/arithmetic`, which the installed package contains."""
+"""`examples/arithmetic`, which the installed package includes."""
 _TAKEN = 16
 
 
@@ -99,7 +99,7 @@ async def _demo(
             },
             **model,
         }
-        early = load_local_config(config, overrides, base)  # errors show before the cloud starts
+        early = load_local_config(config, overrides, base)  # show errors before the cloud starts
         taken = f"all {len(found)}" if len(wanted) == len(found) else f"the first {len(wanted)} of {len(found)}"
         output.status(f"{taken} tasks of {tasks}, {early.group.size} rollouts of each")
         if len(wanted) < len(found):

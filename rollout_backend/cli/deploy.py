@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rollout_backend.deploy.deployment import Deployment
 
 LOCAL_CLOUD = Path(".rollout") / "local-cloud"
-"""The folder of the local cloud that `--local` starts and `rollout down` removes."""
+"""Folder of the local cloud that `--local` starts and `rollout down` removes."""
 CONFIG = Path("rollout.yaml")
 _TASKS = "tasks.jsonl"
 

@@ -57,7 +57,7 @@ def dev(
             raise ConfigError(f"there is no agent at {app}: name the Python file that starts its app")
         app = app.absolute()
         file = tasks if _is_harbor(tasks) else (tasks or app.parent / _TASKS).absolute()
-        find_tasks(file, task, limit)  # an invalid file is refused now; it is read again after each change
+        find_tasks(file, task, limit)  # refuse an invalid file now; it is read again after each change
         run_async(_dev(app, file, task, limit, engine, endpoint, override or []))
 
 
@@ -91,7 +91,7 @@ async def _dev(
                 async def run() -> None:
                     try:
                         wanted = fit_to_runtime(find_tasks(file, task, limit), settings.runtime)
-                    except (ConfigError, TaskFileError) as error:  # the next change may correct it
+                    except (ConfigError, TaskFileError) as error:  # the next change may fix it
                         echo(str(error))
                         return
                     for each in wanted:
@@ -103,7 +103,7 @@ async def _dev(
 
 @asynccontextmanager
 async def _serve(config: RolloutConfig, log_dir: Path) -> AsyncIterator[str]:
-    """Start the engine unless it already runs, and yield its URL."""
+    """Start the engine unless it is already running, and yield its URL."""
     if config.serving.kind == "external":
         yield config.serving.urls[0]
         return
@@ -120,10 +120,10 @@ def _is_harbor(tasks: Path | None) -> TypeGuard[Path]:
 
 
 def find_tasks(file: Path, wanted: str | None, limit: int) -> Sequence[Task]:
-    """Return the first `limit` tasks of the file, the one that is `wanted` by its id, or a task of that payload.
+    """Return the first `limit` tasks of the file, the task with the id `wanted`, or one with that payload.
 
     Raises:
-        ConfigError: there is no such task, or the payload is not a JSON object.
+        ConfigError: the task does not exist, or the payload is not a JSON object.
         TaskFileError: the file is invalid.
     """
     from rollout_backend.core.tasks import Task, read_tasks

@@ -43,7 +43,7 @@ def export(
 
 
 def _export(folder: Path, to: ExportFormat, out: Path) -> dict[Path, int]:
-    """Write the files and return how many rows or samples each has."""
+    """Write the files. Return the number of rows or samples in each."""
     if to == "inspect":
         from rollout_backend.results.inspect_logs import export_inspect_logs
 
@@ -54,7 +54,7 @@ def _export(folder: Path, to: ExportFormat, out: Path) -> dict[Path, int]:
 
 
 def _export_to_s3(folder: Path, to: ExportFormat, url: str) -> dict[str, int]:
-    """Write the files to a temporary folder, and upload them when all are complete."""
+    """Write the files to a temporary folder, and upload them once all are complete."""
     from rollout_backend.config.results import AwsConfig
     from rollout_backend.results.export import S3Folder
     from rollout_backend.results.run_data import read_config

@@ -11,7 +11,7 @@ from rollout_backend.cli.common import console, exit_codes
 from rollout_backend.errors import ConfigError
 
 TEMPLATES = Path(__file__).parents[1] / "local" / "templates"
-_COMMON = "common"  # the files that all templates have; a template can replace them
+_COMMON = "common"  # files that all templates share; a template can replace them
 
 Template = Literal["openai", "strands", "pydantic-ai", "command"]
 

@@ -1,4 +1,4 @@
-"""The model and the settings of commands that run an agent on this machine."""
+"""Configure the model for commands that run an agent on this machine."""
 
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ async def local_model(
     echo: Callable[[str], None],
     engine: EngineName = "sglang",
 ) -> AsyncIterator[Settings]:
-    """Yield the settings of a model on this machine, and of what serves it: a script, `endpoint`, or an engine here.
+    """Yield the settings of a model on this machine, served by a script, by `endpoint`, or by an engine started here.
 
     Raises:
         PreflightError: the endpoint cannot serve rollouts.
@@ -50,7 +50,7 @@ async def local_model(
 
 
 def _install(engine: EngineName, echo: Callable[[str], None]) -> str:
-    """Install the engine and the model if they are missing, and return the model's folder."""
+    """Install the engine and the model if they are missing. Return the model's folder."""
     from rollout_backend.serving.install import (
         CPU_ENGINES,
         cache_dir,
@@ -73,10 +73,10 @@ def _install(engine: EngineName, echo: Callable[[str], None]) -> str:
 
 
 def load_local_config(file: Path | None, overrides: Sequence[str], base: Settings) -> RolloutConfig:
-    """Load the settings of a run on this machine, with placeholders for its storage and its runtime.
+    """Load the settings of a run on this machine, with placeholders for its storage and runtime.
 
     Raises:
-        ConfigError: they are invalid, or the model's folder is not on this machine.
+        ConfigError: the settings are invalid, or the model's folder is not on this machine.
     """
     placeholder = {"storage": {"bucket": "rollouts"}, "runtime": {"kind": "http", "url": "http://127.0.0.1"}}
     config = load_config(file, overrides, base=base, top=placeholder)

@@ -109,12 +109,12 @@ def run(
 async def _run_on_local_storage(
     file: Path, overrides: Sequence[str], tasks: Path, limit: int | None, output: RunOutput, min_completed: int
 ) -> int:
-    """Run one step as `collect_step` does, with S3 and SQS that end with it."""
+    """Run one step as `collect_step` does, on S3 and SQS that end with it."""
     from rollout_backend.local.cloud import LocalStorage
     from rollout_backend.runtimes.process.control import stop_all
 
     base = {"storage": {"bucket": "rollouts"}}
-    early = load_config(file, overrides, base=base)  # errors show before anything starts
+    early = load_config(file, overrides, base=base)  # show errors before anything starts
     if type(early.runtime) is not ProcessConfig:
         raise ConfigError(
             f"--local keeps S3 on this machine, where agents of runtime.kind={early.runtime.kind} may not reach it: "
@@ -122,7 +122,7 @@ async def _run_on_local_storage(
         )
     wanted = read_limited(tasks, limit, early.runtime)
     async with LocalStorage(run_dir=early.run_dir / "logs", bucket=early.storage.bucket) as storage:
-        os.environ.update(storage.environ)  # agents inherit them
+        os.environ.update(storage.environ)  # agents inherit these variables
         config = load_config(file, overrides, base=base, top={"run_id": early.run_id, **storage.settings()})
         runtime = config.run_runtime
         assert isinstance(runtime, ProcessConfig)
@@ -130,14 +130,14 @@ async def _run_on_local_storage(
             return await collect_step(config, wanted, output, storage.wait_lost, min_completed, started_by="local")
         finally:
             if runtime.session_logs is not None:
-                stop_all(runtime.session_logs)  # a run that lost its S3 leaves sessions open
+                stop_all(runtime.session_logs)  # a run that lost its S3 may leave sessions open
 
 
 def _read_run(folder: Path, overrides: Sequence[str]) -> tuple[RolloutConfig, Sequence[Task]]:
     """Return the settings and the tasks of a run.
 
     Raises:
-        ConfigError: the run cannot be resumed, and why.
+        ConfigError: the run cannot be resumed; says why.
     """
     from rollout_backend.results.archive import CONFIG, RunArchive
     from rollout_backend.results.run_info import secret_settings
@@ -183,10 +183,10 @@ async def collect_step(
     """Run one step, show its progress, and print its summary. Return the exit code. With `leave_out`, tasks that the
     runtime cannot start are left out.
 
-    If the run is interrupted or fails after its start, print what is finished and how to resume.
+    If the run is interrupted or fails after its start, print what has finished and how to resume.
 
     Raises:
-        ConfigError: `min_completed` is more than the step plans.
+        ConfigError: `min_completed` exceeds the number of planned rollouts.
         PreflightError: the runtime cannot start some tasks; names each.
     """
     from rollout_backend.checks.preflight import check_tasks

@@ -37,10 +37,10 @@ def serve(
 
 
 def serving_config(checkpoint: Path, config: Path | None, overrides: Sequence[str]) -> RolloutConfig:
-    """Return the settings of the training with the checkpoint as its model, under the training's name of the model.
+    """Return the settings of the training, with the checkpoint in place of its model and the same model name.
 
     Raises:
-        ConfigError: they are invalid, or the folder holds no checkpoint.
+        ConfigError: the settings are invalid, or the folder contains no checkpoint.
     """
     if not (checkpoint / "config.json").is_file():
         raise ConfigError(
@@ -56,17 +56,17 @@ def serving_config(checkpoint: Path, config: Path | None, overrides: Sequence[st
         "model": {"path": str(checkpoint.absolute()), "name": name},
         "gateway": {"processes": 1},
     }
-    if trained is not None and trained.serving.kind == "external":  # the trainer's servers
+    if trained is not None and trained.serving.kind == "external":  # those are the trainer's servers
         top["serving"] = {"kind": "process", "engine": trained.serving.engine}
     merge_overrides(top, overrides)
     return load_config(config, top=top)
 
 
 async def serve_model(config: RolloutConfig, days: float, show: Callable[[str], object]) -> int:
-    """Serve until this is cancelled. `show` gets each line about the address.
+    """Serve until cancelled. `show` receives each line about the address.
 
     Raises:
-        StartupError, ServingError: an engine or the gateway did not start, or was lost for good.
+        StartupError, ServingError: an engine or the gateway did not start, or was permanently lost.
     """
     from rollout_backend.core.session_key import SessionClaims
     from rollout_backend.serving.model_serving import ModelServing

@@ -22,7 +22,7 @@ _LISTED = 20
 
 
 def complete_id(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the runs that begin so, and the tasks of a run's newest step. A task alone has its rollouts with it."""
+    """Return the runs whose ids start so, and the tasks of a run's newest step; with its rollouts for one task."""
     from rollout_backend.results.archive import RunArchive, RunNames
 
     run = context.params.get("run")
@@ -91,7 +91,7 @@ def _show(name: str | None, run: str | None, step: int | None, turn: int | None,
 
 
 def _show_similar(shown: _Shown, name: str, *, other_runs: bool) -> None:
-    """Show what begins with the name. Raises ConfigError with what it may mean unless that is one thing."""
+    """Show whatever starts with the name. Raises ConfigError with the candidates unless there is exactly one."""
     from rollout_backend.results.archive import RunNames
 
     names = RunNames.read(shown.archive, shown.steps())
@@ -131,7 +131,7 @@ class _Shown:
 
     @property
     def option(self) -> str:
-        """Return what a later `rollout show` needs in addition, to find this run."""
+        """Return the option that a later `rollout show` needs to find this run."""
         return _run_option(self.folder)
 
     def run(self) -> None:
@@ -143,7 +143,7 @@ class _Shown:
         print(json.dumps(view.fields(), ensure_ascii=False)) if self.as_json else view.print(console)
 
     def task(self, task_id: str) -> bool:
-        """Show the rollouts of a task, step by step. Return False if the run has no such task."""
+        """Show a task's rollouts, step by step. Return False if the run has no such task."""
         from rollout_backend.results.run_data import read_run_id
         from rollout_backend.results.terminal.view import TaskView
 
@@ -154,7 +154,7 @@ class _Shown:
         for step in dict.fromkeys(record.step for record in records):
             mine = tuple(record for record in records if record.step == step)
             tasks = {}
-            with contextlib.suppress(ConfigError):  # the records are shown without the payload
+            with contextlib.suppress(ConfigError):  # without tasks, show the records without the payload
                 tasks = self.archive.read_tasks(step)
             payload = tasks.get(task_id, {}).get("payload")
             view = TaskView(read_run_id(self.folder), step, task_id, payload, mine, self.option)
@@ -162,7 +162,7 @@ class _Shown:
         return bool(records)
 
     def rollout(self, rollout_id: str) -> bool:
-        """Show a rollout, or a turn of it, of each step. Return False if the run has no such rollout."""
+        """Show a rollout, or one of its turns, in each step. Return False if the run has no such rollout."""
         records = {record.step: record for record in self.archive.find_records(rollout_id)}
         results = {found.step: found for found in map(_read_rollout, self.archive.find_rollout(rollout_id))}
         steps = [step for step in sorted({*records, *results}) if self.step in (None, step)]
@@ -207,7 +207,7 @@ class _Shown:
 
 
 def _run_named(name: str) -> Path | None:
-    """Return the folder of the run with that id in ./runs, or at that path; None if there is none."""
+    """Return the directory of the run with that id in ./runs, or at that path, or None."""
     if (RUNS / name).is_dir():
         return RUNS / name
     return Path(name) if any((Path(name) / part).exists() for part in ("run.json", "steps", "rollouts")) else None
