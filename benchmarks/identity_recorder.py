@@ -1,7 +1,7 @@
 """What a trainer of `identity.py` loads by name: a record of each batch, and verl's own agent loop with our seeds.
 
-verl imports this module as its dataset's. Each step's batch is written to the folder `RECORDS` just before the
-actor is trained with it, and nothing is changed.
+verl imports this module as its dataset's. Each step's batch is written to the folder `RECORDS`, if that is set, just
+before the actor is trained with it, and nothing is changed.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ def _record(trainer: Any, columns_of: Callable[[Any], Any]) -> None:
     trainer._update_actor = recorded
 
 
-_record(
-    PPOTrainer,
-    lambda batch: tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(COLUMNS)),
-)
-_record(RayPPOTrainer, lambda batch: batch.batch)
+if "RECORDS" in os.environ:
+    _record(
+        PPOTrainer,
+        lambda batch: tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(COLUMNS)),
+    )
+    _record(RayPPOTrainer, lambda batch: batch.batch)

@@ -1,24 +1,15 @@
-"""Train the same model on the same sums in four ways, and compare how it learns.
+"""Train the same model on the same sums with verl's own agent loop and through this backend.
 
     .venv-verl/bin/python benchmarks/learning_curves.py --json runs/results/learning.json
 
 - verl: verl's own agent loop. A rollout is a coroutine in verl's process, and a function scores the reply.
 - ours: this backend. A rollout is a session of an agent that runs in `RolloutApp`, against S3, SQS and AgentCore by
   their wire protocols.
-- ours, faults: the same, while a fifth of the sessions are killed, late or throttled.
-- faults as 0: the same losses, but a killed or late rollout is trained with its tokens and the reward 0. The backend
-  has no such setting: here the agent returns the 0.
 
-All have the same trainer (verl's v1 trainer with GRPO), engine (SGLang) and optimizer, and for each seed the same
+Both have the same trainer (verl's v1 trainer with GRPO), engine (SGLang) and optimizer, and for each seed the same
 initial model and questions. The engine samples without a seed, so two runs of one seed differ, too. The model has two
-layers and one token per byte. It is fitted to the sums until it is right about every fifth time (`warm_start.py`), so
-that a run takes minutes on one core.
-
-The risk of being killed or late is the same for each sampled token, so longer rollouts are lost more often. A killed
-session publishes nothing and sends no more heartbeats; its rollout gets another attempt. A late one would run for
-minutes and ends as a straggler. A throttled invoke is answered 429 by a proxy, and is sent again.
-
-The curves show which part of the replies is right, whatever is trained of them: of each rollout's first session.
+layers and one token per byte. It is fitted to the sums until it is right about every fifth time (`tiny_learner.py`),
+so that a run takes minutes on one core.
 
 Each run is kept in a file of `--runs` and is not repeated: after an interruption, start the script again.
 """
@@ -35,7 +26,7 @@ import shutil
 import statistics
 import time
 from argparse import Namespace
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -47,21 +38,26 @@ from emulated_aws.agentcore import ARN
 from emulated_aws.http_server import Answer, Connection, Request
 from emulated_aws.s3 import S3
 from emulated_aws.sqs import REGION, Sqs
-from emulated_aws.wrapped_agents import LossRates, SessionRecord, WrappedAgents
-from learning_report import AS_0, FAULTS, VARIANTS, VERL
+from emulated_aws.wrapped_agents import SessionRecord, WrappedAgents
+from learning_report import PATH as VARIANTS
+from learning_report import VERL
 from run_all import machine
+from tiny_learner import fit_sums, question
 from training_step import METRICS, Example, agent_loop_overrides, example_module, steps_of, write_questions
-from warm_start import make_warm_model, question
 
 from rollout_backend.results.step_report import StepReport
-from rollout_backend.testing.fault_proxy import Fault, FaultProxy, Rule
 
 HERE = Path(__file__).parent
 RUNS = HERE.parent / "runs" / "results" / "learning"
-INVOKE = "bedrock-agentcore:InvokeAgentRuntime"
 # Ray would run its workers at a lower priority than the agents. One thread each, so that runs can be compared.
 TRAINER = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
 KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": REGION}
+
+
+ORDERED = (
+    "trainer.v1.sampler.custom_sampler.path=pkg://identity_recorder",
+    "trainer.v1.sampler.custom_sampler.name=OrderedReplayBuffer",
+)
 
 
 @dataclass(frozen=True)
@@ -74,15 +70,6 @@ class Settings:
     learning_rate: float = 3e-4
     entropy: float = 0.0
     right_at_start: float = 0.2
-    killed_per_token: float = 0.04
-    late_per_token: float = 0.02
-    throttled: float = 0.05
-
-
-def rates_of(variant: str, settings: Settings) -> LossRates:
-    if variant not in (FAULTS, AS_0):
-        return LossRates()
-    return LossRates(settings.killed_per_token, settings.late_per_token, scored_0=variant == AS_0)
 
 
 def write_tasks(path: Path, settings: Settings, seed: int) -> Path:
@@ -104,14 +91,13 @@ async def run(variant: str, seed: int, settings: Settings, model: Path, work: Pa
     began = time.monotonic()
     options = Namespace(tiny=True, dtype="float32", trainer="v1", steps=settings.steps, work=work)
     example = Example(example_module(), options, model, write_tasks(work / "tasks.jsonl", settings, seed))
-    found = await (run_verl(example, settings) if variant == VERL else run_ours(variant, seed, example, settings))
+    found = await (run_verl(example, settings) if variant == VERL else run_ours(seed, example, settings))
     logged = [json.loads(line)["data"] for line in (work / METRICS).read_text().splitlines()]
     parts = steps_of(work / METRICS)
-    found.setdefault("right", [step["critic/score/mean"] for step in logged])
     return {
         "variant": variant,
         "seed": seed,
-        "trained_reward": _rounded(step["critic/score/mean"] for step in logged),
+        "right": _rounded(step["critic/score/mean"] for step in logged),
         "step_s": _rounded(sum(step.values()) for step in parts),
         "parts_s": {name: round(statistics.fmean(step[name] for step in parts[1:]), 3) for name in parts[0]},
         **found,
@@ -140,10 +126,10 @@ def common_overrides(settings: Settings) -> list[str]:
 async def run_verl(example: Example, settings: Settings) -> dict[str, Any]:
     own = [
         *agent_loop_overrides(write_questions(example.tasks, example.work / "questions.parquet")),
-        f"trainer.v1.sampler.custom_sampler.path={HERE.absolute() / 'eager_buffer.py'}",
-        "trainer.v1.sampler.custom_sampler.name=EagerReplayBuffer",
+        *ORDERED,
     ]
-    await asyncio.to_thread(example.run, [*common_overrides(settings), *own], TRAINER)
+    path = {"PYTHONPATH": os.pathsep.join([str(HERE.absolute()), example.module.environment()["PYTHONPATH"]])}
+    await asyncio.to_thread(example.run, [*common_overrides(settings), *own], TRAINER | path)
     return {}
 
 
@@ -177,58 +163,51 @@ class Cloud:
             server.close()
 
 
-async def run_ours(variant: str, seed: int, example: Example, settings: Settings) -> dict[str, Any]:
-    agents = WrappedAgents(
-        lambda reply, answer: compute_score("", reply, answer) == 1, rates_of(variant, settings), seed
-    )
-    throttle = Rule(INVOKE, Fault.FAIL, share=settings.throttled, status=429, code="ThrottlingException")
-    rules = [throttle] if variant in (FAULTS, AS_0) else []
-    async with Cloud(agents).serve() as url, agents, FaultProxy(url, rules, seed) as proxy:
+async def run_ours(seed: int, example: Example, settings: Settings) -> dict[str, Any]:
+    agents = WrappedAgents(is_right, seed)
+    async with Cloud(agents).serve() as url, agents:
         os.environ["AWS_ENDPOINT_URL"] = url  # of the agents, which run in this process
         path = example.work / "rollout_backend.json"  # JSON is YAML
-        path.write_text(json.dumps(backend_settings(url, proxy.url, example.work / "runs")))
+        path.write_text(json.dumps(backend_settings(url, example.work / "runs")))
         own = [*common_overrides(settings), *example.module.backend_overrides(example.tasks, path)]
         await asyncio.to_thread(example.run, own, TRAINER)
-        throttled = proxy.count(INVOKE, Fault.FAIL)
-    reports = [
-        StepReport.model_validate_json(file.read_text()) for file in (example.work / "runs").glob("*/steps/*.json")
-    ]
-    return {"right": right_by_step(agents.records), **accounts(agents.records, reports), "throttled": throttled}
+    return accounts(agents.records, example.work / "runs")
 
 
-def backend_settings(url: str, runtime_url: str, output: Path) -> dict[str, Any]:
+def backend_settings(url: str, output: Path) -> dict[str, Any]:
     return {
         "aws": {"region": REGION, "endpoint_url": url},
         "storage": {"bucket": "results"},
-        "runtime": {"kind": "agentcore", "arn": ARN, "endpoint_url": runtime_url, "invoke_per_s": 200},
-        # Steps take seconds, so silence is noticed after 3 s instead of 45 s, and a straggler after twice the time
-        # of the others.
+        "runtime": {"kind": "agentcore", "arn": ARN, "endpoint_url": url, "invoke_per_s": 200, "max_attempts": 50},
+        # No stragglers, and limits that only end hangs, so that a slow machine loses no rollout.
         "timeouts": {
-            "model_call_s": 60, "agent_s": 120, "publish_grace_s": 30, "collection_s": 300, "session_key_s": 400,
-            "heartbeat_s": 1,
+            "model_call_s": 600, "agent_s": 900, "publish_grace_s": 60, "collection_s": 1800, "session_key_s": 2400,
+            "heartbeat_s": 2,
         },
-        "group": {"straggler_after": 0.75, "straggler_factor": 2},
+        "circuit_breaker": {"max_failures": None},
         "output_dir": str(output),
     }  # fmt: skip
 
 
-def right_by_step(records: Iterable[SessionRecord]) -> list[float]:
-    """Return for each step which part of the first sessions' replies is right, lost ones included."""
-    by_step: dict[int, list[bool]] = defaultdict(list)
-    for record in records:
-        if record.nth == 1:
-            by_step[record.step].append(record.right)
-    return _rounded(statistics.fmean(by_step[step]) for step in sorted(by_step))
+def engine_settings(run_id: str, model: Path, url: str, output: Path) -> dict[str, Any]:
+    """Return the settings of a run without verl, and point this process's agents to the emulated AWS."""
+    os.environ["AWS_ENDPOINT_URL"] = url
+    return {
+        **backend_settings(url, output),
+        "run_id": run_id,
+        "model": {"path": str(model), "renderer": "chatml"},
+        "serving": {"device": "cpu", "dtype": "float32", "threads": 1},
+        "sampling": {"temperature": 1.0},
+    }
 
 
-def accounts(records: Iterable[SessionRecord], reports: Iterable[StepReport]) -> dict[str, Any]:
-    """Return how many sessions were lost, and what became of the rollouts."""
-    reports = list(reports)
+def accounts(records: Iterable[SessionRecord], output: Path) -> dict[str, Any]:
+    """Return how many sessions were lost, and what became of the rollouts by the reports in `output`."""
     sums: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    reports = [StepReport.model_validate_json(file.read_text()) for file in output.glob("*/steps/*.json")]
     for report in reports:
         sums.update({"planned": report.planned, "trainable": report.trainable, "attempts": report.attempts})
-    reasons: Counter[str] = Counter()
-    for report in reports:
         reasons.update(report.reasons)
     return {
         "sessions": len(list(records)),
@@ -265,14 +244,14 @@ def warm_model(folder: Path, seed: int, settings: Settings) -> Path:
     if not model.exists():
         unfinished = folder / "model.work"
         shutil.rmtree(unfinished, ignore_errors=True)
-        make_warm_model(unfinished, seed, settings.right_at_start)
+        fit_sums(unfinished, seed, settings.right_at_start)
         unfinished.rename(model)
     return model
 
 
 def line(found: dict[str, Any]) -> str:
     curve = " ".join(f"{value:.2f}" for value in found["right"])
-    lost = f"; lost {found['lost']}, throttled {found['throttled']}, {found['reasons']}" if "lost" in found else ""
+    lost = f"; {found['reasons']}" if "reasons" in found else ""
     step_s = statistics.fmean(found["step_s"][1:])
     return f"{found['variant']:12s} seed {found['seed']}: {curve}; {step_s:.2f} s a step, {found['seconds']} s{lost}"
 

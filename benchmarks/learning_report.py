@@ -1,35 +1,39 @@
-"""Tables and pictures of what `benchmarks/learning_curves.py` has measured. Pure."""
+"""Tables and pictures of what `learning_curves.py`, `lost_rollouts.py` and `many_turns.py` have measured. Pure."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from xml.sax.saxutils import escape
 
-import curves
 from report import Table
 
 Results = Mapping[str, Any]
 Run = Mapping[str, Any]
 
-VERL, OURS, FAULTS, AS_0 = "verl", "ours", "ours, faults", "faults as 0"
-VARIANTS = (VERL, OURS, FAULTS, AS_0)
-PATH, LOSSES = (VERL, OURS), (OURS, FAULTS, AS_0)  # which variants answer which question
-PATH_PAIRS, LOSS_PAIRS = ((OURS, VERL),), ((FAULTS, OURS), (AS_0, OURS), (AS_0, FAULTS))
-LAST = 10  # steps that count as the end of a run
+Curves = Sequence[Sequence[float]]  # [seeds, steps], each value from 0 to 1
+
+VERL, OURS, AS_0, DROPPED = "verl", "ours", "lost as 0", "groups dropped"
+PATH, LOSSES = (VERL, OURS), (OURS, AS_0, DROPPED)  # which variants answer which question
+PATH_PAIRS, LOSS_PAIRS = ((OURS, VERL),), ((AS_0, OURS), (DROPPED, OURS))
+GAMES = {"lake": "FrozenLake-v0", "sums": "sums with a tool"}
+ENDS = 3  # steps that count as the beginning and the end of a game's training
 _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # by degrees of freedom, from 1
+_COLOURS = ("#1f6feb", "#9a6700", "#1a7f37", "#cf222e")
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM, _LEGEND = 760, 380, 56, 14, 44, 26  # pixels
 
 
-def runs_of(results: Results, variant: str) -> list[Run]:
-    """Return the runs of a variant by seed."""
-    return sorted((run for run in results["runs"] if run["variant"] == variant), key=lambda run: run["seed"])
+def runs_of(results: Results, name: str) -> list[Run]:
+    """Return the runs of a variant, or of a game, by seed."""
+    runs = (run for run in results["runs"] if name in (run.get("variant"), run.get("name")))
+    return sorted(runs, key=lambda run: int(run["seed"]))
 
 
 def final(run: Run) -> float:
-    """Return which part of the replies is right in the last steps."""
-    return statistics.fmean(run["right"][-LAST:])
+    """Return which part of the replies is right in the last third of the steps."""
+    return statistics.fmean(run["right"][-(len(run["right"]) // 3) :])
 
 
 def area(run: Run) -> float:
@@ -39,7 +43,7 @@ def area(run: Run) -> float:
 
 def outcomes(results: Results, variants: Sequence[str]) -> Table:
     """Return one line for each variant: how far, and how fast, it has learned."""
-    header = ("run", "seeds", "first step", f"last {LAST} steps", "lowest to highest", "all steps", "s a step")
+    header = ("run", "seeds", "first step", "last third", "lowest to highest", "all steps", "s a step")
     lines = []
     for variant in variants:
         runs = runs_of(results, variant)
@@ -73,7 +77,7 @@ def differences(results: Results, pairs: Sequence[tuple[str, str]]) -> Table:
         if runs:
             cells = [_interval([measure(one) - measure(other) for one, other in runs]) for measure in (final, area)]
             lines.append([f"{variant}, less {reference}", str(len(runs)), *cells])
-    return Table("differences", ("difference", "seeds", f"last {LAST} steps", "all steps"), lines)
+    return Table("differences", ("difference", "seeds", "last third", "all steps"), lines)
 
 
 def paired(results: Results, variant: str, reference: str) -> list[tuple[Run, Run]]:
@@ -103,42 +107,21 @@ def parts(results: Results, variants: Sequence[str]) -> Table:
 
 
 def losses(results: Results) -> Table:
-    """Return one column for each variant of this backend: what was lost, and what became of it, over all seeds."""
-    columns = {variant: _losses(variant, runs) for variant in LOSSES if (runs := runs_of(results, variant))}
-    names = next(iter(columns.values()), {})
-    lines = [[name, *(column[name] for column in columns.values())] for name in names]
-    return Table("losses", ("over all seeds", *columns), lines)
-
-
-def _losses(variant: str, runs: Sequence[Run]) -> dict[str, str]:
-    sums: Counter[str] = Counter()
-    for run in runs:
-        sums.update({name: run[name] for name in ("planned", "sessions", "attempts", "trainable", "throttled")})
-        sums.update(run["lost"])
-        sums["unbalanced"] += run["unbalanced_steps"]
-    invented = sums["killed"] + sums["late"] if variant == AS_0 else 0
-    hit = sums["killed"] + sums["late"] + sums["throttled"]
-    counts = {
-        "rollouts planned": sums["planned"],
-        "sessions killed": sums["killed"],
-        "sessions late": sums["late"],
-        "invokes throttled": sums["throttled"],
-        "attempts repeated after a loss": sums["attempts"] - sums["planned"],
-        "rollouts left out": sums["planned"] - sums["trainable"],
-        "rollouts trained with the agent's reward": sums["trainable"] - invented,
-        "rollouts trained with an invented 0": invented,
-        "steps whose accounts do not balance": sums["unbalanced"],
-    }
-    shown = {name: f"{count:,}" for name, count in counts.items()}
-    return {**shown, "killed, late or throttled": f"{100 * hit / (sums['sessions'] + sums['throttled']):.1f} %"}
-
-
-def reasons(results: Results, variant: str) -> dict[str, int]:
-    """Return why the variant's rollouts were left out, over all seeds."""
-    found: Counter[str] = Counter()
-    for run in runs_of(results, variant):
-        found.update(run.get("reasons", {}))
-    return dict(found.most_common())
+    """Return one line for each variant: what was lost and trained, over all seeds."""
+    lines = []
+    for variant in LOSSES:
+        if runs := runs_of(results, variant):
+            sums = [sum(run[name] for run in runs) for name in ("planned", "sessions", "lost", "trained")]
+            lines.append(
+                [
+                    variant,
+                    *(f"{count:,}" for count in sums),
+                    f"{sums[2] / sums[1]:.0%}",
+                    _change([run["calls"] for run in runs]),
+                ]
+            )
+    counts = ("rollouts planned", "sessions", "of them lost", "rollouts trained", "lost")
+    return Table("losses", ("run", *counts, "model calls of a rollout"), lines)
 
 
 def _with_spread(values: Sequence[float]) -> str:
@@ -152,7 +135,137 @@ def _interval(values: Sequence[float]) -> str:
     return mean if found is None else f"{mean} ({found[0]:+.3f} to {found[1]:+.3f})"
 
 
-def picture(results: Results, variants: Sequence[str]) -> str:
-    """Return an SVG with a line for each variant: the mean of the seeds, in a band from lowest to highest."""
-    lines = {variant: [run["right"] for run in runs_of(results, variant)] for variant in variants}
-    return curves.picture(lines, "right replies", neighbours=3)
+# --- games of many turns --------------------------------------------------------------------------------
+
+
+def learned(results: Results) -> Table:
+    """Return one line for each training: how far it has learned."""
+    lines = []
+    for name, title in GAMES.items():
+        if not (runs := runs_of(results, name)):
+            continue
+        ends = [_end(run, "reward") for run in runs]
+        lines.append(
+            [
+                title,
+                str(len(runs)),
+                str(len(runs[0]["steps"])),
+                _change(_by_step(runs, "reward")),
+                f"{min(ends):.2f} to {max(ends):.2f}",
+                f"{sum(_end(run, 'reward') > _end(run, 'reward', first=True) for run in runs)} of {len(runs)}",
+                _change(_by_step(runs, "won")),
+            ]
+        )
+    header = ("task", "seeds", "steps", "reward", "at the end, by seed", "seeds that gained", "reward of 1")
+    return Table("learned", header, lines)
+
+
+def in_play(results: Results) -> Table:
+    """Return one line for each training: of what its rollouts consist."""
+    lines = []
+    for name, title in GAMES.items():
+        if not (runs := runs_of(results, name)):
+            continue
+        steps = [step for run in runs for step in run["steps"]]
+        lines.append(
+            [
+                title,
+                f"{sum(step['rollouts'] for step in steps):,}",
+                *(_change(_by_step(runs, what)) for what in ("turns", "segments", "tool_calls", "sampled_tokens")),
+                f"{max(step['prob_diff'] for step in steps):.1e}",
+                f"{statistics.median(step['seconds'] for step in steps):.1f}",
+            ]
+        )
+    per_rollout = ("turns", "segments", "tool calls", "sampled tokens")
+    return Table("in play", ("task", "rollouts trained", *per_rollout, "probability difference", "s a step"), lines)
+
+
+def _by_step(runs: Sequence[Run], what: str) -> Curves:
+    return [[step[what] for step in run["steps"]] for run in runs]
+
+
+def _end(run: Run, what: str, *, first: bool = False) -> float:
+    values = [step[what] for step in run["steps"]]
+    return statistics.fmean(values[:ENDS] if first else values[-ENDS:])
+
+
+def _change(curves: Curves) -> str:
+    """Return the means over all seeds at the beginning and at the end; one of them if they are equal."""
+    ends = [[value for curve in curves for value in curve[at]] for at in (slice(ENDS), slice(-ENDS, None))]
+    return " -> ".join(dict.fromkeys(f"{statistics.fmean(values):.3g}" for values in ends))
+
+
+# --- pictures --------------------------------------------------------------------------------
+
+
+def smoothed(values: Sequence[float], neighbours: int) -> list[float]:
+    """Return the mean of each value and its neighbours on each side; fewer at the ends."""
+    return [statistics.fmean(values[max(0, at - neighbours) : at + neighbours + 1]) for at in range(len(values))]
+
+
+def picture(results: Results, names: Sequence[str], label: str, neighbours: int = 1) -> str:
+    """Return an SVG with a line for each variant or game: the mean of the seeds, in a band from lowest to highest.
+
+    All values are smoothed over `neighbours` steps on each side. `label` is the vertical axis.
+    """
+    found = {}
+    for name in names:
+        if runs := runs_of(results, name):
+            curves = [run["right"] if "right" in run else [step["reward"] for step in run["steps"]] for run in runs]
+            found[GAMES.get(name, name)] = [smoothed(curve, neighbours) for curve in curves]
+    steps = max((len(curve) for curves in found.values() for curve in curves), default=2)
+    elements = [*_axes(steps, label)]
+    colours = dict(zip(found, _COLOURS, strict=False))
+    elements += [_band(curves, colours[name], steps) for name, curves in found.items()]
+    elements += [_mean(curves, colours[name], steps) for name, curves in found.items()]
+    x = float(_LEFT)
+    for name, curves in found.items():
+        text = f"{name} ({len(curves)} seeds)"
+        elements.append(f"<rect x='{x:.0f}' y='{_HEIGHT + 6}' width='12' height='12' fill='{colours[name]}'/>")
+        elements.append(_text(x + 17, _HEIGHT + 16, text))
+        x += 40 + 7 * len(text)
+    height = _HEIGHT + _LEGEND
+    head = (
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{_WIDTH}' height='{height}' viewBox='0 0 {_WIDTH} {height}'>"
+    )
+    style = "<style>text { font: 12px sans-serif; fill: #24292f }</style>"
+    return "\n".join([head, style, "<rect width='100%' height='100%' fill='white'/>", *elements, "</svg>\n"])
+
+
+def _axes(steps: int, label: str) -> Iterator[str]:
+    for tenth in range(0, 11, 2):
+        y = _y(tenth / 10)
+        yield f"<line x1='{_LEFT}' y1='{y:.1f}' x2='{_WIDTH - 10}' y2='{y:.1f}' stroke='#d6dbe1'/>"
+        yield _text(_LEFT - 8, y + 4, f"{tenth / 10:.1f}", "text-anchor='end'")
+    for step in [1, *range(5, steps + 1, 5)]:
+        yield _text(_x(step - 1, steps), _HEIGHT - _BOTTOM + 18, str(step), "text-anchor='middle'")
+    yield _text(_WIDTH / 2, _HEIGHT - 8, "step", "text-anchor='middle'")
+    middle = (_TOP + _HEIGHT - _BOTTOM) / 2
+    yield _text(14, middle, label, f"text-anchor='middle' transform='rotate(-90 14 {middle:.0f})'")
+
+
+def _mean(curves: Curves, colour: str, steps: int) -> str:
+    points = _points([statistics.fmean(values) for values in zip(*curves, strict=True)], steps)
+    return f"<polyline points='{points}' fill='none' stroke='{colour}' stroke-width='2'/>"
+
+
+def _band(curves: Curves, colour: str, steps: int) -> str:
+    low, high = ([edge(values) for values in zip(*curves, strict=True)] for edge in (min, max))
+    there, back = _points(high, steps), " ".join(reversed(_points(low, steps).split()))
+    return f"<polygon points='{there} {back}' fill='{colour}' fill-opacity='0.15'/>"
+
+
+def _points(values: Sequence[float], steps: int) -> str:
+    return " ".join(f"{_x(at, steps):.1f},{_y(value):.1f}" for at, value in enumerate(values))
+
+
+def _x(at: int, steps: int) -> float:
+    return _LEFT + 6 + (_WIDTH - _LEFT - 22) * at / max(1, steps - 1)
+
+
+def _y(value: float) -> float:
+    return _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * value
+
+
+def _text(x: float, y: float, text: str, more: str = "") -> str:
+    return f"<text x='{x:.1f}' y='{y:.1f}' {more}>{escape(text)}</text>"

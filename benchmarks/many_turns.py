@@ -10,8 +10,6 @@ Everything is real except the cloud, which is on this machine: verl's trainer, S
 each agent. The model has 90,000 weights and one token per byte. First it is fitted to what a weak player does in the
 same agents. Each of five seeds has different tasks; the engine samples without a seed.
 
-SmolLM2-135M plays games of TextArena too, without training: `--only games`.
-
 Each run is kept in a file of `--runs` and is not repeated: after an interruption, start the script again.
 """
 
@@ -23,6 +21,7 @@ import importlib
 import json
 import os
 import random
+import re
 import shutil
 import statistics
 import sys
@@ -37,14 +36,12 @@ import yaml
 from rivals.environments import python_of
 from run_all import machine
 from tiny_learner import fit
-from weak_players import weak_lake, weak_sums
 
 from agent_wrapper.contract import Rollout
-from rollout_backend import GroupResult, RolloutManager, StepResult, Task, load_config
+from rollout_backend import RolloutManager, StepResult, Task, load_config
 from rollout_backend.local.cloud import LocalCloud
-from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
+from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine, ToolCall
 from rollout_backend.results.archive import RunArchive
-from rollout_backend.serving.install import find_model
 from rollout_backend.serving.server_process import ServerProcess
 from rollout_backend.verl.verl_settings import run_id_of
 
@@ -55,6 +52,33 @@ EXAMPLE = ROOT / "examples" / "train_arithmetic"
 SEEDS = (0, 1, 2, 3, 4)
 TRANSCRIPTS = 256
 TIMEOUTS = {"model_call_s": 120, "agent_s": 300, "collection_s": 600, "session_key_s": 900}
+
+
+# --- weak players, which make legal moves and few good ones. Each answers by the text of its prompt alone ---
+
+_CELLS = re.compile(r"([wasd])([.HG#])")
+
+
+def weak_lake(prompt: str) -> str:
+    """Move at random, but four times in ten to a free cell below or on the right, if there is one."""
+    draw, cells = random.Random(prompt), dict(_CELLS.findall(prompt)[-4:])
+    moves = list(cells)
+    if draw.random() < 0.4:
+        moves = [move for move in "sd" if cells[move] in ".G"] or moves
+    return f"[{draw.choice(moves)}]"
+
+
+def weak_sums(prompt: str) -> str:
+    """Guess three times in ten; otherwise call the tool with any operator."""
+    if "<tool_response>" in prompt:
+        return "done"
+    draw = random.Random(prompt)
+    if draw.random() < 0.3:
+        return str(draw.randint(0, 20))
+    return str(ToolCall("apply", {"operator": draw.choice("+-*")}))
+
+
+# --- trainings ---
 
 
 @dataclass(frozen=True)
@@ -140,12 +164,10 @@ def warm_model(training: Training, folder: Path, work: Path) -> Path:
             "group": {"size": 1},
         }
         played = asyncio.run(collect(training.agent, training.tasks(-1, TRANSCRIPTS), settings, work))
-    segments = [segment for rollout in played.rollouts for segment in rollout.segments]
+    rows = [(list(s.token_ids), list(s.response_mask)) for rollout in played.rollouts for s in rollout.segments]
     part = folder.with_suffix(".part")
-    losses = fit(part, segments, training.warm_steps, tail=training.tail, tail_steps=training.tail_steps)
-    print(
-        f"{training.name}: fitted to {len(segments)} segments, loss {losses[0]:.2f} -> {losses[-1]:.2f}", flush=True
-    )
+    losses = fit(part, rows, training.warm_steps, tail=training.tail, tail_steps=training.tail_steps)
+    print(f"{training.name}: fitted to {len(rows)} segments, loss {losses[0]:.2f} -> {losses[-1]:.2f}", flush=True)
     part.rename(folder)
     return folder
 
@@ -243,59 +265,18 @@ def summary_of(rollouts: Sequence[Rollout]) -> dict[str, float]:
     }
 
 
-# --- games without training -----------------------------------------------------------------------------------
-
-PLAYED = (
-    *("FrozenLake-v0", "Mastermind-v0", "TowerOfHanoi-v0", "GuessTheNumber-v0", "Bandit-v0", "Secretary-v0"),
-    *("LightsOut-v0", "Blackjack-v0", "RushHour-v0", "FifteenPuzzle-v0", "Minesweeper-v0", "Sokoban-v0"),
-)
-STARTS, GROUP = 2, 4
-GAME = {"max_moves": 4, "terse": False, "compact_after": 0, "max_tokens": 16}
-
-
-def game_tasks(games: Sequence[str]) -> list[Task]:
-    return [Task(f"{game}-{seed}", {**GAME, "game": game, "seed": seed}) for game in games for seed in range(STARTS)]
-
-
-def play(games: Sequence[str], work: Path) -> list[dict[str, Any]]:
-    """Let SmolLM2-135M play each game. Return a row for each game."""
-    settings = {
-        "model": {"path": str(find_model()), "renderer": "chatml", "context_length": 4096},
-        "serving": {"device": "cpu", "dtype": "float32", "threads": 1},
-        "group": {"size": GROUP},
-        "sampling": {"temperature": 1.0},
-    }
-    played = asyncio.run(collect("board_game.py", game_tasks(games), settings, work))
-    return [
-        game_row(game, [group for group in played.groups if group.task.payload["game"] == game]) for game in games
-    ]
-
-
-def game_row(game: str, groups: Sequence[GroupResult]) -> dict[str, Any]:
-    """Return the means over the completed rollouts of a game."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    return {
-        "game": game,
-        **summary_of(rollouts),
-        "best": max(rollout.reward or 0.0 for rollout in rollouts),
-        "invalid": statistics.fmean(bool(rollout.extras["invalid"]) for rollout in rollouts),
-        "groups": len(groups),
-        "with_spread": sum(len({rollout.reward for rollout in group.rollouts}) > 1 for group in groups),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", choices=[*TRAININGS, "games"], default=[*TRAININGS, "games"])
+    parser.add_argument("--only", nargs="*", choices=list(TRAININGS), default=list(TRAININGS))
     parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "results" / "many_turns", help="finished runs")
-    parser.add_argument("--smoke", action="store_true", help="two steps of one seed, and one game")
+    parser.add_argument("--smoke", action="store_true", help="two steps of one seed")
     parser.add_argument("--json", type=Path, help="write all finished runs to this file")
     options = parser.parse_args()
     runs: Path = options.runs.absolute() / ("smoke" if options.smoke else "")
     (runs / "models").mkdir(parents=True, exist_ok=True)
     for name in options.only:
-        for seed in [0] if name == "games" else options.seeds[:1] if options.smoke else options.seeds:
+        for seed in options.seeds[:1] if options.smoke else options.seeds:
             kept = runs / f"{name}-{seed}.json"
             if not kept.exists():
                 began = time.monotonic()
@@ -313,8 +294,6 @@ def main() -> None:
 
 def one(name: str, seed: int, model: Path, work: Path, smoke: bool) -> dict[str, Any]:
     """Return what is kept of one run."""
-    if name == "games":
-        return {"games": play(PLAYED[:1] if smoke else PLAYED, work)}
     training = TRAININGS[name]
     model = warm_model(training, model, work / "warm")
     steps = asyncio.run(train(training, model, seed, 2 if smoke else training.steps, work))
@@ -322,10 +301,8 @@ def one(name: str, seed: int, model: Path, work: Path, smoke: bool) -> dict[str,
 
 
 def line(found: dict[str, Any]) -> str:
-    head = f"{found['name']} {found['seed']}, {found['seconds']} s: "
-    if found["name"] == "games":
-        return head + ", ".join(f"{row['game']} {row['reward']:.2f}" for row in found["games"])
-    return head + " ".join(f"{step['reward']:.2f}" for step in found["steps"])
+    rewards = " ".join(f"{step['reward']:.2f}" for step in found["steps"])
+    return f"{found['name']} {found['seed']}, {found['seconds']} s: {rewards}"
 
 
 def section(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -341,7 +318,6 @@ def section(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "results": {
             "versions": {"textarena": pins["TextArena"], "reasoning_gym": pins["reasoning_gym"]},
             "settings": {
-                "games": {"starts": STARTS, "episodes": STARTS * GROUP, **GAME},
                 "transcripts": TRANSCRIPTS,
                 **{
                     name: {**{field: getattr(training, field) for field in trained}, **training.payload}

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kept_folder import kept_folder
-from plot import picture
-from report import DETAILS, failures, summary
+from report import DETAILS, failures, picture, summary
 
 ROOT = Path(__file__).parent.parent
 

@@ -1,61 +1,164 @@
-"""Fit the tiny byte-level model to transcripts of a weak player, so that RL has rewards to start from."""
+"""Fit the tiny byte-level model until it is right now and then, and train it with the loop of `examples/plain_loop`.
+
+A model of this size that has to find answers and formats itself would need thousands of RL steps.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import random
-from collections.abc import Iterable, Sequence
+import sys
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from agent_wrapper.contract import Segment
+from rollout_backend import RolloutManager, StepResult, Task
 from rollout_backend.local.tiny_model import make_tiny_model
 
-BATCH, LEARNING_RATE = 16, 3e-3
+BATCH, LEARNING_RATE, MAX_STEPS = 16, 3e-3, 1500
+KNOWN = 0.95  # mean probability of the right answer at which the model knows the sums
+NOISE = 0.9  # of the answers are drawn from all possible ones, once the model knows the sums
+SUMS = tuple(itertools.product(range(1, 10), repeat=2))
+ANSWERS = range(2, 19)
+LOOP = Path(__file__).parent.parent / "examples" / "plain_loop" / "train.py"
+
+Row = tuple[list[int], list[int]]  # token ids, and 1 for each that is sampled
 
 
 def fit(
-    folder: Path, transcripts: Iterable[Segment], steps: int, seed: int = 0, *, tail: int = 0, tail_steps: int = 0
+    folder: Path, rows: Sequence[Row], steps: int, seed: int = 0, *, tail: int = 0, tail_steps: int = 0
 ) -> list[float]:
-    """Create the model in `folder`, and fit it to the sampled tokens of transcripts of their own tokenizer.
+    """Create the model in `folder`, and fit it to the sampled tokens of a weak player's rows.
 
-    With `tail`, it is first fitted for `tail_steps` to the last `tail` tokens of each transcript, which is cheaper
-    if they have long beginnings in common. Equal seeds give equal weights. Return the loss of each step, in nats per
-    sampled token.
+    With `tail`, it is first fitted for `tail_steps` to the last `tail` tokens of each row, which is cheaper if rows
+    have long beginnings in common. Equal seeds give equal weights. Return the loss of each step, in nats per sampled
+    token.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
-    make_tiny_model(folder, seed)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0)
+    model, optimizer, _ = _start(folder, seed)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, tail_steps + steps, LEARNING_RATE / 10)
-    rows = [(list(each.token_ids), list(each.response_mask)) for each in transcripts]
     tails = [(ids[-tail:], mask[-tail:]) for ids, mask in rows]
-    draw = random.Random(seed)
-    losses = []
+    draw, losses = random.Random(seed), []
     for step in range(tail_steps + steps):
-        if step < tail_steps:
-            loss = _loss(model, draw.sample(tails, min(4 * BATCH, len(tails))))
-        else:
-            loss = _loss(model, draw.sample(rows, min(BATCH, len(rows))))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        batch = (
+            draw.sample(tails, min(4 * BATCH, len(tails)))
+            if step < tail_steps
+            else draw.sample(rows, min(BATCH, len(rows)))
+        )
+        logprobs_B_T, mask_B_T = _logprobs(model, batch)
+        loss = -(logprobs_B_T * mask_B_T).sum() / mask_B_T.sum()
+        _take_step(model, optimizer, loss)
         schedule.step()
         losses.append(loss.item())
     model.save_pretrained(folder)
     return losses
 
 
-def _loss(model: Any, batch: Sequence[tuple[list[int], list[int]]]) -> Any:
+def question(a: int, b: int) -> str:
+    return f"{a}+{b}="
+
+
+def fit_sums(folder: Path, seed: int, target: float) -> None:
+    """Create the model in `folder`, and fit it to all sums, then to mostly wrong ones, until it is right with a mean
+    probability just below `target`. The seed decides the initial weights and the wrong answers.
+
+    Raises:
+        RuntimeError: a fit does not end within MAX_STEPS.
+    """
+    import torch
+
+    model, optimizer, tokenizer = _start(folder, seed)
+    rows = {(a, b, answer): row_of(tokenizer, [question(a, b), str(answer)]) for a, b in SUMS for answer in ANSWERS}
+    right = [rows[a, b, a + b] for a, b in SUMS]
+    draw, knows = random.Random(seed), False
+    for _ in range(MAX_STEPS):
+        batch = [rows[a, b, draw.choice(ANSWERS) if knows and draw.random() < NOISE else a + b] for a, b in SUMS]
+        logprobs_B_T, mask_B_T = _logprobs(model, batch)
+        _take_step(model, optimizer, -(logprobs_B_T * mask_B_T).sum(-1).mean())
+        with torch.no_grad():
+            logprobs_B_T, mask_B_T = _logprobs(model, right)
+            probability = float((logprobs_B_T * mask_B_T).sum(-1).exp().mean())
+        knows = knows or probability >= KNOWN
+        if knows and probability <= target:
+            model.save_pretrained(folder)
+            return
+    raise RuntimeError(f"after {MAX_STEPS} steps the model is right with probability {probability:.2f}")
+
+
+def row_of(tokenizer: Any, texts: Sequence[str]) -> Row:
+    """Return a conversation that begins with the user's message, as the gateway renders it."""
+    ids: list[int] = []
+    mask: list[int] = []
+    for number, text in enumerate(texts):
+        sampled = number % 2
+        lead = "\n" if number and not sampled else ""
+        given = (
+            f"{text}<|im_end|>" if sampled else f"{lead}<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+        )
+        tokens = tokenizer.encode(given, add_special_tokens=False)
+        ids += tokens
+        mask += [sampled] * len(tokens)
+    return ids, mask
+
+
+def _start(folder: Path, seed: int) -> tuple[Any, Any, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    make_tiny_model(folder, seed)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0)
+    return model, optimizer, PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def _take_step(model: Any, optimizer: Any, loss: Any) -> None:
+    import torch
+
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _logprobs(model: Any, batch: Sequence[Row]) -> tuple[Any, Any]:
+    """Return the logprob of each token after the first, and whether it is sampled."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
-    ids_B_T, sampled_B_T = (
+    ids_B_T, mask_B_T = (
         pad_sequence([torch.tensor(row) for row in rows], batch_first=True) for rows in zip(*batch, strict=True)
     )
     logits_B_T_V = model(ids_B_T).logits[:, :-1]
-    losses_B_T = torch.nn.functional.cross_entropy(logits_B_T_V.transpose(1, 2), ids_B_T[:, 1:], reduction="none")
-    mask_B_T = sampled_B_T[:, 1:]
-    return (losses_B_T * mask_B_T).sum() / mask_B_T.sum()
+    logprobs_B_T = -torch.nn.functional.cross_entropy(logits_B_T_V.transpose(1, 2), ids_B_T[:, 1:], reduction="none")
+    return logprobs_B_T, mask_B_T[:, 1:]
+
+
+async def train(
+    manager: RolloutManager, folder: Path, steps: Iterable[list[Task]], learning_rate: float
+) -> AsyncIterator[tuple[StepResult, float, float]]:
+    """Train the model of a folder on each step's tasks.
+
+    Yield each step's rollouts, the largest difference between the engine's and the trainer's probability of a token,
+    and the seconds.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    spec = spec_from_file_location("plain_loop", LOOP)
+    assert spec is not None
+    assert spec.loader is not None
+    loop = sys.modules[spec.name] = module_from_spec(spec)
+    spec.loader.exec_module(loop)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+    for tasks in steps:
+        began = time.monotonic()
+        await manager.update_weights(model.state_dict())
+        result = await manager.collect(tasks)
+        rows = loop.make_rows(result)
+        _, worst = await asyncio.to_thread(loop.update, model, optimizer, rows) if rows else (0.0, 0.0)
+        yield result, worst, time.monotonic() - began

@@ -16,7 +16,6 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "benchmarks"))
 
-import plot  # noqa: E402
 import report  # noqa: E402
 
 FLAMES = HERE / "flames"
@@ -78,7 +77,7 @@ def page(results: dict[str, Any]) -> str:
 
 
 def drawing(results: dict[str, Any]) -> str:
-    return plot.picture(results)
+    return report.picture(results)
 
 
 def _lines(results: dict[str, Any]) -> Iterator[str]:

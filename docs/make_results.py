@@ -19,7 +19,6 @@ sys.path.append(str(HERE.parent / "benchmarks"))
 
 import fault_report  # noqa: E402
 import learning_report  # noqa: E402
-import many_turns_report  # noqa: E402
 from report import Table  # noqa: E402
 
 RESULTS, PAGE = HERE / "results.json", HERE / "results.md"
@@ -60,30 +59,48 @@ reward; agentlightning's store does. A system that cannot meet a fault has no nu
 _LEARNING = """\
 A tiny model learns single-digit sums by GRPO, for {steps} steps of {prompts} questions with {group} rollouts each.
 All runs have verl's v1 trainer, a real SGLang server on the CPU and the same settings. Runs of one seed have the same
-initial model and questions; the engine samples without a seed. The figures are the part of the replies that is right,
-of all rollouts that began. Lines are means over the seeds and over seven steps, bands reach from the lowest seed to
-the highest.
+initial model and questions; the engine samples without a seed. The figures are the part of the replies that is right.
+Lines are means over the seeds and over seven steps, bands reach from the lowest seed to the highest.
 
 - verl: verl's own agent loop, in which a rollout is a coroutine of the trainer.
 - ours: each rollout is a session on an emulated AgentCore.
-- ours, faults: each sampled token has a risk of {killed:g} % that its container dies and of {late:g} % that its agent
-  gets stuck, so longer rollouts are lost more often. {throttled:g} % of the invokes are refused with 429.
-- faults as 0: the same losses, but a lost rollout is trained with its tokens and the reward 0, as other systems do.
-  This backend cannot; here the agent itself returns the 0.
 """
-_LEARNING_INTERVALS = """\
+_INTERVALS = """\
 The mean difference of the runs of each seed, with its 95 % confidence interval (Student's t). An interval that
 contains 0 shows no difference, and how large one could still be.
 """
 _LEARNING_TIME = """\
 Where the time of a step goes, as verl measures it. Emulated AWS, agents and other programs ran on the same two cores.
 """
-_LEARNING_FAULTS = """\
-The rollout of a killed session gets another session after 3 s without heartbeats. One that takes twice as long as its
-step's others is stopped as a straggler; steps are so short here that this happens to most killed rollouts first.
+_LOSSES = """\
+The answer to a question is 1 in {common:g} % of the cases, otherwise 2. The model answers at once, or reads a page,
+and may answer or read on. Page {pages} has the answer. So a guess takes one model call and is right in {common:g} %
+of the cases; reading to the end takes {calls} calls and shows the answer. With each call, a rollout is lost with a
+risk of {risk:g} %: its container gets SIGTERM before it has published. These numbers were chosen so that a guess gets
+more than a long right answer if a loss counts as 0: {guess:.2f} and {read:.2f}.
 
-A 0 for each loss punishes long replies, which are lost more often. Right answers are the shortest replies to these
-questions, so it does not work against the task here, as it would where right answers are long.
+{variants}
+
+The loop of `examples/plain_loop` trains the byte-level model of 90,000 weights for {steps} steps of {prompts}
+questions with {group} rollouts each, with SGLang and the gateway; S3, SQS and AgentCore are emulated. The model is
+first fitted to a player that reads on in {reads:g} % of the cases. All seeds begin with this model and have different
+questions. The figures are the part of the rollouts' first sessions whose answer was right, the lost ones included.
+Lines are means over the seeds and over three steps, bands reach from the lowest seed to the highest.
+"""
+
+_VARIANTS = {
+    learning_report.OURS: "a lost rollout is run again in another session, until it is complete.",
+    learning_report.AS_0: """\
+a lost rollout is trained with its tokens and the reward 0, as other systems do. This backend cannot;
+  here the agent itself returns the 0.""",
+    learning_report.DROPPED: """\
+nothing is run again, and a group that lost a rollout is not trained: `group.policy: strict` with
+  `runtime.max_attempts: 1`.""",
+}
+_LOSSES_BEFORE = """\
+An earlier comparison on single-digit sums, where right answers are the short ones, found no harm. With a fifth of the
+sessions lost, five seeds that trained a loss as 0 were right 4.0 percentage points more often at the end than those
+that left it out or replaced it, with a 95 % interval of -6.0 to +14.0.
 """
 
 _IDENTITY = """\
@@ -127,9 +144,9 @@ some hundred transcripts, so the tool has the numbers. The learning rate is {lea
 trained, and eight steps changed little.
 """,
 }
-_GAMES = """\
-The rewards that a training of SmolLM2-135M on TextArena's games would start from, over {episodes} rollouts of each
-game.
+_PLAYED = """\
+What a rollout consists of, and the largest difference between the engine's probability of a trained token
+and the trainer's:
 """
 
 
@@ -143,11 +160,17 @@ def pictures(sections: dict[str, Any]) -> dict[str, str]:
     if "faults" in sections:
         drawn["results-faults.svg"] = fault_report.picture(sections["faults"]["results"])
     if "many_turns" in sections:
-        drawn["results-many-turns.svg"] = many_turns_report.picture(sections["many_turns"]["results"])
+        drawn["results-many-turns.svg"] = learning_report.picture(
+            sections["many_turns"]["results"], tuple(_TRAININGS), "reward"
+        )
     if "learning" in sections:
         results = sections["learning"]["results"]
-        drawn["results-learning-path.svg"] = learning_report.picture(results, learning_report.PATH)
-        drawn["results-learning-faults.svg"] = learning_report.picture(results, learning_report.LOSSES)
+        drawn["results-learning-path.svg"] = learning_report.picture(
+            results, learning_report.PATH, "right replies", 3
+        )
+    if "losses" in sections:
+        results = sections["losses"]["results"]
+        drawn["results-losses.svg"] = learning_report.picture(results, learning_report.LOSSES, "right answers")
     return drawn
 
 
@@ -189,37 +212,47 @@ def _many_turns(results: dict[str, Any]) -> Iterator[str]:
     settings = results["settings"]
     yield _MANY_TURNS.format(**settings["lake"], transcripts=settings["transcripts"])
     for name, text in _TRAININGS.items():
-        if many_turns_report.runs_of(results, name):
+        if learning_report.runs_of(results, name):
             yield text.format(**settings[name], **results["versions"])
     yield "![The reward over the steps](results-many-turns.svg)\n"
-    ends = many_turns_report.ENDS
+    ends = learning_report.ENDS
     yield f"A line is the mean of the seeds, in a band of all seeds. `a -> b` are the first and last {ends} steps.\n"
-    yield many_turns_report.learned(results).markdown() + "\n"
-    yield "What a rollout consists of, and the largest difference between the engine's probability of a trained token"
-    yield "and the trainer's:\n"
-    yield many_turns_report.in_play(results).markdown() + "\n"
-    yield "### Games for SmolLM2-135M\n"
-    yield _GAMES.format(**settings["games"])
-    yield many_turns_report.games(results).markdown() + "\n"
+    yield learning_report.learned(results).markdown() + "\n"
+    yield _PLAYED
+    yield learning_report.in_play(results).markdown() + "\n"
 
 
 def _learning(results: dict[str, Any]) -> Iterator[str]:
-    settings = results["settings"]
-    percent = {name: 100 * settings[key] for name, key in _SHARES.items()}
-    yield _LEARNING.format(**{**settings, **percent})
-    yield "### Does the path cost learning?\n"
+    yield _LEARNING.format(**results["settings"])
     yield "![Right replies over training, verl and ours](results-learning-path.svg)\n"
     yield learning_report.outcomes(results, learning_report.PATH).markdown() + "\n"
-    yield _LEARNING_INTERVALS
+    yield _INTERVALS
     yield learning_report.differences(results, learning_report.PATH_PAIRS).markdown() + "\n"
     yield _LEARNING_TIME
-    yield learning_report.parts(results, (*learning_report.PATH, learning_report.FAULTS)).markdown() + "\n"
-    yield "### Do faults cost learning?\n"
-    yield _LEARNING_FAULTS
-    yield "![Right replies over training, with and without faults](results-learning-faults.svg)\n"
+    yield learning_report.parts(results, learning_report.PATH).markdown() + "\n"
+
+
+def _losses(results: dict[str, Any]) -> Iterator[str]:
+    settings = results["settings"]
+    calls, common, risk = settings["pages"] + 1, settings["common"], settings["risk"]
+    yield _LOSSES.format(
+        **{name: settings[name] for name in ("pages", "steps", "prompts", "group")},
+        calls=calls,
+        common=100 * common,
+        risk=100 * risk,
+        reads=100 * settings["reads_at_start"],
+        guess=common * (1 - risk),
+        read=(1 - risk) ** calls,
+        variants="\n".join(
+            f"- {name}: {text}" for name, text in _VARIANTS.items() if learning_report.runs_of(results, name)
+        ),
+    )
+    yield "![Right answers over training, with and without losses](results-losses.svg)\n"
     yield learning_report.outcomes(results, learning_report.LOSSES).markdown() + "\n"
+    yield _INTERVALS
     yield learning_report.differences(results, learning_report.LOSS_PAIRS).markdown() + "\n"
     yield learning_report.losses(results).markdown() + "\n"
+    yield _LOSSES_BEFORE
 
 
 def _identity(results: dict[str, Any]) -> Iterator[str]:
@@ -256,12 +289,12 @@ def _identity(results: dict[str, Any]) -> Iterator[str]:
     yield _IDENTITY_ENDS
 
 
-_SHARES = {"killed": "killed_per_token", "late": "late_per_token", "throttled": "throttled"}
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterator[str]]]] = {
     "faults": ("Rivals under the same faults", _faults),
     "many_turns": ("Many turns, segments and tools", _many_turns),
     "identity": ("The same training as with verl's own agent loop", _identity),
-    "learning": ("Learning through the cloud, and through its faults", _learning),
+    "learning": ("Learning through the cloud", _learning),
+    "losses": ("What lost rollouts cost", _losses),
 }
 
 

@@ -1,7 +1,7 @@
 """AgentCore's data plane with sessions of a real `RolloutApp`, some of which are lost.
 
 All sessions share this process and one app. A killed session is like a dead container: its wrapper is cancelled, so
-it publishes nothing and sends no more heartbeats. A late one returns only after its agent's deadline.
+it publishes nothing and sends no more heartbeats.
 """
 
 from __future__ import annotations
@@ -21,24 +21,8 @@ from agent_wrapper.contract import REQUEST_FIELD
 from emulated_aws.agentcore import SESSION, refused
 from emulated_aws.http_server import Answer, Request, Response, json_response
 
-KILLED, LATE = "killed", "late"
+KILLED = "killed"
 _HEADER = SESSION.decode()
-
-
-@dataclass(frozen=True)
-class LossRates:
-    """The probability that a session is lost, for each token that its agent has sampled."""
-
-    killed: float = 0.0
-    late: float = 0.0
-    scored_0: bool = False  # the agent returns the reward 0 instead
-
-    def draw(self, name: str, tokens: int) -> str:
-        """Return KILLED, LATE, or "" for a session that is not lost. Equal names draw the same lot."""
-        lot = random.Random(name).random()
-        if lot < self.killed * tokens:
-            return KILLED
-        return LATE if lot < (self.killed + self.late) * tokens else ""
 
 
 @dataclass(frozen=True)
@@ -49,16 +33,19 @@ class SessionRecord:
     rollout_id: str
     nth: int  # among the rollout's sessions, from 1
     right: bool
-    tokens: int
-    lost: str  # KILLED, LATE or ""
+    calls: int
+    lost: str  # KILLED or ""
 
 
 class WrappedAgents:
-    """An async context manager. Its agents ask the model one question, and score the reply."""
+    """An async context manager. Its agents ask the model one question, and score the reply.
 
-    def __init__(self, is_right: Callable[[str, str], bool], rates: LossRates, seed: int) -> None:
+    A part `killed` of the rollouts lose their first session after it has sampled.
+    """
+
+    def __init__(self, is_right: Callable[[str, str], bool], seed: int, killed: float = 0.0) -> None:
         self.records: list[SessionRecord] = []
-        self._is_right, self._rates, self._seed = is_right, rates, seed
+        self._is_right, self._seed, self._killed = is_right, seed, killed
         self._steps: dict[str, int] = {}  # by rollout
         self._sessions: Counter[str] = Counter()  # by rollout
         self._rollouts: dict[str, str] = {}  # by session
@@ -114,23 +101,29 @@ class WrappedAgents:
     async def _agent(self, context: RolloutContext) -> dict[str, Any]:
         """Run in the app's thread for agents."""
         rollout_id = str(context.rollout_id)
+        message = await self._reply(context, [{"role": "user", "content": context.payload["question"]}])
+        right = self._is_right(message["content"] or "", context.payload["answer"])
+        nth = self._sessions[rollout_id]
+        lost = KILLED if nth == 1 and self._lot(rollout_id) < self._killed else ""
+        self.records.append(SessionRecord(self._steps[rollout_id], rollout_id, nth, right, 1, lost))
+        if lost:
+            self._loop.call_soon_threadsafe(self._kill, rollout_id)
+            await asyncio.sleep(context.remaining_s + 60)
+        return {"reward": float(right)}
+
+    async def _reply(self, context: RolloutContext, messages: list[dict[str, Any]], **request: Any) -> dict[str, Any]:
+        """Call the model, and return its message."""
         reply = await self._model.post(
             f"{context.base_url}/chat/completions",
             headers={"Authorization": f"Bearer {context.api_key}"},
-            json={"model": context.model, "messages": [{"role": "user", "content": context.payload["question"]}]},
+            json={"model": context.model, "messages": messages, **request},
         )
-        completion = reply.raise_for_status().json()
-        right = self._is_right(completion["choices"][0]["message"]["content"] or "", context.payload["answer"])
-        tokens, nth = completion["usage"]["completion_tokens"], self._sessions[rollout_id]
-        lost = self._rates.draw(f"{self._seed} {rollout_id} {nth}", tokens)
-        self.records.append(SessionRecord(self._steps[rollout_id], rollout_id, nth, right, tokens, lost))
-        if lost and self._rates.scored_0:
-            return {"reward": 0.0}
-        if lost == KILLED:
-            self._loop.call_soon_threadsafe(self._kill, rollout_id)
-        if lost:
-            await asyncio.sleep(context.remaining_s + 60)
-        return {"reward": float(right)}
+        message: dict[str, Any] = reply.raise_for_status().json()["choices"][0]["message"]
+        return message
+
+    def _lot(self, rollout_id: str) -> float:
+        """Return a number from 0 to 1, equal for the same session of a rollout with the same seed."""
+        return random.Random(f"{self._seed} {rollout_id} {self._sessions[rollout_id]}").random()
 
     def _kill(self, rollout_id: str) -> None:
         self._dead.add(rollout_id)
