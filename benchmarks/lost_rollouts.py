@@ -1,0 +1,188 @@
+"""Train a tiny model whose right answers are long, while long rollouts are lost more often, in three ways.
+
+    .venv-verl/bin/python benchmarks/lost_rollouts.py --json runs/results/losses.json
+
+The answer to a question is 1, or sometimes 2. The model answers at once, or reads a page with the reply `?`. The last
+page has the answer. So a guess is right in `common` of the cases, and takes one model call; reading is always right
+and takes more. Each model call carries the same risk that the rollout's container ends before it has published.
+
+- ours: a lost rollout is run again, in another session.
+- lost as 0: a lost rollout is trained with its tokens and the reward 0. The backend has no such setting: here the
+  agent returns the 0.
+- groups dropped: nothing is run again, and a group that has lost a rollout is not trained (`group.policy: strict`).
+
+The trainer is the loop of `examples/plain_loop`, with SGLang and the gateway; S3, SQS and AgentCore are emulated by
+their wire protocols, and the agents run in `RolloutApp`. All seeds begin with one model, fitted to a player that
+reads now and then, and have different questions. The engine samples without a seed. The curves show which part of the
+rollouts' first sessions was right, the lost ones included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shutil
+import statistics
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from emulated_aws.agentcore import SESSION
+from emulated_aws.wrapped_agents import SessionRecord, WrappedAgents
+from learning_curves import KEYS, Cloud, engine_settings
+from learning_report import AS_0, DROPPED, LOSSES
+from run_all import machine
+from tiny_learner import Row, fit, row_of, train
+
+from agent_wrapper import RolloutContext
+from rollout_backend import RolloutManager, Task, load_config
+from rollout_backend.local.scripted import BYTE_MODEL
+
+ROOT = Path(__file__).parent.parent
+PROMPT, READ, ANSWERS, NOTHING = "1 or 2?", "?", ("1", "2"), "-"
+PAGE = 8  # bytes, all equal: a model of this size notices them sooner than a single one
+
+
+@dataclass(frozen=True)
+class Settings:
+    steps: int = 12
+    prompts: int = 8
+    group: int = 4
+    learning_rate: float = 1.5e-3
+    pages: int = 3
+    common: float = 0.7  # of the answers are 1
+    risk: float = 0.15  # of a loss, for each model call
+    reads_at_start: float = 0.7  # probability of reading a page, before training
+    warm_steps: int = 60
+    tail: int = 38  # see `fit`: the last page and the answer
+    tail_steps: int = 250
+
+    @property
+    def shares(self) -> list[float]:
+        return [self.common, 1 - self.common]
+
+
+class Readers(WrappedAgents):
+    """Agents that read pages. A lost one gets what AgentCore sends to a container that it ends: SIGTERM."""
+
+    def __init__(self, settings: Settings, variant: str) -> None:
+        super().__init__(lambda reply, answer: reply == answer, 0)
+        self.settings, self._variant = settings, variant
+
+    async def _agent(self, context: RolloutContext) -> dict[str, Any]:
+        rollout_id, answer = str(context.rollout_id), context.payload["answer"]
+        nth, calls, messages = self._sessions[rollout_id], 0, [{"role": "user", "content": PROMPT}]
+        while True:
+            reply, calls = (await self._reply(context, messages))["content"], calls + 1
+            if reply != READ or calls > self.settings.pages:
+                break
+            page = PAGE * (answer if calls == self.settings.pages else NOTHING)
+            messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": page}]
+        lost = self._lot(rollout_id) >= (1 - self.settings.risk) ** calls
+        right = reply == answer
+        self.records.append(SessionRecord(self._steps[rollout_id], rollout_id, nth, right, calls, lost * "ended"))
+        if lost and self._variant == AS_0:
+            return {"reward": 0.0}
+        if lost:
+            session = next(name for name in reversed(self._rollouts) if self._rollouts[name] == rollout_id)
+            end = self._http.post("/stop", headers={SESSION.decode(): session})
+            asyncio.run_coroutine_threadsafe(end, self._loop)
+            await asyncio.sleep(context.remaining_s + 60)
+        return {"reward": float(right)}
+
+
+def plays(settings: Settings, count: int = 400) -> list[Row]:
+    """Return what a player does that reads now and then, and believes the last page."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer, draw, rows = PreTrainedTokenizerFast.from_pretrained(BYTE_MODEL), random.Random(0), []
+    for _ in range(count):
+        texts = [PROMPT]
+        answer, guess = draw.choices(ANSWERS, settings.shares, k=2)
+        for number in range(1, settings.pages + 1):
+            if draw.random() >= settings.reads_at_start:
+                break
+            texts += [READ, PAGE * (answer if number == settings.pages else NOTHING)]
+        rows.append(row_of(tokenizer, [*texts, answer if texts[-1] == PAGE * answer else guess]))
+    return rows
+
+
+async def run(variant: str, seeds: list[int], settings: Settings, folder: Path) -> list[dict[str, Any]]:
+    """Train all seeds of a variant with one manager, and so with one engine and gateway."""
+    agents, found, model = Readers(settings, variant), [], folder / "model"
+    if not (model / "model.safetensors").exists():
+        fit(model, plays(settings), settings.warm_steps, tail=settings.tail, tail_steps=settings.tail_steps)
+    name = variant.replace(" ", "-")
+    shutil.rmtree(folder / name, ignore_errors=True)
+    async with Cloud(agents).serve() as url, agents:
+        base = engine_settings(name, model, url, folder / name)
+        base["sampling"] |= {"max_tokens": 4}
+        base["group"] = {"size": settings.group}
+        if variant == DROPPED:
+            base["group"]["policy"] = "strict"
+            base["runtime"]["max_attempts"] = 1
+        async with RolloutManager(load_config(base=base, env={})) as manager:
+            for seed in seeds:
+                found.append({"variant": variant, "seed": seed, **await _run_one(manager, agents, model, seed)})
+                print(variant, seed, *found[-1]["right"], flush=True)
+    return found
+
+
+async def _run_one(manager: RolloutManager, agents: Readers, model: Path, seed: int) -> dict[str, Any]:
+    settings, draw = agents.settings, random.Random(seed)
+    steps = [
+        [
+            Task(f"{seed}-{step}-{number}", {"answer": draw.choices(ANSWERS, settings.shares)[0]})
+            for number in range(settings.prompts)
+        ]
+        for step in range(settings.steps)
+    ]
+    curve, calls, step_s = [], [], []
+    counts: Counter[str] = Counter()
+    async for result, _, seconds in train(manager, model, steps, settings.learning_rate):
+        firsts = [record for record in agents.records if record.nth == 1]
+        curve.append(round(statistics.fmean(record.right for record in firsts), 4))
+        calls.append(round(statistics.fmean(record.calls for record in firsts), 4))
+        step_s.append(round(seconds, 2))
+        counts["sessions"] += len(agents.records)
+        counts["lost"] += sum(bool(record.lost) for record in agents.records)
+        counts["planned"] += result.report.planned
+        counts["trained"] += sum(len(group.rollouts) for group in result.groups if group.usable)
+        agents.records.clear()
+    return {"right": curve, "calls": calls, "step_s": step_s, **counts}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", nargs="*", type=int, default=list(range(5)))
+    parser.add_argument("--variants", nargs="*", choices=LOSSES, default=list(LOSSES))
+    parser.add_argument("--steps", type=int, default=Settings.steps)
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "results" / "losses")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    options = parser.parse_args()
+    os.environ.update(KEYS)
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+    settings, runs, began = Settings(steps=options.steps), [], time.monotonic()
+    for variant in options.variants:
+        runs += asyncio.run(run(variant, options.seeds, settings, options.runs.absolute()))
+        if options.json is not None:
+            section = {
+                "section": "losses",
+                "date": datetime.now(UTC).date().isoformat(),
+                "machine": machine(),
+                "command": "python benchmarks/lost_rollouts.py",
+                "seconds": round(time.monotonic() - began),
+                "results": {"settings": asdict(settings), "runs": runs},
+            }
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(section, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
