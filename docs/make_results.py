@@ -95,7 +95,7 @@ a lost rollout is trained with its tokens and the reward 0, as other systems do.
   here the agent itself returns the 0.""",
     learning_report.DROPPED: """\
 nothing is run again, and a group that lost a rollout is not trained: `group.policy: strict` with
-  `runtime.max_attempts: 1`.""",
+  `runtime.max_attempts: 1`. The rest of such a group is cancelled; what had not answered by then is in no figure.""",
 }
 _LOSSES_BEFORE = """\
 An earlier comparison on single-digit sums, where right answers are the short ones, found no harm. With a fifth of the
@@ -248,7 +248,9 @@ def _losses(results: dict[str, Any]) -> Iterator[str]:
         ),
     )
     yield "![Right answers over training, with and without losses](results-losses.svg)\n"
-    yield learning_report.outcomes(results, learning_report.LOSSES).markdown() + "\n"
+    outcomes = learning_report.outcomes(results, learning_report.LOSSES)
+    without_time = [row[:-1] for row in outcomes.rows]  # the machine was busy with other work during some of the runs
+    yield Table(outcomes.title, outcomes.header[:-1], without_time).markdown() + "\n"
     yield _INTERVALS
     yield learning_report.differences(results, learning_report.LOSS_PAIRS).markdown() + "\n"
     yield learning_report.losses(results).markdown() + "\n"
