@@ -29,7 +29,7 @@ class GatewayStats(BaseModel):
     calls: int  # answered calls
     prompt_tokens: int
     cached_tokens: int  # prompt tokens found in an engine's prefix cache
-    cache_unknown_tokens: int  # prompt tokens of calls for which the engine reported no cache hits
+    cache_unknown_tokens: int  # prompt tokens of calls whose engine does not report its cache hits
     cache_breaks: int  # calls that continued a conversation but missed the engine's prefix cache
     sampled_tokens: int
     malformed: dict[str, int]  # tool calls that could not be parsed and were returned as text, by renderer

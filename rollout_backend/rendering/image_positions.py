@@ -27,7 +27,8 @@ _PROCESSORS = frozenset({"Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "
 class Vision:
     """Image processing of one model.
 
-    `pad_id` is the token for one patch of an image. Tokens in `reserved_ids` are valid only within an image or video.
+    `pad_id` is the token whose repetitions represent an image. Tokens in `reserved_ids` are valid only within an
+    image or video.
     """
 
     pad_id: int

@@ -108,7 +108,7 @@ class StepSummary:
     sampled_tokens: int
     prompt_tokens: int
     cached_tokens: int
-    cache_counted_tokens: int  # prompt tokens of rollouts for which the engines reported cache hits
+    cache_counted_tokens: int  # prompt tokens of rollouts whose engines report their cache hits
     seconds: float  # from the first plan to the last outcome
     spent: Seconds  # sum over all rollouts
     wasted_session_s: float  # of rollouts that are not trained
