@@ -25,7 +25,7 @@ from rollout_backend.checks import token_capture
 from rollout_backend.checks.account import describe_credentials
 from rollout_backend.checks.examination import check_forced_formats, estimate_cost, examine
 from rollout_backend.checks.installation import check_engine_version, check_open_files, check_packages
-from rollout_backend.checks.model import check_context, check_parallel, check_tools
+from rollout_backend.checks.model import check_context, check_parallel
 from rollout_backend.checks.preflight import check_run, check_tasks
 from rollout_backend.checks.public_address import _check_name, check_public_address
 from rollout_backend.config import AgentCoreConfig, RolloutConfig
@@ -584,12 +584,6 @@ async def test_a_gateway_that_is_running():
 
 
 # --- this machine -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_renderer_that_does_not_read_tool_calls():
-    [found] = check_tools(run_config(model={"path": run_config().model.path, "renderer": "default"}))
-    assert (found.level, "agents with tools will not get their calls" in found.text) == ("warning", True)
 
 
 @pytest.mark.parametrize(
