@@ -189,8 +189,8 @@ class RuntimeMaker:
 
     async def _settle(self) -> Mapping[str, Any]:
         """Poll the runtime, and change it until it matches the settings."""
-        waited = False
-        for pause in pauses():
+        waited, waits = False, pauses()
+        while True:
             described = await self._find()
             found = plan(self._wanted, described)
             if described is not None:
@@ -222,8 +222,7 @@ class RuntimeMaker:
                         self._asked.append(action)
                         continue
                     waited = True  # another process is changing the runtime; its result is good enough
-            await asyncio.sleep(pause)
-        raise AssertionError("unreachable")
+            await asyncio.sleep(next(waits))
 
     def _is_stale(self, described: Mapping[str, Any]) -> bool:
         """Return whether the description is older than our last change."""
