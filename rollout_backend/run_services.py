@@ -312,7 +312,7 @@ class RunServices:
             wait_ready=runtime.wait_ready,
             presign=presigner.urls if presigned else None,
             log_of=log_of,
-            breaker=CircuitBreaker(config.circuit_breaker, log_of),
+            breaker=CircuitBreaker(config.circuit_breaker, log_of, getattr(config.runtime, "ready_timeout_s", 600.0)),
             scorer=scorer,
         )
 

@@ -8,6 +8,8 @@ Invariants:
   without a reward;
 - failures end sooner than successes, so the breaker opens only after at least as many failures as rollouts still run;
 - one burst is no pattern (an engine restart loses every call at once), so the failures must also span some time;
+- failures of one task's image, whose runtime cannot be created, count only while no agent runs, and over the time in
+  which the runtimes of other images may still be created;
 - throttling and exhausted quotas do not count: they pass, and cost nothing.
 """
 
@@ -29,6 +31,8 @@ _ADVICE = {
     "no_credentials": "log in (aws sso login), or see why the credentials could not be renewed",
     "wrong_clock": "synchronise this machine's clock, e.g. by chrony",
     "runtime_not_found": "correct runtime.arn and runtime.qualifier: this runtime or this endpoint does not exist",
+    "runtime_create_failed": "the last message has AgentCore's reason: see that the tasks' images exist and are "
+    "built for arm64, and that runtime.role may pull them",
     "container_error": "read the container's log; an image that is not arm64 says 'exec format error' there",
     "invoke_rejected": "the last message says why; 'not MMDSv2-enabled' is dealt with in docs/deploy.md",
     "not_a_rollout_app": "wrap the agent in RolloutApp, and deploy the current image",
@@ -62,6 +66,7 @@ _ADVICE = {
     "under storage.prefix?",
 }
 _WITHOUT_REWARD = frozenset({NO_REWARD, "bad_reward", "no_model_call"})
+_OF_ONE_IMAGE = "runtime_create_failed"
 _FOR_WANT_OF_ROOM = frozenset({"throttled", "quota_exceeded"})
 _OF_RUN_LOGS = frozenset({"model_unavailable", "model_unreachable", "trajectory_unavailable", SCORER_FAILED})
 
@@ -86,10 +91,13 @@ class CircuitBreaker:
         self,
         settings: CircuitBreakerConfig | None = None,
         log_of: Callable[[LedgerEntry], str] = lambda entry: f"that of session {entry.last_session_id}",
+        creation_s: float = 600.0,
     ) -> None:
-        """Without settings it never opens. `log_of` returns the location of a lost rollout's log."""
+        """Without settings it never opens. `log_of` returns the location of a lost rollout's log. `creation_s` is how
+        long the creation of an image's runtime may take."""
         self._settings = settings or CircuitBreakerConfig(max_failures=None)
         self._log_of = log_of
+        self._creation_s = creation_s
         self._streaks: dict[str, _Streak] = {}
         self._running: dict[int, int] = {}  # by step
         self.opened: str | None = None
@@ -114,11 +122,14 @@ class CircuitBreaker:
         self._running[step] = running
         if not running:
             del self._running[step]
+        if self._running:  # runtimes can be created
+            self._streaks.pop(_OF_ONE_IMAGE, None)
         if self._settings.max_failures is None or self.opened is not None:
             return
         enough = max(self._settings.max_failures, sum(self._running.values()))
-        for streak in self._streaks.values():
-            if streak.count >= enough and streak.until - streak.since >= self._settings.min_span_s:
+        for reason, streak in self._streaks.items():
+            span_s = max(self._settings.min_span_s, self._creation_s if reason == _OF_ONE_IMAGE else 0.0)
+            if streak.count >= enough and streak.until - streak.since >= span_s:
                 self.opened = self._diagnosis(streak)
 
     def _diagnosis(self, streak: _Streak) -> str:

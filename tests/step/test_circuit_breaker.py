@@ -115,6 +115,22 @@ def test_it_stays_closed_while_more_rollouts_run_than_failed():
     assert breaker.opened
 
 
+@pytest.mark.parametrize(
+    ("reason", "failures", "every_s", "running", "opens"),
+    [
+        ("runtime_create_failed", 300, 1.0, 0, False),
+        ("runtime_create_failed", 100, 10.0, 16, False),
+        ("runtime_create_failed", 60, 10.0, 0, False),
+        ("runtime_create_failed", 61, 10.0, 0, True),
+        ("container_error", 19, 10.0, 16, False),
+        ("container_error", 20, 10.0, 16, True),
+    ],
+)
+def test_images_that_cannot_run_stop_no_run_while_others_may(reason, failures, every_s, running, opens):
+    said = opened([entry(reason=reason)] * failures, 20, 30.0, every_s, running)
+    assert (said is not None, "for arm64, and that" in (said or "")) == (opens, opens and reason != "container_error")
+
+
 def test_it_can_be_disabled_and_once_open_stays_open():
     assert opened([entry()] * 1000, max_failures=None) is None
     breaker = CircuitBreaker(CircuitBreakerConfig(max_failures=1, min_span_s=0))
