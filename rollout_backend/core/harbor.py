@@ -93,10 +93,10 @@ def read_harbor_tasks(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the tasks of a folder, or of a single task's folder, as rows of a task file with their locations.
 
-    With `only_supported`, tasks that cannot run (on `runtime`, if given) are left out with a warning.
+    With `only_supported`, tasks that cannot run are left out with a warning.
 
     Raises:
-        TaskFileError: there are no tasks, or some cannot run; names each.
+        TaskFileError: there are no tasks, or some cannot run (on `runtime`, if given); names each.
     """
     from rollout_backend.core.tasks import Task  # imported here, because it imports this module
 
@@ -110,7 +110,7 @@ def read_harbor_tasks(
         try:
             row = _row(each)
             task = Task(**row)
-            if only_supported and runtime is not None:
+            if runtime is not None:
                 _fit(task, runtime)
         except (OSError, ValueError, ConfigError, TaskFileError) as error:
             refused.append(f"the Harbor task {each}: {error}")
@@ -148,6 +148,8 @@ def describe_ignored(tasks: Iterable[Task], runtime: RuntimeConfig) -> str:
         return ""
     provided = {"cpus": 0, "memory_mb": 0, "storage_mb": 0}
     if isinstance(runtime, AgentCoreConfig):
+        if runtime.capacity_provider is not None:  # instances have what their type has
+            return ""
         provided |= {"cpus": _AGENTCORE_CPUS, "memory_mb": sys.maxsize if runtime.image else _AGENTCORE_MIB}
     wanted = [(task.private or {}).get("harbor", {}).get("container", {}) for task in tasks]
     found = {name: sum(each.get(name, 0) > most for each in wanted) for name, most in provided.items()}
@@ -353,8 +355,8 @@ def _refuse_unsupported(config: dict[str, Any]) -> None:
     environment = _table(config, "environment")
     if environment.get("os", "linux") != "linux":
         raise ValueError("environment.os in task.toml is not supported: it needs Windows")
-    modes = {_table(config, name).get("network_mode", "public") for name in ("environment", "agent", "verifier")}
-    if environment.get("allow_internet") is False or modes != {"public"}:
+    modes = [_table(config, name).get("network_mode", "public") for name in ("environment", "agent", "verifier")]
+    if environment.get("allow_internet") is False or any(mode != "public" for mode in modes):
         raise ValueError(
             "allow_internet or network_mode in task.toml is not supported: the agent's network is that of its runtime"
         )

@@ -128,7 +128,8 @@ def check_unique(tasks: Iterable[Task]) -> tuple[Task, ...]:
 
 
 def read_tasks(path: str | Path, runtime: RuntimeConfig | None = None) -> tuple[Task, ...]:
-    """Read a whole task file. `harbor-supported:` leaves out tasks that cannot run, on `runtime` if it is given.
+    """Read a whole task file. Harbor tasks must be able to run, on `runtime` if it is given; `harbor-supported:`
+    leaves out the others.
 
     Raises:
         TaskFileError: names the file and the invalid line or row, and says what is wrong.

@@ -75,6 +75,7 @@ def test_one_task_is_a_folder_of_tasks_too(make):
         ("[agent]\ntimeout_sec = 0", "agent.timeout_sec is 0, not a number of seconds"),
         ("[environment]\nallow_internet = false", "the agent's network is that of its runtime"),
         ("[agent]\nnetwork_mode = 'no-network'", "the agent's network is that of its runtime"),
+        ("[agent]\nnetwork_mode = ['public']", "allow_internet or network_mode in task.toml is not supported"),
         ("[verifier]\nnetwork_mode = 'allowlist'", "the agent's network is that of its runtime"),
         ("[environment]\nskills_dir = '/skills'", "environment.skills_dir in task.toml is not supported"),
         ("[environment]\nos = 'windows'", "needs Windows"),
@@ -111,15 +112,16 @@ def test_all_tasks_that_cannot_run_are_named_and_can_be_left_out(make, caplog):
     assert "3 of 4 tasks are left out" in caplog.text
 
 
-def test_tasks_that_the_runtime_cannot_run_are_left_out_too(make, caplog):
+def test_tasks_that_the_runtime_cannot_run_are_named_and_left_out_too(make, caplog):
     make("good")
-    supported = make("own-image", "[environment]\ndocker_image = 'python:3.12'").replace(
-        "harbor:", "harbor-supported:"
-    )
+    folder = make("own-image", "[environment]\ndocker_image = 'python:3.12'")
+    supported = folder.replace("harbor:", "harbor-supported:")
     process = ProcessConfig(command="run")
     assert [task.task_id for task in read_tasks(supported, process)] == ["good"]
     assert "'own-image' needs a container" in caplog.text
-    assert len(read_tasks(supported)) == 2
+    with pytest.raises(TaskFileError, match=rf"'own-image' needs a container .*\n.*name the folder as {supported}$"):
+        read_tasks(folder, process)
+    assert len(read_tasks(folder)) == len(read_tasks(supported)) == 2
 
 
 DOCKERFILES = {
@@ -286,6 +288,7 @@ def test_a_runtime_without_a_container_for_each_task_refuses_what_needs_one(make
 
 
 ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/agent-0123456789"
+PROVIDER = "arn:aws:bedrock-agentcore:us-east-1:123456789012:capacity-provider/mine-0123456789"
 
 
 @pytest.mark.parametrize(
@@ -294,6 +297,7 @@ ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/agent-0123456789
         (ProcessConfig(command="run"), {"cpus": 2, "memory_mb": 2, "storage_mb": 1}),
         (AgentCoreConfig(arn=ARN), {"cpus": 1, "memory_mb": 1, "storage_mb": 1}),
         (agentcore(min_memory_mib=16384), {"cpus": 1, "storage_mb": 1}),
+        (agentcore(min_memory_mib=16384, capacity_provider=PROVIDER), {}),
         (kubernetes(), {}),
     ],
 )
