@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import re
 import sys
@@ -28,12 +29,14 @@ from rollout_backend.runtimes.agentcore.control import (
     ReadyRuntime,
     control_client,
     make_runtime,
+    pauses,
     preview_runtime,
 )
 from rollout_backend.runtimes.agentcore.endpoint import pin_endpoint
 from rollout_backend.runtimes.agentcore.permissions import needed_permissions
 from rollout_backend.runtimes.agentcore.provision import DEFINITION, MARK, Action, CodeArtifact, RuntimeSpec, plan
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
+from tests.emulators.ecr_emulator import EcrEmulator
 
 ECR = "000000000000.dkr.ecr.us-east-1.amazonaws.com"
 IMAGE, NEWER, MISSING = f"{ECR}/team/my-agent:1", f"{ECR}/team/my-agent:2", f"{ECR}/team/my-agent:missing"
@@ -366,7 +369,7 @@ async def test_a_runtime_whose_deletion_failed_is_never_ready(start_cloud):
         await client.delete_agent_runtime(agentRuntimeId=arn.rsplit("/", 1)[1])
     while (await cloud.describe(arn))["status"] == "DELETING":  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    assert await cloud.preview() == f"runtime {NAME}: DELETE_FAILED; would be deleted and made again from {IMAGE}"
+    assert f"runtime {NAME}: DELETE_FAILED; would be deleted and made again from {IMAGE}" in await cloud.preview()
     with pytest.raises(PreflightError, match="DELETE_FAILED, not READY"):
         await cloud.invoke(arn)
     cloud.told.clear()
@@ -429,12 +432,23 @@ async def test_a_runtime_that_another_run_changes_is_reported(start_cloud):
     await asyncio.gather(*others)
 
 
+def test_a_runtime_may_be_in_transition_for_hours():
+    assert next(itertools.islice(pauses(), 5000, None)) == 5.0
+
+
 async def test_a_missing_image_is_reported_and_can_be_corrected(start_cloud):
     cloud = await start_cloud()
     with pytest.raises(PreflightError, match=r"CREATE_FAILED: .*does not exist.*missing.*runtime\.image") as caught:
         await cloud.make(image=MISSING)
     assert ROLE in str(caught.value)
     assert "CREATE_FAILED; would be deleted and made again" in await cloud.preview()
+    async with EcrEmulator(cloud.url) as ecr:
+        ecr.push(MISSING, "amd64")
+        on_ecr = Cloud(ecr.url)
+        for change in (on_ecr.preview, on_ecr.make):
+            with pytest.raises(PreflightError, match=f"{MISSING} is built for amd64"):
+                await change(image=MISSING)
+    assert not any(each.startswith("deleting") for each in [*cloud.told, *on_ecr.told])
     arn = await cloud.make()  # the one that failed is deleted first
     assert cloud.told[-3].startswith(f"deleting runtime {NAME}")
     assert await cloud.invoke(arn) == {"image": IMAGE, "greeting": None}

@@ -265,7 +265,8 @@ class RuntimeMaker:
         Raises:
             PreflightError: the image does not run there.
         """
-        image, changes = self._wanted.image, found.action is Action.CREATE or "image" in found.differs
+        image = self._wanted.image
+        changes = found.action in (Action.CREATE, Action.REPLACE) or "image" in found.differs
         if not changes or isinstance(image, CodeArtifact) or self._wanted.capacity_provider is not None:
             return ""
         built = (await ask_ecr([image], endpoint_url=self._ecr_url))[image]
@@ -376,4 +377,4 @@ async def wait_served(client: Any, runtime_id: str, version: int) -> None:
 def pauses() -> Iterator[float]:
     """Yield the seconds to wait between polls of a runtime in transition, indefinitely."""
     first, longest = _PAUSE_S
-    return (min(longest, first * 1.5**i) for i in itertools.count())
+    return (min(longest, first * 1.5 ** min(i, 50)) for i in itertools.count())
