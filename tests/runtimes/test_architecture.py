@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
-from rollout_backend.runtimes.agentcore.architecture import Built, ask_ecr, describe_unfit
+from rollout_backend.runtimes.agentcore.architecture import Built, ask_ecr, check_runtime, describe_unfit
+from rollout_backend.runtimes.agentcore.provision import RuntimeSpec
 from tests.emulators.ecr_emulator import REGISTRY, EcrEmulator
 
 IMAGE = f"{REGISTRY}/team/tasks:1"
@@ -50,6 +52,14 @@ async def test_an_image_is_found_by_its_digest(ecr):
     assert both.architectures == {"amd64"}
     assert latest.is_missing, "there is no tag latest"
     assert "built for amd64, and AgentCore runs arm64 only" in describe_unfit(IMAGE, both)
+
+
+async def test_what_a_tag_names_now_is_no_proof_of_what_a_runtime_runs(ecr):
+    pinned = f"{IMAGE}@{ecr.push(IMAGE, 'amd64')}"
+    spec = RuntimeSpec.read({})
+    found = [await check_runtime(replace(spec, image=image), ecr.url) for image in (IMAGE, pinned)]
+    assert [each.level for each in found] == ["warning", "problem"]
+    assert ["unless the tag has moved" in each.text for each in found] == [True, False]
 
 
 async def test_hundreds_of_images_take_a_call_per_hundred_and_one_per_config(ecr):

@@ -394,8 +394,10 @@ async def test_tasks_are_checked_before_anything_is_made(start):
         ecr.push(AGENT, "amd64")
         config = cloud.config(endpoint_url=ecr.url)
         payloads = {name: Run.task(image) for name, image in (("a", ONE), ("b", TWO), ("c", THREE))}
-        refused, found = await AgentCoreRuntime.check_tasks(config, {**payloads, "plain": {}})
-        assert list(refused) == ["a"]
+        odd = {str(each): {CONTAINER_FIELD: each} for each in (5, {}, {"image": 5})}
+        refused, found = await AgentCoreRuntime.check_tasks(config, {**payloads, **odd, "plain": {}})
+        assert refused.keys() == {"a", *odd}
+        assert all(f"{CONTAINER_FIELD}." in refused[name] for name in odd)
         assert [(each.name, each.level) for each in found] == [
             ("task-images-missing", "warning"),
             ("task-images", "ok"),

@@ -102,7 +102,10 @@ async def check_runtime(spec: RuntimeSpec, endpoint_url: str | None) -> CheckRes
     if spec.capacity_provider is None:
         built = (await ask_ecr([spec.image], endpoint_url=endpoint_url))[spec.image]
     if built.is_unfit:
-        return CheckResult("problem", setting, describe_unfit(spec.image, built), name)
+        text = describe_unfit(spec.image, built)
+        if "@" in spec.image:
+            return CheckResult("problem", setting, text, name)
+        return CheckResult("warning", setting, f"{text}, unless the tag has moved since the runtime was made", name)
     if built.unknown:
         text = f"whether its image {spec.image} can run there is not known ({built.unknown})"
         return CheckResult("unchecked", setting, text, name)

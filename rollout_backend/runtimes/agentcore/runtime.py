@@ -18,7 +18,7 @@ from rollout_backend import aws
 from rollout_backend.aws import Permission
 from rollout_backend.config import AgentCoreConfig
 from rollout_backend.core.check_result import CheckResult
-from rollout_backend.core.harbor import CONTAINER_FIELD
+from rollout_backend.core.harbor import CONTAINER_FIELD, TaskContainer
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.errors import (
     ContainerStartTimeout,
@@ -107,10 +107,19 @@ class AgentCoreRuntime(AgentRuntime):
     async def check_tasks(
         cls, config: AgentCoreConfig, payloads: Mapping[str, Mapping[str, Any]]
     ) -> tuple[Mapping[str, str], Sequence[CheckResult]]:
-        images = {name: each[CONTAINER_FIELD]["image"] for name, each in payloads.items() if CONTAINER_FIELD in each}
-        if not images or config.image is None or config.capacity_provider is not None:
+        if config.image is None:
             return {}, ()
-        return await check_images(images, config.endpoint_url)
+        images, refused = dict[str, str](), dict[str, str]()
+        for name, payload in payloads.items():
+            if CONTAINER_FIELD in payload:
+                try:
+                    images[name] = TaskContainer.parse(payload[CONTAINER_FIELD], f"{CONTAINER_FIELD}.").image
+                except ValueError as error:
+                    refused[name] = str(error)
+        if not images or config.capacity_provider is not None:
+            return refused, ()
+        unfit, found = await check_images(images, config.endpoint_url)
+        return {**refused, **unfit}, found
 
     async def check(self, session_s: float = 0.0) -> Sequence[CheckResult]:
         """Describe the runtime and its endpoint, and try to stop a session. Without permission to describe them, only
