@@ -124,7 +124,7 @@ def estimate_cost(config: RolloutConfig, rollouts: int | None) -> CheckResult:
 def check_forced_formats(config: RolloutConfig) -> list[CheckResult]:
     """Report forced formats in the newest step of the run, or else of another run in `output_dir`.
 
-    Only calls show that a framework forces a tool. Without a step, or with `as_auto`, return nothing.
+    Only calls show that a framework forces a tool. Without a sampled token, or with `as_auto`, return nothing.
     """
     steps = "steps/*.rollouts.jsonl"
     found = [*config.run_dir.glob(steps)] or [*config.output_dir.glob(f"*/{steps}")]
@@ -137,7 +137,10 @@ def check_forced_formats(config: RolloutConfig) -> list[CheckResult]:
     except (OSError, ValueError) as error:
         return [CheckResult("unchecked", "gateway.forced_tools", f"{newest} cannot be read: {error}", name)]
     text = f"in the last step of run {archive.run_dir.name}"
-    for finding in forced_formats(*token_counts(result for result in results if result is not None)):
+    sampled, trained = token_counts(result for result in results if result is not None)
+    if not sampled:
+        return []
+    for finding in forced_formats(sampled, trained):
         if finding.level is not Level.NOTE:
             return [CheckResult("warning", "gateway.forced_tools", f"{text}, {finding.text}: {finding.advice}", name)]
     return [CheckResult("ok", "gateway.forced_tools", f"{text}, replies could be trained", name)]

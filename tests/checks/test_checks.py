@@ -588,7 +588,12 @@ async def test_a_gateway_that_is_running():
 
 @pytest.mark.parametrize(
     ("known", "forced_tools", "levels"),
-    [([0, 0], "constrain", ["warning"]), ([0, 2], "constrain", ["ok"]), ([0, 0], "as_auto", [])],
+    [
+        ([0, 0], "constrain", ["warning"]),
+        ([0, 2], "constrain", ["ok"]),
+        ([0, 0], "as_auto", []),
+        ([None], "constrain", []),  # no model call
+    ],
 )
 @pytest.mark.parametrize("run_id", ["doctor-run", "another-run"])
 def test_an_earlier_step_of_which_nothing_could_be_trained(tmp_path, known, forced_tools, levels, run_id):
@@ -599,7 +604,8 @@ def test_an_earlier_step_of_which_nothing_could_be_trained(tmp_path, known, forc
         rollout = make_rollout(f"a.{i}")
         segment = rollout.segments[0]
         logprobs = segment.logprobs if tokens else array("f", [math.nan] * len(segment.logprobs))
-        results.append(rollout.model_copy(update={"segments": (segment.model_copy(update={"logprobs": logprobs}),)}))
+        segments = () if tokens is None else (segment.model_copy(update={"logprobs": logprobs}),)
+        results.append(rollout.model_copy(update={"segments": segments}))
         ledger.plan([PlannedRollout(f"a.{i}", "a")])
         ledger.entries[f"a.{i}"].deliver(Outcome.COMPLETED, trainable=True)
     RunArchive(tmp_path / run_id).write_records(0, records_of(ledger, lambda entry: "", results))

@@ -142,10 +142,14 @@ def test_a_prompt_that_opens_the_reasoning_is_bridged(tmp_path, renderer):
     assert messages[-2]["content"] == "Yes."
 
 
-def test_a_template_that_shows_no_calls_is_named(tmp_path):
-    path = model_folder(tmp_path / "my-model", "qwen3", SMOLLM3)
-    [found] = check_tools(run_config(model={"path": path}))
-    assert (found.level, "shows no tool calls" in found.text) == ("warning", True)
+@pytest.mark.parametrize(
+    ("own", "renderer", "said"),
+    [(SMOLLM3, "auto", "shows no tool calls"), (None, "default", "agents with tools will not get their calls")],
+)
+def test_calls_that_get_lost_are_named(tmp_path, own, renderer, said):
+    path = model_folder(tmp_path / "my-model", "qwen3", own)
+    [found] = check_tools(run_config(model={"path": path, "renderer": renderer}))
+    assert (found.level, said in found.text) == ("warning", True), found
 
 
 # --- templates of nobody ------------------------------------------------------------------------------------
