@@ -144,20 +144,20 @@ class Preflight:
 
 
 async def check_tasks(
-    config: RolloutConfig, tasks: Sequence[Task], *, leave_out: bool
+    config: RolloutConfig, tasks: Sequence[Task], *, leave_out: bool, resumed: bool = False
 ) -> tuple[Sequence[Task], list[CheckResult]]:
     """Return the tasks that the runtime can start, and what was found. A task that it cannot start is a problem, or
-    only a warning with `leave_out` if there are others."""
+    only a warning: with `leave_out` if there are others, and with `resumed`, which returns all tasks."""
     payloads = {task.task_id: task.payload for task in fit_to_runtime(tasks, config.runtime)}
     refused, found = await runtime_class(config.runtime).check_tasks(config.run_runtime, payloads)
     ignored = describe_ignored(tasks, config.runtime)
     found = [*found, *([CheckResult("warning", "runtime.kind", ignored, "task-resources")] if ignored else [])]
-    level: Level = "warning" if leave_out and len(refused) < len(payloads) else "problem"
+    level: Level = "warning" if resumed or (leave_out and len(refused) < len(payloads)) else "problem"
     lines = [
         CheckResult(level, "runtime.task_image", f"task {name!r} cannot run: {why}", f"task:{name}")
         for name, why in refused.items()
     ]
-    return [task for task in tasks if task.task_id not in refused], [*found, *lines]
+    return [task for task in tasks if resumed or task.task_id not in refused], [*found, *lines]
 
 
 def _or_raise(answer: list[CheckResult] | BaseException) -> list[CheckResult]:

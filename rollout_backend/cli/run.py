@@ -103,7 +103,10 @@ def run(
             settings = load_settings(config, override or [], stack)
             wanted = read_limited(tasks, limit, settings.runtime)
         leave_out = str(tasks).startswith(SUPPORTED_PREFIX)
-        run_async(collect_step(settings, wanted, output, min_completed=min_completed, leave_out=leave_out))
+        resumed = resume is not None
+        run_async(
+            collect_step(settings, wanted, output, min_completed=min_completed, leave_out=leave_out, resumed=resumed)
+        )
 
 
 async def _run_on_local_storage(
@@ -179,9 +182,10 @@ async def collect_step(
     started_by: StartedBy = "run",
     agent: Mapping[str, str] | None = None,
     leave_out: bool = False,
+    resumed: bool = False,
 ) -> int:
     """Run one step, show its progress, and print its summary. Return the exit code. With `leave_out`, tasks that the
-    runtime cannot start are left out.
+    runtime cannot start are left out. With `resumed`, they stay, and their rollouts fail.
 
     If the run is interrupted or fails after its start, print what has finished and how to resume.
 
@@ -200,7 +204,7 @@ async def collect_step(
     from rollout_backend.results.terminal.view import print_step
 
     check_private(tasks, config.scoring.enabled)
-    tasks, findings = await check_tasks(config, tasks, leave_out=leave_out)
+    tasks, findings = await check_tasks(config, tasks, leave_out=leave_out, resumed=resumed)
     raise_problems(findings)
     for finding in findings:
         if finding.level == "warning" and finding.name != "task-resources":  # which the manager says

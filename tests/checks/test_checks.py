@@ -369,6 +369,8 @@ async def test_tasks_whose_images_agentcore_cannot_run_are_named_or_left_out(loc
             assert [task.task_id for task in fitting] == ["a"]
             assert [(each.name, each.level) for each in found] == [("task-images", "ok"), ("task:b", level)]
             assert all(f"`{each.name.partition(':')[0]}" in page for each in found)
+        fitting, found = await check_tasks(config, tasks, leave_out=False, resumed=True)
+        assert ([*fitting], found[-1].level) == (tasks, "warning")
         fitting, found = await check_tasks(config, tasks[1:], leave_out=True)
         assert ([*fitting], [each.level for each in found]) == ([], ["problem"]), "there is nothing else to run"
 

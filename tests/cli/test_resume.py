@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,13 @@ from itsdangerous.encoding import base64_decode
 
 from agent_wrapper.contract import Rollout
 from builders import refused, run_config, until
+from rollout_backend.core.harbor import CONTAINER_FIELD
 from rollout_backend.core.tasks import Task
+from rollout_backend.local.agentcore_emulator import ROLE
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.run_info import RunStart, StartedBy
+from tests.emulators.ecr_emulator import REGISTRY
 
 AWS_KEY = "aws-secret-access-key-of-the-trainer"
 SIGNED = re.compile(rb"eyJ[\w-]+(?=\.[\w-]{43})")  # claims with their signature
@@ -113,12 +117,12 @@ def test_an_interrupted_run_is_resumed_from_its_folder_which_can_be_shared(
     assert [json.loads(line) for line in lines] == rows
 
 
-def started(here: Path, run_id: str, by: StartedBy, **sections) -> Path:
+def started(here: Path, run_id: str, by: StartedBy, tasks: Sequence[Task] = (Task("a", {}),), **sections) -> Path:
     """Write the folder of a run as its manager leaves it."""
     config = run_config(run_id=run_id, output_dir=here / "runs", **sections)
     archive = RunArchive(config.run_dir)
     archive.write_start(config, RunStart.of(config, by, {}, None))
-    archive.write_tasks(0, [Task("a", {})])
+    archive.write_tasks(0, tasks)
     archive.close()
     return config.run_dir
 
@@ -143,6 +147,17 @@ def test_a_run_that_cannot_be_resumed_is_refused(rollout, settings, tasks, here)
         ([settings()], "name the settings or --stack, and --tasks, or a run to --resume"),
     ):
         refused(rollout("run", *arguments), words)
+
+
+def test_a_task_that_has_become_unfit_stays_in_a_resumed_run(rollout, here):
+    image = f"{REGISTRY}/agent:1"
+    runtime = {"kind": "agentcore", "image": image, "role": ROLE, "endpoint_url": "http://127.0.0.1:9"}
+    tasks = [Task("a", {}), Task("odd", {CONTAINER_FIELD: 5})]
+    started(here, "unfit", "run", tasks, runtime=runtime, group={"size": 2})
+    code, output = rollout("run", "--resume", "unfit", "--min-completed", 5)
+    assert code == 2
+    assert "task 'odd' cannot run" in output
+    assert "--min-completed=5 is more than the 4 rollouts that the run plans" in output
 
 
 def test_secrets_are_not_kept_and_must_be_set_again_to_resume(rollout, here, monkeypatch):
