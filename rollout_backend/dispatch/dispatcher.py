@@ -10,8 +10,7 @@ Which attempts are made, and what becomes of their sessions: see `step.rollout_t
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager
 
 from rollout_backend.core.ledger import CallTally
 from rollout_backend.dispatch.call_queue import CallKind, CallQueue
@@ -24,7 +23,7 @@ _ACCEPTED = frozenset({"accepted", "running", "finished"})
 class Dispatcher:
     """Sends the invokes of all steps of a run.
 
-    `slots` is held from a rollout's first invoke until its session is closed.
+    A rollout holds one of `slots` from before its first invoke until its session is closed.
     """
 
     def __init__(self, runtime: SessionCalls, calls: CallQueue, *, max_sessions: int) -> None:
@@ -37,12 +36,13 @@ class Dispatcher:
         """Return how many invokes are sent per second at most, at this moment."""
         return self._calls.invoke_per_s
 
-    @asynccontextmanager
-    async def turn(self, tally: CallTally) -> AsyncIterator[None]:
-        """Wait until one invoke may be sent in the block. The rate adapts to the outcome of the block."""
+    async def turn(self) -> None:
+        """Wait until one invoke may be sent."""
         await self._calls.admit(CallKind.INVOKE)
-        with self._calls.track(CallKind.INVOKE, tally):
-            yield
+
+    def track(self, tally: CallTally) -> AbstractContextManager[None]:
+        """Adapt the rate to the outcome of the invoke in this block."""
+        return self._calls.track(CallKind.INVOKE, tally)
 
     async def submit(self, session_id: str, payload: bytes) -> None:
         """Start the agent in a session.

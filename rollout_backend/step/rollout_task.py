@@ -199,9 +199,10 @@ class RolloutTask:
             StoreError: S3 refused until the step's deadline to record that there is one more attempt.
         """
         context, ledger, dispatcher = self.context, self.context.ledger, self._services.dispatcher
-        async with dispatcher.turn(ledger.invokes):
-            if not self.entry.awaits_result:
-                return False
+        await dispatcher.turn()
+        if not self.entry.awaits_result:
+            return False
+        with dispatcher.track(ledger.invokes):
             await context.plan.allow_attempt(self.entry.attempts + 1)
             claims = self._claims(attempt, session_id)
             urls = await self._services.presign(claims) if self._services.presign is not None else None

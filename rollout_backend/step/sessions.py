@@ -64,8 +64,14 @@ class StepSessions:
             log.warning("sessions of an earlier trainer cannot be resumed, and end at their deadline: %s", error)
 
     async def close(self, session_id: str) -> None:
-        """Close a session, and return once it is closed or named as unclosed."""
-        await asyncio.shield(self.in_background(self.stop(session_id)))
+        """Close a session, and return once it is closed or named as unclosed, even if the caller is cancelled
+        meanwhile: it holds a slot until then."""
+        closing = self.in_background(self.stop(session_id))
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            await asyncio.wait([closing])
+            raise
 
     def close_later(self, session_id: str) -> None:
         """Close a session in the background, before the step ends."""

@@ -203,6 +203,29 @@ async def test_a_rollout_that_is_settled_while_it_waits_is_not_submitted(rollout
     ledger.entries["a.0"].settle(Outcome.CANCELLED, "target_reached")
     assert not await rollout.dispatch()
     assert runtime.invokes == []
+    assert ledger.invokes.grants == 0
+
+
+async def test_a_rollout_that_is_settled_while_its_session_is_closed_keeps_its_slot(rollout, runtime, ledger):
+    closing, closed = asyncio.Event(), asyncio.Event()
+
+    async def stop(session_id):
+        closing.set()
+        await closed.wait()
+
+    runtime.stop, runtime.on_invoke = stop, [OutcomeUnknown("no answer")]
+    slots = rollout.context.services.dispatcher.slots
+    rollout.start()
+    await asyncio.wait_for(closing.wait(), 60)
+    rollout.settle(Outcome.CANCELLED, "target_reached")
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert slots.locked()
+    assert ledger.open_sessions
+    closed.set()
+    await asyncio.wait([rollout.running])
+    assert not slots.locked()
+    assert not ledger.open_sessions
 
 
 async def test_a_submission_that_is_cancelled_in_mid_call_stops_its_session(rollout, runtime, ledger):
