@@ -204,10 +204,13 @@ class CallHandler:
         return share.body(request, self._max_bytes, self._settings.body_s, self._too_large)
 
     def _parse(self, session: OpenSession, dialect: Dialect, body: bytes) -> tuple[ModelCall, bytes]:
-        """Return the parsed call and the digest of its request."""
+        """Return the parsed call and the digest of what it asks."""
         call = self._executor.shown(session.state.requests.parse(dialect, body))
         self.check_model(call.model)
-        return call, session.conversations.question(call.messages, call.tools)
+        try:
+            return call, session.conversations.question(call.messages, call.tools)
+        except RecursionError:
+            raise ApiError(400, "messages: a call's arguments are nested too deeply", param="messages") from None
 
     def _admit(self, session: OpenSession, key: RequestKey, call: ModelCall, question: bytes) -> None:
         refusal = self._admission.check(session.state.share.choices, call.n)

@@ -78,6 +78,11 @@ def test_reasoning_that_is_repeated_as_text_beside_a_call_is_the_same(session, s
     assert say(session, again) == (None if same else REWRITTEN)
 
 
+def test_a_reply_that_says_its_reasoning_is_the_same_without_the_reasoning(session, say):
+    say(session, [U1], content="hm", tool_calls=[CALL], reasoning_content="hm")
+    assert say(session, [U1, assistant("hm", tool_calls=[CALL]), tool_result("c1", "3")]) is None
+
+
 def with_another_id(text: str) -> list[dict]:
     call = {**CALL, "id": "chosen_by_the_agent"}
     return [assistant("", tool_calls=[call]), tool_result(call["id"], text)]

@@ -471,6 +471,24 @@ def test_deep_arguments_can_be_sent_back_or_are_refused(byte_model, play, path):
         check(again, path)
 
 
+def test_arguments_in_the_history_are_answered_or_refused_at_each_depth(byte_model, play):
+    """Parsers and encoders stop at other depths, which depend on the interpreter's stack."""
+    gateway = play((), model=byte_model.model_copy(update={"context_length": 32_768}))
+    path, asked = "/v1/chat/completions", {"role": "user", "content": "a"}
+    for levels in range(900, 1000, 3):
+        function = {"name": "add", "arguments": nested(levels)}
+        called = {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "c", "type": "function", "function": function}],
+        }
+        session = f"{levels} levels"
+        gateway.engine.script(session, ["so be it"])
+        body = {**BASES[path], "messages": [asked, called, {"role": "tool", "tool_call_id": "c", "content": "1"}]}
+        answer = gateway.post(body, session, path=path)
+        assert answer.status_code in (200, 400), answer.text[:300]
+
+
 def next_turn(path: str, body: dict, answer: str) -> dict:
     """Return the body of the turn after the answer."""
     said, more = json.loads(answer), {"role": "user", "content": "And?"}

@@ -370,6 +370,9 @@ def _compared_digest(
 ) -> _Digest:
     # Without ids, the name of the called tool identifies a result.
     message = messages[i] if with_ids else with_tool_name(messages, i)
+    reasoning = (message.get("reasoning_content") or "").strip()
+    if reasoning and message.get("tool_calls") and message.get("content") == reasoning:
+        message = {**message, "content": ""}  # Copilot repeats it as the text of a reply that only calls tools
     return _digest(before, _compared(message, defaults, with_ids))
 
 
@@ -391,8 +394,6 @@ def _compared(message: Message, defaults: _Defaults, with_ids: bool) -> list[obj
     content = message.get("content") or ""
     if message["role"] == "assistant" and isinstance(content, str):
         content = content.strip()
-        if calls and content and content == (message.get("reasoning_content") or "").strip():
-            content = ""  # Copilot repeats the reasoning as the text of a reply that only calls tools
     return [message["role"], content, message.get("name"), answers, calls]
 
 
