@@ -9,7 +9,7 @@
     │   ├── StartupError           the process did not become healthy, or its port is taken
     │   ├── WeightUpdateFailed     no engine loaded the new weights: all are restarted with the previous ones
     │   └── EngineUnavailable      no engine answered a model call
-    ├── RuntimeCallError       one call to the agent runtime; the dispatcher acts on the subclass
+    ├── RuntimeCallError       one call to the agent runtime; the rollout acts on the subclass
     │   ├── Throttled              429: retried until the deadline, at a lower rate
     │   ├── QuotaExceeded          402: too many sessions; retried likewise
     │   ├── RuntimeConflict        409: retried until the deadline, at the same rate

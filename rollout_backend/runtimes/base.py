@@ -2,8 +2,8 @@
 
 Invariants:
 
-- Implementations never retry `invoke` and `stop`: the dispatcher's rate limiter must see every call, and only the
-  dispatcher decides whether to try again in a new session.
+- Implementations never retry `invoke` and `stop`: the step's rate limiter must see every call, and only the step
+  decides whether to try again in a new session.
 - Every error of `invoke` and `stop` is a `RuntimeCallError`, whose class says what the caller may do about it.
 """
 

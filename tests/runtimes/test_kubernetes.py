@@ -1,4 +1,4 @@
-"""The Kubernetes runtime against an unkind cluster: what each fault means to the dispatcher and to the step.
+"""The Kubernetes runtime against an unkind cluster: what each fault means to the step.
 
 Containers are stand-ins in this process; `tests/e2e/test_kubernetes.py` runs real agents.
 """

@@ -1,4 +1,4 @@
-"""Both runtimes against real servers: what each answer means to the dispatcher."""
+"""Both runtimes against real servers: what each answer means to the step."""
 
 import asyncio
 import contextlib

@@ -65,7 +65,7 @@ _MAKERS = 8  # runtimes created at once: AgentCore throttles its control plane a
 _FAILED_S = 300.0  # after a failed creation, until the next
 _FREEING = 12  # creations after a deletion, over half a minute, before another runtime is deleted
 _SESSION_S = 3600.0  # until `session_s` is known
-_WAIT_S = 10.0  # of an invoke for its runtime; then the dispatcher repeats it
+_WAIT_S = 10.0  # of an invoke for its runtime; then the step repeats it
 _CLOSE_S = 60.0  # of giving up leases
 _TAGS_PAUSE_S = 0.25  # between two reads of tags
 

@@ -246,7 +246,7 @@ class KubernetesRuntime(VerifierRuntime):
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise RuntimeUnavailable(f"the API server cannot be reached: {error}", never_opened=True) from error
         except _NO_ANSWER as error:
-            # The dispatcher invokes the same session again, which finds the Job if it exists.
+            # The step invokes the same session again, which finds the Job if it exists.
             raise RuntimeUnavailable(f"the create of a Job was cut off: {_text(error)}", refused=True) from error
         return str(job["metadata"]["uid"])
 
