@@ -17,14 +17,14 @@ is asked to generate before its memory is restored.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import dataclasses
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self
 
@@ -107,8 +107,8 @@ class CloudAgentLoopManager:
         self._closed = False
         self._writer = QueueWriter(self._on_write_error)
         self._blocking.__enter__()
-        self._blocking.wait_for(_use_pool_that_works_at_exit())
-        atexit.register(self.close)
+        # `atexit` runs too late: no thread pool accepts work by then, and a step that ends needs several.
+        threading._register_atexit(self.close)  # type: ignore[attr-defined]
         if self._sleeps:
             self._blocking.wait_for(self._pause())
         self._follow = self._blocking.submit(self._follow_servers())
@@ -418,28 +418,6 @@ class CloudAgentLoopManager:
                 await self._servers.refresh()
             except RolloutBackendError as error:
                 log.warning("updating the list of verl's servers failed, retrying: %s", error)
-
-
-class PoolForExit(ThreadPoolExecutor):
-    """A thread pool that accepts work while the interpreter ends: it then does the work in the caller's thread.
-
-    Other pools refuse it before `atexit` runs, and an event loop resolves host names and reads files in its pool.
-    """
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        try:
-            return super().submit(fn, *args, **kwargs)
-        except RuntimeError:
-            done: Future[Any] = Future()
-            try:
-                done.set_result(fn(*args, **kwargs))
-            except Exception as error:
-                done.set_exception(error)
-            return done
-
-
-async def _use_pool_that_works_at_exit() -> None:
-    asyncio.get_running_loop().set_default_executor(PoolForExit(thread_name_prefix="rollout-manager"))
 
 
 def _log_step(result: StepResult) -> None:

@@ -28,30 +28,32 @@ def test_user_settings_are_kept():
 
 
 AT_EXIT = """
-import asyncio, atexit, threading
-from rollout_backend.verl.manager import PoolForExit
+import sys
+from pathlib import Path
+from unittest.mock import MagicMock
 
-loop = asyncio.new_event_loop()
-threading.Thread(target=loop.run_forever, daemon=True).start()
+from rollout_backend.results.archive import RunArchive
+from rollout_backend.verl import manager
 
-async def use_pool():
-    loop.set_default_executor(PoolForExit())
+folder = Path(sys.argv[1])
+archive = RunArchive(folder)
+others = "verl_api settings_of _pad_token_id try_to_write_report BlockingRolloutManager"
+for name in others.split():
+    setattr(manager, name, MagicMock())
 
-async def close():
-    await loop.getaddrinfo("localhost", 80)  # in the pool
-    try:
-        await asyncio.to_thread(open, "/no/such/file")
-    except FileNotFoundError:
-        print("closed")
+def end_step(*_):
+    archive.write_records(1, [MagicMock(model_dump_json=lambda: "{}")])
+    archive.close()
+    print(*(file.name for file in folder.rglob("*.jsonl")))
 
-def run(work):
-    return asyncio.run_coroutine_threadsafe(work, loop).result(60)
-
-run(use_pool())
-atexit.register(lambda: run(close()))
+settings = manager.settings_of.return_value
+settings.model.folder, settings.gateway.max_images = folder, 0
+manager.BlockingRolloutManager.return_value.close = end_step
+manager.CloudAgentLoopManager(MagicMock(), MagicMock())
 """
 
 
-def test_the_manager_can_be_closed_at_the_end_of_its_process():
-    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=True)
-    assert done.stdout == "closed\n", done.stderr
+def test_a_step_in_flight_at_the_end_of_the_process_is_recorded(tmp_path):
+    argv = [sys.executable, "-c", AT_EXIT, str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["00000001.rollouts.jsonl"], done.stderr
