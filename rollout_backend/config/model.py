@@ -112,6 +112,14 @@ class ModelConfig(Section):
             return None
 
     @property
+    def unscaled_context(self) -> int | None:
+        """Return `longest_context` without the scaling of positions."""
+        try:
+            return _max_positions(self.folder, scaled=False)
+        except ConfigError:
+            return None
+
+    @property
     def attention_heads(self) -> int | None:
         """Return the number of attention heads; None if the model's config.json does not say."""
         with contextlib.suppress(ConfigError):
@@ -175,13 +183,13 @@ def _is_complete(folder: Path, weights: bool) -> bool:
 
 
 @functools.cache
-def _max_positions(model: Path) -> int:
+def _max_positions(model: Path, scaled: bool = True) -> int:
     """Return the maximum sequence length in the model's config.json. Raises ConfigError."""
     path = model / "config.json"
     for section in _config_sections(path, "model.context_length is not set"):
         for name in _LENGTH_FIELDS:
             if isinstance(section.get(name), int):
-                return _extended(section[name], section)
+                return _extended(section[name], section) if scaled else int(section[name])
     raise ConfigError(f"model.context_length is not set, and {path} has none of {', '.join(_LENGTH_FIELDS)}: set it")
 
 

@@ -26,7 +26,7 @@ from rollout_backend.rendering.image_positions import prepares_images
 from rollout_backend.serving.engine_commands import IMAGE_CACHE
 from rollout_backend.verl.unsupported import refuse_unsupported
 from rollout_backend.verl.verl_api import check_version
-from rollout_backend.verl.verl_settings import is_asynchronous, settings_of
+from rollout_backend.verl.verl_settings import is_asynchronous, max_positions, settings_of
 
 logger = logging.getLogger(__name__)
 
@@ -119,13 +119,13 @@ def warn_if_late(root: Any) -> None:
 def check_engines(root: Any, config: RolloutConfig) -> Iterator[CheckResult]:
     """Yield what ends verl's servers when they start, after its workers have loaded the model."""
     rollout, key = root.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
-    tokens, longest = config.model.context_tokens, config.model.longest_context
-    if longest is not None and tokens > longest:
+    tokens, longest = rollout.get("max_model_len"), max_positions(root, config.model)
+    if tokens and longest and tokens > longest:
         yield CheckResult(
             "problem",
             f"{key}.max_model_len",
-            f"{tokens:,} (by default data.max_prompt_length + data.max_response_length) is above the model's "
-            f"{longest:,}, with which verl's servers do not start: lower it",
+            f"{tokens:,} is above the model's max_position_embeddings of {longest:,}, with which verl's servers do "
+            "not start: lower or remove it",
         )
     if int(rollout.get("data_parallel_size") or 1) == 1:
         size = int(rollout.tensor_model_parallel_size)

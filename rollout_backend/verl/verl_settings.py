@@ -7,13 +7,14 @@ file. They override the derived ones, except for the engines, which are always v
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from agent_wrapper.contract import Sampling
-from rollout_backend.config import RolloutConfig, load_config
+from rollout_backend.config import ModelConfig, RolloutConfig, load_config
 from rollout_backend.errors import ConfigError
 from rollout_backend.verl.advantage import needs_row_uids
 from rollout_backend.verl.verl_api import ADAPTER
@@ -34,7 +35,10 @@ def settings_of(config: Any, addresses: Sequence[str]) -> RolloutConfig:
     rollout = config.actor_rollout_ref.rollout
     path, inline = _user_settings(rollout)
     model = config.actor_rollout_ref.model
-    length = rollout.get("max_model_len") or rollout.prompt_length + rollout.response_length
+    model_path = _model_path(model)
+    length = rollout.get("max_model_len") or min(
+        rollout.prompt_length + rollout.response_length, _engine_context(config, model_path)
+    )
     records_experts = bool(rollout.get("enable_rollout_routing_replay"))
     sampling = sampling_of(rollout, validate=False, greedy=False).model_dump()
     if rollout.get("full_determinism"):  # else verl's seed, which has a default, seeds no reply
@@ -42,7 +46,7 @@ def settings_of(config: Any, addresses: Sequence[str]) -> RolloutConfig:
     base = {
         "run_id": run_id_of(config.trainer),
         "model": {
-            "path": _model_path(model),
+            "path": model_path,
             "name": PurePath(str(model.path)).name,
             "context_length": int(length),
             "routed_experts": records_experts,
@@ -82,6 +86,20 @@ def settings_of(config: Any, addresses: Sequence[str]) -> RolloutConfig:
             )
     _check_estimator(config, settings)
     return settings
+
+
+def max_positions(config: Any, model: ModelConfig) -> int | None:
+    """Return the most that verl accepts as `max_model_len`; None if the model does not say. `config` is its tree."""
+    override = config.actor_rollout_ref.model.get("override_config") or {}
+    override = override.get("model_config", override)
+    return override.get("max_position_embeddings") or model.unscaled_context
+
+
+def _engine_context(config: Any, path: str) -> float:
+    """Return the context of verl's servers without `max_model_len`: verl's limit in vLLM, SGLang's own in SGLang."""
+    model = ModelConfig(path=Path(path))
+    on_vllm = engine_of(config.actor_rollout_ref.rollout) == "vllm"
+    return (max_positions(config, model) if on_vllm else model.longest_context) or math.inf
 
 
 def _model_path(model: Any) -> str:

@@ -29,6 +29,7 @@ from rollout_backend.verl.verl_settings import (
 ROOT = Path(__file__).parents[2]
 ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/my_agent-a1B2c3D4e5"
 STREAMS = "actor_rollout_ref.rollout.engine_kwargs.sglang.incremental_streaming_output"
+YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}}
 OWN = {"storage": {"bucket": "rollouts"}, "runtime": {"kind": "agentcore", "arn": ARN}}
 
 
@@ -371,7 +372,7 @@ def test_a_model_is_taken_from_where_verl_copies_it(tmp_path):
 
 def test_what_verls_engines_would_refuse_is_found_before_they_start(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 1000, "num_attention_heads": 6}))
-    root = verl_config(tensor_model_parallel_size=4, name="vllm")
+    root = verl_config(tensor_model_parallel_size=4, name="vllm", max_model_len=1200)
     root.actor_rollout_ref.model.path = str(tmp_path)
     found = {result.setting.rpartition(".")[2]: result for result in check_engines(root, settings_of(root, ["a:1"]))}
     assert re.search("1,200 .* 1,000", found["max_model_len"].text)
@@ -380,6 +381,29 @@ def test_what_verls_engines_would_refuse_is_found_before_they_start(tmp_path):
     fits = verl_config(tensor_model_parallel_size=3, max_model_len=1000, name="sglang_cpu")
     fits.actor_rollout_ref.model.path = str(tmp_path)
     assert [*check_engines(fits, settings_of(fits, ["a:1"]))] == []
+
+
+@pytest.mark.parametrize(
+    ("more", "name", "asked", "overridden", "context", "refused"),
+    [
+        ({}, "sglang", None, None, 1000, False),
+        ({}, "vllm", None, None, 1000, False),
+        ({}, "sglang", 1100, None, 1100, True),
+        ({}, "sglang", 1100, 4000, 1100, False),
+        (YARN, "sglang", None, None, 1200, False),
+        (YARN, "vllm", None, None, 1000, False),
+        (YARN, "sglang", 1100, None, 1100, True),
+    ],
+)
+def test_the_context_is_that_of_verls_servers(tmp_path, more, name, asked, overridden, context, refused):
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 1000, **more}))
+    config = verl_config(name=name, max_model_len=asked, tensor_model_parallel_size=1)
+    override = {"max_position_embeddings": overridden}
+    config.actor_rollout_ref.model.update({"path": str(tmp_path), "override_config": override})
+    settings = settings_of(config, ["a:1"])
+    assert settings.model.context_length == context
+    problems = [result for result in check_engines(config, settings) if result.level == "problem"]
+    assert [result.setting.rpartition(".")[2] for result in problems] == ["max_model_len"] * refused
 
 
 def test_a_machine_without_room_for_a_training_is_warned_of(tmp_path):
