@@ -64,8 +64,7 @@ def check(section: Any) -> RolloutConfig | None:
     refuse_unsupported(root)
     config = settings_of(root, _NO_SERVER_YET)
     _ = config.model.expert_shape  # raises ConfigError
-    check_image_cache(root.actor_rollout_ref.actor, config, os.environ)
-    check_image_rows(root.algorithm, config)
+    check_images(root, config)
     with ThreadPoolExecutor(1) as thread:  # the caller's thread may already run an event loop
         found = thread.submit(asyncio.run, preflight.check_run(config, _batch(root), engines=False)).result()
     of_verl = [*check_engines(root, config), *check_machine(root, config)]
@@ -156,6 +155,13 @@ def check_machine(
         yield CheckResult("warning", "trainer.default_local_dir", text)
 
 
+def check_images(root: Any, config: RolloutConfig) -> None:
+    """Refuse to train on images with settings that could train wrongly. Raises ConfigError."""
+    if not root.trainer.get("val_only"):
+        check_image_cache(root.actor_rollout_ref.actor, config, os.environ)
+        check_image_rows(root.algorithm, config)
+
+
 def check_image_cache(actor: Any, config: RolloutConfig, environ: Mapping[str, str]) -> None:
     """Refuse to train a model's image encoder while its servers cache encoder outputs of old weights.
 
@@ -180,7 +186,9 @@ def check_image_cache(actor: Any, config: RolloutConfig, environ: Mapping[str, s
 def check_image_rows(algorithm: Any, config: RolloutConfig) -> None:
     """Refuse to train on images if nothing rejects rows whose probabilities differ between engine and trainer.
 
-    One early training with images had a difference of .05 in one step, of which the cause is not known.
+    One early training with images had a difference of .05 in one step, of which the cause is not known. With
+    `bypass_mode` only the loss of that name rejects rows. verl 0.9.1's v1 trainer does not select it, and the legacy
+    trainer selects it in its own process, after its workers got their settings.
 
     Raises:
         ConfigError: verl's rollout correction rejects no rows.
@@ -192,9 +200,10 @@ def check_image_rows(algorithm: Any, config: RolloutConfig) -> None:
         return
     key = "algorithm.rollout_correction"
     raise ConfigError(
-        f"{key}.rollout_rs is not set, or {key}.bypass_mode is, so nothing leaves out a row whose images the engine "
-        f"and the trainer see differently: add {key}.rollout_rs=seq_mean_k3 {key}.rollout_rs_threshold=0.01, or "
-        "accept no images with gateway.max_images=0"
+        f"{key}.rollout_rs is not set, or {key}.bypass_mode is, with which verl's trainers apply no rollout_rs, so "
+        "nothing leaves out a row whose images the engine and the trainer see differently: set "
+        f"{key}.rollout_rs=seq_mean_k3 {key}.rollout_rs_threshold=0.01 {key}.bypass_mode=False, or accept no images "
+        "with gateway.max_images=0"
     )
 
 

@@ -84,6 +84,7 @@ class CloudAgentLoopManager:
         self._vllm_servers = VllmServers(self._load_balancer) if on_vllm else None
         addresses = self._addresses()
         self.settings = settings_of(config, addresses)
+        early_checks.check_images(config, self.settings)
         self._legacy = not config.trainer.use_v1
         self._asynchronous = is_asynchronous(config.trainer)
         self._adapter = adapter_of(config.actor_rollout_ref.model)

@@ -5,6 +5,7 @@ import shutil
 import types
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hydra import compose, initialize_config_module
@@ -14,7 +15,6 @@ from rollout_backend.errors import ConfigError
 from rollout_backend.verl.early_checks import (
     check_engines,
     check_image_cache,
-    check_image_rows,
     check_machine,
     set_streams,
 )
@@ -243,21 +243,30 @@ def test_an_image_encoder_is_not_trained_while_servers_keep_its_old_output(
 
 
 @pytest.mark.parametrize(
-    ("images", "correction", "refused"),
+    ("images", "correction", "val_only", "refused"),
     [
-        (16, {}, True),
-        (16, {"rollout_rs": "seq_mean_k3", "bypass_mode": True}, True),
-        (16, {"rollout_rs": "seq_mean_k3", "bypass_mode": False}, False),
-        (0, {}, False),
+        (16, {}, False, True),
+        (16, {}, True, False),
+        (16, {"rollout_rs": "seq_mean_k3", "bypass_mode": True}, False, True),
+        (16, {"rollout_rs": "seq_mean_k3", "bypass_mode": False}, False, False),
+        (0, {}, False, False),
     ],
 )
-def test_images_are_not_trained_if_no_row_is_rejected(tmp_path, images, correction, refused):
+def test_images_are_not_trained_if_no_row_is_rejected(tmp_path, monkeypatch, images, correction, val_only, refused):
+    from rollout_backend.verl import manager
+
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "Qwen2VLImageProcessor"}))
     config = verl_config({**OWN, "gateway": {"max_images": images}})
     config.actor_rollout_ref.model.path = str(tmp_path)
-    algorithm = OmegaConf.create({"rollout_correction": correction})
-    with pytest.raises(ConfigError, match="rollout_rs=seq_mean_k3") if refused else nullcontext():
-        check_image_rows(algorithm, settings_of(config, ["a:1"]))
+    config.actor_rollout_ref.actor = {"freeze_vision_tower": True}
+    config.algorithm = {"adv_estimator": "grpo", "rollout_correction": correction}
+    config.trainer.update({"val_only": val_only, "use_v1": False})
+    # A training with neither the sampler nor the dataset meets the check when verl makes the manager.
+    verl_api = types.SimpleNamespace(check_version=bool, load_balancer=bool, server_addresses=lambda _: ["a:1"])
+    monkeypatch.setattr(manager, "verl_api", verl_api)
+    monkeypatch.setattr(manager, "adapter_of", Mock(side_effect=ConfigError("later")))
+    with pytest.raises(ConfigError, match="rollout_rs=seq_mean_k3" if refused else "later"):
+        manager.CloudAgentLoopManager.create(config, None)
 
 
 def test_an_old_verl_is_refused(monkeypatch):
