@@ -227,7 +227,7 @@ def main() -> None:
         if options.json is not None:
             options.json.parent.mkdir(parents=True, exist_ok=True)
             chosen = ["--trainers", *options.trainers, "--variants", *options.variants]
-            command = f"python benchmarks/identity.py {shlex.join(chosen)}"
+            command = f".venv-verl/bin/python benchmarks/identity.py {shlex.join(chosen)}"
             options.json.write_text(json.dumps(section(found, command, options.steps), indent=1) + "\n")
 
 

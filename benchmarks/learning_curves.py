@@ -262,7 +262,7 @@ def section(runs: list[dict[str, Any]], settings: Settings) -> dict[str, Any]:
         "section": "learning",
         "date": datetime.now(UTC).date().isoformat(),
         "machine": machine(),
-        "command": "python benchmarks/learning_curves.py",
+        "command": ".venv-verl/bin/python benchmarks/learning_curves.py",
         "seconds": sum(run["seconds"] for run in runs),
         "results": {"settings": asdict(settings), "runs": runs},
     }

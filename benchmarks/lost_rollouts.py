@@ -4,7 +4,8 @@
 
 The answer to a question is 1, or sometimes 2. The model answers at once, or reads a page with the reply `?`. The last
 page has the answer. So a guess is right in `common` of the cases, and takes one model call; reading is always right
-and takes more. Each model call carries the same risk that the rollout's container ends before it has published.
+and takes more. Each model call has the same risk. Whether the rollout's container ends before it has published is
+drawn once, after the last call, with the risk of all calls.
 
 - ours: a lost rollout is run again, in another session.
 - lost as 0: a lost rollout is trained with its tokens and the reward 0. The backend has no such setting: here the
@@ -176,7 +177,7 @@ def main() -> None:
                 "section": "losses",
                 "date": datetime.now(UTC).date().isoformat(),
                 "machine": machine(),
-                "command": "python benchmarks/lost_rollouts.py",
+                "command": ".venv-verl/bin/python benchmarks/lost_rollouts.py",
                 "seconds": round(time.monotonic() - began),
                 "results": {"settings": asdict(settings), "runs": runs},
             }

@@ -75,9 +75,10 @@ Where the time of a step goes, as verl measures it. Emulated AWS, agents and oth
 _LOSSES = """\
 The answer to a question is 1 in {common:g} % of the cases, otherwise 2. The model answers at once, or reads a page,
 and may answer or read on. Page {pages} has the answer. So a guess takes one model call and is right in {common:g} %
-of the cases; reading to the end takes {calls} calls and shows the answer. With each call, a rollout is lost with a
-risk of {risk:g} %: its container gets SIGTERM before it has published. These numbers were chosen so that a guess gets
-more than a long right answer if a loss counts as 0: {guess:.2f} and {read:.2f}.
+of the cases; reading to the end takes {calls} calls and shows the answer. Each call has a risk of {risk:g} %. Whether
+a rollout is lost is drawn once, after its last call, with the risk of all its calls: then its container gets SIGTERM
+before it has published. These numbers were chosen so that a guess gets more than a long right answer if a loss counts
+as 0: {guess:.2f} and {read:.2f}.
 
 {variants}
 
@@ -98,9 +99,10 @@ nothing is run again, and a group that lost a rollout is not trained: `group.pol
   `runtime.max_attempts: 1`. The rest of such a group is cancelled; what had not answered by then is in no figure.""",
 }
 _LOSSES_BEFORE = """\
-An earlier comparison on single-digit sums, where right answers are the short ones, found no harm. With a fifth of the
-sessions lost, five seeds that trained a loss as 0 were right 4.0 percentage points more often at the end than those
-that left it out or replaced it, with a 95 % interval of -6.0 to +14.0.
+An earlier comparison, which no command repeats any more, was on single-digit sums, where right answers are the short
+ones. With a sixth of the sessions lost, five seeds that trained a loss as 0 were right 4.0 percentage points more
+often at the end than those that left it out or replaced it, with a 95 % interval of -6.0 to +14.0: too wide to say
+which is better.
 """
 
 _IDENTITY = """\
