@@ -159,7 +159,7 @@ class ScriptedEngine:
         self.port = int(self._listener.getsockname()[1])
         self._server = uvicorn.Server(
             uvicorn.Config(
-                Starlette(routes=self._routes()),
+                self._app(),
                 log_level="error",  # a router first probes a new engine with gRPC, which logs two warnings
                 access_log=False,
                 lifespan="off",  # force_exit would interrupt the lifespan, with a traceback
@@ -196,6 +196,9 @@ class ScriptedEngine:
         self._server.force_exit = True  # do not wait for blocked answers
         self._thread.join(_START_S)
         self._listener.close()
+
+    def _app(self) -> Starlette:  # tests add middleware
+        return Starlette(routes=self._routes())
 
     def _routes(self) -> list[Route]:
         async def healthy(_: Request) -> Response:

@@ -182,7 +182,10 @@ class TrainerProcess:
                 checks.arrived(step)
             elif entry.phase is Phase.SETTLED:
                 assert entry.outcome is not None
-                checks.settled_here(step, entry.rollout_id, entry.outcome, entry.reason)
+                try:
+                    checks.settled_here(step, entry.rollout_id, entry.outcome, entry.reason)
+                except Violation as found:  # raised here, it would leave the rollout's task waiting for ever
+                    asyncio.get_running_loop().call_soon(step.abort, found)
                 self._world.note(f"settled here: {entry.rollout_id} {entry.outcome} {entry.reason}")
 
         ledger.count = counted  # type: ignore[method-assign]
