@@ -11,9 +11,9 @@
     │   └── EngineUnavailable      no engine answered a model call
     ├── RuntimeCallError       one call to the agent runtime; the rollout acts on the subclass
     │   ├── Throttled              429: retried until the deadline, at a lower rate
-    │   ├── QuotaExceeded          402: too many sessions; retried likewise
+    │   ├── QuotaExceeded          402: too many sessions; retried in the same way
     │   ├── RuntimeConflict        409: retried until the deadline, at the same rate
-    │   ├── RuntimeNotReady        the runtime of a task's image is being created: retried likewise
+    │   ├── RuntimeNotReady        the runtime of a task's image is being created: retried in the same way
     │   ├── RuntimeUnavailable     503, or no connection: retried like Throttled. After another 5xx the session may
     │   │                          be open: it is closed, and another attempt is made
     │   ├── NoCredentials          no credentials were found or could be renewed; retried like Throttled

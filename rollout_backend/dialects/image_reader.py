@@ -37,7 +37,7 @@ class ImageReader:
         return self.base64(url[head.end() :], where)
 
     def base64(self, text: str, where: str) -> Image:
-        """Read base64 text. Raises ApiError (400) if it is not an image, or the request has too many."""
+        """Decode an image from base64. Raises ApiError (400) if it is invalid or the request has too many images."""
         if self._limits is None:
             raise refused(where, self._text_only)
         self._read += 1

@@ -207,10 +207,7 @@ class CallHandler:
         """Return the parsed call and the digest of what it asks."""
         call = self._executor.shown(session.state.requests.parse(dialect, body))
         self.check_model(call.model)
-        try:
-            return call, session.conversations.question(call.messages, call.tools)
-        except RecursionError:
-            raise ApiError(400, "messages: a call's arguments are nested too deeply", param="messages") from None
+        return call, session.conversations.question(call.messages, call.tools)
 
     def _admit(self, session: OpenSession, key: RequestKey, call: ModelCall, question: bytes) -> None:
         refusal = self._admission.check(session.state.share.choices, call.n)

@@ -96,8 +96,10 @@ class AgentRuntime(ABC):
     async def check_tasks(
         cls, config: Any, payloads: Mapping[str, Mapping[str, Any]]
     ) -> tuple[Mapping[str, str], Sequence[CheckResult]]:
-        """Return why some tasks cannot start, by their ids, and what was found of the others. `payloads` has the
-        payload of each task. Nothing is created."""
+        """Return the reasons why tasks cannot start, by task id, and the results of checks on the other tasks.
+
+        `payloads` has the payload of each task. Nothing is created.
+        """
         return {}, ()
 
     @abstractmethod

@@ -27,6 +27,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import orjson
+
 from agent_wrapper.contract import ImageSpan, Segment
 from rollout_backend.config import ExpertShape
 from rollout_backend.core.images import Image, PlacedImage, image_names
@@ -40,6 +42,7 @@ if TYPE_CHECKING:  # transformers takes seconds to import, and the trainer's pro
     from rollout_backend.rendering.renderer import RendererBundle
     from rollout_backend.rendering.segments import IntArray
 
+_MAX_DEPTH = 200  # of a call's arguments, at which no encoder fails
 _KEPT = 4  # conversations kept, because an agent may alternate between several
 
 Message = Mapping[str, Any]
@@ -401,7 +404,9 @@ def _arguments(text: str, defaults: Mapping[str, Any]) -> object:
     """Parse arguments and remove defaults: agents that validate a call send it back with them filled in."""
     try:
         value = _ARGUMENTS.decode(text)
-    except (ValueError, RecursionError):
+        if text.count("{") + text.count("[") > _MAX_DEPTH:
+            orjson.dumps(value)  # what it cannot encode may exceed the interpreter's stack in the digest
+    except (TypeError, ValueError, RecursionError):
         return text
     if isinstance(value, dict):
         return [{name: item for name, item in value.items() if not _is_default(item, name, defaults)}]
