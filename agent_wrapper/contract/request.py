@@ -26,7 +26,8 @@ def put_headers(body: bytes) -> dict[str, str]:
 
 
 class Sampling(ContractObject):
-    """The trainer's sampling settings. None selects the engine's default."""
+    """The trainer's sampling settings, which apply to every model call. None selects the engine's default. `top_k` -1
+    turns it off. `max_tokens` limits one call. Each reply gets its own seed, derived from `seed`."""
 
     temperature: float = Field(default=1.0, ge=0, le=10)
     top_p: float = Field(default=1.0, gt=0, le=1)

@@ -66,18 +66,19 @@ def complete_run(incomplete: str) -> list[str]:
 RunName = Annotated[
     str,
     typer.Argument(
-        metavar="RUN", help="A run of ./runs, the beginning of its id, or its folder.", autocompletion=complete_run
+        metavar="RUN", help="Run id in ./runs, a prefix of it, or a run folder.", autocompletion=complete_run
     ),
 ]
 NewestRun = Annotated[
     str | None,
     typer.Argument(
-        help="The run: its id in ./runs, the beginning of it, or its folder. Default: the newest in ./runs.",
+        help="Run id in ./runs, a prefix of it, or a run folder. Default: the newest run in ./runs.",
         autocompletion=complete_run,
     ),
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--override", "-o", metavar="KEY=VALUE", help="A setting, e.g. group.size=8.")
+    list[str] | None,
+    typer.Option("--override", "-o", metavar="KEY=VALUE", help="Override a setting, such as group.size=8."),
 ]
 TaskFile = Annotated[
     Path | None,
@@ -86,7 +87,7 @@ TaskFile = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the summary at the end.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also print the ledger and the reward of each group.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per event.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="Take only this many tasks from the beginning.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first N tasks.")]
 
 
 def echo(text: str) -> None:

@@ -25,21 +25,24 @@ _TAKEN = 16
 
 def demo(
     agent: Annotated[
-        Path | None, typer.Option(help="The Python file that starts the agent's app. Default: an agent that adds.")
+        Path | None,
+        typer.Option(help="Python file that starts the agent's app. Default: an agent that adds numbers."),
     ] = None,
     tasks: Annotated[
         Path | None, typer.Option(help="JSONL or parquet with `payload` and optional `task_id`. Default: 64 sums.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Take only this many tasks from the beginning.")] = _TAKEN,
+    limit: Annotated[int, typer.Option(min=1, help="Use only the first N tasks.")] = _TAKEN,
     scripted: Annotated[
-        bool, typer.Option("--scripted", help="Answer from a script, without a model: nothing is installed.")
+        bool, typer.Option("--scripted", help="Answer from a script instead of a model; installs nothing.")
     ] = False,
-    engine: Annotated[Literal["sglang", "vllm"], typer.Option(help="The engine to start.")] = "sglang",
+    engine: Annotated[Literal["sglang", "vllm"], typer.Option(help="Engine to start.")] = "sglang",
     endpoint: Annotated[
-        str | None, typer.Option(metavar="URL", help="Use this SGLang or vLLM server, which already runs.")
+        str | None, typer.Option(metavar="URL", help="Use this running SGLang or vLLM server.")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="Settings; bucket and runtime are the local cloud's.")] = None,
-    servers: Annotated[int, typer.Option(min=1, help="Servers to start.")] = 1,
+    config: Annotated[
+        Path | None, typer.Option(help="Settings in YAML. Bucket and runtime are those of the local cloud.")
+    ] = None,
+    servers: Annotated[int, typer.Option(min=1, help="Number of engine servers to start.")] = 1,
     override: Overrides = None,
     quiet: Quiet = False,
     verbose: Verbose = False,

@@ -40,7 +40,9 @@ class Build(StrEnum):
 def deploy(
     folder: Annotated[
         Path | None,
-        typer.Argument(metavar="AGENT_DIR", help="The agent's folder, with agent.py and perhaps requirements.txt."),
+        typer.Argument(
+            metavar="AGENT_DIR", help="The agent's folder, with agent.py and, optionally, requirements.txt."
+        ),
     ] = None,
     stack: Stack = None,
     local: Annotated[
@@ -49,34 +51,34 @@ def deploy(
     build: Annotated[
         Build,
         typer.Option(
-            help="Upload the code, or build an image and push it: in AWS CodeBuild, or here. Images need --stack."
+            help="Upload the code, or build and push an image, in AWS CodeBuild or locally. Images need --stack."
         ),
     ] = Build.CODE,
     build_role: Annotated[
         str | None,
-        typer.Option(metavar="ARN", help="The role of CodeBuild, with --build codebuild. Default: the stack's."),
+        typer.Option(metavar="ARN", help="Role for CodeBuild, with --build codebuild. Default: the stack's."),
     ] = None,
     subnets: Annotated[
         list[str] | None,
         typer.Option(
-            "--subnet", help="A private subnet of the agents. Default: the stack's network, or the public one."
+            "--subnet", help="Private subnet for the agents. Default: the stack's network, or the public one."
         ),
     ] = None,
     security_groups: Annotated[
-        list[str] | None, typer.Option("--security-group", help="A security group of the agents, with --subnet.")
+        list[str] | None, typer.Option("--security-group", help="Security group for the agents, with --subnet.")
     ] = None,
     adopt: Annotated[
         str | None,
         typer.Option(
             metavar="ARN",
-            help="Show what a runtime made elsewhere lacks to be invoked, and with --yes update that alone.",
+            help="Show what prevents invokes of an existing runtime. With --yes, fix only that.",
         ),
     ] = None,
     tasks: Annotated[
-        Path | None, typer.Option(help=f"The agent is checked on the first task. Default: {_TASKS} in its folder.")
+        Path | None, typer.Option(help=f"Task file; the check uses its first task. Default: {_TASKS} in its folder.")
     ] = None,
-    config: Annotated[Path, typer.Option(help="The config file to write.")] = CONFIG,
-    yes: Annotated[bool, typer.Option("--yes", help="Carry out the plan. Without it, nothing is changed.")] = False,
+    config: Annotated[Path, typer.Option(help="Config file to write.")] = CONFIG,
+    yes: Annotated[bool, typer.Option("--yes", help="Carry out the plan. Without it, nothing changes.")] = False,
     override: Overrides = None,
 ) -> None:
     """Check an agent on this machine, upload it, create or update its runtime, and write the config of its runs.

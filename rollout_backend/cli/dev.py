@@ -23,30 +23,30 @@ _TASKS = "tasks.jsonl"
 
 
 def dev(
-    app: Annotated[Path, typer.Argument(help="The Python file that starts the agent's app.")],
+    app: Annotated[Path, typer.Argument(help="Python file that starts the agent's app.")],
     tasks: Annotated[
         Path | None,
         typer.Option(help=f"JSONL or parquet with tasks, or harbor:FOLDER. Default: {_TASKS} in the agent's folder."),
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option(metavar="ID|JSON", help="A task's id, or a payload in JSON. Default: the first task."),
+        typer.Option(metavar="ID|JSON", help="Task id, or a payload in JSON. Default: the first task."),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Run this many tasks of the file, one after the other.")] = 1,
+    limit: Annotated[int, typer.Option(min=1, help="Run the first N tasks, one after the other.")] = 1,
     engine: Annotated[
-        bool, typer.Option("--engine", help="Use a small real model on the CPU instead of a script.")
+        bool, typer.Option("--engine", help="Use a small model on the CPU instead of a script.")
     ] = False,
     endpoint: Annotated[
-        str | None, typer.Option(metavar="URL", help="Use this SGLang or vLLM server, which already runs.")
+        str | None, typer.Option(metavar="URL", help="Use this running SGLang or vLLM server.")
     ] = None,
     override: Overrides = None,
 ) -> None:
     """Run an agent on one task, show each of its model calls as it happens, and run it again after each change of its
     source.
 
-    A script answers instead of a model, unless you name one with --engine or --endpoint. The agent runs on a local
-    S3 and AgentCore, as in `rollout demo`. The tests of a Harbor task score what it leaves. An error shows the
-    traceback of the agent's own files. Ctrl-C ends it all.
+    A script answers instead of a model, unless you name one with --engine or --endpoint. The agent runs on a local S3
+    and AgentCore, as in `rollout demo`. A Harbor task is scored by its tests. An error shows the traceback of the
+    agent's own files. Press Ctrl-C to stop.
     """
     with exit_codes():
         if engine and endpoint is not None:

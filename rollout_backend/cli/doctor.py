@@ -33,19 +33,17 @@ _STYLES = {"ok": "green", "unchecked": "dim", "warning": "yellow", "problem": "r
 def doctor(
     config: Annotated[Path | None, typer.Argument(help="Settings in YAML.")] = None,
     tasks: Annotated[
-        Path | None, typer.Option(help="Also check how long a step of these tasks takes to start, and what it costs.")
+        Path | None, typer.Option(help="Also check how long a step of these tasks takes to start, and its cost.")
     ] = None,
     limit: Limit = None,
     stack: Stack = None,
-    agent: Annotated[
-        Path | None, typer.Option(help="Also import this Python file, which starts the agent's app.")
-    ] = None,
+    agent: Annotated[Path | None, typer.Option(help="Also import the agent from this Python file.")] = None,
     engine: Annotated[
         bool,
-        typer.Option("--engine", help="Also make a model call, with the run's engines: takes minutes."),
+        typer.Option("--engine", help="Also start the engines and make a model call, which takes minutes."),
     ] = False,
     services: Annotated[
-        bool, typer.Option("--services", help="Check account, bucket, queue and runtime only, from any machine.")
+        bool, typer.Option("--services", help="Check only account, bucket, queue and runtime, from any machine.")
     ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Print a line for each check that passed.")
@@ -53,10 +51,10 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     override: Overrides = None,
 ) -> None:
-    """Find everything that would stop a run, before anything is paid for: credentials, permissions, bucket, queue,
+    """Find everything that would stop a run, before it costs anything: credentials, permissions, bucket, queue,
     runtime, quotas, the public address, model, engines, versions, and this machine.
 
-    Run it where the trainer will run. It prints one line for each finding, with what to do, the problems last, and
+    Run it on the machine of the trainer. It prints one line for each finding, with what to do, the problems last, and
     exits with 2 if there is one. A run makes the quick ones of these checks first.
     """
     from rollout_backend.core.harbor import SUPPORTED_PREFIX

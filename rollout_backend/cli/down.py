@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 def down(
-    config: Annotated[Path | None, typer.Argument(help="The config that `rollout deploy` has written.")] = None,
+    config: Annotated[Path | None, typer.Argument(help="Config file written by `rollout deploy`.")] = None,
     stack: Stack = None,
     delete_results: Annotated[
-        bool, typer.Option("--delete-results", help="Delete the results of all runs in the bucket, too.")
+        bool, typer.Option("--delete-results", help="Also delete the results of all runs in the bucket.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it, nothing is changed.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it, nothing changes.")] = False,
 ) -> None:
     """Remove the runtime, the uploaded code and the queues of runs, and list what stays and why.
 
-    Stop your runs first. Without --yes it only lists. A runtime is deleted only if its tag says that this backend
-    made it, and a queue only if its run is in the bucket. The local cloud of `rollout deploy --local` ends, too.
+    Stop your runs first. Without --yes, only list. A runtime is deleted only if its tag names this backend, and a
+    queue only if its run is in the bucket. Also stops the local cloud of `rollout deploy --local`.
     """
     with exit_codes():
         if (config is None) == (stack is None):

@@ -9,9 +9,9 @@ from rollout_backend.cli.common import console, exit_codes
 
 def engine_install(
     engine: Annotated[
-        Literal["sglang", "vllm"], typer.Option(help="The engine to install. Each one has a separate environment.")
+        Literal["sglang", "vllm"], typer.Option(help="Engine to install. Each one has a separate environment.")
     ] = "sglang",
-    torch_index_url: Annotated[str | None, typer.Option(help="Package index to take torch's CPU build from.")] = None,
+    torch_index_url: Annotated[str | None, typer.Option(help="Package index for the CPU build of torch.")] = None,
 ) -> None:
     """Install SGLang or vLLM for the CPU in a separate environment, and a small real model, in the cache folder."""
     from rollout_backend.serving.install import cache_dir, install_cpu_engine, prepare_model

@@ -16,12 +16,12 @@ ExportFormat = Literal["parquet", "csv", "jsonl", "inspect"]
 
 def export(
     run: NewestRun = None,
-    to: Annotated[ExportFormat, typer.Option(help="The format of the files.")] = "parquet",
+    to: Annotated[ExportFormat, typer.Option(help="File format.")] = "parquet",
     out: Annotated[
         str | None,
         typer.Option(
             metavar="DIR|S3_URL",
-            help="A folder, or s3://BUCKET/PREFIX. Default: `tables`, or `inspect`, in the run's folder.",
+            help="Folder, or s3://BUCKET/PREFIX. Default: `tables` or `inspect` in the run's folder.",
         ),
     ] = None,
 ) -> None:

@@ -10,12 +10,12 @@ from rollout_backend.errors import ConfigError
 
 
 def infra(
-    folder: Annotated[Path, typer.Argument(help="The folder to write to.")] = Path("infra"),
+    folder: Annotated[Path, typer.Argument(help="Folder to write to.")] = Path("infra"),
 ) -> None:
     """Write the CloudFormation templates, Kubernetes manifests and Grafana dashboard of this version into a folder.
 
-    The documentation names them by their paths in a checkout, such as `infra/template.yaml`. A file that you have
-    changed is not replaced.
+    The documentation names them by their paths in a checkout, such as `infra/template.yaml`. Files that you have
+    changed are not replaced.
     """
     from rollout_backend.deploy import INFRA
 

@@ -17,12 +17,12 @@ Template = Literal["openai", "strands", "pydantic-ai", "command"]
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The agent's folder: a new or an empty one.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the agent, new or empty.")],
     template: Annotated[
         Template, typer.Option(help="The agent's framework; `command` runs a program in any language.")
     ] = "openai",
 ) -> None:
-    """Make an agent from a template: its code and test, tasks, settings and Dockerfile."""
+    """Create an agent from a template: its code and test, tasks, settings and Dockerfile."""
     with exit_codes():
         _copy(template, folder)
         place = shlex.quote(str(folder))

@@ -11,8 +11,8 @@ from rollout_backend.errors import ConfigError
 
 
 def ls(
-    runs: Annotated[Path, typer.Argument(help="The folder that holds the runs' folders.")] = RUNS,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    runs: Annotated[Path, typer.Argument(help="Folder with the run folders.")] = RUNS,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
     """List the runs, the newest first: when they began, their state, what completed, and the mean reward."""
     with exit_codes():

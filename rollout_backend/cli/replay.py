@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def replay(
     run: NewestRun = None,
     step: Annotated[
-        int | None, typer.Option(min=0, help="The step, as its files in steps/ are named. Default: the only one.")
+        int | None, typer.Option(min=0, help="Step number, as in the file names in steps/. Default: the only step.")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE.parquet", help="Write the rows to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the digests as JSON.")] = False,

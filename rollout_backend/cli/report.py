@@ -26,8 +26,8 @@ def report(
     It shows what to look at first, every planned rollout, where the time went, and conversations with the
     probability of each token. The report of a training run starts with a page over all steps.
 
-    With --serve, a browser shows the page and renews it as rollouts and steps end. Whoever reaches the address can
-    read it, so it is this machine's own by default.
+    With --serve, a browser shows the page and renews it as rollouts and steps end. Anyone who can reach the address
+    can read the report, so it listens on 127.0.0.1 by default.
     """
     with exit_codes():
         folder = find_run(run)
@@ -55,8 +55,8 @@ async def _serve(folder: Path, against: Path | None, host: str, port: int) -> No
 
 def compare(
     first: RunName,
-    second: Annotated[str, typer.Argument(metavar="RUN", help="Another one.", autocompletion=complete_run)],
-    as_json: Annotated[bool, typer.Option("--json", help="The whole comparison as JSON.")] = False,
+    second: Annotated[str, typer.Argument(metavar="RUN", help="Run to compare with.", autocompletion=complete_run)],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
 ) -> None:
     """Show how two runs differ: settings, versions, rewards by task, lengths and failures.
 

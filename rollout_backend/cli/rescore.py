@@ -9,12 +9,12 @@ from rollout_backend.cli.common import NewestRun, console, exit_codes, find_run
 
 def rescore(
     scorer: Annotated[
-        str, typer.Option(metavar="FILE.py:FUNCTION", help="A function of one ScoreInput; see rewards.md.")
+        str, typer.Option(metavar="FILE.py:FUNCTION", help="Function that takes a ScoreInput; see docs/rewards.md.")
     ],
     name: Annotated[
-        str | None, typer.Option(help="Name of the new version. Default: the function's, and the time.")
+        str | None, typer.Option(help="Name of the new version. Default: the function's name and the time.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Every old and new reward as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every old and new reward as JSON.")] = False,
     run: NewestRun = None,
 ) -> None:
     """Compute the rewards of a run's completed rollouts again, and show old and new side by side.

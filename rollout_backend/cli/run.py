@@ -54,7 +54,7 @@ def run(
         str | None,
         typer.Option(
             metavar="RUN",
-            help="Resume this run of ./runs, or the run in this folder, with its settings.",
+            help="Resume a run with its settings: its id in ./runs, or its folder.",
             autocompletion=complete_run,
         ),
     ] = None,
@@ -62,21 +62,21 @@ def run(
         int, typer.Option(min=0, help="Exit with code 3 if fewer rollouts than this complete.")
     ] = 0,
     local: Annotated[
-        bool, typer.Option("--local", help="Use an S3 and SQS on this machine, which end with the run.")
+        bool, typer.Option("--local", help="Use S3 and SQS emulators on this machine for the duration of the run.")
     ] = False,
     override: Overrides = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
-    """Roll out every task once and report, without a trainer: an evaluation.
+    """Run every task once without a trainer, as an evaluation, and report.
 
-    The last lines are a summary, which begins with the verdict: why the run exits with 0 or 3.
+    The summary at the end begins with the verdict, which explains the exit code.
 
-    With --resume, finished rollouts are kept, agents that still run are awaited, and the rest is run.
+    With --resume, finished rollouts are kept, running agents are awaited, and only the remaining rollouts run.
 
-    With --local, agents run as processes of this machine (runtime.kind=process), and nothing needs AWS. The run's
-    folder keeps every result.
+    With --local, agents run as processes on this machine (runtime.kind=process), without AWS. The run's folder keeps
+    every result.
 
     Exit codes: 0, there is something to train on; 1, the run failed; 2, the input is invalid, and nothing was
     started; 3, there is nothing to train on, or fewer rollouts completed than --min-completed; 130, interrupted.

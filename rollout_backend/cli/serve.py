@@ -18,12 +18,12 @@ _DAY_S = 86_400.0
 
 def serve(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A folder with weights and tokenizer, as from_pretrained reads.")
+        Path, typer.Argument(help="Model folder with weights and tokenizer, as `from_pretrained` reads it.")
     ],
     config: Annotated[
-        Path | None, typer.Option(help="The settings of the training: its file, or config.yaml of a run's folder.")
+        Path | None, typer.Option(help="Settings of the training: its file, or config.yaml in a run's folder.")
     ] = None,
-    days: Annotated[float, typer.Option(min=0.01, help="How long the key that is printed stays valid.")] = 30.0,
+    days: Annotated[float, typer.Option(min=0.01, help="Days for which the printed key is valid.")] = 30.0,
     override: Overrides = None,
 ) -> None:
     """Serve a checkpoint to a deployed agent, with the engine, renderer and APIs of its training, until Ctrl-C.

@@ -43,8 +43,8 @@ def show(
         str | None,
         typer.Argument(
             metavar="[RUN|TASK|ROLLOUT]",
-            help="A run by its id in ./runs or its folder, a task, or a rollout such as task-00003.1. The beginning "
-            "of an id is enough if no other one begins so. Default: the newest run in ./runs.",
+            help="Run (id in ./runs, or folder), task, or rollout such as task-00003.1. A unique prefix "
+            "of an id is enough. Default: the newest run in ./runs.",
             autocompletion=complete_id,
         ),
     ] = None,
@@ -52,21 +52,21 @@ def show(
         str | None,
         typer.Option(
             metavar="RUN",
-            help="The run of the task or rollout, as RUN above. Default: the newest in ./runs.",
+            help="Run of the task or rollout. Default: the newest run in ./runs.",
             autocompletion=complete_run,
         ),
     ] = None,
-    step: Annotated[int | None, typer.Option(min=0, help="Only this step, as its files in steps/ are named.")] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="Only this step, numbered as the files in steps/.")] = None,
     turn: Annotated[
-        int | None, typer.Option(min=0, help="Only this turn of the rollout: one model call, counted from 0.")
+        int | None, typer.Option(min=0, help="Only this turn (model call) of the rollout, counted from 0.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, one object a line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, one object per line.")] = False,
 ) -> None:
     """Show a run, one of its steps, a task, a rollout, or a single turn.
 
-    Of a run: its numbers, what to look at first, and where to look next. Of a task: the rollouts with their rewards
-    and reasons. Of a rollout: its conversation, attempts, sessions and log, or how and why it ended without a result.
-    Of a turn: messages in and out, tokens, log probabilities, time and weights.
+    For a run: its numbers, what to look at first, and where to look next. For a task: its rollouts with their rewards
+    and reasons. For a rollout: its conversation, attempts, sessions and log, or how and why it ended without a
+    result. For a turn: messages in and out, tokens, log probabilities, time and weight version.
     """
     with exit_codes():
         _show(name, run, step, turn, as_json)

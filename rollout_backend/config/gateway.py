@@ -33,7 +33,7 @@ class GatewayConfig(Section):
     `http://{host}:{port}`, for agents in the same network; the gateway then listens there."""
     key_in_path: bool = False
     """Put the session key into the `base_url` of agents, as /k/KEY/v1, for agents that hard-code an API key. Proxies
-    between agents and gateway may log URLs: see docs/gateway.md."""
+    between agents and gateway may log URLs: see [gateway.md](gateway.md#agents-that-hard-code-an-api-key)."""
     tls_certificate: Path | None = None
     """PEM file of the certificate chain, to serve HTTPS. Default: plain HTTP."""
     tls_key: Path | None = None
@@ -41,16 +41,17 @@ class GatewayConfig(Section):
     agent_sampling_overrides: frozenset[Literal["temperature", "top_p", "top_k", "seed"]] = frozenset()
     """Sampling settings that an agent may override. All others come from the trainer."""
     session_tokens: int | None = Field(default=1_000_000, ge=1)
-    """Maximum tokens that one session may sample, over all its calls, which ends one that runs away. The reply that
+    """Maximum tokens that one session may sample over all its calls, to stop a runaway session. The reply that
     reaches it is cut, and the next call is answered 400. Concurrent calls each get the budget that was left when they
-    began. null: no limit."""
+    began. Null: no limit."""
     forced_tools: Literal["constrain", "as_auto"] = "constrain"
     """What happens to calls that force a tool call (`tool_choice` required, any, or a tool). `constrain`: see
     `constrained_decoding`. `as_auto`: the model decides, so that the reply can be trained, and may answer without a
     call; for agents whose framework forces a tool in every call."""
     constrained_decoding: Literal["allow", "refuse"] = "allow"
-    """What happens to `tool_choice` and `response_format` that force a form. `allow`: the engine constrains the
-    reply; its tokens are not a sample of the model's own distribution and are not trained. `refuse`: answered 400."""
+    """What happens to calls with a `tool_choice` or `response_format` that forces a format. `allow`: the engine
+    constrains the reply; its tokens are not sampled from the model's own distribution and are not trained. `refuse`:
+    the call is answered 400."""
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
     """Maximum size of a model call's request body. Without images it is also at most 1 MiB and 32 bytes per token of
     the model's context; a larger one is answered 400, as a conversation that exceeds the context."""
@@ -77,9 +78,9 @@ class GatewayConfig(Section):
     run that resumes on another machine needs the same secret; otherwise its unfinished step starts again."""
     previous_secret: SecretStr | None = Field(default=None, min_length=32)
     """The secret that `secret` replaces. Its seals and session keys stay valid, and nothing is signed with it. Remove
-    it when all steps that began with it have ended."""
+    it once all steps that began with it have ended."""
     require_seal: bool = True
-    """Require the gateway's seal on every trainable result. False: the agents' containers are trusted."""
+    """Require the gateway's seal on every trainable result. False: trust the agents' containers."""
 
     @model_validator(mode="after")
     def _shards(self) -> Self:

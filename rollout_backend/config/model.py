@@ -50,11 +50,11 @@ class ModelConfig(Section):
     decides. A renderer of your own receives them as its
     config. Each renderer refuses unknown options."""
     trust_remote_code: bool = False
-    """Run Python code that the model directory brings for its tokenizer, as Kimi K2 does, in this process and in the
-    engines. Such code has access to all keys and credentials of this process: read it first."""
+    """Run the Python code in the model directory that its tokenizer needs (Kimi K2), in this process and in the
+    engines. This code has access to all keys and credentials of this process: read it first."""
     context_length: int | None = Field(default=None, ge=16)
     """Maximum tokens of one model call, prompt and completion together. Default: the maximum in the model's
-    `config.json`, at most 32,768. The engine's cache must have room for it."""
+    `config.json`, at most 32,768. It must fit into the engine's cache."""
     routed_experts: bool = False
     """Record which experts of a mixture of experts processed each token, so that the trainer can replay them (R3).
     Needs SGLang; external servers must run with `--enable-return-routed-experts`. A token costs a byte for each layer

@@ -55,9 +55,8 @@ class PriceConfig(Section):
     gpu_hour: Dollars | None = None
     """Price of a GPU-hour. Default: the estimate leaves GPUs out."""
     gpus: int | None = Field(default=None, ge=1)
-    """GPUs of the run, which are paid for as long as a step takes. Default: `serving.servers` times the GPUs of a
-    server; required with `gpu_hour` if `serving.kind` is neither `process` nor `ray`, or if `serving.servers` is
-    `auto`."""
+    """GPUs of the run, billed for the duration of each step. Default: `serving.servers` times the GPUs of a server;
+    required with `gpu_hour` if `serving.kind` is neither `process` nor `ray`, or if `serving.servers` is `auto`."""
 
     @model_validator(mode="after")
     def _sessions_are_described(self) -> Self:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 class QueueConfig(Section):
     enabled: bool = True
-    """Announce results on SQS. If false, the backend finds them by listing only, which takes longer."""
+    """Announce results on SQS. If false, the backend finds results only by listing, which takes longer."""
     url: str | None = None
     """URL of an existing queue. Default: the run creates a queue and a dead-letter queue and deletes both at its
     end."""
@@ -27,7 +27,7 @@ class QueueConfig(Section):
     """Visibility timeout of a received message, extended while its rollout is fetched. The message reappears if this
     process dies before it deletes it."""
     max_receives: int = Field(default=5, ge=1, le=1000)
-    """How often a message may be received before it moves to the dead-letter queue. Applies to a queue that the run
+    """Maximum receives of a message before it moves to the dead-letter queue. Applies to a queue that the run
     creates."""
 
 
@@ -83,7 +83,7 @@ class AwsConfig(Section):
     region: str = "us-east-1"
     """Region of bucket and queue. The runtime's region follows from its ARN or its image."""
     endpoint_url: str | None = None
-    """Endpoint of S3 and SQS if not AWS, such as a local emulator. Agents get it through their own environment."""
+    """Endpoint of S3 and SQS if not AWS, such as a local emulator. Agents read it from their own environment."""
     s3_endpoint_url: str | None = None
     """Endpoint of S3 if it differs from `aws.endpoint_url`, for example an object store of your own. Agents: set
     AWS_ENDPOINT_URL_S3."""

@@ -95,25 +95,25 @@ class RuntimeConfig(Section):
     kind: str
     """Kind of the runtime."""
     agent_protocol: Literal["rollout", "agentcore-rl-toolkit", "agentcore-runtime-app", "verl-4216"] = "rollout"
-    """What agents are wrapped in. `rollout`: agent_wrapper, or the contract by hand. `agentcore-rl-toolkit`:
-    `AgentCoreRLApp`, unchanged. `agentcore-runtime-app`: `AgentCoreRuntimeApp` of the same package. `verl-4216`: the
-    app of verl's pull request 4216. See [toolkit-agents.md](toolkit-agents.md)."""
+    """How agents are wrapped. `rollout`: agent_wrapper, or your own implementation of the contract.
+    `agentcore-rl-toolkit`: `AgentCoreRLApp`, unchanged. `agentcore-runtime-app`: `AgentCoreRuntimeApp` of the same
+    package. `verl-4216`: the app of verl's pull request 4216. See [toolkit-agents.md](toolkit-agents.md)."""
     poll_interval_s: Seconds = 10.0
     """Interval between polls of a session for its result, with `agent_protocol: agentcore-runtime-app`. Each poll is
-    an invoke, and takes what `invoke_per_s` leaves over."""
+    an invoke; polls use the part of `invoke_per_s` that new sessions leave unused."""
     invoke_per_s: Rate = 100.0
     """Maximum sessions started per second. If the runtime refuses invokes (429, 402, 5xx), the rate adapts to what it
     grants, and the report shows that rate. Refused invokes are retried until the step's deadline."""
     stop_per_s: Rate = 100.0
-    """Maximum sessions stopped per second. The rate adapts likewise."""
+    """Maximum sessions stopped per second. The rate adapts in the same way."""
     calls_per_s: Rate | None = None
     """Maximum invokes and stops together per second, for accounts that count both in one quota (older AgentCore
     accounts: 25). Stops of finished rollouts take priority. Null: each kind of call has its own quota."""
     max_sessions: int = Field(default=256, ge=1)
     """Maximum open sessions."""
     max_attempts: int = Field(default=5, ge=1)
-    """Maximum attempts of one rollout, each in a new session, before it ends as infra_error. Only a call that may
-    have opened a session counts. The pause between attempts starts at 5 s and triples, so five attempts span three
+    """Maximum attempts of one rollout, each in a new session, before it ends as infra_error. Only calls that may have
+    opened a session count. The pause between attempts starts at 5 s and triples, so five attempts span three
     minutes."""
     connect_timeout_s: Seconds = 10.0
     """Timeout of connecting to the runtime."""
@@ -166,7 +166,7 @@ class AgentCoreConfig(RuntimeConfig):
     """The agent's container image in ECR: ACCOUNT.dkr.ecr.REGION.amazonaws.com/REPOSITORY:TAG, or
     public.ecr.aws/REPOSITORY:TAG with `image_region`. The backend creates a runtime from it before the run, or
     updates the existing one if these settings differ. The runtime stays after the run and costs nothing while it has
-    no session. Use a new tag for a new image; otherwise it is not noticed."""
+    no session. Use a new tag for a new image; otherwise the change is not detected."""
     role: Annotated[str, matching(_ROLE, "the ARN of a role: arn:aws:iam::ACCOUNT:role/NAME")] | None = None
     """ARN of the agents' execution role. Required with `image`."""
     name: Annotated[str, matching(_NAME, _NAME_FORM)] | None = None
@@ -193,7 +193,7 @@ class AgentCoreConfig(RuntimeConfig):
     capacity_provider: Annotated[str, matching(_PROVIDER, "the ARN of a capacity provider")] | None = None
     """ARN of a capacity provider, with `image`: sessions run on its EC2 instances (x86, GPU), for up to 14 days."""
     image_region: Annotated[str, matching("[a-z]{2,}(-[a-z0-9]+)+", "a region, such as us-east-1")] | None = None
-    """Region of the runtime, with an image of ECR Public, whose name contains none."""
+    """Region of the runtime, for an image in ECR Public, whose name contains no region."""
     task_image: Annotated[str, matching(_TASK_IMAGE, "an image's name with {task} in it")] | None = None
     """Image of each Harbor task whose task.toml names none in ECR, such as
     ACCOUNT.dkr.ecr.REGION.amazonaws.com/tasks:{task}, with `image`. `{task}` is the name of the task's folder, in
@@ -205,9 +205,9 @@ class AgentCoreConfig(RuntimeConfig):
     """Endpoint of the runtime. DEFAULT serves the newest version; a runtime created from `image` has no other."""
     invoke_per_s: Rate = 24.0
     """Maximum sessions started per second. Default: below the quota of 25 per second and account. If your account
-    grants 400 containers per minute, as until August 2026, set 6.5. If the runtime refuses invokes (429, 402, 5xx),
-    the rate adapts to what it grants, and the report shows that rate. Refused invokes are retried until the step's
-    deadline."""
+    still has the quota of 400 containers per minute, which was the default until August 2026, set 6.5. If the runtime
+    refuses invokes (429, 402, 5xx), the rate adapts to what it grants, and the report shows that rate. Refused
+    invokes are retried until the step's deadline."""
     max_sessions: int = Field(default=5000, ge=1)
     """Maximum open sessions. Default: the quota of us-east-1 and us-west-2; 2,500 in other regions."""
     endpoint_url: str | None = None
@@ -314,14 +314,14 @@ class HttpConfig(RuntimeConfig):
     kind: Literal["http"] = "http"
     url: HttpUrl
     """Root URL of the server; `/invocations` and `/stop` are appended. With several replicas, route requests with the
-    same session header to the same replica. Otherwise a stop may miss its agent, whose next model call then fails."""
+    same session header to the same replica. Otherwise a stop may not reach its agent, which then runs until its next
+    model call fails."""
     token: SecretStr | None = Field(default=None, min_length=16)
     """Secret that is sent to `/invocations` and `/stop`, as `Authorization: Bearer TOKEN`. A server with
     agent_wrapper requires the value of its $ROLLOUT_AGENT_TOKEN. Set it in the environment, as
     ROLLOUT__RUNTIME__TOKEN."""
     can_stop: bool = True
-    """False: accept a server that cannot stop a session. Its agents run until they end by themselves, without access
-    to the model."""
+    """False: the server cannot stop a session. Its agents lose access to the model and run until they end."""
 
     @property
     def agents_host(self) -> str | None:
@@ -342,8 +342,8 @@ class TaskImageConfig(RuntimeConfig):
     """Image of each Harbor task whose task.toml names none, such as `registry.example.com/tasks/{task}:1`. `{task}`
     is the name of the task's folder, in lower case."""
     start_timeout_s: Seconds = 600.0
-    """Timeout from an invoke until its container runs: scheduling, a new node, pulling the image. Then the rollout
-    gets another attempt. Below timeouts.agent_s + timeouts.publish_grace_s."""
+    """Timeout from an invoke until its container runs: scheduling, a new node, pulling the image. After it, the
+    rollout gets another attempt. Must be below timeouts.agent_s + timeouts.publish_grace_s."""
 
 
 class KubernetesConfig(TaskImageConfig):
@@ -374,14 +374,14 @@ class KubernetesConfig(TaskImageConfig):
     tolerations: tuple[dict[str, str | int], ...] = ()
     """Taints of nodes that agents tolerate, such as {key: spot, operator: Exists}."""
     service_account: str | None = None
-    """Service account of the agents, for a cloud role that it stands for. Its token is not mounted."""
+    """Service account of the agents, which can give them a cloud role. Its token is not mounted."""
     pod_security: Literal["baseline", "restricted"] = "baseline"
     """Pod Security Standard that the pods meet. `restricted` drops all capabilities and refuses images that run as
-    root: an image, also that of a Harbor task, must name its user by number."""
+    root: every image, including those of Harbor tasks, must set a numeric user."""
     image_pull_secrets: tuple[str, ...] = ()
-    """Secrets of the namespace with which the image is pulled."""
+    """Secrets in the namespace for pulling the image."""
     environment: dict[str, str] = Field(default={})
-    """Environment variables of the container. Never put secrets here: whoever may read the Jobs can read them."""
+    """Environment variables of the container. Never put secrets here: anyone who can read the Jobs can read them."""
     keep_finished_s: int = Field(default=600, ge=0)
     """Time after which a Job that has finished is deleted, with its pod and its log. A Job that is stopped is deleted
     at once."""
@@ -439,15 +439,15 @@ class ProcessConfig(RuntimeConfig):
     app: str | None = None
     """The agent's app, MODULE:NAME, such as `agent:app`. Set either this or `command`."""
     command: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
-    """Command that runs the payload in the file that $ROLLOUT_PAYLOAD_FILE names, and exits: text, or a list."""
+    """Command that runs the payload in the file $ROLLOUT_PAYLOAD_FILE and exits: text, or a list."""
     python: Path | None = None
-    """Interpreter of `app`. Default: the backend's."""
+    """Python interpreter for `app`. Default: the backend's."""
     working_dir: Path = Field(default=Path(), validate_default=True)
     """Working directory of every process. `app` is imported from there."""
     environment: dict[str, str] = Field(default={})
-    """Environment variables, in addition to those of the backend except ROLLOUT__*. Set no secrets here: the settings
-    are stored in the run's folder. AWS_ENDPOINT_URL, AWS_ENDPOINT_URL_S3 and AWS_ENDPOINT_URL_SQS
-    have the endpoints of `aws`."""
+    """Environment variables, in addition to those of the backend except ROLLOUT__*. Never put secrets here: the
+    settings are stored in the run's folder. AWS_ENDPOINT_URL, AWS_ENDPOINT_URL_S3 and AWS_ENDPOINT_URL_SQS have the
+    endpoints of `aws`."""
     keep_home: bool = False
     """Let all sessions share your HOME and XDG_* folders. By default each session has its own, which are removed at
     its end, because command-line agents keep the model's endpoint and key in their settings. ~/.aws is linked into
@@ -456,11 +456,11 @@ class ProcessConfig(RuntimeConfig):
     """Maximum resident memory of all processes of a session together, on Linux. Above it, the session is killed and
     its rollout is retried. It is measured twice per second. Null: no limit."""
     nice: int = Field(default=0, ge=0, le=19)
-    """How much the processes yield the CPU to others."""
+    """Niceness of the processes; 19 is the lowest priority."""
     grace_s: Seconds = 5.0
     """Time from SIGTERM to SIGKILL when a session is stopped."""
     max_lifetime_s: Seconds = 28_800.0
-    """Maximum lifetime of a session, also without the backend."""
+    """Maximum lifetime of a session, enforced even if the backend has died."""
     session_logs: Path | None = None
     """Folder of the sessions' logs, SESSION.log. Default: logs/sessions in the run's folder."""
     invoke_per_s: Rate = 10.0
@@ -522,7 +522,7 @@ class RayConfig(ProcessConfig):
     address: str = "auto"
     """Address of the Ray cluster, HOST:PORT. Default: the cluster of this machine, or of the trainer."""
     num_cpus: float = Field(default=1.0, ge=0)
-    """CPUs of a session, by which Ray chooses its machine."""
+    """CPUs that a session reserves in Ray."""
     resources: dict[str, float] = Field(default={})
     """Ray resources of a session, such as `{"agents": 1}` on machines started with `--resources '{"agents": 64}'`."""
     node_labels: dict[str, str] = Field(default={})

@@ -69,18 +69,19 @@ class ServingConfig(Section):
         default="process",
         json_schema_extra={"anyOf": [{"enum": [*ENGINE_KINDS]}, {"type": "string", "format": "import path"}]},
     )
-    """`process`: servers on this machine. `ray`: one actor per server, placed on the cluster's GPUs.
-    `external`: servers at `urls` that somebody else operates. Any other value is the import path of an
-    `EngineFactory` subclass in your own package."""
+    """`process`: servers on this machine. `ray`: one actor per server, placed on the cluster's GPUs. `external`:
+    servers at `urls`, which you run yourself. Any other value is the import path of an `EngineFactory` subclass in
+    your own package."""
     engine: EngineName = "sglang"
-    """The inference engine of the servers. `vllm`: not with `kind=ray`, and without images. Its calls pass no router:
+    """The inference engine of the servers. `vllm` supports neither `kind=ray` nor images, and uses no router:
     gateways select a server by the session's id."""
     servers: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
     """Number of servers, for `process` and `ray`. With `ray` on GPUs also `auto`: as many servers as the free GPUs of
     the cluster allow when the run starts."""
     min_servers: int = Field(default=1, ge=1)
-    """Servers that must serve before the run begins. The run also awaits all other servers that are starting; those
-    that wait for machines of the Ray cluster or for a URL to answer, and those that failed to start, join later."""
+    """Servers that must serve before the run begins. The run also waits for all other servers that are starting.
+    Servers that wait for machines of the Ray cluster or for a URL to answer, and servers that failed to start, join
+    later."""
     device: Literal["cuda", "cpu"] = "cuda"
     """Device of the servers."""
     python: Path | None = None
@@ -94,8 +95,8 @@ class ServingConfig(Section):
     pipeline_parallel: int = Field(default=1, ge=1)
     """Pipeline stages per server."""
     data_parallel: int = Field(default=1, ge=1)
-    """Copies of the model in one server, each on its own GPUs. More `servers` serve sessions better: the router keeps
-    a session on one server, and a server does not keep it on one copy. Not with `nodes_per_server` above 1."""
+    """Copies of the model in one server, each on its own GPUs. Prefer more `servers`: the router keeps a session on
+    one server, but a server does not keep it on one copy. Not with `nodes_per_server` above 1."""
     attention_data_parallel: int = Field(default=1, ge=1)
     """Groups of tensor-parallel GPUs that each attend to other requests (data parallel attention). They share the
     GPUs of `tensor_parallel`, which must be a multiple."""
@@ -110,24 +111,24 @@ class ServingConfig(Section):
     max_running_requests: int = Field(default=64, ge=1)
     """Concurrent requests per server; further requests wait in the server."""
     max_total_tokens: int | None = Field(default=None, ge=1024)
-    """Tokens in a server's cache. Default: 32,768 on the CPU, what fits on a GPU."""
+    """Tokens in a server's cache. Default: 32,768 on the CPU; on a GPU, as many as fit."""
     lora_rank: int | None = Field(default=None, ge=1, le=512)
     """Largest rank of the LoRA adapters that `RolloutManager.load_adapter` loads, for `process` and `ray`. Default:
-    engines take no adapters. See [update-weights.md](update-weights.md#lora-adapters)."""
+    engines load no adapters. See [update-weights.md](update-weights.md#lora-adapters)."""
     lora_targets: tuple[LoraTarget, ...] = (
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     )  # fmt: skip
     """Modules that adapters may change."""
     max_adapters: int = Field(default=4, ge=1)
-    """Adapters that can be loaded at the same time. Each takes memory on the engine for `lora_rank`."""
+    """Maximum adapters loaded at the same time. Each reserves memory on the engine for `lora_rank`."""
     extra_args: tuple[str, ...] = ()
     """Arguments appended to the engine's command line. Options that decide on which GPUs a server runs, and those for
     adapters, are refused: each one has a setting here."""
     urls: tuple[str, ...] = ()
     """URLs of the servers, for `external`."""
     follow_dns: bool = False
-    """Take each address of the hosts in `urls` as a server, and follow them as they come and go: for a headless
-    service of Kubernetes."""
+    """Treat each address of the hosts in `urls` as a server, and follow DNS changes: for a headless service of
+    Kubernetes."""
     weight_transfer: Literal["disk", "gloo"] = "disk"
     """How tensors given to `update_weights` reach the engines. `disk`: through files in `weights_dir`, which also
     survive a restarted trainer. `gloo`: from the trainer's process over the network; a copy stays in its memory."""
@@ -138,14 +139,14 @@ class ServingConfig(Section):
     """Timeout from a server's start until it answers, and of loading new weights. Default: 300 s, and 2 s for each GB
     of weights in `model.path`, so 580 s for 70 billion parameters in bfloat16."""
     resources_timeout_s: Seconds = 600.0
-    """How long a server may wait for machines of the Ray cluster, for `ray`. The wait is reported; its end counts as
-    a failed start."""
+    """Timeout of a server's wait for machines of the Ray cluster, for `ray`. The wait is reported; a timeout counts
+    as a failed start."""
     max_restarts: int = Field(default=3, ge=0)
     """Maximum restarts of one engine, router or gateway within `restart_window_s`. An engine that exceeds it stays
     down until the window allows another restart, while the other engines serve. The run stops, with the end of a log,
     once no engine is left, or when the router or a gateway exceeds it."""
     restart_window_s: Seconds = 3600.0
-    """How long a restart counts towards `max_restarts`."""
+    """Time for which a restart counts towards `max_restarts`."""
 
     @field_validator("kind")
     @classmethod
@@ -290,7 +291,7 @@ class RouterConfig(Section):
     port: int = Field(default=0, ge=0, le=65535)
     """Port to listen on. 0: any free port."""
     policy: Literal["manual", "cache_aware", "round_robin", "random"] = "manual"
-    """Routing policy. `manual` keeps each session, or each group, on one server, and so in its prefix cache."""
+    """Routing policy. `manual` keeps each session, or each group, on one server with its prefix cache."""
     affinity: Literal["session", "group"] = "session"
     """What `manual`, and the gateways with `serving.engine=vllm`, keep on one server: each session, or all sessions
     of a group, which share a prompt."""

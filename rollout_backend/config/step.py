@@ -28,9 +28,9 @@ class TimeoutConfig(Section):
     agent_s: Seconds = 1800.0
     """Timeout of an agent, from the arrival of its rollout at the container until it has returned."""
     publish_grace_s: Seconds = 120.0
-    """Time after an agent's deadline until its rollout, if it has not arrived, ends as timed out. The wrapper uses up
-    to 2 s of it to end the agent, 20 s to fetch the trajectory and 60 s to write the result. Each is also capped
-    at a share of this time: 1/10, 1/4 and 1/2. The rest covers a container that starts near the step's end."""
+    """Time after an agent's deadline after which a rollout without a result ends as timed out. The wrapper uses up to
+    2 s of it to end the agent, 20 s to fetch the trajectory and 60 s to write the result. Each is also capped at a
+    share of this time: 1/10, 1/4 and 1/2. The rest covers a container that starts near the step's end."""
     collection_s: Seconds = 3600.0
     """Timeout of a step. At this deadline it ends with the rollouts that have arrived."""
     session_key_s: Seconds = 5400.0
@@ -85,11 +85,11 @@ class GroupConfig(Section):
     rollouts have `straggler_factor` times the 95th percentile of the finished rollouts' durations. Default:
     `timeouts.agent_s` alone."""
     straggler_factor: float = Field(default=2.0, ge=1)
-    """How much longer than the finished rollouts a rollout may run, from its own start, before it ends as a
-    straggler."""
+    """Factor on the 95th percentile of the finished rollouts' durations. A rollout that runs longer, from its own
+    start, ends as a straggler."""
     block_task_after: int | None = Field(default=3, ge=1)
-    """A task that lost all its rollouts to the infrastructure in this many consecutive steps or attempts at a step,
-    while other tasks did not, is not dispatched again in this run. Null: tasks are never blocked."""
+    """Block a task for the rest of the run after it lost all its rollouts to the infrastructure in this many
+    consecutive steps or attempts at a step, while other tasks did not. Null: never block a task."""
 
     @model_validator(mode="after")
     def _viable(self) -> Self:
@@ -110,8 +110,8 @@ class CircuitBreakerConfig(Section):
 
     max_failures: int | None = Field(default=20, ge=1)
     """Consecutive infrastructure failures for one reason, or results without a reward, over all steps, that stop the
-    run. The number of running rollouts is the minimum, because failures end sooner than successes. Null: the run
-    never stops for this."""
+    run. If more rollouts than this are running, as many as are running must fail, because failures end sooner than
+    successes. Null: never stop the run for this."""
     min_span_s: float = Field(default=30.0, ge=0)
     """Minimum time between the first and the last of these failures, so that a single burst does not stop the run."""
 
@@ -141,11 +141,11 @@ class TrainingConfig(Section):
     [training-options.md](training-options.md#mask-truncated-episodes)."""
 
     leave_out: tuple[LeftOut, ...] = ()
-    """Conversations that are left out of training, such as titles that a coding agent writes beside its task: a list
-    of `model`, `system` and `header`. The report counts their calls. Default: none."""
+    """Conversations to leave out of training, such as the titles that a coding agent generates: a list of `model`,
+    `system` and `header`. The report counts their calls. Default: none."""
 
     mask: tuple[Mask, ...] = ()
-    """Rollouts that are not trained although they have a reward, and are in no baseline. `last_reply_cut`: those
+    """Rollouts to leave out of training and of every baseline, although they have a reward. `last_reply_cut`: those
     whose last reply ended at `max_tokens` or at the end of the context. `row_cut`: those with sampled tokens beyond
     `data.max_response_length`. `agent_error`: those whose agent failed and scored itself. Default: none."""
 
@@ -160,10 +160,10 @@ class ScoringConfig(Section):
     """A program with its arguments, instead of a function. It reads one rollout as JSON from stdin, and the last line
     that it prints is the reward."""
     timeout_s: Seconds = 300.0
-    """Timeout of one call. The scorer's process is killed when it passes."""
+    """Timeout of one call, after which the scorer's process is killed."""
     retry_s: Seconds = 600.0
-    """A scorer that fails is called again, with the same rollout, for this many seconds, and never beyond the step's
-    deadline. Then the rollout ends as `scorer_failed`."""
+    """Time for which a scorer that fails is called again with the same rollout, at most until the step's deadline.
+    Then the rollout ends as `scorer_failed`."""
     processes: int = Field(default=4, ge=1)
     """Rollouts that are scored at once, each in a separate process. Harbor tasks on Kubernetes: each in a Job, in
     addition to the `runtime.max_sessions` of agents. These Jobs count towards `runtime.invoke_per_s` and
@@ -190,7 +190,7 @@ class JanitorConfig(Section):
     """Start a janitor. If false, a killed run leaves its queues, and its sessions end at the runtime's idle
     timeout."""
     grace_s: Seconds = 300.0
-    """Time from the run's death until the janitor acts, unless the run has restarted, under the same `run_id`."""
+    """Time from the death of the run until the janitor acts, unless the run has restarted under the same `run_id`."""
     lease_s: Seconds = 60.0
     """Duration of a manager's lease on its run, which it renews in the bucket every quarter of this. A start on
     another machine takes the run over only after the lease has expired; on the same machine a run whose process is

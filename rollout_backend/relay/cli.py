@@ -19,20 +19,22 @@ def _default(name: str) -> Any:
 
 
 def serve(
-    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 in a container.")] = _default("host"),
+    host: Annotated[str, typer.Option(help="Address to listen on; use 0.0.0.0 in a container.")] = _default("host"),
     port: Annotated[int, typer.Option(min=1, max=65535)] = _default("port"),
-    wait_s: Annotated[float, typer.Option(help="How long a call waits for the training side.")] = _default("wait_s"),
+    wait_s: Annotated[float, typer.Option(help="Time for which a call waits for the training side.")] = _default(
+        "wait_s"
+    ),
     reconnect_s: Annotated[
-        float, typer.Option(help="How long calls in flight survive without a connection.")
+        float, typer.Option(help="Time for which calls in flight survive without a connection.")
     ] = _default("reconnect_s"),
     heartbeat_s: Annotated[float, typer.Option(help="Interval of pings on a silent connection.")] = _default(
         "heartbeat_s"
     ),
-    call_s: Annotated[float, typer.Option(help="Time limit of one call.")] = _default("call_s"),
-    max_calls: Annotated[int, typer.Option(min=1, max=65_536, help="Limit of calls in flight.")] = _default(
+    call_s: Annotated[float, typer.Option(help="Timeout of one call.")] = _default("call_s"),
+    max_calls: Annotated[int, typer.Option(min=1, max=65_536, help="Maximum calls in flight.")] = _default(
         "max_calls"
     ),
-    max_body_bytes: Annotated[int, typer.Option(min=1024, help="Size limit of a request body.")] = _default(
+    max_body_bytes: Annotated[int, typer.Option(min=1024, help="Maximum size of a request body.")] = _default(
         "max_body_bytes"
     ),
     tls_certificate: Annotated[
