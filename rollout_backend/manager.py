@@ -408,7 +408,8 @@ class RolloutManager:
 
     @property
     def weight_version(self) -> int:
-        """The version of the weights that the engines serve: the updates of this run, also by earlier trainers.
+        """Version of the weights that the engines serve. It counts the updates of this run, including those by
+        earlier trainers.
 
         0 names the weights of `model.path`.
         """
@@ -419,8 +420,8 @@ class RolloutManager:
 
         Names and shapes must be those of `model.path`. Tensors are written to `serving.weights_dir`, where the newest
         ones are kept; with `serving.weight_transfer` `gloo` they are sent over the network, and a copy stays in this
-        process. A folder must stay as long as its weights are the newest, because engines that restart, also for a
-        later trainer of this run, load them again.
+        process. Keep a folder for as long as its weights are the newest: engines load them again when they restart,
+        also under a later trainer of this run.
 
         The engines keep sampling while the weights are checked and written or copied. Then generation is paused until
         each engine has loaded them. Model calls in flight resume from their tokens, and each token carries the
@@ -438,14 +439,14 @@ class RolloutManager:
 
     @property
     def adapters(self) -> Mapping[str, int]:
-        """The version of each LoRA adapter that is loaded, also by earlier trainers of this run."""
+        """Version of each loaded LoRA adapter, including those that earlier trainers of this run loaded."""
         return self._started.serving.adapters
 
     async def load_adapter(self, name: str, folder: Path) -> AdapterUpdate:
-        """Load a LoRA adapter under a name, or its next version: a folder as PEFT's `save_pretrained` writes it.
+        """Load a LoRA adapter, or its next version, from a folder that PEFT's `save_pretrained` wrote.
 
-        The folder must stay as long as its version is the newest, because engines that restart, also for a later
-        trainer of this run, load it again. So save each version to a separate folder.
+        Save each version to a separate folder, and keep it for as long as it is the newest: engines load it again
+        when they restart, also under a later trainer of this run.
 
         The engines sample while they load it. Then model calls in flight are aborted, and resume from their tokens:
         those with this adapter sample with the new version. Each token carries the adapter and the version that
@@ -454,15 +455,15 @@ class RolloutManager:
 
         Raises:
             ConfigError: `serving.lora_rank` is not set, or the folder, its rank, its modules or the name do not fit
-                the settings. The engines were not asked.
-            WeightsMismatch: the adapter belongs to another model. The engines were not asked.
+                the settings. No engine was called.
+            WeightsMismatch: the adapter belongs to another model. No engine was called.
             ServingError: no engine loaded the adapter, and nothing changed; or a gateway does not answer.
         """
         with log_fields(run=self.config.run_id):
             return await self._started.serving.load_adapter(name, folder)
 
     async def unload_adapter(self, name: str) -> None:
-        """Remove an adapter from the engines. Its versions stay taken.
+        """Remove an adapter from the engines. Its version numbers are not reused.
 
         Raises:
             ConfigError: no such adapter is loaded, or a step samples with it.
@@ -489,7 +490,7 @@ class RolloutManager:
         return await plan.retry(lambda: self._started.for_steps.read_manifests_from(step))
 
     async def follow_engines(self, urls: Sequence[str]) -> None:
-        """Serve with these engines from now on; for `serving.kind=external` without `serving.follow_dns`."""
+        """Replace the list of engines, for `serving.kind=external` without `serving.follow_dns`."""
         if self.config.serving.follow_dns:
             raise ConfigError("serving.follow_dns follows the engines already: remove it to call follow_engines")
         await self._started.serving.follow_engines(urls)
@@ -501,7 +502,7 @@ class RolloutManager:
         `resume_engines`, for `timeouts.model_call_s` at most, and then answered 503 with Retry-After.
 
         Raises:
-            ServingError: a gateway does not answer. The engines are paused all the same.
+            ServingError: a gateway does not answer. The engines are paused nevertheless.
         """
         await self._started.serving.pause()
 

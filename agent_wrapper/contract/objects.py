@@ -250,8 +250,8 @@ class Turn:
 
     start: Annotated[int, Field(ge=0)]
     end: Annotated[int, Field(ge=0)]
-    finish_reason: str
-    weight_versions: tuple[VersionSpan, ...]  # covers [start, end) without a gap; empty if the engine reported none
+    finish_reason: str  # `stop` or `length`
+    weight_versions: tuple[VersionSpan, ...]  # cover [start, end) without a gap; empty if the engine reported none
     cached_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None  # of the prompt; None: unknown
     seconds: Annotated[float, Field(ge=0)] = 0.0  # from the gateway's request to the engine's last token
 
@@ -274,7 +274,7 @@ class RoutedExperts(ContractObject):
 
     layers: int = Field(ge=1)
     topk: int = Field(ge=1)
-    id_bytes: Literal[1, 2]  # of one id: unsigned, little-endian
+    id_bytes: Literal[1, 2]  # bytes per id: unsigned, little-endian
     ids: RawBytes
 
 
@@ -289,8 +289,8 @@ class Segment(_OmitsEmpty):
     response_mask: Mask
     logprobs: Logprobs
     turns: tuple[Turn, ...]
-    messages: tuple[dict[str, JsonValue], ...] = ()  # the conversation in the OpenAI format, for people to read
-    split_reason: str = "first_call"  # why this does not extend an earlier segment
+    messages: tuple[dict[str, JsonValue], ...] = ()  # the conversation in OpenAI's format, for display only
+    split_reason: str = "first_call"  # why this segment does not extend an earlier one
     images: tuple[ImageSpan, ...] = ()  # in the order of their tokens
     routed_experts: RoutedExperts | None = None  # only with the setting `model.routed_experts`
 
@@ -384,7 +384,7 @@ class Trajectory(_OmitsEmpty):
     segments: tuple[Segment, ...]
     unanswered_calls: int = Field(default=0, ge=0, lt=2**31)  # model calls that failed on the training side
     seal: Seal | None = None  # the gateway's signature, copied into the rollout
-    images: Images = {}  # those that the segments name
+    images: Images = {}  # bytes of the images in the segments, by SHA-256
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -436,7 +436,7 @@ class ScoredBy(ContractObject):
 
     scorer: str
     sha256: Sha256  # of the scorer's file or command
-    agent_reward: float | None  # None: the agent returned none
+    agent_reward: float | None  # None if the agent returned no reward
 
 
 class Rollout(_OmitsEmpty):
@@ -451,17 +451,17 @@ class Rollout(_OmitsEmpty):
     session_id: str
     outcome: Outcome
     reward: float | None = None
-    extras: dict[str, JsonValue] = {}  # what else the agent returned besides its reward
+    extras: dict[str, JsonValue] = {}  # values that the agent returned in addition to the reward
     failure: Failure | None = None
     model: str = ""
     segments: tuple[Segment, ...] = ()
     seal: Seal | None = None  # the trajectory's seal of these segments
     started_at: float = Field(default=0.0, ge=0, le=_LAST_SECOND)  # unix seconds by the container's clock; 0: unknown
     finished_at: float = Field(default=0.0, ge=0, le=_LAST_SECOND)
-    images: Images = {}  # those that the segments name, from the trajectory
-    turn_rewards: tuple[float, ...] = ()  # one for each turn of each segment, in their order; empty: none are known
-    artifacts: tuple[Artifact, ...] = Field(default=(), max_length=MAX_ARTIFACTS)  # that this attempt published
-    score: ScoredBy | None = None  # set by the training side if a scorer computed the reward
+    images: Images = {}  # bytes of the images in the segments, by SHA-256
+    turn_rewards: tuple[float, ...] = ()  # one per turn, in the order of the segments; may be empty
+    artifacts: tuple[Artifact, ...] = Field(default=(), max_length=MAX_ARTIFACTS)  # files that this attempt published
+    score: ScoredBy | None = None  # set if a scorer on the training side computed the reward
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -118,18 +118,18 @@ class StepReport(BaseModel, frozen=True):
     unclosed_sessions: dict[str, str]
     sampled_tokens: int
     given_tokens: int
-    broken_histories: int  # segments beyond each rollout's first
-    split_reasons: dict[str, int] = {}  # those segments, by the reason why they opened
-    malformed_tool_calls: dict[str, int] | None = None  # by renderer, since the last report; None: not known
+    broken_histories: int  # segments after each rollout's first
+    split_reasons: dict[str, int] = {}  # those segments, by split reason
+    malformed_tool_calls: dict[str, int] | None = None  # by renderer, since the last report; None: unknown
     unknown_tool_calls: dict[str, int] = {}  # calls of tools that were not offered, by name, since then
     undelivered_replies: int = 0  # replies that no client received and no call continued, since then
     left_out_replies: int = 0  # replies that training.leave_out leaves out of training, since then
     runaways: dict[str, int] = {}  # sampled tokens of rollouts whose session reached gateway.session_tokens
     heard_after_stop: dict[str, int] = {}  # requests of sessions after their stop, since then
-    weight_versions: dict[str, int] = {}  # sampled tokens by version; "" if the engine said none
+    weight_versions: dict[str, int] = {}  # sampled tokens by version; "" if the engine reported none
     staleness: Staleness | None = None
-    latency: Latency | None  # since the announcement, which follows the PUT at once; by SQS's clock
-    lag: Latency | None  # since the agent returned, by its container's clock: with the fetch of its trajectory
+    latency: Latency | None  # from a result's announcement, right after its PUT, by SQS's clock
+    lag: Latency | None  # from the agent's return, by its container's clock; includes fetching its trajectory
     surplus: int = 0  # trainable beyond their group's size, and not trained
     length_bias: LengthBias | None = None  # None unless something was cut off
     invoke_rate: CallRate | None = None  # None unless an invoke was refused
@@ -140,7 +140,7 @@ class StepReport(BaseModel, frozen=True):
 
     @property
     def reconciles(self) -> bool:
-        """Whether the accounts balance: each rollout has one class, each session is closed or listed."""
+        """Return True if each rollout has one class, and each session is closed or listed."""
         return sum(self.outcomes.values()) == self.planned and self.sessions_open == 0
 
     @property
