@@ -487,7 +487,7 @@ class RolloutManager:
         """
         plan = StepPlan(step, self._started.for_steps)
         plan.deadline = asyncio.get_running_loop().time() + self.config.timeouts.collection_s
-        return await plan.retry(lambda: self._started.for_steps.read_manifests_from(step))
+        return await plan.retry(lambda: self._started.for_steps.manifests.read_from(step))
 
     async def follow_engines(self, urls: Sequence[str]) -> None:
         """Replace the list of engines, for `serving.kind=external` without `serving.follow_dns`."""

@@ -364,6 +364,9 @@ class FencedRuntime:
     async def stop(self, session_id: str) -> None:
         await self._runtime.stop(session_id)
 
+    def adopt(self, session_id: str, payload: Callable[[], bytes]) -> None:
+        self._runtime.adopt(session_id, payload)
+
 
 def _machine() -> str:
     """Return an id that two processes share if and only if each can check whether the other is alive."""

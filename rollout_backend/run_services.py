@@ -8,8 +8,9 @@ Invariants:
 """
 
 import asyncio
+import functools
 import math
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, NoReturn, TypeVar
 
@@ -20,16 +21,17 @@ from rollout_backend.agent_protocols.registry import agent_protocol
 from rollout_backend.agent_protocols.translator import BucketTranslator, PollingTranslator, Translator
 from rollout_backend.checks.preflight import Preflight
 from rollout_backend.collect.buffer import RolloutBuffer
+from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.collect.presign import Presigner
 from rollout_backend.collect.queue import AnnouncementQueue, queue_name
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import RolloutConfig, RuntimeConfig
 from rollout_backend.core.check_result import raise_problems
 from rollout_backend.core.harbor import VERIFIER
-from rollout_backend.core.ledger import LedgerEntry
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_ends import Heartbeats, SessionEnds
 from rollout_backend.dispatch.call_queue import CallQueue
+from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.errors import ServingError
 from rollout_backend.janitor.janitor_process import Janitor
 from rollout_backend.results.archive import RunArchive
@@ -45,6 +47,7 @@ from rollout_backend.serving.supervisor import OnEvent
 from rollout_backend.step.circuit_breaker import CircuitBreaker, describe_log
 from rollout_backend.step.in_flight import InFlightLog, StepFiles
 from rollout_backend.step.services import StepServices
+from rollout_backend.step.task_blocklist import TaskBlocklist
 
 _T = TypeVar("_T")
 
@@ -275,44 +278,32 @@ class RunServices:
     ) -> StepServices:
         config, lease, gateways = self._config, self.lease, self.serving.gateways
 
-        async def adopt(session_ids: Collection[str]) -> None:
-            for session_id in session_ids:
-                janitor.session_adopted(session_id)
-            await gateways.adopt(session_ids)
-
-        def log_of(entry: LedgerEntry) -> str:
-            return describe_log(config, entry, runtime.log_location)
-
         presigned = config.storage.presigned
         calls: SessionCalls = FencedRuntime(janitor.watch(runtime), lease, admission)
         translator = self._translator(
             calls, store, buffer, FencedRuntime(runtime, lease, admission).invoke, admission
         )
-        return StepServices.assemble(
-            config,
-            translator or calls,
-            store,
-            limits=self.limits,
-            calls=admission,
-            fencing_token=lease.fencing_token,
-            owner=str(lease.me),
+        admission.yield_to(buffer.has_backlog)
+        return StepServices(
+            config=config,
+            runtime=runtime,
+            dispatcher=Dispatcher(translator or calls, admission, max_sessions=self.limits.max_sessions),
+            gateways=gateways,
             buffer=buffer,
+            manifests=ManifestStore(store, config.run_id, lease.fencing_token, str(lease.me)),
+            blocklist=TaskBlocklist(store, config.run_id, config.group.block_task_after),
+            archive=self._archive,
             queue_url=queue.url if queue is not None and not presigned else None,
-            endpoint=gateways.endpoint,
-            revoke=gateways.revoke,
-            archive=self._archive.write_rollout,
+            presigner=presigner if presigned else None,
             sealed_by=sealer.fingerprints if sealer is not None else (),
-            gateway=gateways.identity,
+            breaker=CircuitBreaker(
+                config.circuit_breaker,
+                functools.partial(describe_log, config, session_log=runtime.log_location),
+                getattr(config.runtime, "ready_timeout_s", 600.0),
+            ),
             in_flight=InFlightLog(StepFiles(config.run_dir / "steps")),
             heartbeats=heartbeats,
             session_ends=ends,
-            adopt=adopt,
-            on_adopted=translator.watch if translator is not None else None,
-            hold=runtime.hold,
-            wait_ready=runtime.wait_ready,
-            presign=presigner.urls if presigned else None,
-            log_of=log_of,
-            breaker=CircuitBreaker(config.circuit_breaker, log_of, getattr(config.runtime, "ready_timeout_s", 600.0)),
             scorer=scorer,
         )
 

@@ -101,15 +101,14 @@ class Translator(ABC, Generic[_P]):
         translated = self._protocol.payload(fields, request)
         answer = await self._calls.invoke(session_id, json.dumps(translated).encode())
         self._protocol.check_accepted(answer, request)
-        self._watch(request)
+        self._open[session_id] = _Session(request, time.time())
         return _ACCEPTED
 
-    def watch(self, payload: bytes) -> None:
-        """Find the result of a session whose agent runs. `payload` is that of the contract's invoke."""
-        self._watch(RolloutRequest.parse(json.loads(payload)[REQUEST_FIELD]))
-
-    def _watch(self, request: RolloutRequest) -> None:
-        self._open[request.session_id] = _Session(request, time.time())
+    def adopt(self, session_id: str, payload: Callable[[], bytes]) -> None:
+        """Find the result of a session whose agent runs. `payload` returns that of the contract's invoke."""
+        request = RolloutRequest.parse(json.loads(payload())[REQUEST_FIELD])
+        self._open[session_id] = _Session(request, time.time())
+        self._calls.adopt(session_id, payload)
 
     async def stop(self, session_id: str) -> None:
         self._open.pop(session_id, None)

@@ -1,40 +1,79 @@
-"""Send the invokes of a run, within the runtime's rate and number of sessions.
+"""Start and stop the sessions of a run, within the runtime's rates and number of sessions.
 
 Invariants:
 
 - an invoke is sent only in its turn, by a caller that holds a slot;
-- an answer that is not the wrapper's acceptance is an error: no agent runs.
+- an answer that is not the wrapper's acceptance is an error: no agent runs;
+- `close` records each session in its ledger, as closed or as unclosed, before it returns;
+- a failed stop that can be retried is retried for at least `stop_retry_s`, so throttling and outages cost no session.
 
 Which attempts are made, and what becomes of their sessions: see `step.rollout_task`.
 """
 
 import asyncio
 import json
+import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from rollout_backend.core.ledger import CallTally
+from tenacity import RetryCallState, wait_exponential_jitter
+from tenacity.wait import WaitBaseT
+
+from rollout_backend.core.ledger import CallTally, Ledger
 from rollout_backend.dispatch.call_queue import CallKind, CallQueue
-from rollout_backend.errors import InvokeRejected
+from rollout_backend.errors import (
+    InvokeRejected,
+    NoCredentials,
+    OutcomeUnknown,
+    QuotaExceeded,
+    RuntimeCallError,
+    RuntimeConflict,
+    RuntimeUnavailable,
+    Throttled,
+    WrongClock,
+)
+from rollout_backend.retry import retry
 from rollout_backend.runtimes.base import SessionCalls
 
+log = logging.getLogger(__name__)
+
 _ACCEPTED = frozenset({"accepted", "running", "finished"})
+_STOP_PAUSE = wait_exponential_jitter(multiplier=0.2, max=10, jitter=0.5)
+# A stop may be repeated without harm.
+_STOP_RETRYABLE = (
+    Throttled, QuotaExceeded, RuntimeConflict, RuntimeUnavailable, NoCredentials, WrongClock, OutcomeUnknown,
+)  # fmt: skip
+_LEAST_STOPS = 8  # so that a long queue of stops is not mistaken for a long outage
 
 
 class Dispatcher:
-    """Sends the invokes of all steps of a run.
+    """Sends the invokes and stops of all steps of a run.
 
     A rollout holds one of `slots` from before its first invoke until its session is closed.
     """
 
-    def __init__(self, runtime: SessionCalls, calls: CallQueue, *, max_sessions: int) -> None:
+    def __init__(
+        self,
+        runtime: SessionCalls,
+        calls: CallQueue,
+        *,
+        max_sessions: int,
+        stop_retry_s: float = 180.0,
+        stop_wait: WaitBaseT = _STOP_PAUSE,
+    ) -> None:
+        """`stop_retry_s` counts from a session's first stop that failed; `stop_wait` is the pause between tries."""
         self._runtime = runtime
         self._calls = calls
+        self._stop_retry_s = stop_retry_s
+        self._stop_wait = stop_wait
         self.slots = asyncio.Semaphore(max_sessions)
 
     @property
     def invoke_per_s(self) -> float:
         """Return how many invokes are sent per second at most, at this moment."""
         return self._calls.invoke_per_s
+
+    # --- invokes ------------------------------------------------------------------------------------------
 
     async def turn(self) -> None:
         """Wait until one invoke may be sent."""
@@ -62,3 +101,36 @@ class Dispatcher:
                 "deployed image the current one?",
                 reason="not_a_rollout_app",
             )
+
+    def adopt(self, session_id: str, payload: Callable[[], bytes]) -> None:
+        """Take over a session that an earlier trainer invoked: see `SessionCalls.adopt`."""
+        self._runtime.adopt(session_id, payload)
+
+    # --- stops --------------------------------------------------------------------------------------------
+
+    async def close(self, session_id: str, ledger: Ledger, call: CallKind = CallKind.STOP) -> bool:
+        """Return whether the session is closed; if not, the ledger names it as unclosed."""
+        now = asyncio.get_running_loop().time
+        failed_at: float | None = None
+
+        def enough(state: RetryCallState) -> bool:
+            nonlocal failed_at
+            failed_at = now() if failed_at is None else failed_at
+            return state.attempt_number >= _LEAST_STOPS and now() - failed_at >= self._stop_retry_s
+
+        try:
+            await retry(
+                lambda: self.stop_once(session_id, ledger, call), _STOP_RETRYABLE, self._stop_wait, stop=enough
+            )
+        except RuntimeCallError as error:
+            log.warning("session %s would not close: %s", session_id, error)
+            ledger.session_unclosed(session_id, str(error))
+            return False
+        ledger.session_closed(session_id)
+        return True
+
+    async def stop_once(self, session_id: str, ledger: Ledger, call: CallKind) -> None:
+        """Send one stop, when it is its turn. Raises RuntimeCallError."""
+        await self._calls.admit(call)
+        with self._calls.track(call, ledger.stops):
+            await self._runtime.stop(session_id)

@@ -11,6 +11,7 @@ import os
 import select
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,7 +34,6 @@ class Janitor:
     def __init__(self, process: subprocess.Popen[bytes] | None) -> None:
         self._process = process
         self._reachable = process is not None
-        self._watches = False
 
     @classmethod
     async def start(cls, config: RolloutConfig, lease: RunLease, runtime: AgentRuntime, log_file: Path) -> Self:
@@ -47,8 +47,7 @@ class Janitor:
 
     def watch(self, runtime: AgentRuntime) -> SessionCalls:
         """Wrap the runtime's calls so that they are reported, if the janitor can stop sessions."""
-        self._watches = runtime.cleanup_spec() is not None
-        return WatchedRuntime(runtime, self) if self._watches else runtime
+        return runtime if runtime.cleanup_spec() is None else WatchedRuntime(runtime, self)
 
     def queue_made(self, queue: AnnouncementQueue) -> None:
         if queue.dead_url is not None:
@@ -56,11 +55,6 @@ class Janitor:
 
     def session_opened(self, session_id: str) -> None:
         self._report({"opened": session_id})
-
-    def session_adopted(self, session_id: str) -> None:
-        """Report a session of an earlier trainer that continues under this one."""
-        if self._watches:
-            self.session_opened(session_id)
 
     def session_closed(self, session_id: str) -> None:
         self._report({"closed": session_id})
@@ -115,6 +109,10 @@ class WatchedRuntime:
     async def stop(self, session_id: str) -> None:
         await self._runtime.stop(session_id)
         self._janitor.session_closed(session_id)
+
+    def adopt(self, session_id: str, payload: Callable[[], bytes]) -> None:
+        self._janitor.session_opened(session_id)
+        self._runtime.adopt(session_id, payload)
 
 
 def _spawn(log_file: Path) -> subprocess.Popen[bytes] | None:

@@ -25,7 +25,7 @@ from rollout_backend.core.session_ends import SessionEnd
 
 
 class SessionCalls(Protocol):
-    """The two calls that every attempt makes."""
+    """The calls that every attempt makes."""
 
     async def invoke(self, session_id: str, payload: bytes) -> bytes:
         """Start the agent in a new session and return the container's answer.
@@ -41,6 +41,11 @@ class SessionCalls(Protocol):
         Raises:
             RuntimeCallError: the subclass says what the caller may do about it.
         """
+        ...
+
+    def adopt(self, session_id: str, payload: Callable[[], bytes]) -> None:
+        """Continue a session that an earlier trainer invoked. `payload` returns that of its invoke. No call is
+        sent."""
         ...
 
 
@@ -139,6 +144,9 @@ class AgentRuntime(ABC):
     @abstractmethod
     async def stop(self, session_id: str) -> None:
         """Implement `SessionCalls.stop`."""
+
+    def adopt(self, session_id: str, payload: Callable[[], bytes]) -> None:  # noqa: B027  # not abstract
+        """Implement `SessionCalls.adopt`. By default, nothing is done for a session that runs already."""
 
     async def watch_sessions(self, run_id: str, on_end: Callable[[SessionEnd], None]) -> None:
         """Report each session of the run whose container ended without a stop, until cancelled.

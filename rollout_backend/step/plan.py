@@ -50,7 +50,7 @@ class StepPlan:
         """
         services = self.services
         while True:
-            before = await self.retry(lambda: services.read_manifest(self.step))
+            before = await self.retry(lambda: services.manifests.read(self.step))
             now, wall = asyncio.get_running_loop().time(), services.wall()
             self.manifest = Manifest.plan(
                 services.config.run_id,
@@ -60,7 +60,7 @@ class StepPlan:
                 deadline=wall + self.deadline - now,
                 weights=weights,
                 sealed_by=next(iter(services.sealed_by), ""),
-                gateway=services.gateway,
+                gateway=services.gateways.identity,
                 before=before,
                 same_weights=can_resume(before),
                 allow_subset=allow_subset,
@@ -97,7 +97,7 @@ class StepPlan:
         async with self._recording:
             newest = self.manifest
             if self._recorded is not newest:
-                await self.services.write_manifest(newest)
+                await self.services.manifests.write(newest)
                 if not self._recorded or newest.attempts > self._recorded.attempts:
                     first, last = newest.attempts_before + 1, newest.attempts_before + newest.attempts
                     self.services.in_flight.record_execution(self.step, newest.nonce, first, last)
@@ -106,4 +106,4 @@ class StepPlan:
     async def retry(self, call: Callable[[], Awaitable[_T]]) -> _T:
         """Repeat a call to S3 with back-off until it is answered. Raises StoreError at the step's deadline."""
         warn = log_retry(log, "step %d waits for S3", self.step)
-        return await retry(call, StoreError, self.services.store_wait, stop=at(self.deadline), before_sleep=warn)
+        return await retry(call, StoreError, self.services.pauses.store, stop=at(self.deadline), before_sleep=warn)

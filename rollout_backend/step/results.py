@@ -91,7 +91,7 @@ class StepResults:
             self.scoring.start(services.scorer, task, rollout, data)
 
     def _settle(self, task: RolloutTask, rollout: Rollout, data: bytes) -> None:
-        self._archiving.append(self._context.services.archive(rollout, data))
+        self._archiving.append(self._context.services.archive.write_rollout(rollout, data))
         while self._archiving and self._archiving[0].done():
             self._count_archived()
         self.received.append(rollout)

@@ -125,11 +125,11 @@ class RolloutTask:
     async def run(self) -> None:
         """Make attempts until the result of one is in, and close its session."""
         bind_log_fields(rollout=self.rollout_id)
-        with self._services.hold(self.task.payload):
-            if not self.entry.adopted and self._services.wait_ready is not None:
+        with self._services.runtime.hold(self.task.payload):
+            if not self.entry.adopted:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(self._invoke_until):
-                        await self._services.wait_ready(self.task.payload, self.context.plan.manifest.run_id)
+                        await self._services.runtime.wait_ready(self.task.payload, self.context.plan.manifest.run_id)
             async with self._services.dispatcher.slots:
                 while self.entry.session_id is not None or await self.dispatch():
                     session_id = self.entry.session_id
@@ -159,7 +159,7 @@ class RolloutTask:
             return await retry(
                 self._attempt,
                 lambda error: isinstance(error, _RETRYABLE) and not _refused(error),
-                self._services.attempt_wait,
+                self._services.pauses.attempt,
                 stop=stop_after_attempt(self._services.config.runtime.max_attempts - self.entry.attempts),
                 before_sleep=log_retry(log, "rollout %s", self.rollout_id),
             )
@@ -182,7 +182,7 @@ class RolloutTask:
             accepted = await retry(
                 lambda: self._invoke(attempt, session_id),
                 _refused,
-                self._services.refusal_wait,
+                self._services.pauses.refusal,
                 stop=at(self._invoke_until),
                 before_sleep=log_retry(log, "the invoke of rollout %s", self.rollout_id, level=logging.INFO),
             )
@@ -205,7 +205,8 @@ class RolloutTask:
         with dispatcher.track(ledger.invokes):
             await context.plan.allow_attempt(self.entry.attempts + 1)
             claims = self._claims(attempt, session_id)
-            urls = await self._services.presign(claims) if self._services.presign is not None else None
+            presigner = self._services.presigner
+            urls = await presigner.urls(claims) if presigner is not None else None
             if not self.entry.awaits_result:
                 return False
             context.sessions.register(session_id)
@@ -275,13 +276,17 @@ class RolloutTask:
         assert entry.session_id is not None
         assert entry.deadline is not None
         entry.keep_adopted()
-        if self._services.on_adopted is not None:
-            remaining_s = max(0.0, entry.deadline - asyncio.get_running_loop().time())
-            claims = self._claims(entry.attempt, entry.session_id)
-            self._services.on_adopted(self._services.payload(self.task, claims, remaining_s))
+        self._services.dispatcher.adopt(entry.session_id, self._adopted_payload)
         self.watch_time()
         self.start()
         self._services.session_ends.watch(entry.session_id, self._on_session_end)
+
+    def _adopted_payload(self) -> bytes:
+        entry = self.entry
+        assert entry.session_id is not None
+        assert entry.deadline is not None
+        remaining_s = max(0.0, entry.deadline - asyncio.get_running_loop().time())
+        return self._services.payload(self.task, self._claims(entry.attempt, entry.session_id), remaining_s)
 
     def _wall_to_loop(self) -> float:
         return asyncio.get_running_loop().time() - self._services.wall()

@@ -59,7 +59,7 @@ class StepSessions:
         if not session_ids:
             return
         try:
-            await self.services.adopt(session_ids)
+            await self.services.gateways.adopt(session_ids)
         except ServingError as error:
             log.warning("sessions of an earlier trainer cannot be resumed, and end at their deadline: %s", error)
 
@@ -103,7 +103,7 @@ class StepSessions:
         self._add_to_revoke([session_id])
         if self._to_revoke and self._revoke_timer is None:
             self._revoke_timer = asyncio.get_running_loop().call_later(_TOGETHER_S, self._revoke_later)
-        if await self.services.closer.close(session_id, self.ledger, call):
+        if await self.services.dispatcher.close(session_id, self.ledger, call):
             self.services.in_flight.record_stopped(self.step, session_id)
 
     async def revoke(self, session_ids: Iterable[str]) -> None:
@@ -128,7 +128,7 @@ class StepSessions:
                 return
             self._revoked.update(due)
             try:
-                await self.services.revoke(due)
+                await self.services.gateways.revoke(due)
             except ServingError as error:
                 self._revoked.difference_update(due)
                 self._add_to_revoke(due)  # with the next ones

@@ -10,7 +10,7 @@ RUN/task-blocklist/DIGEST.json holds the consecutive losses of one task. Invaria
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -42,40 +42,11 @@ class BlocklistRecord(BaseModel):
     losses: tuple[TaskLoss, ...]
 
 
-class Blocklist(Protocol):
-    """Decides which tasks are not dispatched."""
-
-    async def read(self) -> None:
-        """Read what earlier trainers of the run have recorded. Raises StoreError."""
-        ...
-
-    def block_reason(self, digest: str) -> str | None:
-        """Return why the task is not to be dispatched; None if it is."""
-        ...
-
-    async def record_step(self, ledger: Ledger, resume_count: int, by_digest: Mapping[str, Sequence[str]]) -> None:
-        """Record which tasks were lost in a step that is settled. `by_digest`: each task's rollouts."""
-        ...
-
-
-class NoBlocklist:
-    """Blocks no task."""
-
-    async def read(self) -> None: ...
-
-    def block_reason(self, digest: str) -> str | None:
-        return None
-
-    async def record_step(
-        self, ledger: Ledger, resume_count: int, by_digest: Mapping[str, Sequence[str]]
-    ) -> None: ...
-
-
 class TaskBlocklist:
     """The blocklist of a run. It is read once: the run's manager is the only writer."""
 
-    def __init__(self, store: ObjectStore, run_id: str, after: int) -> None:
-        """`after` is the number of consecutive losses that blocks a task."""
+    def __init__(self, store: ObjectStore, run_id: str, after: int | None) -> None:
+        """`after` is the number of consecutive losses that blocks a task. None: no task is blocked or recorded."""
         self._store = store
         self._prefix = blocklist_prefix(store.config.prefix, run_id)
         self._after = after
@@ -85,7 +56,7 @@ class TaskBlocklist:
     async def read(self) -> None:
         """Read what earlier trainers of the run have recorded. Raises StoreError."""
         async with self._reading:
-            if self._records is None:
+            if self._records is None and self._after is not None:
                 keys = [key async for key in self._store.keys(self._prefix)]
                 found = await asyncio.gather(*(self._record(key) for key in keys))
                 self._records = {record.digest: record for record in found if record is not None}
@@ -100,7 +71,7 @@ class TaskBlocklist:
     def block_reason(self, digest: str) -> str | None:
         """Return why the task is not to be dispatched; None if it is. Call `read` first."""
         record = (self._records or {}).get(digest)
-        if record is None or len(record.losses) < self._after:
+        if record is None or self._after is None or len(record.losses) < self._after:
             return None
         last = record.losses[-1].failures[-1]
         return (
@@ -110,6 +81,8 @@ class TaskBlocklist:
 
     async def record_step(self, ledger: Ledger, resume_count: int, by_digest: Mapping[str, Sequence[str]]) -> None:
         """Record which tasks were lost in a settled step. `by_digest` maps each task to its rollouts."""
+        if self._after is None:
+            return
         assert self._records is not None, "read first"
         entries = {digest: [ledger.entries[each] for each in ids] for digest, ids in by_digest.items()}
         through = {digest for digest, found in entries.items() if any(each.delivered for each in found)}

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -98,6 +98,13 @@ class Bench:
     async def stop(self, session_id: str) -> None:
         self.stopped.append(session_id)
 
+    def adopt(self, session_id: str, payload: Callable[[], bytes]) -> None: ...
+
+    def watch(self, request: RolloutRequest = REQUEST) -> None:
+        """Let the translator find the result of a session whose agent runs."""
+        payload = json.dumps({REQUEST_FIELD: request.model_dump(mode="json")}).encode()
+        self.translator.adopt(request.session_id, lambda: payload)
+
     async def seal(self, request: RolloutRequest) -> Trajectory:
         if request.session_id == "stuck":
             self.stuck.set()
@@ -144,7 +151,7 @@ async def test_a_result_becomes_a_rollout_with_the_gateways_tokens():
 
 async def test_the_result_of_an_adopted_session_is_found():
     bench = Bench()
-    bench.translator.watch(PAYLOAD)
+    bench.watch()
     bench.bucket.objects[OBJECT] = json.dumps(RESULT).encode()
     assert (await bench.rollout()).reward == 1.0
 
@@ -162,7 +169,7 @@ async def test_an_infrastructure_failure_is_no_reward(
 ):
     bench = Bench()
     bench.trajectory = trajectory
-    bench.translator.watch(PAYLOAD)
+    bench.watch()
     bench.bucket.objects[OBJECT] = json.dumps(RESULT | {"status_code": status}).encode()
     rollout = await bench.rollout()
     assert (rollout.outcome, rollout.reward) == (Outcome.INFRA_ERROR, None)
@@ -172,7 +179,7 @@ async def test_an_infrastructure_failure_is_no_reward(
 
 async def test_an_object_that_is_no_result_is_invalid():
     bench = Bench()
-    bench.translator.watch(PAYLOAD)
+    bench.watch()
     bench.bucket.objects[OBJECT] = b'{"status_code": "fine"}'
     rollout = await bench.rollout()
     assert (rollout.outcome, rollout.reward) == (Outcome.INFRA_ERROR, None)
@@ -184,11 +191,11 @@ async def test_a_session_that_cannot_be_sealed_delays_no_other():
     bench = Bench()
     other = REQUEST.model_copy(update={"session_id": "stuck"})
     stuck = AgentCoreRlToolkit().result_key(other)
-    bench.translator.watch(json.dumps({REQUEST_FIELD: other.model_dump(mode="json")}).encode())
+    bench.watch(other)
     bench.bucket.objects[stuck] = json.dumps(RESULT).encode()
     async with asyncio.timeout(60), bench.running():
         await bench.stuck.wait()
-        bench.translator.watch(PAYLOAD)
+        bench.watch()
         bench.bucket.objects[OBJECT] = json.dumps(RESULT).encode()
         await bench.written.get()
     assert Rollout.decode(bench.bucket.objects[REQUEST.key]).session_id == "session"
@@ -197,7 +204,7 @@ async def test_a_session_that_cannot_be_sealed_delays_no_other():
 @pytest.mark.parametrize("failures", [1, 2, 3])
 async def test_an_outage_of_s3_loses_no_result(failures: int):
     bench = Bench()
-    bench.translator.watch(PAYLOAD)
+    bench.watch()
     bench.bucket.objects[OBJECT] = json.dumps(RESULT).encode()
     bench.bucket.failures = failures
     assert (await bench.rollout()).reward == 1.0
@@ -205,9 +212,9 @@ async def test_an_outage_of_s3_loses_no_result(failures: int):
 
 async def test_a_flood_of_objects_hides_no_result():
     bench = Bench()
-    bench.translator.watch(PAYLOAD)
+    bench.watch()
     missing = REQUEST.model_copy(update={"session_id": "missing"})
-    bench.translator.watch(json.dumps({REQUEST_FIELD: missing.model_dump(mode="json")}).encode())
+    bench.watch(missing)
     bench.bucket.objects |= {f"{OBJECT}-{i}": b"" for i in range(MAX_KEYS + 1)}
     bench.bucket.objects[OBJECT] = json.dumps(RESULT).encode()
     assert (await bench.rollout()).session_id == "session"
@@ -216,8 +223,8 @@ async def test_a_flood_of_objects_hides_no_result():
 async def test_results_of_other_sessions_and_of_closed_ones_are_not_read():
     bench = Bench()
     other = REQUEST.model_copy(update={"session_id": "open"})
-    bench.translator.watch(PAYLOAD)
-    bench.translator.watch(json.dumps({REQUEST_FIELD: other.model_dump(mode="json")}).encode())
+    bench.watch()
+    bench.watch(other)
     await bench.translator.stop("session")
     assert bench.stopped == ["session"]
     bench.bucket.objects[OBJECT] = json.dumps(RESULT).encode()
@@ -228,7 +235,7 @@ async def test_results_of_other_sessions_and_of_closed_ones_are_not_read():
 
 async def test_a_rollout_is_written_once():
     bench = Bench()
-    bench.translator.watch(PAYLOAD)
+    bench.watch()
     bench.bucket.objects[OBJECT] = json.dumps(RESULT).encode()
     bench.bucket.objects[REQUEST.key] = b"of another attempt"
     async with asyncio.timeout(60), bench.running():
@@ -285,7 +292,7 @@ def state(status: str, **more: object) -> dict[str, object]:
 async def test_the_result_of_a_polled_agent_is_found_after_failed_polls():
     running, ended = state("in_progress"), state("completed", result={"reward": 1.0, "note": "x"})
     bench = PolledBench(running, Throttled("429"), OutcomeUnknown("cut"), {"message": "of a proxy"}, running, ended)
-    bench.translator.watch(PAYLOAD)
+    bench.watch()
     rollout = await bench.rollout()
     assert (rollout.outcome, rollout.reward, rollout.seal) == (Outcome.COMPLETED, 1.0, "s")
     assert rollout.extras == {"note": "x"}
@@ -297,7 +304,7 @@ async def test_the_result_of_a_polled_agent_is_found_after_failed_polls():
 async def test_a_session_is_not_polled_after_its_stop():
     bench = PolledBench(state("in_progress"))
     bench.answering.clear()
-    bench.translator.watch(PAYLOAD)
+    bench.watch()
     async with asyncio.timeout(60), bench.running():
         await bench.polled.wait()
         stopping = asyncio.create_task(bench.translator.stop("session"))

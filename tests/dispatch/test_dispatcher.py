@@ -1,4 +1,5 @@
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from tenacity import wait_none
@@ -7,7 +8,7 @@ from agent_wrapper.contract import Outcome
 from attempts import make_rollouts
 from rollout_backend.core.ledger import Phase
 from rollout_backend.dispatch.call_queue import CallKind, CallQueue
-from rollout_backend.dispatch.session_closer import SessionCloser
+from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.errors import (
     ContainerStartTimeout,
     InvokeRejected,
@@ -103,11 +104,11 @@ async def test_a_refusal_is_no_attempt_and_nothing_is_stopped(rollout, runtime, 
 async def test_a_request_that_cannot_be_signed_is_no_attempt(make_rollout, runtime):
     refusals = [NoCredentials("the provider does not answer")] * 6
 
-    async def presign(claims):
+    async def urls(claims):
         if refusals:
             raise refusals.pop()
 
-    rollout = await make_rollout(presign=presign)
+    rollout = await make_rollout(presigner=SimpleNamespace(urls=urls))
     assert await rollout.dispatch()
     assert runtime.invokes == [rollout.entry.session_id]
     ledger = rollout.context.ledger
@@ -255,8 +256,8 @@ def close(runtime, ledger):
     ledger.entries["a.0"].start_attempt("s1", 1, 1.0)
 
     async def close(call=CallKind.STOP, retry_s=0.0):
-        closer = SessionCloser(runtime, CallQueue(1000, 1000), retry_s=retry_s, wait=wait_none())
-        return await closer.close("s1", ledger, call)
+        made = Dispatcher(runtime, CallQueue(1000, 1000), max_sessions=1, stop_retry_s=retry_s, stop_wait=wait_none())
+        return await made.close("s1", ledger, call)
 
     return close
 

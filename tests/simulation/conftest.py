@@ -10,11 +10,15 @@ from typing import Any, TypeVar
 import pytest
 
 from rollout_backend.collect.buffer import RolloutBuffer
+from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.tasks import Task
+from rollout_backend.dispatch.call_queue import CallQueue
+from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.step.circuit_breaker import CircuitBreaker
 from rollout_backend.step.services import StepServices
 from rollout_backend.step.step import Step
+from rollout_backend.step.task_blocklist import TaskBlocklist
 from tests.simulation.clock import VirtualLoop
 from tests.simulation.faults import Faults
 from tests.simulation.gateway import SimGateway
@@ -60,20 +64,21 @@ class SimRun:
         self.buffer = RolloutBuffer(config.run_id, self.store, queue, config.collect.max_fetches)
         self.receiving = asyncio.create_task(self.buffer.run(config.queue.receivers))
         self.breaker = CircuitBreaker(config.circuit_breaker)
-        self.services = StepServices.assemble(
-            config,
-            self.runtime,
-            self.store,
+        calls = CallQueue.from_config(config.runtime)
+        calls.yield_to(self.buffer.has_backlog)
+        self.services = StepServices(
+            config=config,
+            runtime=self.runtime,
+            dispatcher=Dispatcher(self.runtime, calls, max_sessions=config.runtime.max_sessions),
+            gateways=gateway,
             buffer=self.buffer,
+            manifests=ManifestStore(self.store, config.run_id),
+            blocklist=TaskBlocklist(self.store, config.run_id, config.group.block_task_after),
+            archive=SimArchive(self.world),
             queue_url=queue.url,
-            endpoint=gateway.endpoint,
-            revoke=gateway.revoke,
-            archive=SimArchive(self.world).write_rollout,
-            wall=self.world.wall,
             breaker=self.breaker,
-            gateway=self.world.gateway.journal.journal_id,
             in_flight=SimInFlightLog(self.world.run_directory, self.world.audit, self.trainer),
-            adopt=gateway.adopt,
+            wall=self.world.wall,
         )
 
     def step(self, tasks: int, number: int = 0) -> Step:

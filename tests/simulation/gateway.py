@@ -103,6 +103,10 @@ class SimGateway:
         self._gateway = gateway
         self._trainer = trainer
 
+    @property
+    def identity(self) -> str:
+        return self._gateway.journal.journal_id
+
     def endpoint(self, claims: SessionClaims) -> ModelEndpoint:
         own = {"journal_id": self._gateway.journal.journal_id, "trainer_incarnation": str(self._trainer.number)}
         self._gateway.keys[claims.session_id] = claims.model_copy(update=own)

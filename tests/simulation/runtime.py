@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from agent_wrapper.contract import REQUEST_FIELD, RolloutRequest
 from rollout_backend.errors import (
@@ -82,9 +85,15 @@ class SimRuntime:
         self._trainer = trainer
         self._max_sessions = max_sessions
 
-    async def check(self) -> None: ...
+    def hold(self, payload: Mapping[str, Any]) -> AbstractContextManager[object]:
+        return nullcontext()
 
-    async def aclose(self) -> None: ...
+    async def wait_ready(self, payload: Mapping[str, Any], run_id: str) -> None: ...
+
+    def log_location(self, session_id: str | None) -> str:
+        return ""
+
+    def adopt(self, session_id: str, payload: Callable[[], bytes]) -> None: ...
 
     async def invoke(self, session_id: str, payload: bytes) -> bytes:
         self._runtime.audit.asked_for.add(session_id)

@@ -30,7 +30,7 @@ class Collector:
         return await Step(step, [*tasks], self._services, None, **how).run()
 
     async def manifests_from(self, step: int) -> list[Manifest]:
-        return await self._services.read_manifests_from(step)
+        return await self._services.manifests.read_from(step)
 
 
 def test_a_trainer_that_is_killed_50_times_loses_no_rollout_and_runs_none_twice(

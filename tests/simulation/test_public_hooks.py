@@ -119,7 +119,7 @@ def test_private_names_are_found(source, found):
     "source",
     [
         "class A:\n    def __init__(self):\n        self._a = 1\n    def f(self):\n        return self._a",
-        "patch.object(SessionCloser, '__init__', broken)",
+        "patch.object(Dispatcher, '__init__', broken)",
         "[_ for _ in ()]",
         f"{BUFFER}class B(RolloutBuffer):\n    def _f(self):\n        self._f()",
     ],

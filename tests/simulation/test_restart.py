@@ -39,7 +39,7 @@ def test_a_restart_stops_what_may_be_open_and_dispatches_meanwhile(play, make_ru
         began, stopped = world.now(), len(world.audit.stopped)
         step = second.step(32)
         waits = []
-        close = second.services.closer.close
+        close = second.services.dispatcher.close
 
         async def timed(session_id, ledger, call):
             since = world.now()
@@ -48,7 +48,7 @@ def test_a_restart_stops_what_may_be_open_and_dispatches_meanwhile(play, make_ru
                 waits.append(world.now() - since)
             return closed
 
-        second.services.closer.close = timed
+        second.services.dispatcher.close = timed
         result = await step.run()
         first_minute = sum(at - began < 60 for at, _ in world.audit.started)
         stops_of_earlier = len(world.audit.stopped) - stopped - result.report.sessions_opened

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_backend.collect.buffer import RolloutBuffer
+from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.core.ledger import LedgerEntry, Phase, PlannedRollout
 from rollout_backend.core.session_ends import Heartbeats
 from rollout_backend.core.tasks import Task
 from rollout_backend.dispatch.call_queue import CallQueue
+from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.errors import CircuitOpen, RunHeld, StoreError
 from rollout_backend.results.step_report import StepResult
 from rollout_backend.run_lease import FencedRuntime, LeaseHolder, RunLease
@@ -24,6 +26,7 @@ from rollout_backend.scoring.rollout_scorer import RolloutScorer
 from rollout_backend.step.circuit_breaker import CircuitBreaker
 from rollout_backend.step.services import StepServices
 from rollout_backend.step.step import Step
+from rollout_backend.step.task_blocklist import TaskBlocklist
 from tests.simulation.checks import Checks, Violation
 from tests.simulation.gateway import HEARTBEAT_S, SimGateway
 from tests.simulation.run_directory import SimArchive, SimInFlightLog
@@ -113,26 +116,24 @@ class TrainerProcess:
 
     def _services(self, buffer: RolloutBuffer, heartbeats: Heartbeats) -> StepServices:
         world, config = self._world, self._config
-        calls = CallQueue.from_config(config.runtime)
-        return StepServices.assemble(
-            config,
-            _AskingRuntime(SimRuntime(world.runtime, self._trainer), self._lease, calls, world.audit.asked_for),
-            self._store,
-            calls=calls,
-            fencing_token=self._lease.fencing_token,
-            owner=str(self._lease.me),
+        runtime, calls = SimRuntime(world.runtime, self._trainer), CallQueue.from_config(config.runtime)
+        calls.yield_to(buffer.has_backlog)
+        asking = _AskingRuntime(runtime, self._lease, calls, world.audit.asked_for)
+        return StepServices(
+            config=config,
+            runtime=runtime,
+            dispatcher=Dispatcher(asking, calls, max_sessions=config.runtime.max_sessions),
+            gateways=self._gateway,
             buffer=buffer,
+            manifests=ManifestStore(self._store, config.run_id, self._lease.fencing_token, str(self._lease.me)),
+            blocklist=TaskBlocklist(self._store, config.run_id, config.group.block_task_after),
+            archive=SimArchive(world),
             queue_url=self._queue.url if self._queue else None,
-            endpoint=self._gateway.endpoint,
-            revoke=self._gateway.revoke,
-            adopt=self._gateway.adopt,
-            archive=SimArchive(world).write_rollout,
-            wall=world.wall,
             breaker=CircuitBreaker(config.circuit_breaker),
-            heartbeats=heartbeats,
-            gateway=world.gateway.journal.journal_id,
             in_flight=self._in_flight,
+            heartbeats=heartbeats,
             scorer=self._scorer() if self._scenario.scored else None,
+            wall=world.wall,
         )
 
     def _scorer(self) -> RolloutScorer:

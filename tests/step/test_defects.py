@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,13 +19,13 @@ async def test_urls_that_cannot_be_signed_cost_time_and_no_attempt(open_bench):
     bench = await open_bench("runtime.max_attempts=2")
     tries = Counter()
 
-    async def presign(claims):
+    async def urls(claims):
         tries[claims.rollout_id] += 1
         if tries[claims.rollout_id] < 10:
             raise NoCredentials("the provider does not answer")
         return urls_of(claims)
 
-    bench.replace(presign=presign)
+    bench.replace(presigner=SimpleNamespace(urls=urls))
     result = await bench.run()
     assert result.report.outcomes[Outcome.COMPLETED] == result.report.planned == result.report.attempts == 2
     assert {request.result.urls.result for request in bench.agents.requests} == {"http://s3/1"}
@@ -38,7 +39,7 @@ async def test_a_defect_in_a_rollouts_task_ends_the_step_at_once(open_bench, mon
     async def fail(*_):
         raise defect
 
-    async def presign(claims):
+    async def urls(claims):
         return await fail() if claims.rollout_id.endswith(".3") else urls_of(claims)
 
     async def before(request):
@@ -48,7 +49,7 @@ async def test_a_defect_in_a_rollouts_task_ends_the_step_at_once(open_bench, mon
     behave = Agents.hang
     match where:
         case "signing":
-            bench.replace(presign=presign)
+            bench.replace(presigner=SimpleNamespace(urls=urls))
         case "invoke":
             bench.agents.before = before
         case "stop":

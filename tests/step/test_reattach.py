@@ -19,11 +19,7 @@ class Work:
     """The second rollout of each group runs until `go`, and then does `then`."""
 
     go: asyncio.Event = field(default_factory=asyncio.Event)
-    adopted: list[str] = field(default_factory=list)
     then: Behaviour = Agents.complete
-
-    async def adopt(self, session_ids) -> None:
-        self.adopted += session_ids
 
     async def behave(self, agents, request) -> None:
         if request.rollout_id.endswith(".1"):
@@ -41,7 +37,8 @@ def work() -> Work:
 @pytest.fixture
 def restart(work, tmp_path):
     def restart(bench, gateway="here") -> None:
-        bench.replace(gateway=gateway, in_flight=InFlightLog(StepFiles(tmp_path / "steps")), adopt=work.adopt)
+        bench.gateways.identity = gateway
+        bench.replace(in_flight=InFlightLog(StepFiles(tmp_path / "steps")))
         bench.forget()
 
     return restart
@@ -99,7 +96,7 @@ async def test_a_running_agent_is_waited_for_and_not_run_again(open_bench, work,
     bench = await open_bench()
     [request] = await kill_in_the_middle(bench, "a")
     running = bench.start("a:2")
-    await eventually(lambda: work.adopted)
+    await eventually(lambda: bench.gateways.adopted)
     assert request.session_id in bench.ledger.open_sessions
     work.go.set()
     result = await running
@@ -107,7 +104,7 @@ async def test_a_running_agent_is_waited_for_and_not_run_again(open_bench, work,
     assert (result.report.resumed, result.report.reattached, result.report.attempts) == (1, 1, 0)
     assert result.report.outcomes[Outcome.COMPLETED] == 2
     assert {rollout.session_id for rollout in result.rollouts} > {request.session_id}
-    assert work.adopted == [request.session_id]
+    assert bench.gateways.adopted == [request.session_id]
     assert bench.agents.stopped.count(request.session_id) == 1
     assert request.session_id in bench.revoked
     assert bench.services.in_flight.running_attempts(0) == []
@@ -123,7 +120,7 @@ async def test_a_result_published_without_a_trainer_is_used(open_bench, work, ki
     await eventually(lambda: bench.agents.finished == 2)
     report = (await bench.run("a")).report
     assert (report.resumed, report.reattached) == (2, 0)
-    assert (bench.agents.requests, work.adopted) == ([], [])
+    assert (bench.agents.requests, bench.gateways.adopted) == ([], [])
     assert request.session_id in bench.agents.stopped
 
 
@@ -139,7 +136,7 @@ async def test_an_attempt_that_reports_its_loss_is_followed_by_another(
         await eventually(lambda: bench.agents.finished == 2)
     running = bench.start("a")
     if not meanwhile:
-        await eventually(lambda: work.adopted)
+        await eventually(lambda: bench.gateways.adopted)
         work.go.set()
     report = (await running).report
     assert report.outcomes[Outcome.COMPLETED] == 2
@@ -155,7 +152,7 @@ async def test_an_attempt_that_reaches_its_deadline_is_followed_by_another(open_
     [request] = await kill_in_the_middle(bench, "a")
     work.behave = lambda agents, again: (agents.complete if again.attempt > 1 else agents.vanish)(again)
     running = bench.start("a")
-    await eventually(lambda: work.adopted)
+    await eventually(lambda: bench.gateways.adopted)
     skip(81)  # the timeouts of an agent and of its publication
     report = (await running).report
     assert report.outcomes[Outcome.COMPLETED] == 2
@@ -170,7 +167,7 @@ async def test_with_another_gateway_everything_is_closed_and_runs_again(open_ben
     work.go.set()
     report = (await bench.run("a")).report
     assert bench.agents.rollouts == ["a.1"] or report.resumed == 2
-    assert work.adopted == []
+    assert bench.gateways.adopted == []
     assert request.session_id in bench.agents.stopped
     assert request.session_id in bench.revoked
 
@@ -180,7 +177,7 @@ async def test_with_other_weights_running_agents_are_closed(open_bench, work, ki
     [request] = await kill_in_the_middle(bench, "a")
     result = await bench.run("a", same_weights=False, behave=Agents.complete)
     assert len(bench.agents.requests) == 2
-    assert work.adopted == []
+    assert bench.gateways.adopted == []
     assert request.session_id in bench.agents.stopped
     assert request.session_id in bench.revoked
     assert request.session_id not in {rollout.session_id for rollout in result.rollouts}
@@ -193,7 +190,7 @@ async def test_a_running_agent_keeps_its_slot(open_bench, work, kill_in_the_midd
     # One finished rollout loses its result, so that it must run again.
     await bench.agents.s3.delete_object(Bucket=bench.config.storage.bucket, Key=f"runs/{run_id}/steps/00000000/a.0")
     running = bench.start("a", "b")
-    await eventually(lambda: len(work.adopted) == 2)
+    await eventually(lambda: len(bench.gateways.adopted) == 2)
     for _ in range(20):
         await asyncio.sleep(0)
     assert bench.agents.requests == []

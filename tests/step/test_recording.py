@@ -62,7 +62,7 @@ async def test_an_older_state_never_lands_last(open_bench):
         await asyncio.sleep(0)
         landed.append(manifest)
 
-    bench.replace(write_manifest=write)
+    bench.services.manifests.write = write
     result = await bench.run("a", behave=only("a.0", Agents.lose, only("a.1", Agents.lose)))
     assert result.report.replacements == 2
     sizes = [len(manifest.tasks[0].rollouts) for manifest in landed]
@@ -82,7 +82,7 @@ async def test_a_refusal_until_the_deadline_ends_the_step_and_nothing_was_dispat
         await asyncio.sleep(0)
         raise StoreError("503 SlowDown")
 
-    bench.replace(write_manifest=write)
+    bench.services.manifests.write = write
     with pytest.raises(StoreError, match="503 SlowDown"):
         await bench.run("a")
     assert len(tries) == 2
@@ -98,7 +98,7 @@ async def test_an_abort_does_not_wait_for_s3(open_bench):
         await asyncio.sleep(0)
         raise StoreError("503 SlowDown")
 
-    bench.replace(read_manifest=read)
+    bench.services.manifests.read = read
     step = bench.step("a")
     running = asyncio.create_task(step.run())
     await asked.wait()
@@ -109,14 +109,14 @@ async def test_an_abort_does_not_wait_for_s3(open_bench):
 
 async def test_credentials_that_expire_during_a_replacement_end_the_step(open_bench):
     bench = await open_bench(REPLACING)
-    write = bench.services.write_manifest
+    write = bench.services.manifests.write
 
     async def expired(manifest: Manifest) -> None:
         if len(manifest.tasks[0].rollouts) > 2:
             raise CredentialsExpired("get new ones")
         await write(manifest)
 
-    bench.replace(write_manifest=expired)
+    bench.services.manifests.write = expired
     with pytest.raises(CredentialsExpired):
         await bench.run("a", behave=only("a.0", Agents.lose, Agents.vanish))
     assert not bench.agents.sessions

@@ -5,7 +5,6 @@ import errno
 import json
 import os
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,7 +50,7 @@ async def test_a_full_disk_costs_the_local_copies_alone(open_bench, tmp_path, ca
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_file(path, data)
 
-    bench.replace(archive=RunArchive(tmp_path, write).write_rollout)
+    bench.replace(archive=RunArchive(tmp_path, write))
     result = await bench.run("task-a", "task-b")
     assert (completed(result), result.report.unarchived) == (4, 2)
     assert "No space left on device" in caplog.text
@@ -115,13 +114,13 @@ async def test_a_run_without_a_queue_ends_the_same(open_bench):
 async def test_the_sessions_of_a_group_share_a_routing_key_if_the_settings_say_so(open_bench):
     bench = await open_bench("router.affinity=group")
     keys: dict[str, set[str]] = {}
-    endpoint = bench.services.endpoint
+    endpoint = bench.gateways.endpoint
 
     def issue(claims):
         keys.setdefault(claims.rollout_id.rpartition(".")[0], set()).add(claims.routing_key)
         return endpoint(claims)
 
-    bench.services = replace(bench.services, endpoint=issue)
+    bench.gateways.endpoint = issue
     await bench.run("task-a", "task-b")
     assert keys == {"task-a": {"0/task-a"}, "task-b": {"0/task-b"}}
 
@@ -286,7 +285,7 @@ async def test_a_cancelled_agent_samples_no_more_while_the_step_continues(open_b
 
 async def test_keys_that_could_not_be_revoked_are_revoked_with_the_step(open_bench):
     bench = await open_bench()
-    revoke, refused = bench.services.revoke, []
+    revoke, refused = bench.gateways.revoke, []
 
     async def away_at_first(session_ids):
         if not refused:
@@ -294,7 +293,7 @@ async def test_keys_that_could_not_be_revoked_are_revoked_with_the_step(open_ben
             raise ServingError("the gateway is being restarted")
         await revoke(session_ids)
 
-    bench.replace(revoke=away_at_first)
+    bench.gateways.revoke = away_at_first
     await bench.run("task-a", "task-b")
     assert refused
     assert set(bench.revoked) == bench.agents.invoked
@@ -360,7 +359,7 @@ async def test_a_task_whose_runtime_is_not_ready_takes_no_slot(open_bench):
         yield
         held.discard(payload["q"])
 
-    bench.replace(wait_ready=wait_ready, hold=hold)
+    bench.agents.wait_ready, bench.agents.hold = wait_ready, hold
     assert completed(await bench.run("task-a", "task-b", behave=behave)) == 2
     assert [request.task_id for request in bench.agents.requests] == ["task-b", "task-a"]
     assert not held

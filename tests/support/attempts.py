@@ -1,25 +1,25 @@
 """Rollouts of one step whose attempts a test makes itself. S3 accepts each manifest, and no result arrives."""
 
-from collections.abc import Iterable
 from typing import Any, cast
+from unittest.mock import create_autospec
 
 from tenacity import wait_none
 
-from agent_wrapper.contract import ModelEndpoint, Sampling
+from agent_wrapper.contract import Sampling
 from builders import run_config
+from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.core.ledger import PlannedRollout
-from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.policy import Stragglers
 from rollout_backend.core.tasks import Task
 from rollout_backend.dispatch.call_queue import CallQueue
 from rollout_backend.dispatch.dispatcher import Dispatcher
-from rollout_backend.dispatch.session_closer import SessionCloser
 from rollout_backend.runtimes.base import SessionCalls
 from rollout_backend.step.plan import StepPlan
 from rollout_backend.step.rollout_task import RolloutTask, StepContext
-from rollout_backend.step.services import StepServices
+from rollout_backend.step.services import Pauses, StepServices, UrlSigner
 from rollout_backend.step.sessions import StepSessions
 from rollouts import make_ledger
+from step_bench import Agents, Gateways
 
 
 async def make_rollouts(
@@ -29,28 +29,24 @@ async def make_rollouts(
     *,
     max_attempts: int = 3,
     until: float = 1e9,
-    **services: Any,
+    presigner: UrlSigner | None = None,
 ) -> list[RolloutTask]:
     """Plan rollouts of the task `a`. A refused invoke is repeated at once, until the loop's time is `until`."""
     config = run_config(runtime={"kind": "http", "url": "http://127.0.0.1:9", "max_attempts": max_attempts})
     unused, task = cast(Any, None), Task("a", {})
+    manifests = create_autospec(ManifestStore, instance=True)
+    manifests.read.return_value = None
     step_services = StepServices(
         config=config,
-        dispatcher=Dispatcher(runtime, calls, max_sessions=count),
-        closer=SessionCloser(runtime, calls, retry_s=0.0, wait=wait_none()),
+        runtime=Agents(unused, unused),
+        dispatcher=Dispatcher(runtime, calls, max_sessions=count, stop_retry_s=0.0, stop_wait=wait_none()),
+        gateways=Gateways(),
         buffer=unused,
-        queue_url=None,
-        endpoint=lambda claims: ModelEndpoint(
-            base_url="http://g", api_key="k", name="m", trajectory_url="http://g/t"
-        ),
-        revoke=_accept,
+        manifests=manifests,
+        blocklist=unused,
         archive=unused,
-        read_manifest=_accept,
-        write_manifest=_accept,
-        read_manifests_from=unused,
-        attempt_wait=wait_none(),
-        refusal_wait=wait_none(),
-        **services,
+        presigner=presigner,
+        pauses=Pauses(attempt=wait_none(), refusal=wait_none()),
     )
     plan, ledger = StepPlan(0, step_services), make_ledger()
     plan.deadline = until + config.timeouts.publish_grace_s
@@ -72,7 +68,3 @@ async def make_rollouts(
     ids = plan.manifest.tasks[0].rollouts
     ledger.plan(PlannedRollout(rollout_id, "a") for rollout_id in ids)
     return [RolloutTask(ledger.entries[rollout_id], task, context) for rollout_id in ids]
-
-
-async def _accept(_: int | Manifest | Iterable[str]) -> None:
-    """Answer as S3 without a manifest, and as gateways."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,18 +15,20 @@ from tenacity import wait_none
 from agent_wrapper.contract import Announcement, ModelEndpoint, Outcome, Rollout, RolloutRequest, manifest_key
 from rollout_backend import aws
 from rollout_backend.collect.buffer import RolloutBuffer
+from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.collect.queue import AnnouncementQueue, queue_name
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.ledger import Ledger
+from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.core.tasks import Task
 from rollout_backend.dispatch.call_queue import CallQueue
 from rollout_backend.dispatch.dispatcher import Dispatcher
-from rollout_backend.dispatch.session_closer import SessionCloser
 from rollout_backend.results.step_report import StepResult
 from rollout_backend.step.circuit_breaker import CircuitBreaker, describe_log
-from rollout_backend.step.services import StepServices
+from rollout_backend.step.services import Pauses, StepServices
 from rollout_backend.step.step import Step
+from rollout_backend.step.task_blocklist import TaskBlocklist
 from rollouts import make_rollout
 
 Behaviour = Callable[["Agents", RolloutRequest], Awaitable[None]]
@@ -57,7 +59,15 @@ class Agents:
 
     # --- the runtime --------------------------------------------------------------------------------------
 
-    async def check(self) -> None: ...
+    def hold(self, payload: Mapping[str, Any]) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    async def wait_ready(self, payload: Mapping[str, Any], run_id: str) -> None: ...
+
+    def log_location(self, session_id: str | None) -> str:
+        return ""
+
+    def adopt(self, session_id: str, payload: Callable[[], bytes]) -> None: ...
 
     async def invoke(self, session_id: str, payload: bytes) -> bytes:
         request = RolloutRequest.parse(json.loads(payload)["_rollout"])
@@ -139,6 +149,25 @@ def only(name: str, special: Behaviour, others: Behaviour = Agents.complete) -> 
     return behave
 
 
+class Gateways:
+    """The gateways of a run, and what a step asked of them. Without an identity, no session outlives its trainer."""
+
+    def __init__(self) -> None:
+        self.identity = ""
+        self.revoked: list[str] = []
+        self.adopted: list[str] = []
+
+    def endpoint(self, claims: SessionClaims) -> ModelEndpoint:
+        place = {"base_url": "http://gateway/v1", "trajectory_url": "http://gateway/t"}
+        return ModelEndpoint(api_key="key", name="m", **place)
+
+    async def revoke(self, session_ids: Iterable[str]) -> None:
+        self.revoked += session_ids
+
+    async def adopt(self, session_ids: Iterable[str]) -> None:
+        self.adopted += session_ids
+
+
 class Bench:
     """One run's services, and steps over them."""
 
@@ -147,7 +176,7 @@ class Bench:
         self.agents = agents
         self.services: StepServices
         self.kept: list[Rollout] = []
-        self.revoked: list[str] = []
+        self.gateways = Gateways()
         self.verify: Callable[[Rollout], None] = lambda rollout: None  # the check of seals
         self.ledger: Ledger  # of the step that was made last
 
@@ -160,32 +189,24 @@ class Bench:
         store = await ResultStore.open(config.storage, config.aws)
         stack.push_async_callback(store.aclose)
         buffer, queue_url = await bench._receive(store, stack)
-        services = StepServices.assemble(
-            config,
-            bench.agents,
-            store,
+        agents, no_wait = bench.agents, wait_none()
+        calls = CallQueue(invoke_per_s=1000, stop_per_s=1000)
+        bench.services = StepServices(
+            config=config,
+            runtime=agents,
+            dispatcher=Dispatcher(agents, calls, max_sessions=config.runtime.max_sessions, stop_wait=no_wait),
+            gateways=bench.gateways,
             buffer=buffer,
+            manifests=ManifestStore(store, config.run_id),
+            blocklist=TaskBlocklist(store, config.run_id, config.group.block_task_after),
+            archive=bench,
             queue_url=queue_url,
-            endpoint=lambda claims: ModelEndpoint(
-                base_url="http://gateway/v1", api_key="key", name="m", trajectory_url="http://gateway/t"
-            ),
-            revoke=bench._revoke,
-            archive=bench._keep,
             breaker=CircuitBreaker(
                 config.circuit_breaker, lambda entry: describe_log(config, entry, lambda session: config.runtime.url)
             ),
+            pauses=Pauses(no_wait, no_wait, no_wait),
         )
-        bench.services = replace(services, **bench.without_pauses(bench.agents))
         return bench
-
-    def without_pauses(self, runtime: Any) -> dict[str, Any]:
-        """Return services that repeat refused calls at once."""
-        calls, no_wait = CallQueue(invoke_per_s=1000, stop_per_s=1000), wait_none()
-        return {
-            "dispatcher": Dispatcher(runtime, calls, max_sessions=self.config.runtime.max_sessions),
-            "closer": SessionCloser(runtime, calls, wait=no_wait),
-            **dict.fromkeys(("store_wait", "attempt_wait", "refusal_wait"), no_wait),
-        }
 
     async def _receive(self, store: ResultStore, stack: AsyncExitStack) -> tuple[RolloutBuffer, str | None]:
         """Return a buffer that receives until the stack is closed, and the URL of its queue."""
@@ -204,10 +225,12 @@ class Bench:
         stack.push_async_callback(_end, asyncio.create_task(buffer.run(config.queue.receivers)))
         return buffer, queue.url if queue is not None else None
 
-    async def _revoke(self, sessions: Any) -> None:
-        self.revoked += sessions
+    @property
+    def revoked(self) -> list[str]:
+        return self.gateways.revoked
 
-    def _keep(self, rollout: Rollout, data: bytes) -> Future[bool]:
+    def write_rollout(self, rollout: Rollout, data: bytes) -> Future[bool]:
+        """Keep a result, as the run's archive."""
         self.kept.append(rollout)
         written: Future[bool] = Future()
         written.set_result(True)

@@ -48,7 +48,7 @@ def manifest_writes_overtake() -> Patch:
     """Writes of one manifest are neither serialised nor conditional, so the older one may arrive last."""
 
     async def unordered(self: StepPlan) -> None:
-        await self.services.write_manifest(self.manifest)
+        await self.services.manifests.write(self.manifest)
 
     async def overtaking(self: ManifestStore, manifest: Manifest) -> None:
         await asyncio.sleep(10 * random())  # so that they overtake each other often

@@ -10,7 +10,7 @@ from rollout_backend.core.ledger import Ledger
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.session_ends import Heartbeats
 from rollout_backend.dispatch.call_queue import CallKind
-from rollout_backend.dispatch.session_closer import SessionCloser
+from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.errors import (
     NoCredentials,
     OutcomeUnknown,
@@ -73,25 +73,25 @@ def refused_sessions_left_open() -> Patch:
 @mutant
 def stops_abandoned_in_an_outage() -> Patch:
     """A stop is abandoned after eight tries, even within an outage."""
-    make = SessionCloser.__init__
+    make = Dispatcher.__init__
 
-    def broken(self: SessionCloser, *args: Any, **more: Any) -> None:
-        make(self, *args, **{**more, "retry_s": 0.0})
+    def broken(self: Dispatcher, *args: Any, **more: Any) -> None:
+        make(self, *args, **{**more, "stop_retry_s": 0.0})
 
-    return patch.object(SessionCloser, "__init__", broken)
+    return patch.object(Dispatcher, "__init__", broken)
 
 
 @mutant
 def stops_not_retried() -> Patch:
     """A refused stop is not retried and counts as done."""
 
-    async def broken(self: SessionCloser, session_id: str, ledger: Ledger, call: CallKind = CallKind.STOP) -> bool:
+    async def broken(self: Dispatcher, session_id: str, ledger: Ledger, call: CallKind = CallKind.STOP) -> bool:
         with contextlib.suppress(Exception):
             await self.stop_once(session_id, ledger, call)
         ledger.session_closed(session_id)
         return True
 
-    return patch.object(SessionCloser, "close", broken)
+    return patch.object(Dispatcher, "close", broken)
 
 
 @mutant
@@ -115,7 +115,7 @@ def keys_revoked_with_the_step() -> Patch:
 
     async def broken(self: StepSessions, session_id: str, call: CallKind = CallKind.STOP) -> None:
         self.services.in_flight.record_closed(self.step, session_id)
-        await self.services.closer.close(session_id, self.ledger, call)
+        await self.services.dispatcher.close(session_id, self.ledger, call)
 
     return patch.object(StepSessions, "stop", broken)
 
