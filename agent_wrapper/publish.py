@@ -10,17 +10,19 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agent_wrapper.botocore_models import new_session
 from agent_wrapper.contract import Announcement, ResultTarget
 from agent_wrapper.shared.presigned import is_transient, put_once, write_retry
 
 if TYPE_CHECKING:
+    import boto3
+    from botocore.loaders import Loader
     from mypy_boto3_s3 import S3Client
     from mypy_boto3_sqs import SQSClient
 
@@ -191,3 +193,29 @@ def _is_transient(error: BaseException) -> bool:
 
 def _status(error: Any) -> int:
     return int(error.response["ResponseMetadata"]["HTTPStatusCode"])
+
+
+def new_session(region: str | None) -> boto3.Session:
+    """Return a boto3 session whose clients share this process's models."""
+    import boto3  # imported on first use: see shared/trajectory.py
+    import botocore.session
+
+    core = botocore.session.get_session()
+    core.register_component("data_loader", _loader(core.get_config_variable("data_path")))
+    return boto3.Session(botocore_session=core, region_name=region)
+
+
+def preload_models() -> None:
+    """Load the models of S3 and SQS."""
+    session = new_session("us-east-1")
+    for service in ("s3", "sqs"):  # placeholder credentials, so that botocore does not search for any
+        session.client(service, aws_access_key_id="-", aws_secret_access_key="-")  # noqa: S106
+
+
+@functools.cache
+def _loader(data_path: str | None) -> Loader:
+    """Cache botocore's service models, because loading those of S3 and SQS takes 0.3 s. A process that forks one
+    agent per session loads them once: see `rollout_backend.local.prefork`."""
+    from botocore.loaders import create_loader
+
+    return create_loader(data_path)

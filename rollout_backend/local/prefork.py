@@ -72,7 +72,7 @@ def preload(script: Path, modules: list[str]) -> None:
         names += [deferred for deferred in DEFERRED.get(name.split(".")[0], ()) if deferred not in names]
     if "agent_wrapper" in sys.modules:  # what each session would read to publish: as slow as an import
         with contextlib.suppress(Exception):  # an older wrapper lacks this; each session then loads the models
-            importlib.import_module("agent_wrapper.botocore_models").preload_models()
+            importlib.import_module("agent_wrapper.publish").preload_models()
 
 
 def serve() -> tuple[Path, dict[str, str]]:

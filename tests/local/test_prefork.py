@@ -109,7 +109,7 @@ def test_service_models_are_read_before_the_sessions(tmp_path):
     agent = tmp_path / "agent.py"
     agent.write_text(
         "import agent_wrapper\n"
-        "from agent_wrapper.botocore_models import new_session\n"
+        "from agent_wrapper.publish import new_session\n"
         "from botocore.loaders import JSONFileLoader\n"
         "read, load = [], JSONFileLoader.load_file\n"
         "JSONFileLoader.load_file = lambda self, path: read.append(path) or load(self, path)\n"
