@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import hmac
 import logging
 import math
 import os
+import random
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -44,7 +46,6 @@ from agent_wrapper.heartbeat import send_heartbeats
 from agent_wrapper.one_shot import payload_file, run_and_exit
 from agent_wrapper.outcome import AgentResult, build_rollout, classify, describe, failed, without_artifacts
 from agent_wrapper.publish import Publisher, PublishError
-from agent_wrapper.random_state import reseed
 from agent_wrapper.runner import Agent, Returned
 from agent_wrapper.shared.redaction import redact_logs
 from agent_wrapper.shared.trajectory import TrajectoryUnavailable, fetch_trajectory, load_http_client, preload
@@ -490,3 +491,16 @@ def _is_authorized(request: Request) -> bool:
 
 def _error(name: str, message: str) -> dict[str, Any]:
     return {"error": name, "message": message}
+
+
+def reseed(session_id: str) -> None:
+    """Seed `random` and, if it is imported, numpy's global generator from the session's id and the kernel.
+
+    A runtime may restore sessions from a snapshot of a process that has already imported the agent. Without a new
+    seed, all of them would draw the same numbers. The snapshot may include the kernel's generator, so the seed also
+    contains the session's id.
+    """
+    seed = hashlib.sha256(session_id.encode() + os.urandom(16)).digest()
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(int.from_bytes(seed[:4], "little"))

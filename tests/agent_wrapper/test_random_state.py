@@ -5,7 +5,7 @@ import sys
 import numpy
 import pytest
 
-from agent_wrapper.random_state import reseed
+from agent_wrapper.app import reseed
 
 
 def test_processes_of_one_snapshot_draw_different_numbers() -> None:
