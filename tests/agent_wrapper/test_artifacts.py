@@ -2,7 +2,7 @@
 
 import pytest
 
-from agent_wrapper.artifacts import ArtifactError, Artifacts
+from agent_wrapper.context import ArtifactError, Artifacts
 from agent_wrapper.contract import (
     MAX_ARTIFACT_BYTES,
     MAX_ARTIFACTS,

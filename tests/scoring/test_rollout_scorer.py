@@ -6,7 +6,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from agent_wrapper.artifacts import Artifacts
+from agent_wrapper.context import Artifacts
 from agent_wrapper.contract import Failure, Outcome, Rollout, artifacts_key
 from rollout_backend.config import StorageConfig
 from rollout_backend.core.tasks import Task
