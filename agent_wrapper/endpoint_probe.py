@@ -8,8 +8,8 @@ import logging
 import ssl
 
 from agent_wrapper.contract import ModelEndpoint
-from agent_wrapper.daemon_thread import in_thread
 from agent_wrapper.heartbeat import certificates
+from agent_wrapper.runner import in_thread
 from agent_wrapper.shared.redaction import without_secrets
 
 logger = logging.getLogger("agent_wrapper")

@@ -1,4 +1,4 @@
-"""Call the agent's function.
+"""Call the agent's function, and other blocking work, in daemon threads.
 
 Invariants:
 
@@ -17,10 +17,13 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from agent_wrapper.context import RolloutContext
 from agent_wrapper.errors import EntrypointError
+
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -160,3 +163,20 @@ async def _await(value: Any) -> Any:
 def _thread_stack(ident: int | None) -> str:
     frame = sys._current_frames().get(ident) if ident is not None else None
     return "".join(traceback.format_stack(frame)) if frame is not None else ""
+
+
+async def in_thread(work: Callable[[], _T], name: str) -> _T:
+    """Run `work` in a thread that does not delay the end of the process, unlike `asyncio.to_thread`. Return its result.
+    A cancellation abandons the thread."""
+    future: Future[_T] = Future()
+
+    def run() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await asyncio.wrap_future(future)
