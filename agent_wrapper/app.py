@@ -39,9 +39,8 @@ from agent_wrapper.contract import (
     RolloutRequest,
     Trajectory,
 )
-from agent_wrapper.endpoint_probe import PROBE_S, probe_endpoint
 from agent_wrapper.errors import EntrypointError
-from agent_wrapper.heartbeat import send_heartbeats
+from agent_wrapper.model_endpoint import PROBE_S, probe_endpoint, send_heartbeats
 from agent_wrapper.one_shot import payload_file, run_and_exit
 from agent_wrapper.outcome import AgentResult, build_rollout, classify, describe, failed, without_artifacts
 from agent_wrapper.publish import Publisher, PublishError

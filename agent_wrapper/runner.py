@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 from agent_wrapper.context import RolloutContext
 from agent_wrapper.errors import EntrypointError
 
-
 _T = TypeVar("_T")
 
 
@@ -166,8 +165,8 @@ def _thread_stack(ident: int | None) -> str:
 
 
 async def in_thread(work: Callable[[], _T], name: str) -> _T:
-    """Run `work` in a thread that does not delay the end of the process, unlike `asyncio.to_thread`. Return its result.
-    A cancellation abandons the thread."""
+    """Run `work` in a thread and return its result. A cancellation abandons the thread, which does not delay the end
+    of the process, unlike that of `asyncio.to_thread`."""
     future: Future[_T] = Future()
 
     def run() -> None:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from agent_wrapper import RolloutApp, endpoint_probe
+from agent_wrapper import RolloutApp, model_endpoint
 from agent_wrapper.app import SESSION_HEADER, _fetch_s, _Job
 from agent_wrapper.contract import Outcome, Rollout, RolloutRequest, unpack_artifacts
 from agent_wrapper.errors import EntrypointError
@@ -422,7 +422,7 @@ def test_a_result_that_cannot_be_written_is_reported(sync_container, cloud):
 )
 async def test_an_address_that_leads_elsewhere_is_described(gateway, answer, words):
     gateway.answers["/elsewhere"] = [answer]
-    assert await endpoint_probe._get(f"{gateway.url}/elsewhere", "key", timeout_s=120) == words
+    assert await model_endpoint._get(f"{gateway.url}/elsewhere", "key", timeout_s=120) == words
 
 
 def test_a_wrong_address_of_the_model_is_reported_before_the_agent_runs(sync_container, dead_url, tmp_path):

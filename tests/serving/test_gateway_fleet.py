@@ -12,8 +12,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from agent_wrapper.endpoint_probe import probe_endpoint
-from agent_wrapper.heartbeat import send_heartbeats
+from agent_wrapper.model_endpoint import probe_endpoint, send_heartbeats
 from agent_wrapper.shared.trajectory import TrajectoryUnavailable, fetch_trajectory
 from builders import complete, eventually, listens, run_config, session_of
 from rollout_backend.core.session_key import shard_of

@@ -1,14 +1,17 @@
-"""Check, before the agent runs, that its container reaches the model's endpoint.
+"""Check that the container reaches the model's endpoint, and send heartbeats there.
 
-Otherwise an agent without a connection would retry its first model call for minutes, usually until its deadline.
+Before the agent runs, `probe_endpoint` checks the connection: an agent without one would retry its first model call
+for minutes, usually until its deadline. While it runs, heartbeats let the backend detect a silently dead container
+within a minute. A heartbeat is an empty POST with the session key. A failed heartbeat never fails a rollout: it is
+retried soon, and the backend tolerates several missing heartbeats.
 """
 
 import asyncio
 import logging
 import ssl
+from functools import cache
 
 from agent_wrapper.contract import ModelEndpoint
-from agent_wrapper.heartbeat import certificates
 from agent_wrapper.runner import in_thread
 from agent_wrapper.shared.redaction import without_secrets
 
@@ -70,3 +73,32 @@ def _request(url: str, api_key: str, timeout_s: float) -> str | None:
         return str(error.reason)
     except (http.client.HTTPException, OSError, ValueError) as error:
         return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+async def send_heartbeats(url: str, api_key: str, every_s: float) -> None:
+    """Send heartbeats. Return once the gateway answers that the session is permanently closed."""
+    verify = await asyncio.to_thread(certificates, url.startswith("https://"))
+    import httpx
+
+    headers = {"Authorization": f"Bearer {api_key}"}
+    async with httpx.AsyncClient(timeout=min(_TIMEOUT_S, every_s), verify=verify) as client:
+        while True:
+            arrived = False
+            try:
+                response = await client.post(url, headers=headers)
+            except httpx.HTTPError as error:
+                logger.debug("a heartbeat did not arrive: %r", error)
+            else:
+                if response.status_code == 410:
+                    return
+                arrived = response.is_success
+            await asyncio.sleep(every_s if arrived else every_s / 3)
+
+
+@cache
+def certificates(https: bool) -> ssl.SSLContext | bool:
+    """Return httpx's `verify` argument. Cached, and called in a thread: importing httpx and reading certificates take
+    0.1 s each."""
+    import httpx
+
+    return httpx.create_ssl_context() if https else False
