@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from agent_wrapper.contract import ContractError, unpack_artifacts
-from agent_wrapper.contract.verifier_order import ORDER, TESTS, VerifierOrder
+from agent_wrapper.contract.messages import ORDER, TESTS, VerifierOrder
 from agent_wrapper.shared.harbor_tests import TestsFailed, read_reward, run_tests
 from agent_wrapper.shared.workspace import WORKSPACE, unpack_folder
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from agent_wrapper.contract import REQUEST_FIELD, Rollout, RolloutRequest, Trajectory, objects, request
+from agent_wrapper.contract import REQUEST_FIELD, Rollout, RolloutRequest, Trajectory, messages, objects
 
 PAGE = Path(__file__).with_name("contract.schema.json")
 _EXCHANGED = (RolloutRequest, Trajectory, Rollout)
@@ -24,7 +24,7 @@ _EXCHANGED = (RolloutRequest, Trajectory, Rollout)
 def page() -> str:
     _, schema = models_json_schema([(kind, "validation") for kind in _EXCHANGED], ref_template="#/$defs/{model}")
     definitions: dict[str, Any] = schema["$defs"]
-    for module in (objects, request):
+    for module in (objects, messages):
         for name, field, text in _descriptions(module):
             if name in definitions:
                 definitions[name]["properties"][field]["description"] = text

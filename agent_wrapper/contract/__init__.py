@@ -18,7 +18,6 @@ Two encodings of the same fields are accepted (`codec`): the compact form that `
 zstd frame, arrays as little-endian raw bytes), and plain JSON, for agents in any language.
 """
 
-from agent_wrapper.contract.announcement import Announcement
 from agent_wrapper.contract.codec import ContractError
 from agent_wrapper.contract.keys import (
     MAX_STEP,
@@ -35,6 +34,18 @@ from agent_wrapper.contract.keys import (
     result_key,
     score_key,
     step_prefix,
+)
+from agent_wrapper.contract.messages import (
+    PAYLOAD_VARIABLE,
+    PUT_HEADERS,
+    REQUEST_FIELD,
+    Announcement,
+    ModelEndpoint,
+    ResultTarget,
+    ResultUrls,
+    RolloutRequest,
+    Sampling,
+    put_headers,
 )
 from agent_wrapper.contract.objects import (
     MAX_ARTIFACT_BYTES,
@@ -68,17 +79,6 @@ from agent_wrapper.contract.objects import (
     pack_artifacts,
     readable,
     unpack_artifacts,
-)
-from agent_wrapper.contract.request import (
-    PAYLOAD_VARIABLE,
-    PUT_HEADERS,
-    REQUEST_FIELD,
-    ModelEndpoint,
-    ResultTarget,
-    ResultUrls,
-    RolloutRequest,
-    Sampling,
-    put_headers,
 )
 from agent_wrapper.contract.shared_prefixes import CheckedMessages
 

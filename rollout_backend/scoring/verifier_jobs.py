@@ -25,7 +25,7 @@ from typing import Any
 from tenacity import wait_exponential_jitter
 
 from agent_wrapper.contract import Rollout
-from agent_wrapper.contract.verifier_order import ORDER, TESTS, VerifierOrder
+from agent_wrapper.contract.messages import ORDER, TESTS, VerifierOrder
 from agent_wrapper.shared.workspace import WORKSPACE
 from rollout_backend.collect.presign import Presigner
 from rollout_backend.config import ScoringConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent_wrapper.contract import Artifact, pack_artifacts
-from agent_wrapper.contract.verifier_order import ORDER, TESTS, VerifierOrder
+from agent_wrapper.contract.messages import ORDER, TESTS, VerifierOrder
 from agent_wrapper.shared.workspace import WORKSPACE, pack_folder
 from agent_wrapper.verifier import MAX_MESSAGE_BYTES, main
 

@@ -12,7 +12,7 @@ import msgpack
 import pytest
 
 from agent_wrapper.contract import Artifact
-from agent_wrapper.contract.verifier_order import ORDER, TESTS, VerifierOrder
+from agent_wrapper.contract.messages import ORDER, TESTS, VerifierOrder
 from agent_wrapper.shared.workspace import WORKSPACE
 from kubernetes_bench import IMAGE, Containers, payload
 from rollout_backend.collect.presign import Presigner

@@ -1,13 +1,19 @@
-"""The request in an invoke's payload."""
+"""The messages that one side sends to the other: the request in an invoke's payload, the announcement of a written
+result, and the order to a verifier's container."""
 
 import base64
 import hashlib
-from typing import Literal
+import json
+from collections.abc import Mapping
+from typing import Literal, Self
+from urllib.parse import quote, unquote_plus
 
 from pydantic import Field
+from pydantic_core import from_json
 
+from agent_wrapper.contract.codec import ContractError
 from agent_wrapper.contract.keys import MAX_STEP, artifacts_key, failure_marker_key, result_key
-from agent_wrapper.contract.objects import ContractObject, Identifier, Outcome
+from agent_wrapper.contract.objects import Artifact, ContractObject, Identifier, Outcome
 
 PAYLOAD_VARIABLE = "ROLLOUT_PAYLOAD_FILE"
 """Environment variable with the path of an invoke's payload. If it is set, `RolloutApp.run` runs this payload instead
@@ -16,6 +22,8 @@ REQUEST_FIELD = "_rollout"  # the field of an invoke's payload that holds the re
 
 PUT_HEADERS = {"Content-Type": "application/octet-stream", "If-None-Match": "*"}
 """Headers of a presigned PUT. The signature covers both; the second one refuses a second write."""
+ORDER, TESTS = "verifier.json", "tests.tar.gz"
+"""Names of the files that a verifier's container receives: the order, and the task's tests."""
 
 
 def put_headers(body: bytes) -> dict[str, str]:
@@ -114,3 +122,63 @@ class RolloutRequest(ContractObject):
         if urls is None:
             return None
         return urls.failure_marker if outcome is Outcome.INFRA_ERROR else urls.result
+
+
+class Announcement(ContractObject):
+    """An object named by a message in the format of S3 event notifications."""
+
+    bucket: str
+    key: str
+
+    def encode(self) -> str:
+        record = {
+            "eventSource": "rollout:agent",
+            "eventName": "ObjectCreated:Put",
+            "s3": {"bucket": {"name": self.bucket}, "object": {"key": quote(self.key)}},
+        }
+        return json.dumps({"Records": [record]}, separators=(",", ":"))
+
+    @classmethod
+    def decode(cls, body: str) -> list[Self]:
+        """Return the objects that a message names. The `s3:TestEvent` that S3 sends at set-up names none.
+
+        Raises:
+            ContractError: a field is missing or invalid; the error names it.
+        """
+        try:
+            message = from_json(body)
+        except ValueError as error:
+            raise ContractError("body", f"not JSON: {error}") from None
+        if not isinstance(message, dict):
+            raise ContractError("body", "not a JSON object")
+        if message.get("Event") == "s3:TestEvent":
+            return []
+        records = message.get("Records")
+        if not isinstance(records, list) or not records:
+            raise ContractError("Records", "missing, or not a list of at least one record")
+        found = []
+        for i, record in enumerate(records):
+            bucket = _text_at(record, ("s3", "bucket", "name"), f"Records.{i}")
+            key = _text_at(record, ("s3", "object", "key"), f"Records.{i}")
+            found.append(cls(bucket=bucket, key=unquote_plus(key)))
+        return found
+
+
+def _text_at(value: object, path: tuple[str, ...], where: str) -> str:
+    for name in path:
+        where = f"{where}.{name}"
+        value = value.get(name) if isinstance(value, Mapping) else None
+        if value is None:
+            raise ContractError(where, "missing")
+    if not isinstance(value, str) or not value:
+        raise ContractError(where, "not a text")
+    return value
+
+
+class VerifierOrder(ContractObject):
+    """The training side's order to a verifier's container: what to score, and how."""
+
+    artifacts_url: str = Field(repr=False)  # GET returns the object that `artifacts_key` names
+    artifacts: tuple[Artifact, ...]  # that the agent's result lists
+    timeout_s: float = Field(gt=0)  # time limit of the tests
+    env: dict[str, str] = Field(default={}, repr=False)  # environment variables of the tests
