@@ -29,7 +29,7 @@ from agent_wrapper.contract import (
     Sampling,
     pack_artifacts,
 )
-from agent_wrapper.contract.trace import traceparent
+from agent_wrapper.contract.keys import traceparent
 from agent_wrapper.one_shot import payload_file
 from agent_wrapper.shared.processes import home_variables
 

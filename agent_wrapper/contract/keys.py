@@ -1,4 +1,4 @@
-"""Build and parse the keys in the result bucket.
+"""Build and parse the names that follow from a rollout's ids: its keys in the result bucket, and its trace ids.
 
     PREFIXruns/RUN/steps/STEP/ROLLOUT               a result
     PREFIXruns/RUN/steps/STEP/ROLLOUT~ATTEMPT       a failure marker
@@ -13,6 +13,7 @@
 `prefix` is empty or ends in a slash. The policies in `infra/template.yaml` depend on these keys.
 """
 
+import hashlib
 import re
 from typing import NamedTuple
 
@@ -101,3 +102,18 @@ def probe_key(prefix: str, name: str, *, agents: bool = False) -> str:
 
 def _run_prefix(prefix: str, run_id: str) -> str:
     return f"{prefix}runs/{run_id}/"
+
+
+def trace_ids(run_id: str, step: int, rollout_id: str) -> tuple[int, int]:
+    """Return the id of a rollout's OpenTelemetry trace, and of the span that is the parent of all its other spans.
+
+    Both are derived from the rollout's ids, so that no request carries them.
+    """
+    digest = hashlib.sha256(f"trace of {run_id}/{step}/{rollout_id}".encode()).digest()
+    return int.from_bytes(digest[:16], "big"), int.from_bytes(digest[16:24], "big")
+
+
+def traceparent(run_id: str, step: int, rollout_id: str) -> str:
+    """Return the W3C Trace Context header that makes a span a child of the rollout's span."""
+    trace_id, span_id = trace_ids(run_id, step, rollout_id)
+    return f"00-{trace_id:032x}-{span_id:016x}-01"

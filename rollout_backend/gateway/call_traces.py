@@ -4,7 +4,7 @@ import re
 import secrets
 import time
 
-from agent_wrapper.contract.trace import trace_ids
+from agent_wrapper.contract.keys import trace_ids
 from rollout_backend import tracing
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.session_key import SessionClaims

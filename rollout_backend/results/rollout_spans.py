@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from agent_wrapper.contract import Rollout
-from agent_wrapper.contract.trace import trace_ids
+from agent_wrapper.contract.keys import trace_ids
 from rollout_backend.results.records import RolloutRecord
 from rollout_backend.tracing import (
     ANNOUNCED,

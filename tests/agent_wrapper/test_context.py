@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from agent_wrapper import RolloutContext
-from agent_wrapper.contract.trace import trace_ids
+from agent_wrapper.contract.keys import trace_ids
 from protocol_requests import make_request
 
 

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from agent_wrapper.contract import Outcome, Rollout
-from agent_wrapper.contract.trace import traceparent
+from agent_wrapper.contract.keys import traceparent
 from builders import eventually
 from otlp_receiver import OtlpReceiver
 from rollout_backend import manager

@@ -3,7 +3,7 @@
 import openai
 import pytest
 
-from agent_wrapper.contract.trace import trace_ids
+from agent_wrapper.contract.keys import trace_ids
 from builders import until, user
 from otlp_receiver import OtlpReceiver
 from rollout_backend.local.scripted import Fail

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agent_wrapper.contract import Outcome
-from agent_wrapper.contract.trace import trace_ids
+from agent_wrapper.contract.keys import trace_ids
 from rollout_backend import tracing
 from rollout_backend.results.records import ResultSummary
 from rollout_backend.results.rollout_spans import Delivery, rollout_spans
