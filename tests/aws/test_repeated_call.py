@@ -17,7 +17,7 @@ from botocore.validate import ParamValidationDecorator
 from multidict import CIMultiDict
 
 from rollout_backend import aws
-from rollout_backend.aws.signer import Request, Signer
+from rollout_backend.aws.http_session import Request, Signer
 
 KEY = "runs/run/steps/0/task-a.0~1"
 ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/mine-0123456789"

@@ -12,7 +12,7 @@ from botocore.session import Session
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_backend.aws.request_plan import Rendered, RequestPlan
+from rollout_backend.aws.repeated_call import Rendered, RequestPlan
 
 ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/mine-0123456789"
 TEXT = st.text(st.characters(codec="utf-8"), max_size=50)
