@@ -1,6 +1,5 @@
 """Open AWS clients and explain their errors."""
 
-from rollout_backend.aws.call_log import CallLog, log_call, logged_calls
 from rollout_backend.aws.clients import Client, client, preload, read_up_to
 from rollout_backend.aws.errors import (
     CALL_ERRORS,
@@ -8,12 +7,15 @@ from rollout_backend.aws.errors import (
     NO_CONNECTION,
     NO_CREDENTIALS,
     UNSIGNED,
+    CallLog,
     code_of,
     is_denied,
     is_expired,
     is_throttled,
     is_unknown_caller,
     is_wrong_clock,
+    log_call,
+    logged_calls,
     message_of,
     preflight_error,
     raise_if_expired,

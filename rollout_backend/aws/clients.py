@@ -26,8 +26,7 @@ from botocore.parsers import ResponseParserError
 from botocore.utils import deep_merge
 
 from rollout_backend import local_keys
-from rollout_backend.aws.call_log import log_call
-from rollout_backend.aws.errors import UNSIGNED, is_html
+from rollout_backend.aws.errors import UNSIGNED, is_html, log_call
 from rollout_backend.aws.http_session import HTTPSession
 from rollout_backend.aws.repeated_call import RepeatedCall
 

@@ -1,4 +1,9 @@
-"""Classify the errors of AWS calls: what each says about the call, and what the user can do about it."""
+"""Classify responses of AWS: what an error says about the call, what the user can do about it, and which permissions
+it shows."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import aiohttp
 from botocore.exceptions import (
@@ -45,6 +50,10 @@ _THROTTLED = frozenset(
     }
 )  # fmt: skip
 _DENIED = frozenset({"AccessDenied", "AccessDeniedException"})
+CallLog = dict[str, bool]
+"""Whether every call was allowed, by service and operation, such as `s3:GetObject`."""
+
+_log: ContextVar[CallLog | None] = ContextVar("_log", default=None)
 
 
 def status_of(error: ClientError) -> int:
@@ -162,3 +171,27 @@ def _refusal(error: ClientError, what: str, setting: str) -> str:
     if status in (401, 403) or code.startswith("AccessDenied"):
         return f"{what} refuses us: {said}. Give these credentials the permission that is missing"
     return f"{what} refuses the call: {said}. Check {setting}"
+
+
+@contextmanager
+def logged_calls() -> Iterator[CallLog]:
+    """Log which calls of this task, and of the tasks that it starts, are allowed and refused, as evidence of
+    permissions for a check before a run."""
+    calls: CallLog = {}
+    token = _log.set(calls)
+    try:
+        yield calls
+    finally:
+        _log.reset(token)
+
+
+def log_call(service: str, operation: str, status: int, code: str) -> None:
+    """Log a response if it shows whether the caller has the permission, which AWS checks before the arguments."""
+    calls = _log.get()
+    if calls is None:
+        return
+    name = f"{service}:{operation}"
+    if code.startswith("AccessDenied"):
+        calls[name] = False
+    elif status < 400 or status in (404, 409, 412) or "ReceiptHandle" in code:
+        calls.setdefault(name, True)

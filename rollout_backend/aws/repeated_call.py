@@ -33,8 +33,7 @@ from botocore.serialize import create_serializer
 from botocore.utils import percent_encode
 from multidict import CIMultiDict
 
-from rollout_backend.aws.call_log import log_call
-from rollout_backend.aws.errors import CALL_ERRORS, is_html, status_of
+from rollout_backend.aws.errors import CALL_ERRORS, is_html, log_call, status_of
 from rollout_backend.aws.http_session import HTTPSession, Request, Route, Signer
 
 _FINAL = (403, 404)  # statuses that aiobotocore does not retry
