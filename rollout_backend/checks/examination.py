@@ -12,7 +12,7 @@ from rollout_backend.checks.account import (
     needed_permissions,
     region_of_queue,
 )
-from rollout_backend.checks.installation import check_engine_version, check_open_files, check_packages
+from rollout_backend.checks.machine import check_engine_version, check_open_files, check_packages
 from rollout_backend.checks.model import check_tools
 from rollout_backend.checks.preflight import Preflight
 from rollout_backend.checks.public_address import check_public_address

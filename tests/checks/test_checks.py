@@ -24,7 +24,7 @@ from rollout_backend.aws import Identity
 from rollout_backend.checks import token_capture
 from rollout_backend.checks.account import describe_credentials
 from rollout_backend.checks.examination import check_forced_formats, estimate_cost, examine
-from rollout_backend.checks.installation import check_engine_version, check_open_files, check_packages
+from rollout_backend.checks.machine import check_engine_version, check_open_files, check_packages
 from rollout_backend.checks.model import check_context, check_parallel
 from rollout_backend.checks.preflight import check_run, check_tasks
 from rollout_backend.checks.public_address import _check_name, check_public_address
