@@ -1,4 +1,4 @@
-"""Load a scorer, a Python function that computes rewards, and call it.
+"""Load a scorer, a Python function or a command that computes rewards, and call it.
 
 Invariant: a score is a finite number that the scorer returned, or absent.
 """
@@ -9,13 +9,16 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from tempfile import TemporaryDirectory
+from types import MappingProxyType, ModuleType
 from typing import Any, Self
 
 import msgpack
@@ -25,10 +28,10 @@ from agent_wrapper.contract import ContractObject, Rollout, check_rewards
 from agent_wrapper.shared.json_values import finite_number, read_extras
 from rollout_backend.core.reasons import ARTIFACT_LOST, SCORER_FAILED
 from rollout_backend.errors import ConfigError
-from rollout_backend.scoring.command import run_command
 
 _MODULE = "rollout_scorer"  # module name for a scorer's file, which shadows no other module
 _VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+_STDERR_CHARS = 2_000
 
 
 class ScoringError(Exception):
@@ -285,3 +288,34 @@ def _load(path: Path) -> ModuleType:
     sys.modules[_MODULE] = module  # dataclasses look up their module here
     spec.loader.exec_module(module)
     return module
+
+
+def run_command(
+    command: Sequence[str], given: bytes, timeout_s: float, artifacts: Mapping[str, bytes] = MappingProxyType({})
+) -> object:
+    """Run a command as a scorer. It reads one rollout as JSON from stdin, and prints the reward in its last line.
+    Return what it printed: a number, or a dict with a number under 'reward'.
+
+    While it runs, the artifacts are files in the folder $ROLLOUT_ARTIFACTS.
+
+    Raises:
+        ValueError: the command failed, or printed neither. The message includes the end of its stderr.
+        subprocess.TimeoutExpired: the command took longer than `timeout_s`.
+        OSError: the command cannot be executed.
+    """
+    with TemporaryDirectory(prefix="rollout-artifacts-") as folder:
+        for name, content in artifacts.items():
+            Path(folder, name).write_bytes(content)
+        environment = os.environ | {"ROLLOUT_ARTIFACTS": folder}
+        done = subprocess.run(  # the command comes from the user's own settings
+            [*command], input=given, capture_output=True, timeout=timeout_s, check=False, env=environment
+        )
+    end = done.stderr.decode(errors="replace").strip()[-_STDERR_CHARS:]
+    if done.returncode:
+        raise ValueError(f"the command exited with {done.returncode}: {end or 'it printed nothing to stderr'}")
+    lines = done.stdout.decode(errors="replace").strip().splitlines()
+    try:
+        return json.loads(lines[-1])
+    except (IndexError, ValueError):
+        last = repr(lines[-1][:100]) if lines else "nothing"
+        raise ValueError(f"the command printed {last} as its last line, and not a number or a JSON object") from None
