@@ -25,6 +25,7 @@ from rollout_backend.core.check_result import CheckResult, raise_problems
 from rollout_backend.deploy.adoption import adopt, adoption_of
 from rollout_backend.errors import InvokeRejected, PreflightError
 from rollout_backend.local.agentcore_emulator import ROLE
+from rollout_backend.runtimes.agentcore.account import needed_permissions
 from rollout_backend.runtimes.agentcore.control import (
     ReadyRuntime,
     control_client,
@@ -33,7 +34,6 @@ from rollout_backend.runtimes.agentcore.control import (
     preview_runtime,
 )
 from rollout_backend.runtimes.agentcore.endpoint import pin_endpoint
-from rollout_backend.runtimes.agentcore.permissions import needed_permissions
 from rollout_backend.runtimes.agentcore.provision import DEFINITION, MARK, Action, CodeArtifact, RuntimeSpec, plan
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
 from tests.emulators.ecr_emulator import EcrEmulator

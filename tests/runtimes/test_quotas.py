@@ -3,7 +3,7 @@
 import pytest
 
 from rollout_backend.config import AgentCoreConfig
-from rollout_backend.runtimes.agentcore.quotas import ACTIVE_SESSIONS, NEW_PER_S, describe_quotas
+from rollout_backend.runtimes.agentcore.account import ACTIVE_SESSIONS, NEW_PER_S, describe_quotas
 
 ARN = "arn:aws:bedrock-agentcore:{}:000000000000:runtime/agent-0123456789"
 

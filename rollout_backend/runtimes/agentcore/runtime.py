@@ -32,12 +32,16 @@ from rollout_backend.errors import (
     Throttled,
     WrongClock,
 )
+from rollout_backend.runtimes.agentcore.account import (
+    account_quotas,
+    describe_quotas,
+    describe_unknown_quotas,
+    needed_permissions,
+)
 from rollout_backend.runtimes.agentcore.architecture import check_images, check_runtime
 from rollout_backend.runtimes.agentcore.control import ENDPOINT, control_client, make_runtime, preview_runtime
 from rollout_backend.runtimes.agentcore.images import ImageRuntimes, has_image, remove_unused
-from rollout_backend.runtimes.agentcore.permissions import needed_permissions
 from rollout_backend.runtimes.agentcore.provision import RuntimeSpec
-from rollout_backend.runtimes.agentcore.quotas import account_quotas, describe_quotas, describe_unknown_quotas
 from rollout_backend.runtimes.answer import read_answer
 from rollout_backend.runtimes.base import AgentRuntime, CleanupSpec
 

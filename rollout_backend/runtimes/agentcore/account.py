@@ -1,19 +1,70 @@
-"""Compare a run's limits with the account's AgentCore quotas, as listed by Service Quotas.
+"""What a run on AgentCore needs of the account: permissions and quotas.
 
 The numbers are AWS's defaults of November 2026. If an account has other quotas, settings take precedence, and the
 dispatcher slows down when the runtime throttles it.
 """
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
 
 from rollout_backend import aws
+from rollout_backend.aws import Permission
 from rollout_backend.config import AgentCoreConfig
 from rollout_backend.config.runtimes import LARGE_REGIONS, SMALL_REGION_SESSIONS
 from rollout_backend.core.check_result import CheckResult
 
+_SERVICE = "bedrock-agentcore"
 ACTIVE_SESSIONS, NEW_PER_S = "L-3E5722B2", "L-8EE2AEA2"  # quota codes of Service Quotas
 OLDER_CONTAINERS_PER_MINUTE = "L-0B3AF7ED"  # until August 2026, when NEW_PER_S was for agents without a container
 _SETTING, _NAME = "runtime.max_sessions", "runtime-quotas"
+
+
+def needed_permissions(config: AgentCoreConfig) -> Sequence[Permission]:
+    """Return the permissions for all calls to the runtime that these settings name or describe. Pure."""
+    arn = config.arn or _arn_to_be(config)
+    endpoint = f"{arn}/runtime-endpoint/{config.qualifier}"
+    own = config.image is not None  # with an image, the runtime is described before it is changed
+    found = [
+        Permission(f"{_SERVICE}:InvokeAgentRuntime", (arn, endpoint)),
+        Permission(f"{_SERVICE}:StopRuntimeSession", (arn, endpoint)),
+        Permission(f"{_SERVICE}:GetAgentRuntime", (arn,), needed=own),
+        Permission(f"{_SERVICE}:GetAgentRuntimeEndpoint", (arn, endpoint), needed=own),
+    ]
+    found.append(Permission("servicequotas:ListServiceQuotas", ("*",), needed=False))
+    if config.image is not None and (repository := _repository(config)) is not None:
+        found.append(Permission("ecr:BatchGetImage", (repository,), needed=False))
+        found.append(Permission("ecr:GetDownloadUrlForLayer", (repository,), needed=False))
+    if config.role is not None:
+        passed = (("iam:PassedToService", f"{_SERVICE}.amazonaws.com"),)
+        found += [
+            Permission(f"{_SERVICE}:ListAgentRuntimes", ("*",)),
+            Permission(f"{_SERVICE}:CreateAgentRuntime", ("*",)),
+            Permission(f"{_SERVICE}:TagResource", (arn,)),
+            Permission(f"{_SERVICE}:ListTagsForResource", (arn,), needed=own),
+            Permission(f"{_SERVICE}:UntagResource", (arn,), needed=own),
+            Permission(f"{_SERVICE}:UpdateAgentRuntime", (arn,)),
+            Permission(f"{_SERVICE}:DeleteAgentRuntime", (arn,)),
+            Permission("iam:PassRole", (config.role,), passed),
+        ]
+    return found
+
+
+def _repository(config: AgentCoreConfig) -> str | None:
+    """Return the ARN of the image's repository; None if it is public."""
+    registry, _, image = str(config.image).partition("/")
+    account, *_, region = registry.split(".")[:4]
+    if not account.isdigit():
+        return None
+    partition = str(config.role).split(":")[1]
+    return f"arn:{partition}:ecr:{region}:{account}:repository/{re.split('[:@]', image)[0]}"
+
+
+def _arn_to_be(config: AgentCoreConfig) -> str:
+    """Return the ARN of the runtime that will be created from an image, with a placeholder for its unknown id."""
+    _, partition, _, _, account, _ = str(config.role).split(":", 5)
+    return f"arn:{partition}:{_SERVICE}:{config.region}:{account}:runtime/{config.runtime_name}-0000000000"
 
 
 async def account_quotas(region: str, endpoint_url: str | None) -> Mapping[str, float]:
@@ -24,7 +75,7 @@ async def account_quotas(region: str, endpoint_url: str | None) -> Mapping[str, 
 
 
 def describe_quotas(limits: AgentCoreConfig, quotas: Mapping[str, float]) -> CheckResult:
-    """Compare a run's limits with the account's quotas. Pure."""
+    """Compare a run's limits with the account's AgentCore quotas, as listed by Service Quotas. Pure."""
     sessions, rate = quotas.get(ACTIVE_SESSIONS), quotas.get(NEW_PER_S)
     if sessions is None and rate is None:
         return describe_unknown_quotas(limits, "Service Quotas does not list them here")
