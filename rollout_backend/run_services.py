@@ -36,8 +36,7 @@ from rollout_backend.errors import ServingError
 from rollout_backend.janitor.janitor_process import Janitor
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.run_lease import FencedRuntime, LeaseHolder, RunLease
-from rollout_backend.runtimes.base import AgentRuntime, SessionCalls, VerifierRuntime
-from rollout_backend.runtimes.registry import open_runtime, runtime_class
+from rollout_backend.runtimes.base import AgentRuntime, SessionCalls, VerifierRuntime, open_runtime, runtime_class
 from rollout_backend.scoring.rollout_scorer import RolloutScorer
 from rollout_backend.scoring.verifier_jobs import VerifierJobs
 from rollout_backend.scoring.worker_pool import WorkerPool

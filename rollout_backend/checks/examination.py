@@ -24,8 +24,7 @@ from rollout_backend.core.formats import dollars
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.cost import Prices
 from rollout_backend.results.findings import Level, forced_formats, token_counts
-from rollout_backend.runtimes.base import AgentRuntime
-from rollout_backend.runtimes.registry import runtime_class
+from rollout_backend.runtimes.base import AgentRuntime, runtime_class
 
 
 async def examine(

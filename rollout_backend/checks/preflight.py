@@ -25,8 +25,7 @@ from rollout_backend.core.harbor import describe_ignored, fit_to_runtime
 from rollout_backend.core.tasks import Task
 from rollout_backend.dispatch.ramp import check_ramp, startable_rollouts
 from rollout_backend.errors import ConfigError, PreflightError, RolloutBackendError
-from rollout_backend.runtimes.base import AgentRuntime
-from rollout_backend.runtimes.registry import open_runtime, runtime_class
+from rollout_backend.runtimes.base import AgentRuntime, open_runtime, runtime_class
 
 
 class Preflight:

@@ -1,4 +1,4 @@
-"""Define the interface of an agent runtime.
+"""Define the interface of an agent runtime, and open the implementation that a `runtime` section names.
 
 Invariants:
 
@@ -19,6 +19,7 @@ from typing import Any, Protocol, Self
 from agent_wrapper.contract import Rollout
 from rollout_backend.aws import Permission
 from rollout_backend.config import RuntimeConfig, TaskImageConfig
+from rollout_backend.config.section import import_path
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.core.harbor import TaskContainer
 from rollout_backend.core.session_ends import SessionEnd
@@ -207,3 +208,16 @@ class VerifierRuntime(AgentRuntime):
         Raises:
             RuntimeCallError: some may still be running.
         """
+
+
+def runtime_class(config: RuntimeConfig) -> type[AgentRuntime]:
+    """Import the class named by the settings' `implementation`."""
+    found = import_path(config.implementation)
+    assert isinstance(found, type)
+    assert issubclass(found, AgentRuntime), f"{config.implementation} must be an AgentRuntime"
+    return found
+
+
+async def open_runtime(config: RuntimeConfig, on_status: Callable[[str], object] = lambda text: None) -> AgentRuntime:
+    """Open the runtime of these settings. See `AgentRuntime.open`."""
+    return await runtime_class(config).open(config, on_status)

@@ -43,8 +43,7 @@ from rollout_backend.errors import (
     RuntimeUnavailable,
     Throttled,
 )
-from rollout_backend.runtimes.base import AgentRuntime
-from rollout_backend.runtimes.registry import open_runtime
+from rollout_backend.runtimes.base import AgentRuntime, open_runtime
 from rollout_backend.testing import fault_proxy
 
 Call = Literal["invoke", "stop"]

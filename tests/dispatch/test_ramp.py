@@ -8,7 +8,7 @@ from rollout_backend.config import AgentCoreConfig, GroupConfig, RolloutConfig
 from rollout_backend.dispatch.ramp import Ramp, check_ramp, enough_rollouts
 from rollout_backend.dispatch.rate_limiter import AdaptiveRate
 from rollout_backend.errors import ConfigError
-from rollout_backend.runtimes.registry import open_runtime
+from rollout_backend.runtimes.base import open_runtime
 
 
 def config(region: str = "us-east-1", **limits: object) -> AgentCoreConfig:

@@ -30,7 +30,7 @@ from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
 from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.manager import RolloutManager
 from rollout_backend.run_lease import LeaseHolder, RunLease
-from rollout_backend.runtimes.registry import open_runtime
+from rollout_backend.runtimes.base import open_runtime
 from tests.emulators.iam_proxy import Access, IamProxy, allowed
 
 ROOT = Path(__file__).parents[2]

@@ -44,7 +44,7 @@ from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import load_config
 from rollout_backend.janitor.janitor_process import Janitor
 from rollout_backend.run_lease import LeaseHolder, RunLease
-from rollout_backend.runtimes.registry import open_runtime
+from rollout_backend.runtimes.base import open_runtime
 
 async def main():
     config = load_config(base=json.loads(sys.argv[1]), env={})

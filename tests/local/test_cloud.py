@@ -21,7 +21,7 @@ from rollout_backend.config import load_config
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.local.agentcore_emulator import main
 from rollout_backend.local.cloud import LocalCloud
-from rollout_backend.runtimes.registry import open_runtime
+from rollout_backend.runtimes.base import open_runtime
 
 SESSION = "a" * 40
 

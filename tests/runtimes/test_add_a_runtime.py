@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 import yaml
 
 from rollout_backend.config import load_config
-from rollout_backend.runtimes.registry import runtime_class
+from rollout_backend.runtimes.base import runtime_class
 
 PAGE = (Path(__file__).parents[2] / "docs" / "add-a-runtime.md").read_text()
 RUNTIME, TESTS = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.M | re.S)

@@ -17,7 +17,7 @@ from builders import eventually
 from rollout_backend.config import ProcessConfig, RayConfig
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.errors import RuntimeUnavailable
-from rollout_backend.runtimes.registry import open_runtime
+from rollout_backend.runtimes.base import open_runtime
 from rollout_backend.testing.runtime_contract import Call, Fault, RuntimeContract, Service, new_session
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")

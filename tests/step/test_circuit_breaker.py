@@ -3,7 +3,7 @@ import pytest
 from agent_wrapper.contract import Outcome
 from rollout_backend.config import CircuitBreakerConfig, RolloutConfig
 from rollout_backend.core.ledger import LedgerEntry, PlannedRollout
-from rollout_backend.runtimes.registry import open_runtime
+from rollout_backend.runtimes.base import open_runtime
 from rollout_backend.step.circuit_breaker import CircuitBreaker, describe_log
 from rollouts import make_ledger
 
