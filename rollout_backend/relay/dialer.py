@@ -5,7 +5,7 @@
 The dialer reconnects with back-off and jitter, and exits only if reconnecting is useless: the keys or versions
 differ, or another dialer has taken over.
 
-It trusts the relay only with the traffic itself. The dialer checks which calls are allowed (`routes`), so a
+It trusts the relay only with the traffic itself. The dialer checks which calls are allowed (`forwarding`), so a
 compromised relay cannot reach a control path or another server.
 """
 
@@ -24,8 +24,8 @@ from yarl import URL
 from rollout_backend.logs import configure_logs
 from rollout_backend.relay import handshake
 from rollout_backend.relay.channel import Channel, chunks
-from rollout_backend.relay.error_responses import error_body, error_headers
 from rollout_backend.relay.exchange import CLOSE_TIMEOUT_S, CallLost, Close, Exchange, Link, LinkClosed
+from rollout_backend.relay.forwarding import METHODS, error_body, error_headers, forwarded_headers, route
 from rollout_backend.relay.frames import (
     MAX_FRAME,
     VERSION,
@@ -39,7 +39,6 @@ from rollout_backend.relay.frames import (
     Welcome,
 )
 from rollout_backend.relay.relay_settings import DialerSettings
-from rollout_backend.relay.routes import METHODS, forwarded_headers, route
 from rollout_backend.retry import log_retry, retry
 
 log = logging.getLogger(__name__)

@@ -30,8 +30,8 @@ from multidict import CIMultiDict
 
 from rollout_backend.relay import handshake
 from rollout_backend.relay.channel import Channel, chunks
-from rollout_backend.relay.error_responses import error_body, error_headers
 from rollout_backend.relay.exchange import CLOSE_TIMEOUT_S, CallLost, Close, Exchange, Link, LinkClosed
+from rollout_backend.relay.forwarding import METHODS, error_body, error_headers, forwarded_headers, route
 from rollout_backend.relay.frames import (
     MAX_FRAME,
     VERSION,
@@ -48,7 +48,6 @@ from rollout_backend.relay.frames import (
     encode,
 )
 from rollout_backend.relay.relay_settings import RelaySettings
-from rollout_backend.relay.routes import METHODS, forwarded_headers, route
 
 log = logging.getLogger(__name__)
 

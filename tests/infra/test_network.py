@@ -16,7 +16,7 @@ from rollout_backend.config import RolloutConfig, load_config
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.deploy.image import DOCKERFILE
 from rollout_backend.dialects.registry import DIALECTS
-from rollout_backend.relay.routes import route as relay_route
+from rollout_backend.relay.forwarding import route as relay_route
 from rollout_backend.serving.gateway_process import public_url
 from rollout_backend.serving.run_secret import model_endpoint
 from tests.infra.conftest import Stack

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from rollout_backend.relay import handshake
 from rollout_backend.relay.channel import WINDOW, Channel, chunks
-from rollout_backend.relay.error_responses import error_body, error_headers
 from rollout_backend.relay.exchange import CallLost
+from rollout_backend.relay.forwarding import error_body, error_headers, forwarded_headers, route
 from rollout_backend.relay.frames import (
     MAX_CALLS,
     MAX_CHUNK,
@@ -32,7 +32,6 @@ from rollout_backend.relay.frames import (
     decode,
     encode,
 )
-from rollout_backend.relay.routes import forwarded_headers, route
 
 ALL = [
     Challenge(1, "r" * 32, b"n" * 32),

@@ -1,4 +1,4 @@
-"""Decide which paths, methods and headers are forwarded. Pure.
+"""Decide which paths, methods and headers are forwarded, and answer the calls that are not. Pure.
 
 The relay checks first. The dialer does not trust the relay and checks again.
 
@@ -7,10 +7,14 @@ The relay checks first. The dialer does not trust the relay and checks again.
     /s/SHARD/...       to one of several gateway processes, without /s/SHARD
 
 No other path is forwarded, in particular not /control. Ambiguous paths (dots, escapes, doubled slashes) are refused.
+
+The OpenAI and Anthropic SDKs can parse the errors that the relay and the dialer raise themselves. They retry 429 and
+5xx and respect Retry-After.
 """
 
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from rollout_backend.relay.frames import MAX_HEADERS, Headers
 
@@ -28,6 +32,15 @@ _HOP_BY_HOP = frozenset(
         "te", "trailer", "transfer-encoding", "upgrade",
     }
 )  # fmt: skip
+_RETRY_AFTER_S = {429: 1, 502: 1, 503: 2, 504: 1}
+_TYPES = {
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    502: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 def route(path: str) -> tuple[str, str] | None:
@@ -52,3 +65,16 @@ def forwarded_headers(headers: Iterable[tuple[str, str]]) -> Headers:
     if not all(_NAME.fullmatch(key) and _VALUE.fullmatch(value) for key, value in kept):
         raise ValueError("the headers must be printable ASCII")
     return kept
+
+
+def error_body(status: int, message: str) -> bytes:
+    kind = _TYPES.get(status, "invalid_request_error")
+    error = {"type": kind, "code": f"relay_{status}", "param": None, "message": f"the relay: {message}"}
+    return json.dumps({"type": "error", "error": error}).encode()
+
+
+def error_headers(status: int) -> Mapping[str, str]:
+    headers = {"Content-Type": "application/json"}
+    if status in _RETRY_AFTER_S:
+        headers["Retry-After"] = str(_RETRY_AFTER_S[status])
+    return headers
