@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from unittest.mock import patch
 
+import aiohttp
 import httpx
 import yarl
+from aiohttp import web
 from botocore.exceptions import ClientError
 
 from agent_wrapper.contract import (
@@ -39,15 +41,17 @@ from agent_wrapper.contract import (
 from agent_wrapper.runner import in_thread
 from rollout_backend import aws
 from rollout_backend.config import RolloutConfig
+from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.model_call import ModelCall
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_key import SessionClaims
+from rollout_backend.dialects.registry import DIALECTS
 from rollout_backend.errors import RolloutBackendError
 from rollout_backend.gateway.sessions import journal_records
 from rollout_backend.gateway.sessions.conversations import RecordedTurn
 from rollout_backend.gateway.sessions.journal import read_session
-from rollout_backend.local.call_proxy import CallProxy
 from rollout_backend.local.cloud import ARN, LocalRuntime, LocalStorage
+from rollout_backend.local.http_proxy import HOP_BY_HOP, HttpProxy
 from rollout_backend.local.scripted import BYTE_MODEL, Script, ScriptedEngine
 from rollout_backend.scoring.rollout_scorer import scored
 from rollout_backend.scoring.scorer import ScoreInput, Scorer
@@ -64,6 +68,7 @@ _CHECK_EVERY_S = 1.0
 _AFTER_DEADLINE_S = 60.0  # time for the wrapper to end the agent and write the result
 _CONTEXT_BYTES = 65_536
 _FOLLOW_S, _FOLLOWED_BYTES = 0.1, 65_536  # seconds between two reads of a log, and maximum bytes per read
+_MAX_ERROR = 1000  # bytes of an error response that are reported
 
 
 @dataclass(frozen=True)
@@ -387,3 +392,45 @@ async def _follow(log: Path, on_line: Callable[[str], object]) -> None:
 def _seen_by_a_session(script: Path) -> tuple[Path, frozenset[tuple[str, str]]]:
     """Return the key of a runtime, with the environment that it inherits, because tests may change it."""
     return script.absolute(), frozenset((k, v) for k, v in os.environ.items() if not k.startswith("PYTEST_"))
+
+
+class CallProxy(HttpProxy):
+    """An async context manager that forwards every request to the gateway at `upstream`, and streams the response."""
+
+    def __init__(self, upstream: str, started: Callable[[ModelCall], object], ended: Callable[[str], object]) -> None:
+        """`ended` gets the error of a failed call, or an empty string. The agent gets its answer afterwards."""
+        super().__init__()
+        self._upstream = upstream
+        self._started = started
+        self._ended = ended
+        self._dialects = [dialect() for dialect in DIALECTS]
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        dialect = next((each for each in self._dialects if request.path.endswith(each.path)), None)
+        if dialect is None or request.method != "POST":
+            return await self._forward(self._upstream, request, body)
+        with contextlib.suppress(ApiError):  # the gateway refuses the call and says why
+            self._started(dialect.parse(body))
+        return await self._stream(request, body)
+
+    async def _stream(self, request: web.Request, body: bytes) -> web.StreamResponse:
+        assert self._http is not None
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP}
+        error = last = b""  # the last chunk is sent after the report: the agent may call again at once
+        try:
+            async with self._http.post(self._upstream + request.path_qs, headers=headers, data=body) as reply:
+                answer = web.StreamResponse(status=reply.status)
+                answer.headers.update({k: v for k, v in reply.headers.items() if k.lower() not in HOP_BY_HOP})
+                await answer.prepare(request)
+                async for piece in reply.content.iter_any():
+                    if reply.status >= 400:
+                        error += piece[: _MAX_ERROR - len(error)]
+                    await answer.write(last)
+                    last = piece
+        except aiohttp.ClientError as failure:
+            self._ended(f"the gateway did not answer: {failure}")
+            raise
+        self._ended(f"{reply.status} {error.decode(errors='replace')}" if reply.status >= 400 else "")
+        await answer.write_eof(last)
+        return answer

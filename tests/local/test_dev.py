@@ -25,9 +25,8 @@ from rollout_backend.config import RolloutConfig
 from rollout_backend.core.model_call import ModelCall
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError, TaskFileError
-from rollout_backend.local.call_proxy import CallProxy
 from rollout_backend.local.dev import CallPrinter, DevRunner, agent_traceback, run_after_changes, source_changes
-from rollout_backend.local.harness import AgentHarness, AgentRunError, Watcher
+from rollout_backend.local.harness import AgentHarness, AgentRunError, CallProxy, Watcher
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine, ToolCall
 from rollouts import make_rollout
 from stub_server import Request, StubServer
