@@ -80,6 +80,32 @@ def steps_done(checkpoint: Path) -> int:
     return len(checkpoint.read_text().splitlines())
 
 
+def append(file: Path, line: Any) -> None:
+    with file.open("a") as lines:
+        lines.write(json.dumps(line) + "\n")
+        lines.flush()
+        os.fsync(lines.fileno())
+
+
+def write_settings(work: Path, serving: dict[str, Any], cloud: LocalCloud, **more: Any) -> Path:
+    """Write the trainer's settings to a file in this folder, and return its path."""
+    base: dict[str, Any] = {
+        "run_id": RUN,
+        "model": {"path": str(BYTE_MODEL), "name": "scripted", "renderer": "chatml", "context_length": 4096},
+        "serving": serving,
+        "group": {"size": 2},
+        # Long enough for ten kills in one step, each of which costs a restart. A rollout that timed out would be
+        # accounted for, but the rows could not be compared.
+        "timeouts": {
+            "model_call_s": 30, "agent_s": 600, "publish_grace_s": 20, "collection_s": 900, "session_key_s": 1200,
+        },
+        "output_dir": str(work / "runs"),
+    }  # fmt: skip
+    file = work / "settings.yaml"
+    file.write_text(yaml.safe_dump({**base, **more, **cloud.settings()}))
+    return file
+
+
 async def train_asynchronously(settings: Path, checkpoint: Path, steps: int, tasks: int, save_every: int) -> None:
     """Run an asynchronous trainer until all steps are done. It may be killed at any time."""
     sys.path.insert(0, str(ROOT))
@@ -121,10 +147,7 @@ async def train(settings: Path, checkpoint: Path, steps: int, tasks: int) -> Non
                 "reattached": report.reattached,
                 "rows": rows_of(result.rollouts),
             }
-            with checkpoint.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
+            append(checkpoint, line)
 
 
 async def supervise(work: Path, options: argparse.Namespace, kills: int) -> dict[str, Any]:
@@ -137,21 +160,7 @@ async def supervise(work: Path, options: argparse.Namespace, kills: int) -> dict
         if options.asynchronous:
             engine.replies = answers(checkpoint.with_suffix(".version"), engine)
         async with LocalCloud(AGENT, run_dir=work / "cloud", limits=EmulatorLimits(grace_s=2.0)) as cloud:
-            base: dict[str, Any] = {
-                "run_id": RUN,
-                "model": {"path": str(BYTE_MODEL), "name": "scripted", "renderer": "chatml", "context_length": 4096},
-                "serving": {"kind": "external", "urls": [engine.url]},
-                "group": {"size": 2},
-                # Long enough for ten kills in one step, each of which costs a restart. A rollout that timed out would
-                # be accounted for, but the rows could not be compared.
-                "timeouts": {
-                    "model_call_s": 10, "agent_s": 600, "publish_grace_s": 20, "collection_s": 900,
-                    "session_key_s": 1200,
-                },
-                "output_dir": str(work / "runs"),
-            }  # fmt: skip
-            settings = work / "settings.yaml"
-            settings.write_text(yaml.safe_dump({**base, **cloud.settings()}))
+            settings = write_settings(work, {"kind": "external", "urls": [engine.url]}, cloud)
             command = [
                 *(sys.executable, __file__, "--trainer", str(settings), str(checkpoint)),
                 *("--steps", str(steps), "--tasks", str(tasks), "--save-every", str(options.save_every)),
@@ -180,7 +189,7 @@ async def supervise(work: Path, options: argparse.Namespace, kills: int) -> dict
                 killed += 1
                 print(f"  kill {killed}: {after:.1f} s into step {at}; {steps_done(checkpoint)} are done", flush=True)
             open_sessions = (await cloud.sessions())["sessions"]
-            twice = await _run_twice(cloud)
+            _, twice = await stored_and_run_again(cloud)
     lines = [json.loads(line) for line in checkpoint.read_text().splitlines()]
     outcomes: Counter[str] = Counter()
     for line in lines:
@@ -203,8 +212,8 @@ async def supervise(work: Path, options: argparse.Namespace, kills: int) -> dict
     }
 
 
-async def _run_twice(cloud: LocalCloud) -> int:
-    """Count sessions that, by the agents' logs, started after their rollout's result was already in S3."""
+async def stored_and_run_again(cloud: LocalCloud) -> tuple[int, int]:
+    """Count the results in S3, and the sessions that, by the agents' logs, started after their rollout's result."""
     finished: dict[str, float] = {}
     async with cloud.storage.s3() as s3:
         folder = step_prefix("", RUN, 0).rstrip("/").rpartition("/")[0] + "/"
@@ -215,7 +224,7 @@ async def _run_twice(cloud: LocalCloud) -> int:
                 if name.attempt is None:
                     finished[name.rollout_id] = item["LastModified"].timestamp()
     accepted = re.compile(r"^(\S+ \S+) INFO agent_wrapper: rollout (\S+) accepted in session", re.MULTILINE)
-    return sum(
+    return len(finished), sum(
         datetime.strptime(when, "%Y-%m-%d %H:%M:%S,%f").timestamp() > finished.get(rollout_id, math.inf) + 1.0
         for log in cloud.runtime.session_logs.glob("*.log")
         for when, rollout_id in accepted.findall(log.read_text(errors="replace"))

@@ -68,6 +68,14 @@ def machine() -> dict[str, Any]:
     }
 
 
+def write_section(file: Path, section: str, command: str, seconds: float, results: dict[str, Any]) -> None:
+    """Write what an experiment has found, for docs/make_results.py."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    about = {"section": section, "date": datetime.now(UTC).date().isoformat(), "machine": machine()}
+    found = {**about, "command": command, "seconds": round(seconds), "results": results}
+    file.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def run(part: Part, out: Path, smoke: bool) -> Any:
     """Return a part's results. Raises CalledProcessError; its output goes to this process's."""
     found = out / f"{part.name}.json"

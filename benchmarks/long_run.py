@@ -1,0 +1,308 @@
+"""Collect for hours while trainer, gateway, engine and janitor are killed at random, and see what grows.
+
+    python benchmarks/long_run.py --hours 8 --json runs/results/long_run.json
+
+Everything except the model is real, as in `kill_trainer.py`: a trainer with router, gateway and engine, agent
+processes, S3 and SQS. The engine is a process that the backend starts and supervises; it answers in 2 to 20 s.
+
+- First half: every 20 to 90 s, one of the four gets SIGKILL. The trainer is restarted here, the rest by the backend.
+- Third quarter: the trainer is spared. Last quarter: the gateway, too. So both live long enough to see them grow.
+
+The memory and the open descriptors of all processes are read every 10 s, on Linux. At the end each planned rollout
+must have completed, been trained and be in S3 exactly once, and no session, queue or process may be left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kill_trainer import AGENT, append, stored_and_run_again, tasks_of, write_settings
+from long_run_report import KILLED, POINTS
+from run_all import write_section
+
+from rollout_backend.config import load_config
+from rollout_backend.local.cloud import LocalCloud
+from rollout_backend.local.scripted import ScriptedEngine
+from rollout_backend.local.session_pool import EmulatorLimits
+from rollout_backend.manager import RolloutManager
+from rollout_backend.serving.local_engine import LocalEngine, LocalEngineFactory
+from rollout_backend.serving.server_process import ServerProcess
+
+TASKS = 4  # in a step, with two rollouts each
+SAMPLE_S, WARM_UP_S = 10.0, 600.0
+LEFT_S = 600.0  # for the janitors of killed trainers to end
+COMMANDS = {
+    "trainer": b"--trainer",
+    "gateway": b"rollout_backend.gateway",
+    "engine": b"--engine",
+    "janitor": b"rollout_backend.janitor",
+}
+
+
+class Sample(NamedTuple):
+    """What was read of one process."""
+
+    at: float  # seconds since the start of the run
+    kind: str
+    pid: int
+    began: int  # in clock ticks, so that a pid that is used again is another process
+    mib: float
+    descriptors: int
+
+
+class EngineFactory(LocalEngineFactory):
+    """Makes this script's engine, which the backend starts and supervises like SGLang."""
+
+    def make(self, number: int) -> LocalEngine:
+        def command(_: object, __: object, node: Any) -> tuple[list[str], dict[str, str]]:
+            return [sys.executable, __file__, "--engine", str(node.port)], {**os.environ}
+
+        config, name = self._config, f"engine-{number}"
+        return LocalEngine(name, config.model, config.serving, self._log_dir / f"{name}.log", command=command)
+
+
+def serve_engine(port: int) -> None:
+    def reply(prompt: str) -> str:
+        engine.requests.clear()  # kept for tests, and would grow
+        draw = random.Random(prompt)
+        time.sleep(draw.uniform(2, 20))
+        return f"The answer is {draw.randrange(20)}."
+
+    with ScriptedEngine(reply, port=port) as engine:
+        signal.sigwait({signal.SIGINT})  # SIGTERM ends it as it ends any process
+
+
+async def train(settings: Path, checkpoint: Path, until: float) -> None:
+    """Collect step after step until this time. It may be killed at any time."""
+    async with RolloutManager(load_config(settings)) as manager:
+        append(checkpoint, {"ready": time.time()})
+        step = sum("step" in line for line in lines_of(checkpoint))
+        while time.time() < until:
+            result = await manager.collect(tasks_of(step, TASKS), step=step)
+            report = result.report
+            line = {
+                "step": step,
+                "at": time.time(),
+                "planned": report.planned,
+                "outcomes": {outcome.value: n for outcome, n in report.outcomes.items() if n},
+                "ids": [record.rollout_id for record in result.records],
+                "trained": sum(len(group.rollouts) for group in result.groups if group.usable),
+                "resumed": report.resumed,
+                "reattached": report.reattached,
+                "latency": report.latency and [report.latency.p50, report.latency.max],
+            }
+            append(checkpoint, line)
+            step += 1
+
+
+def lines_of(file: Path) -> list[Any]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def processes(mark: str, at: float = 0.0) -> list[Sample]:
+    """Read the processes of the backend that have `mark` in their environment, oldest first."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            if not folder.name.isdigit() or mark.encode() not in (folder / "environ").read_bytes():
+                continue
+            command = (folder / "cmdline").read_bytes()
+            if kind := next((kind for kind, word in COMMANDS.items() if word in command), None):
+                began = int((folder / "stat").read_text().rpartition(")")[2].split()[19])
+                pages = int((folder / "statm").read_text().split()[1])
+                mib = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+                found.append(Sample(at, kind, int(folder.name), began, mib, len(os.listdir(folder / "fd"))))
+        except OSError:  # it has ended
+            continue
+    return sorted(found, key=lambda sample: sample.began)
+
+
+class LongRun:
+    def __init__(self, work: Path, hours: float, seed: int) -> None:
+        self._work, self._seed, self._seconds = work, seed, 3600 * hours
+        self._checkpoint, self._samples = work / "checkpoint.jsonl", work / "samples.jsonl"
+        self._began = time.time()
+        self._mark = f"LONG_RUN={self._began}"
+        self._starts: list[float] = []  # of trainers
+        self._trainer: ServerProcess | None = None
+        self._kills: list[tuple[float, str]] = []
+        self._failures: list[str] = []
+
+    async def run(self) -> dict[str, Any]:
+        self._checkpoint.touch()
+        async with LocalCloud(AGENT, run_dir=self._work / "cloud", limits=EmulatorLimits(grace_s=2.0)) as cloud:
+            serving = {"kind": "long_run.EngineFactory", "max_restarts": 10_000}
+            settings = write_settings(self._work, serving, cloud, janitor={"grace_s": 60})
+            beside = [asyncio.create_task(work) for work in (self._kill(), self._sample())]
+            await self._train(settings, cloud.environ)
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
+            left = await self._left()
+            stored, again = await stored_and_run_again(cloud)
+            async with cloud.storage.client("sqs") as sqs:
+                queues = len((await sqs.list_queues()).get("QueueUrls", []))
+            sessions = len((await cloud.sessions())["sessions"])
+        account = self._account() | {"results in S3": stored, "finished and run again": again}
+        return {
+            "account": account | {"left": {"sessions": sessions, "queues": queues, "processes": len(left)}},
+            "growth": [line for kind in COMMANDS for line in self._growth(kind)],
+            "series": self._series(),
+            "kills": [[round(at / 3600, 4), kind] for at, kind in self._kills],
+        }
+
+    async def _left(self) -> list[Sample]:
+        """Return the processes that have not ended, once all have or time is up."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEFT_S):
+                while processes(self._mark):  # noqa: ASYNC110  # their end sets no event here
+                    await asyncio.sleep(1)
+        return processes(self._mark)
+
+    async def _train(self, settings: Path, environ: Mapping[str, str]) -> None:
+        """Run the trainer, and restart it until it has ended by itself."""
+        name, _, value = self._mark.partition("=")
+        until = str(self._began + self._seconds)
+        command = [sys.executable, __file__, "--trainer", str(settings), str(self._checkpoint), until]
+        code = None
+        while code != 0:
+            log = self._work / f"trainer-{len(self._starts)}.log"
+            trainer = ServerProcess("the trainer", command, log, {**os.environ, **environ, name: value})
+            self._starts.append(time.time())
+            await trainer.start()
+            self._trainer = trainer
+            code = await trainer.wait()
+            if code not in (0, -signal.SIGKILL):
+                self._failures.append(f"exit code {code}")
+                print(f"the trainer ended with {code}. {trainer.log_tail()}", flush=True)
+
+    async def _kill(self) -> None:
+        draw = random.Random(self._seed)
+        while True:
+            await asyncio.sleep(draw.uniform(20, 90))
+            part = (time.time() - self._began) / self._seconds
+            kinds = KILLED[0 if part < 0.5 else 1 if part < 0.75 else 2 :] if part < 1 else ()
+            if sum("ready" in line for line in lines_of(self._checkpoint)) < len(self._starts):
+                kinds = tuple(kind for kind in kinds if kind in ("trainer", "janitor"))  # a start needs the others
+            living = {each.kind: each.pid for each in processes(self._mark) if each.kind in kinds}
+            if "trainer" in living and self._trainer is not None and self._trainer.pid is not None:
+                living["trainer"] = self._trainer.pid  # not that of its fork
+            if living:
+                kind = draw.choice(sorted(living))
+                os.kill(living[kind], signal.SIGKILL)
+                self._kills.append((time.time() - self._began, kind))
+                print(f"{self._kills[-1][0]:.0f} s: killed {kind}", flush=True)
+
+    async def _sample(self) -> None:
+        while True:
+            for sample in processes(self._mark, time.time() - self._began):
+                append(self._samples, [*sample])
+            await asyncio.sleep(SAMPLE_S)
+
+    def _account(self) -> dict[str, Any]:
+        steps = [line for line in lines_of(self._checkpoint) if "step" in line]
+        outcomes: Counter[str] = Counter()
+        for line in steps:
+            outcomes.update(line["outcomes"])
+        return {
+            "hours": round((time.time() - self._began) / 3600, 2),
+            "steps": len(steps),
+            "outcomes": outcomes,
+            "planned once": sum(
+                count == 1 for count in Counter(each for line in steps for each in line["ids"]).values()
+            ),
+            **{name: sum(line[name] for line in steps) for name in ("planned", "trained", "resumed", "reattached")},
+            "failures": self._failures,
+        }
+
+    def _growth(self, kind: str) -> list[dict[str, Any]]:
+        """Return the growth of the process that ran longest, after its warm-up, and from each to the next."""
+        lives: dict[tuple[int, int], list[Sample]] = defaultdict(list)
+        for sample in itertools.starmap(Sample, lines_of(self._samples)):
+            if sample.kind == kind:
+                lives[sample.pid, sample.began].append(sample)
+        longest = max(lives.values(), key=len, default=[])
+        warm = [sample for sample in longest if sample.at - longest[0].at >= WARM_UP_S]
+        ends = [life[-1] for life in lives.values() if len(life) > 3]
+        found = []
+        for what, samples in (("one process", warm), ("one process to the next", ends)):
+            if len(samples) > 2:
+                hours = [sample.at / 3600 for sample in samples]
+                line: dict[str, Any] = {"kind": kind, "what": what, "samples": len(samples)}
+                line["hours"] = hours[-1] - hours[0]
+                for name in ("mib", "descriptors"):
+                    values = [getattr(sample, name) for sample in samples]
+                    line[name] = statistics.median(values)
+                    line[f"{name}_per_h"] = statistics.linear_regression(hours, values).slope
+                found.append(line)
+        return found
+
+    def _series(self) -> dict[str, list[float | None]]:
+        """Return the lines of the picture. A point is the largest value of an interval, or what `how` says."""
+        read: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+
+        def note(name: str, at: float, value: float) -> None:
+            read[name][int(at / self._seconds * POINTS)].append(value)
+
+        for sample in itertools.starmap(Sample, lines_of(self._samples)):
+            note(f"{sample.kind}, MiB", sample.at, sample.mib)
+            note(f"{sample.kind}, descriptors", sample.at, sample.descriptors)
+        for line in lines_of(self._checkpoint):
+            if "ready" in line:
+                began = max(each for each in self._starts if each < line["ready"])
+                note("restart, s", began - self._began, line["ready"] - began)
+                continue
+            note("completed", line["at"] - self._began, line["outcomes"].get("completed", 0))
+            if line["latency"] is not None:
+                for name, value in zip(("lag, median", "lag, largest"), line["latency"], strict=True):
+                    note(name, line["at"] - self._began, value)
+        how = {"completed": sum, "lag, median": statistics.median}
+        return {
+            name: [round(how.get(name, max)(values[at]), 3) if at in values else None for at in range(POINTS)]
+            for name, values in read.items()
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hours", type=float, default=8.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--work", type=Path, default=Path("runs/results/long_run"))
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--trainer", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.engine:
+        serve_engine(options.engine)
+        return
+    if options.trainer:
+        settings, checkpoint, until = options.trainer
+        asyncio.run(train(Path(settings), Path(checkpoint), float(until)))
+        return
+    shutil.rmtree(options.work, ignore_errors=True)
+    options.work.mkdir(parents=True)
+    began = time.monotonic()
+    found = asyncio.run(LongRun(options.work.absolute(), options.hours, options.seed).run())
+    print(json.dumps({"account": found["account"], "growth": found["growth"]}, indent=1))
+    if options.json is not None:
+        command = f"python benchmarks/long_run.py --hours {options.hours:g} --seed {options.seed}"
+        write_section(options.json, "long_run", command, time.monotonic() - began, found)
+
+
+if __name__ == "__main__":
+    main()
