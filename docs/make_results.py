@@ -19,6 +19,7 @@ sys.path.append(str(HERE.parent / "benchmarks"))
 
 import fault_report  # noqa: E402
 import learning_report  # noqa: E402
+import long_run_report  # noqa: E402
 from report import Table  # noqa: E402
 
 RESULTS, PAGE = HERE / "results.json", HERE / "results.md"
@@ -28,8 +29,8 @@ _HEAD = """\
 
 Generated from `docs/results.json` by `python docs/make_results.py`; do not edit.
 
-What experiments have shown, each with the command that repeats it; `make results` repeats them all. How fast the
-backend is: see [performance](performance.md). What it guarantees: see [reliability](reliability.md).
+What experiments have shown, each with the command that repeats it; `make results` repeats all but the long run. How
+fast the backend is: see [performance](performance.md). What it guarantees: see [reliability](reliability.md).
 """
 _FAULTS = """\
 Each system runs one step of {groups} groups of {group} rollouts for each fault, against the same emulated S3, SQS and
@@ -125,6 +126,19 @@ this comparison remove it, too. In both ways rows arrive in any order, on which 
 ours into the order of the prompts, and the comparison does the same for verl's on the v1 trainer.
 """
 
+_LONG_RUN = """\
+For {hours:g} hours a trainer collects one step of {rollouts} rollouts after the other, at a low rate, and its
+processes get SIGKILL at random: every 20 to 90 s the trainer, the gateway, the engine or the janitor in the first
+half; not the trainer in the third quarter, nor the gateway in the last. The experiment starts the trainer again, the
+backend its gateway and engine, and the next trainer has a new janitor. Agents are processes; S3, SQS and AgentCore
+are emulated, and the engine answers by rule, in 2 to 20 s.
+"""
+_GROWTH = """\
+Memory and descriptors are those of each process, emulators and agents left out. *One process* is the one of its kind
+that ran longest, without its first 10 minutes; *one process to the next* compares what each had at its end. Growth is
+the slope of a line through all samples. Other programs ran on the same two cores, which makes starts and lags longer.
+"""
+
 _MANY_TURNS = """\
 verl's trainer (GRPO, {group} rollouts of each of {prompts} tasks a step), SGLang, the gateway, S3, SQS and AgentCore
 run on this machine, with a process for each agent. The byte-level model of 90,000 weights is first fitted to
@@ -173,6 +187,8 @@ def pictures(sections: dict[str, Any]) -> dict[str, str]:
     if "losses" in sections:
         results = sections["losses"]["results"]
         drawn["results-losses.svg"] = learning_report.picture(results, learning_report.LOSSES, "right answers")
+    if "long_run" in sections:
+        drawn["results-long-run.svg"] = long_run_report.picture(sections["long_run"]["results"])
     return drawn
 
 
@@ -293,12 +309,22 @@ def _identity(results: dict[str, Any]) -> Iterator[str]:
     yield _IDENTITY_ENDS
 
 
+def _long_run(results: dict[str, Any]) -> Iterator[str]:
+    account = results["account"]
+    yield _LONG_RUN.format(hours=account["hours"], rollouts=account["planned"] // max(1, account["steps"]))
+    yield long_run_report.account(results).markdown() + "\n"
+    yield "![Memory, descriptors, lag, starts and rollouts over the run](results-long-run.svg)\n"
+    yield _GROWTH
+    yield long_run_report.growth(results).markdown() + "\n"
+
+
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterator[str]]]] = {
     "faults": ("Rivals under the same faults", _faults),
     "many_turns": ("Many turns, segments and tools", _many_turns),
     "identity": ("The same training as with verl's own agent loop", _identity),
     "learning": ("Learning through the cloud", _learning),
     "losses": ("What lost rollouts cost", _losses),
+    "long_run": ("A long run with kills", _long_run),
 }
 
 
