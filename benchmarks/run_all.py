@@ -30,28 +30,24 @@ ROOT = Path(__file__).parent.parent
 class Part:
     """One benchmark. Its command is relative to the repository's folder, and writes its results with `--json`."""
 
-    script: str
-    options: tuple[str, ...] = ()
-    smoke: tuple[str, ...] = ()  # instead of the options, to see that it works
-    python: str = ".venv/bin/python"
-
-    @property
-    def name(self) -> str:
-        return self.script.removesuffix(".py")
+    name: str
+    command_line: str
+    smoke: str = ""  # instead of the options, to see that it works
 
     def command(self, smoke: bool) -> list[str]:
-        return [self.python, f"benchmarks/{self.script}", *(self.smoke if smoke else self.options)]
+        python, script, *options = self.command_line.split()
+        return [f"{python}/bin/python", f"benchmarks/{script}", *(self.smoke.split() if smoke else options)]
 
 
 PARTS = (
-    Part("emulator.py", options=("--ceiling",), smoke=("--ceiling",)),
-    Part("collection.py", smoke=("--rollouts", "64")),
-    Part("rival_collection.py", smoke=("--rollouts", "64")),
-    Part("gateway.py", smoke=("--smoke",)),
-    Part("rival_gateways.py", smoke=("--smoke",)),
-    Part("rows.py", smoke=("--smoke",), python=".venv-verl/bin/python"),
-    Part("wrapper.py", smoke=("--smoke",)),
-    Part("training_step.py", options=("--steps", "3"), smoke=("--steps", "2"), python=".venv-verl/bin/python"),
+    Part("emulator", ".venv emulator.py --ceiling", smoke="--ceiling"),
+    Part("collection", ".venv collection.py", smoke="--rollouts 64"),
+    Part("rival_collection", ".venv collection.py --rivals", smoke="--rivals --rollouts 64"),
+    Part("gateway", ".venv gateway.py", smoke="--smoke"),
+    Part("rival_gateways", ".venv rival_gateways.py", smoke="--smoke"),
+    Part("rows", ".venv-verl rows.py", smoke="--smoke"),
+    Part("wrapper", ".venv wrapper.py", smoke="--smoke"),
+    Part("training_step", ".venv-verl training_step.py --steps 3", smoke="--steps 2"),
 )
 
 

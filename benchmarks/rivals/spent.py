@@ -30,7 +30,7 @@ class Step:
         """Note that a rollout's session is closed, if that comes after its result."""
         self._closed = time.monotonic()
 
-    def print(self) -> None:
+    def print(self, **more: Any) -> None:
         """Print what was spent as JSON, once everything is closed."""
         ended, after = max(self._closed, *self._had.values()), resource.getrusage(resource.RUSAGE_SELF)
         [peak] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
@@ -40,6 +40,7 @@ class Step:
             "closing_s": ended - max(self._had.values()),
             "cpu_s": after.ru_utime + after.ru_stime - self._before.ru_utime - self._before.ru_stime,
             "peak_mib": int(peak.split()[1]) / 1024,
+            **more,
         }
         print(json.dumps(spent), flush=True)
 
