@@ -6,16 +6,24 @@ tokens. The model is the small one that `rollout engine install` brings. The gat
 engine share another.
 
 - `history`: tokens of the prompt, on average over a session's calls. The call that opens a session renders all of it,
-  and is reported as `opening`.
-- `CPU`: user and system time of the gateway's process per call.
-- `calls/s`, of agents that call without a pause: how many calls one process serves.
-- `added p50`, `added p99`, of calls at a fixed rate: a call's time from when it was due, less that of the engine. The
-  engine takes so long that the given number of calls are in flight.
-- `KiB`: by how much the process's resident memory grows with a session, from before its first call.
+  and is reported as `opening_cpu_ms`.
+- `cpu_ms`: user and system time of the gateway's process per call.
+- `calls_per_s`, of agents that call without a pause: how many calls one process serves.
+- `added_p50_ms`, `added_p99_ms`, of calls at a fixed rate: a call's time from when it was due, less that of the
+  engine. The engine takes so long that the given number of calls are in flight.
+- `session_kib`: by how much the process's resident memory grows with a session, from before its first call.
 
 The scenarios of the table are measured if none is named; `--history` measures others:
 
     python benchmarks/gateway.py --history 8192 --in-flight 100 --rate 200 --stream --json out.json
+
+With `--rivals`, others do some of the same work. The first run installs them from the package index: see
+`rivals/environments.py`. One that cannot be installed, or does not answer all calls in time, has no figures; the
+reason is in `failed`.
+
+- bare proxy: an aiohttp server that only passes bytes on, which shows what the transport allows.
+- toolkit: agentcore-rl-toolkit's gateway, which renders and tokenizes as ours does.
+- rllm: rllm-model-gateway, which passes the messages on to an engine and stores the answers.
 """
 
 from __future__ import annotations
@@ -40,13 +48,13 @@ from pathlib import Path
 from typing import Any
 
 from flame_graph import record
-from rich.console import Console
-from rich.table import Table
+from rivals.environments import RivalFailed, environment, python_of
 from tokenizers import Tokenizer
 
 from agent_wrapper.contract import Sampling
 from rollout_backend.config import ModelConfig
 from rollout_backend.core.session_key import SessionClaims, issue
+from rollout_backend.errors import RolloutBackendError
 from rollout_backend.gateway.__main__ import allow_files
 from rollout_backend.gateway.engine.protocol import STREAM_INTERVAL
 from rollout_backend.gateway.gateway_settings import GatewaySettings
@@ -64,10 +72,6 @@ SECONDS = 6.0  # of one with a rate
 LIMIT_S = 180.0  # of any
 HISTORIES = 4
 COMMAND = "grep -rn 'def add_argument' --include='*.py' src tests | sort | head -n 40 && sed -n '1,80p' src/parser.py"
-COLUMNS = (
-    "history", "stream", "in flight", "rate", "calls", "calls/s", "CPU ms", "opening ms", "added p50 ms",
-    "added p99 ms", "KiB", "errors",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,13 @@ TABLE = (
     Scenario(in_flight=1000),
     *(Scenario(history, 1, rate=10) for history in (1024, 8192, 32_768)),
     *(Scenario(in_flight=in_flight, rate=500) for in_flight in (100, 1000)),
+    Scenario(in_flight=100, stream=True, rate=500),
+)
+COMPARED = (
+    Scenario(),
+    Scenario(stream=True),
+    Scenario(8192),
+    Scenario(in_flight=100, rate=500),
     Scenario(in_flight=100, stream=True, rate=500),
 )
 SMOKE = (Scenario(1024, 8), Scenario(1024, 8, stream=True, rate=100))
@@ -214,7 +225,35 @@ def ours(scenario: Scenario, model: Path, engine_port: int, work: Path) -> Syste
     return System(argv, port, keys, stdin=settings.model_dump_json().encode())
 
 
-async def measure(scenario: Scenario, model: Path, flame: Path | None = None, serve: Serve = ours) -> dict[str, Any]:
+def _keys(scenario: Scenario) -> list[str]:
+    return [f"session-{i}" for i in range(scenario.sessions)]
+
+
+def bare_proxy(scenario: Scenario, model: Path, engine_port: int, work: Path) -> System:
+    port, script = free_port(), str(HERE / "rivals" / "serve_bare_proxy.py")
+    return System([sys.executable, script, str(port), f"http://127.0.0.1:{engine_port}"], port, _keys(scenario))
+
+
+def toolkit(scenario: Scenario, model: Path, engine_port: int, work: Path) -> System:
+    port, python = free_port(), str(python_of("agentcore-rl-toolkit"))
+    script = str(HERE / "rivals" / "serve_toolkit_gateway.py")
+    argv = [python, script, str(port), f"http://127.0.0.1:{engine_port}", str(model)]
+    return System(argv, port, _keys(scenario), env=environment())
+
+
+def rllm(scenario: Scenario, model: Path, engine_port: int, work: Path) -> System:
+    port, program = free_port(), str(python_of("rllm-model-gateway").with_name("rllm-model-gateway"))
+    argv = [program, "--host", "127.0.0.1", "--port", str(port), "--db-path", str(work / "traces.db")]
+    argv += ["--worker", f"http://127.0.0.1:{engine_port}/vllm/v1"]
+    path = "/sessions/session-{i}/v1/chat/completions"
+    return System(argv, port, _keys(scenario), path, env=environment())
+
+
+SYSTEMS: dict[str, Serve] = {"ours": ours, "bare proxy": bare_proxy, "toolkit": toolkit, "rllm-model-gateway": rllm}
+STREAMING = ("ours", "bare proxy")
+
+
+async def measure(scenario: Scenario, model: Path, serve: Serve, flame: Path | None) -> dict[str, Any]:
     """Raises StartupError if the system does not start, and RuntimeError if it does not do the work."""
     conversation, engine_port = Conversation(model), free_port()
     with tempfile.TemporaryDirectory() as folder:
@@ -345,23 +384,6 @@ def summary(scenario: Scenario, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def row(made: dict[str, Any]) -> list[str]:
-    return [
-        f"{made['history']:,}",
-        "yes" if made["stream"] else "",
-        str(made["asked_in_flight"]),
-        "" if made["rate"] is None else f"{made['rate']:g}",
-        f"{made['calls']:,}",
-        f"{made['calls_per_s']:.0f}",
-        f"{made['cpu_ms']:.2f}",
-        f"{made['opening_cpu_ms']:.1f}",
-        "" if made["added_p50_ms"] is None else f"{made['added_p50_ms']:.1f}",
-        "" if made["added_p99_ms"] is None else f"{made['added_p99_ms']:.1f}",
-        f"{made['session_kib']:.0f}",
-        made["errors"] or "none",
-    ]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--history", type=int, nargs="*", default=[], help="tokens of a prompt; several are several")
@@ -371,26 +393,29 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="little work, to see that it runs")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--flame", type=Path, help="write a flame graph of the gateway to this file (SVG, or .txt)")
+    rivals = [*SYSTEMS][1:]
+    parser.add_argument("--rivals", nargs="*", choices=rivals, help="measure these, or all, instead of ours")
     options = parser.parse_args()
     model = find_model()
     allow_files(1500)
+    wanted = ["ours"] if options.rivals is None else options.rivals or rivals
     named = [Scenario(tokens, options.in_flight, options.stream, options.rate) for tokens in options.history]
-    scenarios = named or (SMOKE if options.smoke else TABLE)
-    table = Table(*COLUMNS)
-    found: dict[str, Any] = {"ceilings": [asyncio.run(ceiling(model))], "rows": []}
-    print(found["ceilings"][0], file=sys.stderr)
+    scenarios = named or (SMOKE if options.smoke else TABLE if options.rivals is None else COMPARED)
+    found: dict[str, Any] = {"ceilings": [asyncio.run(ceiling(model))] if options.rivals is None else [], "rows": []}
     for scenario in scenarios:
-        try:
-            made = asyncio.run(measure(scenario, model, options.flame))
-        except RuntimeError as error:
-            print(f"{scenario}: {error}", file=sys.stderr)
-            continue
-        found["rows"].append(made)
-        table.add_row(*row(made))
-        print(json.dumps(made), file=sys.stderr, flush=True)
-        if options.json is not None:
-            options.json.write_text(json.dumps(found, indent=1))
-    Console(width=140).print(table)
+        for name in wanted:
+            if scenario.stream and name not in STREAMING:
+                continue
+            try:
+                made = asyncio.run(measure(scenario, model, SYSTEMS[name], options.flame))
+            except (RivalFailed, RolloutBackendError, RuntimeError) as error:
+                if name == "ours":
+                    raise
+                made = dataclasses.asdict(scenario) | {"asked_in_flight": scenario.in_flight, "failed": str(error)}
+            found["rows"].append({"system": name, **made})
+            print(json.dumps(found["rows"][-1]), flush=True)
+            if options.json is not None:
+                options.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

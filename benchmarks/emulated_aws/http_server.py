@@ -40,7 +40,17 @@ class Response:
         return (head.encode(), *self.body)
 
 
-Answer = Callable[[Response, float], None]
+@dataclass(slots=True)
+class Raw:
+    """Bytes that are sent as they are: a ready-made response, or a part of one."""
+
+    data: bytes
+
+    def parts(self) -> tuple[bytes, ...]:
+        return (self.data,)
+
+
+Answer = Callable[[Response | Raw, float], None]
 """Sends the response after a latency in seconds."""
 Handler = Callable[[Request, Answer], None]
 
@@ -110,16 +120,21 @@ class Connection(asyncio.Protocol):
         body, self._buffer = self._buffer[: self._missing], self._buffer[self._missing :]
         return body
 
-    def _answer(self, response: Response, latency_s: float) -> None:
+    def _answer(self, response: Response | Raw, latency_s: float) -> None:
         if latency_s:
             self._loop.call_later(latency_s, self._send, response)
         else:
             self._send(response)
 
-    def _send(self, response: Response) -> None:
+    def _send(self, response: Response | Raw) -> None:
         if not self._transport.is_closing():
             for part in response.parts():
                 self._transport.write(part)
+
+
+async def listen(handle: Handler, port: int = 0) -> asyncio.Server:
+    loop = asyncio.get_running_loop()
+    return await loop.create_server(lambda: Connection(handle), "127.0.0.1", port, backlog=4096)
 
 
 def _decoded(chunked: bytes) -> bytes:
