@@ -40,7 +40,7 @@ With every client:
   the client.
 - **Set long timeouts and many retries.** OpenAI's and Anthropic's clients take `max_retries` and `timeout`. Eight
   retries outlast the restart of an engine or a gateway; forty outlast the restart of the whole training side.
-- **Unsupported fields** are answered 400 with [the field's name](gateway.md#what-a-call-can-ask).
+- **Unsupported fields** are answered 400 with [the field's name](gateway.md#supported-request-fields).
 - **Forced formats** (`tool_choice`, JSON mode, a schema) are not trained. Frameworks force one if you ask for
   structured output: let the model answer freely and read its text instead.
 - **Keep the history.** If your framework shortens, summarises or trims it, the rest becomes a new row. Turn this off
@@ -53,7 +53,7 @@ Command-line agents can run [without a line of Python](commands.md).
 Each test runs an unmodified client on one linear conversation with tool calls: a framework adds numbers, a
 command-line agent fixes a file in a git repository. It compares the trained tokens with the sampled ones.
 *One row* means that the conversation is trained as [one sequence](token-identity.md); a further row names [why it was
-opened](token-identity.md#why-a-new-row-opens).
+opened](token-identity.md#reasons-for-a-new-row).
 """
 _SDKS = """\
 

@@ -429,7 +429,7 @@ class KubernetesConfig(TaskImageConfig):
 
 
 class ProcessConfig(RuntimeConfig):
-    """Agents as processes of this machine, one for each session. They run as your user, with your files, network and
+    """Agents as processes on this machine, one per session. They run as your user, with your files, network and
     environment: run only agents that you trust."""
 
     implementation: ClassVar[str] = "rollout_backend.runtimes.process.runtime.ProcessRuntime"
@@ -513,8 +513,8 @@ class ProcessConfig(RuntimeConfig):
 
 
 class RayConfig(ProcessConfig):
-    """Agents on the machines of a Ray cluster, one process for each session, with the settings of `process`. This
-    package and `working_dir` must be in the same place on each machine."""
+    """Agents on the machines of a Ray cluster, one process per session, with the settings of `process`. This package
+    and `working_dir` must be in the same place on each machine."""
 
     implementation: ClassVar[str] = "rollout_backend.runtimes.ray.RayRuntime"
 

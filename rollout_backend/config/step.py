@@ -106,7 +106,7 @@ class GroupConfig(Section):
 
 
 class CircuitBreakerConfig(Section):
-    """When a run stops with a diagnosis instead of losing more rollouts for the same reason."""
+    """Stop a run with a diagnosis instead of losing more rollouts for the same reason."""
 
     max_failures: int | None = Field(default=20, ge=1)
     """Consecutive infrastructure failures for one reason, or results without a reward, over all steps, that stop the
@@ -137,7 +137,7 @@ class LeftOut(Section):
 
 
 class TrainingConfig(Section):
-    """What is trained of the collected rollouts. See
+    """Leave rollouts and conversations out of training. See
     [training-options.md](training-options.md#mask-truncated-episodes)."""
 
     leave_out: tuple[LeftOut, ...] = ()
