@@ -7,7 +7,8 @@ The reward curve of a real training run is made from the folder that `make train
 
     python docs/make_screenshots.py --training runs/train-arithmetic-train-arithmetic
 
-Copy its `curve.csv` from runs/train_arithmetic/ to docs/img/training-run.csv with it.
+Crop docs/img/reward-curve.png to its first chart, so that it is readable in the README, and copy `curve.csv` from
+runs/train_arithmetic/ to docs/img/training-run.csv with it.
 """
 
 from __future__ import annotations
