@@ -31,8 +31,7 @@ from rollout_backend.deploy.smoke import run_smoke_rollout
 from rollout_backend.deploy.target import PREFIX, Target
 from rollout_backend.deploy.upload import upload_once
 from rollout_backend.errors import ConfigError
-from rollout_backend.runtimes.agentcore.control import ENDPOINT, RuntimeMaker, control_client
-from rollout_backend.runtimes.agentcore.endpoint import pin_endpoint
+from rollout_backend.runtimes.agentcore.control import ENDPOINT, RuntimeMaker, control_client, pin_endpoint
 from rollout_backend.runtimes.agentcore.provision import TAG, CodeArtifact, RuntimeSpec
 
 WRITTEN = "# Written by `rollout deploy`, which overwrites this file."

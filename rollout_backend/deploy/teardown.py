@@ -24,8 +24,7 @@ from rollout_backend.config import StorageConfig
 from rollout_backend.deploy.codebuild import find_project, is_ours
 from rollout_backend.deploy.target import Target
 from rollout_backend.errors import PreflightError
-from rollout_backend.runtimes.agentcore.control import control_client, list_runtimes
-from rollout_backend.runtimes.agentcore.endpoint import named_endpoints
+from rollout_backend.runtimes.agentcore.control import control_client, list_runtimes, named_endpoints
 from rollout_backend.runtimes.agentcore.provision import TAG
 
 _ORDER = ("runtime", "project", "queue", "objects")  # order of deletion

@@ -16,8 +16,7 @@ from rollout_backend.deploy.target import Target
 from rollout_backend.deploy.teardown import Teardown
 from rollout_backend.local.agentcore_emulator import ROLE
 from rollout_backend.local.control_plane import ControlLimits
-from rollout_backend.runtimes.agentcore.control import ReadyRuntime, control_client, find_runtime
-from rollout_backend.runtimes.agentcore.endpoint import pin_endpoint
+from rollout_backend.runtimes.agentcore.control import ReadyRuntime, control_client, find_runtime, pin_endpoint
 from rollout_backend.runtimes.agentcore.provision import TAG, RuntimeSpec
 
 IMAGE = "000000000000.dkr.ecr.us-east-1.amazonaws.com/agent:1"

@@ -31,9 +31,9 @@ from rollout_backend.runtimes.agentcore.control import (
     control_client,
     make_runtime,
     pauses,
+    pin_endpoint,
     preview_runtime,
 )
-from rollout_backend.runtimes.agentcore.endpoint import pin_endpoint
 from rollout_backend.runtimes.agentcore.provision import DEFINITION, MARK, Action, CodeArtifact, RuntimeSpec, plan
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
 from tests.emulators.ecr_emulator import EcrEmulator
