@@ -28,8 +28,7 @@ from rollout_backend.deploy.codebuild import build_image
 from rollout_backend.deploy.image import CODEBUILD, push_image
 from rollout_backend.deploy.package import make_package
 from rollout_backend.deploy.smoke import run_smoke_rollout
-from rollout_backend.deploy.target import PREFIX, Target
-from rollout_backend.deploy.upload import upload_once
+from rollout_backend.deploy.target import PREFIX, Target, upload_once
 from rollout_backend.errors import ConfigError
 from rollout_backend.runtimes.agentcore.control import ENDPOINT, RuntimeMaker, control_client, pin_endpoint
 from rollout_backend.runtimes.agentcore.provision import TAG, CodeArtifact, RuntimeSpec

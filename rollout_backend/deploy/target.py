@@ -4,9 +4,11 @@
 `--stack NAME` a complete description.
 """
 
+import asyncio
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import botocore.session
@@ -206,3 +208,22 @@ def default_region() -> str:
     if not region:
         raise ConfigError("no AWS region is set: set AWS_REGION, or run aws configure")
     return str(region)
+
+
+async def upload_once(target: Target, key: str, path: Path) -> None:
+    """Upload a file under a key that identifies its content, unless the key exists.
+
+    Raises:
+        PreflightError: the bucket refuses the upload.
+    """
+    body = await asyncio.to_thread(path.read_bytes)
+    try:
+        async with aws.client(
+            "s3", region=target.region, endpoint_url=target.endpoint_url, read_timeout_s=300.0, retries=4
+        ) as s3:
+            await s3.put_object(Bucket=target.bucket, Key=key, Body=body, IfNoneMatch="*")
+    except ClientError as error:
+        if aws.status_of(error) != 412:
+            raise aws.preflight_error(error, f"bucket {target.bucket}", "--stack") from error
+    except BotoCoreError as error:
+        raise aws.preflight_error(error, f"bucket {target.bucket}", "--stack") from error
