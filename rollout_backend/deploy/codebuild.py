@@ -21,9 +21,8 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from rollout_backend import aws
 from rollout_backend.deploy.image import DOCKERFILE, new_image
-from rollout_backend.deploy.package import copy_agent, write_zip
+from rollout_backend.deploy.package import copy_agent, write_wrapper_context, write_zip
 from rollout_backend.deploy.target import Target, upload_once
-from rollout_backend.deploy.wrapper_context import write_wrapper_context
 from rollout_backend.errors import PreflightError
 from rollout_backend.runtimes.agentcore.provision import TAG
 

@@ -12,8 +12,8 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from rollout_backend import aws
 from rollout_backend.deploy import INFRA
+from rollout_backend.deploy.package import write_wrapper_context
 from rollout_backend.deploy.target import Target
-from rollout_backend.deploy.wrapper_context import write_wrapper_context
 from rollout_backend.errors import ConfigError, PreflightError
 
 DOCKERFILE = INFRA / "agent.Dockerfile"

@@ -1,4 +1,5 @@
-"""Create the zip of an agent that AgentCore runs as code: its folder, its packages, and the wrapper.
+"""Pack an agent for AgentCore: the zip that runs as code, with its folder, its packages and the wrapper, and the
+wrapper as build context of an image.
 
 Invariants:
 
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import agent_wrapper
 from rollout_backend.child_process import find_uv, run_child
-from rollout_backend.deploy import INFRA
+from rollout_backend.deploy import CONSTRAINTS, INFRA
 from rollout_backend.errors import ConfigError
 
 ENTRY_POINT = "agent.py"
@@ -32,6 +33,28 @@ _IGNORED = INFRA / "agent.Dockerfile.dockerignore"
 _PLATFORM = "aarch64-manylinux2014"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip can store
 _INSTALL_S = 600.0
+_PYPROJECT = """\
+[build-system]
+requires = ["setuptools>=77"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "rollout-backend"
+version = "{version}"
+dependencies = {dependencies}
+
+[project.optional-dependencies]
+agent = []
+
+[project.entry-points.pytest11]
+rollout_backend = "agent_wrapper.pytest_plugin"
+
+[tool.setuptools.packages.find]
+include = ["agent_wrapper*"]
+
+[tool.setuptools.package-data]
+agent_wrapper = ["py.typed"]
+"""
 
 
 @dataclass(frozen=True)
@@ -178,3 +201,15 @@ def _zip(content: Path, target: Path, python: str, max_unpacked_bytes: int) -> C
         )
     packages = len(list(content.glob("*.dist-info")))
     return CodePackage(target, python, digest, packages)
+
+
+def write_wrapper_context(folder: Path) -> None:
+    """Write the files that `infra/agent.Dockerfile` copies from the context `wrapper` to a new folder: the wrapper of
+    this installation, as a separate package. In a checkout, the checkout itself is this context."""
+    wrapper = Path(agent_wrapper.__file__).parent
+    shutil.copytree(wrapper, folder / wrapper.name, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "constraints").mkdir()
+    shutil.copy(CONSTRAINTS / "agent.txt", folder / "constraints" / "agent.txt")
+    (folder / "README.md").touch()
+    version = importlib.metadata.version("rollout-backend")
+    (folder / "pyproject.toml").write_text(_PYPROJECT.format(version=version, dependencies=requirements()))

@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 
 from rollout_backend.deploy.image import check_builder, push_image
+from rollout_backend.deploy.package import write_wrapper_context
 from rollout_backend.deploy.target import Target
-from rollout_backend.deploy.wrapper_context import write_wrapper_context
 from rollout_backend.errors import ConfigError, PreflightError
 
 ROOT = Path(__file__).parents[2]
