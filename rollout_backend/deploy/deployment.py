@@ -40,8 +40,7 @@ from rollout_backend.config import AgentCoreConfig, merge_overrides, read_yaml
 from rollout_backend.config.gateway import AUTO
 from rollout_backend.config.runtimes import DEFINITION
 from rollout_backend.deploy.calls import Call, calls_of_deployment
-from rollout_backend.deploy.codebuild import build_image
-from rollout_backend.deploy.image import CODEBUILD, push_image
+from rollout_backend.deploy.image import CODEBUILD, build_image, push_image
 from rollout_backend.deploy.package import make_package
 from rollout_backend.deploy.target import PREFIX, Target, upload_once
 from rollout_backend.errors import ConfigError, InvokeRejected, NoCredentials, PreflightError, RuntimeCallError

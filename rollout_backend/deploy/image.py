@@ -1,23 +1,54 @@
-"""Build an agent's image with docker or podman on this machine, and push it to the stack's repository."""
+"""Build an agent's image for arm64 and push it to the stack's repository: with docker or podman on this machine,
+or in AWS CodeBuild, which needs no Docker here.
+
+Invariants:
+
+- A project of CodeBuild that `rollout deploy` did not create is never changed.
+- No build continues in CodeBuild after `build_image` has returned or raised: it stops a build that exceeds its
+  deadline or whose deployment is interrupted.
+- No file that looks like a secret is uploaded. The patterns are those of the image's `.dockerignore`.
+"""
 
 import asyncio
 import base64
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
 from botocore.exceptions import BotoCoreError, ClientError
 
 from rollout_backend import aws
 from rollout_backend.deploy import INFRA
-from rollout_backend.deploy.package import write_wrapper_context
-from rollout_backend.deploy.target import Target
+from rollout_backend.deploy.package import copy_agent, write_wrapper_context, write_zip
+from rollout_backend.deploy.target import Target, upload_once
 from rollout_backend.errors import ConfigError, PreflightError
+from rollout_backend.runtimes.agentcore.provision import TAG
 
 DOCKERFILE = INFRA / "agent.Dockerfile"
 CODEBUILD = "codebuild"
+_BUILD_MINUTES, _QUEUED_MINUTES = 30, 20  # limits after which CodeBuild ends a build
+_ROLE_S = 60.0  # time until CodeBuild may assume a newly created role
+_LOG_LINES = 40
+_RETRIES = 7  # CodeBuild throttles its calls at a few per second
+# Docker Hub limits anonymous pulls, and the Docker of `_IMAGE` knows this syntax without pulling it.
+_SYNTAX = "# syntax=docker/dockerfile:1\n"
+_IMAGE = "aws/codebuild/amazonlinux-aarch64-standard:3.0"
+_BUILDSPEC = """\
+version: 0.2
+phases:
+  build:
+    commands:
+      - aws ecr get-login-password | docker login --username AWS --password-stdin "${IMAGE%%/*}"
+      - >-
+        docker buildx build --provenance=false --platform linux/arm64 --load --file Dockerfile --tag "$IMAGE"
+        --build-context wrapper=wrapper agent
+      - docker push "$IMAGE"
+"""
 
 
 def check_builder(builder: str) -> None:
@@ -91,3 +122,204 @@ async def _run(argv: Sequence[str], stdin: str | None = None) -> None:
             await process.wait()
     if process.returncode:
         raise PreflightError(f"{' '.join(argv[:3])} failed with code {process.returncode}: its output is above")
+
+
+async def build_image(
+    folder: Path,
+    target: Target,
+    echo: Callable[[str], object],
+    *,
+    limit_s: float = 60.0 * (_BUILD_MINUTES + _QUEUED_MINUTES + 5),
+    poll_s: float = 3.0,
+) -> str:
+    """Upload the folder, build its image, and return the image's name. A build that takes longer than `limit_s` is
+    stopped.
+
+    Raises:
+        PreflightError: a call was refused, or the build failed; includes the end of its log.
+    """
+    image = new_image(target)
+    with tempfile.TemporaryDirectory(prefix="rollout-deploy-") as scratch:
+        archive = Path(scratch) / "source.zip"
+        digest = await asyncio.to_thread(_pack, folder, Path(scratch) / "source", archive)
+        key = f"{target.code_prefix}{digest}.source.zip"
+        echo(f"uploading {archive.stat().st_size / 1e6:.1f} MB of source to s3://{target.bucket}/{key}")
+        await upload_once(target, key, archive)
+    async with _explained(target), _client(target, "codebuild") as client:
+        await _ensure_project(client, target, echo, poll_s)
+        await _Build(client, target, f"{target.bucket}/{key}", image, echo, poll_s).run(limit_s)
+    return image
+
+
+def project_definition(target: Target) -> dict[str, Any]:
+    """Return the arguments that CreateProject and UpdateProject share."""
+    assert target.build_role is not None
+    return {
+        "name": target.runtime_name,
+        "description": "builds the image of an agent, for rollout deploy",
+        "source": {"type": "S3", "location": f"{target.bucket}/{target.code_prefix}", "buildspec": _BUILDSPEC},
+        "artifacts": {"type": "NO_ARTIFACTS"},
+        "environment": {
+            "type": "ARM_CONTAINER",
+            "image": _IMAGE,
+            "computeType": "BUILD_GENERAL1_SMALL",
+            "privilegedMode": True,  # Docker requires it
+        },
+        "serviceRole": target.build_role,
+        "timeoutInMinutes": _BUILD_MINUTES,
+        "queuedTimeoutInMinutes": _QUEUED_MINUTES,
+        "tags": [{"key": TAG, "value": "deploy"}],
+    }
+
+
+async def find_project(client: Any, name: str) -> Mapping[str, Any] | None:
+    """Return the project as BatchGetProjects describes it, or None."""
+    found: list[Mapping[str, Any]] = (await client.batch_get_projects(names=[name]))["projects"]
+    return found[0] if found else None
+
+
+def is_ours(project: Mapping[str, Any]) -> bool:
+    """Return whether `rollout deploy` created the project."""
+    return any(tag["key"] == TAG for tag in project.get("tags") or ())
+
+
+def _pack(folder: Path, source: Path, target: Path) -> str:
+    """Write the zip that CodeBuild builds: the Dockerfile, the agent's folder and the wrapper. Return its digest."""
+    agent = source / "agent"
+    agent.mkdir(parents=True)
+    copy_agent(folder, agent)
+    own = folder / "Dockerfile"
+    text = (own if own.is_file() else DOCKERFILE).read_text()
+    (source / "Dockerfile").write_text(text.removeprefix(_SYNTAX))
+    write_wrapper_context(source / "wrapper")
+    return write_zip(source, target)
+
+
+async def _ensure_project(client: Any, target: Target, echo: Callable[[str], object], poll_s: float) -> None:
+    """Create or update the project, unless it exists and is up to date."""
+    wanted = project_definition(target)
+    name, deadline = wanted["name"], time.monotonic() + _ROLE_S
+    project = await find_project(client, name)
+    if project is not None and not is_ours(project):
+        raise PreflightError(
+            f"CodeBuild project {name} exists, and rollout deploy did not create it: delete it, or give the stack "
+            "another AgentName"
+        )
+    if project is not None and _includes(project, wanted):
+        return
+    change = client.create_project if project is None else client.update_project
+    echo(f"{'creating' if project is None else 'updating'} CodeBuild project {name}")
+    while True:
+        try:
+            await change(**wanted)
+        except ClientError as error:
+            is_new_role = "sts:AssumeRole" in aws.message_of(error) and time.monotonic() < deadline
+            if not is_new_role:
+                raise
+            await asyncio.sleep(poll_s)
+        else:
+            return
+
+
+def _includes(actual: Any, wanted: Any) -> bool:
+    """Return whether a description, to which the service adds defaults, has all wanted values."""
+    if isinstance(wanted, dict):
+        return isinstance(actual, dict) and all(_includes(actual.get(key), value) for key, value in wanted.items())
+    return bool(actual == wanted)
+
+
+class _Build:
+    """One build, from its start to its end."""
+
+    def __init__(
+        self, client: Any, target: Target, source: str, image: str, echo: Callable[[str], object], poll_s: float
+    ) -> None:
+        self._client = client
+        self._target = target
+        self._source = source
+        self._image = image
+        self._echo = echo
+        self._poll_s = poll_s
+
+    async def run(self, limit_s: float) -> None:
+        """Start the build and wait for its end. Stop it after `limit_s`, or if this task is cancelled."""
+        build_id = await self._start()
+        self._echo(f"building {self._image} in CodeBuild")
+        try:
+            async with asyncio.timeout(limit_s):
+                build = await self._ended(build_id)
+        except BaseException as error:
+            await asyncio.shield(self._stop(build_id))
+            if isinstance(error, TimeoutError):
+                raise PreflightError(f"build {build_id} was stopped: it did not end within {limit_s:g} s") from None
+            raise
+        if build["buildStatus"] != "SUCCEEDED":
+            raise PreflightError(f"{_describe_failure(build)}. {await self._log_tail(build)}")
+
+    async def _start(self) -> str:
+        try:
+            answer = await self._client.start_build(
+                projectName=self._target.runtime_name,
+                idempotencyToken=str(uuid4()),  # so that a retried call starts no second build
+                sourceLocationOverride=self._source,
+                environmentVariablesOverride=[{"name": "IMAGE", "value": self._image, "type": "PLAINTEXT"}],
+            )
+        except ClientError as error:
+            if aws.code_of(error) != "AccountLimitExceededException":
+                raise
+            raise PreflightError(
+                f"CodeBuild starts no build: {aws.message_of(error)}. Wait for other builds, or raise the quota "
+                '"Concurrently running builds for ARM/Small environment" in Service Quotas, which is 0 or 1 in some '
+                "new accounts"
+            ) from error
+        return str(answer["build"]["id"])
+
+    async def _ended(self, build_id: str) -> Mapping[str, Any]:
+        phase = ""
+        while True:
+            builds = (await self._client.batch_get_builds(ids=[build_id]))["builds"]
+            build = builds[0] if builds else {}  # a build that was just started is not found at first
+            if build.get("buildComplete"):
+                return dict(build)
+            if build.get("currentPhase", phase) != phase:
+                phase = build["currentPhase"]
+                self._echo(f"  {phase.lower().replace('_', ' ')}")
+            await asyncio.sleep(self._poll_s)
+
+    async def _stop(self, build_id: str) -> None:
+        try:
+            await self._client.stop_build(id=build_id)
+        except (ClientError, BotoCoreError) as error:
+            self._echo(f"build {build_id} was not stopped and ends after {_BUILD_MINUTES} min at most: {error}")
+
+    async def _log_tail(self, build: Mapping[str, Any]) -> str:
+        place = build.get("logs", {})
+        if "streamName" not in place:
+            return "It has no log"
+        group, stream = place["groupName"], place["streamName"]
+        try:
+            async with _client(self._target, "logs") as logs:
+                answer = await logs.get_log_events(logGroupName=group, logStreamName=stream, limit=_LOG_LINES)
+        except (ClientError, BotoCoreError) as error:
+            return f"Its log, {group} {stream} in CloudWatch, cannot be read: {error}"
+        lines = "\n".join(event["message"].rstrip() for event in answer["events"])
+        return f"Its log, {group} {stream} in CloudWatch, ends:\n{lines}"
+
+
+def _describe_failure(build: Mapping[str, Any]) -> str:
+    failed = [phase for phase in build.get("phases", ()) if phase.get("phaseStatus", "SUCCEEDED") != "SUCCEEDED"]
+    why = [context["message"] for phase in failed for context in phase.get("contexts", ()) if context.get("message")]
+    where = f" in phase {failed[0]['phaseType']}" if failed else ""
+    return f"build {build['id']} ended as {build['buildStatus']}{where}{': ' if why else ''}{'; '.join(why)}"
+
+
+def _client(target: Target, service: str) -> Any:
+    return aws.client(service, region=target.region, endpoint_url=target.endpoint_url, retries=_RETRIES)
+
+
+@asynccontextmanager
+async def _explained(target: Target) -> AsyncIterator[None]:
+    try:
+        yield
+    except (ClientError, BotoCoreError) as error:
+        raise aws.preflight_error(error, f"CodeBuild project {target.runtime_name}", "--build-role") from error

@@ -21,7 +21,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from rollout_backend import aws
 from rollout_backend.collect.queue import queue_name
 from rollout_backend.config import StorageConfig
-from rollout_backend.deploy.codebuild import find_project, is_ours
+from rollout_backend.deploy.image import find_project, is_ours
 from rollout_backend.deploy.target import Target
 from rollout_backend.errors import PreflightError
 from rollout_backend.runtimes.agentcore.control import control_client, list_runtimes, named_endpoints

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from rollout_backend.deploy import codebuild as module
+from rollout_backend.deploy import image as module
 from rollout_backend.deploy.target import Target
 from rollout_backend.errors import PreflightError
 from rollout_backend.local.http_proxy import HttpProxy, signature_of

@@ -11,7 +11,7 @@ import pytest
 from agent_servers import serve_emulator
 from rollout_backend.collect.queue import queue_name
 from rollout_backend.config import StorageConfig
-from rollout_backend.deploy.codebuild import project_definition
+from rollout_backend.deploy.image import project_definition
 from rollout_backend.deploy.target import Target
 from rollout_backend.deploy.teardown import Teardown
 from rollout_backend.local.agentcore_emulator import ROLE

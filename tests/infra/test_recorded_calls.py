@@ -15,8 +15,8 @@ import agent_wrapper
 from builders import eventually
 from rollout_backend.collect.queue import queue_name
 from rollout_backend.config import StorageConfig
-from rollout_backend.deploy import codebuild as codebuild_module
 from rollout_backend.deploy import deployment as deployment_module
+from rollout_backend.deploy import image as image_module
 from rollout_backend.deploy.adoption import adopt
 from rollout_backend.deploy.calls import ADOPT, DOWN, Call, calls_of_deployment
 from rollout_backend.deploy.deployment import Deployment
@@ -124,7 +124,7 @@ async def test_deploy_and_down_make_the_calls_that_the_table_lists(storage, stac
     images = {IMAGE: (sys.executable, str(tmp_path / "agent" / "agent.py"))}
     (tmp_path / "agent").mkdir()
     (tmp_path / "agent" / "agent.py").write_text(AGENT.format(path=packages))
-    monkeypatch.setattr(codebuild_module, "new_image", lambda target: IMAGE)
+    monkeypatch.setattr(image_module, "new_image", lambda target: IMAGE)
     async with (
         CloudFormation(outputs) as cloudformation,
         LocalRuntime(None, run_dir=tmp_path, env=env, control=control, images=images) as runtime,
