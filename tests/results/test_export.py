@@ -11,10 +11,9 @@ import pytest
 from made_runs import MadeRun, make_run
 from rollout_backend.errors import ConfigError
 from rollout_backend.results.archive import RunArchive
-from rollout_backend.results.export import export_run
+from rollout_backend.results.export import SCHEMAS, TABLES_VERSION, event_rows, export_run, turn_rows
 from rollout_backend.results.records import RolloutRecord
 from rollout_backend.results.step_report import StepReport
-from rollout_backend.results.tables import SCHEMAS, TABLES_VERSION, event_rows, turn_rows
 from rollouts import make_rollout, make_segment
 from run_folders import write_run
 
