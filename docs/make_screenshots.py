@@ -33,7 +33,7 @@ from rollout_backend.core.ledger import Phase  # noqa: E402
 from rollout_backend.gateway.stats import Counters  # noqa: E402
 from rollout_backend.results.cost import Prices, Usage  # noqa: E402
 from rollout_backend.results.findings import FailureCount  # noqa: E402
-from rollout_backend.results.page.files import write_report  # noqa: E402
+from rollout_backend.results.page.report import write_report  # noqa: E402
 from rollout_backend.results.progress import LastResult, Progress  # noqa: E402
 from rollout_backend.results.terminal.live_view import History, Snapshot, frame  # noqa: E402
 from rollout_backend.serving.engine_fleet import ServerState  # noqa: E402

@@ -36,7 +36,7 @@ def report(
             with contextlib.suppress(KeyboardInterrupt):
                 asyncio.run(_serve(folder, other, host, port))
             return
-        from rollout_backend.results.page.files import write_report
+        from rollout_backend.results.page.report import write_report
 
         try:
             path = write_report(folder, other)
@@ -46,7 +46,7 @@ def report(
 
 
 async def _serve(folder: Path, against: Path | None, host: str, port: int) -> None:
-    from rollout_backend.results.page.server import ReportServer, serve_report
+    from rollout_backend.results.page.report import ReportServer, serve_report
 
     async with serve_report(ReportServer(folder, against), host, port) as url:
         console.print(f"report: {url}", markup=False, highlight=False, soft_wrap=True)

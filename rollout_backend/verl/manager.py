@@ -33,7 +33,7 @@ from rollout_backend.core.staleness import AbandonedWeights
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import RolloutBackendError
 from rollout_backend.manager import BlockingRolloutManager
-from rollout_backend.results.page.files import try_to_write_report
+from rollout_backend.results.page.report import try_to_write_report
 from rollout_backend.results.step_report import GroupResult, StepResult
 from rollout_backend.serving.supervisor import ServingEvent
 from rollout_backend.verl import early_checks, row_formats, verl_api

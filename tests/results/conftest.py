@@ -9,7 +9,7 @@ from rich.console import Console
 
 from made_runs import MadeRun, make_run
 from report_page import Page
-from rollout_backend.results.page.files import write_report
+from rollout_backend.results.page.report import write_report
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,7 @@ import pytest
 from chromium import find_chromium, run_chromium
 from made_runs import MadeRun, make_run, reopen_last_step
 from rollout_backend.results.archive import RunArchive
-from rollout_backend.results.page.files import write_report
-from rollout_backend.results.page.server import ReportServer, serve_report
+from rollout_backend.results.page.report import ReportServer, serve_report, write_report
 
 pytestmark = [
     pytest.mark.slow,

@@ -11,7 +11,7 @@ from report_page import Page
 from rollout_backend.core.formats import dollars
 from rollout_backend.results.cost import Prices
 from rollout_backend.results.export import export_run
-from rollout_backend.results.page.files import write_report
+from rollout_backend.results.page.report import write_report
 from rollout_backend.results.run_data import read_config, read_run
 
 

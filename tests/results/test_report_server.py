@@ -11,8 +11,7 @@ from made_runs import MadeRun, make_run, reopen_last_step
 from report_page import Page
 from rollout_backend.errors import StartupError
 from rollout_backend.results.archive import RunArchive
-from rollout_backend.results.page.files import write_report
-from rollout_backend.results.page.server import ReportServer, serve_report
+from rollout_backend.results.page.report import ReportServer, serve_report, write_report
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from made_runs import MadeRun, make_run
 from report_page import Page
 from rollout_backend.errors import ConfigError
 from rollout_backend.results.archive import RunArchive
-from rollout_backend.results.page.files import try_to_write_report, write_report
+from rollout_backend.results.page.report import try_to_write_report, write_report
 from rollout_backend.results.records import ResultSummary, RolloutRecord
 from rollout_backend.results.summary import Learning, rewards_by_task, seconds_of, summarize
 from rollouts import make_rollout, make_segment

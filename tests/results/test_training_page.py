@@ -11,7 +11,7 @@ from report_page import Page
 from rollout_backend.config import AgentCoreConfig
 from rollout_backend.local.cloud import ARN
 from rollout_backend.results.archive import RunArchive
-from rollout_backend.results.page.files import write_report
+from rollout_backend.results.page.report import write_report
 from rollout_backend.results.run_data import changed_settings
 
 
