@@ -1,4 +1,4 @@
-"""The `rollout` command line, one module per command.
+"""The `rollout` command line, one module per command or group of related commands.
 
 Exit codes: 0, success; 1, the run failed; 2, the input is invalid and nothing was started; 3, the run ended with
 nothing to train on, or with too few completed rollouts; 130, interrupted, and everything that was started is stopped.
@@ -19,13 +19,9 @@ from rollout_backend.cli.dev import dev
 from rollout_backend.cli.doctor import doctor
 from rollout_backend.cli.down import down
 from rollout_backend.cli.engine import engine_install
-from rollout_backend.cli.export import export
 from rollout_backend.cli.infra import infra
 from rollout_backend.cli.init import init
-from rollout_backend.cli.ls import ls
-from rollout_backend.cli.replay import replay
-from rollout_backend.cli.report import compare, report
-from rollout_backend.cli.rescore import rescore
+from rollout_backend.cli.results import compare, export, ls, replay, report, rescore
 from rollout_backend.cli.run import run
 from rollout_backend.cli.serve import serve
 from rollout_backend.cli.show import show

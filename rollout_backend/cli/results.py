@@ -1,0 +1,283 @@
+"""Commands that read the runs of a folder: `rollout ls` lists them, `report` makes one HTML file of a run,
+`compare` shows how two runs differ, `export` writes tables for pandas, polars and DuckDB or logs of Inspect,
+`replay` rebuilds a step's training rows without any agent, and `rescore` computes the rewards of stored rollouts
+again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import tempfile
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from rollout_backend.cli.common import RUNS, NewestRun, RunName, complete_run, console, errors, exit_codes, find_run
+from rollout_backend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rollout_backend.results.replay import ReplayedStep
+
+ExportFormat = Literal["parquet", "csv", "jsonl", "inspect"]
+
+
+def ls(
+    runs: Annotated[Path, typer.Argument(help="Folder with the run folders.")] = RUNS,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+) -> None:
+    """List the runs, the newest first: when they began, their state, what completed, and the mean reward."""
+    with exit_codes():
+        _ls(runs, as_json)
+
+
+def _ls(runs: Path, as_json: bool) -> None:
+    from rich.text import Text
+
+    from rollout_backend.results.run_data import list_runs
+    from rollout_backend.results.terminal.view import plain_table
+
+    found = list_runs(runs)
+    if as_json:
+        for run in found:
+            print(run.model_dump_json())
+        return
+    if not found:
+        raise ConfigError(f"there is no run in {runs.absolute()}: name the folder of the runs")
+    numbers = ("steps", "completed", "mean reward")
+    table = plain_table("run", "began (UTC)", "state", *numbers, "error", right=numbers)
+    for run in found:
+        table.add_row(
+            run.run_id,
+            "" if run.began is None else f"{datetime.fromtimestamp(run.began, UTC):%Y-%m-%d %H:%M}",
+            f"[{_STYLES.get(run.state, 'none')}]{run.state}[/]",
+            str(run.steps),
+            f"{run.completed}/{'?' if run.planned is None else run.planned}",
+            "" if run.mean_reward is None else f"{run.mean_reward:.3f}",
+            Text(" ".join(run.error.split())),
+        )
+    console.print(table)
+
+
+_STYLES = {"running": "cyan", "failed": "red", "killed": "red", "interrupted": "yellow"}
+
+
+def report(
+    run: NewestRun = None,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="Compare with this run, task by task.", autocompletion=complete_run),
+    ] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Follow the run in a browser until Ctrl-C.")] = False,
+    host: Annotated[str, typer.Option(help="Address on which to serve.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port on which to serve. 0: any free port.")] = 8642,
+) -> None:
+    """Write a run's report: one HTML file, which needs no network.
+
+    It shows what to look at first, every planned rollout, where the time went, and conversations with the
+    probability of each token. The report of a training run starts with a page over all steps.
+
+    With --serve, a browser shows the page and renews it as rollouts and steps end. Anyone who can reach the address
+    can read the report, so it listens on 127.0.0.1 by default.
+    """
+    with exit_codes():
+        folder = find_run(run)
+        other = find_run(against) if against is not None else None
+        if serve:
+            with contextlib.suppress(KeyboardInterrupt):
+                asyncio.run(_serve(folder, other, host, port))
+            return
+        from rollout_backend.results.page.report import write_report
+
+        try:
+            path = write_report(folder, other)
+        except OSError as error:
+            raise ConfigError(f"the report of {folder} cannot be written: {error}") from None
+        console.print(f"report: {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+async def _serve(folder: Path, against: Path | None, host: str, port: int) -> None:
+    from rollout_backend.results.page.report import ReportServer, serve_report
+
+    async with serve_report(ReportServer(folder, against), host, port) as url:
+        console.print(f"report: {url}", markup=False, highlight=False, soft_wrap=True)
+        await asyncio.Event().wait()  # until Ctrl-C
+
+
+def compare(
+    first: RunName,
+    second: Annotated[str, typer.Argument(metavar="RUN", help="Run to compare with.", autocompletion=complete_run)],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
+) -> None:
+    """Show how two runs differ: settings, versions, rewards by task, lengths and failures.
+
+    The difference of the mean rewards is paired by task, with a 95% confidence interval.
+    """
+    with exit_codes():
+        _compare(first, second, as_json)
+
+
+def _compare(first: str, second: str, as_json: bool) -> None:
+    from rollout_backend.results.comparison import compare_runs
+    from rollout_backend.results.terminal.comparison_view import print_comparison
+
+    found = compare_runs(find_run(first), find_run(second))
+    print(found.model_dump_json()) if as_json else print_comparison(console, found)
+
+
+def export(
+    run: NewestRun = None,
+    to: Annotated[ExportFormat, typer.Option(help="File format.")] = "parquet",
+    out: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR|S3_URL",
+            help="Folder, or s3://BUCKET/PREFIX. Default: `tables` or `inspect` in the run's folder.",
+        ),
+    ] = None,
+) -> None:
+    """Write a run as tables: rollouts, turns, events and steps, for pandas, polars or DuckDB.
+
+    With --to inspect, write a log for each step, for `inspect view`. docs/file-formats.md describes the columns and
+    the logs. Files of an earlier export are replaced.
+    """
+    with exit_codes():
+        folder = find_run(run)
+        default = folder / ("inspect" if to == "inspect" else "tables")
+        try:
+            if out is not None and out.startswith("s3://"):
+                _print_counts(_export_to_s3(folder, to, out))
+            else:
+                _print_counts(_export(folder, to, default if out is None else Path(out)))
+        except OSError as error:
+            raise ConfigError(f"the export of {folder} cannot be written: {error}") from None
+
+
+def _export(folder: Path, to: ExportFormat, out: Path) -> dict[Path, int]:
+    """Write the files. Return the number of rows or samples in each."""
+    if to == "inspect":
+        from rollout_backend.results.inspect_logs import export_inspect_logs
+
+        return export_inspect_logs(folder, out)
+    from rollout_backend.results.export import export_run
+
+    return export_run(folder, to, out)
+
+
+def _export_to_s3(folder: Path, to: ExportFormat, url: str) -> dict[str, int]:
+    """Write the files to a temporary folder, and upload them once all are complete."""
+    from rollout_backend.config.results import AwsConfig
+    from rollout_backend.results.export import S3Folder
+    from rollout_backend.results.run_data import read_config
+
+    target, config = S3Folder.parse(url), read_config(folder)
+    with tempfile.TemporaryDirectory(prefix="rollout-export-") as temporary:
+        written = _export(folder, to, Path(temporary))
+        files = sorted(Path(temporary).iterdir())
+        asyncio.run(target.upload(files, config.aws if config is not None else AwsConfig()))
+    return {target.url_of(path): count for path, count in written.items()}
+
+
+def _print_counts(written: Mapping[Path, int] | Mapping[str, int]) -> None:
+    for place, number in written.items():
+        unit = "samples" if str(place).endswith(".eval") else "rows"
+        console.print(f"{place}: {number:,} {unit}", markup=False, highlight=False, soft_wrap=True)
+
+
+def replay(
+    run: NewestRun = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Step number, as in the file names in steps/. Default: the only step.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.parquet", help="Write the rows to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the digests as JSON.")] = False,
+) -> None:
+    """Rebuild the training rows of a step from its stored results, byte for byte.
+
+    It checks every result, and prints a digest of each rollout's rows and of the step's. The exit code is 1 if a
+    result fails its check; then no rows are written.
+    """
+    with exit_codes():
+        _replay(run, step, out, as_json)
+
+
+def _replay(run: str | None, step: int | None, out: Path | None, as_json: bool) -> None:
+    from rollout_backend.atomic_file import write_file
+    from rollout_backend.results.replay import replay_step, rows_as_parquet
+
+    if out is not None and out.suffix != ".parquet":
+        raise ConfigError(f"--out {out} must be a .parquet file")
+    found = replay_step(find_run(run), step)
+    _print_digests_as_json(found) if as_json else _print_digests(found)
+    for rollout_id, problem in found.failures.items():
+        errors.print(f"{rollout_id}: {problem}", markup=False, highlight=False, soft_wrap=True)
+    if found.failures:
+        errors.print(f"{len(found.failures)} stored results failed their check, so the step's rows are incomplete")
+        raise typer.Exit(1)
+    if out is None:
+        return
+    try:
+        write_file(out, rows_as_parquet(found.rollouts))
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from None
+    if not as_json:
+        console.print(f"rows: {out}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_digests(found: ReplayedStep) -> None:
+    from rollout_backend.results.replay import rollout_digest, step_digest
+
+    lines = [f"{rollout.rollout_id}: {rollout_digest(rollout)}" for rollout in found.rollouts]
+    rows = sum(len(rollout.segments) for rollout in found.rollouts)
+    sampled = sum(rollout.sampled_tokens for rollout in found.rollouts)
+    lines.append(f"step {found.step}: {len(found.rollouts)} rollouts, {rows} rows, {sampled} sampled tokens")
+    if not found.failures:
+        lines += [f"digest of the step: {step_digest(found.rollouts)}", found.seals]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_digests_as_json(found: ReplayedStep) -> None:
+    from rollout_backend.results.replay import rollout_digest, step_digest
+
+    content = {
+        "step": found.step,
+        "digest": None if found.failures else step_digest(found.rollouts),
+        "rollouts": {rollout.rollout_id: rollout_digest(rollout) for rollout in found.rollouts},
+        "failures": found.failures,
+        "seals": found.seals,
+    }
+    print(json.dumps(content, indent=1))
+
+
+def rescore(
+    scorer: Annotated[
+        str, typer.Option(metavar="FILE.py:FUNCTION", help="Function that takes a ScoreInput; see docs/rewards.md.")
+    ],
+    name: Annotated[
+        str | None, typer.Option(help="Name of the new version. Default: the function's name and the time.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every old and new reward as JSON.")] = False,
+    run: NewestRun = None,
+) -> None:
+    """Compute the rewards of a run's completed rollouts again, and show old and new side by side.
+
+    The new rewards are written to RUN/rescored/NAME. Nothing else in the run's folder changes. A rollout that cannot
+    be scored has no new reward, and the exit code is then 1.
+    """
+    with exit_codes():
+        _rescore(run, scorer, name, as_json)
+
+
+def _rescore(run: str | None, scorer: str, name: str | None, as_json: bool) -> None:
+    from rollout_backend.results.rescoring import rescore
+    from rollout_backend.results.terminal.comparison_view import print_rescoring
+    from rollout_backend.scoring.scorer import load_scorer
+
+    found = rescore(find_run(run), load_scorer(scorer), name)
+    print(found.model_dump_json()) if as_json else print_rescoring(console, found)
+    if found.failures:
+        raise typer.Exit(1)
