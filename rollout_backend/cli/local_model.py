@@ -1,11 +1,14 @@
-"""Configure the model for commands that run an agent on this machine."""
+"""Configure the model for commands that run an agent on this machine, and install its engine: `rollout engine`."""
 
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import typer
+
+from rollout_backend.cli.common import console, exit_codes
 from rollout_backend.config import EngineName, RolloutConfig, load_config
 from rollout_backend.errors import ConfigError
 
@@ -86,3 +89,18 @@ def load_local_config(file: Path | None, overrides: Sequence[str], base: Setting
             "config.json of the served model with -o model.path=FOLDER"
         )
     return config
+
+
+def engine_install(
+    engine: Annotated[
+        Literal["sglang", "vllm"], typer.Option(help="Engine to install. Each one has a separate environment.")
+    ] = "sglang",
+    torch_index_url: Annotated[str | None, typer.Option(help="Package index for the CPU build of torch.")] = None,
+) -> None:
+    """Install SGLang or vLLM for the CPU in a separate environment, and a small real model, in the cache folder."""
+    from rollout_backend.serving.install import cache_dir, install_cpu_engine, prepare_model
+
+    with exit_codes():
+        python = install_cpu_engine(cache_dir(), engine, torch_index_url=torch_index_url, echo=console.print)
+        model = prepare_model(cache_dir(), engine, echo=console.print)
+        console.print(f"engine: {python}\nmodel: {model}", soft_wrap=True)
