@@ -15,9 +15,8 @@ from rich.logging import RichHandler
 from rollout_backend.cli.common import console, errors
 from rollout_backend.cli.demo import demo
 from rollout_backend.cli.deploy import deploy, down, infra
-from rollout_backend.cli.dev import dev
+from rollout_backend.cli.dev import dev, init
 from rollout_backend.cli.doctor import doctor
-from rollout_backend.cli.init import init
 from rollout_backend.cli.local_model import engine_install
 from rollout_backend.cli.results import compare, export, ls, replay, report, rescore
 from rollout_backend.cli.run import run

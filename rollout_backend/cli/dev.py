@@ -1,13 +1,16 @@
-"""`rollout dev`: an agent on this machine, run again after each change."""
+"""Commands for the author of an agent: `rollout init` makes one from a template, and `rollout dev` runs it on
+this machine, again after each change."""
 
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeGuard
+from typing import TYPE_CHECKING, Annotated, Literal, TypeGuard
 
 import typer
 
@@ -19,7 +22,43 @@ from rollout_backend.errors import ConfigError, TaskFileError
 if TYPE_CHECKING:
     from rollout_backend.core.tasks import Task
 
+TEMPLATES = Path(__file__).parents[1] / "local" / "templates"
+_COMMON = "common"  # files that all templates share; a template can replace them
+
+Template = Literal["openai", "strands", "pydantic-ai", "command"]
 _TASKS = "tasks.jsonl"
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the agent, new or empty.")],
+    template: Annotated[
+        Template, typer.Option(help="The agent's framework; `command` runs a program in any language.")
+    ] = "openai",
+) -> None:
+    """Create an agent from a template: its code and test, tasks, settings and Dockerfile."""
+    with exit_codes():
+        _copy(template, folder)
+        place = shlex.quote(str(folder))
+        for line in (
+            f"{folder} holds an agent ({template}): {', '.join(sorted(path.name for path in folder.iterdir()))}",
+            "Next:",
+            f"  cd {place} && pip install -r requirements.txt pytest",
+            "  pytest",
+            "  rollout dev agent.py",
+            "config.yaml is for a run on AWS. This lists what to fill in, and then everything that would stop a run:",
+            "  rollout doctor config.yaml --agent agent.py",
+        ):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _copy(template: Template, folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder: name a new one")
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty: name a new or an empty folder")
+    for source in (_COMMON, template):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(TEMPLATES / source, folder, ignore=ignored, dirs_exist_ok=True)
 
 
 def dev(

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 from builders import load_module, refused
-from rollout_backend.cli.init import TEMPLATES, Template
+from rollout_backend.cli.dev import TEMPLATES, Template
 from rollout_backend.config import load_config
 from rollout_backend.core.tasks import read_tasks
 
