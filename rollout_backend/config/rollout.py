@@ -13,8 +13,14 @@ from agent_wrapper.contract import Sampling
 from agent_wrapper.contract.keys import ID_PATTERN
 from rollout_backend.config.gateway import GatewayConfig, RelayConfig
 from rollout_backend.config.model import ModelConfig
-from rollout_backend.config.observe import ObserveConfig, PriceConfig
-from rollout_backend.config.results import AwsConfig, CollectConfig, QueueConfig, StorageConfig
+from rollout_backend.config.results import (
+    AwsConfig,
+    CollectConfig,
+    ObserveConfig,
+    PriceConfig,
+    QueueConfig,
+    StorageConfig,
+)
 from rollout_backend.config.runtimes import RUNTIME_KINDS, AnyRuntimeConfig, RuntimeConfig
 from rollout_backend.config.section import Section, matching
 from rollout_backend.config.serving import RouterConfig, ServingConfig
