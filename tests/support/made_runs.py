@@ -44,7 +44,6 @@ class MadeRun:
     stored: int = 1_000_000  # results that are stored per step
     model: Path = BYTE_MODEL
     max_tokens: int = 256
-    outage: bool = False  # every container is lost
 
 
 def make_run(run_dir: Path, made: MadeRun = MadeRun()) -> Path:
@@ -140,7 +139,7 @@ class _Step:
         session = f"rollout-{self.draw.getrandbits(128):032x}"
         self.ledger.entries[each.rollout_id].start_attempt(session, 1, self.now + 120)
         fate = self.draw.random()
-        if self.made.outage or fate < self.made.lost / 2:
+        if fate < self.made.lost / 2:
             self.now += self.draw.uniform(2, 20)
             message = "424: the container answered 500"
             self._settle(each, session, Outcome.INFRA_ERROR, "container_error", message)
