@@ -26,7 +26,7 @@ WHAT_TO_DO = {
     "bad_reward": "fix the reward",
     "no_reward": "return `reward`, or set `scoring.function`: see rewards.md",
     "no_model_call": "use the context's `base_url` and `api_key`",
-    "status_code": "read the message; see wrap-your-agent.md",
+    "status_code": "read the message; see toolkit-agents.md",
     "invocation_error": "read the message, and the agent's log",
     "model_unreachable": "the message names the address: set `gateway.public_url` to one that agents can reach",
     "model_unavailable": "check that agents can reach `gateway.public_url`; read `logs/`",
