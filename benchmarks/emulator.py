@@ -22,8 +22,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,62 +29,41 @@ from typing import Any
 from urllib.parse import quote
 
 from emulated_aws.agentcore import ARN, SESSION, AgentCore
-from emulated_aws.http_server import Answer, Connection, Request, Response, json_response
+from emulated_aws.cloud import Cloud
 from emulated_aws.ready_made import ReadyMadeResults
-from emulated_aws.s3 import S3
-from emulated_aws.sqs import ACCOUNT, Sqs
+from emulated_aws.sqs import ACCOUNT
 from emulated_aws.toolkit_agents import ToolkitAgents
 
 from agent_wrapper.contract import REQUEST_FIELD
 
 AGENTS = {"ours": AgentCore, "toolkit": ToolkitAgents}
-_ENGINE_PATHS = ("/health", "/get_model_info", "/model_info", "/get_server_info", "/server_info", "/v1/models")
 
 
-class Emulator:
-    """All services on one port. It also answers the probes of a router as an engine would."""
-
+class Emulator(Cloud):
     def __init__(self, options: Any) -> None:
-        self._calls: Counter[str] = Counter()
-        self._s3 = S3(options.s3_s, self._calls)
-        self._sqs = Sqs(options.sqs_s, self._calls)
+        super().__init__(None, options.s3_s, options.sqs_s)
         results = ReadyMadeResults(options.tokens, options.secret)
-        self._agents = AGENTS[options.agents](self._s3, self._sqs, results, options, self._calls)
+        self.agents = AGENTS[options.agents](self.s3, self.sqs, results, options, self.calls)
 
-    def handle(self, request: Request, answer: Answer) -> None:
-        path = request.path
-        if b"x-amz-target" in request.headers:
-            self._sqs.handle(request, answer)
-        elif path.startswith("/runtimes/") or path in ("/invocations", "/stop"):
-            self._agents.handle(request, answer)
-        elif path.startswith("/_emulator/"):
-            answer(self._control(path), 0)
-        elif path in _ENGINE_PATHS or path == "/ping":
-            answer(json_response(200, {}), 0)
-        else:
-            self._s3.handle(request, answer)
-
-    def _control(self, path: str) -> Response:
-        if path.endswith("/reset"):
-            self._calls.clear()
-            self._agents.reset()
-            return json_response(200, {})
-        agents = self._agents
+    def control(self, name: str) -> Any:
+        if name == "reset":
+            self.calls.clear()
+            self.agents.reset()
+        agents = self.agents
         log = {"invoked": agents.invoked, "stopped": agents.stopped, "published": agents.published}
-        return json_response(200, {**log, "calls": self._calls, "cpu_s": time.process_time()})
+        return {**log, **super().control(name)}
 
-    async def serve(self, port: int) -> None:
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: Connection(self.handle), "127.0.0.1", port, backlog=4096)
-        async with server:
-            await asyncio.gather(server.serve_forever(), self._sqs.run())
+
+async def serve(port: int, options: Any) -> None:
+    async with Emulator(options).serve(port):
+        await asyncio.Event().wait()
 
 
 def run(port: int, options: Any) -> None:
     gc.freeze()
     gc.disable()  # what it makes has no cycles, and a collection of 100,000 messages would take 0.1 s
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(Emulator(options).serve(port))
+        asyncio.run(serve(port, options))
 
 
 # --- its ceiling -------------------------------------------------------------------------------------------

@@ -33,20 +33,17 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from emulated_aws.agentcore import ARN
+from emulated_aws.cloud import Cloud
 from emulated_aws.faulty_agents import TOKENS, FaultyAgents
-from emulated_aws.http_server import Answer, Connection, Request, json_response
-from emulated_aws.s3 import S3
-from emulated_aws.sqs import Sqs
 from fault_cases import BY_HTTP, BY_NAME, BY_S3, CASES, LIGHTNING, OURS, OUTAGE_S, SYSTEMS, Case
 from rivals.environments import RivalFailed, environment, python_of, tail, version_of
-from run_all import machine
+from run_all import write_section
 
 from rollout_backend.serving.server_process import free_port
 from rollout_backend.testing.fault_proxy import FaultProxy
@@ -59,7 +56,6 @@ HUNG_S = 300.0  # a step that takes longer hangs
 SECRET = "the secret of a fault test, 32 characters"
 PACKAGES = {BY_S3: "agentcore-rl-toolkit", BY_HTTP: "agentcore-rl-toolkit", LIGHTNING: "agentlightning"}
 SCRIPTS = {OURS: "us", BY_S3: "toolkit", BY_HTTP: "toolkit", LIGHTNING: "agentlightning"}
-_ENGINE_PATHS = ("/health", "/get_model_info", "/model_info", "/get_server_info", "/server_info", "/v1/models")
 
 
 @dataclass(frozen=True)
@@ -115,36 +111,13 @@ def count(truths: Iterable[Truth], rollouts: Iterable[dict[str, Any]]) -> dict[s
 # --- one step of one system ------------------------------------------------------------------------------------
 
 
-class Cloud:
-    """S3, SQS, AgentCore and the probes of an engine on one port."""
-
+class FaultyCloud(Cloud):
     def __init__(self, fault: str) -> None:
-        calls: Counter[str] = Counter()
-        self._s3, self._sqs = S3(0.01, calls), Sqs(0.005, calls)
-        self.agents = FaultyAgents(self._s3, self._sqs, fault, SECRET)
+        super().__init__(0.01, 0.005)
+        self.agents: FaultyAgents = FaultyAgents(self.s3, self.sqs, fault, SECRET)
 
-    def handle(self, request: Request, answer: Answer) -> None:
-        if b"x-amz-target" in request.headers:
-            self._sqs.handle(request, answer)
-        elif request.path.startswith("/runtimes/"):
-            self.agents.handle(request, answer)
-        elif request.path == "/_emulator/sessions":
-            answer(json_response(200, list(self.agents.sessions)), 0)
-        elif request.path in _ENGINE_PATHS:
-            answer(json_response(200, {}), 0)
-        else:
-            self._s3.handle(request, answer)
-
-    @contextlib.asynccontextmanager
-    async def serve(self) -> AsyncIterator[str]:
-        server = await asyncio.get_running_loop().create_server(lambda: Connection(self.handle), "127.0.0.1", 0)
-        clock = asyncio.create_task(self._sqs.run())
-        try:
-            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        finally:
-            clock.cancel()
-            await self.agents.aclose()
-            server.close()
+    def control(self, name: str) -> Any:
+        return list(self.agents.sessions)
 
 
 def limit_of(case: Case) -> float:
@@ -214,8 +187,8 @@ async def outage(case: Case, system: str, proxy: FaultProxy, begun: asyncio.Even
 
 
 async def run_on_aws(system: str, case: Case, folder: Path) -> dict[str, Any]:
-    cloud, log = Cloud(case.name), folder / "trainer.log"
-    async with cloud.serve() as engine, FaultProxy(engine) as proxy:
+    cloud, log = FaultyCloud(case.name), folder / "trainer.log"
+    async with cloud.serve() as engine, contextlib.aclosing(cloud.agents), FaultProxy(engine) as proxy:
         asked = {
             "url": proxy.url,
             "engine": engine,
@@ -378,33 +351,25 @@ def main() -> None:
         print(line(row), flush=True)
         rows[row["fault"], row["system"]] = row
         if options.json is not None:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            seconds = before_s + round(time.monotonic() - began)
-            options.json.write_text(json.dumps(section(list(rows.values()), seconds), indent=1) + "\n")
+            seconds = before_s + time.monotonic() - began
+            results = results_of(list(rows.values()))
+            write_section(options.json, "faults", "python benchmarks/faults.py", seconds, results)
 
     asyncio.run(matrix(systems, cases, options.jobs, options.work, done))
 
 
-def section(rows: list[dict[str, Any]], seconds: int) -> dict[str, Any]:
-    """Return what `docs/make_results.py` takes."""
+def results_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
-        "section": "faults",
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": machine(),
-        "command": "python benchmarks/faults.py",
-        "seconds": seconds,
-        "results": {
-            "versions": {system: version_of(package) for system, package in PACKAGES.items()},
-            "settings": {
-                "groups": GROUPS,
-                "group": GROUP,
-                "limit_s": LIMIT_S,
-                "limit_in_outages_s": LIMIT_IN_OUTAGES_S,
-                "outage_s": OUTAGE_S,
-            },
-            "cases": {case.name: case.title for case in CASES},
-            "rows": rows,
+        "versions": {system: version_of(package) for system, package in PACKAGES.items()},
+        "settings": {
+            "groups": GROUPS,
+            "group": GROUP,
+            "limit_s": LIMIT_S,
+            "limit_in_outages_s": LIMIT_IN_OUTAGES_S,
+            "outage_s": OUTAGE_S,
         },
+        "cases": {case.name: case.title for case in CASES},
+        "rows": rows,
     }
 
 

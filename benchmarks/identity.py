@@ -30,17 +30,16 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from arithmetic_reward import compute_score
+from emulated_aws.cloud import Cloud
 from emulated_aws.wrapped_agents import WrappedAgents
 from learning_curves import (
     KEYS,
     ORDERED,
     TRAINER,
-    Cloud,
     Settings,
     accounts,
     backend_settings,
@@ -48,7 +47,7 @@ from learning_curves import (
     warm_model,
     write_tasks,
 )
-from run_all import machine
+from run_all import write_section
 from training_step import Example, agent_loop_overrides, example_module, write_questions
 
 from agent_wrapper import RolloutContext
@@ -198,19 +197,6 @@ def measure(trainer: str, variants: list[str], steps: int, folder: Path) -> list
     return found
 
 
-def section(found: list[dict[str, Any]], command: str, steps: int) -> dict[str, Any]:
-    """Return this section's entry of `docs/results.json`, for `docs/make_results.py`."""
-    of_verl = {each["trainer"]: each["seconds_verl"] for each in found}
-    return {
-        "section": "identity",
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": machine(),
-        "command": command,
-        "seconds": sum(of_verl.values()) + sum(each["seconds"] for each in found),
-        "results": {"settings": asdict(Settings(steps=steps)), "comparisons": found},
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trainers", nargs="*", choices=TRAINERS, default=list(TRAINERS))
@@ -225,10 +211,12 @@ def main() -> None:
     for trainer in options.trainers:
         found += measure(trainer, options.variants, options.steps, options.runs)
         if options.json is not None:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
             chosen = ["--trainers", *options.trainers, "--variants", *options.variants]
             command = f".venv-verl/bin/python benchmarks/identity.py {shlex.join(chosen)}"
-            options.json.write_text(json.dumps(section(found, command, options.steps), indent=1) + "\n")
+            of_verl = {each["trainer"]: each["seconds_verl"] for each in found}
+            seconds = sum(of_verl.values()) + sum(each["seconds"] for each in found)
+            results = {"settings": asdict(Settings(steps=options.steps)), "comparisons": found}
+            write_section(options.json, "identity", command, seconds, results)
 
 
 if __name__ == "__main__":

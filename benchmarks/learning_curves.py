@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import random
@@ -27,21 +26,19 @@ import statistics
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from arithmetic_reward import compute_score
 from emulated_aws.agentcore import ARN
-from emulated_aws.http_server import Answer, Connection, Request
-from emulated_aws.s3 import S3
-from emulated_aws.sqs import REGION, Sqs
+from emulated_aws.cloud import Cloud
+from emulated_aws.sqs import REGION
 from emulated_aws.wrapped_agents import SessionRecord, WrappedAgents
 from learning_report import PATH as VARIANTS
 from learning_report import VERL
-from run_all import machine
+from run_all import write_section
 from tiny_learner import fit_sums, question
 from training_step import METRICS, Example, agent_loop_overrides, example_module, steps_of, write_questions
 
@@ -137,32 +134,6 @@ def is_right(reply: str, answer: str) -> bool:
     return compute_score("", reply, answer) == 1
 
 
-class Cloud:
-    """S3, SQS and AgentCore on one port."""
-
-    def __init__(self, agents: WrappedAgents) -> None:
-        calls: Counter[str] = Counter()
-        self._s3, self._sqs, self._agents = S3(0.0, calls), Sqs(0.0, calls), agents
-
-    def _handle(self, request: Request, answer: Answer) -> None:
-        if b"x-amz-target" in request.headers:
-            self._sqs.handle(request, answer)
-        elif request.path.startswith("/runtimes/"):
-            self._agents.handle(request, answer)
-        else:
-            self._s3.handle(request, answer)
-
-    @contextlib.asynccontextmanager
-    async def serve(self) -> AsyncIterator[str]:
-        server = await asyncio.get_running_loop().create_server(lambda: Connection(self._handle), "127.0.0.1", 0)
-        clock = asyncio.create_task(self._sqs.run())
-        try:
-            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        finally:
-            clock.cancel()
-            server.close()
-
-
 async def run_ours(seed: int, example: Example, settings: Settings) -> dict[str, Any]:
     agents = WrappedAgents(is_right, seed)
     async with Cloud(agents).serve() as url, agents:
@@ -256,18 +227,6 @@ def line(found: dict[str, Any]) -> str:
     return f"{found['variant']:12s} seed {found['seed']}: {curve}; {step_s:.2f} s a step, {found['seconds']} s{lost}"
 
 
-def section(runs: list[dict[str, Any]], settings: Settings) -> dict[str, Any]:
-    """Return what `docs/make_results.py` takes."""
-    return {
-        "section": "learning",
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": machine(),
-        "command": ".venv-verl/bin/python benchmarks/learning_curves.py",
-        "seconds": sum(run["seconds"] for run in runs),
-        "results": {"settings": asdict(settings), "runs": runs},
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="*", type=int, default=list(range(5)))
@@ -286,8 +245,9 @@ def main() -> None:
             runs.append(run_or_read(variant, seed, settings, options.runs))
             print(line(runs[-1]), flush=True)
             if options.json is not None:
-                options.json.parent.mkdir(parents=True, exist_ok=True)
-                options.json.write_text(json.dumps(section(runs, settings), indent=1) + "\n")
+                command = ".venv-verl/bin/python benchmarks/learning_curves.py"
+                results = {"settings": asdict(settings), "runs": runs}
+                write_section(options.json, "learning", command, sum(run["seconds"] for run in runs), results)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import shutil
@@ -30,15 +29,15 @@ import statistics
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from emulated_aws.agentcore import SESSION
+from emulated_aws.cloud import Cloud
 from emulated_aws.wrapped_agents import SessionRecord, WrappedAgents
-from learning_curves import KEYS, Cloud, engine_settings
+from learning_curves import KEYS, engine_settings
 from learning_report import AS_0, DROPPED, LOSSES
-from run_all import machine
+from run_all import write_section
 from tiny_learner import Row, fit, row_of, train
 
 from agent_wrapper import RolloutContext
@@ -173,16 +172,9 @@ def main() -> None:
     for variant in options.variants:
         runs += asyncio.run(run(variant, options.seeds, settings, options.runs.absolute()))
         if options.json is not None:
-            section = {
-                "section": "losses",
-                "date": datetime.now(UTC).date().isoformat(),
-                "machine": machine(),
-                "command": ".venv-verl/bin/python benchmarks/lost_rollouts.py",
-                "seconds": round(time.monotonic() - began),
-                "results": {"settings": asdict(settings), "runs": runs},
-            }
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(section, indent=1) + "\n")
+            command = ".venv-verl/bin/python benchmarks/lost_rollouts.py"
+            results = {"settings": asdict(settings), "runs": runs}
+            write_section(options.json, "losses", command, time.monotonic() - began, results)
 
 
 if __name__ == "__main__":
