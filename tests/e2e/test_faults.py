@@ -1,7 +1,7 @@
 """Whole runs while S3, SQS, agents, router, engines, clock or credentials fail.
 
 Everything except the model is a real process. S3 and SQS are moto, or the emulator at $ROLLOUT_TEST_EMULATOR (see
-`benchmarks/faithful_emulator.py`). Each test rolls out the same tasks, and the model answers by the prompt alone. So
+`tests/emulators/localstack.py`). Each test rolls out the same tasks, and the model answers by the prompt alone. So
 the rows must equal those of an undisturbed run, or be missing with a reason.
 """
 

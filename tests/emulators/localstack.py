@@ -1,4 +1,4 @@
-"""Run the fault tests against LocalStack, a stricter S3 and SQS than moto: `python benchmarks/faithful_emulator.py`.
+"""Run the fault tests against LocalStack, a stricter S3 and SQS than moto: `python -m tests.emulators.localstack`.
 
 LocalStack verifies the signatures of presigned URLs, blocks a queue's name for a minute after its deletion, and
 refuses a second purge within a minute. It needs Python 3.12 or newer. The first run installs it, which takes a few
@@ -22,7 +22,7 @@ from filelock import FileLock
 from rollout_backend.serving.install import cache_dir
 from rollout_backend.serving.server_process import ServerProcess, free_port
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NEWER = ("python3.14", "python3.13", "python3.12")
 PINS = (
     "localstack-core[runtime]==2026.3.0",
@@ -67,7 +67,7 @@ async def healthy(url: str) -> bool:
 async def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", help="the Python (3.12 or newer) to install LocalStack with")
-    parser.add_argument("--work", type=Path, default=Path("runs/faithful_emulator"))
+    parser.add_argument("--work", type=Path, default=Path("runs/localstack"))
     options, more = parser.parse_known_args()
     port = free_port()
     url = f"http://127.0.0.1:{port}"
