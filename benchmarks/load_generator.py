@@ -18,52 +18,13 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from http_client import Connection
+
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-
-
-class Connection(asyncio.Protocol):
-    """A connection that a session keeps open. One request at a time."""
-
-    transport: Any = None
-
-    def __init__(self) -> None:
-        self._read = bytearray()
-        self._answer: asyncio.Future[bytes] | None = None
-
-    def connection_made(self, transport: Any) -> None:
-        self.transport = transport
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(error or ConnectionResetError("the gateway closed the connection"))
-
-    def call(self, request: bytes) -> Awaitable[bytes]:
-        """Return the whole response, head included."""
-        self._read.clear()
-        self._answer = asyncio.get_running_loop().create_future()
-        self.transport.write(request)
-        return self._answer
-
-    def data_received(self, data: bytes) -> None:
-        self._read += data
-        if self._answer is not None and not self._answer.done() and _is_whole(self._read):
-            self._answer.set_result(bytes(self._read))
-
-
-def _is_whole(response: bytearray) -> bool:
-    end = response.find(b"\r\n\r\n")
-    if end < 0:
-        return False
-    head = bytes(response[:end]).lower()
-    if b"transfer-encoding: chunked" in head:
-        return response.endswith(b"0\r\n\r\n")
-    length = head.partition(b"content-length:")[2].partition(b"\r\n")[0]
-    return len(response) >= end + 4 + int(length)
 
 
 class Session:

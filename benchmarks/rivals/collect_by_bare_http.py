@@ -13,39 +13,10 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from collect_by_boto3 import key_of
+from http_client import Connection
 from spent import Step, call
 
 RECEIVERS = 4
-
-
-class Connection(asyncio.Protocol):
-    """One connection: one call at a time."""
-
-    def __init__(self) -> None:
-        self._answer: asyncio.Future[bytes] | None = None
-        self._received = bytearray()
-        self._head = self._end = 0  # of the answer's body
-
-    def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-
-    def call(self, request: bytes) -> asyncio.Future[bytes]:
-        self._received.clear()
-        self._end = 0
-        self._answer = asyncio.get_running_loop().create_future()
-        self._transport.write(request)
-        return self._answer
-
-    def data_received(self, data: bytes) -> None:
-        received = self._received
-        received += data
-        if not self._end and (head := received.find(b"\r\n\r\n") + 4) > 3:
-            [length] = [
-                line for line in received[:head].lower().split(b"\r\n") if line.startswith(b"content-length:")
-            ]
-            self._end, self._head = head + int(length[15:]), head
-        if self._end and len(received) == self._end and self._answer is not None:
-            self._answer.set_result(bytes(received[self._head :]))
 
 
 class Reference:
@@ -129,7 +100,7 @@ class Reference:
         head = f"{method} {path} HTTP/1.1\r\nHost: {self._host.netloc}\r\n{lines}Content-Length: {len(body)}\r\n\r\n"
         answer = await connection.call(head.encode() + body)
         self._idle.append(connection)
-        return answer
+        return answer.partition(b"\r\n\r\n")[2]
 
 
 async def main(reference: Reference, work: dict[str, Any]) -> None:
