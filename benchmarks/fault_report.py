@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from xml.sax.saxutils import escape
 
 from fault_cases import SYSTEMS
-from report import Table
+from report import Table, svg, text_at
 
 Results = Mapping[str, Any]
 WRONG = {"invented": "with an invented reward", "foreign": "with foreign tokens", "duplicated": "doubled"}
@@ -73,10 +72,10 @@ def picture(results: Results) -> str:
     systems, by_place = systems_of(results), {(row["fault"], row["system"]): row for row in results["rows"]}
     names = [name for name in results["cases"] if any((name, system) in by_place for system in systems)]
     width, height = _TITLE + _CELL * len(systems) + 10, _LINE * (len(names) + 3)
-    elements = [_text(_TITLE + _CELL * i, 16, system, "font-weight='bold'") for i, system in enumerate(systems)]
+    elements = [text_at(_TITLE + _CELL * i, 16, system, "font-weight='bold'") for i, system in enumerate(systems)]
     for at, name in enumerate(names, start=1):
         y = _LINE * at + 4
-        elements.append(_text(_TITLE - 8, y + 12, results["cases"][name], "text-anchor='end'"))
+        elements.append(text_at(_TITLE - 8, y + 12, results["cases"][name], "text-anchor='end'"))
         for i, system in enumerate(systems):
             elements += _bar(_TITLE + _CELL * i, y, by_place.get((name, system)), planned(results))
     x = 8.0
@@ -85,18 +84,14 @@ def picture(results: Results) -> str:
             name, name
         )
         elements.append(f"<rect x='{x}' y='{height - 22}' width='10' height='10' fill='{colour}'/>")
-        elements.append(_text(x + 14, height - 13, text))
+        elements.append(text_at(x + 14, height - 13, text))
         x += 30 + 7 * len(text)
-    head = (
-        f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' viewBox='0 0 {width} {height}'>"
-    )
-    style = "<style>text { font: 12px sans-serif; fill: #24292f }</style>"
-    return "\n".join([head, style, "<rect width='100%' height='100%' fill='white'/>", *elements, "</svg>\n"])
+    return svg(width, height, elements)
 
 
 def _bar(left: float, y: float, row: Mapping[str, Any] | None, all_of_them: int) -> Iterator[str]:
     if row is None or "not_applicable" in row:
-        yield _text(left, y + 12, "" if row is None else "n/a", "fill-opacity='0.5'")
+        yield text_at(left, y + 12, "" if row is None else "n/a", "fill-opacity='0.5'")
         return
     wrong = sum(row[name] for name in WRONG)
     known = {"delivered": row["delivered"], "wrong": wrong, "lost": row["lost"]}
@@ -111,10 +106,6 @@ def _bar(left: float, y: float, row: Mapping[str, Any] | None, all_of_them: int)
         yield (
             f"<rect x='{left - room:.1f}' y='{y + 12}' width='{wide:.1f}' height='4' fill='{_COLOURS['leaked']}'/>"
         )
-
-
-def _text(x: float, y: float, text: str, more: str = "") -> str:
-    return f"<text x='{x:.1f}' y='{y}' {more}>{escape(text)}</text>"
 
 
 def reasons(results: Results) -> Sequence[str]:

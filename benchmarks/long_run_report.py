@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
-from xml.sax.saxutils import escape
 
-from report import STACK, Table, shown
+from report import STACK, Table, shown, svg, text_at
 
 KILLED = ("trainer", "gateway", "engine", "janitor")
 POINTS = 120  # of a line in the picture
@@ -60,7 +59,7 @@ def picture(results: Mapping[str, Any]) -> str:
     panels.append(("from a trainer's start to its first step, s", {"trainer": series.get("restart, s", [])}))
     panels.append((f"rollouts completed in {60 * hours / POINTS:.1f} minutes", {"completed": series["completed"]}))
     height = len(panels) * (_PANEL + _HEAD) + 2 * _HEAD
-    elements = [f"<rect width='{_WIDTH}' height='{height}' fill='white'/>"]
+    elements: list[str] = []
     for i, (title, lines) in enumerate(panels):
         elements += _panel(title, lines, i * (_PANEL + _HEAD), hours)
     top = len(panels) * (_PANEL + _HEAD)
@@ -70,23 +69,19 @@ def picture(results: Mapping[str, Any]) -> str:
         for hour, kind in results["kills"]
         if (x := _LEFT + (_WIDTH - _LEFT - _RIGHT) * hour / hours)
     ]
-    elements.append(_text(_WIDTH - _RIGHT + 8, top + 15, f"{len(results['kills'])} kills"))
-    head = (
-        f"<svg xmlns='http://www.w3.org/2000/svg' width='{_WIDTH}' height='{height}' viewBox='0 0 {_WIDTH} {height}'>"
-    )
-    style = "<style>text { font: 12px sans-serif; fill: #24292f }</style>"
-    return "\n".join([head, style, *elements, "</svg>\n"])
+    elements.append(text_at(_WIDTH - _RIGHT + 8, top + 15, f"{len(results['kills'])} kills"))
+    return svg(_WIDTH, height, elements)
 
 
 def _panel(title: str, lines: Mapping[str, list[float | None]], top: int, hours: float) -> Iterator[str]:
     most = max((value for values in lines.values() for value in values if value is not None), default=1.0) or 1.0
     bottom, width = top + _HEAD + _PANEL - 20, _WIDTH - _LEFT - _RIGHT
-    yield _text(_LEFT, top + 16, title, "font-weight='bold'")
+    yield text_at(_LEFT, top + 16, title, "font-weight='bold'")
     for part in (0.0, 0.5, 1.0):
         y = bottom - part * (_PANEL - 20)
         yield f"<line x1='{_LEFT}' y1='{y:.1f}' x2='{_LEFT + width}' y2='{y:.1f}' stroke='#d6dbe1'/>"
-        yield _text(_LEFT - 6, y + 4, shown(part * most), "text-anchor='end'")
-        yield _text(_LEFT + part * width, bottom + 15, f"{part * hours:.2g} h", "text-anchor='middle'")
+        yield text_at(_LEFT - 6, y + 4, shown(part * most), "text-anchor='end'")
+        yield text_at(_LEFT + part * width, bottom + 15, f"{part * hours:.2g} h", "text-anchor='middle'")
     for i, (name, values) in enumerate(lines.items()):
         points = " ".join(
             f"{_LEFT + width * (at + 0.5) / POINTS:.1f},{bottom - (_PANEL - 20) * value / most:.1f}"
@@ -94,8 +89,4 @@ def _panel(title: str, lines: Mapping[str, list[float | None]], top: int, hours:
             if value is not None
         )
         yield f"<polyline points='{points}' fill='none' stroke='{STACK[i]}' stroke-width='1.5'/>"
-        yield _text(_LEFT + width + 8, top + _HEAD + 14 + 16 * i, name, f"style='fill: {STACK[i]}'")
-
-
-def _text(x: float, y: float, text: str, more: str = "") -> str:
-    return f"<text x='{x:.1f}' y='{y:.1f}' {more}>{escape(text)}</text>"
+        yield text_at(_LEFT + width + 8, top + _HEAD + 14 + 16 * i, name, f"style='fill: {STACK[i]}'")

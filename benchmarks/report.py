@@ -281,12 +281,12 @@ class Panel:
 
     def draw(self, top: int) -> Iterator[str]:
         """Yield the panel's elements."""
-        yield _text(0, top + 18, self.title, "font-weight='bold'")
+        yield text_at(0, top + 18, self.title, "font-weight='bold'")
         low = min((start for bar in self.bars for start, _, _ in bar.spans), default=0.0) if self.log else 0.0
         high = max((end for bar in self.bars for _, end, _ in bar.spans), default=1.0)
         y = top + HEAD
         for bar in self.bars:
-            yield _text(LABELS - 8, y + 12, bar.label, "text-anchor='end'")
+            yield text_at(LABELS - 8, y + 12, bar.label, "text-anchor='end'")
             at = float(LABELS)
             for start, end, colour in bar.spans:
                 left, at = (LABELS + self._place(value, low, high) for value in (start, end))
@@ -294,12 +294,12 @@ class Panel:
                     f"<rect x='{left:.1f}' y='{y + 2}' width='{max(1.5, at - left):.1f}' height='{LINE - 5}' "
                     f"fill='{colour}'/>"
                 )
-            yield _text(at + 6, y + 12, bar.value)
+            yield text_at(at + 6, y + 12, bar.value)
             y += LINE
         x = LABELS
         for name, colour in self.legend:
             yield f"<rect x='{x}' y='{y + 4}' width='10' height='10' fill='{colour}'/>"
-            yield _text(x + 14, y + 13, name)
+            yield text_at(x + 14, y + 13, name)
             x += 22 + 7 * len(name)
 
     def _place(self, value: float, low: float, high: float) -> float:
@@ -310,8 +310,16 @@ class Panel:
         return room * (0.1 + 0.9 * math.log(value / low) / math.log(high / low)) if high > low else room
 
 
-def _text(x: float, y: float, text: str, more: str = "") -> str:
+def text_at(x: float, y: float, text: str, more: str = "") -> str:
     return f"<text x='{x:.1f}' y='{y}' {more}>{escape(text)}</text>"
+
+
+def svg(width: float, height: float, elements: Sequence[str]) -> str:
+    head = (
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' viewBox='0 0 {width} {height}'>"
+    )
+    style = "<style>text { font: 12px sans-serif; fill: #24292f }</style>"
+    return "\n".join([head, style, "<rect width='100%' height='100%' fill='white'/>", *elements, "</svg>\n"])
 
 
 def picture(results: Mapping[str, Any]) -> str:
@@ -322,10 +330,7 @@ def picture(results: Mapping[str, Any]) -> str:
     for panel in panels:
         elements += panel.draw(top)
         top += panel.height
-    head = f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{top}' viewBox='0 0 {WIDTH} {top}'>"
-    style = "<style>text { font: 12px sans-serif; fill: #24292f }</style>"
-    background = "<rect width='100%' height='100%' fill='white'/>"
-    return "\n".join([head, style, background, *elements, "</svg>\n"])
+    return svg(WIDTH, top, elements)
 
 
 def _colour(system: str) -> str:
