@@ -33,6 +33,7 @@ from emulated_aws.cloud import Cloud
 from emulated_aws.ready_made import ReadyMadeResults
 from emulated_aws.sqs import ACCOUNT
 from emulated_aws.toolkit_agents import ToolkitAgents
+from rivals.spent import call
 
 from agent_wrapper.contract import REQUEST_FIELD
 
@@ -124,7 +125,7 @@ async def _measure(port: int, make: Callable[[], bytes], seconds: float) -> tupl
     """Return the calls per second, and the emulator's CPU seconds per call."""
     loop = asyncio.get_running_loop()
     callers = []
-    cpu = await _cpu_s(port)
+    cpu = call(f"http://127.0.0.1:{port}", "log")["cpu_s"]
     began = loop.time()
     transports = []
     for _ in range(64):
@@ -135,24 +136,14 @@ async def _measure(port: int, make: Callable[[], bytes], seconds: float) -> tupl
     answered, took = sum(caller.answered for caller in callers), loop.time() - began
     for transport in transports:
         transport.abort()
-    return answered / took, (await _cpu_s(port) - cpu) / answered
-
-
-async def _cpu_s(port: int) -> float:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET /_emulator/log HTTP/1.1\r\n\r\n")
-    head = await reader.readuntil(b"\r\n\r\n")
-    length = int(head.split(b"Content-Length: ")[1].split(b"\r\n")[0])
-    log = json.loads(await reader.readexactly(length))
-    writer.close()
-    return float(log["cpu_s"])
+    return answered / took, (call(f"http://127.0.0.1:{port}", "log")["cpu_s"] - cpu) / answered
 
 
 async def _ceilings(port: int) -> dict[str, dict[str, float]]:
     """Measure each call, and print what it takes."""
     while True:
         with contextlib.suppress(OSError):
-            await _cpu_s(port)
+            call(f"http://127.0.0.1:{port}", "log")
             break
         await asyncio.sleep(0.05)
     found = {}

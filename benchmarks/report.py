@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from xml.sax.saxutils import escape
@@ -349,31 +349,24 @@ def _compared(ours: Sequence[Any], rivals: Sequence[Any], same: Any) -> Iterator
             yield from of_work
 
 
-def _collected(parts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return list(_compared(parts.get("collection", []), parts.get("rival_collection", []), _work))
+def _collected(parts: Mapping[str, Any], bar: Callable[[Mapping[str, Any]], tuple[float, float, str]]) -> list[Bar]:
+    """Return a bar for each system and work: from, to, and what it says."""
+    bars = []
+    for one in _compared(parts.get("collection", []), parts.get("rival_collection", []), _work):
+        start, end, value = bar(one)
+        bars.append(Bar(f"{work_name(one)}: {one['system']}", [(start, end, _colour(one["system"]))], value))
+    return bars
 
 
 def _waits(parts: Mapping[str, Any]) -> Panel:
-    bars = [
-        Bar(
-            f"{work_name(one)}: {one['system']}",
-            [(one["p50_s"], one["p99_s"], _colour(one["system"]))],
-            f"{shown(one['p50_s'])} to {shown(one['p99_s'])}",
-        )
-        for one in _collected(parts)
-    ]
+    bars = _collected(
+        parts, lambda one: (one["p50_s"], one["p99_s"], f"{shown(one['p50_s'])} to {shown(one['p99_s'])}")
+    )
     return Panel("From a result's PUT to the trainer's hands: p50 to p99 in s, log scale", bars, log=True)
 
 
 def _cpu(parts: Mapping[str, Any]) -> Panel:
-    bars = [
-        Bar(
-            f"{work_name(one)}: {one['system']}",
-            [(0.0, one["cpu_ms"], _colour(one["system"]))],
-            shown(one["cpu_ms"]),
-        )
-        for one in _collected(parts)
-    ]
+    bars = _collected(parts, lambda one: (0.0, one["cpu_ms"], shown(one["cpu_ms"])))
     return Panel("CPU of the trainer's process per rollout, in ms", bars)
 
 

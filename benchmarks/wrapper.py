@@ -17,6 +17,7 @@ announces nothing.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import hashlib
 import json
 import os
@@ -30,10 +31,10 @@ import urllib.request
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from emulated_aws.http_server import Answer, Request, Response, listen
 from rivals.environments import RivalFailed, environment, python_of
 
 from agent_wrapper.contract import (
@@ -173,64 +174,36 @@ WRAPPERS = (
 )
 
 
-class Services(ThreadingHTTPServer):
-    """The gateway, S3 and SQS on one port, which note when a rollout reaches them."""
-
-    daemon_threads = True
+class Services:
+    """The gateway, S3 and SQS on one port of a thread, which note when a rollout reaches them."""
 
     def __init__(self, trajectory: Trajectory, wrapper: Wrapper) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.url = f"http://127.0.0.1:{self.server_port}"
         self.wrapper = wrapper
-        self.trajectory = trajectory.encode()
+        self._trajectory = trajectory.encode()
         self.at: dict[str, float] = {}  # seconds of the machine's monotonic clock, by event
         self.published = threading.Event()
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        loop = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, daemon=True).start()
+        server = asyncio.run_coroutine_threadsafe(listen(self._handle), loop).result()
+        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
-    def note(self, event: str) -> None:
-        self.at.setdefault(event, time.monotonic())
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Services
-
-    def setup(self) -> None:
-        super().setup()
-        self.connection.setsockopt(6, 1, True)  # TCP_NODELAY
-
-    def do_GET(self) -> None:
-        self._answer(b"{}")
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if self.path.endswith("/chat/completions"):
-            self.server.note("called")
-            self._answer(b"{}")
-        elif self.path == "/trajectory":
-            self._answer(self.server.trajectory)
-        else:  # SQS
-            self.server.note("announced")
-            message = json.loads(body)["MessageBody"]
-            digest = hashlib.md5(message.encode()).hexdigest()
-            self._answer(json.dumps({"MessageId": "1", "MD5OfMessageBody": digest}).encode())
-            self.server.published.set()
-
-    def do_PUT(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.note("stored")
-        self.server.at["returned"] = self.server.wrapper.returned(body)
-        self._answer(b"")
-        if not self.server.wrapper.announces:
-            self.server.published.set()
-
-    def _answer(self, body: bytes) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None: ...
+    def _handle(self, request: Request, answer: Answer) -> None:
+        now, body = time.monotonic(), b"{}"
+        if request.method == "PUT":
+            self.at.setdefault("stored", now)
+            self.at["returned"] = self.wrapper.returned(request.body)
+            body = b""
+        elif request.path.endswith("/chat/completions"):
+            self.at.setdefault("called", now)
+        elif request.path == "/trajectory":
+            body = self._trajectory
+        elif request.method == "POST":  # SQS
+            self.at.setdefault("announced", now)
+            digest = hashlib.md5(json.loads(request.body)["MessageBody"].encode()).hexdigest()
+            body = json.dumps({"MessageId": "1", "MD5OfMessageBody": digest}).encode()
+        answer(Response(200, (body,)), 0)
+        if ("announced" if self.wrapper.announces else "stored") in self.at:
+            self.published.set()
 
 
 class Container:
