@@ -24,7 +24,7 @@ from agent_wrapper.runner import Returned
 from rollout_backend.agent_protocols.base import PolledResults
 from rollout_backend.core.ledger import TERMINATED
 from rollout_backend.errors import InvokeRejected
-from rollout_backend.runtimes.answer import MAX_BYTES
+from rollout_backend.runtimes.http import MAX_BYTES
 
 _VERSION = 1
 _CONFIG, _ENVELOPE = "_config", "_agentcore_runtime"

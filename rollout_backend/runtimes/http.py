@@ -17,6 +17,7 @@ from uuid import uuid4
 
 import aiohttp
 
+from rollout_backend import aws
 from rollout_backend.config import HttpConfig
 from rollout_backend.errors import (
     InvokeRejected,
@@ -27,12 +28,12 @@ from rollout_backend.errors import (
     RuntimeUnavailable,
     Throttled,
 )
-from rollout_backend.runtimes.answer import read_answer
 from rollout_backend.runtimes.base import AgentRuntime, CleanupSpec
 
 SESSION_HEADER = "X-Amzn-Bedrock-AgentCore-Runtime-Session-Id"
 _STOP_S = 30.0
 _Post = AbstractAsyncContextManager[aiohttp.ClientResponse]
+MAX_BYTES = 64 * 1024  # the wrapper's answers have some tens of bytes
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -203,3 +204,27 @@ def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
         return True
 
     return stop
+
+
+async def read_answer(reply: aiohttp.ClientResponse) -> bytes:
+    """Return the first `MAX_BYTES` of a container's response to an invoke, even if the container sends more.
+
+    A response that may be truncated raises an error, so that its outcome counts as unknown instead of being misread.
+
+    Raises:
+        aiohttp.ClientError: the connection was lost in the middle of the body.
+        ConnectionError: the body has no declared length and is not a complete JSON value.
+    """
+    body = await aws.read_up_to(reply, MAX_BYTES)
+    framed = "Content-Length" in reply.headers or reply.headers.get("Transfer-Encoding", "").lower() == "chunked"
+    if not framed and not _is_json(body):
+        raise ConnectionError(f"the answer has no Content-Length, and may have been cut: {body[:200]!r}")
+    return body
+
+
+def _is_json(body: bytes) -> bool:
+    try:
+        json.loads(body)
+    except ValueError:
+        return False
+    return True

@@ -42,8 +42,8 @@ from rollout_backend.runtimes.agentcore.architecture import check_images, check_
 from rollout_backend.runtimes.agentcore.control import ENDPOINT, control_client, make_runtime, preview_runtime
 from rollout_backend.runtimes.agentcore.images import ImageRuntimes, has_image, remove_unused
 from rollout_backend.runtimes.agentcore.provision import RuntimeSpec
-from rollout_backend.runtimes.answer import read_answer
 from rollout_backend.runtimes.base import AgentRuntime, CleanupSpec
+from rollout_backend.runtimes.http import read_answer
 
 # "Runtime initialization time exceeded. Please make sure that initialization completes in 120s.": a slow image pull,
 # or a host under load. Any other 424 is an error of the container, which a retry does not change.
