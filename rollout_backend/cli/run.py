@@ -200,7 +200,7 @@ async def collect_step(
     from rollout_backend.results.cost import Prices
     from rollout_backend.results.findings import count_failures, judge
     from rollout_backend.results.page.report import try_to_write_report
-    from rollout_backend.results.terminal.run_summary import RunSummary
+    from rollout_backend.results.terminal.run_view import RunSummary
     from rollout_backend.results.terminal.view import print_step
 
     check_private(tasks, config.scoring.enabled)

@@ -9,7 +9,7 @@ from rollout_backend.results.cost import Prices
 from rollout_backend.results.findings import judge
 from rollout_backend.results.records import records_of
 from rollout_backend.results.step_report import GroupResult, StepResult, make_report
-from rollout_backend.results.terminal.run_summary import RunSummary, print_summary
+from rollout_backend.results.terminal.run_view import RunSummary, print_summary
 from rollout_backend.serving.model_serving import RunPhase
 from rollouts import make_ledger, make_rollout
 

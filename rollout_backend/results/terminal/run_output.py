@@ -36,7 +36,7 @@ from rollout_backend.results.terminal.live_view import (
     plain_line,
     refused_calls,
 )
-from rollout_backend.results.terminal.run_summary import RunSummary, print_summary
+from rollout_backend.results.terminal.run_view import RunSummary, print_summary
 from rollout_backend.serving.model_serving import RunPhase
 from rollout_backend.serving.supervisor import ServingEvent
 
