@@ -190,7 +190,7 @@ class _Shown:
             print_record(console, record, with_outcome=result is None)
 
     def _turn(self, result: Rollout | None, rollout_id: str) -> None:
-        from rollout_backend.results.page.token_text import TokenText
+        from rollout_backend.rendering.token_bytes import TokenText
         from rollout_backend.results.run_data import read_config
         from rollout_backend.results.terminal.turn_view import TurnView
 

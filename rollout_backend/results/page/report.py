@@ -30,9 +30,9 @@ from markupsafe import Markup, escape
 from rollout_backend.atomic_file import write_file
 from rollout_backend.core import formats
 from rollout_backend.errors import ConfigError
+from rollout_backend.rendering.token_bytes import TokenText
 from rollout_backend.results.archive import CONFIG, RunArchive
 from rollout_backend.results.page.step_page import step_context
-from rollout_backend.results.page.token_text import TokenText
 from rollout_backend.results.page.training_page import training_context
 from rollout_backend.results.run_data import RUNS_S, StepData, read_run
 from rollout_backend.serving.server_process import require_port

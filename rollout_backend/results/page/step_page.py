@@ -9,10 +9,10 @@ from typing import Any
 
 from agent_wrapper.contract import Outcome, Rollout, Segment, Turn, readable
 from rollout_backend.core.reasons import documented_at, what_to_do
+from rollout_backend.rendering.token_bytes import TokenText
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.comparison import shown_comparison
 from rollout_backend.results.page import charts
-from rollout_backend.results.page.token_text import TokenText
 from rollout_backend.results.records import RolloutRecord, replies_by_turn, text_of
 from rollout_backend.results.run_data import RunData, StepData, changed_settings, read_rollout
 from rollout_backend.results.summary import PHASES, StepSummary, TaskRewards, duration, mean, seconds_of, span

@@ -13,8 +13,8 @@ from rich.text import Text
 from agent_wrapper.contract import Rollout, Segment, Turn, readable
 from rollout_backend.core.formats import count
 from rollout_backend.errors import ConfigError
+from rollout_backend.rendering.token_bytes import TokenText
 from rollout_backend.results.findings import show_command
-from rollout_backend.results.page.token_text import TokenText
 from rollout_backend.results.records import replies_by_turn
 from rollout_backend.results.summary import mean
 from rollout_backend.results.terminal.view import plain, print_messages, print_text
