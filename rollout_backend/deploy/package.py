@@ -24,11 +24,10 @@ import agent_wrapper
 from rollout_backend.child_process import find_uv, run_child
 from rollout_backend.deploy import CONSTRAINTS, INFRA
 from rollout_backend.errors import ConfigError
+from rollout_backend.runtimes.agentcore.provision import MAX_UNPACKED_BYTES, MAX_ZIP_BYTES
 
 ENTRY_POINT = "agent.py"
 REQUIREMENTS = "requirements.txt"
-MAX_ZIP_BYTES, MAX_UNPACKED_BYTES = 250_000_000, 750_000_000  # AgentCore's limits
-PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")  # versions that AgentCore supports
 _IGNORED = INFRA / "agent.Dockerfile.dockerignore"
 _PLATFORM = "aarch64-manylinux2014"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip can store

@@ -20,10 +20,8 @@ import boto3
 from botocore.exceptions import BotoCoreError, ClientError
 
 from rollout_backend.local.session_pool import ServiceError
-from rollout_backend.runtimes.agentcore.provision import CodeArtifact
+from rollout_backend.runtimes.agentcore.provision import MAX_UNPACKED_BYTES, MAX_ZIP_BYTES, PYTHONS, CodeArtifact
 
-MAX_ZIP_BYTES, MAX_UNPACKED_BYTES = 250_000_000, 750_000_000
-_PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 _ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # this machine's variables that a container does not have
 
 
@@ -50,7 +48,7 @@ class CodeStore:
             raise ServiceError(
                 "ValidationException", "codeConfiguration needs code.s3, runtime, entryPoint"
             ) from None
-        if code.python not in _PYTHONS:
+        if code.python not in PYTHONS:
             raise ServiceError("ValidationException", f"runtime {configuration['runtime']} is not supported")
         if not 1 <= len(code.entry_point) <= 2 or not code.entry_point[-1].endswith(".py"):
             raise ServiceError("ValidationException", f"entryPoint {list(code.entry_point)} names no Python file")

@@ -16,6 +16,9 @@ from typing import Any, Self
 from rollout_backend.config import AgentCoreConfig
 
 MARK = "made by rollout-backend"
+# AgentCore's limits of an agent that is deployed as code
+MAX_ZIP_BYTES, MAX_UNPACKED_BYTES = 250_000_000, 750_000_000
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 DEFINITION = (
     "description",
     "agentRuntimeArtifact",
