@@ -198,7 +198,9 @@ def _permission_line(permission: Permission, decision: str | None, called: bool 
 
 async def check_clock_and_region(config: RolloutConfig) -> list[CheckResult]:
     """Ask S3, without credentials, for the time and for the bucket's region."""
-    url = config.aws.endpoint_of("s3") or _s3_url(config.aws.region)
+    region = config.aws.region
+    default_url = f"https://s3.{region}.amazonaws.com{'.cn' if region.startswith('cn-') else ''}"
+    url = config.aws.endpoint_of("s3") or default_url
     try:
         async with (
             aiohttp.ClientSession(timeout=_ASK_TIMEOUT, trust_env=True) as http,
@@ -213,10 +215,6 @@ async def check_clock_and_region(config: RolloutConfig) -> list[CheckResult]:
     if actual := headers.get("x-amz-bucket-region"):
         found.append(_region_line(config, actual))
     return found
-
-
-def _s3_url(region: str) -> str:
-    return f"https://s3.{region}.amazonaws.com{'.cn' if region.startswith('cn-') else ''}"
 
 
 def describe_clock(ahead_s: float) -> CheckResult:

@@ -39,7 +39,13 @@ async def examine(
         found += await asyncio.to_thread(check_tools, config)
         found += await asyncio.to_thread(check_forced_formats, config)
         found += [check_packages(), *await check_engine_version(config), check_open_files(config)]
-        found += await check_capture(config) if engine else [_not_captured()]
+        if engine:
+            found += await check_capture(config)
+        else:
+            text = (
+                "no model call was made: --engine makes one through router and gateway, and starts the engines for it"
+            )
+            found.append(CheckResult("unchecked", "serving", text, "engine-capture"))
     return found
 
 
@@ -143,8 +149,3 @@ def check_forced_formats(config: RolloutConfig) -> list[CheckResult]:
         if finding.level is not Level.NOTE:
             return [CheckResult("warning", "gateway.forced_tools", f"{text}, {finding.text}: {finding.advice}", name)]
     return [CheckResult("ok", "gateway.forced_tools", f"{text}, replies could be trained", name)]
-
-
-def _not_captured() -> CheckResult:
-    text = "no model call was made: --engine makes one through router and gateway, and starts the engines for it"
-    return CheckResult("unchecked", "serving", text, "engine-capture")

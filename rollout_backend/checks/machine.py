@@ -382,7 +382,8 @@ def _of_verl() -> list[Requirement]:
 
 def check_open_files(config: RolloutConfig) -> CheckResult:
     """Compare the limit of open files with the connections of this process and of a gateway."""
-    soft, hard = (_unlimited(each) for each in resource.getrlimit(resource.RLIMIT_NOFILE))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (math.inf if each == resource.RLIM_INFINITY else each for each in limits)
     calls = config.gateway.max_concurrent_calls
     if config.gateway.kind == "process" and hard < needed_files(calls):
         text = (
@@ -397,7 +398,3 @@ def check_open_files(config: RolloutConfig) -> CheckResult:
     return CheckResult(
         "ok", "open files", f"this process may open {soft:,.0f}, and a run takes {own:,}", "open-files"
     )
-
-
-def _unlimited(limit: int) -> float:
-    return float("inf") if limit == resource.RLIM_INFINITY else limit

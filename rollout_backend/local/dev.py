@@ -236,7 +236,8 @@ class CallPrinter:
     def _print_message(self, message: Mapping[str, Any], note: str = "") -> None:
         role, content = str(message.get("role")), message.get("content") or ""
         parts = [content if isinstance(content, str) else json.dumps(content)]
-        parts += [_call(call["function"]) for call in message.get("tool_calls") or ()]
+        functions = [call["function"] for call in message.get("tool_calls") or ()]
+        parts += [f"{function['name']}({function['arguments']})" for function in functions]
         text = readable("\n".join(filter(None, parts))).replace("\n", "\n" + " " * _ROLE_WIDTH)
         who = (f"{readable(role):{_ROLE_WIDTH}}", _ROLES.get(role, "none"))
         self.print(Text.assemble(who, text, (note, "dim")))
@@ -269,7 +270,3 @@ def _own_frames(traceback: str, folder: Path) -> str | None:
         if shown:
             lines.append(line)
     return "\n".join(lines) if found else None
-
-
-def _call(function: Mapping[str, Any]) -> str:
-    return f"{function['name']}({function['arguments']})"

@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import json
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -139,15 +140,12 @@ class _JsonLines:
         self._file = path.open("w", encoding="utf-8", newline="\n")
 
     def write_batch(self, batch: Any) -> None:
+        iso = operator.methodcaller("isoformat", timespec="microseconds")
         for row in batch.to_pylist():
-            self._file.write(f"{json.dumps(row, ensure_ascii=False, default=_iso)}\n")
+            self._file.write(f"{json.dumps(row, ensure_ascii=False, default=iso)}\n")
 
     def close(self) -> None:
         self._file.close()
-
-
-def _iso(time: datetime) -> str:
-    return time.isoformat(timespec="microseconds")
 
 
 SCHEME = "s3://"

@@ -59,10 +59,6 @@ class Verdict:
     passed: bool
     findings: tuple[Finding, ...]
 
-    @property
-    def sentences(self) -> tuple[str, ...]:
-        return tuple(finding.text for finding in self.findings)
-
 
 def judge(report: StepReport, records: Sequence[RolloutRecord], min_completed: int = 0) -> Verdict:
     """Return the verdict on a step. It fails if fewer than `min_completed` rollouts completed."""

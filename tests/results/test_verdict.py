@@ -84,7 +84,7 @@ SPREAD = [0.0, 1.0]
 def test_with_nothing_to_train_on_the_verdict_fails_and_says_why(groups, why):
     verdict = verdict_on(step(*groups, needed=2))
     assert not verdict.passed
-    assert verdict.sentences[0] == f"nothing to train on: {why}"
+    assert verdict.findings[0].text == f"nothing to train on: {why}"
     first = verdict.findings[0]
     assert (first.level, first.advice == "choose harder tasks") == (
         (Level.WARNING, True) if "solved" in why else (Level.BAD, False)
@@ -113,8 +113,8 @@ def test_with_nothing_to_train_on_the_verdict_fails_and_says_why(groups, why):
 def test_a_verdict_that_passes_names_what_was_lost(groups, sentences):
     verdict = verdict_on(step(*groups))
     assert verdict.passed
-    assert "groups usable" in verdict.sentences[0]
-    assert list(verdict.sentences[1:]) == sentences
+    assert "groups usable" in verdict.findings[0].text
+    assert [each.text for each in verdict.findings[1:]] == sentences
 
 
 @pytest.mark.parametrize("rewards", [(0, 1), (0, 0), (1, 1)])
@@ -122,7 +122,9 @@ def test_replies_that_all_had_a_forced_format_leave_nothing_to_train_on(rewards)
     """That is said first: other rewards would not help."""
     verdict = verdict_on(step([f"{FORCED}{reward}" for reward in rewards]))
     assert not verdict.passed
-    assert verdict.sentences[0].startswith("nothing to train on: none of 4 sampled tokens has a logprob: every reply")
+    assert verdict.findings[0].text.startswith(
+        "nothing to train on: none of 4 sampled tokens has a logprob: every reply"
+    )
     assert (verdict.findings[0].level, len(verdict.findings)) == (Level.BAD, 1)
     assert "gateway.forced_tools: as_auto" in verdict.findings[0].advice
 
@@ -132,7 +134,7 @@ def test_some_replies_with_a_forced_format_are_counted(forced, level):
     verdict = verdict_on(step([*[f"{FORCED}0"] * forced, 1.0]))
     assert verdict.passed
     assert verdict.findings[1].level is level
-    assert verdict.sentences[1].startswith(f"{2 * forced} of {2 * forced + 2} sampled tokens have no logprob")
+    assert verdict.findings[1].text.startswith(f"{2 * forced} of {2 * forced + 2} sampled tokens have no logprob")
 
 
 @pytest.mark.parametrize(
@@ -159,7 +161,7 @@ def test_too_few_completed_rollouts_fail():
     assert verdict_on(step([*SPREAD, LOST]), min_completed=2).passed
     verdict = verdict_on(step([*SPREAD, LOST]), min_completed=3)
     assert not verdict.passed
-    assert verdict.sentences[:2] == (
+    assert tuple(each.text for each in verdict.findings[:2]) == (
         "2 of 3 rollouts completed, 1 of 1 groups usable",
         "2 of 3 rollouts completed, and at least 3 must complete",
     )
@@ -168,4 +170,4 @@ def test_too_few_completed_rollouts_fail():
 def test_sessions_that_could_not_be_closed_fail():
     verdict = verdict_on(step(SPREAD, unclosed=2))
     assert not verdict.passed
-    assert verdict.sentences[-1] == "2 sessions could not be closed"
+    assert verdict.findings[-1].text == "2 sessions could not be closed"
