@@ -1,6 +1,8 @@
 """The container as its callers see it, over HTTP, with S3 and SQS behind it."""
 
 import asyncio
+import os
+import random
 import signal
 import subprocess
 import sys
@@ -8,10 +10,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import numpy
 import pytest
 
 from agent_wrapper import RolloutApp, model_endpoint
-from agent_wrapper.app import SESSION_HEADER, _fetch_s, _Job
+from agent_wrapper.app import SESSION_HEADER, _fetch_s, _Job, reseed
 from agent_wrapper.contract import Outcome, Rollout, RolloutRequest, unpack_artifacts
 from agent_wrapper.errors import EntrypointError
 from agent_wrapper.outcome import AgentResult, failed
@@ -616,3 +619,35 @@ async def yields_async(context: object):
 def test_a_wrong_entrypoint_is_refused(function, words):
     with pytest.raises(EntrypointError, match=words):
         RolloutApp().entrypoint(function)
+
+
+def test_processes_of_one_snapshot_draw_different_numbers() -> None:
+    state, numpy_state = random.getstate(), numpy.random.get_state()
+    drawn = set()
+    try:
+        for _ in range(3):
+            random.seed(7)
+            numpy.random.seed(7)
+            reseed("session")
+            drawn.add((random.random(), numpy.random.random()))
+    finally:
+        random.setstate(state)
+        numpy.random.set_state(numpy_state)
+    assert len({first for first, _ in drawn}) == len({second for _, second in drawn}) == 3
+
+
+def test_numpy_is_not_imported_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = random.getstate()
+    monkeypatch.delitem(sys.modules, "numpy")
+    reseed("session")
+    assert "numpy" not in sys.modules
+    random.setstate(state)
+
+
+def test_sessions_differ_even_if_the_kernels_generator_was_restored_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "urandom", lambda size: bytes(size))
+    drawn = set()
+    for session in ("a", "b"):
+        reseed(session)
+        drawn.add(random.random())
+    assert len(drawn) == 2
