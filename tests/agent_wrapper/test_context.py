@@ -6,8 +6,18 @@ import openai
 import pytest
 
 from agent_wrapper import RolloutContext
+from agent_wrapper.context import ArtifactError, Artifacts
+from agent_wrapper.contract import (
+    MAX_ARTIFACT_BYTES,
+    MAX_ARTIFACTS,
+    Artifact,
+    ContractError,
+    Rollout,
+    unpack_artifacts,
+)
 from agent_wrapper.contract.keys import trace_ids
 from protocol_requests import make_request
+from rollouts import make_rollout
 
 
 def test_in_deployment_the_environment_decides():
@@ -47,3 +57,55 @@ def test_the_openai_client_accepts_the_settings():
     context = RolloutContext.from_environment({}, {"OPENAI_BASE_URL": "http://model/v1", "OPENAI_API_KEY": "k"})
     with openai.OpenAI(**context.openai_kwargs()) as client:
         assert str(client.base_url) == "http://model/v1/"
+
+
+def test_bytes_texts_and_files_are_copied_when_they_are_added(tmp_path):
+    artifacts = Artifacts()
+    assert not artifacts
+    file = tmp_path / "log.txt"
+    file.write_text("first")
+    artifacts.add("a", b"\x00")
+    artifacts.add("b.txt", "\u00e9")
+    artifacts.add("c", file)
+    file.write_text("later")
+    files = {"a": b"\x00", "b.txt": b"\xc3\xa9", "c": b"first"}
+    assert artifacts
+    assert unpack_artifacts(artifacts.pack(), artifacts.listed()) == files
+    rollout = make_rollout("t.0").model_copy(update={"artifacts": artifacts.listed()})
+    assert Rollout.decode(rollout.encode()).artifacts == artifacts.listed()
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "a" * 129, "a b"])
+def test_an_invalid_name_is_refused(name):
+    with pytest.raises(ArtifactError, match="cannot be an artifact's name: use up to 128 letters"):
+        Artifacts().add(name, b"")
+
+
+def test_count_and_size_are_bounded(tmp_path):
+    artifacts, limit = Artifacts(), MAX_ARTIFACT_BYTES
+    artifacts.add("a", bytes(limit - 2))
+    with pytest.raises(ArtifactError, match="'a' was added before"):
+        artifacts.add("a", b"")
+    with pytest.raises(ArtifactError, match=f"with 'b' the artifacts have {limit + 1} bytes, more than {limit}"):
+        artifacts.add("b", b"123")
+    file = tmp_path / "large"
+    file.write_bytes(bytes(limit + 1))
+    for content in (file, file.read_bytes()):
+        with pytest.raises(ArtifactError, match=f"has {limit + 1} bytes, more than the {limit} of all artifacts"):
+            artifacts.add("b", content)
+    artifacts.add("b", b"12")
+    for number in range(2, MAX_ARTIFACTS):
+        artifacts.add(f"empty-{number}", b"")
+    with pytest.raises(ArtifactError, match=f"has {MAX_ARTIFACTS} artifacts at most"):
+        artifacts.add("c", b"")
+
+
+def test_only_what_the_result_lists_is_read():
+    artifacts = Artifacts()
+    artifacts.add("a", b"1")
+    other = Artifact.of("a", b"2")
+    for listed in ([], [other], [*artifacts.listed(), Artifact.of("b", b"")]):
+        with pytest.raises(ContractError, match="are not those that the result lists"):
+            unpack_artifacts(artifacts.pack(), listed)
+    with pytest.raises(ContractError):
+        unpack_artifacts(b"no object", artifacts.listed())
