@@ -94,7 +94,7 @@ def test_a_folder_with_files_is_refused_and_an_empty_one_is_used(rollout, tmp_pa
 def test_the_printed_commands_succeed(made, template):
     folder = made(template)
     env = {**os.environ, "PYTEST_ADDOPTS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
-    cli = [sys.executable, "-m", "rollout_backend.cli"]
+    cli = [sys.executable, "-m", "rollout_backend"]
     demo = ["demo", "--agent", "agent.py", "--tasks", "tasks.jsonl", "--scripted", "--limit", "3"]
     for command in ([sys.executable, "-m", "pytest", "-p", "no:cacheprovider"], [*cli, *demo]):
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False)

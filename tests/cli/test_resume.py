@@ -74,7 +74,7 @@ def test_an_interrupted_run_is_resumed_from_its_folder_which_can_be_shared(
         serving = {"kind": "external", "urls": [engine.url]}
         runtime = {"kind": "http", "url": agent_server}
         config = settings(runtime=runtime, serving=serving, queue={"wait_s": 1}, run_id=run_id, output_dir="runs")
-        argv = [sys.executable, "-m", "rollout_backend.cli", "run", str(config), "--tasks", str(tasks)]
+        argv = [sys.executable, "-m", "rollout_backend", "run", str(config), "--tasks", str(tasks)]
         with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
             try:
                 until(lambda: len([*folder.glob("rollouts/*/sum-*")]) == 2 or process.poll() is not None)

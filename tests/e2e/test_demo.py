@@ -32,7 +32,7 @@ def demo(tmp_path: Path) -> Iterator[Callable[[ScriptedEngine], subprocess.Popen
             "output_dir": tmp_path,
         }
         overrides = [part for key, value in settings.items() for part in ("-o", f"{key}={value}")]
-        argv = [sys.executable, "-m", "rollout_backend.cli", "demo", "--limit", "2", "--endpoint", f"{engine.url}/v1"]
+        argv = [sys.executable, "-m", "rollout_backend", "demo", "--limit", "2", "--endpoint", f"{engine.url}/v1"]
         argv += overrides
         process = subprocess.Popen(
             argv,

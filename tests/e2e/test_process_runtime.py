@@ -48,7 +48,7 @@ def run(tmp_path: Path, *arguments: str, **runtime: object) -> subprocess.Comple
         }
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
         argv = ["run", "config.yaml", "--tasks", "tasks.jsonl", *arguments]
-        argv = [sys.executable, "-m", "rollout_backend.cli", *argv]
+        argv = [sys.executable, "-m", "rollout_backend", *argv]
         return subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
 
 
@@ -65,7 +65,7 @@ def test_a_run_needs_nothing_but_this_machine(tmp_path):
     sessions = tmp_path / "runs" / "r" / "logs" / "sessions"
     assert {path.suffix for path in sessions.iterdir()} == {".log"}
     again = subprocess.run(
-        [sys.executable, "-m", "rollout_backend.cli", "run", "--resume", "r"],
+        [sys.executable, "-m", "rollout_backend", "run", "--resume", "r"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -52,7 +52,7 @@ async def test_a_killed_gateway_loses_nothing(open_run: Callable[..., Awaitable[
 @pytest.mark.slow  # tests/step/test_resume.py restarts the same step in one process
 async def test_running_agents_outlive_a_killed_and_restarted_trainer(shared_cloud, base_settings, tmp_path):
     (tmp_path / "tasks.jsonl").write_text("\n".join(json.dumps({"payload": each}) for each in payloads(tmp_path)))
-    argv = [sys.executable, "-m", "rollout_backend.cli", "run", "config.yaml", "--tasks", "tasks.jsonl"]
+    argv = [sys.executable, "-m", "rollout_backend", "run", "config.yaml", "--tasks", "tasks.jsonl"]
     env = {**os.environ, **shared_cloud.environ}
 
     async def start(log: Path) -> asyncio.subprocess.Process:

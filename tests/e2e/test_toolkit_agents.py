@@ -114,7 +114,7 @@ async def test_agents_of_the_toolkit_outlive_a_killed_and_restarted_trainer(base
     tasks = [{"payload": {"question": f"2 + 2? {i}", "answer": "4", "folder": str(tmp_path)}} for i in range(2)]
     (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
     begun = tmp_path / "begun"
-    argv = [sys.executable, "-m", "rollout_backend.cli", "run", "config.yaml", "--tasks", "tasks.jsonl"]
+    argv = [sys.executable, "-m", "rollout_backend", "run", "config.yaml", "--tasks", "tasks.jsonl"]
     async with LocalCloud(script, run_dir=tmp_path / "cloud") as cloud:
         env = {**os.environ, **cloud.environ}
 

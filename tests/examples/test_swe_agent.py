@@ -148,7 +148,7 @@ async def run(argv: list[str], folder: Path, root: Path, tasks: int, **env: str)
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "rollout_backend.cli",
+        "rollout_backend",
         *argv,
         *common,
         cwd=folder,

@@ -363,7 +363,7 @@ def test_a_task_is_the_first_one_or_named_or_given(tmp_path):
 
 @pytest.mark.slow
 def test_an_interrupt_ends_everything(repository, tmp_path):
-    argv = [sys.executable, "-m", "rollout_backend.cli", "dev", str(repository / "examples/arithmetic/agent.py")]
+    argv = [sys.executable, "-m", "rollout_backend", "dev", str(repository / "examples/arithmetic/agent.py")]
     with subprocess.Popen(
         argv, cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, text=True
     ) as process:
