@@ -21,6 +21,7 @@ PROBE = "/model_info"
 SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0. Generating crashes a server whose memory is released."""
 _PROBES: Mapping[EngineName, str] = {"sglang": PROBE, "vllm": "/health"}  # vLLM's never generates
 _VERSIONS: Mapping[EngineName, str] = {"sglang": "/server_info", "vllm": "/version"}
+_PROBE_S = 5.0
 _TIMEOUT_S = 60.0  # timeout of calls that control generation
 _POLL_S = 0.1
 
@@ -95,24 +96,24 @@ def probe_url(url: str, engine: EngineName) -> str:
     return url + _PROBES[engine]
 
 
-async def is_responding(url: str, engine: EngineName = "sglang", timeout_s: float = 5.0) -> bool:
+async def is_responding(url: str, engine: EngineName = "sglang", timeout_s: float = _PROBE_S) -> bool:
     """Return whether the server answers a probe with 200 in time."""
     return await _is_ok(probe_url(url, engine), timeout_s)
 
 
-async def is_healthy(url: str, timeout_s: float = 5.0) -> bool:
+async def is_healthy(url: str) -> bool:
     """Return whether `/health` answers 200 in time.
 
     Use it for servers that this side starts, where it answers 503 until they are ready and generates nothing.
     """
-    return await _is_ok(f"{url}/health", timeout_s)
+    return await _is_ok(f"{url}/health", _PROBE_S)
 
 
-async def reported_version(url: str, engine: EngineName = "sglang", timeout_s: float = 5.0) -> str | None:
+async def reported_version(url: str, engine: EngineName = "sglang") -> str | None:
     """Return the engine version that a server reports; None if it does not answer."""
     try:
         async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as http,
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_PROBE_S)) as http,
             http.get(url + _VERSIONS[engine]) as response,
         ):
             info = await response.json(content_type=None)
@@ -133,7 +134,7 @@ async def _is_ok(url: str, timeout_s: float) -> bool:
         return False
 
 
-async def pause_generation(url: str, engine: EngineName = "sglang", timeout_s: float = _TIMEOUT_S) -> None:
+async def pause_generation(url: str, engine: EngineName = "sglang") -> None:
     """Abort all generation, make the server queue new requests, and return once its scheduler is idle.
 
     SGLang takes seconds to notice that a client has disconnected, and an aborted request runs until the end of its
@@ -145,7 +146,7 @@ async def pause_generation(url: str, engine: EngineName = "sglang", timeout_s: f
     Raises:
         ServingError: the server did not answer, or was not idle in time.
     """
-    async with _control("pause its generation and become idle", timeout_s) as http:
+    async with _control("pause its generation and become idle") as http:
         if engine == "vllm":
             if not await _post(http, f"{url}/pause?mode=abort"):
                 raise ServingError("it refused to pause: vLLM needs VLLM_SERVER_DEV_MODE=1 for that")
@@ -156,7 +157,7 @@ async def pause_generation(url: str, engine: EngineName = "sglang", timeout_s: f
             await asyncio.sleep(_POLL_S)
 
 
-async def abort_generation(url: str, engine: EngineName = "sglang", timeout_s: float = _TIMEOUT_S) -> None:
+async def abort_generation(url: str, engine: EngineName = "sglang") -> None:
     """Abort all generation, and make the server queue new requests until `resume_generation`. Keeps its prefix cache.
 
     Both engines answer the pause once no request is running.
@@ -165,33 +166,33 @@ async def abort_generation(url: str, engine: EngineName = "sglang", timeout_s: f
         ServingError: the server did not do so in time.
     """
     path = "/pause?mode=abort&clear_cache=false" if engine == "vllm" else "/pause_generation"
-    async with _control("pause its generation", timeout_s) as http:
+    async with _control("pause its generation") as http:
         if not await _post(http, url + path, {"mode": "abort"}):
             raise ServingError("it refused to pause its generation")
 
 
-async def resume_generation(url: str, engine: EngineName = "sglang", timeout_s: float = _TIMEOUT_S) -> None:
+async def resume_generation(url: str, engine: EngineName = "sglang") -> None:
     """Undo `pause_generation` or `abort_generation`. Raises ServingError on failure."""
-    async with _control("resume its generation", timeout_s) as http:
+    async with _control("resume its generation") as http:
         if not await _post(http, f"{url}/{'resume' if engine == 'vllm' else 'continue_generation'}"):
             raise ServingError("it refused to resume its generation")
 
 
-async def set_weight_version(url: str, version: str, timeout_s: float = _TIMEOUT_S) -> None:
+async def set_weight_version(url: str, version: str) -> None:
     """Set the weight version that a server reports. Raises ServingError if it refuses."""
-    async with _control("set the version of its weights", timeout_s) as http:
+    async with _control("set the version of its weights") as http:
         if not await _post(http, f"{url}/update_weight_version", {"new_version": version}):
             raise ServingError("it refused to set the version of its weights")
 
 
 @contextlib.asynccontextmanager
-async def _control(what: str, timeout_s: float) -> AsyncIterator[aiohttp.ClientSession]:
+async def _control(what: str) -> AsyncIterator[aiohttp.ClientSession]:
     """Open an HTTP client for a call that makes the server do `what`. Raises ServingError if it does not answer."""
     try:
-        async with asyncio.timeout(timeout_s), aiohttp.ClientSession() as http:
+        async with asyncio.timeout(_TIMEOUT_S), aiohttp.ClientSession() as http:
             yield http
     except TimeoutError:
-        raise ServingError(f"it did not {what} within {timeout_s:g} s") from None
+        raise ServingError(f"it did not {what} within {_TIMEOUT_S:g} s") from None
     except aiohttp.ClientError as error:
         raise ServingError(f"it did not {what}: {str(error) or type(error).__name__}") from None
 
