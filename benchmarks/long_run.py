@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import itertools
 import json
 import os
@@ -45,7 +44,7 @@ from rollout_backend.serving.server_process import ServerProcess
 
 TASKS = 4  # in a step, with two rollouts each
 SAMPLE_S, WARM_UP_S = 10.0, 600.0
-LEFT_S = 600.0  # for the janitors of killed trainers to end
+LEFT_S = 600  # for the janitors of killed trainers to end
 COMMANDS = {
     "trainer": b"--trainer",
     "gateway": b"rollout_backend.gateway",
@@ -153,7 +152,10 @@ class LongRun:
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
-            left = await self._left()
+            for _ in range(LEFT_S):
+                if not (left := processes(self._mark)):
+                    break
+                await asyncio.sleep(1)
             stored, again = await stored_and_run_again(cloud)
             async with cloud.storage.client("sqs") as sqs:
                 queues = len((await sqs.list_queues()).get("QueueUrls", []))
@@ -165,14 +167,6 @@ class LongRun:
             "series": self._series(),
             "kills": [[round(at / 3600, 4), kind] for at, kind in self._kills],
         }
-
-    async def _left(self) -> list[Sample]:
-        """Return the processes that have not ended, once all have or time is up."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LEFT_S):
-                while processes(self._mark):  # noqa: ASYNC110  # their end sets no event here
-                    await asyncio.sleep(1)
-        return processes(self._mark)
 
     async def _train(self, settings: Path, environ: Mapping[str, str]) -> None:
         """Run the trainer, and restart it until it has ended by itself."""
@@ -216,16 +210,12 @@ class LongRun:
 
     def _account(self) -> dict[str, Any]:
         steps = [line for line in lines_of(self._checkpoint) if "step" in line]
-        outcomes: Counter[str] = Counter()
-        for line in steps:
-            outcomes.update(line["outcomes"])
+        ids = Counter(rollout_id for line in steps for rollout_id in line["ids"])
         return {
             "hours": round((time.time() - self._began) / 3600, 2),
             "steps": len(steps),
-            "outcomes": outcomes,
-            "planned once": sum(
-                count == 1 for count in Counter(each for line in steps for each in line["ids"]).values()
-            ),
+            "outcomes": sum((Counter(line["outcomes"]) for line in steps), Counter()),
+            "planned once": sum(count == 1 for count in ids.values()),
             **{name: sum(line[name] for line in steps) for name in ("planned", "trained", "resumed", "reattached")},
             "failures": self._failures,
         }

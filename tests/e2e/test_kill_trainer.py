@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.release]
+pytestmark = [pytest.mark.slow, pytest.mark.release, pytest.mark.timeout(960)]
 
 
 def play(repository: Path, folder: Path, *options: str) -> dict[str, Any]:
@@ -36,3 +36,18 @@ def test_a_killed_trainer_loses_no_rollout_runs_none_twice_and_leaves_none_open(
     assert wild["planned"] == 3 * 4 * 2
     assert wild["outcomes"] == counts["undisturbed"]["outcomes"] == {"completed": 24}
     assert (wild["unaccounted"], wild["finished and run again"], wild["sessions open at the end"]) == (0, 0, 0)
+
+
+def test_kills_of_all_parts_lose_no_rollout_and_leave_nothing(tmp_path: Path, repository: Path):
+    command = [sys.executable, str(repository / "benchmarks" / "long_run.py"), "--hours", "0.04", "--seed", "3"]
+    command += ["--work", str(tmp_path / "work"), "--json", str(tmp_path / "results.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())["results"]
+    account, planned = results["account"], results["account"]["planned"]
+    assert results["kills"]
+    assert planned
+    assert account["outcomes"] == {"completed": planned}
+    assert (account["planned once"], account["trained"], account["results in S3"]) == (planned, planned, planned)
+    assert (account["finished and run again"], account["failures"]) == (0, [])
+    assert account["left"] == {"sessions": 0, "queues": 0, "processes": 0}
