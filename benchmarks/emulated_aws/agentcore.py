@@ -7,6 +7,7 @@ import json
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from agent_wrapper.contract import REQUEST_FIELD, Announcement, ResultTarget, RolloutRequest, result_key
@@ -19,44 +20,62 @@ ARN = f"arn:aws:bedrock-agentcore:{REGION}:{ACCOUNT}:runtime/load-0123456789"
 SESSION = b"x-amzn-bedrock-agentcore-runtime-session-id"
 
 
-class AgentCore:
-    """Invokes and stops of sessions whose agents run here. Its control plane answers AccessDenied."""
+class DataPlane:
+    """Invokes and stops of sessions. The control plane answers AccessDenied."""
+
+    def __init__(self, latency_s: float, calls: Counter[str]) -> None:
+        self._latency_s, self._calls = latency_s, calls
+
+    def handle(self, request: Request, answer: Answer) -> None:
+        session_id, path = request.text(SESSION), request.path
+        if path.endswith("/invocations"):
+            self._calls["InvokeAgentRuntime"] += 1
+            value = self.invoke(session_id, json.loads(request.body))
+            answer(json_response(200, value, f"{SESSION.decode()}: {session_id}\r\n"), self._latency_s)
+        elif path.endswith(("/stopruntimesession", "/stop")):
+            self._calls["StopRuntimeSession"] += 1
+            stopped = {"runtimeSessionId": session_id, "statusCode": 200}
+            found = (
+                json_response(200, stopped) if self.stop(session_id) else refused(404, "ResourceNotFoundException")
+            )
+            answer(found, self._latency_s)
+        else:
+            self._calls["control plane"] += 1
+            answer(refused(403, "AccessDeniedException"), self._latency_s)
+
+    def invoke(self, session_id: str, payload: Any) -> Any:
+        """Return the answer of the session's container."""
+        raise NotImplementedError
+
+    def stop(self, session_id: str) -> bool:
+        """Return whether the session was open."""
+        raise NotImplementedError
+
+
+class AgentCore(DataPlane):
+    """Sessions whose agents run here, and publish ready-made results."""
 
     def __init__(self, s3: S3, sqs: Sqs, results: ReadyMadeResults, options: Any, calls: Counter[str]) -> None:
         self._s3 = s3
         self._sqs = sqs
         self._results = results
-        self._agent_s, self._spread, self._latency_s = options.agent_s, options.spread, options.invoke_s
-        self._calls = calls
+        super().__init__(options.invoke_s, calls)
+        self._agent_s, self._spread = options.agent_s, options.spread
         self._random = random.Random(0)
         self._sessions: dict[str, asyncio.TimerHandle | None] = {}
         self.invoked: list[float] = []
         self.stopped: list[float] = []
         self.published: dict[str, float] = {}  # keys
 
-    def handle(self, request: Request, answer: Answer) -> None:
-        session_id = request.text(SESSION)
-        if request.path.endswith("/invocations"):
-            self._calls["InvokeAgentRuntime"] += 1
-            self._invoke(session_id, request.body)
-            answer(
-                json_response(200, {"status": "accepted"}, f"{SESSION.decode()}: {session_id}\r\n"), self._latency_s
-            )
-        elif request.path.endswith(("/stopruntimesession", "/stop")):
-            self._calls["StopRuntimeSession"] += 1
-            answer(self._stop(session_id), self._latency_s)
-        else:
-            self._calls["control plane"] += 1
-            answer(refused(403, "AccessDeniedException"), self._latency_s)
+    def invoke(self, session_id: str, payload: Any) -> Any:
+        if session_id not in self._sessions:
+            self._begin(session_id, lambda: self._publish(session_id, payload[REQUEST_FIELD]))
+        return {"status": "accepted"}
 
-    def _invoke(self, session_id: str, payload: bytes) -> None:
-        if session_id in self._sessions:
-            return
+    def _begin(self, session_id: str, end: Callable[[], None]) -> None:
         self.invoked.append(time.monotonic())
-        fields = json.loads(payload)[REQUEST_FIELD]
         seconds = self._agent_s * (1 + self._spread * (2 * self._random.random() - 1))
-        loop = asyncio.get_running_loop()
-        self._sessions[session_id] = loop.call_later(seconds, self._publish, session_id, fields)
+        self._sessions[session_id] = asyncio.get_running_loop().call_later(seconds, end)
 
     def _publish(self, session_id: str, fields: dict[str, Any]) -> None:
         """Store and announce the result. The fields are the trainer's own, and not checked again."""
@@ -71,14 +90,14 @@ class AgentCore:
         if target["queue_url"] is not None:
             self._sqs.send(target["queue_url"], Announcement(bucket=target["bucket"], key=key).encode())
 
-    def _stop(self, session_id: str) -> Response:
+    def stop(self, session_id: str) -> bool:
         if session_id not in self._sessions:
-            return refused(404, "ResourceNotFoundException")
+            return False
         timer = self._sessions.pop(session_id)
         if timer is not None:
             timer.cancel()
         self.stopped.append(time.monotonic())
-        return json_response(200, {"runtimeSessionId": session_id, "statusCode": 200})
+        return True
 
     def reset(self) -> None:
         self.invoked, self.stopped, self.published = [], [], {}

@@ -33,8 +33,7 @@ from agent_wrapper.contract import (
     Turn,
     result_key,
 )
-from emulated_aws.agentcore import SESSION, refused
-from emulated_aws.http_server import Answer, Request, Response, json_response
+from emulated_aws.agentcore import DataPlane
 from emulated_aws.s3 import S3
 from emulated_aws.sqs import Sqs
 from rollout_backend.core.seal import Sealer
@@ -69,10 +68,11 @@ class Session:
     work: asyncio.Task[None] | None = None
 
 
-class FaultyAgents:
+class FaultyAgents(DataPlane):
     """Sessions of all three contracts: this project's, and the toolkit's by S3 and by HTTP."""
 
     def __init__(self, s3: S3, sqs: Sqs, fault: str, secret: str) -> None:
+        super().__init__(0.01, Counter())
         self._s3, self._sqs, self._fault = s3, sqs, fault
         self._sealer = Sealer(secret)
         self.sessions: dict[str, Session] = {}
@@ -94,17 +94,7 @@ class FaultyAgents:
 
     # --- calls -------------------------------------------------------------------------------------------
 
-    def handle(self, request: Request, answer: Answer) -> None:
-        session_id = request.text(SESSION)
-        if request.path.endswith("/invocations"):
-            value = self._invoke(session_id, json.loads(request.body))
-            answer(json_response(200, value, f"{SESSION.decode()}: {session_id}\r\n"), 0.01)
-        elif request.path.endswith(("/stopruntimesession", "/stop")):
-            answer(self._stop(session_id), 0.01)
-        else:
-            answer(refused(403, "AccessDeniedException"), 0.01)
-
-    def _invoke(self, session_id: str, payload: dict[str, Any]) -> dict[str, Any]:
+    def invoke(self, session_id: str, payload: Any) -> Any:
         envelope = payload.get(_ENVELOPE)
         if envelope is not None:
             return self._call(session_id, payload, envelope["operation"], envelope["invocation_id"])
@@ -128,14 +118,14 @@ class FaultyAgents:
             return {**state, "status": "not_found"}
         return {**state, **(session.state or {"status": "in_progress"})}
 
-    def _stop(self, session_id: str) -> Response:
+    def stop(self, session_id: str) -> bool:
         session = self.sessions.get(session_id)
         if session is None or not session.open:
-            return refused(404, "ResourceNotFoundException")
+            return False
         session.open = False
         if session.work is not None:
             session.work.cancel()
-        return json_response(200, {"runtimeSessionId": session_id, "statusCode": 200})
+        return True
 
     def _begin(
         self, session_id: str, group: str, payload: dict[str, Any], run: Callable[[Session], Awaitable[None]]

@@ -111,6 +111,10 @@ class Sqs:
                 return
             if operation in ("CreateQueue", "GetQueueUrl"):
                 found = self._find_or_create(operation, asked, request.text(b"host"))
+            elif operation.endswith("Batch"):
+                queue, one = self._queue(asked), getattr(self, f"_{_snake(operation.removesuffix('Batch'))}")
+                made = [{"Id": entry["Id"], **one(queue, entry)} for entry in asked["Entries"]]
+                found = {"Successful": made, "Failed": []}
             else:
                 found = getattr(self, f"_{_snake(operation)}")(self._queue(asked), asked)
         except SqsError as error:
@@ -168,11 +172,8 @@ class Sqs:
         return {"Attributes": {name: attributes[name] for name in wanted}}
 
     def _send_message(self, queue: Queue, asked: dict[str, Any]) -> dict[str, Any]:
-        return _sent(queue.send(asked["MessageBody"]))
-
-    def _send_message_batch(self, queue: Queue, asked: dict[str, Any]) -> dict[str, Any]:
-        sent = [{"Id": entry["Id"], **_sent(queue.send(entry["MessageBody"]))} for entry in asked["Entries"]]
-        return {"Successful": sent, "Failed": []}
+        message = queue.send(asked["MessageBody"])
+        return {"MessageId": message.id, "MD5OfMessageBody": _md5(message.body)}
 
     def _receive(self, asked: dict[str, Any], answer: Answer) -> None:
         queue, poll = self._queue(asked), next(self._polls)
@@ -201,19 +202,9 @@ class Sqs:
         queue.delete(asked["ReceiptHandle"])
         return {}
 
-    def _delete_message_batch(self, queue: Queue, asked: dict[str, Any]) -> dict[str, Any]:
-        for entry in asked["Entries"]:
-            queue.delete(entry["ReceiptHandle"])
-        return {"Successful": [{"Id": entry["Id"]} for entry in asked["Entries"]], "Failed": []}
-
     def _change_message_visibility(self, queue: Queue, asked: dict[str, Any]) -> dict[str, Any]:
         queue.hide(asked["ReceiptHandle"], float(asked["VisibilityTimeout"]))
         return {}
-
-    def _change_message_visibility_batch(self, queue: Queue, asked: dict[str, Any]) -> dict[str, Any]:
-        for entry in asked["Entries"]:
-            queue.hide(entry["ReceiptHandle"], float(entry["VisibilityTimeout"]))
-        return {"Successful": [{"Id": entry["Id"]} for entry in asked["Entries"]], "Failed": []}
 
 
 def _snake(name: str) -> str:
@@ -222,10 +213,6 @@ def _snake(name: str) -> str:
 
 def _md5(text: str) -> str:
     return hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
-
-
-def _sent(message: Message) -> dict[str, Any]:
-    return {"MessageId": message.id, "MD5OfMessageBody": _md5(message.body)}
 
 
 def _received(message: Message) -> dict[str, Any]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from types import SimpleNamespace
 from typing import Any
 
-from emulated_aws.agentcore import SESSION, AgentCore
-from emulated_aws.http_server import Answer, Request, json_response
+from emulated_aws.agentcore import AgentCore
 from emulated_aws.ready_made import ReadyMadeResults
 
 _ENVELOPE = "_agentcore_runtime"
@@ -27,16 +25,8 @@ class ToolkitAgents(AgentCore):
         self._encoded = json.dumps(self._result).encode()
         self._finished: set[str] = set()
 
-    def handle(self, request: Request, answer: Answer) -> None:
-        if not request.path.endswith("/invocations"):
-            super().handle(request, answer)
-            return
-        self._calls["InvokeAgentRuntime"] += 1
-        fields = json.loads(request.body)
-        begin = self._accept_call if _ENVELOPE in fields else self._accept
-        session_id = request.text(SESSION)
-        value = begin(session_id, fields)
-        answer(json_response(200, value, f"{SESSION.decode()}: {session_id}\r\n"), self._latency_s)
+    def invoke(self, session_id: str, payload: Any) -> Any:
+        return (self._accept_call if _ENVELOPE in payload else self._accept)(session_id, payload)
 
     def _accept(self, session_id: str, fields: dict[str, Any]) -> dict[str, Any]:
         asked = fields["_rollout"]
@@ -52,11 +42,6 @@ class ToolkitAgents(AgentCore):
         if fields[_ENVELOPE]["operation"] == "start":
             self._begin(session_id, lambda: self._finish(name))
         return {**state, "status": "in_progress"}
-
-    def _begin(self, session_id: str, end: Any) -> None:
-        self.invoked.append(time.monotonic())
-        seconds = self._agent_s * (1 + self._spread * (2 * self._random.random() - 1))
-        self._sessions[session_id] = asyncio.get_running_loop().call_later(seconds, end)
 
     def _store(self, bucket: str, key: str, name: str) -> None:
         self._s3.put(bucket, key, self._encoded, b"")
