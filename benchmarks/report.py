@@ -28,7 +28,6 @@ class Figure:
     ours: float
     rivals: Mapping[str, float] = field(default_factory=dict)
     floor: float | None = None
-    higher_is_better: bool = False
 
     @property
     def ratio(self) -> float | None:
@@ -136,8 +135,7 @@ def _gateway(parts: Mapping[str, Any]) -> Iterator[Figure]:
         if same or floor:
             for key, name in _load_figures(ours):
                 of_rivals = {system: one[key] for system, one in same.items() if one[key] is not None}
-                more = key == "calls_per_s"
-                yield Figure("gateway", load_name(ours), name, ours[key], of_rivals, floor and floor[key], more)
+                yield Figure("gateway", load_name(ours), name, ours[key], of_rivals, floor and floor[key])
 
 
 def _load(one: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -182,7 +180,7 @@ def _rows(parts: Mapping[str, Any]) -> Iterator[Figure]:
     for name, rate in rates.items():
         if not name.endswith(", floor"):
             floor = rates.get(f"{name}, floor")
-            yield Figure("rows", work, f"{name}, M tokens/s", rate, {}, floor, higher_is_better=True)
+            yield Figure("rows", work, f"{name}, M tokens/s", rate, {}, floor)
 
 
 def _wrapper(parts: Mapping[str, Any]) -> Iterator[Figure]:

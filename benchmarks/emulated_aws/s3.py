@@ -99,30 +99,20 @@ class S3:
         return Response(204)
 
     def _list(self, request: Request, bucket: str) -> Response:
-        """List up to 1,000 keys. Versions 1 and 2 differ in the names of their arguments."""
+        """List up to 1,000 keys, without folders."""
         asked = request.arguments()
-        prefix, limit, delimiter = asked.get("prefix", ""), int(asked.get("max-keys", 1000)), asked.get("delimiter")
-        after = max(asked.get("start-after", ""), asked.get("continuation-token", ""), asked.get("marker", ""))
-        keys, items, folders = self._sorted[bucket], [], dict[str, None]()
+        prefix, limit = asked.get("prefix", ""), int(asked.get("max-keys", 1000))
+        after = max(asked.get("start-after", ""), asked.get("continuation-token", ""))
+        keys = self._sorted[bucket]
         at = max(bisect_left(keys, prefix), bisect_right(keys, after) if after else 0)
-        last = ""
-        while at < len(keys) and keys[at].startswith(prefix) and len(items) + len(folders) < limit:
-            last = keys[at]
-            at += 1
-            name, cut, _ = last[len(prefix) :].partition(delimiter) if delimiter else ("", "", "")
-            if cut:
-                folders[prefix + name + cut] = None
-            else:
-                items.append(_listed(last, self._objects[bucket][last]))
-        more = at < len(keys) and keys[at].startswith(prefix)
-        token = f"<NextContinuationToken>{quote(last)}</NextContinuationToken>" if more else ""
-        listed = "".join(items) + "".join(
-            f"<CommonPrefixes><Prefix>{quote(each)}</Prefix></CommonPrefixes>" for each in folders
-        )
+        found = list(itertools.takewhile(lambda key: key.startswith(prefix), keys[at : at + limit + 1]))
+        listed, more = found[:limit], len(found) > limit
+        token = f"<NextContinuationToken>{quote(listed[-1])}</NextContinuationToken>" if more and listed else ""
+        items = "".join(_listed(key, self._objects[bucket][key]) for key in listed)
         xml = (
             f'<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Name>{bucket}</Name>'
-            f"<Prefix>{quote(prefix)}</Prefix><MaxKeys>{limit}</MaxKeys><KeyCount>{len(items)}</KeyCount>"
-            f"<EncodingType>url</EncodingType><IsTruncated>{'true' if more else 'false'}</IsTruncated>{token}{listed}"
+            f"<Prefix>{quote(prefix)}</Prefix><MaxKeys>{limit}</MaxKeys><KeyCount>{len(listed)}</KeyCount>"
+            f"<EncodingType>url</EncodingType><IsTruncated>{'true' if more else 'false'}</IsTruncated>{token}{items}"
             "</ListBucketResult>"
         )
         return Response(200, (xml.encode(),), "Content-Type: application/xml\r\n")

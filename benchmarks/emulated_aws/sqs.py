@@ -151,14 +151,6 @@ class Sqs:
         del self._queues[queue.url.rpartition("/")[2]]
         return {}
 
-    def _purge_queue(self, queue: Queue, asked: dict[str, Any]) -> dict[str, Any]:
-        queue.visible.clear()
-        queue.hidden.clear()
-        return {}
-
-    def _set_queue_attributes(self, queue: Queue, asked: dict[str, Any]) -> dict[str, Any]:
-        return {}
-
     def _get_queue_attributes(self, queue: Queue, asked: dict[str, Any]) -> dict[str, Any]:
         attributes = {
             "QueueArn": f"arn:aws:sqs:{REGION}:{ACCOUNT}:{queue.url.rpartition('/')[2]}",
