@@ -110,10 +110,7 @@ async def measure(system: System, work: Work, timeout_s: float, flame: Path | No
         emulator = await start_emulator(asked, system.agents, folder) if system.agents else None
         try:
             argv = [str(python), str(HERE / "rivals" / system.script), json.dumps(asked)]
-            env = environment()
-            if not system.package:
-                env["PYTHONPATH"] = os.pathsep.join(map(str, (HERE.parent, HERE)))
-            done = await asyncio.to_thread(run, argv, env, timeout_s)
+            done = await asyncio.to_thread(run, argv, environment(ours=system.package is None), timeout_s)
             lines = done.splitlines()
             log = call(asked["url"], "log") if emulator is not None else None
         finally:

@@ -28,7 +28,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import sys
 import tempfile
 import time
@@ -132,12 +131,9 @@ async def trainer(system: str, asked: dict[str, Any], log: Path) -> asyncio.subp
             json.dumps(asked),
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
-            env=environment() if system in PACKAGES else {**os.environ, **_KEYS},
+            env=environment(ours=system == OURS),
             limit=2**24,
         )
-
-
-_KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
 async def read(process: asyncio.subprocess.Process, log: Path) -> Seen:

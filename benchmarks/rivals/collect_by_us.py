@@ -23,24 +23,19 @@ from rollout_backend.manager import RolloutManager
 from rollout_backend.results.step_report import GroupResult
 
 
-def settings(work: dict[str, Any]) -> RolloutConfig:
+def settings(work: dict[str, Any], runtime: dict[str, Any], **sections: Any) -> RolloutConfig:
+    """Return the settings for the emulated AWS of the work."""
     return RolloutConfig.parse(
         {
-            "run_id": "collection",
+            "run_id": "benchmark",
             "model": {"path": BYTE_MODEL, "name": "scripted", "renderer": "chatml", "context_length": 65536},
-            "serving": {"kind": "external", "urls": [work["url"]]},
-            "runtime": {
-                "kind": "agentcore",
-                "arn": work["arn"],
-                "endpoint_url": work["url"],
-                "invoke_per_s": work["rate"],
-                "stop_per_s": work["rate"],
-                "max_sessions": max(work["warm_up"], work["rollouts"]),
-            },
+            "serving": {"kind": "external", "urls": [work.get("engine", work["url"])]},
+            "runtime": {"kind": "agentcore", "arn": work["arn"], "endpoint_url": work["url"], **runtime},
             "aws": {"region": "us-east-1", "endpoint_url": work["url"]},
             "storage": {"bucket": "results"},
             "gateway": {"secret": work["secret"]},
             "output_dir": Path(work["folder"]) / "runs",
+            **sections,
         }
     )
 
@@ -50,7 +45,9 @@ def tasks_of(count: int) -> list[Task]:
 
 
 async def main(work: dict[str, Any]) -> None:
-    async with RolloutManager(settings(work)) as manager:
+    rates = {"invoke_per_s": work["rate"], "stop_per_s": work["rate"]}
+    config = settings(work, {**rates, "max_sessions": max(work["warm_up"], work["rollouts"])})
+    async with RolloutManager(config) as manager:
         await manager.collect(tasks_of(work["warm_up"]))
         call(work["url"], "reset")
         if work["flame"] is not None:

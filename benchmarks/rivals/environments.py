@@ -56,11 +56,13 @@ def python_of(name: str, pins: Path | None = None) -> Path:
     return python
 
 
-def environment() -> dict[str, str]:
-    """Return the environment of a rival's process: without this process's modules, and with keys for AWS."""
+def environment(*, ours: bool = False) -> dict[str, str]:
+    """Return the environment of a rival's process, or of one of `ours`: the others find no module of this project."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    benchmarks = _HERE.parent
     return {
         **env,
+        **({"PYTHONPATH": os.pathsep.join(map(str, (benchmarks.parent, benchmarks)))} if ours else {}),
         "AWS_ACCESS_KEY_ID": "test",
         "AWS_SECRET_ACCESS_KEY": "test",
         "AWS_DEFAULT_REGION": "us-east-1",

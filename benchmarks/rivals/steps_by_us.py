@@ -5,42 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
+from collect_by_us import settings
 from delivered import ended, hand_over
 
-from rollout_backend.config import RolloutConfig
 from rollout_backend.core.tasks import Task
-from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.manager import RolloutManager
-
-
-def settings(work: dict[str, Any]) -> RolloutConfig:
-    return RolloutConfig.parse(
-        {
-            "run_id": "faults",
-            "model": {"path": BYTE_MODEL, "name": "scripted", "renderer": "chatml", "context_length": 65536},
-            "serving": {"kind": "external", "urls": [work["engine"]]},
-            "runtime": {"kind": "agentcore", "arn": work["arn"], "endpoint_url": work["url"]},
-            "aws": {"region": "us-east-1", "endpoint_url": work["url"]},
-            "storage": {"bucket": "results"},
-            "group": {"size": work["group"], "policy": "replace"},
-            "gateway": {"secret": work["secret"]},
-            # One hundredth of the defaults at least, and an agent's limit as the rivals'.
-            "timeouts": {
-                "model_call_s": 10, "agent_s": work["limit_s"], "publish_grace_s": 5,
-                "collection_s": 3 * work["limit_s"], "session_key_s": 4 * work["limit_s"], "heartbeat_s": 1,
-            },
-            "collect": {"list_after_idle_s": 2},
-            "output_dir": Path(work["folder"]) / "runs",
-        }
-    )  # fmt: skip
 
 
 async def main(work: dict[str, Any]) -> None:
     tasks = [Task(f"t{number}", {"question": f"{number}"}) for number in range(work["groups"])]
-    async with RolloutManager(settings(work)) as manager:
+    # One hundredth of the defaults at least, and an agent's limit as the rivals'.
+    timeouts = {
+        "model_call_s": 10, "agent_s": work["limit_s"], "publish_grace_s": 5,
+        "collection_s": 3 * work["limit_s"], "session_key_s": 4 * work["limit_s"], "heartbeat_s": 1,
+    }  # fmt: skip
+    group = {"size": work["group"], "policy": "replace"}
+    config = settings(work, {}, group=group, timeouts=timeouts, collect={"list_after_idle_s": 2})
+    async with RolloutManager(config) as manager:
         result = await manager.collect(tasks, step=0)
     for group in result.groups:
         for rollout in group.rollouts if group.usable else ():
