@@ -7,14 +7,17 @@ Invariants, checked by `reconcile`:
 - each opened session is closed, or listed as unclosed.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from heapq import heappop, heappush
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.policy import GroupState
 from rollout_backend.core.reasons import SCORER_FAILED
+from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.errors import LedgerError
 
 CONTAINER_LOST = "container_lost"  # reason of a lost agent whose heartbeats stopped
@@ -57,6 +60,7 @@ class LedgerEntry:
     began: float | None = None  # loop seconds of the last attempt's invoke
     took: float | None = None  # seconds from there until its result arrived or it was settled
     deadline: float | None = None  # loop time after which no result can arrive
+    session_end: SessionEnd | None = None  # how the current session ended, if it did without a stop
     outcome: Outcome | None = None
     reason: str = ""
     message: str = ""
@@ -76,6 +80,14 @@ class LedgerEntry:
     def awaits_result(self) -> bool:
         """Return whether the rollout is open and none of its results has arrived."""
         return self.outcome is None and self.phase is not Phase.SCORING
+
+    @property
+    def due_at(self) -> float | None:
+        """Return the loop time from which the result is overdue: the deadline, or any time once the session has
+        ended. None if no result is awaited."""
+        if not self.awaits_result or self.deadline is None:
+            return None
+        return self.deadline if self.session_end is None else -math.inf
 
     @property
     def last_session_id(self) -> str | None:
@@ -113,7 +125,9 @@ class LedgerEntry:
         self.invoked_at, self.accepted_at = self.ledger.now(), None
         if self.attempts == 1:  # again, if the first one was throttled
             self.first_invoked_at = self.invoked_at
+        self.session_end = None
         self._open(session_id, Phase.DISPATCHING)
+        self.ledger.watch(self)
 
     def refuse_attempt(self) -> None:
         """Record that the invoke was refused for now. The next attempt reuses its number and session."""
@@ -128,6 +142,13 @@ class LedgerEntry:
             assert self.deadline is not None
             self.deadline += self.ledger.clock() - self.began  # its time began when its container was up
             self._enter(Phase.RUNNING)
+            self.ledger.watch(self)
+
+    def end_session(self, end: SessionEnd) -> None:
+        """Record that a session ended without a stop. Its result may be in S3."""
+        if end.session_id == self.session_id:
+            self.session_end = end
+            self.ledger.watch(self)
 
     def adopt(self, session_id: str, attempt: int, invoked_at: float, deadline: float) -> None:
         """Record an attempt of an earlier trainer whose agent may still run, unless its result has just arrived."""
@@ -135,6 +156,7 @@ class LedgerEntry:
             self.adopted, self.attempt, self.deadline = True, attempt, deadline
             self.first_invoked_at = self.invoked_at = invoked_at
             self._open(session_id, Phase.RUNNING)
+            self.ledger.watch(self)
 
     def keep_adopted(self) -> None:
         """Record that the adopted agent still runs: S3 holds no result of it."""
@@ -251,6 +273,7 @@ class Ledger:
     _phases: Counter[Phase] = field(default_factory=Counter)
     _outcomes: Counter[Outcome] = field(default_factory=Counter)
     _changed: dict[str, None] = field(default_factory=dict)  # groups that changed since `take_changed_groups`
+    _due: list[tuple[float, str]] = field(default_factory=list)  # a heap of times and rollouts, some out of date
 
     # --- rollouts -----------------------------------------------------------------------------------------
 
@@ -299,6 +322,25 @@ class Ledger:
             self.duplicates += 1
         else:
             self.late += 1
+
+    def watch(self, entry: LedgerEntry) -> None:
+        """Let `take_overdue` return a rollout once its result is overdue. Repeat this for one that it returned and
+        that is still open."""
+        if entry.due_at is not None:
+            heappush(self._due, (entry.due_at, entry.rollout_id))
+
+    def take_overdue(self, now: float) -> tuple[list[LedgerEntry], float]:
+        """Return the rollouts whose results are overdue, each once, and the time at which the next one is."""
+        overdue: dict[str, LedgerEntry] = {}
+        while self._due:
+            at, rollout_id = self._due[0]
+            entry = self.entries[rollout_id]
+            if at == entry.due_at and at > now:
+                return list(overdue.values()), at
+            heappop(self._due)
+            if at == entry.due_at:
+                overdue[rollout_id] = entry
+        return list(overdue.values()), math.inf
 
     def _group(self, task_id: str) -> GroupState:
         """Return the group of a task for modification."""

@@ -34,26 +34,25 @@ class SessionEnds:
     """The ended sessions of a run, for all its steps."""
 
     def __init__(self) -> None:
-        self._ends: dict[str, SessionEnd] = {}
-        self._watching: dict[str, Callable[[], None]] = {}
+        self._ends: dict[str, SessionEnd] = {}  # of sessions that are not watched
+        self._watching: dict[str, Callable[[SessionEnd], None]] = {}
 
-    def watch(self, session_id: str, on_end: Callable[[], None]) -> None:
+    def watch(self, session_id: str, on_end: Callable[[SessionEnd], None]) -> None:
         """Call `on_end` once the session has ended, or immediately if it already has."""
         self._watching[session_id] = on_end
-        if session_id in self._ends:
-            on_end()
+        end = self._ends.pop(session_id, None)
+        if end is not None:
+            on_end(end)
 
     def report(self, end: SessionEnd) -> None:
         """Record an end."""
+        on_end = self._watching.get(end.session_id)
+        if on_end is not None:
+            on_end(end)
+            return
         self._ends[end.session_id] = end
         if len(self._ends) > _KEPT:
             del self._ends[next(iter(self._ends))]
-        on_end = self._watching.get(end.session_id)
-        if on_end is not None:
-            on_end()
-
-    def end_of(self, session_id: str | None) -> SessionEnd | None:
-        return self._ends.get(session_id or "")
 
     def forget(self, session_ids: Iterable[str]) -> None:
         """Stop watching these sessions."""

@@ -34,6 +34,7 @@ from rollout_backend.core.ledger import (
     Phase,
 )
 from rollout_backend.core.policy import Stragglers
+from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import (
@@ -70,8 +71,6 @@ class StepContext:
     abort: Callable[[BaseException], None]  # ends the step with this error
     adapter: str = ""  # the LoRA adapter that model calls name
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # wakes the step
-    overdue: list[RolloutTask] = field(default_factory=list)  # rollouts whose deadline has passed
-    ended: list[RolloutTask] = field(default_factory=list)  # rollouts whose session has ended without a stop
 
     def abort_on_failure(self, task: asyncio.Task[None]) -> None:
         """End the step with the error of a background task, which is not awaited. Otherwise a step without a queue
@@ -94,7 +93,6 @@ class RolloutTask:
         self.context = context
         self._services = context.services
         self._attempt_over = asyncio.Event()
-        self._timer: asyncio.TimerHandle | None = None
 
     # --- its life -----------------------------------------------------------------------------------------
 
@@ -217,7 +215,7 @@ class RolloutTask:
             payload = self._services.payload(self.task, claims, agent_s, urls)
             may_be_open = session_id in ledger.open_sessions  # after an earlier call, which was refused
             self.entry.start_attempt(session_id, attempt, now + agent_s + times.publish_grace_s)
-            self.watch_time()
+            context.changed.set()  # this deadline may be the next one
             try:
                 await dispatcher.submit(session_id, payload)
             except RuntimeCallError as error:
@@ -265,6 +263,10 @@ class RolloutTask:
         self.watch_time()
         self._services.session_ends.watch(entry.session_id, self._on_session_end)
 
+    def _on_session_end(self, end: SessionEnd) -> None:
+        self.entry.end_session(end)
+        self.context.changed.set()
+
     def adopt(self, attempt: InFlightAttempt) -> None:
         """Make the attempt of an earlier trainer the current one, unless the rollout is settled."""
         deadline = attempt.deadline + self._wall_to_loop()
@@ -294,31 +296,12 @@ class RolloutTask:
     # --- its time -----------------------------------------------------------------------------------------
 
     def watch_time(self) -> None:
-        """Report the rollout once it is overdue or a straggler. To be called again if it was reported and S3 has
-        not confirmed that its result is absent."""
-        if self.entry.outcome is None and self.entry.deadline is not None:
-            self._set_timer(self.entry.deadline)
+        """Let the step notice when the rollout is overdue or a straggler. Call again after an absence check that did
+        not settle it."""
+        self.context.ledger.watch(self.entry)
         if self.entry.phase is Phase.RUNNING and self.entry.began is not None:
             self.context.stragglers.started(self.rollout_id, self.entry.began)
             self.context.changed.set()
-
-    def _set_timer(self, deadline: float) -> None:
-        self._cancel_timer()
-        self._timer = asyncio.get_running_loop().call_at(deadline, self._on_deadline)
-
-    def _cancel_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _on_deadline(self) -> None:
-        deadline = self.entry.deadline
-        if deadline is not None and asyncio.get_running_loop().time() >= deadline:
-            self.context.overdue.append(self)
-            self.context.changed.set()
-
-    def _on_session_end(self) -> None:
-        self.context.ended.append(self)
-        self.context.changed.set()
 
     # --- its end ------------------------------------------------------------------------------------------
 
@@ -367,14 +350,16 @@ class RolloutTask:
             self.context.stragglers.delivered(self.entry.took)
 
     def _end_attempt(self) -> None:
-        self._cancel_timer()
         self._attempt_over.set()
         self.context.changed.set()
 
     # --- what ends an attempt, once S3 has confirmed that there is no result -----------------------------
 
-    def time_out(self) -> None:
-        """Give up waiting for a result after the attempt's deadline."""
+    def on_overdue(self) -> None:
+        """Retry or settle the rollout after its session has ended, or its deadline has passed."""
+        if (end := self.entry.session_end) is not None:
+            self._lose_session(end.reason, end.message, final=end.final)
+            return
         if self.entry.adopted:
             self.abandon_adopted()
             return
@@ -393,12 +378,6 @@ class RolloutTask:
             "has died, or its network. The session's log may say why"
         )
         self._lose_session(CONTAINER_LOST, message)
-
-    def on_session_end(self) -> None:
-        """Retry after the session has ended by itself, or settle the rollout if no attempt is left."""
-        end = self._services.session_ends.end_of(self.entry.session_id)
-        if end is not None:
-            self._lose_session(end.reason, end.message, final=end.final)
 
     def retry_lost(self, failure: Failure | None) -> bool:
         """Retry after the failure marker of an attempt, if another one may succeed. Return False if it counts."""
@@ -451,7 +430,6 @@ class RolloutTask:
         session_id = self.entry.session_id
         assert session_id is not None
         self.entry.abandon_attempt()
-        self._cancel_timer()
         self._attempt_over.set()
         self.context.sessions.close_later(session_id)
 

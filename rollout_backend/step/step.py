@@ -226,17 +226,15 @@ class Step:
 
     def _end_late(self, now: float) -> float:
         """End the rollouts that are overdue, stragglers or silent. Return when the next one may be."""
-        overdue, self._context.overdue = self._context.overdue, []
-        self._absence_check.start(overdue, RolloutTask.time_out)
-        ended, self._context.ended = self._context.ended, []
-        self._absence_check.start(ended, RolloutTask.on_session_end)
-        stragglers, next_at = self._context.stragglers.due(now, self.ledger.open)
+        overdue, next_overdue = self.ledger.take_overdue(now)
+        self._absence_check.start([self.rollouts[each.rollout_id] for each in overdue], RolloutTask.on_overdue)
+        stragglers, next_straggler = self._context.stragglers.due(now, self.ledger.open)
         self._absence_check.start([self.rollouts[each] for each in stragglers], RolloutTask.settle_straggler)
         heartbeats = self._services.heartbeats
         if now >= self._silence_checked_at + heartbeats.poll_s:
             self._silence_checked_at = now
             self._absence_check.start(self._silent(heartbeats.lost_sessions), RolloutTask.on_container_lost)
-        return min(next_at, self._silence_checked_at + heartbeats.poll_s)
+        return min(next_overdue, next_straggler, self._silence_checked_at + heartbeats.poll_s)
 
     def _silent(self, session_ids: Collection[str]) -> list[RolloutTask]:
         """Return the running rollouts of these sessions."""

@@ -1,9 +1,12 @@
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.ledger import NO_RESULT, Ledger, Phase, PlannedRollout
+from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.errors import LedgerError
 from rollouts import make_ledger
 
@@ -81,6 +84,26 @@ def test_an_unclosed_session_is_named_and_not_counted_as_open():
 def test_nothing_is_planned_twice():
     with pytest.raises(LedgerError, match=r"'a\.0' is planned twice"):
         planned("a.0", "a.0")
+
+
+def test_overdue_rollouts_are_returned_once():
+    ledger = planned(*IDS)
+    for rollout_id, deadline in zip(IDS, (30.0, 10.0, 20.0), strict=True):
+        ledger.entries[rollout_id].start_attempt(f"session of {rollout_id}", 1, deadline)
+    first, second, third = (ledger.entries[rollout_id] for rollout_id in ("a.1", "b.0", "a.0"))
+    assert ledger.take_overdue(9.0) == ([], 10.0)
+    assert ledger.take_overdue(15.0) == ([first], 20.0)
+    first.abandon_attempt()
+    first.start_attempt("another", 2, 40.0)
+    second.settle(Outcome.CANCELLED, "x")  # its deadline no longer counts
+    assert ledger.take_overdue(20.0) == ([], 30.0)
+    first.end_session(SessionEnd("session of a.1", "evicted", "of the abandoned attempt"))
+    assert ledger.take_overdue(20.0) == ([], 30.0)
+    first.end_session(SessionEnd("another", "evicted", ""))
+    assert ledger.take_overdue(20.0) == ([first], 30.0)
+    assert ledger.take_overdue(50.0) == ([third], math.inf)
+    ledger.watch(third)  # S3 did not answer
+    assert ledger.take_overdue(50.0) == ([third], math.inf)
 
 
 def test_changed_groups_are_returned_once():
