@@ -31,10 +31,9 @@ from rollout_backend.results.progress import StepTotals
 from rollout_backend.results.records import RolloutRecord, RunningRecords
 from rollout_backend.results.step_report import GroupResult, StepResult
 from rollout_backend.step.absence_check import AbsenceCheck
-from rollout_backend.step.group import Group
 from rollout_backend.step.plan import StepPlan
 from rollout_backend.step.restart import can_verify_seals, resume
-from rollout_backend.step.results import StepResults
+from rollout_backend.step.results import Group, StepResults
 from rollout_backend.step.rollout_task import RolloutTask, StepContext
 from rollout_backend.step.services import StepServices
 from rollout_backend.step.sessions import StepSessions

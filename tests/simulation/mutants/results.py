@@ -23,9 +23,8 @@ from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.step_report import GroupResult
 from rollout_backend.scoring.rollout_scorer import RolloutScorer
 from rollout_backend.scoring.scorer import ArtifactLost, Score
-from rollout_backend.step import scoring as scoring_module
-from rollout_backend.step.group import Group
-from rollout_backend.step.results import StepResults
+from rollout_backend.step import results as results_module
+from rollout_backend.step.results import Group, StepResults
 from rollout_backend.step.rollout_task import RolloutTask
 from tests.simulation import agents as agents_module
 from tests.simulation.mutants.registry import Patch, all_of, mutant
@@ -145,13 +144,13 @@ def unscored_is_zero() -> Patch:
     def broken(rollout: Rollout, reason: str, message: str) -> Rollout:
         return rollout.model_copy(update={"reward": 0.0})
 
-    return patch.object(scoring_module, "unscored", broken)
+    return patch.object(results_module, "unscored", broken)
 
 
 @mutant
 def agent_scores_itself() -> Patch:
     """A rollout whose scorer failed is trained with the agent's own reward."""
-    return patch.object(scoring_module, "unscored", lambda rollout, reason, message: rollout)
+    return patch.object(results_module, "unscored", lambda rollout, reason, message: rollout)
 
 
 @mutant
