@@ -9,7 +9,7 @@ Invariants:
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeVar
 
 from agent_wrapper.contract import Sampling
@@ -40,13 +40,14 @@ class StepPlan:
         self,
         tasks: Sequence[tuple[Task, int, Sampling]],
         weights: str,
-        can_resume: Callable[[Manifest | None], bool],
+        *,
+        same_weights: bool,
         allow_subset: bool,
     ) -> Manifest | None:
         """Write the step's first manifest, for tasks with their group's size. Return the one that S3 held before.
 
-        `can_resume`: whether results of a step with that manifest can be used. `allow_subset`: whether the tasks may
-        be some of that step's.
+        `same_weights`: whether results of an earlier trainer were sampled from the weights that are served now.
+        `allow_subset`: whether the tasks may be some of the earlier trainer's.
         """
         services = self.services
         while True:
@@ -62,7 +63,7 @@ class StepPlan:
                 sealed_by=next(iter(services.sealed_by), ""),
                 gateway=services.gateways.identity,
                 before=before,
-                same_weights=can_resume(before),
+                same_weights=same_weights and _can_verify_seals(before, services.sealed_by),
                 allow_subset=allow_subset,
             )
             try:
@@ -107,3 +108,16 @@ class StepPlan:
         """Repeat a call to S3 with back-off until it is answered. Raises StoreError at the step's deadline."""
         warn = log_retry(log, "step %d waits for S3", self.step)
         return await retry(call, StoreError, self.services.pauses.store, stop=at(self.deadline), before_sleep=warn)
+
+
+def _can_verify_seals(before: Manifest | None, sealed_by: Collection[str]) -> bool:
+    """Return whether the seals of an earlier trainer's results can be verified. If not, none of them can be used."""
+    if before is None or not sealed_by or before.sealed_by in sealed_by:
+        return True
+    log.warning(
+        "step %d was begun with another secret, or by another version of this package, so its results cannot be "
+        "checked: all of its rollouts run again. To resume a run on another machine, set gateway.secret, or copy "
+        "OUTPUT_DIR/.secrets; after a rotation, set gateway.previous_secret",
+        before.step,
+    )
+    return False

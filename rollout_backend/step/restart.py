@@ -8,13 +8,13 @@ Invariants:
 - every other session is closed and its key revoked.
 
 Whether the tasks are those of the interrupted step is decided by `core.manifest.Manifest.plan`; whether the weights
-are the same, by the caller (for verl, `verl.step_numbers`).
+are the same, by the caller (for verl, `verl.async_batches`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rollout_backend.collect.buffer import RolloutBuffer
@@ -26,19 +26,6 @@ from rollout_backend.step.in_flight import InFlightAttempt
 from rollout_backend.step.rollout_task import RolloutTask, StepContext
 
 log = logging.getLogger(__name__)
-
-
-def can_verify_seals(before: Manifest | None, sealed_by: Collection[str]) -> bool:
-    """Return whether the seals of an earlier trainer's results can be verified. If not, none of them can be used."""
-    if before is None or not sealed_by or before.sealed_by in sealed_by:
-        return True
-    log.warning(
-        "step %d was begun with another secret, or by another version of this package, so its results cannot be "
-        "checked: all of its rollouts run again. To resume a run on another machine, set gateway.secret, or copy "
-        "OUTPUT_DIR/.secrets; after a rotation, set gateway.previous_secret",
-        before.step,
-    )
-    return False
 
 
 def resumable_attempts(

@@ -32,7 +32,7 @@ from rollout_backend.results.records import RolloutRecord, RunningRecords
 from rollout_backend.results.step_report import GroupResult, StepResult
 from rollout_backend.step.absence_check import AbsenceCheck
 from rollout_backend.step.plan import StepPlan
-from rollout_backend.step.restart import can_verify_seals, resume
+from rollout_backend.step.restart import resume
 from rollout_backend.step.results import Group, StepResults
 from rollout_backend.step.rollout_task import RolloutTask, StepContext
 from rollout_backend.step.services import StepServices
@@ -164,7 +164,7 @@ class Step:
         before = await self._plan.write_first(
             [(group.task, group.planned, group.task.sampling or sampling) for group in groups],
             weights=self._weights,
-            can_resume=lambda before: self._same_weights and can_verify_seals(before, self._services.sealed_by),
+            same_weights=self._same_weights,
             allow_subset=self._allow_subset,
         )
         for planned in self._plan.manifest.tasks:

@@ -50,7 +50,7 @@ async def make_rollouts(
     )
     plan, ledger = StepPlan(0, step_services), make_ledger()
     plan.deadline = until + config.timeouts.publish_grace_s
-    await plan.write_first([(task, count, Sampling())], weights="", can_resume=lambda _: False, allow_subset=False)
+    await plan.write_first([(task, count, Sampling())], weights="", same_weights=False, allow_subset=False)
 
     def abort(error: BaseException) -> None:
         raise AssertionError("the step was aborted") from error
