@@ -50,6 +50,14 @@ _THROTTLED = frozenset(
     }
 )  # fmt: skip
 _DENIED = frozenset({"AccessDenied", "AccessDeniedException"})
+_GRANTED_BY = {
+    "queue": "Deploy the stack with RunQueues=true, so that each run can create its queue, and attach its "
+    "TrainerPolicyArn to the trainer's role; or set queue.url to the stack's QueueUrl",
+    "queue.url": "Attach the stack's TrainerPolicyArn to the trainer's role, and set queue.url to the same stack's "
+    "QueueUrl",
+    "storage.bucket": "Attach the stack's TrainerPolicyArn to the trainer's role, and set storage.prefix to the "
+    "stack's parameter ResultPrefix, or leave both out",
+}
 CallLog = dict[str, bool]
 """Whether every call was allowed, by service and operation, such as `s3:GetObject`."""
 
@@ -168,6 +176,8 @@ def _refusal(error: ClientError, what: str, setting: str) -> str:
         return f"{what} is in another region ({said}): set aws.region"
     if status == 404 or code.endswith(_NO_SUCH):
         return f"{what} does not exist: create it, or correct {setting}"
+    if is_denied(error) and setting in _GRANTED_BY:
+        return f"{what}: {error.operation_name} is not allowed ({message_of(error)}). {_GRANTED_BY[setting]}"
     if status in (401, 403) or code.startswith("AccessDenied"):
         return f"{what} refuses us: {said}. Give these credentials the permission that is missing"
     return f"{what} refuses the call: {said}. Check {setting}"

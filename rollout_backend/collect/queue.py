@@ -28,7 +28,6 @@ from tenacity import RetryCallState, stop_after_attempt, wait_fixed
 from rollout_backend import aws
 from rollout_backend.config import AwsConfig, QueueConfig, StorageConfig
 from rollout_backend.core.check_result import CheckResult
-from rollout_backend.errors import PreflightError
 from rollout_backend.retry import retry
 
 log = logging.getLogger(__name__)
@@ -273,22 +272,7 @@ def _explained(what: str, config: QueueConfig) -> Iterator[None]:
     try:
         yield
     except (ClientError, BotoCoreError) as error:
-        if isinstance(error, ClientError) and aws.is_denied(error):
-            raise _not_allowed(what, config, error) from error
-        raise aws.preflight_error(error, what, "queue.url") from error
-
-
-def _not_allowed(name: str, config: QueueConfig, error: ClientError) -> PreflightError:
-    why = f"{name}: {error.operation_name} is not allowed ({aws.message_of(error)})"
-    if config.url is not None:
-        return PreflightError(
-            f"{why}. Attach the stack's TrainerPolicyArn to the trainer's role, and set queue.url to the same "
-            "stack's QueueUrl"
-        )
-    return PreflightError(
-        f"{why}. Deploy the stack with RunQueues=true, so that each run can create its queue, and attach its "
-        "TrainerPolicyArn to the trainer's role; or set queue.url to the stack's QueueUrl"
-    )
+        raise aws.preflight_error(error, what, "queue" if config.url is None else "queue.url") from error
 
 
 async def _create(sqs: Any, config: QueueConfig, name: str) -> tuple[str, str]:

@@ -105,16 +105,15 @@ class ResultStore:
             "Bucket": self.config.bucket,
             "Key": probe_key(self.config.prefix, secrets.token_hex(4), agents=writes_results),
         }
-        with self._explained("ListBucket"):
+        with self._explained():
             await self._s3.list_objects_v2(Bucket=self.config.bucket, Prefix=self.config.prefix, MaxKeys=1)
-        with self._explained("PutObject"):
             await self._try_to_write(place, IfNoneMatch="*")
         try:
-            with self._explained("PutObject"):
+            with self._explained():
                 for condition in ({"IfNoneMatch": "*"}, {"IfMatch": _NO_ETAG}):  # both must fail now
                     if await self._try_to_write(place, **condition):
                         raise self._unsupported(condition, "ignores it")
-            with self._explained("GetObject"):
+            with self._explained():
                 async with (await self._s3.get_object(**place))["Body"]:
                     pass  # any response is enough
         finally:
@@ -164,18 +163,11 @@ class ResultStore:
         )
 
     @contextmanager
-    def _explained(self, operation: str) -> Iterator[None]:
-        config = self.config
+    def _explained(self) -> Iterator[None]:
         try:
             yield
         except (ClientError, BotoCoreError) as error:
-            if aws.is_denied(error):
-                raise PreflightError(
-                    f"bucket {config.bucket!r}: these credentials may not call {operation} under "
-                    f"{config.prefix + 'runs/'!r}. Attach the stack's TrainerPolicyArn to the trainer's role, and "
-                    "set storage.prefix to the stack's parameter ResultPrefix, or leave both out"
-                ) from error
-            raise aws.preflight_error(error, f"bucket {config.bucket!r}", "storage.bucket") from error
+            raise aws.preflight_error(error, f"bucket {self.config.bucket!r}", "storage.bucket") from error
 
     async def get(self, key: str) -> bytes:
         """Return an object's bytes. Raises the same errors as `fetch`."""

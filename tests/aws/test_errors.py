@@ -108,8 +108,9 @@ def refused(status: int, code: str, message: str = "") -> ClientError:
             refused(400, "AuthorizationHeaderMalformed", "expecting 'eu-west-1'"),
             "expecting 'eu-west-1'.*set aws.region",
         ),
-        (refused(403, "AccessDenied"), "Give these credentials the permission that is missing"),
-        (refused(400, "AccessDeniedException"), "Give these credentials the permission that is missing"),
+        (refused(403, "AccessDenied"), "CreateQueue is not allowed.*TrainerPolicyArn.*QueueUrl"),
+        (refused(400, "AccessDeniedException"), "CreateQueue is not allowed"),
+        (refused(403, "Forbidden"), "Give these credentials the permission that is missing"),
         (refused(400, "InvalidAttributeValue", "too long"), "InvalidAttributeValue: too long. Check queue.url"),
     ],
 )
