@@ -19,6 +19,7 @@ expire, the local cloud ends, or a ledger does not balance. `RolloutManager.coll
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import threading
 from collections import Counter
@@ -28,7 +29,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from agent_wrapper.contract import Sampling
 from rollout_backend.config import RolloutConfig
@@ -68,6 +69,7 @@ log = logging.getLogger(__name__)
 _METRICS_S = 5.0  # in which gateways must answer; Prometheus waits for 10 s
 
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 
 
 class RolloutManager:
@@ -553,8 +555,23 @@ def _spans(run_id: str, step: Step, records: Iterable[RolloutRecord]) -> Iterato
         yield from rollout_spans(run_id, record, results.get(rollout_id), step.results.deliveries.get(rollout_id))
 
 
+def _blocking(
+    method: Callable[Concatenate[RolloutManager, _P], Coroutine[Any, Any, _T]],
+) -> Callable[Concatenate[BlockingRolloutManager, _P], _T]:
+    """Return a method that runs this one in the manager's event loop, and waits for its result."""
+
+    @functools.wraps(method)
+    def call(self: BlockingRolloutManager, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return self.wait_for(method(self.manager, *args, **kwargs))
+
+    return call
+
+
 class BlockingRolloutManager:
-    """A RolloutManager whose event loop runs in a separate thread."""
+    """A RolloutManager whose event loop runs in a separate thread.
+
+    Its methods are those of RolloutManager. An interrupt closes the step's sessions before it propagates.
+    """
 
     def __init__(
         self,
@@ -610,33 +627,15 @@ class BlockingRolloutManager:
             raise RuntimeError("enter the manager first: with RolloutManager.blocking(config) as manager")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def collect(
-        self,
-        tasks: Iterable[Task],
-        *,
-        step: int | None = None,
-        sampling: Sampling | None = None,
-        adapter: str = "",
-    ) -> StepResult:
-        """Call `RolloutManager.collect`. An interrupt closes the step's sessions before it propagates."""
-        return self.wait_for(self._manager.collect(tasks, step=step, sampling=sampling, adapter=adapter))
+    collect = _blocking(RolloutManager.collect)
+    update_weights = _blocking(RolloutManager.update_weights)
+    load_adapter = _blocking(RolloutManager.load_adapter)
+    unload_adapter = _blocking(RolloutManager.unload_adapter)
 
     @property
     def weight_version(self) -> int:
         """The version of the weights that the engines serve."""
         return self._manager.weight_version
-
-    def update_weights(self, weights: Path | Mapping[str, torch.Tensor]) -> WeightUpdate:
-        """Call `RolloutManager.update_weights`."""
-        return self.wait_for(self._manager.update_weights(weights))
-
-    def load_adapter(self, name: str, folder: Path) -> AdapterUpdate:
-        """Call `RolloutManager.load_adapter`."""
-        return self.wait_for(self._manager.load_adapter(name, folder))
-
-    def unload_adapter(self, name: str) -> None:
-        """Call `RolloutManager.unload_adapter`."""
-        self.wait_for(self._manager.unload_adapter(name))
 
     def wait_for(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Return the result of a manager's coroutine. An interrupt cancels the coroutine before it propagates."""
