@@ -35,7 +35,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 
 from agent_wrapper.shared.processes import describe_exit
-from rollout_backend.dispatch.token_bucket import TokenBucket
+from rollout_backend.dispatch.rate_limiter import TokenBucket
 from rollout_backend.local.code_artifacts import CodeStore
 from rollout_backend.local.control_plane import ControlLimits, ControlPlane, RuntimeRecord, check_signed
 from rollout_backend.local.session_pool import (

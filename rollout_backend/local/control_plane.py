@@ -27,7 +27,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rollout_backend.dispatch.token_bucket import TokenBucket
+from rollout_backend.dispatch.rate_limiter import TokenBucket
 from rollout_backend.local.code_artifacts import BuildFailed, CodeStore
 from rollout_backend.local.session_pool import ServiceError
 from rollout_backend.local_keys import names_key

@@ -22,7 +22,7 @@ import aiohttp
 from pydantic import BaseModel, Field
 
 from agent_wrapper.app import LOCAL_PORT
-from rollout_backend.dispatch.token_bucket import TokenBucket
+from rollout_backend.dispatch.rate_limiter import TokenBucket
 from rollout_backend.errors import StartupError
 from rollout_backend.local.spawner import Spawner
 from rollout_backend.serving.server_process import SERVER_PORTS, ServerProcess, free_port

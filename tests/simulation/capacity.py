@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from rollout_backend.dispatch.token_bucket import TokenBucket
+from rollout_backend.dispatch.rate_limiter import TokenBucket
 from rollout_backend.errors import (
     NoCredentials,
     QuotaExceeded,

@@ -7,7 +7,7 @@ import pytest
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.dispatch.call_queue import CallKind, CallQueue
-from rollout_backend.dispatch.token_bucket import TokenBucket
+from rollout_backend.dispatch.rate_limiter import TokenBucket
 from rollout_backend.run_lease import FencedRuntime
 from tests.simulation.capacity import REFUSALS, Outage
 
