@@ -1,9 +1,21 @@
-"""Divide the batches of verl's asynchronous trainers into steps, and resume the steps of a killed trainer."""
+"""Number verl's batches as steps, divide those of its asynchronous trainers, and resume a killed trainer's steps.
+
+A killed trainer restarts from its checkpoint. The first batch after the restart is sampled with the checkpoint's
+weights, exactly as before, so its finished rollouts can be reused. Later batches are sampled with weights that are
+trained again, so theirs cannot.
+
+Invariants:
+
+- The number follows from verl's global step and the batch's position in it, so a batch has the same number after a
+  restart.
+- No two batches of one trainer process have the same number.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Container, Sequence
 from typing import Any
 
 from rollout_backend.config import RolloutConfig
@@ -12,9 +24,32 @@ from rollout_backend.core.manifest import digest_of
 from rollout_backend.core.tasks import Task
 from rollout_backend.manager import BlockingRolloutManager
 from rollout_backend.step.results import Group
-from rollout_backend.verl.step_numbers import StepNumbers
 from rollout_backend.verl.v1_batch import Request, V1Batch, read_origins
 from rollout_backend.verl.verl_settings import max_staleness_of, resumes_steps
+
+
+class StepNumbers:
+    """Numbers the batches of one trainer process.
+
+    `resumes` says whether the trainer resumes from a checkpoint and may reuse rollouts sampled after it.
+    """
+
+    def __init__(self, resumes: bool) -> None:
+        self._resumes = resumes
+        self._seen: Counter[tuple[int, bool]] = Counter()
+        self._first: dict[bool, int] = {}
+
+    def next(self, global_step: int, validate: bool, besides: Container[int] = ()) -> tuple[int, bool]:
+        """Return the next batch's number that is not in `besides`, and whether an earlier process sampled it with the
+        same weights."""
+        while True:
+            position = self._seen[global_step, validate]
+            self._seen[global_step, validate] += 1
+            number = batch_number(global_step, validate, position)
+            if number not in besides:
+                break
+        first = self._first.setdefault(validate, global_step)
+        return number, self._resumes and global_step == first
 
 
 class AsyncBatches:

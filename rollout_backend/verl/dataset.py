@@ -1,4 +1,4 @@
-"""Datasets for verl, and the payload that an agent gets for each of their rows.
+"""Datasets for verl, and the payload and the task id of each of their rows.
 
     data.train_files=tasks.jsonl                                   # or .parquet, or a list of files
     data.custom_cls.path=pkg://rollout_backend.verl.dataset
@@ -10,12 +10,17 @@ have a `task_id`, a `private` part for a scorer, and other columns for verl, suc
 groups its validation metrics (default: the file's name). A `prompt` column is not needed.
 
 verl's own dataset works without a `payload`, too. `payload_of` describes what the agent gets in that case.
+
+Tasks are named after rows, because verl draws new uids in each step: a row has the same task id in each step, each
+epoch and each run, and no two tasks of a batch have the same id.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,11 +30,13 @@ import torch
 from torch.utils.data import Dataset
 
 from agent_wrapper.contract.codec import MAX_DEPTH
-from rollout_backend.core.tasks import Task, read_json, read_rows
+from rollout_backend.core.tasks import MAX_TASK_ID, Task, read_json, read_rows
 from rollout_backend.errors import TaskFileError
 from rollout_backend.verl import early_checks
 
 PLACEHOLDER = "(the agent makes its prompt from its payload)"
+_INVALID_IN_ID = re.compile(r"^[^A-Za-z0-9]+|[^A-Za-z0-9._-]+")
+_LONGEST_ID = MAX_TASK_ID - 16  # leaves room for a number and for the suffix of a greedy rollout
 _COPIED = ("data_source", "task_id")  # columns of verl's own dataset that go into the payload
 
 
@@ -230,3 +237,41 @@ def _plain(value: Any, where: str) -> Any:
     if value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     raise TaskFileError(f"{where} is {value!r}, which is not valid JSON: write it as a string or a number")
+
+
+def task_id_of(row: Mapping[str, Any], payload: Mapping[str, Any]) -> str:
+    """Return the row's `task_id`, or `task-` and a digest of the payload if it has none.
+
+    Characters that an id cannot have are replaced, and a digest keeps different ids different.
+    """
+    given = row.get("task_id")
+    if given is None:
+        text = json.dumps(payload, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+        return f"task-{_digest(text)}"
+    name = _INVALID_IN_ID.sub("-", str(given)).strip("-")[:_LONGEST_ID]
+    return name if name and name == str(given) else f"{name[: _LONGEST_ID - 13] or 'task'}-{_digest(str(given))}"
+
+
+class TaskIds:
+    """The ids of the tasks of one batch, by verl's uids."""
+
+    def __init__(self) -> None:
+        self._by_uid: dict[str, str] = {}
+        self._taken: set[str] = set()
+
+    def of(self, row: Mapping[str, Any], payload: Mapping[str, Any]) -> str:
+        """Return the id of a row's task. If a batch has a row of the dataset twice, the second one gets a number."""
+        uid = str(row["uid"])
+        if uid not in self._by_uid:
+            name = unique = task_id_of(row, payload)
+            number = 1
+            while unique in self._taken:
+                number += 1
+                unique = f"{name}-{number}"
+            self._taken.add(unique)
+            self._by_uid[uid] = unique
+        return self._by_uid[uid]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -228,7 +228,7 @@ class Training:
         return StepReport.model_validate_json(self._of_step("steps", step).with_suffix(".json").read_text())
 
     def _of_step(self, what: str, step: int) -> Path:
-        from rollout_backend.verl.step_numbers import StepNumbers  # needs verl
+        from rollout_backend.verl.async_batches import StepNumbers  # needs verl
 
         number, _ = StepNumbers(resumes=False).next(step, validate=False)
         return self.run_dir / what / f"{number:08d}"

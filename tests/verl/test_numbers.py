@@ -1,6 +1,6 @@
 """Step numbers of verl's batches: a batch has the same number after a restart of the trainer."""
 
-from rollout_backend.verl.step_numbers import StepNumbers
+from rollout_backend.verl.async_batches import StepNumbers
 
 
 def play(resumes, *batches):

@@ -8,8 +8,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from rollout_backend.verl.server_list import ServerList
-from rollout_backend.verl.weight_versions import UNKNOWN
+from rollout_backend.verl.server_list import UNKNOWN, ServerList
 
 
 class Server:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rollout_backend.core.tasks import Task
-from rollout_backend.verl.task_ids import TaskIds, task_id_of
+from rollout_backend.verl.dataset import TaskIds, task_id_of
 
 UID = "5c0d2f8e-95d4-4f9c-b4ae-0d0a5b0a3a11"
 
