@@ -23,8 +23,7 @@ from agent_wrapper.contract import REQUEST_FIELD, ContractError, Outcome, Rollou
 from agent_wrapper.outcome import build_rollout, failed
 from agent_wrapper.shared.trajectory import TrajectoryUnavailable
 from rollout_backend.agent_protocols.base import AgentProtocol, PolledResults, WrittenResults, results_prefix
-from rollout_backend.collect.buffer import log_defects
-from rollout_backend.collect.inventory import MAX_KEYS
+from rollout_backend.collect.buffer import MAX_KEYS, log_defects
 from rollout_backend.collect.store import ObjectStore
 from rollout_backend.core.ledger import CallTally
 from rollout_backend.dispatch.call_queue import CallKind, CallQueue

@@ -29,16 +29,12 @@ from agent_wrapper.contract import (
     failure_marker_key,
     parse_result_key,
     result_key,
+    step_prefix,
 )
 from agent_wrapper.contract.keys import ID_PATTERN
 from rollout_backend import aws
-from rollout_backend.collect.decode import ResultDecoder
-from rollout_backend.collect.fetcher import FetchStatus, ResultFetcher
-from rollout_backend.collect.inventory import MAX_KEYS, inventory
-from rollout_backend.collect.message_deleter import MessageDeleter
-from rollout_backend.collect.quarantine import Quarantine
-from rollout_backend.collect.queue import AWS_ERRORS, Message, MessageQueue
-from rollout_backend.collect.sink import ResultSink
+from rollout_backend.collect.fetcher import FetchStatus, Quarantine, ResultDecoder, ResultFetcher, ResultSink
+from rollout_backend.collect.queue import AWS_ERRORS, Message, MessageDeleter, MessageQueue
 from rollout_backend.collect.store import ObjectStore
 from rollout_backend.config import CollectConfig
 from rollout_backend.errors import CredentialsExpired, StoreError
@@ -46,6 +42,7 @@ from rollout_backend.retry import retry
 
 log = logging.getLogger(__name__)
 
+MAX_KEYS = 50_000  # per step, in 50 calls to S3. Agents may write under the prefix, so a hostile one can flood it
 IDLE_INTERVALS = 3  # even if announcements arrive, a step is listed after this many `collect.list_after_idle_s`
 
 _T = TypeVar("_T")
@@ -223,8 +220,6 @@ class RolloutBuffer:
             sink = self._sinks.get(name.step)
             if sink is None:
                 self.stale += 1
-            elif not sink.is_wanted(name.rollout_id, name.attempt):
-                sink.record_duplicate(name.rollout_id)
             else:
                 fetched = await self._fetcher.fetch(sink, name, item.key, message.sent_at)
                 self.dangling += fetched is FetchStatus.ABSENT
@@ -266,19 +261,13 @@ class RolloutBuffer:
         Raises:
             StoreError: S3 did not list the prefix.
         """
-        found = await self._inventory(sink)
+        found = await self._list_wanted(sink)
         if found is None:
             return all(await asyncio.gather(*(self.fetch_by_key(sink, *each) for each in sink.pending())))
-        complete = True
-        for failure_markers in (False, True):  # results before failure markers, because they settle rollouts
-            wanted = [
-                (key, name)
-                for key, name in found.items()
-                if (name.attempt is not None) == failure_markers and sink.is_wanted(name.rollout_id, name.attempt)
-            ]
-            fetched = await asyncio.gather(*(self._try_to_fetch(sink, name, key) for key, name in wanted))
-            complete = all(each is FetchStatus.HANDLED for each in fetched) and complete
-        return complete
+        fetched: list[FetchStatus] = []
+        for names in found:  # results before failure markers, because they settle rollouts
+            fetched += await asyncio.gather(*(self._try_to_fetch(sink, name, key) for key, name in names.items()))
+        return all(each is FetchStatus.HANDLED for each in fetched)
 
     async def list_when_idle(self, sink: ResultSink, config: CollectConfig) -> None:
         """List the step's prefix until cancelled: after `list_after_idle_s` without an announcement, and after three
@@ -307,10 +296,15 @@ class RolloutBuffer:
         Raises:
             StoreError: S3 did not list the prefix.
         """
-        found = await self._inventory(sink)
-        return None if found is None else {name.rollout_id for name in found.values()}
+        found = await self._list_wanted(sink)
+        return None if found is None else {name.rollout_id for names in found for name in names.values()}
 
-    async def _inventory(self, sink: ResultSink) -> dict[str, ResultName] | None:
+    async def _list_wanted(self, sink: ResultSink) -> tuple[dict[str, ResultName], dict[str, ResultName]] | None:
+        """Return the step's wanted results, and its wanted failure markers, by key; None if there are too many keys.
+
+        Raises:
+            StoreError: S3 did not list the prefix.
+        """
         if sink.step in self._flooded:
             return None
         found = await inventory(self._store, self._run_id, sink.step, sink.is_wanted)
@@ -333,7 +327,7 @@ class RolloutBuffer:
         place = self._store.config.prefix, self._run_id, sink.step
         name = ResultName(sink.step, rollout_id, None)
         fetched = await self._try_to_fetch(sink, name, result_key(*place, rollout_id))
-        if fetched is FetchStatus.ABSENT and attempt and sink.is_wanted(rollout_id, attempt):
+        if fetched is FetchStatus.ABSENT and attempt:
             key = failure_marker_key(*place, rollout_id, attempt)
             fetched = await self._try_to_fetch(sink, name._replace(attempt=attempt), key)
         return fetched is not FetchStatus.UNKNOWN
@@ -361,3 +355,29 @@ async def log_defects(what: str, work: Callable[[], Awaitable[_T]], failed: _T) 
     except Exception:
         log.exception("handling %s failed; it is retried", what)
         return failed
+
+
+async def inventory(
+    store: ObjectStore, run_id: str, step: int, is_wanted: Callable[[str, int | None], bool]
+) -> tuple[dict[str, ResultName], dict[str, ResultName]] | None:
+    """Return the step's wanted results, and its wanted failure markers, by key; None if there are too many keys.
+
+    Other keys are skipped.
+
+    Raises:
+        StoreError: S3 did not answer.
+    """
+    prefix, listed = store.config.prefix, 0
+    results: dict[str, ResultName] = {}
+    failure_markers: dict[str, ResultName] = {}
+    async for key in store.keys(step_prefix(prefix, run_id, step)):
+        listed += 1
+        if listed > MAX_KEYS:
+            return None
+        try:
+            name = parse_result_key(prefix, run_id, key)
+        except ContractError:
+            continue  # neither a result nor a failure marker
+        if is_wanted(name.rollout_id, name.attempt):
+            (results if name.attempt is None else failure_markers)[key] = name
+    return results, failure_markers

@@ -39,6 +39,8 @@ _NAME_BLOCKED_S = 75.0  # SQS blocks a name for 60 s after the deletion
 _PAUSE_S = 5.0  # between two attempts to create a queue
 _EXISTS = ("QueueAlreadyExists", "QueueNameExists")  # error codes if the attributes differ
 _RETENTION_S = 14 * 24 * 3600  # SQS's maximum, because a run may be resumed days later
+_DELETED_WITHIN_S = 1.0
+_LAST_DELETE_S = 5.0
 AWS_ERRORS = aws.CALL_ERRORS
 
 
@@ -190,6 +192,53 @@ class AnnouncementQueue:
                 await delete_queues(self._sqs, self.url, self.dead_url)
         finally:
             await self._stack.aclose()
+
+
+class MessageDeleter:
+    """Deletes the handled messages of one queue within a second, and in batches.
+
+    At a few results per second, each message would otherwise need a separate call. A message that is not deleted,
+    because SQS failed or this process was killed, is received again and counted as a duplicate.
+    """
+
+    def __init__(self, queue: MessageQueue) -> None:
+        self._queue = queue
+        # Messages are no longer hidden once they are handled.
+        self._within_s = min(_DELETED_WITHIN_S, queue.visibility_s / 4)
+        self._messages: list[Message] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._deleting: set[asyncio.Task[None]] = set()
+
+    async def delete(self, messages: Sequence[Message]) -> None:
+        """Delete these messages: immediately if a batch is full, otherwise soon."""
+        self._messages += messages
+        if len(self._messages) >= _BATCH:
+            await self._delete_all()
+        elif self._messages and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._within_s, self._start)
+
+    async def aclose(self) -> None:
+        """Delete the remaining messages. Gives up after some seconds if the queue does not answer."""
+        try:
+            async with asyncio.timeout(_LAST_DELETE_S):
+                await asyncio.gather(self._delete_all(), *self._deleting)
+        except TimeoutError:
+            log.warning("the queue does not answer: messages that were handled will be received again")
+
+    def _start(self) -> None:
+        deleting = asyncio.create_task(self._delete_all())
+        self._deleting.add(deleting)
+        deleting.add_done_callback(self._deleting.discard)
+
+    async def _delete_all(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        messages, self._messages = self._messages, []
+        try:
+            await self._queue.delete(messages)
+        except AWS_ERRORS as error:
+            log.warning("%d messages will be received again: %s", len(messages), error)
 
 
 def _messages(reply: Mapping[str, Any]) -> list[Message]:

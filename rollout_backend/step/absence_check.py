@@ -14,7 +14,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable
 
-from rollout_backend.collect.sink import ResultSink
+from rollout_backend.collect.fetcher import ResultSink
 from rollout_backend.errors import StoreError
 from rollout_backend.step.rollout_task import RolloutTask, StepContext
 
@@ -85,13 +85,13 @@ class AbsenceCheck:
 
         async def ask(rollout: RolloutTask) -> None:
             attempt, rollout_id = rollout.entry.attempt, rollout.rollout_id
-            if self._sink.is_wanted(rollout_id) and (listed is None or rollout_id in listed):
+            if listed is None or rollout_id in listed:
                 async with self._asking:
                     if not await self._buffer.fetch_by_key(self._sink, rollout_id, attempt):
                         return
             rollouts.discard(rollout)
             self._pending.discard(rollout)
-            if self._sink.is_wanted(rollout_id) and rollout.entry.attempt == attempt:
+            if rollout.entry.awaits_result and rollout.entry.attempt == attempt:
                 absent(rollout)
             rollout.watch_time()
 

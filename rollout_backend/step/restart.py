@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rollout_backend.collect.buffer import RolloutBuffer
-from rollout_backend.collect.sink import ResultSink
+from rollout_backend.collect.fetcher import ResultSink
 from rollout_backend.core.ledger import Phase
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.errors import StoreError

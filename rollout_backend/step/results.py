@@ -201,8 +201,8 @@ class StepResults:
         failure_marker: bool = False,
         fetch_s: float = 0.0,
     ) -> None:
-        if not self.is_wanted(rollout.rollout_id):
-            self.record_duplicate(rollout.rollout_id)
+        if not self.is_wanted(rollout.rollout_id, rollout.attempt if failure_marker else None):
+            self.record_duplicate(rollout.rollout_id)  # the rollout was settled, or the attempt abandoned, meanwhile
             return
         task = self.rollouts[rollout.rollout_id]
         if failure_marker and task.retry_lost(rollout.failure):

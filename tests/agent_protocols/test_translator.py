@@ -14,7 +14,7 @@ from protocol_requests import KEY, make_request
 from rollout_backend.agent_protocols.agentcore_rl_toolkit import AgentCoreRlToolkit
 from rollout_backend.agent_protocols.agentcore_runtime_app import AgentCoreRuntimeApp
 from rollout_backend.agent_protocols.translator import BucketTranslator, PollingTranslator, Translator
-from rollout_backend.collect.inventory import MAX_KEYS
+from rollout_backend.collect.buffer import MAX_KEYS
 from rollout_backend.collect.store import StoredObject
 from rollout_backend.config import StorageConfig
 from rollout_backend.dispatch.call_queue import CallQueue

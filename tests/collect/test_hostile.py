@@ -9,9 +9,8 @@ import pytest
 from agent_wrapper.contract import Failure, Outcome, ResultName, Rollout, failure_marker_key
 from agent_wrapper.contract.codec import unpacked_size
 from collect_bench import Sink
-from rollout_backend.collect.buffer import MessageStatus, RolloutBuffer
-from rollout_backend.collect.decode import _LARGE_BYTES, ResultDecoder
-from rollout_backend.collect.inventory import MAX_KEYS
+from rollout_backend.collect.buffer import MAX_KEYS, MessageStatus, RolloutBuffer
+from rollout_backend.collect.fetcher import _LARGE_BYTES, ResultDecoder
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.errors import StoreError
 from rollout_backend.rendering.segments import SegmentRecorder

@@ -8,8 +8,7 @@ import pytest
 
 from agent_wrapper.contract import Announcement, result_key
 from rollout_backend.collect.buffer import RolloutBuffer
-from rollout_backend.collect.message_deleter import MessageDeleter
-from rollout_backend.collect.queue import Message
+from rollout_backend.collect.queue import Message, MessageDeleter
 from rollout_backend.config import StorageConfig
 from tests.simulation.clock import in_virtual_time
 

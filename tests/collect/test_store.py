@@ -19,7 +19,7 @@ from agent_wrapper.contract import (
     step_prefix,
 )
 from agent_wrapper.contract.codec import MAX_OBJECT_BYTES
-from rollout_backend.collect.inventory import inventory
+from rollout_backend.collect.buffer import inventory
 from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.config import AwsConfig
 from rollout_backend.core.manifest import Manifest
@@ -298,11 +298,11 @@ async def test_an_empty_response_is_not_an_empty_listing(open_store):
 @pytest.mark.parametrize("prefix", ["", "team/a/"])
 async def test_the_inventory_holds_only_the_steps_results(open_store, put, run_id, prefix):
     here = step_prefix(prefix, run_id, 3)
-    ours = {
+    results = {
         here + rollout_id: ResultName(3, rollout_id, None) for rollout_id in ("task-a.0", "task-a.1", "x.y_z-1.10")
     }
-    ours[here + "task-a.0~12"] = ResultName(3, "task-a.0", 12)
-    for key in ours:
+    failure_markers = {here + "task-a.0~12": ResultName(3, "task-a.0", 12)}
+    for key in (*failure_markers, *results):
         await put(key)
     for other in (
         step_prefix(prefix, run_id, 2) + "task-a.2",
@@ -316,10 +316,9 @@ async def test_the_inventory_holds_only_the_steps_results(open_store, put, run_i
         f"{prefix}runs/{run_id}/quarantine/0.json",
     ):
         await put(other)
-    found = await inventory(await open_store(prefix=prefix), run_id, 3, lambda *_: True)
-    assert found == ours
-    assert list(found)[-1] == here + "task-a.0~12", "results come before failure markers"
-    assert await inventory(await open_store(prefix=prefix), run_id, 4, lambda *_: True) == {}
+    store = await open_store(prefix=prefix)
+    assert await inventory(store, run_id, 3, lambda *_: True) == (results, failure_markers)
+    assert await inventory(store, run_id, 4, lambda *_: True) == ({}, {})
 
 
 # --- quarantine -------------------------------------------------------------------------------------------

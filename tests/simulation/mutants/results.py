@@ -14,8 +14,7 @@ from agent_wrapper.contract import ContractError, Outcome, ResultName, Rollout
 from rollout_backend.collect import buffer as buffer_module
 from rollout_backend.collect import fetcher as fetcher_module
 from rollout_backend.collect.buffer import RolloutBuffer
-from rollout_backend.collect.decode import ResultDecoder
-from rollout_backend.collect.fetcher import FetchStatus, KeyLocks, ResultFetcher
+from rollout_backend.collect.fetcher import FetchStatus, KeyLocks, ResultDecoder, ResultFetcher
 from rollout_backend.collect.queue import Message
 from rollout_backend.core.ledger import Ledger, LedgerEntry, Phase
 from rollout_backend.core.tasks import Task
