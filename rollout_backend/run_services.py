@@ -18,7 +18,7 @@ from agent_wrapper.contract import RolloutRequest, Trajectory
 from agent_wrapper.shared.trajectory import fetch_trajectory
 from rollout_backend.agent_protocols.base import PolledResults, WrittenResults
 from rollout_backend.agent_protocols.registry import agent_protocol
-from rollout_backend.agent_protocols.translator import BucketTranslator, PollingTranslator, Translator
+from rollout_backend.agent_protocols.translator import BucketTranslator, PollingTranslator, TranslatorOptions
 from rollout_backend.checks.preflight import Preflight
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.manifest_store import ManifestStore
@@ -130,8 +130,34 @@ class RunServices:
         )
         ends = SessionEnds()
         heartbeats = self._start_background(stack, buffer, runtime, ends)
-        self.for_steps = self._connect(
-            store, runtime, presigner, admission, janitor, queue, buffer, heartbeats, ends, sealer, scorer
+        admission.yield_to(buffer.has_backlog)
+        calls = FencedRuntime(janitor.watch(runtime), self.lease, admission)
+        poll = FencedRuntime(runtime, self.lease, admission).invoke
+        self.for_steps = StepServices(
+            config=config,
+            runtime=runtime,
+            dispatcher=Dispatcher(
+                self._translated(calls, poll, admission, store, buffer),
+                admission,
+                max_sessions=self.limits.max_sessions,
+            ),
+            gateways=self.serving.gateways,
+            buffer=buffer,
+            manifests=ManifestStore(store, config.run_id, self.lease.fencing_token, str(self.lease.me)),
+            blocklist=TaskBlocklist(store, config.run_id, config.group.block_task_after),
+            archive=self._archive,
+            queue_url=queue.url if queue is not None and not config.storage.presigned else None,
+            presigner=presigner if config.storage.presigned else None,
+            sealed_by=sealer.fingerprints if sealer is not None else (),
+            breaker=CircuitBreaker(
+                config.circuit_breaker,
+                functools.partial(describe_log, config, session_log=runtime.log_location),
+                getattr(config.runtime, "ready_timeout_s", 600.0),
+            ),
+            in_flight=InFlightLog(StepFiles(config.run_dir / "steps")),
+            heartbeats=heartbeats,
+            session_ends=ends,
+            scorer=scorer,
         )
 
     # --- one service each ---------------------------------------------------------------------------------
@@ -259,66 +285,21 @@ class RunServices:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    # --- what steps use -----------------------------------------------------------------------------------
+    # --- agents of other protocols ------------------------------------------------------------------------
 
-    def _connect(
-        self,
-        store: ResultStore,
-        runtime: AgentRuntime,
-        presigner: Presigner,
-        admission: CallQueue,
-        janitor: Janitor,
-        queue: AnnouncementQueue | None,
-        buffer: RolloutBuffer,
-        heartbeats: Heartbeats,
-        ends: SessionEnds,
-        sealer: Sealer | None,
-        scorer: RolloutScorer | None,
-    ) -> StepServices:
-        config, lease, gateways = self._config, self.lease, self.serving.gateways
-
-        presigned = config.storage.presigned
-        calls: SessionCalls = FencedRuntime(janitor.watch(runtime), lease, admission)
-        translator = self._translator(
-            calls, store, buffer, FencedRuntime(runtime, lease, admission).invoke, admission
-        )
-        admission.yield_to(buffer.has_backlog)
-        return StepServices(
-            config=config,
-            runtime=runtime,
-            dispatcher=Dispatcher(translator or calls, admission, max_sessions=self.limits.max_sessions),
-            gateways=gateways,
-            buffer=buffer,
-            manifests=ManifestStore(store, config.run_id, lease.fencing_token, str(lease.me)),
-            blocklist=TaskBlocklist(store, config.run_id, config.group.block_task_after),
-            archive=self._archive,
-            queue_url=queue.url if queue is not None and not presigned else None,
-            presigner=presigner if presigned else None,
-            sealed_by=sealer.fingerprints if sealer is not None else (),
-            breaker=CircuitBreaker(
-                config.circuit_breaker,
-                functools.partial(describe_log, config, session_log=runtime.log_location),
-                getattr(config.runtime, "ready_timeout_s", 600.0),
-            ),
-            in_flight=InFlightLog(StepFiles(config.run_dir / "steps")),
-            heartbeats=heartbeats,
-            session_ends=ends,
-            scorer=scorer,
-        )
-
-    def _translator(
+    def _translated(
         self,
         calls: SessionCalls,
-        store: ResultStore,
-        buffer: RolloutBuffer,
         poll: Callable[[str, bytes], Awaitable[bytes]],
         admission: CallQueue,
-    ) -> Translator[Any] | None:
-        """Start to translate for agents of another protocol; None for agents of the contract."""
+        store: ResultStore,
+        buffer: RolloutBuffer,
+    ) -> SessionCalls:
+        """Return the calls of steps. For agents of another protocol, start to translate their results."""
         config, gateways = self._config, self.serving.gateways
         protocol = agent_protocol(config.runtime.agent_protocol)
         if protocol is None:
-            return None
+            return calls
 
         async def seal(request: RolloutRequest) -> Trajectory:
             endpoint = request.endpoint
@@ -327,20 +308,19 @@ class RunServices:
                 endpoint = endpoint.model_copy(update={"trajectory_url": url})
             return await fetch_trajectory(endpoint, _SEAL_S)
 
-        more: dict[str, Any] = {
+        more: TranslatorOptions = {
+            "interval_s": config.collect.list_interval_s,
             "max_writes": config.collect.max_fetches,
             "seal": seal,
             "on_result": buffer.fetch_written,
         }
-        translator: Translator[Any]
+        translator: PollingTranslator | BucketTranslator
         if isinstance(protocol, PolledResults):
-            interval_s = config.runtime.poll_interval_s
-            translator = PollingTranslator(
-                calls, protocol, store, poll=poll, admission=admission, interval_s=interval_s, **more
-            )
+            more["interval_s"] = config.runtime.poll_interval_s
+            translator = PollingTranslator(calls, protocol, store, poll, admission, **more)
         else:
             assert isinstance(protocol, WrittenResults)
-            translator = BucketTranslator(calls, protocol, store, interval_s=config.collect.list_interval_s, **more)
+            translator = BucketTranslator(calls, protocol, store, **more)
         self.background.append(asyncio.create_task(translator.run()))
         return translator
 

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypedDict, TypeVar, Unpack
 
 from agent_wrapper.contract import REQUEST_FIELD, ContractError, Outcome, RolloutRequest, Trajectory
 from agent_wrapper.outcome import build_rollout, failed
@@ -44,6 +44,19 @@ class _Session:
     began: float  # unix seconds
 
 
+class TranslatorOptions(TypedDict):
+    """The options of each translator."""
+
+    interval_s: float
+    """Interval between two searches for results while a session is open."""
+    max_writes: int
+    """Number of results that are translated concurrently."""
+    seal: Callable[[RolloutRequest], Awaitable[Trajectory]]
+    """Closes a session and returns its trajectory. Raises TrajectoryUnavailable."""
+    on_result: Callable[[int, str, int], Awaitable[None]]
+    """Called with step, rollout and attempt once a rollout is written."""
+
+
 class Translator(ABC, Generic[_P]):
     """The calls of a runtime whose agents speak another protocol. `run` finds their results."""
 
@@ -52,30 +65,16 @@ class Translator(ABC, Generic[_P]):
         calls: SessionCalls,
         protocol: _P,
         store: ObjectStore,
-        *,
-        interval_s: float,
-        max_writes: int,
-        seal: Callable[[RolloutRequest], Awaitable[Trajectory]],
-        on_result: Callable[[int, str, int], Awaitable[None]],
+        **options: Unpack[TranslatorOptions],
     ) -> None:
-        """Make a translator.
-
-        Args:
-            calls: The runtime's calls.
-            protocol: What its agents speak.
-            store: Where rollouts are written.
-            interval_s: Interval between two looks for results while a session is open.
-            max_writes: How many results are translated at once.
-            seal: Closes a session and returns its trajectory. Raises TrajectoryUnavailable.
-            on_result: Called with step, rollout and attempt once a rollout is written.
-        """
+        """Make a translator of a runtime's calls. Rollouts are written to `store`."""
         self._calls = calls
         self._protocol = protocol
         self._store = store
-        self._interval_s = interval_s
-        self._seal = seal
-        self._on_result = on_result
-        self._room = asyncio.Semaphore(max_writes)
+        self._interval_s = options["interval_s"]
+        self._seal = options["seal"]
+        self._on_result = options["on_result"]
+        self._room = asyncio.Semaphore(options["max_writes"])
         self._builder = ThreadPoolExecutor(1, "translator")  # several hostile results at once could exhaust memory
         self._open: dict[str, _Session] = {}  # by id
         self._writing: set[str] = set()  # ids
@@ -212,13 +211,12 @@ class PollingTranslator(Translator[PolledResults]):
         calls: SessionCalls,
         protocol: PolledResults,
         store: ObjectStore,
-        *,
         poll: Callable[[str, bytes], Awaitable[bytes]],
         admission: CallQueue,
-        **more: Any,
+        **options: Unpack[TranslatorOptions],
     ) -> None:
-        """`poll` is the runtime's invoke, and `admission` the queue of its calls. `more`: see `Translator`."""
-        super().__init__(calls, protocol, store, **more)
+        """`poll` is the runtime's invoke, and `admission` the queue of its calls."""
+        super().__init__(calls, protocol, store, **options)
         self._poll = poll
         self._admission = admission
         self._polls: dict[str, asyncio.Task[bytes]] = {}  # in flight, by session
