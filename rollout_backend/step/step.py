@@ -22,7 +22,6 @@ from typing import Any
 
 from agent_wrapper.contract import Outcome, Sampling
 from rollout_backend.core.ledger import TASK_BLOCKED, Ledger, LedgerEntry, Phase, PlannedRollout
-from rollout_backend.core.manifest import payload_digest
 from rollout_backend.core.policy import GroupPolicy, StragglerRule, Stragglers
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CircuitOpen, CloudLost, RunHeld
@@ -147,7 +146,8 @@ class Step:
         if self._aborted is not None:
             raise self._aborted
         self.ledger.reconcile()
-        await self._record_lost_tasks()
+        groups = [(group.task, [each.rollout_id for each in group.rollouts]) for group in self.groups.values()]
+        await self._services.blocklist.record_step(self.ledger, self._plan.manifest.resume_count, groups)
         return await self.results.summarize(
             seconds=asyncio.get_running_loop().time() - began,
             refused=buffer.refused - refused_before,
@@ -177,7 +177,7 @@ class Step:
         if self._plan.manifest.resumed:
             self._apply_policy(groups)  # the results of the earlier trainer may be enough
         for group in groups:
-            why = self._services.blocklist.block_reason(payload_digest(group.task))
+            why = self._services.blocklist.block_reason(group.task)
             for rollout in group.rollouts:
                 if why is not None:
                     rollout.settle(Outcome.INFRA_ERROR, TASK_BLOCKED, why)
@@ -354,9 +354,3 @@ class Step:
             if not group.reported and not group.state.open:
                 group.reported = True
                 self._on_group(group.result(self.ledger))
-
-    async def _record_lost_tasks(self) -> None:
-        by_digest: dict[str, list[str]] = {}
-        for group in self.groups.values():
-            by_digest.setdefault(payload_digest(group.task), []).extend(each.rollout_id for each in group.rollouts)
-        await self._services.blocklist.record_step(self.ledger, self._plan.manifest.resume_count, by_digest)

@@ -9,14 +9,16 @@ RUN/task-blocklist/DIGEST.json holds the consecutive losses of one task. Invaria
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agent_wrapper.contract import ContractError, blocklist_prefix
 from rollout_backend.collect.store import ObjectStore
-from rollout_backend.core.ledger import Ledger
+from rollout_backend.core.ledger import Ledger, LedgerEntry
+from rollout_backend.core.manifest import payload_digest
+from rollout_backend.core.tasks import Task
 from rollout_backend.errors import StoreError
 from rollout_backend.results.step_report import StepFailure, failures_of
 
@@ -68,8 +70,11 @@ class TaskBlocklist:
             log.warning("%s is not a valid blocklist record and is ignored: %s", key, error)
             return None
 
-    def block_reason(self, digest: str) -> str | None:
+    def block_reason(self, task: Task) -> str | None:
         """Return why the task is not to be dispatched; None if it is. Call `read` first."""
+        return self._reason(payload_digest(task))
+
+    def _reason(self, digest: str) -> str | None:
         record = (self._records or {}).get(digest)
         if record is None or self._after is None or len(record.losses) < self._after:
             return None
@@ -79,12 +84,16 @@ class TaskBlocklist:
             f"{last.reason}: {last.message}; the record is s3://{self._store.config.bucket}/{self._key(digest)}"
         )
 
-    async def record_step(self, ledger: Ledger, resume_count: int, by_digest: Mapping[str, Sequence[str]]) -> None:
-        """Record which tasks were lost in a settled step. `by_digest` maps each task to its rollouts."""
+    async def record_step(
+        self, ledger: Ledger, resume_count: int, tasks: Iterable[tuple[Task, Sequence[str]]]
+    ) -> None:
+        """Record which tasks were lost in a settled step. `tasks`: each with its rollouts."""
         if self._after is None:
             return
         assert self._records is not None, "read first"
-        entries = {digest: [ledger.entries[each] for each in ids] for digest, ids in by_digest.items()}
+        entries: dict[str, list[LedgerEntry]] = {}
+        for task, rollout_ids in tasks:
+            entries.setdefault(payload_digest(task), []).extend(ledger.entries[each] for each in rollout_ids)
         through = {digest for digest, found in entries.items() if any(each.delivered for each in found)}
         if not through:
             return
@@ -99,7 +108,7 @@ class TaskBlocklist:
                 loss = TaskLoss(step=ledger.step, resume_count=resume_count, failures=failures_of(ledger, lost))
                 task_id = found[0].planned.task_id
                 await self._write(BlocklistRecord(digest=digest, task_id=task_id, losses=(*before, loss)))
-                if (why := self.block_reason(digest)) is not None:
+                if (why := self._reason(digest)) is not None:
                     log.warning("task %s is blocked: %s", task_id, why)
 
     async def _write(self, record: BlocklistRecord) -> None:
