@@ -160,7 +160,7 @@ class RolloutManager:
             self._run = run
             self._open_traces(stack)
             await self._serve_metrics(stack)
-            stack.push_async_callback(self._end_steps)  # first of all: they need the rest to close their sessions
+            stack.push_async_callback(self._end_steps)  # pushed last, so it runs first: steps need the services
             self._stack = stack.pop_all()
         self._on_phase(RunPhase.ROLLOUTS)
         return self

@@ -46,7 +46,7 @@ _T = TypeVar("_T")
 _CLOCK_S = 2.0  # S3 timestamps have a resolution of 1 s
 _RETRY_S = 300.0  # for S3, while a run starts and before a step returns
 _PAUSE_S = 2.0  # between two tries
-_VALID_SHARE = 0.75  # of a lease, counted from the renewal: so long no other manager can have the run
+_VALID_SHARE = 0.75  # of a lease, from its renewal on: the time in which no other manager can take the run over
 
 
 class LeaseHolder(BaseModel, frozen=True):
@@ -304,7 +304,7 @@ class RunLease:
                         pause = 0.0
             except RolloutBackendError as error:  # expired credentials too: the calls of the run itself end it then
                 if pause != _PAUSE_S:
-                    log.warning("%s: the run's lease cannot be renewed; no agent is started meanwhile", error)
+                    log.warning("%s: the run's lease cannot be renewed; no agent is started until then", error)
                 pause = min(_PAUSE_S, self._lease_s / 4)
 
     async def _resolve_conflict(self) -> None:
@@ -358,7 +358,7 @@ class FencedRuntime:
                 await self._lease.wait_confirmed()
             except RunHeld as error:
                 raise InvokeRejected(str(error), reason="run_taken_over") from error
-            await self._calls.admit(CallKind.INVOKE)  # again: all that have waited would be sent at once
+            await self._calls.admit(CallKind.INVOKE)  # again, because all waiting calls would be sent together
         return await self._runtime.invoke(session_id, payload)
 
     async def stop(self, session_id: str) -> None:

@@ -4,7 +4,7 @@ Invariants:
 
 - External services are checked before anything is started.
 - The run is claimed once everything else has started: see `run_lease`.
-- The caller's stack stops whatever was started, even if the start fails or is cancelled.
+- The caller's stack stops everything that was started, even if the start fails or is cancelled.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ from rollout_backend.step.task_blocklist import TaskBlocklist
 
 _T = TypeVar("_T")
 
-_SEAL_S = 60.0  # a gateway that was killed restarts meanwhile
+_SEAL_S = 60.0  # in which a killed gateway restarts
 
 
 class RunServices:

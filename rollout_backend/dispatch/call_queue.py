@@ -5,8 +5,8 @@ Invariants:
 - a call is sent only after it was admitted, and its response is reported to the rate that admitted it;
 - a cancelled waiter leaves the queue and gives its place to the next one;
 - a rate change also applies to calls that already wait: no waiter sleeps for a time computed before the change;
-- results come first: one turn of the event loop, on which they arrive too, admits at most `_PER_TURN` calls, and
-  while more results wait than are fetched at once, there are `_PAUSE_S` between two such turns.
+- results come first: one turn of the event loop, on which they arrive too, admits at most `_PER_TURN` calls. While
+  results wait because `collect.max_fetches` are being fetched, `_PAUSE_S` pass between two such turns.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ class CallQueue:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # admitted and cancelled at once
+            if turn.done() and not turn.cancelled():  # admitted and cancelled in the same turn
                 for rate in self._rates(call):
                     rate.give_back()
             self._serve()

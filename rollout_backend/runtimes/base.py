@@ -131,7 +131,7 @@ class AgentRuntime(ABC):
         return {}
 
     def hold(self, payload: Mapping[str, Any]) -> AbstractContextManager[object]:
-        """Keep whatever this task's containers start from while its rollout waits or runs."""
+        """Keep what this task's containers start from, such as an image, while its rollout waits or runs."""
         return nullcontext()
 
     async def wait_ready(self, payload: Mapping[str, Any], run_id: str) -> None:  # noqa: B027  # not abstract

@@ -7,7 +7,7 @@ Invariants:
 - a delivered result, even one with an agent error, resets every count; one without a reward leaves those of results
   without a reward;
 - failures end sooner than successes, so the breaker opens only after at least as many failures as rollouts still run;
-- one burst is no pattern (an engine restart loses every call at once), so the failures must also span some time;
+- one burst is no pattern (an engine restart loses all calls in flight), so the failures must also span some time;
 - failures of one task's image, whose runtime cannot be created, count only while no agent runs, and over the time in
   which the runtimes of other images may still be created;
 - throttling and exhausted quotas do not count: they pass, and cost nothing.

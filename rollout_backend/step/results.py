@@ -202,7 +202,7 @@ class StepResults:
         fetch_s: float = 0.0,
     ) -> None:
         if not self.is_wanted(rollout.rollout_id, rollout.attempt if failure_marker else None):
-            self.record_duplicate(rollout.rollout_id)  # the rollout was settled, or the attempt abandoned, meanwhile
+            self.record_duplicate(rollout.rollout_id)  # settled or abandoned during the fetch
             return
         task = self.rollouts[rollout.rollout_id]
         if failure_marker and task.retry_lost(rollout.failure):

@@ -316,7 +316,7 @@ class RolloutTask:
             self.running.cancel()
 
     def start_scoring(self, rollout: Rollout, work: Coroutine[Any, Any, None]) -> None:
-        """Await the score of a result in the background. Its session is closed meanwhile."""
+        """Await the score of a result in the background, while its session is closed."""
         self.entry.start_scoring(rollout.session_id)
         self._end_attempt()
         self.scoring = asyncio.create_task(work)
@@ -372,7 +372,7 @@ class RolloutTask:
     def on_container_lost(self) -> None:
         """Retry after the container died silently, or settle the rollout if no attempt is left."""
         if self.entry.session_id not in self._services.heartbeats.lost_sessions:
-            return  # it was heard again while S3 was asked
+            return  # a heartbeat arrived during the check
         message = (
             f"session {self.entry.session_id} sent heartbeats and fell silent while others were heard: its container "
             "has died, or its network. The session's log may say why"

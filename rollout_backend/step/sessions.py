@@ -64,8 +64,8 @@ class StepSessions:
             log.warning("sessions of an earlier trainer cannot be resumed, and end at their deadline: %s", error)
 
     async def close(self, session_id: str) -> None:
-        """Close a session, and return once it is closed or named as unclosed, even if the caller is cancelled
-        meanwhile: it holds a slot until then."""
+        """Close a session, and return once it is closed or named as unclosed. A cancelled caller waits for that too,
+        because it holds a slot until then."""
         closing = self.in_background(self.stop(session_id))
         try:
             await asyncio.shield(closing)
