@@ -1,9 +1,12 @@
-"""The totals of a running step follow its ledger and its results."""
+"""The totals of a running step, and when its agents have made their first call."""
+
+import pytest
 
 from agent_wrapper.contract import Outcome, Rollout
 from rollout_backend.core.ledger import PlannedRollout
+from rollout_backend.gateway.stats import Counters, GatewayStats
 from rollout_backend.results.findings import FailureCount
-from rollout_backend.results.progress import StepTotals
+from rollout_backend.results.progress import FirstCall, StepTotals
 from rollouts import make_ledger, make_rollout
 
 
@@ -56,3 +59,41 @@ def test_failures_are_counted_by_reason_with_the_first_message():
         FailureCount(Outcome.INFRA_ERROR, "reason", 2, "a.0", "message 0"),
         FailureCount(Outcome.TIMED_OUT, "reason", 1, "a.2", "message 2"),
     ]
+
+
+def stats(in_flight: int = 0, calls: int = 0, **errors: int) -> GatewayStats:
+    counters = Counters(calls=calls)
+    counters.errors.update(errors)
+    return counters.snapshot(0, 0, in_flight)
+
+
+@pytest.fixture
+def first_call() -> FirstCall:
+    return FirstCall("http://gateway:8000", "gateway.public_url")
+
+
+def test_the_warning_comes_after_30_seconds_in_which_agents_ran(first_call):
+    for now, running in ((0, 0), (100, 3), (129, 3)):
+        first_call.observe(now, running, stats(not_found=9))
+        assert first_call.warning == ""
+    first_call.observe(130, 3, stats(not_found=9))
+    assert first_call.warning == (
+        "no model call has arrived for 30 s, and agents run: can they reach http://gateway:8000 (gateway.public_url)?"
+    )
+
+
+def test_time_without_agents_does_not_count(first_call):
+    for now, running in ((0, 1), (20, 0), (40, 1), (69, 1)):
+        first_call.observe(now, running, stats())
+        assert first_call.warning == ""
+
+
+@pytest.mark.parametrize(
+    "later", [stats(calls=1), stats(in_flight=1), stats(invalid_api_key=1)], ids=["answered", "in flight", "refused"]
+)
+def test_any_call_withdraws_the_warning(first_call, later):
+    first_call.observe(0, 1, stats())
+    first_call.observe(60, 1, stats())
+    assert first_call.warning
+    first_call.observe(65, 1, later)
+    assert (first_call.arrived, first_call.warning) == (True, "")
