@@ -1,4 +1,4 @@
-"""Credentials that are missing, that cannot be renewed, or that have expired: each error says which."""
+"""Errors of AWS calls: credentials that are missing, cannot be renewed or have expired, and HTML pages of a proxy."""
 
 import re
 import sys
@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 from botocore.exceptions import ClientError
+from botocore.parsers import ResponseParserError
 
 from rollout_backend import aws
+from rollout_backend.aws import Permission
 from rollout_backend.collect.queue import AnnouncementQueue
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import AgentCoreConfig, AwsConfig, QueueConfig, StorageConfig
 from rollout_backend.errors import CredentialsExpired, InvokeRejected, NoCredentials, PreflightError, RuntimeCallError
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
 from rollout_backend.testing.fault_proxy import Fault, FaultProxy, Rule
+from stub_server import Request, StubServer
 
 ARN = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/local-0123456789"
 SESSION = "s" * 40
@@ -31,6 +34,7 @@ NOT_RENEWED = {
     "its keys have expired": KEYS.format(expires_s=-30),
     "its program is not found": None,
 }
+PAGE = b"<!doctype html>\n<html lang=en><title>403 Forbidden</title><h1>Forbidden</h1></html>"
 
 
 @pytest.fixture
@@ -143,3 +147,31 @@ async def test_a_call_that_cannot_be_signed_is_not_sent_and_may_be_tried_again(
         assert isinstance(caught.value, NoCredentials)
         assert (caught.value.reason, caught.value.never_opened) == ("no_credentials", True)
     assert proxy.calls == []
+
+
+@pytest.mark.parametrize("status", [403, 404])
+async def test_a_page_shows_as_its_status_in_every_protocol(local_keys, status):
+    def answer(_: Request) -> tuple[int, bytes]:
+        return status, PAGE
+
+    with StubServer(answer) as server:
+        place = {"region": "us-east-1", "endpoint_url": server.url}
+        calls = [("sts", "get_caller_identity", {}), ("s3", "list_objects_v2", {"Bucket": "b"})]
+        calls.append(("service-quotas", "list_service_quotas", {"ServiceCode": "s"}))
+        for service, method, arguments in calls:
+            async with aws.client(service, **place) as client:
+                with pytest.raises(aws.CALL_ERRORS) as caught:
+                    await getattr(client, method)(**arguments)
+            said = aws.reason(caught.value)
+            assert str(status) in said
+            assert "<" not in said
+        with pytest.raises(aws.CALL_ERRORS) as caught:
+            await aws.simulate("arn:aws:iam::000000000000:role/r", [Permission("s3:GetObject", ("*",))], **place)
+        assert aws.reason(caught.value) == f"{status}: an HTML page"
+
+
+async def test_a_page_with_status_200_is_no_answer(local_keys):
+    with StubServer(lambda _: (200, PAGE)) as server:
+        async with aws.client("sts", region="us-east-1", endpoint_url=server.url) as client:
+            with pytest.raises(ResponseParserError, match="is answered 200 with an HTML page, not by AWS"):
+                await client.get_caller_identity()
