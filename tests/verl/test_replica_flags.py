@@ -23,7 +23,7 @@ from verl_cpu.replica_settings import model_of, serving_of
 
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 VERLS_OPTIONS = """
-import asyncio, dataclasses, importlib.abc, importlib.machinery, json, sys, types
+import asyncio, contextlib, dataclasses, importlib.abc, importlib.machinery, json, sys, types
 from unittest.mock import MagicMock
 
 @dataclasses.dataclass
@@ -56,14 +56,16 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import HFModelConfig
 from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
-config = OmegaConf.load(sys.argv[1])
-server = object.__new__(SGLangHttpServer)
-server.config = omega_conf_to_dataclass(config.rollout)
-server.model_config = omega_conf_to_dataclass(config.model, dataclass_type=HFModelConfig)
-server.rollout_mode = RolloutMode.HYBRID
-server.nnodes, server.node_rank, server.base_gpu_id = 1, 0, 0
-server._disaggregation_role, server._disaggregation_bootstrap_port = "null", None
-asyncio.run(server.launch_server())
+for file in sys.argv[1:]:
+    config = OmegaConf.load(file)
+    server = object.__new__(SGLangHttpServer)
+    server.config = omega_conf_to_dataclass(config.rollout)
+    server.model_config = omega_conf_to_dataclass(config.model, dataclass_type=HFModelConfig)
+    server.rollout_mode = RolloutMode.HYBRID
+    server.nnodes, server.node_rank, server.base_gpu_id = 1, 0, 0
+    server._disaggregation_role, server._disaggregation_bootstrap_port = "null", None
+    with contextlib.suppress(SystemExit):
+        asyncio.run(server.launch_server())
 """
 OF_GPUS = {  # what these options say has no meaning on the CPU, or `launch_server.py` does it
     *("attention_backend", "base_gpu_id", "disable_cuda_graph", "enable_memory_saver", "enable_weights_cpu_backup"),
@@ -93,36 +95,42 @@ def replicas_options(rollout: Any, model: Any) -> dict[str, list[str]]:
     return options
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        [],
-        [f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[q_proj, v_proj]"],
-        [f"{ROLLOUT}.enable_rollout_routing_replay=True"],
-        [f"{ROLLOUT}.skip_tokenizer_init=False", f"{MODEL}.trust_remote_code=True"],
-    ],
-    ids=["plain", "adapter", "experts", "tokenizer"],
-)
-def test_the_replica_has_verls_options(overrides, tmp_path):
-    model = tmp_path / "model"
+CASES = {
+    "plain": [],
+    "adapter": [f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[q_proj, v_proj]"],
+    "experts": [f"{ROLLOUT}.enable_rollout_routing_replay=True"],
+    "tokenizer": [f"{ROLLOUT}.skip_tokenizer_init=False", f"{MODEL}.trust_remote_code=True"],
+}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    """Return verl's settings in each case, and the options that verl gives SGLang for them."""
+    folder = tmp_path_factory.mktemp("cases")
+    model = folder / "model"
     shutil.copytree(BYTE_MODEL, model)
     Qwen3MoeConfig(num_experts=8, architectures=["Qwen3MoeForCausalLM"]).save_pretrained(model)
-    given = [f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.tensor_model_parallel_size=1", f"{MODEL}.path={model}", *overrides]
+    given = [f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.tensor_model_parallel_size=1", f"{MODEL}.path={model}"]
+    configs, files = [], [str(folder / f"{case}.yaml") for case in CASES]
     with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", given)
-    set_streams(config)
-    OmegaConf.resolve(config)
-    file = tmp_path / "config.yaml"
-    OmegaConf.save(config.actor_rollout_ref, file)
-    ran = subprocess.run(
-        [sys.executable, "-c", VERLS_OPTIONS, str(file)], capture_output=True, text=True, check=False
-    )
-    _, found, printed = ran.stdout.partition("OPTIONS ")
-    assert found, ran.stderr[-3000:]
-    verls = json.loads(printed.splitlines()[0])
+        for overrides, file in zip(CASES.values(), files, strict=True):
+            config = compose("ppo_trainer", [*given, *overrides])
+            set_streams(config)
+            OmegaConf.resolve(config)
+            OmegaConf.save(config.actor_rollout_ref, file)
+            configs.append(config.actor_rollout_ref)
+    ran = subprocess.run([sys.executable, "-c", VERLS_OPTIONS, *files], capture_output=True, text=True, check=False)
+    printed = [line.partition("OPTIONS ")[2] for line in ran.stdout.splitlines()]
+    verls = [json.loads(options) for options in printed if options]
+    assert len(verls) == len(CASES), ran.stderr[-3000:]
+    return dict(zip(CASES, zip(configs, verls, strict=True), strict=True))
 
-    rollout: RolloutConfig = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
-    hf_model: HFModelConfig = omega_conf_to_dataclass(config.actor_rollout_ref.model, dataclass_type=HFModelConfig)
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_replica_has_verls_options(cases, case):
+    config, verls = cases[case]
+    rollout: RolloutConfig = omega_conf_to_dataclass(config.rollout)
+    hf_model: HFModelConfig = omega_conf_to_dataclass(config.model, dataclass_type=HFModelConfig)
     replicas = replicas_options(rollout, hf_model)
     for name, value in verls.items():
         option = f"--{name.replace('_', '-')}"
