@@ -4,6 +4,7 @@ background."""
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import importlib
 import json
@@ -18,6 +19,7 @@ import aioboto3
 import aiohttp
 from aiobotocore.config import AioConfig
 from aiobotocore.credentials import AioCredentials
+from aiobotocore.hooks import AioHierarchicalEmitter
 from aiobotocore.httpsession import AIOHTTPSession
 from aiobotocore.session import AioSession
 from botocore.exceptions import CredentialRetrievalError, NoCredentialsError
@@ -110,9 +112,17 @@ async def client(
 
 
 def _session(newer: tuple[str, str] | None = None) -> AioSession:
-    core = AioSession()
+    core = AioSession(event_hooks=copy.copy(_builtin_handlers()), include_builtin_handlers=False)
     core.register_component("data_loader", _loader(core.get_config_variable("data_path"), newer))
     return core
+
+
+@functools.cache
+def _builtin_handlers() -> AioHierarchicalEmitter:
+    """Register botocore's handlers once: that is most of what a session, and there are two per client, costs."""
+    handlers = AioHierarchicalEmitter()
+    AioSession(event_hooks=handlers)
+    return handlers
 
 
 def _drop_html(*, response_dict: dict[str, Any], operation_model: Any, **_: Any) -> None:
