@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import shutil
@@ -57,6 +58,7 @@ ELSEWHERE = {
 }
 
 
+@functools.cache
 def declared(extra: str) -> set[str]:
     """Return the distributions that an extra names, and the extras in it."""
     found = {canonicalize_name(Requirement(each).name) for each in PROJECT["dependencies"]}

@@ -1,6 +1,7 @@
 """Which folder may import which, and what a gateway process loads."""
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,21 +36,22 @@ def layer_of(name: str) -> int:
     return next(i for i, layer in enumerate(LAYERS) if name in layer)
 
 
-def names_of(node: ast.AST) -> list[str]:
-    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+@functools.cache
+def imported_names(module: Path) -> list[str]:
+    """Return the dotted names that the module imports anywhere."""
+    names = []
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{module} has a relative import"
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+    return names
 
 
 def imported_by(module: Path) -> Iterator[str]:
     """Return the folders and modules of this package that the module imports anywhere."""
-    for node in ast.walk(ast.parse(module.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{module} has a relative import"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        else:
-            continue
-        yield from (name.split(".")[1] for name in names if name.startswith("rollout_backend."))
+    return (name.split(".")[1] for name in imported_names(module) if name.startswith("rollout_backend."))
 
 
 def imports() -> Iterator[tuple[str, str, str]]:
@@ -84,8 +86,7 @@ def test_the_training_side_takes_only_what_both_sides_share_from_the_wrapper():
         (str(module.relative_to(PACKAGE)), name)
         for module in PACKAGE.rglob("*.py")
         if module.relative_to(PACKAGE).parts[0] not in whole
-        for node in ast.walk(ast.parse(module.read_text()))
-        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else names_of(node))
+        for name in imported_names(module)
         if name.split(".")[0] == "agent_wrapper" and name.split(".")[1:2] not in ([each] for each in shared)
     ]
     assert beyond == []

@@ -29,7 +29,6 @@ def training(tmp_path: Path) -> Path:
             "arn": "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/a-0123456789",
         },
         "serving": {"kind": "external", "urls": ["http://127.0.0.1:9"]},
-        "gateway": {"processes": 2},
         "sampling": {"temperature": 0.5, "max_tokens": 64},
         "output_dir": str(tmp_path / "runs"),
     }

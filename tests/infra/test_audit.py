@@ -45,6 +45,7 @@ def audit(service: str, tmp_path: Path, repository: Path) -> Audit:
     return run
 
 
+@pytest.mark.slow
 def test_pins_without_a_known_vulnerability_pass(audit: Audit) -> None:
     code, output = audit("--required")
     assert (code, output) == (0, "2 pinned versions looked up: 0 known vulnerabilities\n")
@@ -63,7 +64,7 @@ NOWHERE = ("--osv-url", "http://127.0.0.1:9/")
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
-        ((), 0),  # the service answers, but has no data
+        pytest.param((), 0, marks=pytest.mark.slow),  # the service answers, but has no data
         ((*NOWHERE, "--required"), 3),
         pytest.param(NOWHERE, 0, marks=pytest.mark.slow),
         pytest.param(("--required",), 3, marks=pytest.mark.slow),
