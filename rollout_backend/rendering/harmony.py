@@ -20,7 +20,13 @@ _FILE = "o200k_base.tiktoken"
 
 @contextmanager
 def vocabulary_of(tokenizer: Any) -> Iterator[None]:
-    """Within this context, let the encoder find its vocabulary without a download."""
+    """Within this context, let the encoder find its vocabulary without a download.
+
+    Raises:
+        ValueError: the tokenizer is not that of gpt-oss. Building the file takes a second.
+    """
+    if not any(token.content == "<|channel|>" for token in tokenizer.added_tokens_decoder.values()):
+        raise ValueError("its tokenizer has no token <|channel|>")
     if os.environ.get(_FOLDER):  # the user provides the file
         yield
         return
