@@ -4,6 +4,7 @@ import functools
 import gc
 import importlib
 import os
+import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,18 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a mistyped folder must not be lo
 settings.register_profile("fixed", derandomize=True, database=None, deadline=None, max_examples=40)
 settings.register_profile("explore", deadline=None, max_examples=400, print_blob=True)
 settings.load_profile("fixed")
+
+
+# httpx reads the certificates of public authorities for each client, 25 ms of CPU, and no server of a test has one.
+_create_context = ssl.create_default_context
+_context_of = functools.cache(lambda cafile: _create_context(cafile=cafile))
+
+
+def _shared_context(*purpose: ssl.Purpose, **of: Any) -> ssl.SSLContext:
+    return _context_of(of["cafile"]) if of.keys() == {"cafile"} and not purpose else _create_context(*purpose, **of)
+
+
+ssl.create_default_context = _shared_context
 
 
 LONGEST = ("e2e", "infra", "serving", "simulation")  # folders of tests/ with the longest files
