@@ -1,6 +1,6 @@
 """The mistakes of a newcomer, and what the command line says about each.
 
-tests/README.md lists fourteen of them. Rewards that are all equal are in `test_verdict.py`.
+tests/README.md lists fourteen of them. Rewards that are all equal are in `tests/results/test_verdict.py`.
 """
 
 import asyncio
