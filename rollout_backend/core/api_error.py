@@ -54,6 +54,10 @@ class ApiError(Exception):
         return {**headers, "x-should-retry": "false"} if self.permanent else headers
 
 
+def context_exceeded(message: str) -> ApiError:
+    return ApiError(400, message, code="context_length_exceeded", param="messages")
+
+
 def not_adopted() -> ApiError:
     return ApiError(
         503,

@@ -64,6 +64,8 @@ class Choice:
     matched_stop: str | None = None  # the stop string that ended it
     logprobs: Sequence[Mapping[str, Any]] | None = None  # in the format of OpenAI's chat API, one entry per token
     reasoning_tokens: int = 0  # number of sampled tokens that are reasoning
+    malformed_tool_calls: int = 0  # calls that could not be parsed and are part of the text
+    extra_tool_calls: int = 0  # calls dropped because `parallel_tool_calls` is false
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from rollout_backend.config import LeftOut
-from rollout_backend.core.api_error import ApiError, not_adopted
+from rollout_backend.core.api_error import ApiError, context_exceeded, not_adopted
 from rollout_backend.core.model_call import Answer, ModelCall
 from rollout_backend.dialects.base import Dialect
 from rollout_backend.gateway.admission import Admission
@@ -32,7 +32,6 @@ from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.http_requests import too_large, wait_or_disconnect
 from rollout_backend.gateway.in_flight_call import InFlightCall
 from rollout_backend.gateway.model_call_executor import ModelCallExecutor
-from rollout_backend.gateway.sampling import context_exceeded
 from rollout_backend.gateway.sessions import journal_records
 from rollout_backend.gateway.sessions.registry import OpenSession, SessionRegistry
 from rollout_backend.gateway.sessions.retries import RequestKey

@@ -13,55 +13,35 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from rollout_backend.core.adapter import AdapterVersions
-from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.api_error import ApiError, context_exceeded
 from rollout_backend.core.model_call import Answer, Choice, ModelCall
 from rollout_backend.errors import EngineUnavailable
-from rollout_backend.gateway.engine.client import Completion, EngineClient, EngineRefused, Progress
+from rollout_backend.gateway.engine.client import Completion, EngineClient, EngineRefused
 from rollout_backend.gateway.engine.engines import Engines
-from rollout_backend.gateway.engine.protocol import EngineProtocol, PromptDiffers
+from rollout_backend.gateway.engine.protocol import EngineProtocol, EngineRequest, PromptDiffers
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.in_flight_call import InFlightCall
 from rollout_backend.gateway.rendering_thread import RenderingThread
-from rollout_backend.gateway.sampling import Budget, context_exceeded, engine_params, reply_seed
+from rollout_backend.gateway.sampling import engine_params, reply_limit, reply_seed
 from rollout_backend.gateway.sessions import journal_records
 from rollout_backend.gateway.sessions.conversations import Prompt, RecordedTurn
 from rollout_backend.gateway.sessions.registry import OpenSession
 from rollout_backend.gateway.stats import Counters, is_cache_break
 from rollout_backend.rendering.constrained_decoding import Constraints
 from rollout_backend.rendering.renderer import RendererBundle
-from rollout_backend.rendering.reply import Reply
 from rollout_backend.rendering.stop_strings import StopStrings
 from rollout_backend.rendering.streaming_parser import StreamingParser, whole_deltas, with_logprobs
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 _ENGINE_RETRY_S = 5
 _NEVER = -100.0  # the logit bias that excludes a token
 _PACE_S = 0.03  # seconds between two deltas of a stream
-
-
-@dataclass(frozen=True)
-class _ChoiceRequest:
-    """The engine request for one choice of a call."""
-
-    running: InFlightCall
-    prompt: Prompt
-    params: Mapping[str, Any]
-    routing_key: str
-    index: int
-    forced: bool  # a grammar constrains the reply
-    adapter: str
-
-
-@dataclass(frozen=True)
-class _Sampled:
-    completion: Completion
-    reply: Reply
-    choice: Choice
 
 
 class ModelCallExecutor:
@@ -138,28 +118,28 @@ class ModelCallExecutor:
         number = state.started + 1  # taken before any wait, so that choices are numbered in order of arrival
         state.started += call.n
         prompt = await self._prompt(session, call, running.brief)
-        forced = {}
+        form = {}
         if call.is_constrained:
-            forced = await state.share.render(lambda: self._thread.run(self._constraints.params, call, prompt.ids))
+            form = await state.share.render(lambda: self._thread.run(self._constraints.params, call, prompt.ids))
         running.set_prompt_tokens(len(prompt.ids))
-        routing_key = session.claims.routing_key or state.id
+        request = EngineRequest(
+            prompt.ids,
+            form,
+            session.claims.routing_key or state.id,
+            prompt.images,
+            stops=await self._thread.run(self._thread.stop_strings, call) if call.stop else None,
+            resumable=not form,
+            experts_from=max(prompt.known - 1, 0) if self._records_experts else None,
+            adapter=session.claims.adapter,
+        )
         requests = [
-            _ChoiceRequest(
-                running,
-                prompt,
-                self._params(session, call, prompt, i, number + i) | forced,
-                routing_key,
-                i,
-                bool(forced),
-                session.claims.adapter,
-            )
-            for i in range(call.n)
+            replace(request, params=self._params(session, call, prompt, i, number + i) | form) for i in range(call.n)
         ]
-        sampled = await _all([self._sample(request) for request in requests])
-        turns = [self._record(session, running, prompt, each, i) for i, each in enumerate(sampled)]
-        cached_tokens = sampled[0].completion.cached_tokens
+        sampled = await _all([self._sample(running, prompt, request, i) for i, request in enumerate(requests)])
+        turns = [self._record(session, running, prompt, *each) for each in sampled]
+        cached_tokens = sampled[0][0].cached_tokens
         counters = self._counters
-        counters.constrained += len(sampled) if forced else 0
+        counters.constrained += len(sampled) if form else 0
         counters.calls += 1
         counters.prompt_tokens += len(prompt.ids)
         if cached_tokens is None:
@@ -171,7 +151,7 @@ class ModelCallExecutor:
             id=running.id,
             created=running.created,
             model=self._settings.model.served_name,
-            choices=tuple(each.choice for each in sampled),
+            choices=tuple(choice for _, choice in sampled),
             prompt_tokens=len(prompt.ids),
             cached_tokens=cached_tokens,
         )
@@ -198,11 +178,11 @@ class ModelCallExecutor:
         cap = settings.session_tokens
         if cap is not None and state.sampled_tokens >= cap:
             self._counters.runaways.update_to(claims.rollout_id, state.sampled_tokens)
-        asked = engine_params(
+        params, overridden = engine_params(
             call,
             claims.sampling,
             settings.agent_sampling_overrides,
-            Budget(
+            reply_limit(
                 len(prompt.ids),
                 self._settings.model.context_tokens,
                 None if cap is None else cap - state.sampled_tokens,
@@ -212,27 +192,26 @@ class ModelCallExecutor:
             choice=choice,
         )
         if choice == 0:
-            self._counters.overridden.update(asked.overridden)
+            self._counters.overridden.update(overridden)
             self._counters.ignored.update(call.ignored)
         if prompt.images and self._bundle.vision is not None:
-            asked.params["logit_bias"] = {str(token): _NEVER for token in self._bundle.vision.reserved_ids}
-        return asked.params
+            params["logit_bias"] = {str(token): _NEVER for token in self._bundle.vision.reserved_ids}
+        return params
 
     def _record(
-        self, session: OpenSession, running: InFlightCall, prompt: Prompt, sampled: _Sampled, index: int
+        self, session: OpenSession, running: InFlightCall, prompt: Prompt, completion: Completion, choice: Choice
     ) -> RecordedTurn:
-        branch = prompt if index == 0 else replace(prompt, split_reason="branched")
-        completion, reply = sampled.completion, sampled.reply
-        turn = session.conversations.record(branch, completion, reply.message)
+        branch = prompt if not running.replies else replace(prompt, split_reason="branched")
+        turn = session.conversations.record(branch, completion, choice.message)
         running.replies.append(session.conversations.recorded(turn))
         session.state.sampled_tokens += len(completion.token_ids)
         counters = self._counters
         counters.sampled_tokens += len(completion.token_ids)
-        if reply.malformed_tool_calls:
-            counters.malformed[self._bundle.name] += reply.malformed_tool_calls
-        counters.extra_tool_calls += reply.extra_tool_calls
+        if choice.malformed_tool_calls:
+            counters.malformed[self._bundle.name] += choice.malformed_tool_calls
+        counters.extra_tool_calls += choice.extra_tool_calls
         offered = {tool["function"]["name"] for tool in running.call.tools or ()}
-        for called in reply.message.get("tool_calls") or ():
+        for called in choice.message.get("tool_calls") or ():
             if called["function"]["name"] not in offered:
                 counters.unknown_tools.add(called["function"]["name"])
         if turn.opened is not None:
@@ -241,76 +220,55 @@ class ModelCallExecutor:
 
     # --- one choice ---------------------------------------------------------------------------------------
 
-    async def _sample(self, request: _ChoiceRequest) -> _Sampled:
-        running, call, thread = request.running, request.running.call, self._thread
-        stops = await thread.run(thread.stop_strings, call) if call.stop else None
+    async def _sample(
+        self, running: InFlightCall, prompt: Prompt, request: EngineRequest, index: int
+    ) -> tuple[Completion, Choice]:
+        call, thread = running.call, self._thread
         # Generation under a grammar restarts after an abort, so nothing is streamed before it ends.
-        if not call.stream or request.forced or call.prompt is not None:
-            completion = await self._generate(request, stops=stops)
-            reply = await self._read(request, completion)
+        if not call.stream or not request.resumable or call.prompt is not None:
+            completion = await self._generate(request)
+            choice = await self._read(call, prompt, completion)
             if call.tool_choice == "required":
-                _check_called(reply, completion)
+                _check_called(choice, completion)
             logprobs = await self._logprobs(call, completion)
-            running.emit(whole_deltas(reply.message, request.index, logprobs or ()))
+            running.emit(whole_deltas(choice.message, index, logprobs or ()))
         else:
-            parser = await thread.run_brief(0, thread.stream_parser, call, request.prompt, request.index)
-            completion = await self._stream(request, parser, stops)
-            reply = await self._read(request, completion)
-            rest, reply = await thread.run_brief(len(completion.token_ids), parser.end, reply)
+            parser = await thread.run_brief(0, thread.stream_parser, call, prompt, index)
+            completion = await self._stream(running, request, parser)
+            choice = await self._read(call, prompt, completion)
+            rest, choice = await thread.run_brief(len(completion.token_ids), parser.end, choice)
             logprobs = await self._logprobs(call, completion)
-            sent = sum(len(delta.logprobs) for delta in running.deltas if delta.choice == request.index)
+            sent = sum(len(delta.logprobs) for delta in running.deltas if delta.choice == index)
             spoken = len(completion.token_ids) - thread.has_end(completion.token_ids)
             running.emit(with_logprobs(rest, (logprobs or ())[sent:spoken]))
-        choice = Choice(
-            reply.message,
-            reply.finish_reason,
-            len(completion.token_ids),
-            completion.matched,
-            logprobs,
-            reply.reasoning_tokens,
-        )
-        if request.forced:
+        if not request.resumable:
             completion = replace(completion, logprobs=(None,) * len(completion.token_ids))
-        return _Sampled(completion, reply, choice)
+        return completion, replace(choice, logprobs=logprobs)
 
-    async def _read(self, request: _ChoiceRequest, completion: Completion) -> Reply:
-        thread, tokens = self._thread, len(completion.token_ids)
-        return await thread.run_brief(tokens, thread.read, request.running.call, request.prompt, completion)
+    async def _read(self, call: ModelCall, prompt: Prompt, completion: Completion) -> Choice:
+        thread = self._thread
+        return await thread.run_brief(len(completion.token_ids), thread.read, call, prompt, completion)
 
     async def _logprobs(self, call: ModelCall, completion: Completion) -> list[Mapping[str, Any]] | None:
         if not call.logprobs:
             return None
         return await self._thread.run(self._thread.logprobs, completion.token_ids, completion.logprobs)
 
-    async def _stream(
-        self, request: _ChoiceRequest, parser: StreamingParser, stops: StopStrings | None
-    ) -> Completion:
+    async def _stream(self, running: InFlightCall, request: EngineRequest, parser: StreamingParser) -> Completion:
         """Sample, and emit deltas while sampling."""
-        live = _LiveStream(request.running, parser, stops, self._thread)
+        live = _LiveStream(running, parser, request.stops, self._thread)
         emitting = asyncio.create_task(live.emit())
         try:
-            completion = await self._generate(request, live.progress, stops)
+            completion = await self._generate(replace(request, progress=live.progress))
             live.end()
             await emitting
             return completion
         finally:
             emitting.cancel()
 
-    async def _generate(
-        self, request: _ChoiceRequest, progress: Progress | None = None, stops: StopStrings | None = None
-    ) -> Completion:
+    async def _generate(self, request: EngineRequest) -> Completion:
         try:
-            return await self._engine.generate(
-                request.prompt.ids,
-                request.params,
-                request.routing_key,
-                images=request.prompt.images,
-                progress=progress,
-                stops=stops,
-                resumable=not request.forced,
-                experts_from=max(request.prompt.known - 1, 0) if self._records_experts else None,
-                adapter=request.adapter,
-            )
+            return await self._engine.generate(request)
         except EngineUnavailable as error:
             logger.warning("a model call got no answer: %s", error)
             raise ApiError(503, str(error), code="engine_unavailable", retry_after_s=_ENGINE_RETRY_S) from None
@@ -321,7 +279,7 @@ class ModelCallExecutor:
             logger.warning("an engine refused a model call: %s", error)
             if "context length" in str(error) or "maximum allowed length" in str(error):
                 raise context_exceeded(str(error)) from None
-            if request.forced:
+            if not request.resumable:
                 raise _not_constrained(
                     f"the engine cannot hold a reply to this form: {error}. It needs a grammar backend (SGLang's "
                     "--grammar-backend)"
@@ -378,7 +336,7 @@ class _LiveStream:
                     await self._ended.wait()
 
 
-def _check_called(reply: Reply, completion: Completion) -> None:
+def _check_called(reply: Choice, completion: Completion) -> None:
     """Check that the engine applied the grammar: a complete reply must contain the call."""
     if reply.finish_reason == "stop" and completion.matched is None:
         raise _not_constrained(
@@ -395,7 +353,7 @@ def _not_constrained(why: str) -> ApiError:
     )
 
 
-async def _all(work: Sequence[Coroutine[Any, Any, _Sampled]]) -> list[_Sampled]:
+async def _all(work: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
     """Return all results. If one fails, cancel the others and raise its error."""
     if len(work) == 1:  # a task would cost 4 % of the call's time
         return [await work[0]]

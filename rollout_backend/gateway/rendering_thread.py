@@ -16,14 +16,13 @@ from typing import Any, TypeVar
 
 from renderers import ParsedResponse
 
-from rollout_backend.core.api_error import NO_TOOL_PARSER, ApiError
+from rollout_backend.core.api_error import NO_TOOL_PARSER, ApiError, context_exceeded
 from rollout_backend.core.images import check_pixels
-from rollout_backend.core.model_call import Message, ModelCall
+from rollout_backend.core.model_call import Choice, Message, ModelCall
 from rollout_backend.gateway.engine.client import Completion
-from rollout_backend.gateway.sampling import context_exceeded
 from rollout_backend.gateway.sessions.conversations import Conversations, Prompt
 from rollout_backend.rendering.renderer import RendererBundle
-from rollout_backend.rendering.reply import Reply, logprob_entry, read_reply
+from rollout_backend.rendering.reply import logprob_entry, read_reply
 from rollout_backend.rendering.stop_strings import StopStrings
 from rollout_backend.rendering.streaming_parser import StreamingParser
 
@@ -183,31 +182,32 @@ class RenderingThread:
     def stop_strings(self, call: ModelCall) -> StopStrings:
         return StopStrings(call.stop, self.bundle.token_bytes, self.bundle.stop_token_ids)
 
-    def read(self, call: ModelCall, prompt: Prompt, completion: Completion) -> Reply:
+    def read(self, call: ModelCall, prompt: Prompt, completion: Completion) -> Choice:
         """Return the sampled message. A reply that the renderer cannot parse is returned as text."""
         ids = completion.token_ids
         text = self.bundle.decode(ids[:-1] if self.has_end(ids) else ids)
-        if call.prompt is not None:
-            parsed, reason = ParsedResponse(content=text), completion.finish_reason
-            return read_reply(parsed, text, finish_reason=reason, matched_stop=completion.matched)
         broken = False
-        try:
-            parsed = self.bundle.renderer.parse_response(list(ids), tools=call.tools, prompt_ids=prompt.ids)
-        except Exception:  # sampling again would bias training towards replies that this parser can read
-            logger.exception("the renderer could not parse a reply; it is returned as text")
-            parsed, broken = ParsedResponse(content=text), True
-        reply = read_reply(
+        if call.prompt is not None:
+            parsed = ParsedResponse(content=text)
+        else:
+            try:
+                parsed = self.bundle.renderer.parse_response(list(ids), tools=call.tools, prompt_ids=prompt.ids)
+            except Exception:  # sampling again would bias training towards replies that this parser can read
+                logger.exception("the renderer could not parse a reply; it is returned as text")
+                parsed, broken = ParsedResponse(content=text), True
+        choice = read_reply(
             parsed,
             text,
+            sampled_tokens=len(ids),
             finish_reason=completion.finish_reason,
             matched_stop=completion.matched,
             tools_offered=_tools_offered(call),
             parallel=call.parallel_tool_calls,
         )
-        if reasoning := reply.message.get("reasoning_content"):
+        if reasoning := choice.message.get("reasoning_content"):
             tokens = len(self.bundle.tokenizer.encode(reasoning, add_special_tokens=False))
-            reply = replace(reply, reasoning_tokens=min(tokens, len(ids)))
-        return replace(reply, malformed_tool_calls=1) if broken else reply
+            choice = replace(choice, reasoning_tokens=min(tokens, len(ids)))
+        return replace(choice, malformed_tool_calls=1) if broken else choice
 
     def has_end(self, ids: Sequence[int]) -> bool:
         """Return whether the tokens end the model's turn."""

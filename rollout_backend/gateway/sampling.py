@@ -11,74 +11,53 @@ Stop strings are handled by `stop_strings`, not by engines.
 
 import zlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from agent_wrapper.contract import Sampling
-from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.api_error import ApiError, context_exceeded
 from rollout_backend.core.model_call import ModelCall
 from rollout_backend.core.tasks import planned_id
 
 _FIELDS = ("temperature", "top_p", "top_k", "seed")
 
 
-@dataclass(frozen=True)
-class Budget:
-    """Token budget of a reply. `session_left` is None without a cap."""
+def reply_limit(prompt_tokens: int, context_tokens: int, session_left: int | None = None) -> int:
+    """Return the maximum length of a reply, in tokens. `session_left` is None without a cap on the session's tokens.
 
-    prompt_tokens: int
-    context_length: int
-    session_left: int | None = None
-
-    def left(self) -> int:
-        """Return the maximum length of a reply, in tokens.
-
-        Raises:
-            ApiError: status 400; `context_length_exceeded` if the prompt fills the context, or
-                `session_tokens_exceeded` if the session has reached its cap.
-        """
-        left = self.context_length - self.prompt_tokens
-        if left < 1:
-            raise context_exceeded(
-                f"this model's context has {self.context_length} tokens, and the messages alone are "
-                f"{self.prompt_tokens}"
-            )
-        if self.session_left is None:
-            return left
-        if self.session_left < 1:
-            raise ApiError(
-                400,
-                "this session has reached its limit of sampled tokens (gateway.session_tokens): end the rollout",
-                code="session_tokens_exceeded",
-            )
-        return min(left, self.session_left)
-
-
-@dataclass(frozen=True)
-class EngineParams:
-    """SGLang's sampling parameters, and the names of the agent's ignored settings."""
-
-    params: dict[str, Any]
-    overridden: list[str] = field(default_factory=list)
+    Raises:
+        ApiError: status 400; `context_length_exceeded` if the prompt fills the context, or
+            `session_tokens_exceeded` if the session has reached its cap.
+    """
+    left = context_tokens - prompt_tokens
+    if left < 1:
+        raise context_exceeded(
+            f"this model's context has {context_tokens} tokens, and the messages alone are {prompt_tokens}"
+        )
+    if session_left is None:
+        return left
+    if session_left < 1:
+        raise ApiError(
+            400,
+            "this session has reached its limit of sampled tokens (gateway.session_tokens): end the rollout",
+            code="session_tokens_exceeded",
+        )
+    return min(left, session_left)
 
 
 def engine_params(
     call: ModelCall,
     sampling: Sampling,
     allowed: Collection[str],
-    budget: Budget,
+    limit: int,
     stop_token_ids: Sequence[int],
     seed: int | None = None,
     choice: int = 0,
-) -> EngineParams:
-    """Return the sampling parameters of one choice.
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the sampling parameters of one choice, and the names of the agent's ignored settings.
 
-    `seed` is the seed of this reply, from `reply_seed`. An agent's own seed is only increased by the choice's index.
-
-    Raises:
-        ApiError: status 400 if no token may be sampled (see `Budget`).
+    `limit` is the maximum length of the reply, from `reply_limit`. `seed` is its seed, from `reply_seed`. An agent's
+    own seed is only increased by the choice's index.
     """
-    left = budget.left()
     values: dict[str, Any] = {name: getattr(sampling, name) for name in _FIELDS} | {"seed": seed}
     overridden = []
     for name, asked in call.sampling.items():
@@ -93,12 +72,12 @@ def engine_params(
         "temperature": values["temperature"],
         "top_p": values["top_p"],
         "top_k": values["top_k"] or -1,
-        "max_new_tokens": min(limit for limit in (call.max_new_tokens, sampling.max_tokens, left) if limit),
+        "max_new_tokens": min(each for each in (call.max_new_tokens, sampling.max_tokens, limit) if each),
         "stop_token_ids": list(stop_token_ids),
     }
     if values["seed"] is not None:
         params["sampling_seed"] = values["seed"]
-    return EngineParams(params, overridden)
+    return params, overridden
 
 
 def reply_seed(seed: int | None, step: int, rollout_id: str, turn: int) -> int | None:
@@ -107,7 +86,3 @@ def reply_seed(seed: int | None, step: int, rollout_id: str, turn: int) -> int |
     With the trainer's own seed, all rollouts of a group would be identical. A retried attempt gets the same seeds.
     """
     return None if seed is None else zlib.crc32(f"{seed}/{step}/{planned_id(rollout_id)}/{turn}".encode())
-
-
-def context_exceeded(message: str) -> ApiError:
-    return ApiError(400, message, code="context_length_exceeded", param="messages")

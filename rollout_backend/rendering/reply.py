@@ -11,13 +11,10 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 from uuid import uuid4
 
-from rollout_backend.core.model_call import Message
-
-FinishReason = Literal["stop", "length", "tool_calls"]
+from rollout_backend.core.model_call import Choice, Message
 
 _OK_STATUSES = frozenset({"ok", "unknown_tool"})  # the agent itself reports a tool that does not exist
 _CLOSED_REASONING = re.compile(
@@ -25,26 +22,16 @@ _CLOSED_REASONING = re.compile(
 )  # remains of reasoning markup in the text
 
 
-@dataclass(frozen=True)
-class Reply:
-    """The assistant's message as the agent gets it."""
-
-    message: Message
-    finish_reason: FinishReason
-    malformed_tool_calls: int = 0
-    extra_tool_calls: int = 0  # calls dropped because parallel_tool_calls is false
-    reasoning_tokens: int = 0
-
-
 def read_reply(
     parsed: Any,
     text: str,
     *,
+    sampled_tokens: int = 0,
     finish_reason: str,
     matched_stop: str | None = None,
     tools_offered: bool = False,
     parallel: bool = True,
-) -> Reply:
+) -> Choice:
     """Build the message from a `renderers.ParsedResponse`. `text` is the whole completion without its end token."""
     content, reasoning = content_and_reasoning(parsed, text, tools_offered)
     calls, malformed = [], 0
@@ -62,7 +49,14 @@ def read_reply(
             reasoning = _before(matched_stop, reasoning)
     kept = calls if parallel else calls[:1]
     reason: Any = "tool_calls" if calls and finish_reason == "stop" else finish_reason
-    return Reply(message(content, reasoning, kept), reason, malformed, len(calls) - len(kept))
+    return Choice(
+        message(content, reasoning, kept),
+        reason,
+        sampled_tokens,
+        matched_stop,
+        malformed_tool_calls=malformed,
+        extra_tool_calls=len(calls) - len(kept),
+    )
 
 
 def message(content: str, reasoning: str, calls: list[dict[str, Any]]) -> Message:

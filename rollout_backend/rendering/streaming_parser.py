@@ -21,9 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from rollout_backend.core.model_call import Delta, Message
+from rollout_backend.core.model_call import Choice, Delta, Message
 from rollout_backend.rendering.renderer import RendererBundle
-from rollout_backend.rendering.reply import Reply, content_and_reasoning, is_complete, message, tool_call
+from rollout_backend.rendering.reply import content_and_reasoning, is_complete, message, tool_call
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class StreamingParser:
             held -= len(token_bytes.get(ids.pop(), b""))
         return len(ids)
 
-    def end(self, reply: Reply) -> tuple[list[Delta], Reply]:
+    def end(self, reply: Choice) -> tuple[list[Delta], Choice]:
         """Return the remaining deltas of `reply`, the parsed whole, and the reply that all deltas add up to."""
         self._silent = True
         said = reply.message

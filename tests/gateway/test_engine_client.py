@@ -11,6 +11,7 @@ from rollout_backend.core.adapter import AdapterVersions
 from rollout_backend.errors import EngineUnavailable
 from rollout_backend.gateway.engine.client import EngineClient, EngineRefused, _Aborted, _Retry
 from rollout_backend.gateway.engine.engines import Engines
+from rollout_backend.gateway.engine.protocol import EngineRequest
 from rollout_backend.rendering.stop_strings import StopStrings
 from rollout_backend.serving.server_process import free_port
 
@@ -92,7 +93,7 @@ async def engine(monkeypatch):
             client = EngineClient(self.url, timeout_s, attempts, engines, adapters=adapters, after_abort_s=0.0)
             await client.start()
             try:
-                return await client.generate(ids, params, "session-1", **more)
+                return await client.generate(EngineRequest(ids, params, "session-1", **more))
             finally:
                 await client.close()
 
@@ -210,7 +211,7 @@ async def test_an_unreachable_engine_is_unavailable():
     client = EngineClient(f"http://127.0.0.1:{free_port()}", 120.0, attempts=2)
     await client.start()
     with pytest.raises(EngineUnavailable, match="2 attempts"):
-        await client.generate([1], PARAMS, "s")
+        await client.generate(EngineRequest([1], PARAMS, "s"))
     await client.close()
 
 
@@ -502,7 +503,7 @@ async def test_a_call_waits_until_a_restarted_router_has_its_engines(lost):
     client = EngineClient(f"http://127.0.0.1:{port}", 120.0, engines=engines)
     client.restart.limit_s = 0.2 if lost else 120.0
     await client.start()
-    call = asyncio.create_task(client.generate((1, 2), PARAMS, "session-1"))
+    call = asyncio.create_task(client.generate(EngineRequest((1, 2), PARAMS, "session-1")))
     await eventually(lambda: client.restart.waiting is not None)
     async with served(handle, port=port):
         assert (await call).token_ids == (7,)

@@ -87,9 +87,8 @@ def endless(monkeypatch, model) -> None:
     original = model_call_executor.engine_params
 
     def without_end(*args, **more):
-        asked = original(*args, **more)
-        asked.params["logit_bias"] = never
-        return asked
+        params, overridden = original(*args, **more)
+        return {**params, "logit_bias": never}, overridden
 
     monkeypatch.setattr(model_call_executor, "engine_params", without_end)
 

@@ -3,12 +3,12 @@ import pytest
 from agent_wrapper.contract import Sampling
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.model_call import ModelCall
-from rollout_backend.gateway.sampling import Budget, engine_params
+from rollout_backend.gateway.sampling import engine_params, reply_limit
 
 
 def params(trainers=Sampling(), allowed=(), prompt=10, context=100, left=None, choice=0, **more) -> dict:  # noqa: B008
     call = ModelCall("m", [], **more)
-    return engine_params(call, trainers, allowed, Budget(prompt, context, left), [2], choice=choice).params
+    return engine_params(call, trainers, allowed, reply_limit(prompt, context, left), [2], choice=choice)[0]
 
 
 @pytest.mark.parametrize(

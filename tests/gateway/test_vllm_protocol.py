@@ -33,7 +33,7 @@ def generate(engine):
         client = EngineClient(engine.url, 120.0, attempts, protocol=VllmProtocol(), after_abort_s=0.0)
         await client.start()
         try:
-            return await client.generate([1, 2], params, "s", **more)
+            return await client.generate(EngineRequest([1, 2], params, "s", **more))
         finally:
             await client.close()
 
@@ -134,7 +134,7 @@ async def test_the_format_of_0_24():
     with ScriptedVllm(["one"], old_format=True) as engine:
         client = EngineClient(engine.url, 120.0, 1, protocol=VllmProtocol())
         await client.start()
-        completion = await client.generate([1], PARAMS, "s")
+        completion = await client.generate(EngineRequest([1], PARAMS, "s"))
         await client.close()
     assert completion.logprobs == (LOGPROB,) * 4
     assert completion.weight_versions == ()

@@ -10,10 +10,10 @@ from transformers import AutoTokenizer
 
 from builders import function_tool
 from rollout_backend.config import ModelConfig
-from rollout_backend.core.model_call import Delta
+from rollout_backend.core.model_call import Choice, Delta
 from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.rendering.renderer import load_renderer
-from rollout_backend.rendering.reply import Reply, read_reply
+from rollout_backend.rendering.reply import read_reply
 from rollout_backend.rendering.stop_strings import StopStrings
 from rollout_backend.rendering.streaming_parser import StreamingParser
 
@@ -58,7 +58,7 @@ class Streamed:
             self.early += increments.feed(ids[fed:clear])
             fed = clear
         parsed = bundle.renderer.parse_response(list(ids), tools=tools, prompt_ids=[1, 2])
-        self.whole: Reply = read_reply(
+        self.whole: Choice = read_reply(
             parsed,
             bundle.decode(ids),
             finish_reason="stop",

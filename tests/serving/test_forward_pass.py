@@ -9,6 +9,7 @@ import pytest
 
 from rollout_backend.errors import ServingError
 from rollout_backend.gateway.engine.client import EngineClient
+from rollout_backend.gateway.engine.protocol import EngineRequest
 from rollout_backend.gateway.engine.vllm import VllmProtocol
 from rollout_backend.serving.engine_fleet import EngineFleet
 from rollout_backend.serving.install import find_engine, find_model
@@ -67,7 +68,8 @@ async def test_logprobs_equal_those_of_a_plain_forward_pass(sampled_by):
 
     params = {"max_new_tokens": 24, "top_p": 1.0, "top_k": -1}
     calls = (
-        sampled_by.generate(prompt, {**params, "temperature": temperature}, "s") for prompt, temperature in cases
+        sampled_by.generate(EngineRequest(prompt, {**params, "temperature": temperature}, "s"))
+        for prompt, temperature in cases
     )
     replies = await asyncio.gather(*calls)
     sequences = [[*prompt, *reply.token_ids] for (prompt, _), reply in zip(cases, replies, strict=True)]

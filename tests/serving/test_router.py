@@ -18,6 +18,7 @@ from rollout_backend.config import RouterConfig
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.gateway.engine.client import EngineClient
+from rollout_backend.gateway.engine.protocol import EngineRequest
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving import router as router_module
 from rollout_backend.serving.router import Router, router_command
@@ -181,7 +182,7 @@ async def test_a_call_waits_for_the_first_engine(router):
     client = EngineClient(router.url, 120.0)
     await client.start()
     try:
-        generating = asyncio.create_task(client.generate((1, 2), {"max_new_tokens": 4}, "session"))
+        generating = asyncio.create_task(client.generate(EngineRequest((1, 2), {"max_new_tokens": 4}, "session")))
         await asyncio.wait({generating}, timeout=0.3)
         assert not generating.done(), await generating
         with ScriptedEngine(["a"]) as engine:

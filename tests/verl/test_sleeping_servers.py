@@ -20,6 +20,7 @@ from rollout_backend.config import load_config
 from rollout_backend.core.tasks import Task
 from rollout_backend.gateway.engine.client import EngineClient
 from rollout_backend.gateway.engine.engines import Engines
+from rollout_backend.gateway.engine.protocol import EngineRequest
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.local.tiny_model import make_tiny_model
@@ -98,7 +99,7 @@ async def test_verl_may_release_memory_right_after_stop_strings(server: SGLangSe
     try:
         for _ in range(4):
             params = {"max_new_tokens": 200, "ignore_eos": True}
-            calls = [client.generate([1, 40, 41], params, str(n), stops=stops) for n in range(8)]
+            calls = [client.generate(EngineRequest([1, 40, 41], params, str(n), stops=stops)) for n in range(8)]
             assert {call.finish_reason for call in await asyncio.gather(*calls)} == {"stop"}
             await server.abort_all_requests()
             await server.release_kv_cache()  # ends the server if a request runs

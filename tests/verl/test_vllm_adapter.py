@@ -15,6 +15,7 @@ import pytest
 from adapters import save_adapter
 from rollout_backend.errors import EngineUnavailable
 from rollout_backend.gateway.engine.client import Completion, EngineClient, EngineRefused
+from rollout_backend.gateway.engine.protocol import EngineRequest
 from rollout_backend.gateway.engine.vllm import VllmProtocol
 from rollout_backend.local.tiny_model import make_tiny_model
 from rollout_backend.serving.engine_commands import base_environment, cpu_threads
@@ -46,7 +47,9 @@ class Server(NamedTuple):
     async def sample(self, adapter: str = ADAPTER) -> list[Completion]:
         """Sample a reply to each prompt, every second one as a stream."""
         calls = [
-            self.client.generate(ids, PARAMS, "s", adapter=adapter, progress=(lambda *_: None) if at % 2 else None)
+            self.client.generate(
+                EngineRequest(ids, PARAMS, "s", adapter=adapter, progress=(lambda *_: None) if at % 2 else None)
+            )
             for at, ids in enumerate(PROMPTS)
         ]
         return await asyncio.gather(*calls)

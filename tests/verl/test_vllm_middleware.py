@@ -15,6 +15,7 @@ from agent_wrapper.contract import VersionSpan
 from rollout_backend.errors import EngineUnavailable, PreflightError
 from rollout_backend.gateway.engine import client as engine_client
 from rollout_backend.gateway.engine.client import EngineClient, EngineRefused
+from rollout_backend.gateway.engine.protocol import EngineRequest
 from rollout_backend.gateway.engine.vllm import VllmProtocol
 from rollout_backend.local.scripted import Fail
 from rollout_backend.serving.external_engine import check_vllm
@@ -84,7 +85,7 @@ async def client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
         client = EngineClient(server.url, 120.0, 3, protocol=VllmProtocol())
         clients.append(client)
         await client.start()
-        return await client.generate([1, 2], {**PARAMS, **more.pop("params", {})}, "s", **more)
+        return await client.generate(EngineRequest([1, 2], {**PARAMS, **more.pop("params", {})}, "s", **more))
 
     yield generate
     for each in clients:

@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from builders import eventually, run_config, served, skip
 from rollout_backend.errors import ServingError
 from rollout_backend.gateway.engine.client import EngineClient
+from rollout_backend.gateway.engine.protocol import EngineRequest
 from rollout_backend.local.tiny_model import make_tiny_model
 from rollout_backend.serving import weight_group
 from rollout_backend.serving.engine import PROBE
@@ -166,7 +167,9 @@ async def test_a_real_server_samples_with_the_tensors_also_after_its_restart(tmp
 
         async def sample(tokens=16, temperature=0.0):
             params = {"max_new_tokens": tokens, "temperature": temperature, "ignore_eos": True}
-            return await client.generate(prompt, params, "session", progress=lambda *_: progressed.set())
+            return await client.generate(
+                EngineRequest(prompt, params, "session", progress=lambda *_: progressed.set())
+            )
 
         before = await sample()
         progressed.clear()

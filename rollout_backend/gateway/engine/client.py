@@ -29,8 +29,8 @@ import io
 import json
 import time
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -41,14 +41,13 @@ from tenacity import RetryCallState, wait_exponential_jitter
 
 from agent_wrapper.contract import VersionSpan
 from rollout_backend.core.adapter import AdapterVersions, NamedAdapter
-from rollout_backend.core.images import PlacedImage
 from rollout_backend.core.routed_experts import ExpertRows
 from rollout_backend.errors import EngineUnavailable, ServingError
 from rollout_backend.gateway.engine.calls import CallsPaused
 from rollout_backend.gateway.engine.engines import Engines, RouterRestart
 from rollout_backend.gateway.engine.protocol import EngineProtocol, EngineRequest, ReplyReader
 from rollout_backend.gateway.engine.sglang import SglangProtocol
-from rollout_backend.rendering.stop_strings import Stop, StopStrings
+from rollout_backend.rendering.stop_strings import Stop
 from rollout_backend.retry import retry
 
 ROUTING_HEADER = "X-SMG-Routing-Key"
@@ -58,9 +57,6 @@ _MESSAGE_CHARS = 500
 _ABORT_S = 10.0  # limit for an engine to end an aborted request
 _exponential = wait_exponential_jitter(multiplier=0.25, max=15, jitter=0.25)
 _AFTER_ABORT_S = 1.0
-
-Progress = Callable[[Sequence[int], Sequence[float | None]], None]
-"""Called with all tokens sampled so far and their logprobs, as more arrive. The sequences are reused."""
 
 
 class EngineRefused(ServingError):
@@ -128,21 +124,6 @@ class _Partial:
             seconds=seconds,
             experts=None if experts_from is None else ExpertRows(experts_from, b"".join(map(bytes, self.experts))),
         )
-
-
-@dataclass(frozen=True)
-class _Request:
-    """One call, with everything that all its attempts share."""
-
-    input_ids: Sequence[int]
-    params: Mapping[str, Any]
-    routing_key: str
-    images: Sequence[PlacedImage]
-    progress: Progress | None
-    stops: StopStrings | None
-    resumable: bool
-    experts_from: int | None
-    adapter: str
 
 
 class _Attempt:
@@ -233,25 +214,8 @@ class EngineClient:
         if self._http is not None:
             await self._http.close()
 
-    async def generate(
-        self,
-        input_ids: Sequence[int],
-        sampling_params: Mapping[str, Any],
-        routing_key: str,
-        *,
-        images: Sequence[PlacedImage] = (),
-        progress: Progress | None = None,
-        stops: StopStrings | None = None,
-        resumable: bool = True,
-        experts_from: int | None = None,
-        adapter: str = "",
-    ) -> Completion:
-        """Sample a continuation of `input_ids`, which contain `images`. Cancelling this call aborts the generation.
-
-        `sampling_params` are SGLang's, including `max_new_tokens`. With `progress` or `stops` the engine streams.
-        After an abort, a generation that is not `resumable` restarts from its prompt: a grammar cannot resume.
-        `experts_from` is the first token whose routed experts are wanted. `adapter` is the LoRA adapter to sample
-        with; empty for the model without an adapter.
+    async def generate(self, request: EngineRequest) -> Completion:
+        """Sample a continuation. Cancelling this call aborts the generation.
 
         Raises:
             EngineUnavailable: no engine answered within the time limit or the number of attempts.
@@ -259,18 +223,15 @@ class EngineClient:
             PromptDiffers: the engine built a different prompt.
         """
         began = time.monotonic()
-        request = _Request(
-            input_ids, sampling_params, routing_key, images, progress, stops, resumable, experts_from, adapter
-        )
         try:
             async with asyncio.timeout(self._timeout_s):
                 partial = await self._sample(request)
         except TimeoutError:
             paused = ": they are paused while the trainer has their memory" if self._engines.calls.paused else ""
             raise EngineUnavailable(f"no engine answered within {self._timeout_s:g} s{paused}") from None
-        return partial.completion(time.monotonic() - began, experts_from)
+        return partial.completion(time.monotonic() - began, request.experts_from)
 
-    async def _sample(self, request: _Request) -> _Partial:
+    async def _sample(self, request: EngineRequest) -> _Partial:
         """Sample until a reply is complete. Raises EngineUnavailable after the last attempt."""
         partial = _Partial(routed=request.experts_from or 0)
         failed: set[str] = set()
@@ -323,23 +284,22 @@ class EngineClient:
         wait = _exponential(state)
         return max(wait, self._after_abort_s) if isinstance(error, _Aborted) else wait
 
-    async def _advance(self, url: str, partial: _Partial, request: _Request, adapter: NamedAdapter | None) -> None:
+    async def _advance(
+        self, url: str, partial: _Partial, request: EngineRequest, adapter: NamedAdapter | None
+    ) -> None:
         """Sample until `partial` is complete, then fetch the routing that is still missing."""
         if partial.finish is None:
             await self._extend(url, partial, request, adapter)
-        processed = len(request.input_ids) + len(partial.token_ids) - 1
+        processed = len(request.prompt) + len(partial.token_ids) - 1
         if request.experts_from is not None and partial.routed < processed:
             await self._fetch_experts(url, partial, request, processed, adapter)
 
     async def _fetch_experts(
-        self, url: str, partial: _Partial, request: _Request, processed: int, adapter: NamedAdapter | None
+        self, url: str, partial: _Partial, request: EngineRequest, processed: int, adapter: NamedAdapter | None
     ) -> None:
         """Add the routing of the tokens up to `processed`. The one token that this request samples is dropped."""
-        prompt = array("i", request.input_ids)
-        prompt.extend(partial.token_ids)
         params = {"max_new_tokens": 1, "temperature": 0.0}
-        name = adapter.engine_name if adapter is not None else ""
-        asked = EngineRequest(prompt, params, request.images, experts_from=partial.routed, adapter=name)
+        asked = replace(_continued(request, partial, params, adapter), stops=None, progress=None)
         reader, body = self._protocol.reader(asked), self._protocol.body(asked)
         with _read_by(self._protocol):
             async with contextlib.aclosing(self._post(url, body, request.routing_key)) as replies:
@@ -352,25 +312,17 @@ class EngineClient:
                 "model.routed_experts=false"
             )
 
-    async def _extend(self, url: str, partial: _Partial, request: _Request, adapter: NamedAdapter | None) -> None:
+    async def _extend(
+        self, url: str, partial: _Partial, request: EngineRequest, adapter: NamedAdapter | None
+    ) -> None:
         """Send one request, and add what it samples to `partial`."""
-        params, progress, stops = request.params, request.progress, request.stops
-        left = params["max_new_tokens"] - len(partial.token_ids)
+        progress, stops = request.progress, request.stops
+        left = request.params["max_new_tokens"] - len(partial.token_ids)
         if left <= 0:  # aborted at the last token
             partial.finish = {"type": "length"}
             return
-        prompt = array("i", request.input_ids)
-        prompt.extend(partial.token_ids)
-        asked = EngineRequest(
-            prompt,
-            {**params, "max_new_tokens": left},
-            request.images,
-            stops.strings if stops is not None else (),
-            stream=progress is not None or stops is not None,
-            experts_from=None if request.experts_from is None else partial.routed,
-            adapter=adapter.engine_name if adapter is not None else "",
-        )
-        attempt = _Attempt(partial, self._protocol.reader(asked), len(prompt), adapter)
+        asked = _continued(request, partial, {**request.params, "max_new_tokens": left}, adapter)
+        attempt = _Attempt(partial, self._protocol.reader(asked), len(asked.prompt), adapter)
         body = self._protocol.body(asked)
         stop: Stop | None = None
         with _read_by(self._protocol):
@@ -397,7 +349,7 @@ class EngineClient:
         if kind == "abort":
             if finish.get("status_code") == 400:
                 raise EngineRefused(finish.get("message") or "no reason given")
-            resumes = request.resumable and len(partial.token_ids) > len(prompt) - len(request.input_ids)
+            resumes = request.resumable and len(partial.token_ids) > len(asked.prompt) - len(request.prompt)
             kind_of_abort = _Interrupted if resumes else _Aborted
             raise kind_of_abort(f"generation was aborted: {finish.get('message') or 'no reason given'}")
         if kind not in ("stop", "length"):
@@ -470,6 +422,21 @@ class EngineClient:
         finally:
             if response is not None and ending is None:
                 response.release()
+
+
+def _continued(
+    request: EngineRequest, partial: _Partial, params: Mapping[str, Any], adapter: NamedAdapter | None
+) -> EngineRequest:
+    """Return the request of one attempt, which continues from the tokens sampled so far."""
+    prompt = array("i", request.prompt)
+    prompt.extend(partial.token_ids)
+    return replace(
+        request,
+        prompt=prompt,
+        params=params,
+        experts_from=None if request.experts_from is None else partial.routed,
+        adapter=adapter.engine_name if adapter is not None else "",
+    )
 
 
 @contextlib.contextmanager

@@ -7,7 +7,8 @@ Invariants:
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from rollout_backend.core.images import PlacedImage
 from rollout_backend.errors import ServingError
+from rollout_backend.rendering.stop_strings import StopStrings
 
 STREAM_INTERVAL = 8
 """Tokens per chunk of a stream. Each chunk costs the engine a message and the gateway a turn of its event loop."""
@@ -27,18 +29,31 @@ class PromptDiffers(ServingError):
     """The engine built a different prompt from the images, so its reply cannot be recorded."""
 
 
-class EngineRequest(NamedTuple):
-    """A request to continue `prompt`. `params` are SGLang's sampling parameters."""
+Progress = Callable[[Sequence[int], Sequence[float | None]], None]
+"""Called with all tokens sampled so far and their logprobs, as more arrive. The sequences are reused."""
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """A request to continue `prompt`. `params` are SGLang's sampling parameters, including `max_new_tokens`."""
 
     prompt: Sequence[int]
     params: Mapping[str, Any]
+    routing_key: str = ""
+    """Calls with the same key go to the same engine."""
     images: Sequence[PlacedImage] = ()
-    stop_strings: Sequence[str] = ()
-    stream: bool = False
+    stops: StopStrings | None = None
+    progress: Progress | None = None
+    resumable: bool = True
+    """Whether an aborted generation may continue from the tokens sampled so far. A grammar cannot resume."""
     experts_from: int | None = None
     """Index of the first token whose routing is wanted (mixture of experts); None if no routing is wanted."""
     adapter: str = ""
-    """The engine's name of the LoRA adapter to sample with; empty for the base model."""
+    """The LoRA adapter to sample with; `body` needs the engine's name of it. Empty for the base model."""
+
+    @property
+    def stream(self) -> bool:
+        return self.progress is not None or self.stops is not None
 
 
 class Tokens(NamedTuple):

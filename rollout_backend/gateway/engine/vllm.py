@@ -58,14 +58,14 @@ class VllmProtocol:
             raise ValueError("images are not supported with serving.engine=vllm")
         if request.experts_from is not None:
             raise ValueError("model.routed_experts is not supported with serving.engine=vllm")
-        params: dict[str, Any] = {"logprobs": 0, "detokenize": bool(request.stop_strings)}
+        params: dict[str, Any] = {"logprobs": 0, "detokenize": request.stops is not None}
         for name, value in request.params.items():
             if name not in _PARAMETERS:
                 raise ValueError(f"the sampling parameter {name} has no translation for vLLM")
             translated, convert = _PARAMETERS[name]
             params[translated] = convert(value)
-        if request.stop_strings:
-            params["stop"] = list(request.stop_strings)
+        if request.stops is not None:
+            params["stop"] = list(request.stops.strings)
         body = {"token_ids": np.asarray(request.prompt, dtype=np.int32), "sampling_params": params}
         if request.adapter:
             body["model"] = request.adapter
