@@ -11,7 +11,7 @@ from rollout_backend.core.adapter import AdapterVersions
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.gateway.authentication import Authenticator
 from rollout_backend.gateway.call_handler import CallHandler
-from rollout_backend.gateway.engine.calls import EngineCalls
+from rollout_backend.gateway.engine.engines import EngineCalls
 from rollout_backend.gateway.http_requests import read_body
 from rollout_backend.gateway.sessions.registry import SessionRegistry
 

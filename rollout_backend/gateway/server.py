@@ -56,8 +56,7 @@ from rollout_backend.gateway.authentication import Authenticator
 from rollout_backend.gateway.call_handler import CallHandler
 from rollout_backend.gateway.call_traces import CallTraces
 from rollout_backend.gateway.control_api import ControlApi
-from rollout_backend.gateway.engine.calls import EngineCalls
-from rollout_backend.gateway.engine.engines import EngineLoadPoller, Engines
+from rollout_backend.gateway.engine.engines import EngineCalls, EngineLoadPoller, Engines
 from rollout_backend.gateway.engine.protocol import EngineProtocol
 from rollout_backend.gateway.engine.sglang import SglangProtocol
 from rollout_backend.gateway.engine.vllm import VllmProtocol

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from rollout_backend.gateway.engine.calls import CallsPaused, EngineCalls
+from rollout_backend.gateway.engine.engines import CallsPaused, EngineCalls
 
 
 async def test_a_pause_cancels_running_calls_and_waits_until_they_have_ended():

@@ -43,8 +43,7 @@ from agent_wrapper.contract import VersionSpan
 from rollout_backend.core.adapter import AdapterVersions, NamedAdapter
 from rollout_backend.core.routed_experts import ExpertRows
 from rollout_backend.errors import EngineUnavailable, ServingError
-from rollout_backend.gateway.engine.calls import CallsPaused
-from rollout_backend.gateway.engine.engines import Engines, RouterRestart
+from rollout_backend.gateway.engine.engines import CallsPaused, Engines, RouterRestart
 from rollout_backend.gateway.engine.protocol import EngineProtocol, EngineRequest, ReplyReader
 from rollout_backend.gateway.engine.sglang import SglangProtocol
 from rollout_backend.rendering.stop_strings import Stop

@@ -1,4 +1,4 @@
-"""Track the engines behind a router and their load, and select one for calls that bypass the router.
+"""Track the engines behind a router and their load, select one for calls that bypass the router, and pause all calls.
 
 A router re-encodes the body of `/generate` and keeps only the fields it knows. sglang-router 0.3.2 and smg 1.13.0
 drop `structural_tag` and `logit_bias`; sglang-router also drops `return_prompt_token_ids` and
@@ -11,19 +11,19 @@ Invariants:
 - All direct calls of a session go to the same engine while the router lists it, to hit its prefix cache.
 - If no engine is known, the call goes to the router.
 - An engine that does not report its load only causes one log line.
+- Once `EngineCalls.pause` has returned, no request to an engine is in flight, and none begins before `resume`.
 """
 
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
 from rollout_backend.gateway.admission import EngineLoad
-from rollout_backend.gateway.engine.calls import EngineCalls
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,60 @@ _DROPPED = frozenset({"structural_tag", "logit_bias"})
 _POLL_S = 2.0
 _TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 _RESTART_S, _RESTART_POLL_S = 5.0, 0.2
+_T = TypeVar("_T")
+
+
+class CallsPaused(Exception):
+    """Raised when a pause interrupts a call."""
+
+
+class EngineCalls:
+    """The calls from one gateway process to its engines, which a trainer pauses while it uses their memory."""
+
+    def __init__(self, *, paused: bool = False) -> None:
+        self._resumed = asyncio.Event()
+        if not paused:
+            self._resumed.set()
+        self._running: set[asyncio.Task[Any]] = set()
+
+    @property
+    def paused(self) -> bool:
+        return not self._resumed.is_set()
+
+    def resume(self) -> None:
+        self._resumed.set()
+
+    async def pause(self) -> None:
+        """Cancel all requests to engines, and return when they have ended."""
+        self._resumed.clear()
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    async def wait(self) -> None:
+        """Wait until calls are not paused."""
+        await self._resumed.wait()
+
+    async def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run `work` and return its result.
+
+        Raises:
+            CallsPaused: calls are paused, or were paused while `work` ran; `work` was cancelled.
+        """
+        if self.paused:
+            work.close()
+            raise CallsPaused
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if not task.cancelled() or (caller is not None and caller.cancelling()):
+                raise
+            raise CallsPaused from None
 
 
 class Engines:
