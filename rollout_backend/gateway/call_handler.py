@@ -30,11 +30,10 @@ from rollout_backend.gateway.call_traces import CallTraces
 from rollout_backend.gateway.fast_json import to_json
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.http_requests import too_large, wait_or_disconnect
-from rollout_backend.gateway.in_flight_call import InFlightCall
 from rollout_backend.gateway.model_call_executor import ModelCallExecutor
 from rollout_backend.gateway.sessions import journal_records
+from rollout_backend.gateway.sessions.calls import InFlightCall, RequestKey
 from rollout_backend.gateway.sessions.registry import OpenSession, SessionRegistry
-from rollout_backend.gateway.sessions.retries import RequestKey
 from rollout_backend.gateway.sessions.share import SessionShare, is_brief
 from rollout_backend.gateway.stats import Counters, GatewayStats
 

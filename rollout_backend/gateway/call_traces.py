@@ -8,7 +8,7 @@ from agent_wrapper.contract.keys import trace_ids
 from rollout_backend import tracing
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.session_key import SessionClaims
-from rollout_backend.gateway.in_flight_call import InFlightCall
+from rollout_backend.gateway.sessions.calls import InFlightCall
 from rollout_backend.tracing import SpanSender
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")

@@ -24,10 +24,10 @@ from rollout_backend.gateway.engine.client import Completion, EngineClient, Engi
 from rollout_backend.gateway.engine.engines import Engines
 from rollout_backend.gateway.engine.protocol import EngineProtocol, EngineRequest, PromptDiffers
 from rollout_backend.gateway.gateway_settings import GatewaySettings
-from rollout_backend.gateway.in_flight_call import InFlightCall
 from rollout_backend.gateway.rendering_thread import RenderingThread
 from rollout_backend.gateway.sampling import engine_params, reply_limit, reply_seed
 from rollout_backend.gateway.sessions import journal_records
+from rollout_backend.gateway.sessions.calls import InFlightCall
 from rollout_backend.gateway.sessions.conversations import Prompt, RecordedTurn
 from rollout_backend.gateway.sessions.registry import OpenSession
 from rollout_backend.gateway.stats import Counters, is_cache_break

@@ -11,8 +11,7 @@ import pytest
 from builders import hang_up, stream_data, until, user
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.model_call import Answer, Choice, Delta, ModelCall
-from rollout_backend.gateway.in_flight_call import InFlightCall
-from rollout_backend.gateway.sessions.retries import _KEPT, RequestKey, RetryCache
+from rollout_backend.gateway.sessions.calls import _KEPT, InFlightCall, RequestKey, RetryCache
 from rollout_backend.local.scripted import Fail, Pieces
 
 BODY = {"model": "scripted", "messages": [user("Say something.")]}

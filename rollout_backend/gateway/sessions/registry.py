@@ -25,12 +25,11 @@ from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_ends import HeartbeatReport
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.dialects.request_memo import RequestMemo
-from rollout_backend.gateway.in_flight_call import InFlightCall
 from rollout_backend.gateway.sessions import journal_records
+from rollout_backend.gateway.sessions.calls import InFlightCall, RetryCache
 from rollout_backend.gateway.sessions.conversations import Conversations, RecordedReply
 from rollout_backend.gateway.sessions.journal import SessionJournal
 from rollout_backend.gateway.sessions.journal_records import Record
-from rollout_backend.gateway.sessions.retries import RetryCache
 from rollout_backend.gateway.sessions.share import SessionShare
 from rollout_backend.gateway.stats import Counters
 from rollout_backend.rendering.renderer import RendererBundle
