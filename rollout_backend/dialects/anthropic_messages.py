@@ -27,9 +27,7 @@ from rollout_backend.core.images import Image, message_content
 from rollout_backend.core.model_call import Answer, Choice, Delta, Message, ModelCall
 from rollout_backend.dialects import wire
 from rollout_backend.dialects.base import Dialect, EventStream
-from rollout_backend.dialects.fields import ignored, refuse, refused
-from rollout_backend.dialects.image_reader import ImageReader
-from rollout_backend.dialects.wire import Body, JsonObject
+from rollout_backend.dialects.wire import Body, ImageReader, JsonObject, ignored, refuse, refused
 
 _TEXT_ONLY = "image blocks cannot be read: this model takes text only, so send what it says as text"
 _INVALID = "INVALID_JSON"

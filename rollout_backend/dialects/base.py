@@ -52,7 +52,7 @@ class Dialect(ABC):
     def parse(self, body: bytes) -> ModelCall:
         """Parse a request.
 
-        Refuses unknown fields, and values that would change the call's meaning if they were ignored: see `fields`.
+        Refuses unknown fields, and values that would change the call's meaning if they were ignored: see `wire`.
 
         Raises:
             ApiError: status 400; names the invalid field.

@@ -15,8 +15,7 @@ from rollout_backend.core.images import Image, message_content
 from rollout_backend.core.model_call import Answer, Delta, Message, ModelCall
 from rollout_backend.dialects import wire
 from rollout_backend.dialects.base import Dialect, EventStream
-from rollout_backend.dialects.fields import ignored, refuse, refuse_unknown, refused
-from rollout_backend.dialects.image_reader import ImageReader
+from rollout_backend.dialects.wire import ImageReader, ignored, refuse, refuse_unknown, refused
 
 MAX_CHOICES = 16
 _NO_PREFILL = "this model cannot continue a prefilled reply; leave it out"

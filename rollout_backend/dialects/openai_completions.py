@@ -17,9 +17,8 @@ from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.model_call import Answer, Delta, ModelCall
 from rollout_backend.dialects import wire
 from rollout_backend.dialects.base import Dialect, EventStream
-from rollout_backend.dialects.fields import ignored, refuse, refused
 from rollout_backend.dialects.openai_chat import MAX_CHOICES, StreamOptions, sampling_of, usage
-from rollout_backend.dialects.wire import Body
+from rollout_backend.dialects.wire import Body, ignored, refuse, refused
 
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "seed"),

@@ -25,10 +25,8 @@ from rollout_backend.core.images import Image, message_content
 from rollout_backend.core.model_call import Answer, Delta, Message, ModelCall
 from rollout_backend.dialects import wire
 from rollout_backend.dialects.base import Dialect, EventStream
-from rollout_backend.dialects.fields import ignored, refuse, refused
-from rollout_backend.dialects.image_reader import ImageReader
 from rollout_backend.dialects.openai_responses_stream import ResponseEcho, ResponseEvents, ResponseWriter
-from rollout_backend.dialects.wire import Body, JsonObject
+from rollout_backend.dialects.wire import Body, ImageReader, JsonObject, ignored, refuse, refused
 
 _TEXT_ONLY = "input_image cannot be read: this model takes text only, so send what it says as input_text"
 _STATELESS = {

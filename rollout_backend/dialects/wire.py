@@ -1,12 +1,23 @@
-"""Parse request bodies and write server-sent events, for all dialects.
+"""Parse request bodies, refuse what is not supported, and write server-sent events, for all dialects. Pure.
 
 Invariants:
 
 - Every body is either parsed, or refused with an ApiError of status 400 that names the invalid field.
 - A parsed body can be serialized to JSON again.
+- A field that changes the meaning of a call is supported or refused, never dropped. Unknown top-level fields are
+  therefore refused, unless they are null.
+- A field is harmless if it changes neither the prompt nor the sampling: storage, billing, caching, latency. Such
+  fields are counted: see `ignored`.
+- The trainer sets sampling and reasoning. The agent's settings are counted as overridden and ignored (see
+  `sampling`).
+- Only the bytes within a request are read as an image. No URL is fetched and no path is opened, because a request
+  could then read with the gateway's rights.
 """
 
+import base64
+import binascii
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -16,11 +27,41 @@ from pydantic_core import from_json
 from agent_wrapper.contract import ContractError
 from agent_wrapper.contract.codec import check_json
 from rollout_backend.core.api_error import ApiError
-from rollout_backend.dialects.fields import refuse_unknown, refused
+from rollout_backend.core.images import Image, ImageLimits, read_image
 
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 1000
 _MAX_CONTAINERS, _MAX_VALUES = 20_000, 400_000  # limits of a request: on objects and arrays, and on all values
 _B = TypeVar("_B", bound="Body")
+_DATA_URL = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
+# Clients send these in addition to the documented fields.
+_HARMLESS = frozenset({"cache_salt", "client_metadata", "priority", "request_id", "rid"})
+_TEMPLATE = "the chat template and its options are the trainer's (model.renderer_options); leave it out"
+_FORM = "ask for a form by a JSON schema in this API's own field for it, or in the prompt"
+_END = "a reply ends at the model's own end token, at a stop string or at its limit; leave it out"
+_READ = "a reply is always text and reasoning apart, without control tokens; leave it out"
+_EXTENSIONS: Mapping[str, tuple[str, tuple[Any, ...]]] = {  # advice, and the values that change nothing
+    "add_generation_prompt": ("a reply always starts a new turn; leave it out", (True,)),
+    "continue_final_message": ("this model cannot continue a prefilled reply; leave it out", (False,)),
+    **dict.fromkeys(("chat_template", "chat_template_kwargs", "enable_thinking"), (_TEMPLATE, ({},))),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), (_FORM, ())),
+    **dict.fromkeys(("structured_outputs", "json_schema", "regex", "ebnf", "structural_tag"), (_FORM, ())),
+    **dict.fromkeys(("stop_token_ids", "stop_regex"), ("send stop strings instead", ([],))),
+    "ignore_eos": (_END, (False,)),
+    **dict.fromkeys(
+        ("include_reasoning", "separate_reasoning", "stream_reasoning", "skip_special_tokens"), (_READ, (True,))
+    ),
+    **dict.fromkeys(("no_stop_trim", "return_token_ids"), (_READ, (False,))),
+    "min_tokens": (_END, (0,)),
+    "stop": ("this API has no stop strings", ([],)),
+}
+# Fields in parts of a request. Quotes within strings are escaped, so strings never match; nor do disabled values.
+_NESTED = {
+    name: (f'"{name}"'.encode(), re.compile(rf'"{name}"\s*+:\s*+(?!null\b|false\b)'.encode()))
+    for name in ("cache_control", "defer_loading", "eager_input_streaming", "prompt_cache_breakpoint")
+}
+
+
+# --- bodies ---------------------------------------------------------------------------------------------------
 
 
 class Body(BaseModel):
@@ -124,6 +165,86 @@ def read(model: type[_B], body: bytes, harmless: Collection[str] = ()) -> _B:
         raise refused(where, message) from None
     refuse_unknown(request.model_extra, harmless)
     return request
+
+
+# --- unsupported and harmless fields ---------------------------------------------------------------------------
+
+
+def refuse(advice: str, *fine: Any) -> AfterValidator:
+    """Mark a field as refused with `advice`, unless it is null or one of the `fine` values."""
+
+    def check(value: Any) -> Any:
+        if value is not None and value not in fine:
+            raise ValueError(advice)
+        return value
+
+    return AfterValidator(check)
+
+
+def refused(where: str, message: str) -> ApiError:
+    return ApiError(400, f"{where}: {message}", param=where)
+
+
+def refuse_unknown(fields: Mapping[str, Any] | None, harmless: Collection[str]) -> None:
+    """Refuse request fields that the dialect does not read.
+
+    Raises:
+        ApiError: status 400; names the first field that is neither null nor harmless.
+    """
+    for name, value in (fields or {}).items():
+        if value is None or name in harmless or name in _HARMLESS:
+            continue
+        advice, fine = _EXTENSIONS.get(name, ("is not known here and might change the call; leave it out", ()))
+        if value not in fine:
+            raise refused(name, advice)
+
+
+def ignored(body: bytes, fields: Mapping[str, Any] | None) -> frozenset[str]:
+    """Return the names of the harmless fields in a request that `refuse_unknown` accepted."""
+    given = {name for name, value in (fields or {}).items() if value is not None and name not in _EXTENSIONS}
+    return frozenset(given.union(name for name, (key, on) in _NESTED.items() if key in body and on.search(body)))
+
+
+# --- images, tools, answers ------------------------------------------------------------------------------------
+
+
+class ImageReader:
+    """Reads the images of a request one by one. If `limits` is None, refuses images with the message `text_only`."""
+
+    def __init__(self, limits: ImageLimits | None, text_only: str) -> None:
+        self.found: dict[str, Image] = {}
+        self._limits = limits
+        self._text_only = text_only
+        self._read = 0
+
+    @property
+    def taken(self) -> bool:
+        return self._limits is not None
+
+    def url(self, url: str, where: str) -> Image:
+        """Read a data URL. Raises ApiError (400) if it contains no image, or the request has too many."""
+        if not self.taken:
+            raise refused(where, self._text_only)
+        head = _DATA_URL.match(url)
+        if head is None:
+            raise refused(where, "images are not fetched: send the image itself, as data:image/png;base64,...")
+        return self.base64(url[head.end() :], where)
+
+    def base64(self, text: str, where: str) -> Image:
+        """Decode an image from base64. Raises ApiError (400) if it is invalid or the request has too many images."""
+        if self._limits is None:
+            raise refused(where, self._text_only)
+        self._read += 1
+        if self._read > self._limits.per_request:
+            raise refused(where, f"more than {self._limits.per_request} images in one request; send fewer")
+        try:
+            image = read_image(base64.b64decode(text, validate=True), self._limits.pixels)
+        except binascii.Error:
+            raise refused(where, "is not base64") from None
+        except ValueError as error:
+            raise refused(where, str(error)) from None
+        self.found[image.sha256] = image
+        return image
 
 
 def chat_tool(
