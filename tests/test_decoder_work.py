@@ -22,8 +22,8 @@ from agent_wrapper.contract.codec import unpack
 from agent_wrapper.shared.redaction import without_secrets
 from agent_wrapper.shared.workspace import unpack_folder
 from rollout_backend.core.api_error import ApiError
+from rollout_backend.dialects.base import RequestMemo
 from rollout_backend.dialects.registry import DIALECTS
-from rollout_backend.dialects.request_memo import RequestMemo
 
 SIZE = 64 * 1024
 FACTOR = 100  # quadratic work would be thousands of times that of an ordinary input

@@ -10,9 +10,9 @@ from PIL import Image as pillow
 
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.images import ImageLimits
+from rollout_backend.dialects.base import RequestMemo
 from rollout_backend.dialects.openai_chat import OpenAIChat
 from rollout_backend.dialects.openai_responses import OpenAIResponses
-from rollout_backend.dialects.request_memo import RequestMemo
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 SYSTEM, USER = {"role": "system", "content": "s"}, {"role": "user", "content": 'ünïcode ], "messages": [ \\ 🙂'}

@@ -24,7 +24,7 @@ from rollout_backend.core.api_error import journal_unwritable, session_closed, t
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_ends import HeartbeatReport
 from rollout_backend.core.session_key import SessionClaims
-from rollout_backend.dialects.request_memo import RequestMemo
+from rollout_backend.dialects.base import RequestMemo
 from rollout_backend.gateway.sessions import journal_records
 from rollout_backend.gateway.sessions.calls import InFlightCall, RetryCache
 from rollout_backend.gateway.sessions.conversations import Conversations, RecordedReply
