@@ -21,6 +21,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
+import orjson
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import from_json
 
@@ -272,3 +273,17 @@ def openai_error(error: ApiError) -> dict[str, Any]:
 def event(name: str, data: Mapping[str, Any]) -> bytes:
     """Return one server-sent event, in ASCII because some clients also end a line at U+2028."""
     return f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()
+
+
+def to_json(value: object, *, sort_keys: bool = False) -> bytes:
+    """Serialize to UTF-8, several times faster than `json`. Numbers must be finite: NaN would become null."""
+    try:
+        return orjson.dumps(value, _plain, orjson.OPT_SORT_KEYS if sort_keys else None)
+    except TypeError:  # for example a large number, or half of a surrogate pair
+        return json.dumps(value, sort_keys=sort_keys, separators=(",", ":"), default=_plain).encode()
+
+
+def _plain(value: object) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} has no form in JSON")

@@ -24,10 +24,10 @@ from rollout_backend.config import LeftOut
 from rollout_backend.core.api_error import ApiError, context_exceeded, not_adopted
 from rollout_backend.core.model_call import Answer, ModelCall
 from rollout_backend.dialects.base import Dialect
+from rollout_backend.dialects.wire import to_json
 from rollout_backend.gateway.admission import Admission
 from rollout_backend.gateway.authentication import Authenticator
 from rollout_backend.gateway.call_traces import CallTraces
-from rollout_backend.gateway.fast_json import to_json
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.http_requests import too_large, wait_or_disconnect
 from rollout_backend.gateway.model_call_executor import ModelCallExecutor

@@ -32,8 +32,8 @@ import orjson
 from agent_wrapper.contract import ImageSpan, Segment
 from rollout_backend.config import ExpertShape
 from rollout_backend.core.images import Image, PlacedImage, image_names
+from rollout_backend.dialects.wire import to_json
 from rollout_backend.gateway.engine.client import Completion
-from rollout_backend.gateway.fast_json import to_json
 from rollout_backend.rendering.image_positions import collapse_images
 from rollout_backend.rendering.segments import SegmentRecorder, TurnPosition
 from rollout_backend.rendering.tool_names import with_tool_name, with_tool_names

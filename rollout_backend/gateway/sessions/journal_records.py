@@ -26,8 +26,8 @@ from agent_wrapper.contract import ImageSpan, VersionSpan
 from rollout_backend.core.images import Image
 from rollout_backend.core.model_call import Answer, Choice
 from rollout_backend.core.routed_experts import ExpertRows
+from rollout_backend.dialects.wire import to_json
 from rollout_backend.gateway.engine.client import Completion
-from rollout_backend.gateway.fast_json import to_json
 from rollout_backend.gateway.sessions.conversations import Conversations, RecordedReply, RecordedTurn
 from rollout_backend.rendering.segments import TurnPosition
 
