@@ -36,7 +36,6 @@ from rollout_backend.dialects.wire import to_json
 from rollout_backend.gateway.engine.client import Completion
 from rollout_backend.rendering.image_positions import collapse_images
 from rollout_backend.rendering.segments import SegmentRecorder, TurnPosition
-from rollout_backend.rendering.tool_names import with_tool_name, with_tool_names
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and the trainer's process needs no renderer
     from rollout_backend.rendering.renderer import RendererBundle
@@ -194,7 +193,7 @@ class Conversations:
             return extended
         tools_digest, defaults = self._digest_tools(tools)
         chain = self._chain(messages, tools_digest, defaults)
-        named = with_tool_names(messages) if self._bundle.needs_tool_names else messages
+        named = _with_tool_names(messages) if self._bundle.needs_tool_names else messages
         ids, placed = self._rendered(named, tools, images or {})
         why = self._split_reason(messages, chain, tools_digest)
         return Prompt(ids, messages, tools_digest, chain, why, defaults=defaults, images=placed)
@@ -222,7 +221,7 @@ class Conversations:
             place = self._turns.get((tools_digest, chain[n - 1]))
             if place is None:
                 continue
-            fresh = with_tool_names(messages, n) if self._bundle.needs_tool_names else messages[n:]
+            fresh = _with_tool_names(messages, n) if self._bundle.needs_tool_names else messages[n:]
             if max_chars is not None and sum(len(message.get("content") or "") for message in fresh) > max_chars:
                 return None
             extended = self._bridged(place, fresh, tools, images or {})
@@ -368,11 +367,32 @@ class Conversations:
         return "history_rewritten" if chain[spoken] in self._seen else "new_conversation"
 
 
+def _with_tool_names(messages: Sequence[Message], start: int = 0) -> list[Message]:
+    """Return the messages from `start` on, with the called tool's name added to each result, for templates that print it.
+
+    The name comes from the latest earlier call with the result's id. A result without such a call is not changed.
+    """
+    return [_with_tool_name(messages, i) for i in range(start, len(messages))]
+
+
+def _with_tool_name(messages: Sequence[Message], i: int) -> Message:
+    """Return message `i`, with the tool's name if it is a tool result."""
+    message = messages[i]
+    if message["role"] != "tool" or "name" in message:
+        return message
+    call_id = message.get("tool_call_id")
+    for before in reversed(range(i)):
+        for call in reversed(messages[before].get("tool_calls") or ()):
+            if call.get("id") == call_id:
+                return {"name": call["function"]["name"], **message}
+    return message
+
+
 def _compared_digest(
     before: _Digest, messages: Sequence[Message], i: int, *, defaults: _Defaults, with_ids: bool
 ) -> _Digest:
     # Without ids, the name of the called tool identifies a result.
-    message = messages[i] if with_ids else with_tool_name(messages, i)
+    message = messages[i] if with_ids else _with_tool_name(messages, i)
     reasoning = (message.get("reasoning_content") or "").strip()
     if reasoning and message.get("tool_calls") and message.get("content") == reasoning:
         message = {**message, "content": ""}  # Copilot repeats it as the text of a reply that only calls tools
