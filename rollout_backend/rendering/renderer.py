@@ -6,16 +6,19 @@ Invariants:
 - Code in that folder runs only with `model.trust_remote_code`.
 """
 
+import base64
 import difflib
 import json
 import logging
+import os
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import renderers
@@ -27,13 +30,13 @@ from renderers.default import DefaultRenderer, _decode_tool_call_arguments
 from renderers.qwen3 import Qwen3Renderer
 from renderers.tagged import DEEPSEEK_V4_GRAMMAR, TaggedGrammar, scan_tagged_response
 from transformers import AutoTokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from rollout_backend.config import ModelConfig
 from rollout_backend.errors import ConfigError
 from rollout_backend.rendering.chatml import ChatMLConfig, ChatMLRenderer
 from rollout_backend.rendering.guarded_renderer import GuardedRenderer
-from rollout_backend.rendering.harmony import vocabulary_of
 from rollout_backend.rendering.image_positions import Vision, load_vision
 from rollout_backend.rendering.selection import Choice, Create, KnownModels, choose, complete
 from rollout_backend.rendering.token_bytes import token_bytes
@@ -47,6 +50,8 @@ _NEEDS_TOOL_NAMES = frozenset({"gpt-oss", "gemma4", "inkling"})
 _ENCODES_TEXT = frozenset({"gpt-oss"})
 # Renderers that never show special tokens of a reply as text: they only delimit its parts.
 _HIDES_SPECIAL_TOKENS = frozenset({"gpt-oss"})
+# OpenAI's encoder of gpt-oss needs this file and would download it.
+_VOCABULARY_FOLDER, _VOCABULARY_FILE = "TIKTOKEN_ENCODINGS_BASE", "o200k_base.tiktoken"
 _TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 
 
@@ -263,8 +268,41 @@ def _create(name: str, tokenizer: Any, path: Path, options: Mapping[str, Any]) -
         return _Qwen3(tokenizer, config)
     if name == "deepseek-v4":
         return _DeepSeekV4(tokenizer, config)
-    with vocabulary_of(tokenizer) if name == "gpt-oss" else nullcontext():
+    with _vocabulary_of(tokenizer) if name == "gpt-oss" else nullcontext():
         return renderers.create_renderer(tokenizer, config)
+
+
+@contextmanager
+def _vocabulary_of(tokenizer: Any) -> Iterator[None]:
+    """Within this context, let gpt-oss's encoder find its vocabulary without a download.
+
+    The model's tokenizer has the same tokens, so the file is built from it; the encoder verifies its hash.
+
+    Raises:
+        ValueError: the tokenizer is not that of gpt-oss. Building the file takes a second.
+    """
+    if not any(token.content == "<|channel|>" for token in tokenizer.added_tokens_decoder.values()):
+        raise ValueError("its tokenizer has no token <|channel|>")
+    if os.environ.get(_VOCABULARY_FOLDER):  # the user provides the file
+        yield
+        return
+    with TemporaryDirectory(prefix="o200k-") as folder:
+        (Path(folder) / _VOCABULARY_FILE).write_text(_tiktoken(tokenizer))
+        os.environ[_VOCABULARY_FOLDER] = folder
+        try:
+            yield
+        finally:
+            del os.environ[_VOCABULARY_FOLDER]
+
+
+def _tiktoken(tokenizer: Any) -> str:
+    """Return the plain tokens in tiktoken's format: each token's bytes in base64, and its rank."""
+    byte_of = {char: byte for byte, char in bytes_to_unicode().items()}
+    added = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    plain = sorted((rank, token) for token, rank in tokenizer.get_vocab().items() if token not in added)
+    return "".join(
+        f"{base64.b64encode(bytes(byte_of[char] for char in token)).decode()} {rank}\n" for rank, token in plain
+    )
 
 
 def _longer(rendered: RenderedTokens, header: Sequence[int]) -> RenderedTokens:
