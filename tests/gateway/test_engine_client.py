@@ -12,7 +12,7 @@ from rollout_backend.errors import EngineUnavailable
 from rollout_backend.gateway.engine.client import EngineClient, EngineRefused, _Aborted, _Retry
 from rollout_backend.gateway.engine.engines import Engines
 from rollout_backend.gateway.engine.protocol import EngineRequest
-from rollout_backend.rendering.stop_strings import StopStrings
+from rollout_backend.rendering.token_bytes import StopStrings
 from rollout_backend.serving.server_process import free_port
 
 PARAMS = {"max_new_tokens": 10, "temperature": 1.0}

@@ -15,7 +15,7 @@ from rollout_backend.gateway.engine.vllm import VllmProtocol
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.server import create_app
 from rollout_backend.local.scripted import LOGPROB, Fail, ToolCall
-from rollout_backend.rendering.stop_strings import StopStrings
+from rollout_backend.rendering.token_bytes import StopStrings
 from tests.emulators.scripted_vllm import ScriptedVllm
 
 PARAMS = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "max_new_tokens": 40, "stop_token_ids": [2]}

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_backend.rendering.stop_strings import Stop, StopStrings
+from rollout_backend.rendering.token_bytes import Stop, StopStrings
 
 TOKENS = {i: bytes([i]) for i in range(256)} | {300: b"one ", 301: "\u00e9".encode() + b"E", 302: b"ND!", 303: b""}
 

@@ -14,8 +14,8 @@ from rollout_backend.core.model_call import Choice, Delta
 from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.rendering.renderer import load_renderer
 from rollout_backend.rendering.reply import read_reply
-from rollout_backend.rendering.stop_strings import StopStrings
 from rollout_backend.rendering.streaming_parser import StreamingParser
+from rollout_backend.rendering.token_bytes import StopStrings
 
 TOOLS = [function_tool("f", a={"type": "integer"})]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'

@@ -25,7 +25,7 @@ from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.local.tiny_model import make_tiny_model
 from rollout_backend.manager import RolloutManager
-from rollout_backend.rendering.stop_strings import StopStrings
+from rollout_backend.rendering.token_bytes import StopStrings
 from rollout_backend.verl.server_list import VersionLabels
 from verl_cpu.replica_server import SGLangServer
 from verl_cpu.replica_settings import ServerSettings, model_of

@@ -46,7 +46,7 @@ from rollout_backend.errors import EngineUnavailable, ServingError
 from rollout_backend.gateway.engine.engines import CallsPaused, Engines, RouterRestart
 from rollout_backend.gateway.engine.protocol import EngineProtocol, EngineRequest, ReplyReader
 from rollout_backend.gateway.engine.sglang import SglangProtocol
-from rollout_backend.rendering.stop_strings import Stop
+from rollout_backend.rendering.token_bytes import Stop
 from rollout_backend.retry import retry
 
 ROUTING_HEADER = "X-SMG-Routing-Key"

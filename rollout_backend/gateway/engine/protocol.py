@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rollout_backend.core.images import PlacedImage
 from rollout_backend.errors import ServingError
-from rollout_backend.rendering.stop_strings import StopStrings
+from rollout_backend.rendering.token_bytes import StopStrings
 
 STREAM_INTERVAL = 8
 """Tokens per chunk of a stream. Each chunk costs the engine a message and the gateway a turn of its event loop."""
