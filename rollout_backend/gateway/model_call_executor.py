@@ -33,7 +33,7 @@ from rollout_backend.gateway.sessions.registry import OpenSession
 from rollout_backend.gateway.stats import Counters, is_cache_break
 from rollout_backend.rendering.constrained_decoding import Constraints
 from rollout_backend.rendering.renderer import RendererBundle
-from rollout_backend.rendering.streaming_parser import StreamingParser, whole_deltas, with_logprobs
+from rollout_backend.rendering.reply import StreamingParser, whole_deltas, with_logprobs
 from rollout_backend.rendering.token_bytes import StopStrings
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,7 @@ from rollout_backend.core.model_call import Choice, Message, ModelCall
 from rollout_backend.gateway.engine.client import Completion
 from rollout_backend.gateway.sessions.conversations import Conversations, Prompt
 from rollout_backend.rendering.renderer import RendererBundle
-from rollout_backend.rendering.reply import logprob_entry, read_reply
-from rollout_backend.rendering.streaming_parser import StreamingParser
+from rollout_backend.rendering.reply import StreamingParser, logprob_entry, read_reply
 from rollout_backend.rendering.token_bytes import StopStrings
 
 logger = logging.getLogger(__name__)

@@ -1,25 +1,83 @@
-"""Build the assistant's message from a parsed reply. Pure.
+"""Build the assistant's message from the tokens of a reply, whole or while it is sampled. Pure.
 
 Invariants:
 
 - No sampled text is lost. A malformed tool call is returned as text, and so is any call if no tools were offered.
 - With `parallel_tool_calls` false, the agent gets only the first call. The other calls were sampled, so they are
   counted and stay in the tokens that are trained and that the conversation continues from.
+- The deltas of a stream add up to the recorded message. A sent delta is final.
+- Text is held back while its meaning may change: an incomplete character, trailing whitespace, the start of a marker
+  (of a tool call or of reasoning), and a tool call until no later text can belong to it. The caller does not feed
+  tokens that may start a stop string.
+- The message of a stream therefore equals the parse of the whole reply. The exception is a parser that reads a prefix
+  differently from the whole (whitespace before reasoning that is closed later, an unknown grammar): the sent deltas
+  then remain, and the rest of the whole reply follows at the end.
+- The work is linear in the reply's length: at most `_PARSES` times its tokens are parsed.
+
+The renderer's parser accepts only whole replies. To find out which part of the reply the next token belongs to,
+`StreamingParser` parses the tokens so far followed by a probe, and looks for the probe in the result. Text up to the
+next marker then goes to that part without another parse.
 """
 
 import json
+import logging
 import math
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 from uuid import uuid4
 
-from rollout_backend.core.model_call import Choice, Message
+from rollout_backend.core.model_call import Choice, Delta, Message
+from rollout_backend.rendering.renderer import RendererBundle
 
+logger = logging.getLogger(__name__)
+
+_PROBE = "zqxj"  # ordinary text that no reply contains
+_CLOSE = "</think>"
+_PARSES, _FREE_TOKENS = 16, 4096
+_UNREAD_TOKENS = 64  # more tokens than any character has
+_BARE_JSON = frozenset({"llama-3"})  # a call has no marker: it is any text that starts with a brace
+# Markers that are plain text in some vocabularies. In the others, an added token identifies them.
+_MARKERS = (
+    *(
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "<tool_calls>",
+        "</tool_calls>",
+        "<function=",
+        "</function>",
+    ),
+    *(
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+        "<invoke",
+        "</invoke>",
+        "<\uff5cDSML\uff5c",
+        "</\uff5cDSML\uff5c",
+    ),
+)
+# Renderers whose grammars these markers and the added tokens cover. Replies of others are sent at the end.
+_KNOWN = frozenset(
+    {
+        *("chatml", "default", "deepseek-r1", "deepseek-v3", "deepseek-v4", "glm-4.5", "glm-5", "glm-5.1", "glm-5.3"),
+        *("gpt-oss", "hy3", "kimi-k2", "kimi-k2.5", "llama-3", "minimax-m2"),
+        *("nemotron-3", "nemotron-3-ultra", "nemotron-3.5"),
+        *("prime-qwen3", "qwen3", "qwen3-vl", "qwen3.5", "qwen3.6", "qwen3.8"),
+    }
+)
+_LONGEST = max(map(len, _MARKERS))
+
+Channel = Literal["reasoning", "text"]
 _OK_STATUSES = frozenset({"ok", "unknown_tool"})  # the agent itself reports a tool that does not exist
 _CLOSED_REASONING = re.compile(
     r"\A\s*(<think[^<>\s]*>\s*)?</think[^<>\s]*>\s*"
 )  # remains of reasoning markup in the text
+
+
+# --- whole replies --------------------------------------------------------------------------------------------
 
 
 def read_reply(
@@ -116,3 +174,267 @@ def logprob_entry(token: bytes, logprob: float | None) -> Mapping[str, Any]:
         "bytes": list(token),
         "top_logprobs": [],
     }
+
+
+# --- streams ------------------------------------------------------------------------------------------------
+
+
+def whole_deltas(said: Message, choice: int = 0, logprobs: Sequence[Mapping[str, Any]] = ()) -> list[Delta]:
+    """Return the deltas of a whole message, with the logprobs of all its tokens."""
+    texts: list[tuple[Channel, Any]] = [("reasoning", said.get("reasoning_content")), ("text", said.get("content"))]
+    deltas = [
+        *(Delta(channel, text, choice=choice) for channel, text in texts if text),
+        *(Delta("tool_call", tool_call=call, choice=choice) for call in said.get("tool_calls") or ()),
+    ]
+    return with_logprobs(deltas, logprobs)
+
+
+def with_logprobs(deltas: list[Delta], logprobs: Sequence[Mapping[str, Any]]) -> list[Delta]:
+    """Return the deltas with these logprobs on the last. Without a delta, the end of the answer has them."""
+    return [*deltas[:-1], replace(deltas[-1], logprobs=logprobs)] if deltas and logprobs else deltas
+
+
+class StreamingParser:
+    """Parses one choice of a call. Use it in one thread at a time."""
+
+    def __init__(
+        self,
+        bundle: RendererBundle,
+        prompt_ids: Sequence[int],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools_offered: bool = False,
+        parallel: bool = True,
+        choice: int = 0,
+    ) -> None:
+        self._bundle = bundle
+        self._prompt_ids = prompt_ids
+        self._tools = tools
+        self._tools_offered = tools_offered
+        self._parallel = parallel
+        self._choice = choice
+        self._text = _GrowingText(bundle.decode)
+        self._added = bundle.added_token_ids
+        self._names: set[str] = set()  # names of the added tokens that were sampled
+        self._probe_ids = bundle.marker_ids(_PROBE)
+        self._close_ids = bundle.marker_ids(_CLOSE)
+        self._closed = False  # whether the reasoning has definitely ended
+        self._tail = ""  # the end of the text so far, which may contain the start of a marker
+        self._channel: Channel | None = None  # part that ordinary text belongs to; None: a tool call, or unknown
+        self._stale = True  # whether `_channel` must be determined again
+        self._marked = False  # whether the latest tokens made it stale
+        self._held = ""  # text of the channel that is not sent yet
+        self._sent: dict[Channel, str] = {"reasoning": "", "text": ""}
+        self._calls: list[dict[str, Any]] = []  # calls that were sent
+        self._silent = bundle.name not in _KNOWN  # whether the rest is only sent at the end
+        self._parsed_tokens = 0
+
+    def feed(self, ids: Sequence[int]) -> list[Delta]:
+        """Return the deltas that can be sent after these new ids."""
+        deltas = self.add(ids)
+        return self.parse() if self.tokens_to_parse else deltas
+
+    @property
+    def tokens_to_parse(self) -> int:
+        """The number of tokens that `parse` would parse to find more deltas; 0 if it would find none."""
+        added = len(self._probe_ids) + len(self._close_ids)
+        return self._text.read + added if self._marked and self._may_parse() else 0
+
+    def add(self, ids: Sequence[int]) -> list[Delta]:
+        """Like `feed`, but leave work proportional to the whole reply to `parse`."""
+        self._marked = False
+        if self._silent:
+            return []
+        text = self._text.add(ids)
+        self._silent = self._text.unread > _UNREAD_TOKENS
+        if not text:
+            return []
+        added = self._added.intersection(self._text.last)
+        self._names |= {self._bundle.decode([token]) for token in added}
+        self._stale |= bool(added) or _has_marker(self._tail, text)
+        self._tail = (self._tail + text)[-_LONGEST + 1 :]
+        self._marked = self._stale
+        if self._stale or self._channel is None:
+            return []
+        self._held += text
+        return self._release(self._channel)
+
+    def emitted(self, token_bytes: Mapping[int, bytes]) -> int:
+        """Return how many of the fed tokens were emitted: all except those of held text."""
+        ids = self._text.ids()
+        held = len(self._held.encode()) if self._channel is not None else 0
+        while held > 0 and ids:
+            held -= len(token_bytes.get(ids.pop(), b""))
+        return len(ids)
+
+    def end(self, reply: Choice) -> tuple[list[Delta], Choice]:
+        """Return the remaining deltas of `reply`, the parsed whole, and the reply that all deltas add up to."""
+        self._silent = True
+        said = reply.message
+        deltas = [
+            *self._send("reasoning", _beyond(self._sent["reasoning"], said.get("reasoning_content") or "")),
+            *self._send("text", _beyond(self._sent["text"], said.get("content") or "")),
+            *self._send_calls(said.get("tool_calls") or []),
+        ]
+        whole = message(self._sent["text"], self._sent["reasoning"], self._calls)
+        reason = "tool_calls" if self._calls and reply.finish_reason == "stop" else reply.finish_reason
+        return deltas, replace(reply, message=whole, finish_reason=reason)
+
+    def _may_parse(self) -> bool:
+        tokens = self._text.read
+        return self._parsed_tokens + tokens <= _PARSES * tokens + _FREE_TOKENS
+
+    def parse(self) -> list[Delta]:
+        """Parse the tokens so far, return what can be sent, and determine which part later text belongs to."""
+        parsed = self._parse(self._text.ids(), self._probe_ids)
+        if parsed is None:
+            return []
+        text, reasoning, calls = parsed
+        self._stale = False
+        if calls and _PROBE in calls[-1].raw:
+            self._channel, calls = None, calls[:-1]
+        elif text.endswith(_PROBE):
+            self._channel, text = "text", text.removesuffix(_PROBE)
+        elif reasoning.endswith(_PROBE):
+            self._channel, reasoning = "reasoning", reasoning.removesuffix(_PROBE)
+        else:
+            self._channel = None
+        deltas: list[Delta] = []
+        if self._channel == "reasoning":
+            deltas += self._take("reasoning", reasoning)
+        elif not self._reasoning_is_over(reasoning, bool(parsed[2])):
+            self._channel = None
+            return []
+        else:
+            deltas += self._send("reasoning", _beyond(self._sent["reasoning"], reasoning))
+            if _PROBE not in text:  # otherwise the text contains an open call
+                deltas += self._take("text", text)
+        deltas += self._send_calls([tool_call(call) for call in calls if is_complete(call)])
+        if self._channel is not None and not (self._sent[self._channel] or self._held.strip()):
+            self._stale = True  # some parsers drop whitespace before the first word: parse again when the word comes
+        return deltas
+
+    def _parse(self, ids: Sequence[int], more: Sequence[int]) -> tuple[str, str, list[Any]] | None:
+        """Return text, reasoning and tool calls; None if the parser fails."""
+        ids = [*ids, *more]
+        self._parsed_tokens += len(ids)
+        try:
+            parsed = self._bundle.renderer.parse_beginning(ids, tools=self._tools, prompt_ids=self._prompt_ids)
+        except Exception:  # parsers expect whole replies; parsing the whole may still succeed
+            logger.debug("the renderer cannot parse an incomplete reply", exc_info=True)
+            return None
+        text, reasoning = content_and_reasoning(parsed, self._bundle.decode(ids), self._tools_offered)
+        return text, reasoning, parsed.tool_calls if self._tools_offered else []
+
+    def _reasoning_is_over(self, reasoning: str, calls: bool) -> bool:
+        """Return whether the reasoning cannot continue.
+
+        If a tool call ends the reasoning, some parsers move the call into the reasoning when an end marker follows.
+        """
+        if not self._closed and (reasoning or calls):
+            closed = self._parse(self._text.ids(), self._close_ids)
+            self._closed = closed is not None and closed[1].strip() == reasoning.strip()
+            return self._closed
+        return True
+
+    def _take(self, channel: Channel, now: str) -> list[Delta]:
+        """Update a channel, whose whole text so far is `now`."""
+        rest = _rest(self._sent[channel], now)
+        if rest is None:
+            self._silent = True  # the parser now reads the text differently: send the rest at the end
+            return []
+        self._held = rest
+        return self._release(channel)
+
+    def _release(self, channel: Channel) -> list[Delta]:
+        """Send the part of the held text whose meaning can no longer change."""
+        held = self._held
+        bare_json = self._tools_offered and self._bundle.name in _BARE_JSON
+        if channel == "text" and bare_json and (self._sent["text"] + held).lstrip().startswith("{"):
+            return []
+        safe = len(held)
+        for name in self._names:  # a special token starts markup, which the following tokens complete
+            found = held.find(name)
+            found -= held[found - 1 : found] == "<"  # DeepSeek V4's marker follows a bracket
+            safe = min(safe, found if found >= 0 else safe)
+        safe = min(safe, *(_may_begin(held, marker) for marker in _MARKERS))
+        safe = len(held[:safe].rstrip())
+        self._held = held[safe:]
+        return self._send(channel, held[:safe])
+
+    def _send(self, channel: Channel, text: str) -> list[Delta]:
+        if not text:
+            return []
+        self._sent[channel] += text
+        return [Delta(channel, text, choice=self._choice)]
+
+    def _send_calls(self, calls: list[dict[str, Any]]) -> list[Delta]:
+        """Send new calls. `calls` are all calls so far."""
+        more = calls[len(self._calls) :] if self._parallel or not self._calls else []
+        more = more if self._parallel else more[:1]
+        self._calls += more
+        return [Delta("tool_call", tool_call=call, choice=self._choice) for call in more]
+
+
+class _GrowingText:
+    """Decodes a growing sequence of token ids into whole characters."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._before = 0  # start of the last piece: some tokens decode differently at the start of a text
+        self.read = 0  # number of tokens whose text was returned
+        self.last: Sequence[int] = ()  # tokens of the last piece
+
+    @property
+    def unread(self) -> int:
+        return len(self._ids) - self.read
+
+    def ids(self) -> list[int]:
+        return self._ids[: self.read]
+
+    def add(self, ids: Sequence[int]) -> str:
+        self._ids += ids
+        text = self._decode(self._ids[self._before :])
+        if text.endswith("\ufffd"):
+            return ""
+        known = self._decode(self._ids[self._before : self.read])
+        self.last = self._ids[self.read :]
+        self._before, self.read = self.read, len(self._ids)
+        return text[len(known) :]
+
+
+def _has_marker(tail: str, text: str) -> bool:
+    """Return whether a marker ends in `text`, which follows `tail`."""
+    around = tail + text
+    return any(around.find(marker, max(0, len(tail) - len(marker) + 1)) >= 0 for marker in _MARKERS)
+
+
+def _may_begin(text: str, string: str) -> int:
+    """Return where an incomplete `string` starts at the end of `text`; the length of `text` if nowhere."""
+    for n in range(min(len(string) - 1, len(text)), 0, -1):
+        if text.endswith(string[:n]):
+            return len(text) - n
+    return len(text)
+
+
+def _rest(sent: str, now: str) -> str | None:
+    """Return the part of `now` after `sent`; None if `now` does not start with `sent`.
+
+    Leading whitespace is not compared, because some parsers drop it once text follows.
+    """
+    if now.startswith(sent):
+        return now[len(sent) :]
+    now, sent = now.lstrip(), sent.lstrip()
+    return now[len(sent) :] if now.startswith(sent) else None
+
+
+def _beyond(sent: str, whole: str) -> str:
+    """Return the part of `whole` that was not sent, even if `whole` does not start with `sent`."""
+    rest = _rest(sent, whole)
+    if rest is not None:
+        return rest
+    if whole.strip() in sent:
+        return ""
+    differs = (i for i, (one, other) in enumerate(zip(sent, whole, strict=False)) if one != other)
+    return whole[next(differs, len(sent)) :]

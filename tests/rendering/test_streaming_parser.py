@@ -13,8 +13,7 @@ from rollout_backend.config import ModelConfig
 from rollout_backend.core.model_call import Choice, Delta
 from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.rendering.renderer import load_renderer
-from rollout_backend.rendering.reply import read_reply
-from rollout_backend.rendering.streaming_parser import StreamingParser
+from rollout_backend.rendering.reply import StreamingParser, read_reply
 from rollout_backend.rendering.token_bytes import StopStrings
 
 TOOLS = [function_tool("f", a={"type": "integer"})]

@@ -20,8 +20,7 @@ from rollout_backend.dialects.openai_chat import OpenAIChat
 from rollout_backend.gateway.rendering_thread import RenderingThread
 from rollout_backend.gateway.sessions.conversations import Conversations
 from rollout_backend.rendering.renderer import RendererBundle, known_renderers, load_renderer
-from rollout_backend.rendering.reply import read_reply
-from rollout_backend.rendering.streaming_parser import StreamingParser
+from rollout_backend.rendering.reply import StreamingParser, read_reply
 from vocabularies import tokenizer_folder
 
 WIDE = (pytest.mark.slow, pytest.mark.release)

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from rollout_backend.rendering.reply import read_reply
-from rollout_backend.rendering.streaming_parser import StreamingParser
+from rollout_backend.rendering.reply import StreamingParser, read_reply
 from rollout_backend.rendering.token_bytes import StopStrings
 
 USER = {"role": "user", "content": "Add one and two."}
