@@ -31,7 +31,7 @@ from rollout_backend.gateway.call_traces import CallTraces
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.http_requests import too_large, wait_or_disconnect
 from rollout_backend.gateway.model_call_executor import ModelCallExecutor
-from rollout_backend.gateway.sessions import journal_records
+from rollout_backend.gateway.sessions import journal as journals
 from rollout_backend.gateway.sessions.calls import InFlightCall, RequestKey
 from rollout_backend.gateway.sessions.registry import OpenSession, SessionRegistry
 from rollout_backend.gateway.sessions.share import SessionShare, is_brief
@@ -211,7 +211,7 @@ class CallHandler:
         refusal = self._admission.check(session.state.share.choices, call.n)
         if refusal is not None:
             session.state.unanswered.add(question)
-            session.state.write(journal_records.asked(question, is_retry=key.is_declared))
+            session.state.write(journals.asked(question, is_retry=key.is_declared))
             session.state.retries.failed(question)
             raise refusal
 

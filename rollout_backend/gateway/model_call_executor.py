@@ -26,7 +26,7 @@ from rollout_backend.gateway.engine.protocol import EngineProtocol, EngineReques
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.rendering_thread import RenderingThread
 from rollout_backend.gateway.sampling import engine_params, reply_limit, reply_seed
-from rollout_backend.gateway.sessions import journal_records
+from rollout_backend.gateway.sessions import journal as journals
 from rollout_backend.gateway.sessions.calls import InFlightCall
 from rollout_backend.gateway.sessions.conversations import Prompt, RecordedTurn
 from rollout_backend.gateway.sessions.registry import OpenSession
@@ -97,18 +97,18 @@ class ModelCallExecutor:
         """
         state = session.state
         digest = running.question
-        state.write(journal_records.asked(digest, is_retry=running.is_retry))
+        state.write(journals.asked(digest, is_retry=running.is_retry))
         try:
             answer = await self._answer(session, running, digest)
         except asyncio.CancelledError:
             if running.given_up and state.is_open:
-                state.write(journal_records.dropped(digest))
+                state.write(journals.dropped(digest))
             raise
         except Exception as error:
             if not isinstance(error, ApiError) or error.status >= 500:
                 state.unanswered.add(digest)
             else:
-                state.write(journal_records.dropped(digest))
+                state.write(journals.dropped(digest))
             raise
         state.unanswered.discard(digest)
         return answer
@@ -156,7 +156,7 @@ class ModelCallExecutor:
             cached_tokens=cached_tokens,
         )
         state.write(
-            journal_records.answered(
+            journals.answered(
                 digest,
                 running.request,
                 turns,

@@ -47,7 +47,7 @@ from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.dialects.registry import DIALECTS
 from rollout_backend.errors import RolloutBackendError
-from rollout_backend.gateway.sessions import journal_records
+from rollout_backend.gateway.sessions import journal as journals
 from rollout_backend.gateway.sessions.conversations import RecordedTurn
 from rollout_backend.gateway.sessions.journal import read_session
 from rollout_backend.local.cloud import ARN, LocalRuntime, LocalStorage
@@ -277,7 +277,7 @@ class AgentHarness:
             nonlocal known
             records = read_session(self._journal, session_id)[known:]  # a call is recorded before it is answered
             known += len(records)
-            watcher.ended([turn for record in records for turn in journal_records.turns(record)], error)
+            watcher.ended([turn for record in records for turn in journals.turns(record)], error)
 
         url = yarl.URL(endpoint.base_url)
         async with CallProxy(str(url.origin()), watcher.started, ended) as proxy:

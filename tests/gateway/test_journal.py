@@ -16,7 +16,6 @@ from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_key import KeyRefused, issue, verify
 from rollout_backend.errors import ConfigError
 from rollout_backend.gateway.sessions import journal as journals
-from rollout_backend.gateway.sessions import journal_records
 from rollout_backend.gateway.sessions.conversations import Conversations
 from rollout_backend.gateway.sessions.journal import SessionJournal
 from rollout_backend.gateway.sessions.registry import SessionRegistry
@@ -200,7 +199,7 @@ async def test_a_sealed_session_stays_sealed_and_a_revoked_one_revoked(bundle, o
     first = registry()
     for name in ("sealed", "revoked", "open"):
         session = first.open(claims(name)).state
-        session.write(journal_records.asked(b"lost", is_retry=False))
+        session.write(journals.asked(b"lost", is_retry=False))
         session.unanswered.add(b"lost")
     sealed = await first.seal(claims("sealed"))
     await first.revoke(["revoked", "never seen"])
@@ -405,13 +404,12 @@ def test_a_call_that_the_agent_gave_up_needs_no_answer_after_a_restart(start, fa
 
 
 def test_a_call_that_a_stopping_gateway_aborts_needs_an_answer(folder, claims, bundle, open_journal):
-    records = journal_records
-    session = records.RestoredSession(Conversations(bundle))
+    session = journals.RestoredSession(Conversations(bundle))
     for record in (
-        records.asked(b"q", is_retry=False),
-        records.asked(b"q", is_retry=False),
-        records.dropped(b"q"),
-        records.dropped(b"other"),
+        journals.asked(b"q", is_retry=False),
+        journals.asked(b"q", is_retry=False),
+        journals.dropped(b"q"),
+        journals.dropped(b"other"),
     ):
         session.apply(record)
     assert (session.unanswered, session.attempts) == ({b"q": 1}, {b"q": 2})

@@ -25,11 +25,10 @@ from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_ends import HeartbeatReport
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.dialects.base import RequestMemo
-from rollout_backend.gateway.sessions import journal_records
+from rollout_backend.gateway.sessions import journal as journals
 from rollout_backend.gateway.sessions.calls import InFlightCall, RetryCache
 from rollout_backend.gateway.sessions.conversations import Conversations, RecordedReply
-from rollout_backend.gateway.sessions.journal import SessionJournal
-from rollout_backend.gateway.sessions.journal_records import Record
+from rollout_backend.gateway.sessions.journal import Record, SessionJournal
 from rollout_backend.gateway.sessions.share import SessionShare
 from rollout_backend.gateway.stats import Counters
 from rollout_backend.rendering.renderer import RendererBundle
@@ -193,7 +192,7 @@ class SessionRegistry:
         if state.conversations is not None:
             now = self._clock()
             replies = [reply for running in state.undelivered if not running.delivered for reply in running.replies]
-            state.write(journal_records.sealed(now, state.unanswered, replies))
+            state.write(journals.sealed(now, state.unanswered, replies))
             self._seal(state, state.conversations, claims, now, replies)
         if state.sealed is None:
             raise session_closed("revoked")
@@ -259,7 +258,7 @@ class SessionRegistry:
     def _restore(self, session: OpenSession, journal: SessionJournal) -> None:
         """Apply what an earlier process recorded of the session."""
         state = session.state
-        restored = journal_records.RestoredSession(session.conversations)
+        restored = journals.RestoredSession(session.conversations)
         for record in journal.read(state.id):
             restored.apply(record)
         state.started, state.sampled_tokens = restored.started, restored.sampled_tokens
