@@ -1,4 +1,4 @@
-"""Agents that are wrapped in `AgentCoreRLApp` of agentcore-rl-toolkit 0.2.0.
+"""Run agents that are wrapped in `AgentCoreRLApp` of agentcore-rl-toolkit 0.2.0, and those of its predecessor.
 
 The invoke's `_rollout` block has `exp_id`, `input_id`, `s3_bucket`, `base_url`, `api_key` and `model_id`. Agents made
 for the toolkit's main branch send the key; older ones send a fixed text, and need it in the path of `base_url`. The
@@ -8,6 +8,15 @@ agent answers `{"status": "processing"}` at once, and writes one JSON object:
     {"rewards": [1.0], "status_code": 200, "stop_reason": "end_turn", "input_id": ..., "payload": ..., ...}
 
 The object is not written once, so it must not be the rollout's own. `payload` repeats the invoke, with its key.
+
+The toolkit developed from verl's pull request 4216. Its agents get a `_training` block with `exp_id`, `session_id`,
+`input_id`, `sqs_url` and `s3_bucket`, write the toolkit's result under another key, and announce it. If the
+announcement fails, they replace the result by an error:
+
+    EXP_ID/INPUT_ID_SESSION_ID.json
+
+The buffer drops the announcement, because results of other protocols are found by listing. The block also names the
+model's address. An agent that reads it from its environment has one address for all sessions, and cannot be run.
 """
 
 import json
@@ -85,6 +94,23 @@ class AgentCoreRlToolkit(WrittenResults):
         if "reward" not in value and "rewards" in value:
             value["reward"] = _last(value.pop("rewards"))
         return classify(Returned(value), "")
+
+
+class Verl4216(AgentCoreRlToolkit):
+    """The protocol of verl's pull request 4216: another block, and another key, which the answer does not name."""
+
+    names_key = False
+
+    def payload(self, task: Mapping[str, Any], request: RolloutRequest) -> dict[str, Any]:
+        fields = super().payload(task, request)
+        block = fields.pop(REQUEST_FIELD)
+        return {
+            **fields,
+            "_training": {**block, "session_id": request.session_id, "sqs_url": request.result.queue_url},
+        }
+
+    def result_key(self, request: RolloutRequest) -> str:
+        return f"{results_prefix(request)}{request.rollout_id}_{request.session_id}.json"
 
 
 def _error(status: int, message: str, trace: object) -> AgentResult:

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Mapping
 
-from rollout_backend.agent_protocols.agentcore_rl_toolkit import AgentCoreRlToolkit
+from rollout_backend.agent_protocols.agentcore_rl_toolkit import AgentCoreRlToolkit, Verl4216
 from rollout_backend.agent_protocols.agentcore_runtime_app import AgentCoreRuntimeApp
 from rollout_backend.agent_protocols.base import AgentProtocol
-from rollout_backend.agent_protocols.verl_4216 import Verl4216
 
 _PROTOCOLS: Mapping[str, Callable[[], AgentProtocol]] = {
     "agentcore-rl-toolkit": AgentCoreRlToolkit,

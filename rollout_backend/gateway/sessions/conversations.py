@@ -368,7 +368,7 @@ class Conversations:
 
 
 def _with_tool_names(messages: Sequence[Message], start: int = 0) -> list[Message]:
-    """Return the messages from `start` on, with the called tool's name added to each result, for templates that print it.
+    """Return the messages from `start` on, with the called tool's name added to each tool result.
 
     The name comes from the latest earlier call with the result's id. A result without such a call is not changed.
     """
