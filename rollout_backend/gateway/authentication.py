@@ -3,22 +3,54 @@
 A verified session key is cached; only its expiry is checked again. A revoked key stays valid here, because the
 registry refuses its session.
 
-Keys are accepted in `Authorization: Bearer` and `x-api-key`. Keys and secrets are never logged.
+Keys are accepted in `Authorization: Bearer`, in `x-api-key`, and in paths.
+
+Invariants:
+
+- Keys and secrets are never logged.
+- Behind `PathKeys`, no path contains a key, so no log, error, trace or journal can contain one.
 """
 
 import hmac
+import re
 import time
 
 from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.session_key import KeyRefused, SessionClaims, shard_of, verify
 from rollout_backend.gateway.gateway_settings import GatewaySettings
-from rollout_backend.gateway.http_requests import bearer
 from rollout_backend.gateway.sessions.journal import check_journal
 from rollout_backend.logs import bind_log_fields
 
 _MAX_VERIFIED = 1024  # size of the cache of verified keys
+_KEY_PATH = re.compile(r"/k/([A-Za-z0-9._-]+)(/v1/.*)", re.DOTALL)
+_KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
+
+
+class PathKeys:
+    """ASGI middleware that takes session keys from URLs, for agents that hard-code an API key or send none.
+
+    /k/KEY/v1/... is served as /v1/... with the session key KEY, which replaces any key in the headers. Unless
+    `enabled`, the path is not found.
+    """
+
+    def __init__(self, app: ASGIApp, enabled: bool) -> None:
+        self._app = app
+        self._enabled = enabled
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (found := _KEY_PATH.fullmatch(scope["path"])):
+            key, path = found.groups()
+            headers = scope["headers"]
+            if self._enabled:
+                headers = [(name, value) for name, value in headers if name not in _KEY_HEADERS]
+                headers.append((b"authorization", b"Bearer " + key.encode()))
+            else:
+                path = f"/k/...{path}"
+            scope = {**scope, "path": path, "raw_path": path.encode(), "headers": headers}
+        await self._app(scope, receive, send)
 
 
 class Authenticator:
@@ -38,7 +70,7 @@ class Authenticator:
             ApiError: status 401 if the key is not valid, 421 if its session belongs to another gateway, 410 if the
                 journal of its session is lost.
         """
-        claims = self._verify(bearer(request) or request.headers.get("x-api-key", ""))
+        claims = self._verify(_bearer(request) or request.headers.get("x-api-key", ""))
         bind_log_fields(run=claims.run_id, step=claims.step, rollout=claims.rollout_id, session=claims.session_id)
         return claims
 
@@ -72,5 +104,11 @@ class Authenticator:
 
     def require_control_key(self, request: Request) -> None:
         """Raise ApiError (401) if the request does not carry the control key."""
-        if not hmac.compare_digest(bearer(request).encode(), self._settings.control_key.encode()):
+        if not hmac.compare_digest(_bearer(request).encode(), self._settings.control_key.encode()):
             raise ApiError(401, "this needs the control key", code="invalid_control_key")
+
+
+def _bearer(request: Request) -> str:
+    """Return the bearer token of a request, or an empty string."""
+    kind, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else ""

@@ -11,7 +11,7 @@ Invariants:
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
@@ -29,12 +29,11 @@ from rollout_backend.gateway.admission import Admission
 from rollout_backend.gateway.authentication import Authenticator
 from rollout_backend.gateway.call_traces import CallTraces
 from rollout_backend.gateway.gateway_settings import GatewaySettings
-from rollout_backend.gateway.http_requests import too_large, wait_or_disconnect
 from rollout_backend.gateway.model_call_executor import ModelCallExecutor
 from rollout_backend.gateway.sessions import journal as journals
 from rollout_backend.gateway.sessions.calls import InFlightCall, RequestKey
 from rollout_backend.gateway.sessions.registry import OpenSession, SessionRegistry
-from rollout_backend.gateway.sessions.share import SessionShare, is_brief
+from rollout_backend.gateway.sessions.share import SessionShare, is_brief, too_large
 from rollout_backend.gateway.stats import Counters, GatewayStats
 
 _BYTES, _TOKEN_BYTES = 1024 * 1024, 32  # limit of a body without images: this, plus so much per token of context
@@ -86,7 +85,7 @@ class _Whole(_Answer):
             await send({"type": "http.response.body", "body": self.body, "more_body": True})
 
         with contextlib.suppress(ClientDisconnect):
-            await wait_or_disconnect(self._request, write())
+            await _wait_or_disconnect(self._request, write())
             self._running.delivered = True
             await send({"type": "http.response.body"})
 
@@ -249,9 +248,9 @@ class CallHandler:
         running.join()
         try:
             if call.stream:
-                await wait_or_disconnect(request, running.wait_for_more(0, self._settings.keepalive_s))
+                await _wait_or_disconnect(request, running.wait_for_more(0, self._settings.keepalive_s))
             else:
-                await wait_or_disconnect(request, running.task)
+                await _wait_or_disconnect(request, running.task)
             if not call.stream or running.done:
                 answer = running.outcome()
             if call.stream:
@@ -326,3 +325,27 @@ def _is_left_out(call: ModelCall, headers: Mapping[str, str], rules: Iterable[Le
 
 def _is_retried(error: ApiError) -> bool:
     return error.status in _RETRIED or error.status >= 500
+
+
+async def _wait_or_disconnect(request: Request, waiting: Awaitable[Any]) -> None:
+    """Wait for `waiting`. Raise ClientDisconnect as soon as the client disconnects.
+
+    A coroutine is then cancelled and its error raised; a future or task continues and keeps its error.
+    """
+    task = asyncio.ensure_future(waiting)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            raise ClientDisconnect
+        if task is not waiting:
+            task.result()
+    finally:
+        if task is not waiting:
+            task.cancel()
+        gone.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

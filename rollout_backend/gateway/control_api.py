@@ -12,8 +12,8 @@ from rollout_backend.core.api_error import ApiError
 from rollout_backend.gateway.authentication import Authenticator
 from rollout_backend.gateway.call_handler import CallHandler
 from rollout_backend.gateway.engine.engines import EngineCalls
-from rollout_backend.gateway.http_requests import read_body
 from rollout_backend.gateway.sessions.registry import SessionRegistry
+from rollout_backend.gateway.sessions.share import read_body
 
 _Body = TypeVar("_Body", bound=BaseModel)
 

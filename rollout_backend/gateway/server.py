@@ -52,7 +52,7 @@ from rollout_backend.dialects.base import Dialect
 from rollout_backend.dialects.registry import DIALECTS, dialect_of_client
 from rollout_backend.errors import ConfigError
 from rollout_backend.gateway.admission import Admission
-from rollout_backend.gateway.authentication import Authenticator
+from rollout_backend.gateway.authentication import Authenticator, PathKeys
 from rollout_backend.gateway.call_handler import CallHandler
 from rollout_backend.gateway.call_traces import CallTraces
 from rollout_backend.gateway.control_api import ControlApi
@@ -61,7 +61,6 @@ from rollout_backend.gateway.engine.protocol import EngineProtocol
 from rollout_backend.gateway.engine.sglang import SglangProtocol
 from rollout_backend.gateway.engine.vllm import VllmProtocol
 from rollout_backend.gateway.gateway_settings import GatewaySettings
-from rollout_backend.gateway.http_requests import PathKeys
 from rollout_backend.gateway.model_call_executor import ModelCallExecutor
 from rollout_backend.gateway.sessions.journal import SessionJournal
 from rollout_backend.gateway.sessions.registry import SessionRegistry

@@ -20,8 +20,7 @@ from gateway_server import CONTROL_KEY, SECRET, ServerThread
 from rollout_backend.gateway.__main__ import server_options
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.http_protocol import MAX_HEAD_BYTES, bounded_protocol
-from rollout_backend.gateway.http_requests import decompress
-from rollout_backend.gateway.sessions.share import SessionShare
+from rollout_backend.gateway.sessions.share import SessionShare, decompress
 
 CALL = {"model": "scripted", "messages": [user("What is 2 + 3?")]}
 MANY = [user("a")] * 1_000

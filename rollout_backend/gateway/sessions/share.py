@@ -6,25 +6,32 @@ Invariants:
 - A session's large requests are read and parsed one at a time, off the event loop, and for at most a fifth of the
   time. The others wait unread: flow control keeps their bodies at the client. Prompts are also rendered one at a
   time.
-- A compressed body counts as large if its contents are large, and is never decompressed beyond the limit of a body.
+- A compressed body counts as large if its contents are large. Decompressing it takes no more memory and time than the
+  limit of a body allows, whatever size it claims to have.
 """
 
 import asyncio
 import contextlib
+import io
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import zstandard
 from starlette.requests import Request
 
 from rollout_backend.core.api_error import ApiError
-from rollout_backend.gateway.http_requests import decompress, encoding_of
 
 _T = TypeVar("_T")
 _BRIEF_BYTES, _BRIEF_OBJECTS = 128 * 1024, 512  # a larger body takes milliseconds to parse
 _PAUSE = 4  # seconds of pause after each second of parsing
 _RETRY_S = 1
+_MAX_DIGITS = 15  # Python refuses to convert thousands of digits
+_GZIP, _ZLIB, _RAW_DEFLATE = 31, 15, -15  # zlib's window bits
+_MAX_WINDOW_BYTES = 8 * 2**20  # the largest window that RFC 9659 allows
+_ENCODINGS = ("gzip", "deflate", "zstd")
 _PARSERS = ThreadPoolExecutor(2, "parser")
 
 
@@ -69,7 +76,7 @@ class SessionShare:
             ApiError: `too_large()` beyond `max_bytes`; status 408 if the body does not arrive in time; 415 or 400 if
                 it cannot be decompressed.
         """
-        encoding = encoding_of(request.headers)
+        encoding = _encoding_of(request.headers)
         chunks, body = request.stream(), bytearray()
         brief_bytes = min(max_bytes, _BRIEF_BYTES)
         whole = await _read(chunks, body, brief_bytes, timeout_s)
@@ -133,3 +140,77 @@ async def _read(chunks: AsyncIterator[bytes], body: bytearray, limit: int, timeo
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {timeout_s:g} s", code="request_timeout") from None
     return False
+
+
+# --- bodies ---------------------------------------------------------------------------------------------------
+
+
+def too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {max_bytes} bytes", code="request_too_large")
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Return the body. Raises ApiError (413) if it is larger than `max_bytes`."""
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and (len(length) > _MAX_DIGITS or int(length) > max_bytes):
+        raise too_large(max_bytes)
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise too_large(max_bytes)
+    return bytes(body)
+
+
+def _encoding_of(headers: Mapping[str, str]) -> str:
+    """Return the encoding of the body; an empty string if it is not compressed.
+
+    Raises:
+        ApiError: status 415 if the gateway does not support it.
+    """
+    encoding = headers.get("content-encoding", "").strip().lower().removeprefix("x-")
+    if encoding in ("", "identity"):
+        return ""
+    if encoding not in _ENCODINGS:
+        raise ApiError(
+            415,
+            f"content-encoding: {encoding[:100]!r} cannot be decompressed; use {', '.join(_ENCODINGS)} or none",
+            code="unsupported_encoding",
+            param="content-encoding",
+        )
+    return encoding
+
+
+def decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytes:
+    """Return the contents of a body, or their first `limit` + 1 bytes.
+
+    Raises:
+        ApiError: status 400 if the body is damaged or incomplete.
+    """
+    if not encoding:
+        return bytes(body)
+    try:
+        if encoding == "zstd":
+            zstd = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
+            plain = bytes(zstd.stream_reader(io.BytesIO(body)).read(limit + 1))
+            decompressor: Any = zstd.decompressobj()
+            if len(plain) <= limit:  # the reader accepts a truncated frame, and this has no limit
+                decompressor.decompress(body)
+        else:
+            decompressor = zlib.decompressobj(_GZIP if encoding == "gzip" else _deflate_bits(body))
+            plain = decompressor.decompress(body, limit + 1)
+    except (zlib.error, zstandard.ZstdError) as error:
+        raise _damaged(encoding, str(error)) from None
+    if len(plain) <= limit and (not decompressor.eof or decompressor.unused_data):
+        raise _damaged(encoding, "it is cut, or other data follow it")
+    return plain
+
+
+def _deflate_bits(body: bytes | bytearray) -> int:
+    """Return the window bits. RFC 9110 defines `deflate` as zlib's format, but some clients send raw data."""
+    has_header = len(body) > 1 and body[0] & 15 == 8 and int.from_bytes(body[:2]) % 31 == 0
+    return _ZLIB if has_header else _RAW_DEFLATE
+
+
+def _damaged(encoding: str, why: str) -> ApiError:
+    return ApiError(400, f"content-encoding: the body is no complete {encoding}: {why}", param="content-encoding")
