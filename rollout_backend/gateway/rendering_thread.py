@@ -179,7 +179,7 @@ class RenderingThread:
         )
 
     def stop_strings(self, call: ModelCall) -> StopStrings:
-        return StopStrings(call.stop, self.bundle.token_bytes, self.bundle.stop_token_ids)
+        return StopStrings(call.stop, self.bundle.token_bytes, self.bundle.silent_token_ids)
 
     def read(self, call: ModelCall, prompt: Prompt, completion: Completion) -> Choice:
         """Return the sampled message. A reply that the renderer cannot parse is returned as text."""

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from rollout_backend.core.model_call import ModelCall
+from rollout_backend.gateway.rendering_thread import RenderingThread
 from rollout_backend.rendering.reply import StreamingParser, read_reply
-from rollout_backend.rendering.token_bytes import StopStrings
 
 USER = {"role": "user", "content": "Add one and two."}
 THOUGHT = "One < two. Let me\nsee 🙂."
@@ -28,8 +29,9 @@ def test_no_stop_string_matches_in_a_token_that_is_not_shown(family, bundle):
     ids = bundle.tokenizer.encode(family.say("7" if family.reasons else None, "42", []), add_special_tokens=False)
     end = bundle.token_bytes[ids[-1]].decode()
     strings = [end, end[2:6], *(["<|channel|>", "hanne", "mess"] if family.name == "gpt-oss" else [])]
-    assert StopStrings(strings, bundle.token_bytes, bundle.silent_token_ids).find(ids) is None
-    assert StopStrings(["42"], bundle.token_bytes, bundle.silent_token_ids).find(ids) is not None
+    thread = RenderingThread(bundle, 0, 4096)
+    assert thread.stop_strings(ModelCall("m", [], stop=tuple(strings))).find(ids) is None
+    assert thread.stop_strings(ModelCall("m", [], stop=("42",))).find(ids) is not None
 
 
 @pytest.mark.parametrize("size", [1, 3, 50])
