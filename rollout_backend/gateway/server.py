@@ -35,7 +35,9 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
+from typing import TypeVar
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -55,7 +57,6 @@ from rollout_backend.gateway.admission import Admission
 from rollout_backend.gateway.authentication import Authenticator, PathKeys
 from rollout_backend.gateway.call_handler import CallHandler
 from rollout_backend.gateway.call_traces import CallTraces
-from rollout_backend.gateway.control_api import ControlApi
 from rollout_backend.gateway.engine.engines import EngineCalls, EngineLoadPoller, Engines
 from rollout_backend.gateway.engine.protocol import EngineProtocol
 from rollout_backend.gateway.engine.sglang import SglangProtocol
@@ -64,6 +65,7 @@ from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.model_call_executor import ModelCallExecutor
 from rollout_backend.gateway.sessions.journal import SessionJournal
 from rollout_backend.gateway.sessions.registry import SessionRegistry
+from rollout_backend.gateway.sessions.share import read_body
 from rollout_backend.gateway.stats import Counters
 from rollout_backend.rendering.renderer import RendererBundle, load_renderer
 
@@ -71,6 +73,19 @@ SERVER_NAME = "rollout-backend"
 """Marker in the body of /health, by which a check recognizes a gateway behind a public address."""
 _SWEEP_S = 5.0
 _PREFIXES = ("/v1", "/v1/v1", "")
+_Body = TypeVar("_Body", bound=BaseModel)
+
+
+class _SessionIds(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    session_ids: list[str] = Field(max_length=100_000)
+
+
+class _Versions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    versions: dict[str, int]
 
 
 def create_app(
@@ -85,7 +100,7 @@ def create_app(
 
 
 class Gateway:
-    """One gateway: builds its parts and serves the routes that belong to no dialect."""
+    """One gateway: builds its parts, and serves all routes but the model calls."""
 
     def __init__(
         self, settings: GatewaySettings, bundle: RendererBundle, dialects: Sequence[type[Dialect]] = DIALECTS
@@ -113,8 +128,8 @@ class Gateway:
             SglangProtocol(experts, settings.router) if settings.engine_name == "sglang" else VllmProtocol()
         )
         self._engines = Engines(EngineCalls(paused=settings.paused), protocol.needs_direct_calls)
-        adapters = AdapterVersions(settings.adapters)
-        self._executor = ModelCallExecutor(settings, bundle, self._counters, self._engines, protocol, adapters)
+        self._adapters = AdapterVersions(settings.adapters)
+        self._executor = ModelCallExecutor(settings, bundle, self._counters, self._engines, protocol, self._adapters)
         config = settings.gateway
         self._admission = Admission(
             config.max_concurrent_calls, config.max_queued_per_engine, config.max_session_calls
@@ -131,20 +146,18 @@ class Gateway:
             self._traces,
             text_only=limits is None,
         )
-        control = ControlApi(
-            self._authenticator,
-            self._registry,
-            self._calls,
-            self._engines.calls,
-            adapters,
-            settings.gateway.max_body_bytes,
-        )
         self.app = Starlette(
             routes=[
                 *self._agent_routes(),
                 Route("/v1/rollout/trajectory", self.trajectory, methods=["POST"]),
                 Route("/v1/rollout/heartbeat", self.heartbeat, methods=["POST"]),
-                *control.routes,
+                Route("/control/heartbeats", self.heartbeats, methods=["POST"]),
+                Route("/control/revoke", self.revoke, methods=["POST"]),
+                Route("/control/adopt", self.adopt, methods=["POST"]),
+                Route("/control/pause", self.pause, methods=["POST"]),
+                Route("/control/resume", self.resume, methods=["POST"]),
+                Route("/control/adapters", self.set_adapters, methods=["POST"]),
+                Route("/control/stats", self.stats, methods=["GET"]),
                 *(Route(path, self.health, methods=["GET"]) for path in ("/health", "/", "/v1", "/v1/")),
             ],
             exception_handlers={
@@ -240,6 +253,54 @@ class Gateway:
             "display_name": self._model_name,
             "created_at": created_at,
         }
+
+    # --- controls, which require the control key ---------------------------------------------------------------
+
+    async def heartbeats(self, request: Request) -> Response:
+        self._authenticator.require_control_key(request)
+        heard = self._registry.take_heartbeats()
+        return JSONResponse({"beats": sorted(heard.beats), "calls": sorted(heard.calls)})
+
+    async def revoke(self, request: Request) -> Response:
+        session_ids = await self._session_ids(request)
+        await self._registry.revoke(session_ids)
+        return JSONResponse({"revoked": len(session_ids)})
+
+    async def adopt(self, request: Request) -> Response:
+        session_ids = await self._session_ids(request)
+        self._calls.adopt(session_ids)
+        return JSONResponse({"adopted": len(session_ids)})
+
+    async def pause(self, request: Request) -> Response:
+        self._authenticator.require_control_key(request)
+        await self._engines.calls.pause()
+        return JSONResponse({"paused": True})
+
+    async def resume(self, request: Request) -> Response:
+        self._authenticator.require_control_key(request)
+        self._engines.calls.resume()
+        return JSONResponse({"paused": False})
+
+    async def set_adapters(self, request: Request) -> Response:
+        versions = await self._parsed(request, _Versions, "{'versions': {...}}")
+        self._adapters.replace(versions.versions)
+        return JSONResponse({"adapters": len(versions.versions)})
+
+    async def stats(self, request: Request) -> Response:
+        self._authenticator.require_control_key(request)
+        return JSONResponse(self._calls.stats().model_dump())
+
+    async def _session_ids(self, request: Request) -> list[str]:
+        return (await self._parsed(request, _SessionIds, "{'session_ids': [...]}")).session_ids
+
+    async def _parsed(self, request: Request, model: type[_Body], form: str) -> _Body:
+        """Parse the body as a `model`. Raise ApiError (400), which names the expected `form`, if it fails."""
+        self._authenticator.require_control_key(request)
+        body = await read_body(request, self._settings.gateway.max_body_bytes)
+        try:
+            return model.model_validate_json(body)
+        except ValidationError as error:
+            raise ApiError(400, f"the body must be {form}: {error.errors()[0]['msg']}") from None
 
     # --- errors -------------------------------------------------------------------------------------------
 
