@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.images import ImageLimits
 from rollout_backend.core.model_call import Answer, Delta, Message, ModelCall
+from rollout_backend.dialects import wire
 
 _KEPT = 4  # conversations kept, because an agent may alternate between several
 _TAIL = 64  # bytes compared before everything is digested
@@ -38,8 +39,8 @@ class EventStream(Protocol):
     def failed(self, error: ApiError) -> Iterator[bytes]: ...
 
     def keepalive(self) -> bytes:
-        """Return bytes that every client ignores."""
-        ...
+        """Return bytes that every client ignores: a comment, unless the API has an event for it."""
+        return b": sampling\n\n"
 
 
 class Dialect(ABC):
@@ -81,9 +82,9 @@ class Dialect(ABC):
     def stream(self, call: ModelCall, answer_id: str, created: int, model: str) -> EventStream:
         """Create the writer of a streamed response."""
 
-    @abstractmethod
     def error_body(self, error: ApiError) -> dict[str, Any]:
-        """Return the body of an error response."""
+        """Return the body of an error response, by default in the shape of OpenAI's APIs."""
+        return wire.openai_error(error)
 
     def parse_count(self, body: bytes) -> ModelCall:
         """Parse a request to `count_path`. Raises ApiError (400) as `parse` does."""

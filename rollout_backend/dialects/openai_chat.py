@@ -4,7 +4,6 @@ Invariant: unsupported input that would change the call's meaning is refused wit
 a text-only model, logprobs of other tokens, the deprecated functions, unknown fields.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -215,9 +214,6 @@ class OpenAIChat(Dialect):
     def stream(self, call: ModelCall, answer_id: str, created: int, model: str) -> EventStream:
         return _Events(call, _head("chat.completion.chunk", answer_id, created, model))
 
-    def error_body(self, error: ApiError) -> dict[str, Any]:
-        return wire.openai_error(error)
-
 
 # --- the request ------------------------------------------------------------------------------------------
 
@@ -323,7 +319,7 @@ def _logprobs(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     return {"content": list(entries), "refusal": None} if entries else None
 
 
-class _Events:
+class _Events(EventStream):
     def __init__(self, call: ModelCall, head: Mapping[str, Any]) -> None:
         self._include_usage: bool = call.dialect_data
         self._n = call.n
@@ -350,14 +346,11 @@ class _Events:
             rest = _logprobs((choice.logprobs or ())[self._logprobs[i] :])
             yield self._chunk(i, {}, finish_reason=choice.finish_reason, logprobs=rest)
         if self._include_usage:
-            yield _event({**self._head, "choices": [], "usage": usage(answer)})
+            yield wire.data_event({**self._head, "choices": [], "usage": usage(answer)})
         yield b"data: [DONE]\n\n"
 
     def failed(self, error: ApiError) -> Iterator[bytes]:
-        yield _event(wire.openai_error(error))
-
-    def keepalive(self) -> bytes:
-        return b": sampling\n\n"
+        yield wire.data_event(wire.openai_error(error))
 
     def _piece(self, delta: Delta, said: Mapping[str, Any]) -> bytes:
         self._logprobs[delta.choice] += len(delta.logprobs)
@@ -365,8 +358,4 @@ class _Events:
 
     def _chunk(self, index: int, delta: Mapping[str, Any], **more: Any) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
-        return _event({**self._head, "choices": [choice]})
-
-
-def _event(data: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data).encode() + b"\n\n"
+        return wire.data_event({**self._head, "choices": [choice]})

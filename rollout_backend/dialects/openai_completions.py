@@ -7,7 +7,6 @@ Invariants:
   ids are certain to do so.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -104,9 +103,6 @@ class OpenAICompletions(Dialect):
     def stream(self, call: ModelCall, answer_id: str, created: int, model: str) -> EventStream:
         return _Events(call, _head(answer_id, created, model))
 
-    def error_body(self, error: ApiError) -> dict[str, Any]:
-        return wire.openai_error(error)
-
 
 def _head(answer_id: str, created: int, model: str) -> dict[str, Any]:
     return {"id": f"cmpl-{answer_id}", "object": "text_completion", "created": created, "model": model}
@@ -127,7 +123,7 @@ def _logprobs(entries: Sequence[Mapping[str, Any]] | None) -> dict[str, Any] | N
     return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
 
 
-class _Events:
+class _Events(EventStream):
     def __init__(self, call: ModelCall, head: Mapping[str, Any]) -> None:
         self._include_usage: bool = call.dialect_data
         self._head = head
@@ -149,14 +145,7 @@ class _Events:
         yield b"data: [DONE]\n\n"
 
     def failed(self, error: ApiError) -> Iterator[bytes]:
-        yield _encoded(wire.openai_error(error))
-
-    def keepalive(self) -> bytes:
-        return b": sampling\n\n"
+        yield wire.data_event(wire.openai_error(error))
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        return _encoded({**self._head, "choices": choices, **more})
-
-
-def _encoded(data: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data).encode() + b"\n\n"
+        return wire.data_event({**self._head, "choices": choices, **more})

@@ -20,7 +20,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
-from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.images import Image, message_content
 from rollout_backend.core.model_call import Answer, Delta, Message, ModelCall
 from rollout_backend.dialects import wire
@@ -368,9 +367,6 @@ class OpenAIResponses(Dialect):
 
     def stream(self, call: ModelCall, answer_id: str, created: int, model: str) -> EventStream:
         return ResponseEvents(ResponseWriter(call, answer_id, created, model))
-
-    def error_body(self, error: ApiError) -> dict[str, Any]:
-        return wire.openai_error(error)
 
 
 def _tools(request: _Request) -> tuple[list[dict[str, Any]], ResponseEcho]:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.model_call import Answer, Delta, ModelCall
 from rollout_backend.dialects import wire
+from rollout_backend.dialects.base import EventStream
 
 Event = dict[str, Any]
 _TOOL = {"type": "function", "description": None, "parameters": None, "strict": None}
@@ -163,7 +164,7 @@ class ResponseWriter:
         return {"type": kind, "sequence_number": next(self._numbers), **fields}
 
 
-class ResponseEvents:
+class ResponseEvents(EventStream):
     """Encodes the events of a `ResponseWriter`."""
 
     def __init__(self, writer: ResponseWriter) -> None:
@@ -180,9 +181,6 @@ class ResponseEvents:
 
     def failed(self, error: ApiError) -> Iterator[bytes]:
         return map(_encoded, self._writer.failed(error))
-
-    def keepalive(self) -> bytes:
-        return b": sampling\n\n"
 
 
 def _custom_input(arguments: str) -> str | None:

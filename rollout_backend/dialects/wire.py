@@ -270,6 +270,11 @@ def openai_error(error: ApiError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
 
+def data_event(data: Mapping[str, Any]) -> bytes:
+    """Return one server-sent event without a name, in ASCII as `event`."""
+    return b"data: " + json.dumps(data).encode() + b"\n\n"
+
+
 def event(name: str, data: Mapping[str, Any]) -> bytes:
     """Return one server-sent event, in ASCII because some clients also end a line at U+2028."""
     return f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()
