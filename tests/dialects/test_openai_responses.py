@@ -304,12 +304,6 @@ def test_a_reply_that_was_cut_is_incomplete():
     assert got["output"][0]["status"] == "incomplete"
 
 
-def test_errors_have_openais_shape():
-    said = DIALECT.error_body(ApiError(400, "why", param="input"))
-    wanted = {"message": "why", "type": "invalid_request_error", "param": "input", "code": "invalid_request"}
-    assert said == {"error": wanted}
-
-
 DELTAS = [
     Delta("reasoning", "a"),
     Delta("reasoning", ""),

@@ -75,16 +75,6 @@ def test_the_stop_reason_says_why_a_reply_ended(play, stream):
     assert (whole.stop_reason, whole.content[0].text) == ("end_turn", "one END two")
 
 
-def test_the_counted_tokens_are_those_of_the_prompt(play):
-    gateway = play(["5"])
-    client = gateway.anthropic()
-    ask = {"model": "scripted", "system": "Use tools.", "messages": [user(ASK)]}
-    counted = client.messages.count_tokens(**ask).input_tokens
-    usage = client.messages.create(**ask, max_tokens=9).usage
-    [request] = gateway.engine.requests
-    assert counted == usage.input_tokens + usage.cache_read_input_tokens == len(request["input_ids"])
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_each_client_raises_failures_as_its_own_errors(play, stream):
     gateway = play(lambda _: Fail())

@@ -36,12 +36,6 @@ def asked(key: str):
     return SimpleNamespace(headers={"authorization": f"Bearer {key}"})
 
 
-def test_a_key_is_checked_once(authenticator, checks):
-    key = session_key("s1")
-    assert authenticator.session(asked(key)) == authenticator.session(asked(key))
-    assert checks == [key]
-
-
 def test_a_known_key_expires(authenticator, monkeypatch):
     key = session_key("s1", lives_s=60)
     authenticator.session(asked(key))

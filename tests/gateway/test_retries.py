@@ -153,14 +153,6 @@ def test_a_retry_joins_the_call_in_flight(play, stream):
     assert len(gateway.engine.requests) == 1
 
 
-def test_a_retry_of_a_failed_call_is_made_again(play):
-    down = True
-    gateway = play(lambda _: Fail(500) if down else "up", engine_attempts=1)
-    assert post(gateway).status_code == 503
-    down = False
-    assert said(post(gateway, RETRY)) == "up"
-
-
 def test_a_retry_of_one_of_several_equal_questions_gets_no_answer_of_another(play):
     """The second of two equal questions is refused for lack of capacity; its retry must be a second sample."""
     release, entered = threading.Event(), threading.Event()

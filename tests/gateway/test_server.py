@@ -275,15 +275,6 @@ def test_a_malformed_tool_call_is_returned_as_text(play):
     assert gateway.stats().malformed_tool_calls == 1
 
 
-def test_a_stop_string_ends_the_reply_and_its_tokens_are_recorded(play):
-    gateway = play(["one two three", "four"])
-    [choice] = ask(gateway.client(), stop=" two").choices
-    assert (choice.message.content, choice.finish_reason) == ("one", "stop")
-    ask(gateway.client(), [*USER, assistant("one"), *USER])
-    [segment] = gateway.trajectory().segments
-    assert segment.sampled_tokens == len("one two") + len("four<")  # with the stop string
-
-
 def test_concurrent_calls_of_one_session_are_all_recorded(play, in_thread):
     gateway = play(lambda prompt: "x")
     client = gateway.client()
