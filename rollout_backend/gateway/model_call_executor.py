@@ -20,7 +20,7 @@ from rollout_backend.core.adapter import AdapterVersions
 from rollout_backend.core.api_error import ApiError, context_exceeded
 from rollout_backend.core.model_call import Answer, Choice, ModelCall
 from rollout_backend.errors import EngineUnavailable
-from rollout_backend.gateway.engine.client import Completion, EngineClient, EngineRefused
+from rollout_backend.gateway.engine.client import EngineClient, EngineRefused
 from rollout_backend.gateway.engine.engines import Engines
 from rollout_backend.gateway.engine.protocol import EngineProtocol, EngineRequest, PromptDiffers
 from rollout_backend.gateway.gateway_settings import GatewaySettings
@@ -34,6 +34,7 @@ from rollout_backend.gateway.stats import Counters, is_cache_break
 from rollout_backend.rendering.constrained_decoding import Constraints
 from rollout_backend.rendering.renderer import RendererBundle
 from rollout_backend.rendering.reply import StreamingParser, whole_deltas, with_logprobs
+from rollout_backend.rendering.segments import Completion
 from rollout_backend.rendering.token_bytes import StopStrings
 
 logger = logging.getLogger(__name__)

@@ -19,10 +19,10 @@ from renderers import ParsedResponse
 from rollout_backend.core.api_error import NO_TOOL_PARSER, ApiError, context_exceeded
 from rollout_backend.core.images import check_pixels
 from rollout_backend.core.model_call import Choice, Message, ModelCall
-from rollout_backend.gateway.engine.client import Completion
 from rollout_backend.gateway.sessions.conversations import Conversations, Prompt
 from rollout_backend.rendering.renderer import RendererBundle
 from rollout_backend.rendering.reply import StreamingParser, logprob_entry, read_reply
+from rollout_backend.rendering.segments import Completion
 from rollout_backend.rendering.token_bytes import StopStrings
 
 logger = logging.getLogger(__name__)

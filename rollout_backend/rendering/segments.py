@@ -34,6 +34,20 @@ _KINDS = array("B", [GIVEN]), array("B", [SAMPLED])
 _NAN = array("f", [math.nan])
 
 
+@dataclass(frozen=True)
+class Completion:
+    """One reply of an engine. `logprobs` has one entry per token; spans of `weight_versions` count from the first."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float | None, ...]
+    weight_versions: tuple[VersionSpan, ...] = ()  # cover all tokens in order; empty if the engine reported none
+    finish_reason: str = "stop"  # or "length"
+    matched: str | None = None  # the stop string that ended it
+    cached_tokens: int | None = None  # None: the engine does not report it
+    seconds: float = 0.0
+    experts: ExpertRows | None = None  # from the token that the call asked for to the last but one
+
+
 class TurnPosition(NamedTuple):
     """The position of a call: it sampled the tokens `[start, end)` of a segment; the tokens before are its prompt."""
 
@@ -89,28 +103,22 @@ class SegmentRecorder:
     def add(
         self,
         prompt_ids: Sequence[int],
-        completion_ids: Sequence[int],
-        logprobs: Sequence[float | None],
+        completion: Completion,
         *,
-        finish_reason: str,
-        weight_versions: Sequence[VersionSpan] = (),
-        cached_tokens: int | None = None,
-        seconds: float = 0.0,
         messages: Sequence[Mapping[str, Any]] = (),
         split_reason: str = "first_call",
         images: Sequence[ImageSpan] = (),
-        experts: ExpertRows | None = None,
         continues: int | None = None,
     ) -> TurnPosition:
         """Record one model call.
 
-        `logprobs` has one entry per id of `completion_ids`. The spans of `weight_versions` count from the first
-        sampled token. `messages` is the conversation including this call's reply. `split_reason` is used only if this
-        call opens a segment. `images` are those of the prompt, in order. `experts` is the routing of the tokens from
-        its `start`; the segment `continues` has the routing of earlier tokens.
+        `messages` is the conversation including this call's reply. `split_reason` is used only if this call opens a
+        segment. `images` are those of the prompt, in order. The segment `continues` has the routing of the tokens
+        before those of the completion.
         """
-        if len(logprobs) != len(completion_ids):
-            raise ValueError(f"{len(logprobs)} logprobs for {len(completion_ids)} sampled tokens")
+        sampled, logprobs = completion.token_ids, completion.logprobs
+        if len(logprobs) != len(sampled):
+            raise ValueError(f"{len(logprobs)} logprobs for {len(sampled)} sampled tokens")
         prompt = prompt_ids if isinstance(prompt_ids, array) else array("i", prompt_ids)
         index = self._extended_by(prompt, images)
         opened = index is None
@@ -125,7 +133,7 @@ class SegmentRecorder:
         segment.append(given, GIVEN, _NAN * len(given))
         start = len(segment.ids)
         segment.append(
-            array("i", completion_ids),
+            array("i", sampled),
             SAMPLED,
             array("f", [math.nan if logprob is None else logprob for logprob in logprobs]),
         )
@@ -133,20 +141,20 @@ class SegmentRecorder:
             Turn(
                 start=start,
                 end=len(segment.ids),
-                finish_reason=finish_reason,
+                finish_reason=completion.finish_reason,
                 weight_versions=tuple(
                     VersionSpan(version=span.version, start=start + span.start, end=start + span.end)
-                    for span in weight_versions
+                    for span in completion.weight_versions
                 ),
-                cached_tokens=cached_tokens,
-                seconds=seconds,
+                cached_tokens=completion.cached_tokens,
+                seconds=completion.seconds,
             )
         )
         segment.messages = messages
         segment.message_counts.append(len(messages))
         segment.images += images[len(segment.images) :]
-        if experts is not None:
-            self._add_experts(segment, max(before - 1, 0), experts, continues)
+        if completion.experts is not None:
+            self._add_experts(segment, max(before - 1, 0), completion.experts, continues)
         return TurnPosition(index, before, start, len(segment.ids), opened)
 
     def _add_experts(self, segment: _Open, known: int, experts: ExpertRows, continues: int | None) -> None:

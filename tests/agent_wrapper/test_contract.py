@@ -34,7 +34,7 @@ from agent_wrapper.contract import (
 )
 from agent_wrapper.contract.codec import unpack
 from rollout_backend.core.seal import digest_of
-from rollout_backend.rendering.segments import SegmentRecorder
+from rollout_backend.rendering.segments import Completion, SegmentRecorder
 
 # --- strategies -------------------------------------------------------------------------------------------
 
@@ -408,9 +408,7 @@ def rewriting(turns: int, kept: int = 5) -> tuple[Segment, ...]:
         reply = {"role": "assistant", "content": "", "tool_calls": [call]}
         recorder.add(
             [1, 2, 3, *prompt],
-            [7, 8],
-            [-0.5, None],
-            finish_reason="stop",
+            Completion((7, 8), (-0.5, None)),
             messages=json.loads(json.dumps([*(masked.get(i, each) for i, each in enumerate(history)), reply])),
             split_reason="history_rewritten",
         )

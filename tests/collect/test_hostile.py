@@ -13,7 +13,7 @@ from rollout_backend.collect.buffer import MAX_KEYS, MessageStatus, RolloutBuffe
 from rollout_backend.collect.fetcher import _LARGE_BYTES, ResultDecoder
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.errors import StoreError
-from rollout_backend.rendering.segments import SegmentRecorder
+from rollout_backend.rendering.segments import Completion, SegmentRecorder
 from rollouts import make_rollout
 
 FAILED = Failure(reason="agent_failure", message="boom")
@@ -148,7 +148,7 @@ async def test_large_results_are_decoded_off_the_event_loop(open_run, form):
 async def test_a_small_result_that_holds_large_segments_is_decoded_off_the_event_loop(segments, thread):
     recorder = SegmentRecorder()
     for turn in range(segments):  # whose prompts begin with the same tokens, which are stored once
-        recorder.add([*range(1000), 2000 + turn], [7], [-0.5], finish_reason="stop")
+        recorder.add([*range(1000), 2000 + turn], Completion((7,), (-0.5,)))
     rollout = make_rollout(segments=recorder.segments())
     threads = []
     decoder = ResultDecoder("run", 2**26, verify=lambda _: threads.append(threading.current_thread().name))

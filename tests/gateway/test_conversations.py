@@ -8,9 +8,9 @@ import copy
 import pytest
 
 from builders import assistant, function_call, function_tool, system, tool_result, user
-from rollout_backend.gateway.engine.client import Completion
 from rollout_backend.gateway.sessions.conversations import Conversations, RecordedReply
 from rollout_backend.rendering.renderer import load_renderer
+from rollout_backend.rendering.segments import Completion
 
 U1, U2, U3 = (user(f"question {n}") for n in (1, 2, 3))
 A, EDITED = assistant("A"), assistant("edited")
@@ -32,7 +32,7 @@ def say(bundle):
     def call(session, messages, text="A", tools=None, **reply):
         prompt = session.prepare(messages, tools)
         ids = bundle.tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False)
-        completion = Completion(tuple(ids), (None,) * len(ids), (), "stop", None, 0, 0.0)
+        completion = Completion(tuple(ids), (None,) * len(ids))
         return session.record(prompt, completion, {"role": "assistant", "content": text, **reply}).opened
 
     return call

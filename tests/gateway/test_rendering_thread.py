@@ -8,9 +8,9 @@ import pytest
 
 from builders import assistant, user
 from rollout_backend.core.model_call import ModelCall
-from rollout_backend.gateway.engine.client import Completion
 from rollout_backend.gateway.rendering_thread import RenderingThread
 from rollout_backend.gateway.sessions.conversations import Conversations
+from rollout_backend.rendering.segments import Completion
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ async def test_only_a_short_extension_of_a_conversation_is_rendered_in_the_loop(
     first = await prompt(thread, conversations, ModelCall("m", [question]))
     assert rendered == [False]
     said = tuple(bundle.tokenizer.encode("A<|im_end|>", add_special_tokens=False))
-    conversations.record(first, Completion(said, (None,) * 2, (), "stop", None, 0, 0.0), assistant("A"))
+    conversations.record(first, Completion(said, (None,) * 2), assistant("A"))
 
     def extended(text: str) -> ModelCall:
         return ModelCall("m", [question, assistant("A"), user(text)])

@@ -20,7 +20,7 @@ from rollout_backend.gateway.engine.engines import Engines
 from rollout_backend.gateway.engine.sglang import SglangProtocol
 from rollout_backend.gateway.sessions import journal as journals
 from rollout_backend.local.scripted import BYTE_MODEL, Aborted, ScriptedEngine
-from rollout_backend.rendering.segments import SegmentRecorder
+from rollout_backend.rendering.segments import Completion, SegmentRecorder
 from tests.emulators.scripted_experts import seeded_routing
 
 SHAPE = ExpertShape(layers=3, topk=2, experts=8)
@@ -214,16 +214,10 @@ def test_the_routing_is_recorded_behind_a_router(serve, behind_router, model, ro
 
 def test_a_segment_without_the_routing_of_some_token_has_none():
     recorder = SegmentRecorder(SHAPE)
-    recorder.add([1, 2], [3], [-1.0], finish_reason="stop")
+    recorder.add([1, 2], Completion((3,), (-1.0,)))
     rows = pack(ROUTING([1, 2, 3, 4], "0"), SHAPE).tobytes()
-    place = recorder.add(
-        [1, 2, 3, 4],
-        [5],
-        [-1.0],
-        finish_reason="stop",
-        experts=ExpertRows(2, rows[2 * row_bytes(SHAPE) :]),
-        continues=0,
-    )
+    experts = ExpertRows(2, rows[2 * row_bytes(SHAPE) :])
+    place = recorder.add([1, 2, 3, 4], Completion((5,), (-1.0,), experts=experts), continues=0)
     assert recorder.experts(place) is None
     [segment] = recorder.segments()
     assert segment.routed_experts is None

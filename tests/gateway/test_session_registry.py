@@ -7,6 +7,7 @@ from builders import Clock
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.gateway.sessions.registry import SessionRegistry
+from rollout_backend.rendering.segments import Completion
 
 
 def claims(session="s", expires_at=100.0) -> SessionClaims:
@@ -59,7 +60,7 @@ async def test_a_trajectory_that_the_trainer_would_refuse_is_not_returned(bundle
     for session, turns in (("fits", 2), ("large", 3)):
         recorder = registry.open(claims(session)).conversations.recorder
         for turn in range(turns):  # whose prompts begin with the same tokens, which are stored once
-            recorder.add([*range(90_000), 200_000 + turn], [7], [-0.5], finish_reason="stop", split_reason="x")
+            recorder.add([*range(90_000), 200_000 + turn], Completion((7,), (-0.5,)), split_reason="x")
     assert len(Trajectory.decode(await registry.seal(claims("fits"))).segments) == 2
     for _ in range(2):
         with pytest.raises(ApiError, match=r"with 3 segments, .*raise storage\.max_result_bytes") as caught:

@@ -7,11 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_wrapper.contract import ImageSpan, Trajectory, VersionSpan
-from rollout_backend.rendering.segments import SegmentRecorder
+from rollout_backend.rendering.segments import Completion, SegmentRecorder
 
 
-def add(trajectory, prompt, completion, **more):
-    return trajectory.add(prompt, completion, [-0.5] * len(completion), finish_reason="stop", **more)
+def add(trajectory, prompt, sampled, *, weight_versions=(), cached_tokens=None, seconds=0.0, **more):
+    logprobs = (-0.5,) * len(sampled)
+    completion = Completion(
+        tuple(sampled), logprobs, tuple(weight_versions), cached_tokens=cached_tokens, seconds=seconds
+    )
+    return trajectory.add(prompt, completion, **more)
 
 
 def test_a_turn_that_extends_a_segment_is_appended():
@@ -88,7 +92,7 @@ def test_weight_versions_have_the_positions_of_their_tokens():
 
 def test_a_missing_logprob_is_nan():
     trajectory = SegmentRecorder()
-    trajectory.add([1], [2, 3], [None, -1.0], finish_reason="length")
+    trajectory.add([1], Completion((2, 3), (None, -1.0), finish_reason="length"))
     logprobs = trajectory.segments()[0].logprobs
     assert math.isnan(logprobs[1])
     assert logprobs[2] == -1.0
@@ -96,7 +100,7 @@ def test_a_missing_logprob_is_nan():
 
 def test_logprobs_of_another_length_are_refused():
     with pytest.raises(ValueError, match="1 logprobs for 2"):
-        SegmentRecorder().add([1], [2, 3], [-1.0], finish_reason="stop")
+        SegmentRecorder().add([1], Completion((2, 3), (-1.0,)))
 
 
 def test_segments_are_snapshots():
@@ -122,7 +126,7 @@ def test_any_sequence_of_calls_is_recorded_exactly(calls, seed):
             before = rng.choice(made)
             prompt = before[0] + before[1] + given_ids
         logprobs = [-rng.random() for _ in sampled]
-        place = trajectory.add(prompt, sampled, logprobs, finish_reason="stop", split_reason="branched")
+        place = trajectory.add(prompt, Completion(tuple(sampled), tuple(logprobs)), split_reason="branched")
         made.append((prompt, sampled, logprobs))
         assert trajectory.prompt_ids(place).tolist() == prompt
         assert trajectory.completion_ids(place).tolist() == sampled

@@ -46,6 +46,7 @@ from rollout_backend.errors import EngineUnavailable, ServingError
 from rollout_backend.gateway.engine.engines import CallsPaused, Engines, RouterRestart
 from rollout_backend.gateway.engine.protocol import EngineProtocol, EngineRequest, ReplyReader
 from rollout_backend.gateway.engine.sglang import SglangProtocol
+from rollout_backend.rendering.segments import Completion
 from rollout_backend.rendering.token_bytes import Stop
 from rollout_backend.retry import retry
 
@@ -75,20 +76,6 @@ class _Interrupted(_Aborted):
 
 
 _TRANSIENT = (_Retry, aiohttp.ClientError, TimeoutError)  # errors that are retried
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One reply. `logprobs` has one entry per token; spans of `weight_versions` count from the first token."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float | None, ...]
-    weight_versions: tuple[VersionSpan, ...]  # cover all tokens in order; empty if the engine reported none
-    finish_reason: str  # "stop" or "length"
-    matched: str | None  # the stop string that ended it
-    cached_tokens: int | None  # None: the engine does not report it
-    seconds: float
-    experts: ExpertRows | None = None  # from the token that the call asked for to the last but one
 
 
 @dataclass

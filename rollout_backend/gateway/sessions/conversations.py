@@ -33,9 +33,8 @@ from agent_wrapper.contract import ImageSpan, Segment
 from rollout_backend.config import ExpertShape
 from rollout_backend.core.images import Image, PlacedImage, image_names
 from rollout_backend.dialects.wire import to_json
-from rollout_backend.gateway.engine.client import Completion
 from rollout_backend.rendering.image_positions import collapse_images
-from rollout_backend.rendering.segments import SegmentRecorder, TurnPosition
+from rollout_backend.rendering.segments import Completion, SegmentRecorder, TurnPosition
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and the trainer's process needs no renderer
     from rollout_backend.rendering.renderer import RendererBundle
@@ -237,7 +236,14 @@ class Conversations:
         end = _digest(prompt.chain[-1], _compared(reply, prompt.defaults, self._bundle.renders_call_ids))
         messages = [*prompt.messages, reply]
         spans = [placed.span for placed in prompt.images]
-        place = self._add(prompt.ids, completion, messages, prompt.split_reason, spans, prompt.continues)
+        place = self.recorder.add(
+            prompt.ids,
+            completion,
+            messages=messages,
+            split_reason=prompt.split_reason,
+            images=spans,
+            continues=prompt.continues,
+        )
         if completion.experts is not None:
             completion = replace(completion, experts=self.recorder.experts(place))
         said = self._said.get(place.segment, [])
@@ -265,7 +271,9 @@ class Conversations:
         spans = [] if turn.extends is None else self.recorder.images(turn.extends)
         said = () if turn.extends is None else self._said[turn.extends][: turn.kept]
         messages = [*said, *turn.messages]
-        place = self._add(ids, turn.completion, messages, turn.split_reason, [*spans, *turn.spans])
+        place = self.recorder.add(
+            ids, turn.completion, messages=messages, split_reason=turn.split_reason, images=[*spans, *turn.spans]
+        )
         self._index(place, messages, turn)
 
     def _rendered(
@@ -305,30 +313,6 @@ class Conversations:
             added, placed = self._bundle.vision.expand(added, [images[name] for name in names], len(before))
         before.extend(array("i", added))
         return before, (*earlier, *placed)
-
-    def _add(
-        self,
-        ids: Sequence[int],
-        completion: Completion,
-        messages: Sequence[Message],
-        split_reason: str,
-        spans: Sequence[ImageSpan],
-        continues: int | None = None,
-    ) -> TurnPosition:
-        return self.recorder.add(
-            ids,
-            completion.token_ids,
-            completion.logprobs,
-            finish_reason=completion.finish_reason,
-            weight_versions=completion.weight_versions,
-            cached_tokens=completion.cached_tokens,
-            seconds=completion.seconds,
-            messages=messages,
-            split_reason=split_reason,
-            images=spans,
-            experts=completion.experts,
-            continues=continues,
-        )
 
     def _index(self, place: TurnPosition, messages: Sequence[Message], turn: RecordedTurn) -> None:
         self._said[place.segment] = messages

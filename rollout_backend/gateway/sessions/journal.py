@@ -59,9 +59,8 @@ from rollout_backend.core.routed_experts import ExpertRows
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.dialects.wire import to_json
 from rollout_backend.errors import ConfigError
-from rollout_backend.gateway.engine.client import Completion
 from rollout_backend.gateway.sessions.conversations import Conversations, RecordedReply, RecordedTurn
-from rollout_backend.rendering.segments import TurnPosition
+from rollout_backend.rendering.segments import Completion, TurnPosition
 
 _PARTS = ("sessions", "closed", "journal_id")
 _HEAD = struct.Struct("<II")
