@@ -7,7 +7,7 @@ agent answers `{"status": "processing"}` at once, and writes one JSON object:
     EXP_ID/INPUT_ID/SESSION_ID.json
     {"rewards": [1.0], "status_code": 200, "stop_reason": "end_turn", "input_id": ..., "payload": ..., ...}
 
-The object is not written once, so it must not be the rollout's own. `payload` repeats the invoke, with its key.
+The agent may overwrite the object, so it must not be the rollout's own. `payload` repeats the invoke, with its key.
 
 The toolkit developed from verl's pull request 4216. Its agents get a `_training` block with `exp_id`, `session_id`,
 `input_id`, `sqs_url` and `s3_bucket`, write the toolkit's result under another key, and announce it. If the
@@ -32,7 +32,7 @@ from rollout_backend.agent_protocols.base import WrittenResults, results_prefix
 from rollout_backend.core.ledger import TERMINATED
 from rollout_backend.errors import InvokeRejected
 
-# What the app adds to each result, and tokens that an agent of an older version reports: those of the gateway count.
+# Fields that the app adds, and tokens that an older app reports: only the gateway's tokens count.
 _NOT_THE_AGENTS = frozenset({"status_code", "input_id", "s3_bucket", "result_key", "payload", "rollout_data"})
 _INFRASTRUCTURE = frozenset({408, 429, 502, 503, 504})
 _STOPPED = frozenset({"CancelledError", "GeneratorExit", "KeyboardInterrupt", "SystemExit"})  # by SIGTERM, mostly
@@ -125,5 +125,5 @@ def _error(status: int, message: str, trace: object) -> AgentResult:
 
 
 def _last(rewards: object) -> object:
-    """Return the reward of a rollout: agents write a number, or a list whose last one is the rollout's."""
+    """Return the reward of a rollout: agents write a number, or a list whose last entry is the rollout's."""
     return rewards[-1] if isinstance(rewards, list) and rewards else rewards

@@ -1,4 +1,4 @@
-"""Agents that are wrapped in `AgentCoreRuntimeApp` of agentcore-rl-toolkit 0.2.0.
+"""Run agents that are wrapped in `AgentCoreRuntimeApp` of agentcore-rl-toolkit 0.2.0.
 
 The invoke's `_config` block has `base_url`, `api_key` and `model_id`. Its `_agentcore_runtime` block starts the agent
 in the background under an invocation id, and later asks for the state of that invocation:
@@ -6,11 +6,11 @@ in the background under an invocation id, and later asks for the state of that i
     {"version": 1, "operation": "start", "invocation_id": ..., "background": true}
     {"version": 1, "operation": "get", "invocation_id": ...}
 
-Both are answered with the state, which holds the agent's return value or its error once it has completed:
+The app answers both with the state, which contains the agent's return value or its error once it has completed:
 
     {"version": 1, "invocation_id": ..., "status": "in_progress" | "completed" | "interrupted" | "not_found", ...}
 
-The app keeps states in files of its container, and nowhere else. A repeated start begins nothing.
+The app keeps states only in files of its container. A repeated start has no effect.
 """
 
 import json
@@ -60,7 +60,7 @@ class AgentCoreRuntimeApp(PolledResults):
         return {_ENVELOPE: _envelope("get", request)}
 
     def has_ended(self, answer: bytes, request: RolloutRequest) -> bool:
-        if len(answer) >= MAX_BYTES:  # only that of a completed invocation is so long
+        if len(answer) >= MAX_BYTES:  # only the state of a completed invocation is so long
             return True
         return _status(answer, request) not in (None, "in_progress")
 
@@ -68,7 +68,7 @@ class AgentCoreRuntimeApp(PolledResults):
         if len(data) >= MAX_BYTES:
             raise ContractError(
                 "result",
-                f"has more than {MAX_BYTES // 1024} KiB, which is all that is read of an answer: return less",
+                f"has more than {MAX_BYTES // 1024} KiB, the limit of an answer: return less",
             )
         state = unpack(data, max_bytes)
         if state["status"] in _ENDED:

@@ -1,9 +1,9 @@
-"""The interfaces of agent protocols: how a framework's agents are invoked, and how their results are found. Pure.
+"""Define the interfaces of agent protocols: how to invoke a framework's agents and find their results. Pure.
 
 Invariants:
 
-- nothing that an agent reports is taken for tokens: a result has a reward or an error, the gateway has the tokens;
-- a result belongs to the session whose id is in its key, or that was polled. Only that container knows the id.
+- Tokens come from the gateway, never from an agent's report. An agent's result has a reward or an error.
+- A result belongs to the session whose id is in its key, or that was polled. Only that container knows the id.
 """
 
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ def results_prefix(request: RolloutRequest) -> str:
 
 
 class AgentProtocol(ABC):
-    """What differs between frameworks. Subclass `WrittenResults` or `PolledResults`."""
+    """Base class of protocols. Subclass `WrittenResults` or `PolledResults`."""
 
     @abstractmethod
     def payload(self, task: Mapping[str, Any], request: RolloutRequest) -> dict[str, Any]:
@@ -36,7 +36,7 @@ class AgentProtocol(ABC):
 
     @abstractmethod
     def read_result(self, data: bytes, max_bytes: int) -> AgentResult:
-        """Return what the agent's result says.
+        """Parse an agent's result.
 
         Raises:
             ContractError: this is not a result of this protocol.
@@ -60,4 +60,4 @@ class PolledResults(AgentProtocol):
 
     @abstractmethod
     def has_ended(self, answer: bytes, request: RolloutRequest) -> bool:
-        """Return whether the answer to a poll holds the result, so that `read_result` reads it."""
+        """Return whether the answer to a poll contains the result, for `read_result`."""

@@ -1,4 +1,4 @@
-"""The agent protocols by their names in `runtime.agent_protocol`."""
+"""List the agent protocols by their names in `runtime.agent_protocol`."""
 
 from collections.abc import Callable, Mapping
 
@@ -14,5 +14,5 @@ _PROTOCOLS: Mapping[str, Callable[[], AgentProtocol]] = {
 
 
 def agent_protocol(name: str) -> AgentProtocol | None:
-    """Return the protocol of this name; None for `rollout`, the contract's own, which needs no translation."""
+    """Return the protocol of this name; None for `rollout`, which needs no translation."""
     return None if name == "rollout" else _PROTOCOLS[name]()

@@ -2,10 +2,10 @@
 
 Invariants:
 
-- an agent's result is read only for a session that this run has open, so it counts for one rollout and attempt;
-- the tokens are the sealed trajectory of the gateway, which closes the session;
-- a rollout is written under the contract's key, once, before its step is told to fetch it;
-- "could not ask" is not "not there": while S3 or the runtime fails, the search continues until the session is closed.
+- An agent's result is read only for an open session of this run, so it counts for one rollout and attempt.
+- The tokens are the sealed trajectory of the gateway. Fetching it closes the session.
+- A rollout is written once, under the contract's key, before its step fetches it.
+- While S3 or the runtime fails, the search continues until the session is closed: "could not ask" is not "not there".
 """
 
 import asyncio
@@ -58,7 +58,7 @@ class TranslatorOptions(TypedDict):
 
 
 class Translator(ABC, Generic[_P]):
-    """The calls of a runtime whose agents speak another protocol. `run` finds their results."""
+    """Calls a runtime whose agents speak another protocol. `run` finds their results."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Translator(ABC, Generic[_P]):
         """Return a session's result, and how many seconds ago it was written.
 
         Raises:
-            ResultMissing: there is none yet, or the session was closed meanwhile.
+            ResultMissing: there is none yet, or the session was closed.
             StoreError, RuntimeCallError: it could not be read.
             ContractError: it cannot be a result.
         """
@@ -103,7 +103,7 @@ class Translator(ABC, Generic[_P]):
         return _ACCEPTED
 
     def adopt(self, session_id: str, payload: Callable[[], bytes]) -> None:
-        """Find the result of a session whose agent runs. `payload` returns that of the contract's invoke."""
+        """Find the result of a running session. `payload` returns the payload of its invoke."""
         request = RolloutRequest.parse(json.loads(payload())[REQUEST_FIELD])
         self._open[session_id] = _Session(request, time.time())
         self._calls.adopt(session_id, payload)
@@ -125,16 +125,16 @@ class Translator(ABC, Generic[_P]):
                         )
 
     async def _write_if_there(self, session_id: str) -> None:
-        """Write the rollout of the session if it has a result. It is tried again while the session is open."""
+        """Write the rollout of the session if it has a result. `run` retries while the session is open."""
         try:
             async with self._room:
                 session = self._open.get(session_id)
-                if session is not None:  # else it was closed meanwhile
+                if session is not None:  # otherwise it was closed
                     await self._write(session)
         except ResultMissing:
             pass
         except (StoreError, RuntimeCallError) as error:
-            log.warning("session %s: its result is read again: %s", session_id, error)
+            log.warning("session %s: the result could not be read and is retried: %s", session_id, error)
         finally:
             self._writing.discard(session_id)
 
@@ -204,7 +204,7 @@ class BucketTranslator(Translator[WrittenResults]):
 
 
 class PollingTranslator(Translator[PolledResults]):
-    """Finds results by invokes of open sessions. They are admitted by the queue of all calls, after all others."""
+    """Finds results by invokes of open sessions. The queue of all calls admits them after all others."""
 
     def __init__(
         self,
