@@ -16,13 +16,12 @@ from rollout_backend.dialects import wire
 from rollout_backend.dialects.base import Dialect, EventStream
 from rollout_backend.dialects.wire import ImageReader, ignored, refuse, refuse_unknown, refused
 
-MAX_CHOICES = 16
+_MAX_CHOICES = 16
 _NO_PREFILL = "this model cannot continue a prefilled reply; leave it out"
 _TEXT_ONLY = "parts of type 'image_url' are not supported, only text is"
-_SAMPLING = (
+SAMPLING = (
     *("temperature", "top_p", "top_k", "seed"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "logit_bias"),
-    *("reasoning_effort", "reasoning", "thinking", "verbosity"),
 )
 _HARMLESS = frozenset(
     {
@@ -116,12 +115,30 @@ class _ResponseFormat(_Body):
     json_schema: _JsonSchema | None = None
 
 
-class StreamOptions(_Body):
+class _StreamOptions(_Body):
     include_usage: bool | None = None
     continuous_usage_stats: Annotated[JsonValue, refuse("usage is sent once, at the end; leave it out", False)] = None
 
 
-class _Request(_Body):
+class SamplingFields(BaseModel):
+    """The fields that `/v1/completions` has too."""
+
+    temperature: float | None = Field(default=None, ge=0, le=10, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63 - _MAX_CHOICES)
+    n: int | None = Field(default=None, ge=1, le=_MAX_CHOICES)
+    stop: wire.StopStrings = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    frequency_penalty: JsonValue = None
+    presence_penalty: JsonValue = None
+    repetition_penalty: JsonValue = None
+    min_p: JsonValue = None
+    logit_bias: JsonValue = None
+
+
+class _Request(SamplingFields, _Body):
     """The fields of OpenAI's reference, plus `top_k` as an extension."""
 
     model_config = ConfigDict(extra="allow")
@@ -134,21 +151,8 @@ class _Request(_Body):
     response_format: _ResponseFormat | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=10, allow_inf_nan=False)
-    top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
-    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63 - MAX_CHOICES)
-    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    stop: wire.StopStrings = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    frequency_penalty: JsonValue = None
-    presence_penalty: JsonValue = None
-    repetition_penalty: JsonValue = None
-    min_p: JsonValue = None
-    logit_bias: JsonValue = None
     reasoning_effort: JsonValue = None
     reasoning: JsonValue = None  # name of the effort in OpenRouter's and DeepSeek's APIs
     thinking: JsonValue = None
@@ -190,7 +194,7 @@ class OpenAIChat(Dialect):
             n=request.n or 1,
             logprobs=bool(request.logprobs),
             stream=bool(request.stream),
-            sampling=sampling_of(request, _SAMPLING),
+            sampling=sampling_of(request, (*SAMPLING, "reasoning_effort", "reasoning", "thinking", "verbosity")),
             ignored=ignored(body, request.model_extra),
             dialect_data=bool(request.stream_options and request.stream_options.include_usage),
         )

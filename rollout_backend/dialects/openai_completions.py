@@ -16,13 +16,9 @@ from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.model_call import Answer, Delta, ModelCall
 from rollout_backend.dialects import wire
 from rollout_backend.dialects.base import Dialect, EventStream
-from rollout_backend.dialects.openai_chat import MAX_CHOICES, StreamOptions, sampling_of, usage
+from rollout_backend.dialects.openai_chat import SAMPLING, SamplingFields, sampling_of, usage
 from rollout_backend.dialects.wire import Body, ignored, refuse, refused
 
-_SAMPLING = (
-    *("temperature", "top_p", "top_k", "seed"),
-    *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "logit_bias"),
-)
 _HARMLESS = frozenset({"user"})
 _MAX_TOKENS = 16  # the default of this API and of the engines
 
@@ -41,26 +37,13 @@ def _one_prompt(value: object) -> object:
     return value
 
 
-class _Request(Body):
+class _Request(SamplingFields, Body):
     model_config = ConfigDict(extra="allow")
 
     model: str
     prompt: Annotated[str | tuple[int, ...], BeforeValidator(_one_prompt)]
     max_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=10)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63 - MAX_CHOICES)
-    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    stop: wire.StopStrings = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     logprobs: Annotated[Any, refuse("only the logprobs of sampled tokens are available; ask for 0", 0)] = None
-    frequency_penalty: Any = None
-    presence_penalty: Any = None
-    repetition_penalty: Any = None
-    min_p: Any = None
-    logit_bias: Any = None
     best_of: int | None = None
     echo: Annotated[Any, refuse("only what was sampled is returned; leave it out", False)] = None
     suffix: Annotated[Any, refuse("text cannot be inserted before a suffix; leave it out", "")] = None
@@ -88,7 +71,7 @@ class OpenAICompletions(Dialect):
             n=choices,
             logprobs=request.logprobs is not None,
             stream=bool(request.stream),
-            sampling=sampling_of(request, _SAMPLING),
+            sampling=sampling_of(request, SAMPLING),
             ignored=ignored(body, request.model_extra),
             dialect_data=bool(request.stream_options and request.stream_options.include_usage),
         )

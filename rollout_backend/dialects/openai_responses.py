@@ -117,22 +117,20 @@ class _Reasoning(Body):
     content: list[_ReasoningText] | None = None
 
 
-class _FunctionCall(Body):
+class _Call(Body):
     call_id: str = Field(min_length=1)
     name: str = Field(min_length=1)
+    is_async: _Sync = Field(default=None, alias="async")
+    caller: _Direct = None
+    namespace: str | None = None
+
+
+class _FunctionCall(_Call):
     arguments: str | None = None
-    is_async: _Sync = Field(default=None, alias="async")
-    caller: _Direct = None
-    namespace: str | None = None
 
 
-class _CustomCall(Body):
-    call_id: str = Field(min_length=1)
-    name: str = Field(min_length=1)
+class _CustomCall(_Call):
     input: str
-    is_async: _Sync = Field(default=None, alias="async")
-    caller: _Direct = None
-    namespace: str | None = None
 
     @property
     def arguments(self) -> str:
@@ -177,14 +175,17 @@ def _as_items(value: object) -> object:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class _Tool(Body):
-    type: Literal["function"]
+class _Declared(Body):
     name: str = Field(min_length=1)
     description: str | None = None
-    parameters: JsonObject | None = None
-    strict: bool | None = None
     is_async: _Sync = Field(default=None, alias="async")
     allowed_callers: _DirectOnly = None
+
+
+class _Tool(_Declared):
+    type: Literal["function"]
+    parameters: JsonObject | None = None
+    strict: bool | None = None
     output_schema: Annotated[Any, refuse("is not shown to the model; say it in the description")] = None
 
 
@@ -194,13 +195,9 @@ class _CustomFormat(Body):
     definition: str | None = None
 
 
-class _CustomTool(Body):
+class _CustomTool(_Declared):
     type: Literal["custom"]
-    name: str = Field(min_length=1)
-    description: str | None = None
     format: _CustomFormat | None = None
-    is_async: _Sync = Field(default=None, alias="async")
-    allowed_callers: _DirectOnly = None
 
     @property
     def explanation(self) -> str | None:
