@@ -40,7 +40,7 @@ from rollout_backend.errors import (
 from rollout_backend.janitor.__main__ import stop_sessions
 from rollout_backend.runtimes.kubernetes.cluster import ExecPlugin, load_cluster
 from rollout_backend.runtimes.kubernetes.manifests import job_manifest
-from rollout_backend.runtimes.kubernetes.pod_state import pod_state
+from rollout_backend.runtimes.kubernetes.pods import pod_state
 from rollout_backend.runtimes.kubernetes.runtime import RULES, KubernetesRuntime
 from tests.emulators.kubernetes_emulator import ApiFault, KubernetesEmulator
 

@@ -49,8 +49,7 @@ from rollout_backend.runtimes.kubernetes.manifests import (
     secret_manifest,
     verifier_manifest,
 )
-from rollout_backend.runtimes.kubernetes.pod_state import PodState, pod_state
-from rollout_backend.runtimes.kubernetes.pod_watch import PodWatch
+from rollout_backend.runtimes.kubernetes.pods import PodState, PodWatch, pod_state
 
 RULES = (
     ("batch", "jobs", "create"),
