@@ -38,7 +38,7 @@ from rollout_backend.errors import (
     Throttled,
 )
 from rollout_backend.janitor.__main__ import stop_sessions
-from rollout_backend.runtimes.kubernetes.cluster import ExecPlugin, load_cluster
+from rollout_backend.runtimes.kubernetes.api import ExecPlugin, load_cluster
 from rollout_backend.runtimes.kubernetes.manifests import job_manifest
 from rollout_backend.runtimes.kubernetes.pods import pod_state
 from rollout_backend.runtimes.kubernetes.runtime import RULES, KubernetesRuntime
