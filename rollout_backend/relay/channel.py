@@ -12,7 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from rollout_backend.relay.frames import MAX_CHUNK, Ack, Chunk, FrameError, Head, Numbered, Open, encode
+from rollout_backend.relay.protocol import MAX_CHUNK, Ack, Chunk, FrameError, Head, Numbered, Open, encode
 
 WINDOW = 256 * 1024
 """Limit on bytes in transit, per call and direction."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rollout_backend.relay.handshake import MIN_KEY_CHARS
+from rollout_backend.relay.protocol import MIN_KEY_CHARS
 from rollout_backend.relay.relay_settings import RelaySettings
 
 KEY_ENV = "ROLLOUT__RELAY__KEY"

@@ -22,11 +22,11 @@ from tenacity import wait_random_exponential
 from yarl import URL
 
 from rollout_backend.logs import configure_logs
-from rollout_backend.relay import handshake
 from rollout_backend.relay.channel import Channel, chunks
 from rollout_backend.relay.exchange import CLOSE_TIMEOUT_S, CallLost, Close, Exchange, Link, LinkClosed
 from rollout_backend.relay.forwarding import METHODS, error_body, error_headers, forwarded_headers, route
-from rollout_backend.relay.frames import (
+from rollout_backend.relay.protocol import (
+    HANDSHAKE_S,
     MAX_FRAME,
     VERSION,
     Abort,
@@ -37,6 +37,8 @@ from rollout_backend.relay.frames import (
     Head,
     Open,
     Welcome,
+    make_hello,
+    verify_relay,
 )
 from rollout_backend.relay.relay_settings import DialerSettings
 from rollout_backend.retry import log_retry, retry
@@ -117,7 +119,7 @@ class Dialer(Exchange):
             raise _NoLink(f"{settings.url} cannot be reached: {error!r}") from None
         link = Link(socket)
         try:
-            async with asyncio.timeout(handshake.TIMEOUT_S):
+            async with asyncio.timeout(HANDSHAKE_S):
                 relay = await self._handshake(link)
         except LinkClosed as closed:
             _stop_if_refused(closed)
@@ -144,10 +146,10 @@ class Dialer(Exchange):
             raise FrameError(f"a {type(challenge).__name__} instead of a Challenge")
         if challenge.version != VERSION:
             raise RelayRefused(_REFUSALS[Close.WRONG_VERSION])
-        hello = handshake.hello(key, challenge, self._settings.dialer_id)
+        hello = make_hello(key, challenge, self._settings.dialer_id)
         await link.send_now(hello)
         welcome = await link.receive()
-        if not isinstance(welcome, Welcome) or not handshake.verify_relay(key, challenge, hello, welcome.proof):
+        if not isinstance(welcome, Welcome) or not verify_relay(key, challenge, hello, welcome.proof):
             raise RelayRefused(f"{self._settings.url} does not know the key: it is not the expected relay")
         return challenge.relay_id
 

@@ -18,7 +18,7 @@ import aiohttp
 from aiohttp import web
 
 from rollout_backend.relay.channel import Channel
-from rollout_backend.relay.frames import (
+from rollout_backend.relay.protocol import (
     MAX_FRAME,
     Abort,
     Ack,

@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 
-from rollout_backend.relay.frames import MAX_HEADERS, Headers
+from rollout_backend.relay.protocol import MAX_HEADERS, Headers
 
 METHODS = frozenset({"GET", "POST", "DELETE"})
 _PATH = re.compile(

@@ -28,11 +28,11 @@ from functools import partial
 from aiohttp import WSCloseCode, web
 from multidict import CIMultiDict
 
-from rollout_backend.relay import handshake
 from rollout_backend.relay.channel import Channel, chunks
 from rollout_backend.relay.exchange import CLOSE_TIMEOUT_S, CallLost, Close, Exchange, Link, LinkClosed
 from rollout_backend.relay.forwarding import METHODS, error_body, error_headers, forwarded_headers, route
-from rollout_backend.relay.frames import (
+from rollout_backend.relay.protocol import (
+    HANDSHAKE_S,
     MAX_FRAME,
     VERSION,
     Cancel,
@@ -46,6 +46,10 @@ from rollout_backend.relay.frames import (
     Open,
     Welcome,
     encode,
+    new_id,
+    new_nonce,
+    relay_proof,
+    verify_dialer,
 )
 from rollout_backend.relay.relay_settings import RelaySettings
 
@@ -74,7 +78,7 @@ class Relay(Exchange):
         super().__init__(settings.reconnect_s)
         self._settings = settings
         self._max_backlog_bytes = max_backlog_bytes
-        self._id = handshake.new_id()
+        self._id = new_id()
         self._numbers = itertools.count(1)
         self._in_flight = 0
         self._handshakes: list[asyncio.Task[object]] = []  # oldest first
@@ -119,21 +123,21 @@ class Relay(Exchange):
 
     async def _admit(self, link: Link) -> str:
         """Perform the handshake and return the dialer's id. Raises _DialerRefused."""
-        challenge = Challenge(VERSION, self._id, handshake.new_nonce())
+        challenge = Challenge(VERSION, self._id, new_nonce())
         key = self._settings.key.get_secret_value()
         try:
-            async with asyncio.timeout(handshake.TIMEOUT_S):
+            async with asyncio.timeout(HANDSHAKE_S):
                 await link.send_now(challenge)
                 hello = await link.receive(_MAX_HELLO)
                 if not isinstance(hello, Hello):
                     raise FrameError(f"a {type(hello).__name__} instead of a Hello")
                 if hello.version != VERSION:
                     raise _DialerRefused(Close.WRONG_VERSION, f"this relay speaks version {VERSION}")
-                if not handshake.verify_dialer(key, challenge, hello):
+                if not verify_dialer(key, challenge, hello):
                     raise _DialerRefused(Close.WRONG_KEY, "wrong key")
                 if hello.dialer_id in self._replaced:
                     raise _DialerRefused(Close.REPLACED, "another dialer has taken over")
-                await link.send_now(Welcome(handshake.relay_proof(key, challenge, hello)))
+                await link.send_now(Welcome(relay_proof(key, challenge, hello)))
         except FrameError as error:
             raise _DialerRefused(Close.BROKEN_FRAME, str(error)) from None
         except (LinkClosed, TimeoutError):

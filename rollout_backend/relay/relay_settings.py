@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-from rollout_backend.relay.handshake import MIN_KEY_CHARS, new_id
+from rollout_backend.relay.protocol import MIN_KEY_CHARS, new_id
 
 Seconds = Annotated[float, Field(gt=0)]
 Key = Annotated[SecretStr, Field(min_length=MIN_KEY_CHARS)]

@@ -24,7 +24,7 @@ import aiohttp
 from rollout_backend.config import RelayConfig, RolloutConfig
 from rollout_backend.core.adapter import NamedAdapter
 from rollout_backend.errors import ConfigError, ServingError, WeightUpdateFailed
-from rollout_backend.relay.handshake import new_id
+from rollout_backend.relay.protocol import new_id
 from rollout_backend.relay.relay_settings import DialerSettings
 from rollout_backend.serving.adapters import AdapterStore, AdapterUpdate
 from rollout_backend.serving.engine_fleet import EngineFleet, ServerState

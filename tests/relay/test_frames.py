@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_backend.relay import handshake
 from rollout_backend.relay.channel import WINDOW, Channel, chunks
 from rollout_backend.relay.exchange import CallLost
 from rollout_backend.relay.forwarding import error_body, error_headers, forwarded_headers, route
-from rollout_backend.relay.frames import (
+from rollout_backend.relay.protocol import (
     MAX_CALLS,
     MAX_CHUNK,
     MAX_FRAME,
@@ -31,6 +30,10 @@ from rollout_backend.relay.frames import (
     Welcome,
     decode,
     encode,
+    make_hello,
+    relay_proof,
+    verify_dialer,
+    verify_relay,
 )
 
 ALL = [
@@ -111,10 +114,10 @@ CHALLENGE = Challenge(1, "r" * 32, b"1" * 32)
 
 
 def test_both_sides_prove_that_they_know_the_key():
-    said = handshake.hello(K, CHALLENGE, "d" * 32)
-    proof = handshake.relay_proof(K, CHALLENGE, said)
-    assert handshake.verify_dialer(K, CHALLENGE, said)
-    assert handshake.verify_relay(K, CHALLENGE, said, proof)
+    said = make_hello(K, CHALLENGE, "d" * 32)
+    proof = relay_proof(K, CHALLENGE, said)
+    assert verify_dialer(K, CHALLENGE, said)
+    assert verify_relay(K, CHALLENGE, said, proof)
     assert proof != said.proof  # otherwise a relay could reflect it
     assert K.encode() not in encode(said) + proof
 
@@ -128,12 +131,12 @@ def test_both_sides_prove_that_they_know_the_key():
     ],
 )
 def test_proof_is_valid_for_one_handshake(other):
-    said = handshake.hello(K, CHALLENGE, "d" * 32)
-    assert not handshake.verify_dialer(K, CHALLENGE, said._replace(**other))
-    assert not handshake.verify_dialer("x" * 32, CHALLENGE, said)
-    assert not handshake.verify_dialer(K, CHALLENGE._replace(nonce=b"9" * 32), said)
-    assert not handshake.verify_dialer(K, CHALLENGE._replace(relay_id="s" * 32), said)
-    assert not handshake.verify_relay(K, CHALLENGE, said, said.proof)
+    said = make_hello(K, CHALLENGE, "d" * 32)
+    assert not verify_dialer(K, CHALLENGE, said._replace(**other))
+    assert not verify_dialer("x" * 32, CHALLENGE, said)
+    assert not verify_dialer(K, CHALLENGE._replace(nonce=b"9" * 32), said)
+    assert not verify_dialer(K, CHALLENGE._replace(relay_id="s" * 32), said)
+    assert not verify_relay(K, CHALLENGE, said, said.proof)
 
 
 # --- routes -----------------------------------------------------------------------------------------------

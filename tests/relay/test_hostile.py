@@ -6,9 +6,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rollout_backend.relay import handshake
 from rollout_backend.relay.exchange import Close
-from rollout_backend.relay.frames import (
+from rollout_backend.relay.protocol import (
     VERSION,
     Ack,
     Challenge,
@@ -21,6 +20,8 @@ from rollout_backend.relay.frames import (
     Welcome,
     decode,
     encode,
+    make_hello,
+    relay_proof,
 )
 from rollout_backend.relay.relay_server import _HANDSHAKES
 
@@ -56,7 +57,7 @@ async def test_invalid_handshake_messages_are_refused(line, http, what, get):
 async def test_proof_cannot_be_replayed(line, http, key):
     laid = await line()
     first, challenge = await door(http, laid.url)
-    said = handshake.hello(key, challenge, "d" * 32)
+    said = make_hello(key, challenge, "d" * 32)
     second, other = await door(http, laid.url)
     assert other.nonce != challenge.nonce
     await second.send_bytes(encode(said))
@@ -111,7 +112,7 @@ class FalseRelay:
         challenge = Challenge(VERSION, self.id, b"n" * 32)
         await socket.send_bytes(encode(challenge))
         said = decode((await socket.receive()).data)
-        await socket.send_bytes(encode(Welcome(handshake.relay_proof(self._key, challenge, said))))
+        await socket.send_bytes(encode(Welcome(relay_proof(self._key, challenge, said))))
         await socket.send_bytes(encode(Resume(self.calls)))
         self.told.append(decode((await socket.receive()).data))
         self.sockets.put_nowait(socket)

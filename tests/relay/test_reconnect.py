@@ -171,7 +171,7 @@ async def test_dialer_with_a_wrong_key_is_refused_without_effect_on_calls(line, 
 
 async def test_dialer_refuses_a_relay_without_the_key(dial, upstream):
     """The relay admits the dialer, but cannot prove that it knows the key."""
-    from rollout_backend.relay.frames import VERSION, Challenge, Welcome, encode
+    from rollout_backend.relay.protocol import VERSION, Challenge, Welcome, encode
 
     seen = []
 

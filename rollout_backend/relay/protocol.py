@@ -1,4 +1,4 @@
-"""The messages between relay and dialer, each one msgpack array in a binary WebSocket message.
+"""The protocol of relay and dialer: messages, each one msgpack array in a binary WebSocket message.
 
 A call is two streams of numbered frames: the request (`Open`, then `Chunk`s and an `End` if it has a body) and the
 response (`Head`, `Chunk`s, then `End` or `Abort`). `Ack` and `Cancel` refer to a call and have no number. A
@@ -6,9 +6,17 @@ connection begins with `Challenge`, `Hello`, `Welcome` and one `Resume` from eac
 pings.
 
 Any other message raises `FrameError`, because neither side trusts the other to send valid frames.
+
+Both sides authenticate by challenge and response, with one key that is never sent. The dialer authenticates first, so
+an unauthenticated client learns nothing from a relay, not even material for guessing the key. A proof covers both
+ids, both nonces and its own side, so it cannot be replayed or reflected. After the handshake, only TLS protects the
+traffic.
 """
 
-from typing import Annotated, NamedTuple
+import hashlib
+import hmac
+import secrets
+from typing import Annotated, Literal, NamedTuple
 
 import msgpack
 from pydantic import Field, TypeAdapter, ValidationError
@@ -30,6 +38,9 @@ Id = Annotated[str, Field(min_length=16, max_length=64)]
 Nonce = Annotated[bytes, Field(min_length=32, max_length=32)]
 Proof = Annotated[bytes, Field(min_length=32, max_length=32)]
 Headers = tuple[tuple[str, str], ...]
+MIN_KEY_CHARS = 32
+HANDSHAKE_S = 10.0
+"""Time limit for the whole handshake."""
 
 
 class FrameError(ValueError):
@@ -144,3 +155,42 @@ def decode(message: bytes) -> Frame:
         first = error.errors(include_url=False, include_input=False)[0]
         name = _KINDS[fields[0]].__name__
         raise FrameError(f"a {name} whose {'.'.join(map(str, first['loc']))} is wrong: {first['msg']}") from None
+
+
+def new_id() -> str:
+    """Return a random process id."""
+    return secrets.token_hex(16)
+
+
+def new_nonce() -> bytes:
+    return secrets.token_bytes(32)
+
+
+def prove(
+    key: str, side: Literal["dialer", "relay"], relay_id: str, relay_nonce: bytes, dialer_id: str, dialer_nonce: bytes
+) -> bytes:
+    """Return a proof, valid for this handshake only, that a side knows the key."""
+    parts = (b"rollout-relay", str(VERSION).encode(), side.encode(), relay_id.encode(), dialer_id.encode())
+    digest = hmac.new(key.encode(), digestmod=hashlib.sha256)
+    for part in (*parts, relay_nonce, dialer_nonce):
+        digest.update(len(part).to_bytes(4, "big") + part)
+    return digest.digest()
+
+
+def make_hello(key: str, challenge: Challenge, dialer_id: str) -> Hello:
+    nonce = new_nonce()
+    proof = prove(key, "dialer", challenge.relay_id, challenge.nonce, dialer_id, nonce)
+    return Hello(VERSION, dialer_id, nonce, proof)
+
+
+def verify_dialer(key: str, challenge: Challenge, hello: Hello) -> bool:
+    wanted = prove(key, "dialer", challenge.relay_id, challenge.nonce, hello.dialer_id, hello.nonce)
+    return hmac.compare_digest(wanted, hello.proof)
+
+
+def relay_proof(key: str, challenge: Challenge, hello: Hello) -> bytes:
+    return prove(key, "relay", challenge.relay_id, challenge.nonce, hello.dialer_id, hello.nonce)
+
+
+def verify_relay(key: str, challenge: Challenge, hello: Hello, proof: bytes) -> bool:
+    return hmac.compare_digest(relay_proof(key, challenge, hello), proof)
