@@ -113,7 +113,7 @@ def count(truths: Iterable[Truth], rollouts: Iterable[dict[str, Any]]) -> dict[s
 class FaultyCloud(Cloud):
     def __init__(self, fault: str) -> None:
         super().__init__(0.01, 0.005)
-        self.agents: FaultyAgents = FaultyAgents(self.s3, self.sqs, fault, SECRET)
+        self.agents: FaultyAgents = FaultyAgents(self.s3, self.sqs, fault, SECRET, GROUPS * GROUP // 2)
 
     def control(self, name: str) -> Any:
         return list(self.agents.sessions)
@@ -168,6 +168,19 @@ def last_line(log: Path) -> str:
     return (name.rpartition(".")[2] + colon + message)[:100]
 
 
+async def attend(system: str, case: Case, asked: dict[str, Any], log: Path, half: asyncio.Event) -> Seen:
+    """Run a trainer to its end. If the case says so, kill it at `half`, and start it again."""
+    process = await trainer(system, asked, log)
+    if case.kill:
+        try:
+            await asyncio.wait_for(half.wait(), HUNG_S)
+        finally:
+            process.kill()
+            await process.wait()
+        process = await trainer(system, asked, log)
+    return await read(process, log)
+
+
 async def outage(case: Case, system: str, proxy: FaultProxy, begun: asyncio.Event) -> None:
     """Apply the case's rules: all the time, or for a minute once the step has begun."""
     rules = case.rules_of(system)
@@ -198,22 +211,15 @@ async def run_on_aws(system: str, case: Case, folder: Path) -> dict[str, Any]:
         }
         began = time.monotonic()
         faults = asyncio.create_task(outage(case, system, proxy, cloud.agents.begun))
-        process = await trainer(system, asked, log)
         try:
-            if case.kill:
-                await until_half(cloud.agents)
-                process.kill()
-                await process.wait()
-                process = await trainer(system, asked, log)
-            seen = await read(process, log)
+            seen = await attend(system, case, asked, log, cloud.agents.half)
             if case.restart and seen.error:
                 await faults
-                process = await trainer(system, asked, log)
-                seen = replace(await read(process, log), error=f"started again after {seen.error}")
+                seen = replace(
+                    await read(await trainer(system, asked, log), log), error=f"started again after {seen.error}"
+                )
         finally:
             faults.cancel()
-            if process.returncode is None:
-                process.kill()
         seconds = time.monotonic() - began
         sessions = cloud.agents.sessions
         for rollout in seen.rollouts:
@@ -222,12 +228,6 @@ async def run_on_aws(system: str, case: Case, folder: Path) -> dict[str, Any]:
         truths = [Truth(each.proof, each.group, each.reward, each.finished) for each in sessions.values()]
         leaked = sum(session.open for session in sessions.values())
     return {**count(truths, seen.rollouts), "leaked": leaked, **_end(seen, seconds)}
-
-
-async def until_half(agents: FaultyAgents) -> None:
-    while len(agents.finished) < GROUPS * GROUP // 2:
-        await agents.changed.wait()
-        agents.changed.clear()
 
 
 async def run_lightning(system: str, case: Case, folder: Path) -> dict[str, Any]:
@@ -239,7 +239,6 @@ async def run_lightning(system: str, case: Case, folder: Path) -> dict[str, Any]
     async with FaultProxy(f"http://127.0.0.1:{port}") as proxy:
         asked = {"port": port, "groups": GROUPS, "group": GROUP, "limit_s": limit_of(case)}
         began = time.monotonic()
-        process = await trainer(system, asked, log)
         agents = await trainer(
             system, {**asked, "url": proxy.url, "agents": True, "fault": case.name}, folder / "agents.log"
         )
@@ -263,20 +262,14 @@ async def run_lightning(system: str, case: Case, folder: Path) -> dict[str, Any]
 
         tasks = [asyncio.create_task(listen()), asyncio.create_task(outage(case, system, proxy, begun))]
         try:
-            if case.kill:
-                await asyncio.wait_for(half.wait(), HUNG_S)
-                process.kill()
-                await process.wait()
-                process = await trainer(system, asked, log)
-            seen = await read(process, log)
+            seen = await attend(system, case, asked, log, half)
             seconds, leaked = time.monotonic() - began, len(running)
         finally:
             for task in tasks:
                 task.cancel()
-            for each in (process, agents):
-                if each.returncode is None:
-                    each.kill()
-                    await each.wait()
+            if agents.returncode is None:
+                agents.kill()
+                await agents.wait()
     return {**count(truths.values(), seen.rollouts), "leaked": leaked, **_end(seen, seconds)}
 
 

@@ -71,19 +71,17 @@ class Session:
 class FaultyAgents(DataPlane):
     """Sessions of all three contracts: this project's, and the toolkit's by S3 and by HTTP."""
 
-    def __init__(self, s3: S3, sqs: Sqs, fault: str, secret: str) -> None:
+    def __init__(self, s3: S3, sqs: Sqs, fault: str, secret: str, half: int) -> None:
+        """`half` is the number of finished agents at which the event of this name is set."""
         super().__init__(0.01, Counter())
         self._s3, self._sqs, self._fault = s3, sqs, fault
         self._sealer = Sealer(secret)
         self.sessions: dict[str, Session] = {}
         self.begun = asyncio.Event()
-        self.changed = asyncio.Event()  # a session has finished
+        self.half = asyncio.Event()
+        self._unfinished = half
         self._of_group: Counter[str] = Counter()
         self._http: aiohttp.ClientSession | None = None
-
-    @property
-    def finished(self) -> list[Session]:
-        return [session for session in self.sessions.values() if session.finished]
 
     async def aclose(self) -> None:
         for session in self.sessions.values():
@@ -173,7 +171,9 @@ class FaultyAgents(DataPlane):
         if fault == "reward_nan":
             return math.nan
         session.finished = True
-        self.changed.set()
+        self._unfinished -= 1
+        if self._unfinished == 0:
+            self.half.set()
         return session.reward
 
     async def _run_by_s3(self, session: Session) -> None:

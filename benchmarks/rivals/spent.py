@@ -1,4 +1,7 @@
-"""Note what a trainer's process spends on a step. It needs the standard library only: rivals' environments run it."""
+"""Print what a trainer's process spends on a step, and what it has of it.
+
+It needs the standard library only: rivals' environments run it.
+"""
 
 from __future__ import annotations
 
@@ -49,3 +52,13 @@ def call(url: str, name: str) -> Any:
     """Call the emulator's own interface."""
     with urllib.request.urlopen(f"{url}/_emulator/{name}", timeout=60) as reply:
         return json.load(reply)
+
+
+def hand_over(group: str, reward: float | None, **whose: Any) -> None:
+    """Print a rollout that is trained, with its `tokens`, or the `session` whose tokens the gateway has."""
+    print(json.dumps({"group": group, "reward": reward, **whose}), flush=True)
+
+
+def ended(notes: dict[str, int]) -> None:
+    """Print that the step ended by itself, and why rollouts are missing."""
+    print(json.dumps({"ended": notes}), flush=True)

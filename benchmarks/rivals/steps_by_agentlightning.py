@@ -22,7 +22,7 @@ from typing import Any
 from agentlightning import InMemoryLightningStore, LightningStoreClient, LightningStoreServer
 from agentlightning.types import RolloutConfig
 from agentlightning_span import make_span
-from delivered import ended, hand_over
+from spent import ended, hand_over
 
 POLL_S = 5.0  # of the verl daemon and of a runner
 ATTEMPTS = 3

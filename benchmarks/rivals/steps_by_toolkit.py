@@ -21,8 +21,7 @@ from agentcore_rl_toolkit.aws_tools.agentcore_tools import close_shared_agentcor
 from agentcore_rl_toolkit.aws_tools.persistent_dict import NullPersister, PersistentDict
 from agentcore_rl_toolkit.concurrency.rate_limiter import LocalRateLimiter
 from agentcore_rl_toolkit.rollout_session.agentcore_http_session import AgentCoreHttpSession
-from delivered import ended, hand_over
-from spent import call
+from spent import call, ended, hand_over
 
 TPS = 25
 

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from collect_by_us import settings
-from delivered import ended, hand_over
+from spent import ended, hand_over
 
 from rollout_backend.core.tasks import Task
 from rollout_backend.manager import RolloutManager
