@@ -7,14 +7,14 @@ a text-only model, logprobs of other tokens, the deprecated functions, unknown f
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.images import Image, message_content
 from rollout_backend.core.model_call import Answer, Delta, Message, ModelCall
 from rollout_backend.dialects import wire
 from rollout_backend.dialects.base import Dialect, EventStream
-from rollout_backend.dialects.wire import ImageReader, ignored, refuse, refuse_unknown, refused
+from rollout_backend.dialects.wire import ImageReader, ignored, refuse, refused
 
 _MAX_CHOICES = 16
 _NO_PREFILL = "this model cannot continue a prefilled reply; leave it out"
@@ -173,7 +173,7 @@ class OpenAIChat(Dialect):
     appended_field = "messages"
 
     def parse(self, body: bytes) -> ModelCall:
-        request = _read(body)
+        request = wire.read(_Request, body, _HARMLESS)
         if request.top_logprobs:
             raise refused("top_logprobs", "only the logprobs of sampled tokens are available")
         choice = request.tool_choice or _ToolChoice(type="auto")
@@ -230,18 +230,6 @@ def sampling_of(request: BaseModel, names: Iterable[str]) -> dict[str, float | i
         for name, value in given.items()
         if value is not None
     }
-
-
-def _read(body: bytes) -> _Request:
-    wire.check_counts(body)
-    try:
-        request = _Request.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "body"
-        raise refused(where, first["msg"].removeprefix("Value error, ")) from None
-    refuse_unknown(request.model_extra, _HARMLESS)
-    return request
 
 
 def _schema(wanted: _ResponseFormat | None) -> Mapping[str, Any] | None:
