@@ -36,7 +36,7 @@ from rollout_backend.gateway.sessions.registry import OpenSession, SessionRegist
 from rollout_backend.gateway.sessions.share import SessionShare, is_brief, too_large
 from rollout_backend.gateway.stats import Counters, GatewayStats
 
-_BYTES, _TOKEN_BYTES = 1024 * 1024, 32  # limit of a body without images: this, plus so much per token of context
+_BYTES, _TOKEN_BYTES = 1024 * 1024, 32  # limit of a body without images: bytes, plus bytes per token of context
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _MIN_REQUESTS = 16  # open requests of one session
 _RETRIED = frozenset({408, 409, 429})  # statuses below 500 that OpenAI's and Anthropic's clients retry

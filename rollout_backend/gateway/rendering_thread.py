@@ -107,7 +107,7 @@ class RenderingThread:
             logger.warning("a conversation could not be rendered: %r", type(error).__name__)
             why = f"these messages cannot be rendered for this model: {error}"
             if self._lacks_user(call):
-                why += "; they hold no user message, which this model's template needs"
+                why += "; they contain no user message, which this model's template needs"
             raise ApiError(400, why, code="unrenderable") from None
 
     def _prepare_prompt(self, conversations: Conversations, call: ModelCall, prompt: str | tuple[int, ...]) -> Prompt:
