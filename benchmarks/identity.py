@@ -2,7 +2,7 @@
 
     .venv-verl/bin/python benchmarks/identity.py --json runs/results/identity.json
 
-Each reply has its own seed, of its step, task, rollout and turn (`gateway.sampling.reply_seed`). SGLang runs one
+Each reply has its own seed, of its step, task, rollout and turn (`engine.protocol.reply_seed`). SGLang runs one
 request at a time with --enable-deterministic-inference, so a reply depends on its prompt, its seed and the weights
 alone. All of verl's processes have one thread.
 

@@ -22,10 +22,16 @@ from rollout_backend.core.model_call import Answer, Choice, ModelCall
 from rollout_backend.errors import EngineUnavailable
 from rollout_backend.gateway.engine.client import EngineClient, EngineRefused
 from rollout_backend.gateway.engine.engines import Engines
-from rollout_backend.gateway.engine.protocol import EngineProtocol, EngineRequest, PromptDiffers
+from rollout_backend.gateway.engine.protocol import (
+    EngineProtocol,
+    EngineRequest,
+    PromptDiffers,
+    engine_params,
+    reply_limit,
+    reply_seed,
+)
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.rendering_thread import RenderingThread
-from rollout_backend.gateway.sampling import engine_params, reply_limit, reply_seed
 from rollout_backend.gateway.sessions import journal as journals
 from rollout_backend.gateway.sessions.calls import InFlightCall
 from rollout_backend.gateway.sessions.conversations import Prompt, RecordedTurn

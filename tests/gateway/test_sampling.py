@@ -3,7 +3,7 @@ import pytest
 from agent_wrapper.contract import Sampling
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.model_call import ModelCall
-from rollout_backend.gateway.sampling import engine_params, reply_limit
+from rollout_backend.gateway.engine.protocol import engine_params, reply_limit
 
 
 def params(trainers=Sampling(), allowed=(), prompt=10, context=100, left=None, choice=0, **more) -> dict:  # noqa: B008
