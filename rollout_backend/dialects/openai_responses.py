@@ -28,12 +28,7 @@ from rollout_backend.dialects.openai_responses_stream import ResponseEcho, Respo
 from rollout_backend.dialects.wire import Body, ImageReader, JsonObject, ignored, refuse, refused
 
 _TEXT_ONLY = "input_image cannot be read: this model takes text only, so send what it says as input_text"
-_STATELESS = {
-    "previous_response_id": "responses are not stored here; send the whole conversation as input",
-    "conversation": "conversations are not stored here; send the whole conversation as input",
-    "background": "nothing is stored here to fetch later; wait for the answer, or stream it",
-    "prompt": "there are no prompt templates here; send their text as instructions and input",
-}
+_NOT_STORED = "are not stored here; send the whole conversation as input"
 _HARMLESS = frozenset(
     {
         *("store", "user", "safety_identifier", "service_tier", "stream_options"),
@@ -287,10 +282,14 @@ class _Request(Body):
     metadata: JsonObject | None = None
     reasoning: JsonObject | None = None
     stream: bool | None = None
-    previous_response_id: Any = None
-    conversation: Any = None
-    background: Any = None
-    prompt: Any = None
+    previous_response_id: Annotated[Any, refuse(f"responses {_NOT_STORED}", False)] = None
+    conversation: Annotated[Any, refuse(f"conversations {_NOT_STORED}", False)] = None
+    background: Annotated[
+        Any, refuse("nothing is stored here to fetch later; wait for the answer, or stream it", False)
+    ] = None
+    prompt: Annotated[
+        Any, refuse("there are no prompt templates here; send their text as instructions and input", False)
+    ] = None
     image: Annotated[Any, refuse("images are shown in full; leave it out", *_WHOLE_IMAGES)] = None
     moderation: Annotated[Any, refuse("nothing is moderated here; leave it out")] = None
     truncation: Annotated[Any, refuse("the input is never shortened here; shorten it yourself", "disabled")] = None
@@ -304,9 +303,6 @@ class OpenAIResponses(Dialect):
 
     def parse(self, body: bytes) -> ModelCall:
         request = wire.read(_Request, body, _HARMLESS)
-        for name, advice in _STATELESS.items():
-            if getattr(request, name) not in (None, False):
-                raise refused(name, advice)
         for name, asked in (
             ("top_logprobs", request.top_logprobs),
             ("include", "message.output_text.logprobs" in (request.include or ())),
