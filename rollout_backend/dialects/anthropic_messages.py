@@ -249,13 +249,8 @@ class AnthropicMessages(Dialect):
                 f"messages.{len(request.messages) - 1}",
                 "the conversation must end with a user message; this model cannot continue a prefilled reply",
             )
-        sampling = {name: getattr(request, name) for name in ("temperature", "top_p", "top_k")}
-        sampling |= {
-            "thinking": bool(request.thinking) or None,
-            "reasoning_effort": bool(request.output_config and request.output_config.effort)
-            or any(message.output_config for message in request.messages)
-            or None,
-        }
+        effort = request.output_config and request.output_config.effort
+        effort = effort or any(message.output_config for message in request.messages)
         return _call(
             request,
             ImageReader(self._images, _TEXT_ONLY),
@@ -265,7 +260,8 @@ class AnthropicMessages(Dialect):
             ignored=ignored(body, request.model_extra).union(
                 tool.type for tool in request.tools or () if isinstance(tool, _HostedTool)
             ),
-            sampling={name: value for name, value in sampling.items() if value is not None},
+            sampling=wire.sampling_of(request, ("temperature", "top_p", "top_k", "thinking"))
+            | ({"reasoning_effort": True} if effort else {}),
         )
 
     def parse_count(self, body: bytes) -> ModelCall:

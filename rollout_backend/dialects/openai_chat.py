@@ -4,7 +4,7 @@ Invariant: unsupported input that would change the call's meaning is refused wit
 a text-only model, logprobs of other tokens, the deprecated functions, unknown fields.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
@@ -194,7 +194,7 @@ class OpenAIChat(Dialect):
             n=request.n or 1,
             logprobs=bool(request.logprobs),
             stream=bool(request.stream),
-            sampling=sampling_of(request, (*SAMPLING, "reasoning_effort", "reasoning", "thinking", "verbosity")),
+            sampling=wire.sampling_of(request, (*SAMPLING, "reasoning_effort", "reasoning", "thinking", "verbosity")),
             ignored=ignored(body, request.model_extra),
             dialect_data=bool(request.stream_options and request.stream_options.include_usage),
         )
@@ -220,16 +220,6 @@ class OpenAIChat(Dialect):
 
 
 # --- the request ------------------------------------------------------------------------------------------
-
-
-def sampling_of(request: BaseModel, names: Iterable[str]) -> dict[str, float | int]:
-    """Return a request's sampling settings. Of some, only the presence counts, because they are overridden."""
-    given = {name: getattr(request, name) for name in names}
-    return {
-        name: value if isinstance(value, (int, float)) else bool(value)
-        for name, value in given.items()
-        if value is not None
-    }
 
 
 def _schema(wanted: _ResponseFormat | None) -> Mapping[str, Any] | None:

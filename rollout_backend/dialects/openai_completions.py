@@ -16,7 +16,7 @@ from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.model_call import Answer, Delta, ModelCall
 from rollout_backend.dialects import wire
 from rollout_backend.dialects.base import Dialect, EventStream
-from rollout_backend.dialects.openai_chat import SAMPLING, SamplingFields, sampling_of, usage
+from rollout_backend.dialects.openai_chat import SAMPLING, SamplingFields, usage
 from rollout_backend.dialects.wire import Body, ignored, refuse, refused
 
 _HARMLESS = frozenset({"user"})
@@ -71,7 +71,7 @@ class OpenAICompletions(Dialect):
             n=choices,
             logprobs=request.logprobs is not None,
             stream=bool(request.stream),
-            sampling=sampling_of(request, SAMPLING),
+            sampling=wire.sampling_of(request, SAMPLING),
             ignored=ignored(body, request.model_extra),
             dialect_data=bool(request.stream_options and request.stream_options.include_usage),
         )

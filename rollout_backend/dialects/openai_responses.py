@@ -313,11 +313,6 @@ class OpenAIResponses(Dialect):
         names_tool = choice.type in ("function", "custom")
         if names_tool and choice.name is None:
             raise refused("tool_choice.name", "is missing; name the function that must be called")
-        sampling = {name: getattr(request, name) for name in ("temperature", "top_p")}
-        sampling |= {
-            "reasoning_effort": bool(request.reasoning) or None,
-            "verbosity": bool(request.text and request.text.verbosity) or None,
-        }
         tools, echo = _tools(request)
         images = ImageReader(self._images, _TEXT_ONLY)
         call = ModelCall(
@@ -331,7 +326,8 @@ class OpenAIResponses(Dialect):
             json_schema=_json_schema(request),
             max_new_tokens=request.max_output_tokens,
             stream=bool(request.stream),
-            sampling={name: value for name, value in sampling.items() if value is not None},
+            sampling=wire.sampling_of(request, ("temperature", "top_p", "reasoning"))
+            | ({"verbosity": True} if request.text and request.text.verbosity else {}),
             ignored=ignored(body, request.model_extra).union(
                 tool.type for tool in request.tools or () if isinstance(tool, _HostedTool)
             ),

@@ -18,7 +18,7 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import orjson
@@ -244,6 +244,16 @@ def chat_tool(
     """Return a tool in the format of `ModelCall`. Missing fields are omitted, because templates print every field."""
     function = {"name": name, "description": description, "parameters": parameters, "strict": strict}
     return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+
+
+def sampling_of(request: BaseModel, names: Iterable[str]) -> dict[str, float | int]:
+    """Return a request's sampling settings. Of some, only the presence counts, because they are overridden."""
+    given = {name: getattr(request, name) for name in names}
+    return {
+        name: value if isinstance(value, (int, float)) else bool(value)
+        for name, value in given.items()
+        if value is not None
+    }
 
 
 def check_forced(tool_name: str | None, tools: Sequence[Mapping[str, Any]] | None) -> None:
