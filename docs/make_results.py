@@ -137,6 +137,7 @@ _GROWTH = """\
 Memory and descriptors are those of each process, emulators and agents left out. *One process* is the one of its kind
 that ran longest, without its first 10 minutes; *one process to the next* compares what each had at its end. Growth is
 the slope of a line through all samples. Other programs ran on the same two cores, which makes starts and lags longer.
+A trainer reserves the ports of the last 256 servers that it started, so each restart of an engine adds a descriptor.
 """
 
 _MANY_TURNS = """\
