@@ -18,7 +18,7 @@ Curves = Sequence[Sequence[float]]  # [seeds, steps], each value from 0 to 1
 VERL, OURS, AS_0, DROPPED = "verl", "ours", "lost as 0", "groups dropped"
 PATH, LOSSES = (VERL, OURS), (OURS, AS_0, DROPPED)  # which variants answer which question
 PATH_PAIRS, LOSS_PAIRS = ((OURS, VERL),), ((AS_0, OURS), (DROPPED, OURS))
-GAMES = {"lake": "FrozenLake-v0", "sums": "sums with a tool"}
+GAMES = {"lake": "FrozenLake-v0", "rooms": "rooms with a tool"}
 ENDS = 3  # steps that count as the beginning and the end of a game's training
 _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # by degrees of freedom, from 1
 _COLOURS = ("#1f6feb", "#9a6700", "#1a7f37", "#cf222e")
@@ -144,19 +144,19 @@ def learned(results: Results) -> Table:
     for name, title in GAMES.items():
         if not (runs := runs_of(results, name)):
             continue
-        ends = [_end(run, "reward") for run in runs]
+        gains = [_end(run, "reward") - _end(run, "reward", first=True) for run in runs]
         lines.append(
             [
                 title,
                 str(len(runs)),
                 str(len(runs[0]["steps"])),
                 _change(_by_step(runs, "reward")),
-                f"{min(ends):.2f} to {max(ends):.2f}",
-                f"{sum(_end(run, 'reward') > _end(run, 'reward', first=True) for run in runs)} of {len(runs)}",
+                ", ".join(_change(_by_step([run], "reward")) for run in runs),
+                _interval(gains),
                 _change(_by_step(runs, "won")),
             ]
         )
-    header = ("task", "seeds", "steps", "reward", "at the end, by seed", "seeds that gained", "reward of 1")
+    header = ("task", "seeds", "steps", "reward", "reward, by seed", "gain", "reward of 1")
     return Table("learned", header, lines)
 
 

@@ -60,8 +60,7 @@ class Settings:
     risk: float = 0.15  # of a loss, for each model call
     reads_at_start: float = 0.7  # probability of reading a page, before training
     warm_steps: int = 60
-    tail: int = 38  # see `fit`: the last page and the answer
-    tail_steps: int = 250
+    tails: tuple[tuple[int, int], ...] = ((38, 250),)  # see `fit`: the last page and the answer
 
     @property
     def shares(self) -> list[float]:
@@ -117,7 +116,7 @@ async def run(variant: str, seeds: list[int], settings: Settings, folder: Path) 
     """Train all seeds of a variant with one manager, and so with one engine and gateway."""
     agents, found, model = Readers(settings, variant), [], folder / "model"
     if not (model / "model.safetensors").exists():
-        fit(model, plays(settings), settings.warm_steps, tail=settings.tail, tail_steps=settings.tail_steps)
+        fit(model, plays(settings), settings.warm_steps, tails=settings.tails)
     name = variant.replace(" ", "-")
     shutil.rmtree(folder / name, ignore_errors=True)
     async with Cloud(agents).serve() as url, agents:

@@ -1,14 +1,16 @@
-"""Train a tiny model on a game of many turns and on sums with a tool, through verl's trainer and the whole backend.
+"""Train a tiny model on two tasks of many turns, one with a tool, through the whole backend.
 
     .venv-verl/bin/python benchmarks/many_turns.py
 
 - FrozenLake-v0 of TextArena: a move per turn, and the agent replaces its conversation by a summary after every fourth
   turn, so that a rollout has several segments.
-- Sums of reasoning-gym: the model calls a tool, whose result is the answer.
+- Rooms: in each, a tool reads a note with the number of the door that leads on. A new conversation, and so a new
+  segment, begins in each room.
 
-Everything is real except the cloud, which is on this machine: verl's trainer, SGLang, the gateway, and a process for
-each agent. The model has 90,000 weights and one token per byte. First it is fitted to what a weak player does in the
-same agents. Each of five seeds has different tasks; the engine samples without a seed.
+Everything is real except the cloud, which is on this machine: SGLang, the gateway, a process for each agent, and the
+trainer: verl's for the lake, the loop of `examples/plain_loop` for the rooms. The model has 90,000 weights and one
+token per byte. First it is fitted to what a weak player does in the same agents. Each of five seeds has different
+tasks; the engine samples without a seed.
 
 Each run is kept in a file of `--runs` and is not repeated: after an interruption, start the script again.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import importlib
 import json
 import os
@@ -26,7 +29,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,7 +38,7 @@ from typing import Any
 import yaml
 from rivals.environments import python_of
 from run_all import machine
-from tiny_learner import fit
+from tiny_learner import fit, train
 
 from agent_wrapper.contract import Rollout
 from rollout_backend import RolloutManager, StepResult, Task, load_config
@@ -45,16 +48,18 @@ from rollout_backend.results.archive import RunArchive
 from rollout_backend.serving.server_process import ServerProcess
 from rollout_backend.verl.verl_settings import run_id_of
 
+Steps = list[dict[str, float]]  # what `summary_of` and a trainer say of each step
+
 ROOT = Path(__file__).parent.parent
 GAMES = Path(__file__).parent / "games"
 PINS = GAMES / "requirements.txt"
 EXAMPLE = ROOT / "examples" / "train_arithmetic"
 SEEDS = (0, 1, 2, 3, 4)
 TRANSCRIPTS = 256
-TIMEOUTS = {"model_call_s": 120, "agent_s": 300, "collection_s": 600, "session_key_s": 900}
+TIMEOUTS = {"model_call_s": 600, "agent_s": 900, "collection_s": 1800, "session_key_s": 2400}  # only end hangs
 
 
-# --- weak players, which make legal moves and few good ones. Each answers by the text of its prompt alone ---
+# --- weak players, which make legal moves and few good ones ---
 
 _CELLS = re.compile(r"([wasd])([.HG#])")
 
@@ -68,14 +73,15 @@ def weak_lake(prompt: str) -> str:
     return f"[{draw.choice(moves)}]"
 
 
-def weak_sums(prompt: str) -> str:
-    """Guess three times in ten; otherwise call the tool with any operator."""
-    if "<tool_response>" in prompt:
-        return "done"
-    draw = random.Random(prompt)
-    if draw.random() < 0.3:
-        return str(draw.randint(0, 20))
-    return str(ToolCall("apply", {"operator": draw.choice("+-*")}))
+_draw = random.Random(0)  # not by the prompt: those of a room are equal
+_NOTE = re.compile(r"<tool_response>\n(\d)")
+
+
+def weak_rooms(prompt: str) -> str:
+    """Read the note in a third of the cases, and follow it; otherwise choose any door."""
+    if note := _NOTE.search(prompt):
+        return note[1]
+    return str(ToolCall("look")) if _draw.random() < 1 / 3 else _draw.choice("1234")
 
 
 # --- trainings ---
@@ -96,8 +102,9 @@ class Training:
     prompts: int = 8
     group: int = 6
     learning_rate: float = 1.5e-3
-    tail: int = 0  # see `fit`
-    tail_steps: int = 0
+    plain: bool = False  # with the loop of `examples/plain_loop` instead of verl's trainer
+    tails: tuple[tuple[int, int], ...] = ()  # see `fit`
+    refits: tuple[int, ...] = ()  # steps of more fits, each with the learning rate of the start
 
     def tasks(self, seed: int, count: int) -> list[Task]:
         """Return tasks whose ids and seeds no other seed has."""
@@ -119,20 +126,22 @@ LAKE = Training(
     prompt_tokens=144,
     response_tokens=144,
 )
-SUMS = Training(
-    "sums",
-    "sums.py",
-    weak_sums,
-    {},
-    warm_steps=100,
-    steps=8,
-    prompt_tokens=640,
-    response_tokens=160,
-    tail=160,
-    tail_steps=120,
-    learning_rate=2e-4,
+ROOMS = Training(
+    "rooms",
+    "rooms.py",
+    weak_rooms,
+    {"rooms": 3},
+    warm_steps=0,
+    steps=12,
+    group=4,
+    learning_rate=6e-4,
+    plain=True,
+    prompt_tokens=512,
+    response_tokens=512,
+    tails=((44, 120), (112, 100)),  # the choice after a note; the call before
+    refits=(80, 60, 60),
 )
-TRAININGS = {training.name: training for training in (LAKE, SUMS)}
+TRAININGS = {training.name: training for training in (LAKE, ROOMS)}
 
 
 # --- rollouts -------------------------------------------------------------------------------------------------
@@ -144,29 +153,39 @@ def local_cloud(agent: str, work: Path) -> LocalCloud:
     return LocalCloud(GAMES / agent, run_dir=work / "cloud", python=python, env={"PYTHONPATH": str(ROOT)})
 
 
-async def collect(agent: str, tasks: Sequence[Task], settings: dict[str, Any], work: Path) -> StepResult:
-    """Run one step without training."""
-    base = {"run_id": work.name, "output_dir": str(work / "runs"), "timeouts": TIMEOUTS, **settings}
-    async with local_cloud(agent, work) as cloud:
+@contextlib.asynccontextmanager
+async def serve(training: Training, settings: dict[str, Any], work: Path) -> AsyncIterator[RolloutManager]:
+    """Yield a manager without verl, and a cloud for its agents."""
+    base = {"run_id": PROJECT, "output_dir": str(work / "runs"), "timeouts": TIMEOUTS, **settings}
+    async with local_cloud(training.agent, work) as cloud:
         os.environ.update(cloud.environ)
         async with RolloutManager(load_config(base=base, env={}, top=cloud.settings())) as manager:
-            return await manager.collect(tasks)
+            yield manager
 
 
-def warm_model(training: Training, folder: Path, work: Path) -> Path:
-    """Return the model that imitates the weak player, and make it in `folder` unless it is there."""
-    if folder.is_dir():
-        return folder
+async def play(training: Training, work: Path) -> StepResult:
+    """Collect what the weak player does."""
     with ScriptedEngine(training.player) as engine:
         settings = {
             "model": {"path": str(BYTE_MODEL), "renderer": "chatml", "context_length": training.context},
             "serving": {"kind": "external", "urls": [engine.url]},
             "group": {"size": 1},
         }
-        played = asyncio.run(collect(training.agent, training.tasks(-1, TRANSCRIPTS), settings, work))
+        async with serve(training, settings, work) as manager:
+            return await manager.collect(training.tasks(-1, TRANSCRIPTS))
+
+
+def warm_model(training: Training, folder: Path, work: Path) -> Path:
+    """Return the model that imitates the weak player, and make it in `folder` unless it is there."""
+    if folder.is_dir():
+        return folder
+    played = asyncio.run(play(training, _emptied(work)))
     rows = [(list(s.token_ids), list(s.response_mask)) for rollout in played.rollouts for s in rollout.segments]
     part = folder.with_suffix(".part")
-    losses = fit(part, rows, training.warm_steps, tail=training.tail, tail_steps=training.tail_steps)
+    shutil.rmtree(part, ignore_errors=True)
+    losses = fit(part, rows, training.warm_steps, tails=training.tails)
+    for steps in training.refits:
+        losses += fit(part, rows, steps)
     print(f"{training.name}: fitted to {len(rows)} segments, loss {losses[0]:.2f} -> {losses[-1]:.2f}", flush=True)
     part.rename(folder)
     return folder
@@ -209,8 +228,15 @@ def overrides(training: Training, model: Path, tasks: Path, settings: Path, step
     ]
 
 
-async def train(training: Training, model: Path, seed: int, steps: int, work: Path) -> list[dict[str, float]]:
-    """Train one seed. Return what `summary_of` says of each step."""
+async def train_with_verl(
+    training: Training, model: Path, seeds: Sequence[int], steps: int, work: Path
+) -> AsyncIterator[Steps]:
+    """Train one seed after the other with verl, each in a process of its own. Yield the steps of each."""
+    for seed in seeds:
+        yield await _run_verl(training, model, seed, steps, _emptied(work / f"{training.name}-{seed}"))
+
+
+async def _run_verl(training: Training, model: Path, seed: int, steps: int, work: Path) -> Steps:
     tasks = work / "tasks.jsonl"
     rows = (task.as_row() for task in training.tasks(seed, training.prompts * steps))
     tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -252,6 +278,35 @@ async def train(training: Training, model: Path, seed: int, steps: int, work: Pa
     return found
 
 
+async def train_plainly(
+    training: Training, model: Path, seeds: Sequence[int], steps: int, work: Path
+) -> AsyncIterator[Steps]:
+    """Train one seed after the other with the loop of `examples/plain_loop`, one engine and one gateway."""
+    work = _emptied(work / training.name)
+    settings = {
+        "model": {"path": str(model), "renderer": "chatml"},
+        "serving": {"device": "cpu", "dtype": "float32", "threads": 1},
+        "sampling": {"temperature": 1.0},
+        "group": {"size": training.group},
+    }
+    async with serve(training, settings, work) as manager:
+        for seed in seeds:
+            size, tasks = training.prompts, training.tasks(seed, training.prompts * steps)
+            planned = [tasks[at : at + size] for at in range(0, len(tasks), size)]
+            found = []
+            async for result, worst, seconds in train(manager, model, planned, training.learning_rate):
+                rollouts = [rollout for group in result.groups if group.usable for rollout in group.rollouts]
+                found.append({**summary_of(rollouts), "prob_diff": worst, "seconds": seconds})
+                print(f"{training.name} {seed}, step {len(found)}: {found[-1]['reward']:.2f}", flush=True)
+            yield found
+
+
+def _emptied(work: Path) -> Path:
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    return work
+
+
 def summary_of(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return the means over the trained rollouts of a step."""
     return {
@@ -275,29 +330,30 @@ def main() -> None:
     options = parser.parse_args()
     runs: Path = options.runs.absolute() / ("smoke" if options.smoke else "")
     (runs / "models").mkdir(parents=True, exist_ok=True)
+    seeds = options.seeds[:1] if options.smoke else options.seeds
     for name in options.only:
-        for seed in options.seeds[:1] if options.smoke else options.seeds:
-            kept = runs / f"{name}-{seed}.json"
-            if not kept.exists():
-                began = time.monotonic()
-                work = runs / "work" / f"{name}-{seed}"
-                shutil.rmtree(work, ignore_errors=True)
-                work.mkdir(parents=True)
-                found = one(name, seed, runs / "models" / name, work, options.smoke)
-                found |= {"name": name, "seed": seed, "seconds": round(time.monotonic() - began)}
-                kept.write_text(json.dumps(found, indent=1) + "\n")
-            print(line(json.loads(kept.read_text())), flush=True)
+        missing = [seed for seed in seeds if not (runs / f"{name}-{seed}.json").exists()]
+        if missing:
+            model = warm_model(TRAININGS[name], runs / "models" / name, runs / "work" / f"{name}-player")
+            asyncio.run(train_seeds(TRAININGS[name], model, missing, runs, options.smoke))
+        for seed in seeds:
+            print(line(json.loads((runs / f"{name}-{seed}.json").read_text())), flush=True)
     if options.json is not None:
         found = [json.loads(file.read_text()) for file in sorted(runs.glob("*.json"))]
         options.json.write_text(json.dumps(section(found), indent=1) + "\n")
 
 
-def one(name: str, seed: int, model: Path, work: Path, smoke: bool) -> dict[str, Any]:
-    """Return what is kept of one run."""
-    training = TRAININGS[name]
-    model = warm_model(training, model, work / "warm")
-    steps = asyncio.run(train(training, model, seed, 2 if smoke else training.steps, work))
-    return {"steps": steps}
+async def train_seeds(training: Training, model: Path, seeds: Sequence[int], runs: Path, smoke: bool) -> None:
+    """Train one seed after the other, and keep each in a file."""
+    train_all = train_plainly if training.plain else train_with_verl
+    began = time.monotonic()
+    trained = train_all(training, model, seeds, 2 if smoke else training.steps, runs / "work")
+    for seed in seeds:
+        found = {"name": training.name, "seed": seed, "steps": await anext(trained)}
+        found |= {"date": datetime.now(UTC).date().isoformat(), "seconds": round(time.monotonic() - began)}
+        (runs / f"{training.name}-{seed}.json").write_text(json.dumps(found, indent=1) + "\n")
+        began = time.monotonic()
+    await trained.aclose()
 
 
 def line(found: dict[str, Any]) -> str:
@@ -311,12 +367,12 @@ def section(runs: list[dict[str, Any]]) -> dict[str, Any]:
     pins = dict(pin.split("==") for pin in PINS.read_text().split())
     return {
         "section": "many_turns",
-        "date": datetime.now(UTC).date().isoformat(),
+        "date": " and ".join(sorted({run["date"] for run in runs})),
         "machine": machine(),
         "command": ".venv-verl/bin/python benchmarks/many_turns.py",
         "seconds": sum(run["seconds"] for run in runs),
         "results": {
-            "versions": {"textarena": pins["TextArena"], "reasoning_gym": pins["reasoning_gym"]},
+            "versions": {"textarena": pins["TextArena"]},
             "settings": {
                 "transcripts": TRANSCRIPTS,
                 **{

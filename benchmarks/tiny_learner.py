@@ -29,31 +29,29 @@ Row = tuple[list[int], list[int]]  # token ids, and 1 for each that is sampled
 
 
 def fit(
-    folder: Path, rows: Sequence[Row], steps: int, seed: int = 0, *, tail: int = 0, tail_steps: int = 0
+    folder: Path, rows: Sequence[Row], steps: int, seed: int = 0, *, tails: Sequence[tuple[int, int]] = ()
 ) -> list[float]:
-    """Create the model in `folder`, and fit it to the sampled tokens of a weak player's rows.
+    """Fit the model in `folder`, which is created unless it is there, to the sampled tokens of a weak player's rows.
 
-    With `tail`, it is first fitted for `tail_steps` to the last `tail` tokens of each row, which is cheaper if rows
-    have long beginnings in common. Equal seeds give equal weights. Return the loss of each step, in nats per sampled
-    token.
+    For each of `tails`, a length and a number of steps, it is first fitted to the last tokens of each row. That is
+    cheaper if rows have long beginnings in common, and a rare decision counts for more. Equal seeds give equal
+    weights. Return the loss of each step, in nats per sampled token.
     """
     import torch
 
     model, optimizer, _ = _start(folder, seed)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, tail_steps + steps, LEARNING_RATE / 10)
-    tails = [(ids[-tail:], mask[-tail:]) for ids, mask in rows]
+    total = steps + sum(count for _, count in tails)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total, LEARNING_RATE / 10)
     draw, losses = random.Random(seed), []
-    for step in range(tail_steps + steps):
-        batch = (
-            draw.sample(tails, min(4 * BATCH, len(tails)))
-            if step < tail_steps
-            else draw.sample(rows, min(BATCH, len(rows)))
-        )
-        logprobs_B_T, mask_B_T = _logprobs(model, batch)
-        loss = -(logprobs_B_T * mask_B_T).sum() / mask_B_T.sum()
-        _take_step(model, optimizer, loss)
-        schedule.step()
-        losses.append(loss.item())
+    for tail, count in (*tails, (0, steps)):  # a tail of 0 is the whole row
+        size = min(4 * BATCH, 4096 // tail, len(rows)) if tail else min(BATCH, len(rows))
+        cut = [(ids[-tail:], mask[-tail:]) for ids, mask in rows]
+        for _ in range(count):
+            logprobs_B_T, mask_B_T = _logprobs(model, draw.sample(cut, size))
+            loss = -(logprobs_B_T * mask_B_T).sum() / mask_B_T.sum()
+            _take_step(model, optimizer, loss)
+            schedule.step()
+            losses.append(loss.item())
     model.save_pretrained(folder)
     return losses
 
@@ -109,7 +107,9 @@ def _start(folder: Path, seed: int) -> tuple[Any, Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    make_tiny_model(folder, seed)
+    torch.set_num_threads(1)  # threads of so small a model mostly wait for each other
+    if not (folder / "model.safetensors").exists():
+        make_tiny_model(folder, seed)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0)
     return model, optimizer, PreTrainedTokenizerFast.from_pretrained(folder)
@@ -148,6 +148,7 @@ async def train(
     import torch
     from transformers import AutoModelForCausalLM
 
+    torch.set_num_threads(1)
     spec = spec_from_file_location("plain_loop", LOOP)
     assert spec is not None
     assert spec.loader is not None

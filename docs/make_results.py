@@ -141,10 +141,10 @@ A trainer reserves the ports of the last 256 servers that it started, so each re
 """
 
 _MANY_TURNS = """\
-verl's trainer (GRPO, {group} rollouts of each of {prompts} tasks a step), SGLang, the gateway, S3, SQS and AgentCore
-run on this machine, with a process for each agent. The byte-level model of 90,000 weights is first fitted to
-{transcripts} rollouts of a weak player; all seeds begin with this model and have different tasks. The length of the
-fit and the learning rate were chosen by a simulation and two runs of the first seed, which are not in the tables.
+Trainer, SGLang, the gateway, S3, SQS and AgentCore run on this machine, with a process for each agent. The byte-level
+model of 90,000 weights is first fitted to {transcripts} rollouts of a weak player; all seeds of a task begin with one
+such model and have different tasks. The length of the fit and the learning rate were chosen by simulations and runs
+of the first seed, which are not in the tables.
 """
 _TRAININGS = {
     "lake": """\
@@ -152,15 +152,21 @@ FrozenLake-v0 of TextArena {textarena}: a move per turn, at most {max_moves} mov
 around the player, because TextArena's text is too long for this model. After every {compact_after} moves it replaces
 the conversation by the list of moves and the cells, so a new segment begins. The reward is TextArena's: 1 at the
 goal; otherwise the part of the way, at most 0.95, where the agent fell into a hole or made a second invalid move in a
-row.
+row. verl trains, by GRPO on {group} rollouts of each of {prompts} tasks a step.
 """,
-    "sums": """\
-Sums of two numbers, `basic_arithmetic` of reasoning-gym {reasoning_gym}: the model calls a tool with one of three
-operators, and says that it is done. The reward is reasoning-gym's. This model does not learn to copy numbers from
-some hundred transcripts, so the tool has the numbers. The learning rate is {learning_rate:g}. Only one seed was
-trained, and eight steps changed little.
+    "rooms": """\
+A row of {rooms} rooms, each with four doors. A tool reads the note on the wall: the number of the right door, eight
+times. A reply without a call opens a door. The right one leads to the next room and to a new conversation, so a new
+segment begins; a wrong one, or a third call, ends the rollout. The reward is the part of the rooms that were left.
+The weak player reads the note in a third of the cases, and follows it; the model learns to look more often.
+The loop of `examples/plain_loop` trains, by GRPO on {group} rollouts of each of {prompts} tasks a step, with one
+engine for all seeds.
 """,
 }
+_MANY_TURNS_TABLE = """\
+A line is the mean of the seeds, in a band of all seeds. `a -> b` are the means of the first and last {ends} steps.
+The gain is the mean of the seeds' differences, with its 95 % confidence interval (Student's t).
+"""
 _PLAYED = """\
 What a rollout consists of, and the largest difference between the engine's probability of a trained token
 and the trainer's:
@@ -229,13 +235,12 @@ def _faults(results: dict[str, Any]) -> Iterator[str]:
 
 def _many_turns(results: dict[str, Any]) -> Iterator[str]:
     settings = results["settings"]
-    yield _MANY_TURNS.format(**settings["lake"], transcripts=settings["transcripts"])
+    yield _MANY_TURNS.format(transcripts=settings["transcripts"])
     for name, text in _TRAININGS.items():
         if learning_report.runs_of(results, name):
             yield text.format(**settings[name], **results["versions"])
     yield "![The reward over the steps](results-many-turns.svg)\n"
-    ends = learning_report.ENDS
-    yield f"A line is the mean of the seeds, in a band of all seeds. `a -> b` are the first and last {ends} steps.\n"
+    yield _MANY_TURNS_TABLE.format(ends=learning_report.ENDS)
     yield learning_report.learned(results).markdown() + "\n"
     yield _PLAYED
     yield learning_report.in_play(results).markdown() + "\n"

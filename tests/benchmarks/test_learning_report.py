@@ -72,6 +72,7 @@ def test_a_game_is_compared_at_its_beginning_and_end_over_all_seeds(report) -> N
 
     results = {"runs": [game(0, 0.2, 0.3, 0.4, 0.6, 0.7, 0.8), game(1, 0.5, 0.5, 0.5, 0.3, 0.3, 0.3)]}
     [cells] = report.learned(results).rows
-    assert cells == ["FrozenLake-v0", "2", "6", "0.4 -> 0.5", "0.30 to 0.70", "1 of 2", "0"]
+    gain = "+0.100 (-3.712 to +3.912)"  # +.4 and -.2: 12.706 * 0.424 / sqrt(2)
+    assert cells == ["FrozenLake-v0", "2", "6", "0.4 -> 0.5", "0.3 -> 0.7, 0.5 -> 0.3", gain, "0"]
     [cells] = report.in_play(results).rows
     assert cells[1:4] == ["384", "5 -> 8", "2"]
