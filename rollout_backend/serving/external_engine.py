@@ -238,8 +238,15 @@ async def check_records_experts(url: str) -> None:
     Raises:
         PreflightError: the server returns none, or wrong ones.
     """
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as http:
-        status, info = await _ask(http, f"{url}/server_info")
+    status, info = await _options(url)
+    if info is None:
+        log.warning(
+            "%s/server_info answers %d: whether it returns routed experts is unknown. Rollouts without them are left "
+            "out",
+            url,
+            status,
+        )
+        return
     if not info.get("enable_return_routed_experts"):
         raise PreflightError(
             f"model.routed_experts=true: {url}/server_info answers {status} without enable_return_routed_experts: "
@@ -255,8 +262,10 @@ async def check_records_experts(url: str) -> None:
 
 async def check_reads_seeds(url: str) -> None:
     """Raise PreflightError if an SGLang server ignores the seeds of requests."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as http:
-        status, info = await _ask(http, f"{url}/server_info")
+    status, info = await _options(url)
+    if info is None:
+        log.warning("%s/server_info answers %d: whether seeds have an effect is unknown", url, status)
+        return
     if not info.get("enable_deterministic_inference"):
         raise PreflightError(
             "sampling.seed is set (in verl by full_determinism), or gateway.agent_sampling_overrides has seed, and "
@@ -264,6 +273,16 @@ async def check_reads_seeds(url: str) -> None:
             "Start it with --enable-deterministic-inference, in verl by "
             "+actor_rollout_ref.rollout.engine_kwargs.sglang.enable_deterministic_inference=True, or remove the seed"
         )
+
+
+async def _options(url: str) -> tuple[int, dict[str, Any] | None]:
+    """Return the status of `/server_info`, and the options that an SGLang server was started with.
+
+    They are None if the server fails to tell, as SGLang 0.5.12 does where verl 0.9.1 starts it.
+    """
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as http:
+        status, info = await _ask(http, f"{url}/server_info")
+    return status, None if status >= 500 else info
 
 
 async def _ask(

@@ -4,6 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
 
 from builders import run_config
 from rollout_backend.checks.model import check_experts
@@ -193,6 +195,24 @@ async def test_an_external_server_that_ignores_seeds_is_refused():
         engine.deterministic = False
         with pytest.raises(StartupError, match=r"engine-0: sampling\.seed .*--enable-deterministic-inference"):
             await server.start()
+
+
+class SilentEngine(ScriptedEngine):
+    """Does not tell how it was started, as SGLang 0.5.12 where verl 0.9.1 starts it."""
+
+    def _app(self):
+        app = super()._app()
+        app.router.routes.insert(0, Route("/server_info", lambda _: PlainTextResponse("Internal error", 500)))
+        return app
+
+
+async def test_an_external_server_that_does_not_tell_how_it_was_started_is_used(caplog):
+    with SilentEngine([]) as engine:
+        serving = {"kind": "external", "urls": [engine.url]}
+        config = run_config(model={"path": "model", "routed_experts": True}, sampling={"seed": 1}, serving=serving)
+        await ExternalEngine("engine-0", engine.url, config).start()
+    assert "answers 500: whether it returns routed experts is unknown" in caplog.text
+    assert "answers 500: whether seeds have an effect is unknown" in caplog.text
 
 
 @pytest.mark.parametrize("experts", [0, 8])
