@@ -437,8 +437,10 @@ def _log_step(result: StepResult) -> None:
 
 
 def _log_serving_event(event: ServingEvent) -> None:
-    # The router's end is no warning: we restart it, and at the end of a run Ray ends it first. verl restarts engines.
-    lost = event.kind == "gave_up" or (event.kind == "died" and event.server != "router")
+    # The end of the router or a gateway is no warning: we restart it, and at the end of a run Ray ends it before this
+    # process. verl restarts engines.
+    ours = event.server.startswith(("router", "gateway"))
+    lost = event.kind == "gave_up" or (event.kind == "died" and not ours)
     log.log(logging.WARNING if lost else logging.INFO, "%s %s %s", event.server, event.kind, event.detail)
 
 
