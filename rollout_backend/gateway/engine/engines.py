@@ -161,7 +161,7 @@ class EngineLoadPoller:
         elif engines and not self._warned:
             self._warned = True
             logger.info(
-                "no engine reports its load at /v1/loads (asked: %s): calls are bounded by "
+                "no engine has reported its load at /v1/loads (asked: %s): until one does, calls are bounded by "
                 "gateway.max_concurrent_calls alone",
                 ", ".join(engines),
             )
