@@ -1,7 +1,8 @@
 """Qualify a machine for training: start an engine, check what training needs of it, and train two steps, in minutes.
 
-    python examples/train_gpu/qualify.py                      # a tiny random model on one GPU
+    python examples/train_gpu/qualify.py                      # a small random model on one GPU
     python examples/train_gpu/qualify.py /models/Qwen3-0.6B -o serving.tensor_parallel=2
+    python examples/train_gpu/qualify.py --folder logs --verl trainer.total_training_steps=5
     python examples/train_gpu/qualify.py -o serving.device=cpu -o serving.dtype=float32
 
 The engine runs as verl runs its servers (without a tokenizer, and with memory that can be released), behind the
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import importlib.util
 import json
 import math
@@ -68,17 +70,22 @@ WITHOUT_FLASH_ATTENTION = [
     "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
     "actor_rollout_ref.model.use_remove_padding=False",
 ]
+# What verl measures in a step.
+PARTS = ["step", "gen", "old_log_prob", "update_actor", "update_weights"]
 # verl's options of its servers that change how they behave.
 VERL_ARGS = ["--skip-tokenizer-init", "--skip-server-warmup"]
 VERL_GPU_ARGS = ["--enable-memory-saver", "--enable-weights-cpu-backup"]
 # Limits of the average difference of probabilities, verl's training/rollout_probs_diff_mean. The reference is in
-# float32. A random model of 142 million weights in bfloat16 had 0.006 to 0.022 on an H100.
+# float32. A random model of 142 million weights in bfloat16 had 0.006 to 0.022 on an H100, in training 6e-5 at most.
 MEAN_DIFFERENCE = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.02}
+# The least correlation of these probabilities in training: those of a random model are small. On an H100 it was .9999
+# with the trained weights, and -.25 with those of the step before.
+CORRELATION = 0.99
 
-_TINY = """
+_RANDOM = """
 import sys; from pathlib import Path
 from rollout_backend.local.tiny_model import make_tiny_model
-make_tiny_model(Path(sys.argv[1]))
+make_tiny_model(Path(sys.argv[1]), **({} if sys.argv[2] == "cpu" else {"hidden": 1024, "heads": 16, "layers": 12}))
 """
 _CHANGED = """
 import shutil, sys; from pathlib import Path
@@ -106,8 +113,8 @@ class Failed(Exception):
 class Qualification:
     """The checks, in the order in which they run. Each returns its figures, or raises `Failed`."""
 
-    def __init__(self, config: RolloutConfig, python: Path, folder: Path) -> None:
-        self._config, self._python, self._folder = config, python, folder
+    def __init__(self, config: RolloutConfig, python: Path, folder: Path, verl: Sequence[str] = ()) -> None:
+        self._config, self._python, self._folder, self._verl = config, python, folder, verl
         self._serving = ModelServing(config, folder)
         self._http: aiohttp.ClientSession
         self._models = {"0": config.model.path}
@@ -249,7 +256,7 @@ class Qualification:
                 "VAL": str(tasks),
                 "VERL_FILE_LOGGER_PATH": str(metrics),
             }
-            command = ["bash", str(Path(__file__).with_name("sync.sh")), *arguments]
+            command = ["bash", str(Path(__file__).with_name("sync.sh")), *arguments, *self._verl]
             verl = ServerProcess("verl", command, folder / "verl.log", environ)
             await verl.start()
             try:
@@ -260,15 +267,22 @@ class Qualification:
             raise Failed(f"verl ended with code {code}. {verl.log_tail()}")
         steps = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
         means = [step["training/rollout_probs_diff_mean"] for step in steps]
+        correlations = [step["training/rollout_actor_probs_pearson_corr"] for step in steps]
         text = ", ".join(
             f"step {number}: probabilities differ by {step['training/rollout_probs_diff_mean']:.1e} on average, "
-            f"{step['training/rollout_probs_diff_max']:.1e} at most, gradient norm {step['actor/grad_norm']:.1e}, "
-            f"{step['rollouts/trained/sum']:.0f} of {step['rollouts/planned/sum']:.0f} rollouts trained"
+            f"{step['training/rollout_probs_diff_max']:.1e} at most, correlation "
+            f"{step['training/rollout_actor_probs_pearson_corr']:.5f}, gradient norm {step['actor/grad_norm']:.1e}, "
+            f"{step['rollouts/trained/sum']:.0f} of {step['rollouts/planned/sum']:.0f} rollouts trained, "
+            + "; ".join(f"{part} {step[f'timing_s/{part}']:.1f} s" for part in PARTS if f"timing_s/{part}" in step)
             for number, step in enumerate(steps, start=1)
         )
         limit = MEAN_DIFFERENCE[self._config.serving.dtype]
-        if len(steps) != 2 or not max(means) <= limit or any(step["rollouts/left_out/sum"] for step in steps):
-            raise Failed(f"{text}; expected two steps with averages up to {limit:g} and every rollout trained")
+        agree = len(steps) >= 2 and max(means) <= limit and min(correlations) >= CORRELATION
+        if not agree or any(step["rollouts/left_out/sum"] for step in steps):
+            raise Failed(
+                f"{text}; expected two steps with averages up to {limit:g}, correlations from {CORRELATION:g}, and "
+                "every rollout trained"
+            )
         return text
 
     # --- helpers ----------------------------------------------------------------------------------------------
@@ -426,14 +440,17 @@ def _line(name: str, passed: bool, text: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", type=Path, help="model folder; by default a tiny random model")
+    parser.add_argument("model", nargs="?", type=Path, help="model folder; by default a small random model")
     parser.add_argument("-o", "--override", action="append", default=[], help="a setting, such as serving.python=...")
+    parser.add_argument("--verl", action="append", default=[], help="a setting of verl, for the two steps")
+    parser.add_argument("--folder", type=Path, help="new folder for logs and metrics, which are otherwise deleted")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="qualify-") as name:
-        folder = Path(name)
+    with contextlib.ExitStack() as stack:
+        folder = given.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qualify-")))
+        folder.mkdir(parents=True, exist_ok=True)
         base = {
             "run_id": "qualify",
-            "output_dir": name,
+            "output_dir": folder,
             "model": {"path": given.model or folder / "model"},
             "storage": {"bucket": "unused"},
             "runtime": {"kind": "process", "command": ["true"]},
@@ -446,12 +463,12 @@ def main() -> int:
         )
         python = interpreter(config.serving)
         if given.model is None:
-            run_python(python, _TINY, str(config.model.path))
-        results = asyncio.run(Qualification(config, python, folder).run())
+            run_python(python, _RANDOM, str(config.model.path), config.serving.device)
+        results = asyncio.run(Qualification(config, python, folder, given.verl).run())
         print("\nReport this page, and with a failure the logs that it names:\n")
         print(f"{platform.platform()}, Python {platform.python_version()}")
         print(run_python(python, _VERSIONS), end="")
-        print(f"model: {given.model or 'tiny, random'}, {config.serving.dtype}, extra_args: {' '.join(args)}")
+        print(f"model: {given.model or 'random'}, {config.serving.dtype}, extra_args: {' '.join(args)}")
         for result in results:
             print(_line(*result))
         print("not checked: several GPUs")

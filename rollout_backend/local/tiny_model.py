@@ -10,11 +10,13 @@ BYTE_MODEL = Path(__file__).parent / "byte_model"
 CONTEXT_LENGTH = 1024
 
 
-def make_tiny_model(folder: Path, seed: int = 0, *, tied: bool = True, heads: int = 4) -> Path:
+def make_tiny_model(
+    folder: Path, seed: int = 0, *, tied: bool = True, hidden: int = 64, heads: int = 4, layers: int = 2
+) -> Path:
     """Create the model in `folder`, in float32; equal seeds give equal weights. Needs transformers and torch.
 
-    If `tied`, the output layer is the input embedding, as in small real models. vLLM 0.24.0 on the CPU needs heads of
-    at least size 32, which `heads=2` gives.
+    If `tied`, the output layer is the input embedding, as in small real models. Heads have the size `hidden / heads`:
+    vLLM 0.24.0 on the CPU needs at least 32, and FlashInfer on a GPU 64.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -25,9 +27,9 @@ def make_tiny_model(folder: Path, seed: int = 0, *, tied: bool = True, heads: in
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=heads // 2,
         max_position_embeddings=CONTEXT_LENGTH,

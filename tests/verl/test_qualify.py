@@ -16,14 +16,16 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpu" / "qualify.py"
 @pytest.mark.release
 @pytest.mark.engine
 @pytest.mark.timeout(1800)
-def test_the_cpu_passes_all_checks() -> None:
+def test_the_cpu_passes_all_checks(tmp_path: Path) -> None:
     settings = ("serving.device=cpu", "serving.dtype=float32", "model.context_length=1024")
     options = [word for setting in settings for word in ("-o", setting)]
+    options += ["--folder", str(tmp_path / "folder"), "--verl", "trainer.total_training_steps=3"]
     done = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, text=True, check=False)
     page = done.stdout.partition("Report this page")[2]
     assert done.returncode == 0, done.stdout + done.stderr
     assert page.count("\nok ") == 9
     assert "of weights 0, 1: probabilities differ by" in page
-    norms = re.findall(r"gradient norm (\S+), 32 of 32 rollouts trained", page)
-    assert len(norms) == 2
+    norms = re.findall(r"gradient norm (\S+), 32 of 32 rollouts trained, step \S+ s; gen ", page)
+    assert len(norms) == 3
     assert all(float(norm) > 0 for norm in norms)
+    assert (tmp_path / "folder" / "training" / "verl.log").exists()
