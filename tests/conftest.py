@@ -1,5 +1,6 @@
 """Fixtures for all tests: S3 and SQS as local servers, and rollouts to store in them."""
 
+import atexit
 import functools
 import gc
 import importlib
@@ -76,6 +77,7 @@ gc.disable()
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # or the interpreter's end warns of sockets that modules hold
     gc.enable()
 
 
