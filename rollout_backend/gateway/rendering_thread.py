@@ -179,7 +179,9 @@ class RenderingThread:
         )
 
     def stop_strings(self, call: ModelCall) -> StopStrings:
-        return StopStrings(call.stop, self.bundle.token_bytes, self.bundle.silent_token_ids)
+        # The text of a completion has the names of special tokens; a renderer removes them.
+        silent = self.bundle.silent_token_ids if call.prompt is None else self.bundle.stop_token_ids
+        return StopStrings(call.stop, self.bundle.token_bytes, silent)
 
     def read(self, call: ModelCall, prompt: Prompt, completion: Completion) -> Choice:
         """Return the sampled message. A reply that the renderer cannot parse is returned as text."""
