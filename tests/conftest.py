@@ -6,7 +6,7 @@ import gc
 import importlib
 import os
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +70,17 @@ def group_of(nodeid: str) -> str:
     return next((group for group, paths in GROUPS.items() if file.startswith(paths)), file)
 
 
-# Garbage collections visit what the imports of thousands of tests have made, which stays: a quarter of their time.
-gc.disable()
-
-
-def pytest_collection_finish() -> None:
-    gc.collect()
-    gc.freeze()
-    atexit.register(gc.unfreeze)  # or the interpreter's end warns of sockets that modules hold
-    gc.enable()
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Collect tests without garbage collections: they visit what imports have made, which stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # or the interpreter's end warns of sockets that modules hold
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
