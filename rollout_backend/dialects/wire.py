@@ -9,7 +9,7 @@ Invariants:
 - A field is harmless if it changes neither the prompt nor the sampling: storage, billing, caching, latency. Such
   fields are counted: see `ignored`.
 - The trainer sets sampling and reasoning. The agent's settings are counted as overridden and ignored (see
-  `sampling`).
+  `ModelCall.sampling`).
 - Only the bytes within a request are read as an image. No URL is fetched and no path is opened, because a request
   could then read with the gateway's rights.
 """
