@@ -42,7 +42,7 @@ AGENTS = {"ours": AgentCore, "toolkit": ToolkitAgents}
 
 class Emulator(Cloud):
     def __init__(self, options: Any) -> None:
-        super().__init__(None, options.s3_s, options.sqs_s)
+        super().__init__(s3_s=options.s3_s, sqs_s=options.sqs_s)
         results = ReadyMadeResults(options.tokens, options.secret)
         self.agents = AGENTS[options.agents](self.s3, self.sqs, results, options, self.calls)
 

@@ -112,7 +112,7 @@ def count(truths: Iterable[Truth], rollouts: Iterable[dict[str, Any]]) -> dict[s
 
 class FaultyCloud(Cloud):
     def __init__(self, fault: str) -> None:
-        super().__init__(0.01, 0.005)
+        super().__init__(s3_s=0.01, sqs_s=0.005)
         self.agents: FaultyAgents = FaultyAgents(self.s3, self.sqs, fault, SECRET, GROUPS * GROUP // 2)
 
     def control(self, name: str) -> Any:

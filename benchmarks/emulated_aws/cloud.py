@@ -24,7 +24,7 @@ class Agents(Protocol):
 class Cloud:
     """`control` has what `/_emulator/NAME` returns."""
 
-    def __init__(self, agents: Agents | None = None, s3_s: float = 0.0, sqs_s: float = 0.0) -> None:
+    def __init__(self, agents: Agents | None = None, *, s3_s: float = 0.0, sqs_s: float = 0.0) -> None:
         """Latencies are in seconds. A subclass sets `agents` that use this S3 and SQS."""
         self.calls: Counter[str] = Counter()
         self.s3, self.sqs = S3(s3_s, self.calls), Sqs(sqs_s, self.calls)
