@@ -29,6 +29,7 @@ async def sampled_by(request, make_config, tmp_path):
     if request.param == "vllm":
         request.getfixturevalue("vllm_python")
     config = make_config(
+        router={},  # vLLM is called without one
         model={"path": find_model()},
         serving={
             "engine": request.param,
