@@ -307,9 +307,9 @@ async def _read_result(target: Target, request: RolloutRequest, runtime: AgentCo
                     return Rollout.decode(await answer["Body"].read())
                 except ClientError as error:
                     if aws.code_of(error) != "NoSuchKey":
-                        raise aws.preflight_error(error, f"bucket {target.bucket}", "storage.bucket") from error
+                        raise aws.preflight_error(error, f"bucket {target.bucket}", "--stack") from error
                 except BotoCoreError as error:
-                    raise aws.preflight_error(error, f"bucket {target.bucket}", "storage.bucket") from error
+                    raise aws.preflight_error(error, f"bucket {target.bucket}", "--stack") from error
             await asyncio.sleep(_POLL_S)
     raise PreflightError(
         f"the smoke rollout was accepted but wrote no result within {_RESULT_S:g} s: check that the agents' role may "
