@@ -125,7 +125,6 @@ class LedgerEntry:
         self.invoked_at, self.accepted_at = self.ledger.now(), None
         if self.attempts == 1:  # again, if the first one was throttled
             self.first_invoked_at = self.invoked_at
-        self.session_end = None
         self._open(session_id, Phase.DISPATCHING)
         self.ledger.watch(self)
 
@@ -166,6 +165,7 @@ class LedgerEntry:
     def abandon_attempt(self) -> None:
         """Drop the current attempt, whose failure marker no longer counts. The rollout waits for its next attempt."""
         self.attempt, self.session_id, self.deadline, self.adopted = 0, None, None, False
+        self.session_end = None
         if self.awaits_result:
             self._enter(Phase.PLANNED)
 

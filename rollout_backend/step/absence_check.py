@@ -4,7 +4,7 @@ Invariants:
 
 - "S3 could not be asked" is not "nothing is there": a rollout is absent only once S3 has answered for its result and
   for the failure marker of its attempt;
-- an answer counts only for the attempt that was under way when S3 was asked.
+- an answer counts only for the attempt that was current when its check started, however often S3 was asked.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from rollout_backend.collect.fetcher import ResultSink
 from rollout_backend.errors import StoreError
@@ -39,15 +39,15 @@ class AbsenceCheck:
 
     def start(self, rollouts: Iterable[RolloutTask], absent: Callable[[RolloutTask], None]) -> None:
         """Check rollouts in the background, until S3 answers or the step's deadline passes; see `ask`."""
-        fresh = set(rollouts) - self._pending
-        self._pending |= fresh
+        fresh = {each: each.entry.attempt for each in rollouts if each not in self._pending}
+        self._pending.update(fresh)
         if fresh:
             check = asyncio.create_task(self._retry(fresh, absent))
             self._checks.add(check)
             check.add_done_callback(self._checks.discard)
             check.add_done_callback(self._context.abort_on_failure)
 
-    async def _retry(self, rollouts: set[RolloutTask], absent: Callable[[RolloutTask], None]) -> None:
+    async def _retry(self, rollouts: dict[RolloutTask, int], absent: Callable[[RolloutTask], None]) -> None:
         with contextlib.suppress(StoreError):  # at the step's deadline, which settles them
             await self._context.plan.retry(lambda: self.ask(rollouts, absent))
         self._context.changed.set()
@@ -63,10 +63,10 @@ class AbsenceCheck:
 
     async def finish(
         self, rollouts: Iterable[RolloutTask], absent: Callable[[RolloutTask], None]
-    ) -> set[RolloutTask]:
+    ) -> Collection[RolloutTask]:
         """Check rollouts once, at the step's deadline. Return those for which S3 did not answer in time."""
         self.cancel()
-        unanswered = set(rollouts)
+        unanswered = {each: each.entry.attempt for each in rollouts}
         try:
             async with asyncio.timeout(_DEADLINE_S):
                 await self.ask(unanswered, absent)
@@ -74,9 +74,10 @@ class AbsenceCheck:
             log.warning("step %d is out of time, and S3 fails: %s", self._sink.step, error or "no answer in time")
         return unanswered
 
-    async def ask(self, rollouts: set[RolloutTask], absent: Callable[[RolloutTask], None]) -> None:
-        """Ask S3 once for each of these, and take the results that it has. A rollout for which S3 has answered leaves
-        the set; `absent` is called as soon as it is known that there is no result.
+    async def ask(self, rollouts: dict[RolloutTask, int], absent: Callable[[RolloutTask], None]) -> None:
+        """Ask S3 once for each of these attempts, and take the results that it has. A rollout for which S3 has
+        answered, or whose attempt was abandoned, is removed; `absent` is called as soon as it is known that there is
+        no result.
 
         Raises:
             StoreError: S3 did not answer for those that are left.
@@ -84,14 +85,14 @@ class AbsenceCheck:
         listed = await self._listed() if len(rollouts) > _LISTED else None
 
         async def ask(rollout: RolloutTask) -> None:
-            attempt, rollout_id = rollout.entry.attempt, rollout.rollout_id
-            if listed is None or rollout_id in listed:
+            entry, attempt, rollout_id = rollout.entry, rollouts[rollout], rollout.rollout_id
+            if entry.attempt == attempt and (listed is None or rollout_id in listed):
                 async with self._asking:
                     if not await self._buffer.fetch_by_key(self._sink, rollout_id, attempt):
                         return
-            rollouts.discard(rollout)
+            del rollouts[rollout]
             self._pending.discard(rollout)
-            if rollout.entry.awaits_result and rollout.entry.attempt == attempt:
+            if entry.awaits_result and entry.attempt == attempt:
                 absent(rollout)
             rollout.watch_time()
 

@@ -357,6 +357,8 @@ class RolloutTask:
 
     def on_overdue(self) -> None:
         """Retry or settle the rollout after its session has ended, or its deadline has passed."""
+        if self.entry.due_at is None or self.entry.due_at > asyncio.get_running_loop().time():
+            return  # during the check, the invoke was accepted or repeated, which moves the deadline
         if (end := self.entry.session_end) is not None:
             self._lose_session(end.reason, end.message, final=end.final)
             return

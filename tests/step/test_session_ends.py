@@ -1,11 +1,12 @@
 """Sessions whose end the runtime reports, in a step."""
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from agent_wrapper.contract import Failure, Outcome
-from builders import eventually
+from builders import eventually, skip
 from rollout_backend.core.ledger import Phase
 from rollout_backend.core.session_ends import SessionEnd, SessionEnds
 from step_bench import Agents, only
@@ -86,3 +87,58 @@ async def test_a_container_that_the_runtime_stopped_gets_another_attempt(open_be
     report = (await bench.run(behave=only("task-a.1", are_stopped))).report
     assert report.attempts == 3
     assert report.reasons == ({} if last == 1 else {"infra_error: terminated": 1})
+
+
+@pytest.mark.parametrize("redispatched", [False, True])
+async def test_an_answer_about_an_abandoned_attempt_does_not_concern_the_next(open_bench, monkeypatch, redispatched):
+    bench = await open_bench("group.size=1")
+    step, buffer = bench.step(), bench.services.buffer
+    fetch, asked = buffer.fetch_by_key, []
+
+    async def fails_once(sink, rollout_id, attempt):
+        asked.append(attempt)
+        if len(asked) > 1:
+            return await fetch(sink, rollout_id, attempt)
+        step.rollouts[rollout_id].retry_lost(Failure(reason="terminated", message="its marker was announced"))
+        entry = bench.ledger.entries[rollout_id]
+        await eventually(lambda: not redispatched or (entry.attempt, entry.phase) == (2, Phase.RUNNING))
+        return False
+
+    async def the_first_ends(agents, request):
+        if request.attempt == 1:
+            await reports_its_end(bench)(agents, request)
+        else:
+            await eventually(lambda: not step._absence_check._pending)
+            await agents.complete(request)
+
+    monkeypatch.setattr(buffer, "fetch_by_key", fails_once)
+    bench.agents.behave = the_first_ends
+    report = (await step.run()).report
+    assert (report.outcomes[Outcome.COMPLETED], report.attempts) == (1, 2)
+    assert asked == [1]
+
+
+async def test_a_deadline_that_an_invoke_moves_during_the_check_has_not_passed(open_bench, monkeypatch):
+    bench = await open_bench("group.size=1")
+    step, container_up, asked = bench.step(), asyncio.Event(), []
+
+    async def starts_slowly(request):
+        await container_up.wait()
+
+    async def answers_once_accepted(sink, rollout_id, attempt):
+        asked.append(attempt)
+        container_up.set()
+        await eventually(lambda: bench.ledger.entries[rollout_id].phase is Phase.RUNNING)
+        return True
+
+    async def completes_once_checked(agents, request):
+        await eventually(lambda: not step._absence_check._pending)
+        await agents.complete(request)
+
+    monkeypatch.setattr(bench.services.buffer, "fetch_by_key", answers_once_accepted)
+    bench.agents.before, bench.agents.behave = starts_slowly, completes_once_checked
+    running = asyncio.create_task(step.run())
+    await eventually(lambda: bench.agents.requests)
+    skip(81)  # its time is up, were its container up
+    report = (await running).report
+    assert (report.outcomes[Outcome.COMPLETED], asked) == (1, [1])

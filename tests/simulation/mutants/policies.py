@@ -23,7 +23,9 @@ def breaker_never_opens() -> Patch:
 def stragglers_cut_off_unasked() -> Patch:
     """A straggler is cut off without checking S3 for its result."""
 
-    async def broken(self: AbsenceCheck, rollouts: set[RolloutTask], absent: Callable[[RolloutTask], None]) -> None:
+    async def broken(
+        self: AbsenceCheck, rollouts: dict[RolloutTask, int], absent: Callable[[RolloutTask], None]
+    ) -> None:
         for rollout in sorted(rollouts, key=lambda each: each.rollout_id):
             absent(rollout)
 
