@@ -188,7 +188,11 @@ def _routing(config: Any) -> Iterable[str]:
     if not _at(config, _REPLAY):
         for setting in (*replayed, *measured):
             yield f"  {setting}={_at(config, setting)}: the servers record no routing: set {_REPLAY}=True"
-    elif not replayed and not measured:
+        return
+    cache = "actor_rollout_ref.rollout.engine_kwargs.sglang.enable_hierarchical_cache"
+    if _at(config, cache):  # a server of verl 0.9.1 cannot be asked how it was started
+        yield f"  {cache}=True: tokens that come back from this cache get the routing of others: remove this setting"
+    if not replayed and not measured:
         yield (
             f"  {_REPLAY}=True: the actor does not replay the routing. Set actor.megatron.router_replay.mode=R3 with "
             "actor.strategy=megatron, or the same of veomni: other strategies cannot"

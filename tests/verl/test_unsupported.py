@@ -79,6 +79,10 @@ def test_routed_experts_are_replayed_by_engines_that_can_and_recorded_for_them(e
     trainer = f"model_engine={engine}"
     refuse_unsupported(verl_config(f"{replay}=R2", trainer))
     refuse_unsupported(verl_config(f"{replay}=R3", f"{RECORD}=True", trainer))
+    cache = f"{ROLLOUT}.engine_kwargs.sglang.enable_hierarchical_cache=True"
+    refuse_unsupported(verl_config(f"+{cache}"))
+    with pytest.raises(ConfigError, match=f"  {cache}: tokens that come back .* get the routing of others"):
+        refuse_unsupported(verl_config(f"{replay}=R3", f"{RECORD}=True", trainer, f"+{cache}"))
     with pytest.raises(ConfigError, match=f"{replay}=R3: the servers record no routing: set {RECORD}=True"):
         refuse_unsupported(verl_config(f"{replay}=R3", trainer))
     with pytest.raises(ConfigError, match=f"{RECORD}=True: the actor does not replay the routing"):
