@@ -98,7 +98,6 @@ def refuse_unsupported(config: Any) -> None:
     problems = [
         *_refused(config),
         *_vllm(config),
-        *_seeds(config),
         *_adapters(config),
         *_estimators(config),
         *_routing(config),
@@ -113,15 +112,6 @@ def _refused(config: Any) -> Iterable[str]:
         if rule.refuses(value):
             shown = f"={value}" if isinstance(value, str | bool | int) else ""
             yield f"  {rule.setting}{shown}: {rule.advice}"
-
-
-def _seeds(config: Any) -> Iterable[str]:
-    """Yield a problem if seeds would have no effect: a server of verl 0.9.1 cannot be asked how it was started."""
-    rollout = "actor_rollout_ref.rollout"
-    option = f"{rollout}.engine_kwargs.sglang.enable_deterministic_inference"
-    seeded = _at(config, f"{rollout}.name") == "sglang" and _at(config, f"{rollout}.full_determinism")
-    if seeded and not _at(config, option):
-        yield f"  {rollout}.full_determinism=True: SGLang ignores seeds: add +{option}=True"
 
 
 def _vllm(config: Any) -> Iterable[str]:

@@ -84,6 +84,7 @@ def settings_of(config: Any, addresses: Sequence[str]) -> RolloutConfig:
                 f"under {KEY} sampling.{name}={value}: verl's settings decide how tokens are sampled, except for "
                 "sampling.seed: remove it, and set verl's own, such as actor_rollout_ref.rollout.temperature"
             )
+    _check_seeds(rollout, settings)
     _check_estimator(config, settings)
     return settings
 
@@ -206,6 +207,18 @@ def _user_settings(rollout: Any) -> tuple[str | None, dict[str, Any]]:
 def run_id_of(trainer: Any) -> str:
     name = f"{trainer.get('project_name', 'verl')}-{trainer.get('experiment_name', 'run')}"
     return re.sub(r"[^A-Za-z0-9.-]+", "-", name).strip(".-")[:100] or "verl"
+
+
+def _check_seeds(rollout: Any, settings: RolloutConfig) -> None:
+    """Refuse seeds that would have no effect. A server of verl 0.9.1 cannot be asked how it was started."""
+    seeded = settings.sampling.seed is not None or "seed" in settings.gateway.agent_sampling_overrides
+    options = (rollout.get("engine_kwargs") or {}).get("sglang") or {}
+    if seeded and rollout.get("name") == "sglang" and not options.get("enable_deterministic_inference"):
+        raise ConfigError(
+            "SGLang ignores seeds, and actor_rollout_ref.rollout.full_determinism, or sampling.seed or "
+            f"gateway.agent_sampling_overrides under {KEY}, asks for them: add "
+            "+actor_rollout_ref.rollout.engine_kwargs.sglang.enable_deterministic_inference=True, or remove the seeds"
+        )
 
 
 def _check_estimator(config: Any, settings: RolloutConfig) -> None:

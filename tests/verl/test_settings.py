@@ -161,6 +161,22 @@ def test_the_seed_of_replies_is_verls_if_it_asks_for_determinism(own, rollout, s
     assert settings_of(verl_config({**OWN, **own}, **rollout), ["a:1"]).sampling.seed == seed
 
 
+@pytest.mark.parametrize(
+    ("own", "rollout"),
+    [
+        ({}, {"seed": 5, "full_determinism": True}),
+        ({"sampling": {"seed": 7}}, {}),
+        ({"gateway": {"agent_sampling_overrides": ["seed"]}}, {}),
+    ],
+)
+def test_seeds_that_sglang_would_ignore_are_refused(own, rollout):
+    config = verl_config({**OWN, **own}, name="sglang", **rollout)
+    with pytest.raises(ConfigError, match=r"add \+.*\.sglang\.enable_deterministic_inference=True"):
+        settings_of(config, ["a:1"])
+    config.actor_rollout_ref.rollout.engine_kwargs = {"sglang": {"enable_deterministic_inference": True}}
+    settings_of(config, ["a:1"])
+
+
 def test_sampling_other_than_verls_is_refused():
     with pytest.raises(ConfigError, match=r"sampling\.top_k=40.*actor_rollout_ref\.rollout\.temperature"):
         settings_of(verl_config({**OWN, "sampling": {"top_k": 40}}), ["a:1"])

@@ -126,7 +126,6 @@ UNSUPPORTED: list[dict[str, str]] = [  # each set in one tree, whose problems ar
         "algorithm.adv_estimator=gdpo": "grpo_skip_missing",
         f"{MODEL}.lora_adapter_path=/adapter": r"lora\.merge=True",
     },
-    {f"{ROLLOUT}.full_determinism=True": r"add \+.*\.sglang\.enable_deterministic_inference=True"},
 ]
 
 
