@@ -241,8 +241,8 @@ async def check_records_experts(url: str) -> None:
     status, info = await _options(url)
     if info is None:
         log.warning(
-            "%s/server_info answers %d: whether it returns routed experts is unknown. Rollouts without them are left "
-            "out",
+            "%s/server_info answers %d: whether it returns routed experts is unknown. Without them each model call "
+            "fails with 503",
             url,
             status,
         )
