@@ -570,7 +570,8 @@ def _blocking(
 class BlockingRolloutManager:
     """A RolloutManager whose event loop runs in a separate thread.
 
-    Its methods are those of RolloutManager. An interrupt closes the step's sessions before it propagates.
+    `collect`, `update_weights`, `load_adapter` and `unload_adapter` are those of RolloutManager, and wait for their
+    results. An interrupt closes the step's sessions before it propagates.
     """
 
     def __init__(
