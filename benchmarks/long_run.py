@@ -87,11 +87,11 @@ def serve_engine(port: int) -> None:
 
 
 async def train(settings: Path, checkpoint: Path, until: float) -> None:
-    """Collect step after step until this time. It may be killed at any time."""
+    """Collect step after step, at least one, until this time. It may be killed at any time."""
     async with RolloutManager(load_config(settings)) as manager:
         append(checkpoint, {"ready": time.time()})
         step = sum("step" in line for line in lines_of(checkpoint))
-        while time.time() < until:
+        while step == 0 or time.time() < until:
             result = await manager.collect(tasks_of(step, TASKS), step=step)
             report = result.report
             line = {
