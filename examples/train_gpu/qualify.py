@@ -445,6 +445,10 @@ def main() -> int:
     parser.add_argument("--verl", action="append", default=[], help="a setting of verl, for the two steps")
     parser.add_argument("--folder", type=Path, help="new folder for logs and metrics, which are otherwise deleted")
     given = parser.parse_args()
+    if given.folder is not None and given.folder.exists():
+        parser.error(
+            f"--folder {given.folder} exists, and what an earlier run left there would fail checks: name a new one"
+        )
     with contextlib.ExitStack() as stack:
         folder = given.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qualify-")))
         folder.mkdir(parents=True, exist_ok=True)
@@ -465,7 +469,7 @@ def main() -> int:
         if given.model is None:
             run_python(python, _RANDOM, str(config.model.path), config.serving.device)
         results = asyncio.run(Qualification(config, python, folder, given.verl).run())
-        print("\nReport this page, and with a failure the logs that it names:\n")
+        print("\nReport this page, and with a failure the logs that it names (keep them with --folder):\n")
         print(f"{platform.platform()}, Python {platform.python_version()}")
         print(run_python(python, _VERSIONS), end="")
         print(f"model: {given.model or 'random'}, {config.serving.dtype}, extra_args: {' '.join(args)}")

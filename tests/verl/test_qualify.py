@@ -29,3 +29,10 @@ def test_the_cpu_passes_all_checks(tmp_path: Path) -> None:
     assert len(norms) == 3
     assert all(float(norm) > 0 for norm in norms)
     assert (tmp_path / "folder" / "training" / "verl.log").exists()
+
+
+def test_a_used_folder_is_refused(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--folder", str(tmp_path)], capture_output=True, text=True, check=False, timeout=240
+    )
+    assert (done.returncode, f"--folder {tmp_path} exists" in done.stderr) == (2, True), done.stderr
