@@ -92,7 +92,7 @@ class CloudAgentLoopManager:
         self._experts = self.settings.model.expert_shape
         self._pad_token_id = _pad_token_id(self.settings.model.folder)
         self._vision = load_vision_inputs(self.settings.model.folder, wanted=self.settings.gateway.max_images > 0)
-        self._blocking = BlockingRolloutManager(self.settings, _log_serving_event, started_by="verl")
+        self._blocking = BlockingRolloutManager(self.settings, _ServingLog(), started_by="verl")
         manager = self._blocking.manager
         self._async_batches = AsyncBatches(self._blocking, self.settings, config.trainer)
         self._servers = ServerList(
@@ -436,12 +436,24 @@ def _log_step(result: StepResult) -> None:
     )
 
 
-def _log_serving_event(event: ServingEvent) -> None:
-    # The end of the router or a gateway is no warning: we restart it, and at the end of a run Ray ends it before this
-    # process. verl restarts engines.
-    ours = event.server.startswith(("router", "gateway"))
-    lost = event.kind == "gave_up" or (event.kind == "died" and not ours)
-    log.log(logging.WARNING if lost else logging.INFO, "%s %s %s", event.server, event.kind, event.detail)
+class _ServingLog:
+    """Logs the events of servers. verl's log shows the warnings alone."""
+
+    def __init__(self) -> None:
+        self._causes: dict[str, str] = {}  # of each server's last death
+
+    def __call__(self, event: ServingEvent) -> None:
+        # We restart the router and the gateways, and verl its engines. The end of one of ours is a warning once it is
+        # restarted: at the end of a run Ray ends it before this process.
+        ours = event.server.startswith(("router", "gateway"))
+        detail = event.detail
+        if event.kind == "died":
+            self._causes[event.server] = detail
+        elif event.kind == "restarted":
+            detail = self._causes.get(event.server, "")
+        warns = event.kind in ("gave_up", "restarted" if ours else "died")
+        text = f"{event.server} {event.kind}: {detail}" if detail else f"{event.server} {event.kind}"
+        log.log(logging.WARNING if warns else logging.INFO, "%s", text)
 
 
 def _weight_version(global_steps: Any, validate: bool) -> int:

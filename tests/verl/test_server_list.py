@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from typing import cast
 
 import pytest
 import pytest_asyncio
 from aiohttp import web
 
+from rollout_backend.serving.supervisor import EventKind, ServingEvent
+from rollout_backend.verl.manager import _ServingLog
 from rollout_backend.verl.server_list import UNKNOWN, ServerList
 
 
@@ -142,3 +145,11 @@ async def test_the_list_stays_unchanged_if_verl_does_not_answer(verl: Verl, capl
     assert verl.followed == verl.listed
     assert set(verl.labels.values()) == {"4"}
     assert "their list stays unchanged" in caplog.text
+
+
+def test_a_restarted_gateway_is_a_warning_and_its_end_with_the_run_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    report, killed = _ServingLog(), "the gateway ended with code -9. It was killed for memory"
+    events = [("gateway", "died", killed), ("gateway", "restarted", ""), ("engine-0", "died", "ended")]
+    for name, kind, detail in [*events, ("gateway", "died", "the gateway ended with code -15")]:
+        report(ServingEvent(0.0, name, cast(EventKind, kind), detail))
+    assert caplog.messages == [f"gateway restarted: {killed}", "engine-0 died: ended"]
