@@ -35,6 +35,10 @@ SERVER_PORTS = range(15_000, 26_000)  # lower ports are often a program's defaul
 _reserved: deque[socket.socket] = deque(maxlen=256)
 
 
+class ServerKilled(StartupError):
+    """A server process got SIGKILL before it was up, such as for memory. Another start may succeed."""
+
+
 def free_port(host: str = "127.0.0.1", among: range = SERVER_PORTS) -> int:
     """Return a port on which no process listens and that no process of this package has reserved.
 
@@ -157,12 +161,14 @@ class ServerProcess:
 
         Raises:
             StartupError: the process ended, or `timeout_s` passed; the message includes the end of its log.
+            ServerKilled: the process got SIGKILL.
         """
         deadline = time.monotonic() + timeout_s
         while not await healthy():
             if not self.running:
                 end = f"{self._cause()}{self.log_tail()}"
-                raise StartupError(f"{self.name} ended with code {self.returncode} before it was up. {end}")
+                ended = ServerKilled if self.returncode == -signal.SIGKILL else StartupError
+                raise ended(f"{self.name} ended with code {self.returncode} before it was up. {end}")
             if time.monotonic() > deadline:
                 raise StartupError(f"{self.name} was not healthy after {timeout_s:g} s. {self.log_tail()}")
             await asyncio.sleep(0.1)

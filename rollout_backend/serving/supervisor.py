@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeVar
 
 from rollout_backend.errors import StartupError
+from rollout_backend.serving.server_process import ServerKilled
 
 _T = TypeVar("_T")
 
@@ -104,10 +105,27 @@ class Supervisor(ABC):
     # --- supervision ------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start the server for the first time, before `run`, without reporting it. Raises StartupError on failure."""
-        await self.start_server()
+        """Start the server for the first time, before `run`, without reporting it. If it is killed before it is up,
+        restart it within the budget, and report that.
+
+        Raises:
+            StartupError: the server did not start, or was killed and the budget is exhausted.
+        """
+        while True:
+            try:
+                await self.start_server()
+                break
+            except ServerKilled as error:
+                if self._budget.wait_s():
+                    raise
+                self._lost(str(error))
+                await self.release()
+                self._budget.spend()
+                self.restarts += 1
         self.serving = self.has_served = True
         self.tried.set()
+        if self.restarts:
+            self.report("restarted")
 
     async def run(self) -> NoReturn:
         """Start the server, unless `start` has, and restart it whenever it is lost.

@@ -5,13 +5,15 @@ import asyncio
 import pytest
 
 from rollout_backend.errors import StartupError
+from rollout_backend.serving.server_process import ServerKilled
 from rollout_backend.serving.supervisor import Probing, RestartLimits, Supervisor, SupervisorGroup
 
 QUICK = Probing(interval_s=0.001, timeout_s=0.001, failures=2)
 
 
 class Server(Supervisor):
-    """Starts as `starts` says: None starts it, a text is why it does not start. `calls` records its life."""
+    """Starts as `starts` says: None starts it, a text is why it does not start, or an error. `calls` records its
+    life."""
 
     def __init__(self, *starts, max_restarts=1, probing=None):
         self.calls = []
@@ -28,7 +30,7 @@ class Server(Supervisor):
     async def start_server(self):
         self.calls.append("start")
         if why := next(self._starts, None):
-            raise StartupError(why)
+            raise StartupError(why) if isinstance(why, str) else why
 
     async def wait_ended(self):
         return await self.ended.get()
@@ -68,6 +70,15 @@ async def test_start_reports_nothing_and_raises():
     assert (server.serving, server.kinds) == (True, [])
     with pytest.raises(StartupError, match="no room"):
         await server.start()
+
+
+async def test_a_server_that_is_killed_before_it_is_up_is_restarted_within_its_budget():
+    server = Server(ServerKilled("killed"))
+    await server.start()
+    assert (server.calls, server.kinds) == (["start", "release", "start"], ["died", "restarted"])
+    assert (server.restarts, server.serving) == (1, True)
+    with pytest.raises(StartupError, match="killed again"):
+        await Server(ServerKilled("killed"), ServerKilled("killed again")).start()
 
 
 async def test_server_that_does_not_answer_probes_is_lost():
