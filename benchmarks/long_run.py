@@ -191,7 +191,7 @@ class LongRun:
             await asyncio.sleep(draw.uniform(20, 90))
             part = (time.time() - self._began) / self._seconds
             kinds = KILLED[0 if part < 0.5 else 1 if part < 0.75 else 2 :] if part < 1 else ()
-            if sum("ready" in line for line in lines_of(self._checkpoint)) < len(self._starts):
+            if max((line.get("ready", 0) for line in lines_of(self._checkpoint)), default=0) < self._starts[-1]:
                 kinds = tuple(kind for kind in kinds if kind in ("trainer", "janitor"))  # a start needs the others
             living = {each.kind: each.pid for each in processes(self._mark) if each.kind in kinds}
             if "trainer" in living and self._trainer is not None and self._trainer.pid is not None:
