@@ -132,14 +132,14 @@ ROOMS = Training(
     weak_rooms,
     {"rooms": 3},
     warm_steps=0,
-    steps=12,
+    steps=36,
     group=4,
     learning_rate=6e-4,
     plain=True,
     prompt_tokens=512,
     response_tokens=512,
-    tails=((44, 120), (112, 100)),  # the choice after a note; the call before
-    refits=(80, 60, 60),
+    tails=((44, 120), (112, 250)),  # the choice after a note; the call before
+    refits=(250, 250),
 )
 TRAININGS = {training.name: training for training in (LAKE, ROOMS)}
 
