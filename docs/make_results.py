@@ -161,7 +161,7 @@ segment begins; a wrong one, or a third call, ends the rollout. The reward is th
 The weak player reads the note in a third of the cases, and follows it; the model learns to look more often.
 The loop of `examples/plain_loop` trains, by GRPO on {group} rollouts of each of {prompts} tasks a step, with one
 engine for all seeds. The fit decides: after one of half as many steps, three in ten calls were malformed, and the
-first seed unlearned the tool.
+first seed's reward fell from .2 to .1 in ten steps.
 """,
 }
 _MANY_TURNS_TABLE = """\
