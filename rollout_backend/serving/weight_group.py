@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import functools
 import socket
 import threading
 import uuid
@@ -78,13 +79,16 @@ async def send_tensors(
         await post("/destroy_weights_update_group", group)
     except ServingError as error:
         raise ServingError(f"{error}{sender.failure}") from None
+    finally:
+        sender.close()
 
 
 class _Sender:
     """Rank 0 of a group, in a thread. It joins, and broadcasts each bucket in the order of the server's requests.
 
-    The thread ends when it has sent everything, when the server is lost, or after `timeout_s`. The connections stay
-    open while this object exists, because the server may still have to read from them.
+    The thread ends when it has sent everything, when the server is lost, when this object is closed before the server
+    has joined, or after `timeout_s`. The connections stay open while this object exists, because the server may still
+    have to read from them.
     """
 
     def __init__(self, url: str, tensors: Mapping[str, torch.Tensor], ranks: int, timeout_s: float) -> None:
@@ -103,15 +107,11 @@ class _Sender:
         self.buckets = list(_buckets(tensors))
         self._world = 1 + ranks
         self._timeout = datetime.timedelta(seconds=timeout_s)
-        self._store = TCPStore(
-            self.address,
-            self.port,
-            self._world,
-            is_master=True,
-            timeout=self._timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
+        create = functools.partial(
+            TCPStore, self.address, self.port, self._world, timeout=self._timeout, wait_for_workers=False
         )
+        self._store: object = create(is_master=True, master_listen_fd=listener.detach())
+        self._client = create(is_master=False)
         self._group: object = None
         self._failure = ""
 
@@ -122,6 +122,10 @@ class _Sender:
     def failure(self) -> str:
         """Why this side of the group failed, to append to a message; empty if it has not."""
         return f" (the group of this process: {self._failure})" if self._failure else ""
+
+    def close(self) -> None:
+        """End a thread that still waits for the server: if it did so at the end of the process, that would abort."""
+        self._store = None
 
     def _run(self) -> None:
         try:
@@ -136,7 +140,7 @@ class _Sender:
 
         # The keys under which SGLang's `init_custom_process_group` joins a group. That function itself would add the
         # group to those of the trainer's process.
-        store = PrefixStore("cpu/", PrefixStore(f"{self.name}/", PrefixStore(self.name, self._store)))
+        store = PrefixStore("cpu/", PrefixStore(f"{self.name}/", PrefixStore(self.name, self._client)))
         self._group = group = ProcessGroupGloo(store, 0, self._world, self._timeout)
         for bucket in self.buckets:
             flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in bucket])
