@@ -156,13 +156,6 @@ async def partial_agent(extra, payload):
     return {"given": payload, "extra": extra}
 
 
-@app.websocket
-async def websocket(connection, context):
-    await connection.accept()
-    await connection.send_json({"got": await connection.receive_json(), "session": context.session_id})
-    await connection.close()
-
-
 async def use(request):
     app.entrypoint(ENTRYPOINTS[request.path_params["name"]])
     return JSONResponse({})

@@ -124,11 +124,7 @@ def test_the_context_holds_the_task_and_the_endpoint(container):
         ("sys.exit(3)", "agent_exception", "SystemExit: 3"),
         ("raise asyncio.CancelledError", "agent_exception", "CancelledError"),
         ("raise AgentFailure('gave up')", "agent_failure", "gave up"),
-        ("return float('nan')", "bad_reward", "not finite"),
-        ("pass", "bad_reward", "None"),
         ("return 'good'", "bad_reward", "'good', a str"),
-        ("return {'score': 1}", "bad_reward", "['score']"),
-        ("return {'reward': 1, 'x': object()}", "bad_reward", "'x' cannot be stored as JSON"),
     ],
 )
 def test_the_agents_own_failures(container, body, reason, words):
@@ -146,12 +142,6 @@ def test_a_failure_has_the_agents_score_and_a_traceback_that_ends_in_the_agents_
     assert (rollout.outcome, rollout.reward, rollout.trainable) == (Outcome.AGENT_ERROR, -1.0, True)
     assert "runner.py" not in rollout.failure.traceback
     assert rollout.failure.traceback.endswith("in body\nagent_wrapper.errors.AgentFailure: gave up\n")
-
-
-def test_a_reward_without_a_sampled_token_is_dropped(container):
-    rollout = container.play("return 1.0", container.request([(200, make_trajectory(0).encode())]))
-    assert (rollout.outcome, rollout.reward) == (Outcome.AGENT_ERROR, None)
-    assert rollout.failure.reason == "no_model_call"
 
 
 def test_the_request_for_the_trajectory_is_retried(sync_container):
@@ -337,13 +327,6 @@ def test_an_agent_is_stopped_once_the_gateway_has_closed_its_session(async_conta
     assert async_container.await_result(block).failure.reason == "terminated"
 
 
-def test_no_heartbeat_is_sent_unless_it_is_wanted(sync_container, gateway):
-    for half in ({"heartbeat_s": 0.01}, {"endpoint__heartbeat_url": f"{gateway.url}/beat"}):
-        block = sync_container.request(**half)
-        assert sync_container.play("time.sleep(0.1)\nreturn 1", block).reward == 1
-        assert beats(gateway, block) == 0
-
-
 def test_ping_is_busy_until_the_result_is_published(sync_container, fifo):
     container = sync_container
     idle = container.await_idle()
@@ -371,7 +354,7 @@ def test_a_broken_request_is_refused_by_field(container):
     assert container.invoke("return 1", None).json()["field"].startswith("_rollout")
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize("body", [b"", b"[]", b"[" * 100_000])
 def test_a_body_that_is_no_json_object_is_refused(sync_container, body):
     answer = sync_container.client.post("/invocations", content=body)
     assert answer.status_code == 400
@@ -391,9 +374,7 @@ def test_without_the_block_it_is_an_ordinary_service(start_container):
     ("body", "error", "words"),
     [
         ("raise KeyError('colour')", "KeyError", "colour"),
-        ("raise AgentFailure('gave up')", "AgentFailure", "gave up"),
         ("return object()", "TypeError", "not JSON"),
-        ("return float('nan')", "ValueError", "not JSON"),
     ],
 )
 def test_an_ordinary_service_reports_errors(container, body, error, words):
@@ -416,16 +397,10 @@ def test_a_result_that_cannot_be_written_is_reported(sync_container, cloud):
 # --- whether the model's endpoint can be reached ------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        ((404, b"no such page"), "it answered 404: no such page"),  # another server
-        ((401, b"unknown key"), "it answered 401: unknown key"),  # the gateway of another run
-    ],
-)
-async def test_an_address_that_leads_elsewhere_is_described(gateway, answer, words):
-    gateway.answers["/elsewhere"] = [answer]
-    assert await model_endpoint._get(f"{gateway.url}/elsewhere", "key", timeout_s=120) == words
+async def test_an_address_that_leads_elsewhere_is_described(gateway):
+    gateway.answers["/elsewhere"] = [(404, b"no such page")]
+    found = await model_endpoint._get(f"{gateway.url}/elsewhere", "key", timeout_s=120)
+    assert found == "it answered 404: no such page"
 
 
 def test_a_wrong_address_of_the_model_is_reported_before_the_agent_runs(sync_container, dead_url, tmp_path):
@@ -466,39 +441,24 @@ list(answer)
 """
 
 
-NO = b'{"error": {"message": "no"}}'
-UNAVAILABLE, OWN = (Outcome.INFRA_ERROR, "model_unavailable"), (Outcome.AGENT_ERROR, "agent_exception")
-
-
 @pytest.mark.parametrize(
-    ("answer", "stream", "ended", "words"),
+    ("answer", "stream", "words"),
     [
-        ((HANG_UP, b""), False, UNAVAILABLE, "APIConnectionError"),
-        ((503, NO), False, UNAVAILABLE, "503"),
-        ((429, NO), False, UNAVAILABLE, "429"),
-        ((400, NO), False, OWN, "400"),
-        ((CUT, b'data: {"id": "x", "choices": []}\n\n'), True, UNAVAILABLE, "Error"),
-        ((200, b'data: {"error": {"message": "the engine died"}}\n\n'), True, UNAVAILABLE, "the engine died"),
+        ((HANG_UP, b""), False, "APIConnectionError"),
+        ((CUT, b'data: {"id": "x", "choices": []}\n\n'), True, "Error"),
+        ((200, b'data: {"error": {"message": "the engine died"}}\n\n'), True, "the engine died"),
     ],
-    ids=["no answer", "503", "429", "400", "a stream that is cut", "an error inside a stream"],
+    ids=["no answer", "a stream that is cut", "an error inside a stream"],
 )
-def test_a_failing_model_endpoint_is_not_the_agents_fault(sync_container, gateway, answer, stream, ended, words):
+def test_a_failing_model_endpoint_is_not_the_agents_fault(sync_container, gateway, answer, stream, words):
     gateway.answers["/v1/chat/completions"] = [answer]
     rollout = sync_container.play(CALL, stream=stream)
-    assert (rollout.outcome, rollout.failure.reason) == ended
+    assert (rollout.outcome, rollout.failure.reason) == (Outcome.INFRA_ERROR, "model_unavailable")
     assert words in rollout.failure.message
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        CALL,  # a judge model, elsewhere
-        "import httpx\nhttpx.get(context.payload['kwargs']['base_url'])",  # a tool
-        "import urllib.request\nurllib.request.urlopen(context.payload['kwargs']['base_url'])",
-    ],
-)
-def test_other_servers_are_the_agents_own_affair(sync_container, dead_url, body):
-    rollout = sync_container.play(body, kwargs={"base_url": dead_url})
+def test_a_judge_model_elsewhere_is_the_agents_own_affair(sync_container, dead_url):
+    rollout = sync_container.play(CALL, kwargs={"base_url": dead_url})
     assert (rollout.outcome, rollout.failure.reason) == (Outcome.AGENT_ERROR, "agent_exception")
 
 
@@ -511,11 +471,8 @@ POOL = "import concurrent.futures as c\nc.ThreadPoolExecutor().submit(time.sleep
 @pytest.mark.parametrize(
     ("number", "kind", "body", "where"),
     [
-        (signal.SIGTERM, "sync", "time.sleep(600)", "in body"),
         (signal.SIGTERM, "async", "await asyncio.sleep(600)", "in sleep"),
         (signal.SIGINT, "sync", POOL, ""),
-        pytest.param(signal.SIGTERM, "sync", POOL, "", marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, "async", "time.sleep(600)", "in body", marks=pytest.mark.slow),
         (signal.SIGTERM, "async", "await asyncio.to_thread(time.sleep, 600)", "to_thread"),
     ],
 )
@@ -541,9 +498,9 @@ def test_a_reward_waits_for_an_absent_gateway_and_a_failure_does_not():
     assert _fetch_s(lost, 600.0, 20.0) == 20.0
 
 
-@pytest.mark.parametrize("grace_s", [1.0, 20.0, 60.0, 120.0, 1000.0])
-def test_the_wrappers_waits_after_the_deadline_fit_the_backends(container, grace_s):
-    request = RolloutRequest.parse(container.request(publish_grace_s=grace_s))
+@pytest.mark.parametrize("grace_s", [1.0, 60.0, 1000.0])
+def test_the_wrappers_waits_after_the_deadline_fit_the_backends(sync_container, grace_s):
+    request = RolloutRequest.parse(sync_container.request(publish_grace_s=grace_s))
     job = _Job(request)
     assert job.unwind_s + job.fetch_s + job.publish_s < grace_s
     if grace_s >= 120:
@@ -602,17 +559,11 @@ def yields(context: object):
     yield 1
 
 
-async def yields_async(context: object):
-    yield 1
-
-
 @pytest.mark.parametrize(
     ("function", "words"),
     [
         (lambda: 1, "exactly one argument"),
-        (lambda context, more: 1, "exactly one argument"),
         (yields, "must return its reward once"),
-        (yields_async, "must return its reward once"),
         (3, "must be a function"),
     ],
 )
@@ -634,14 +585,6 @@ def test_processes_of_one_snapshot_draw_different_numbers() -> None:
         random.setstate(state)
         numpy.random.set_state(numpy_state)
     assert len({first for first, _ in drawn}) == len({second for _, second in drawn}) == 3
-
-
-def test_numpy_is_not_imported_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = random.getstate()
-    monkeypatch.delitem(sys.modules, "numpy")
-    reseed("session")
-    assert "numpy" not in sys.modules
-    random.setstate(state)
 
 
 def test_sessions_differ_even_if_the_kernels_generator_was_restored_too(monkeypatch: pytest.MonkeyPatch) -> None:

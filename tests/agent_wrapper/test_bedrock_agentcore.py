@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import httpx
 import pytest
 
@@ -172,16 +171,7 @@ def test_without_the_block_every_answer_is_that_of_the_sdk(use, of_the_sdk, entr
         assert raw(ours, method, path, body, **headers) == raw(of_the_sdk, method, path, body, **headers), request
 
 
-async def test_a_websocket_is_served_by_the_sdk(served):
-    url = served.client.base_url
-    async with aiohttp.ClientSession() as http, http.ws_connect(f"{url}/ws", headers={SESSION_HEADER: "s"}) as socket:
-        await socket.send_json({"n": 1})
-        assert await socket.receive_json() == {"got": {"n": 1}, "session": "s"}
-
-
-def invoke(
-    container: Container, block: dict[str, Any] | None, *, session: str = "s", **payload: Any
-) -> httpx.Response:
+def invoke(container: Container, block: dict[str, Any] | None, **payload: Any) -> httpx.Response:
     payload |= {"_rollout": block} if block is not None else {}
     headers = {SESSION_HEADER: "s", "WorkloadAccessToken": "token", "X-Mine": "1"}
     return container.client.post("/invocations", json=payload, headers=headers)
@@ -341,30 +331,24 @@ def test_a_rollout_lasts_until_its_background_tasks_are_complete(use, models, en
     assert len(models.calls) == 1
 
 
-def test_a_status_of_the_agents_own_is_busy_while_a_rollout_runs(start, make_signal):
+def test_a_status_of_the_agents_own_is_busy_while_a_rollout_runs_and_a_stop_publishes_it(start, make_signal):
     container = start(ROLLOUTS="1", IDLE="1")
     container.client.get("/use/async_agent")
-    started = make_signal()
-    assert container.ping()["status"] == "Healthy"
-    block = container.request()
-    invoke(container, block, do="wait", started=started.path)
-    started.wait()
-    assert container.ping()["status"] == "HealthyBusy"
-    assert container.stop_session(block["session_id"]).json() == {"status": "stopping"}
-    until(lambda: container.ping()["status"] == "Healthy", what="the rollout has ended")
-    assert container.stop_session(block["session_id"]).json()["error"] == "SessionNotFound"
-
-
-def test_a_stopped_container_publishes_its_rollouts(start, make_signal):
-    container = start(ROLLOUTS="1")
-    container.client.get("/use/async_agent")
-    started = make_signal()
-    block = container.request()
-    invoke(container, block, do="wait", started=started.path)
-    started.wait()
+    blocks = [container.request() for _ in range(2)]
+    for block in blocks:
+        assert container.ping()["status"] == "Healthy"
+        started = make_signal()
+        invoke(container, block, do="wait", started=started.path)
+        started.wait()
+        assert container.ping()["status"] == "HealthyBusy"
+        if block is blocks[0]:
+            assert container.stop_session(block["session_id"]).json() == {"status": "stopping"}
+            until(lambda: container.ping()["status"] == "Healthy", what="the rollout has ended")
+            assert container.stop_session(block["session_id"]).json()["error"] == "SessionNotFound"
     container.stop(signal.SIGTERM)
-    marker = container.cloud.read(f"p/runs/run/steps/00000003/{block['rollout_id']}~2")
-    assert (marker.outcome, marker.failure.reason) == (Outcome.INFRA_ERROR, "terminated")
+    for block in blocks:
+        marker = container.cloud.read(f"p/runs/run/steps/00000003/{block['rollout_id']}~2")
+        assert (marker.outcome, marker.failure.reason) == (Outcome.INFRA_ERROR, "terminated")
 
 
 def test_a_block_that_is_invalid_is_refused(use):

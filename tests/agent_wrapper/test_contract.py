@@ -181,21 +181,6 @@ def test_a_rollout_comes_back_from_either_form(rollout):
             assert theirs.logprobs.typecode == "f"
 
 
-@given(st.lists(segments(), max_size=3))
-def test_a_trajectory_comes_back(found):
-    trajectory = Trajectory(model="m", segments=tuple(found))
-    assert Trajectory.decode(trajectory.encode()).encode() == trajectory.encode()
-
-
-def test_a_missing_logprob_is_nan_here_and_null_in_json():
-    rollout = make_rollout()
-    assert math.isnan(rollout.segments[0].logprobs[0])
-    assert json.loads(rollout.to_json())["segments"][0]["logprobs"] == [None, -0.5, -1.5]
-    again = Rollout.decode(rollout.encode())
-    assert math.isnan(again.segments[0].logprobs[0])
-    assert list(again.segments[0].logprobs)[1:] == [-0.5, -1.5]
-
-
 # --- damage -----------------------------------------------------------------------------------------------
 
 
@@ -254,28 +239,19 @@ def test_any_value_in_any_field_of_a_segment_is_read_or_refused(name, value):
     ("changes", "field", "words"),
     [
         ({"schema_version": 2}, "schema_version", "is 2, and this version reads 1"),
-        ({"schema_version": None}, "schema_version", "is None"),
         ({"reward": None}, "rollout", "reward is missing"),
         ({"reward": math.nan}, "reward", "finite"),
-        ({"reward": "good"}, "reward", "number"),
         ({"reward": -3.41e38}, "rollout", "beyond float32"),
         ({"reward": 1.7e308, "turn_rewards": [1.7e308]}, "rollout", "beyond float32"),
         ({"started_at": 1e300}, "started_at", "less"),
-        ({"attempt": 2**40}, "attempt", "less"),
-        ({"step": -1}, "step", "greater"),
         ({"step": MAX_STEP + 1}, "step", "less"),
-        ({"attempt": 0}, "attempt", "greater"),
-        ({"outcome": "won"}, "outcome", "completed"),
         ({"rollout_id": "../other"}, "rollout_id", "pattern"),
         ({"rollout_id": "a\n"}, "rollout_id", "pattern"),
-        ({"rollout_id": ""}, "rollout_id", "pattern"),
-        ({"rollout_id": "x" * 129}, "rollout_id", "pattern"),
         ({"surplus": 1}, "surplus", "not permitted"),
         ({"segments": []}, "rollout", "no sampled token"),
         ({"failure": {"reason": "r", "message": ""}}, "rollout", "failure is set"),
         ({"outcome": "timed_out", "reward": None}, "rollout", "failure is missing"),
         ({"outcome": "infra_error", "failure": {"reason": "r", "message": ""}}, "rollout", "reward is set"),
-        ({"outcome": "agent_error", "failure": {"reason": "Not A Name", "message": ""}}, "failure.reason", "pattern"),
         ({"extras": {"x": math.inf}}, "extras.x", "finite"),
     ],
 )
@@ -313,23 +289,17 @@ def test_json_that_could_not_be_stored_in_the_compact_form_is_refused(number):
         ({"response_mask": [0, 1]}, "mask has 2 entries for 3 token_ids"),
         ({"logprobs": [0.0] * 4}, "logprobs has 4 entries for 3 token_ids"),
         ({"response_mask": [0, 1, 2]}, "other than 0 and 1"),
-        ({"response_mask": [0, 1, 300]}, "mask bytes"),
         ({"response_mask": [1, 1, 1]}, "not 1 exactly where the turns sampled"),
-        ({"turns": []}, "not 1 exactly where the turns sampled"),
         ({"token_ids": [5, -6, 7]}, "negative id"),
-        ({"token_ids": [5, 6, -(2**31)]}, "negative id"),
         ({"token_ids": [5, 6, 2**31]}, "int32 token ids"),
-        ({"token_ids": [5, 6, 7.5]}, "int32 token ids"),
         ({"token_ids": [5, 6, True]}, "not a number"),
         ({"token_ids": "567"}, "int32 token ids"),
-        ({"token_ids": None}, "int32 token ids"),
         ({"logprobs": [0.0, "x", 0.0]}, "not a number"),
         ({"turns": [turn(1, 4)]}, "spans [1, 4) of 3 tokens"),
         ({"turns": [turn(2, 1)]}, "spans [2, 1)"),
         ({"turns": [turn(1, 3), turn(2, 3)]}, "turns.1 spans [2, 3) of 3 tokens, after 3"),
         ({"turns": [turn(1, 3, (1, 2))]}, "do not cover its tokens"),
         ({"turns": [turn(1, 3, (2, 3))]}, "do not cover its tokens in order"),
-        ({"turns": [turn(1, 3, (1, 2), (1, 3))]}, "do not cover its tokens in order"),
         ({"turns": [turn(1, 3, (1, 4))]}, "do not cover its tokens in order"),
     ],
 )
@@ -372,7 +342,6 @@ def test_an_image_comes_back_from_either_form():
         ({"images": {}}, "not the 1 that the segments name"),
         ({"images": {NAME: SHOWN, "0" * 64: b""}}, "images hold 2"),
         ({"images": {NAME: b"another"}}, "does not match its SHA-256"),
-        ({"images": {"x": SHOWN}}, "pattern"),
     ],
 )
 def test_images_are_those_that_the_segments_name(changes, words):
@@ -386,7 +355,6 @@ def test_images_are_those_that_the_segments_name(changes, words):
         ({"end": 4}, r"images.0 spans \[0, 4\) of 3 tokens"),
         ({"end": 0}, "images.0 spans"),
         ({"end": 3}, "tokens that the model sampled"),
-        ({"media_type": "text/html"}, "pattern"),
     ],
 )
 def test_an_image_is_among_the_given_tokens(changes, words):
@@ -449,12 +417,9 @@ SHARED = {"segment": 0, "tokens": 1, "messages": [0]}
         ({"segment": 0}, "must have segment, tokens and messages"),
         ({**SHARED, "segment": 1}, "is 1, which is not an earlier segment"),
         ({**SHARED, "segment": -1}, "whole numbers"),
-        ({**SHARED, "segment": True}, "whole numbers"),
         ({**SHARED, "tokens": 4}, "is 4, and segment 0 has 3"),
         ({**SHARED, "tokens": -1}, "whole numbers"),
-        ({**SHARED, "tokens": 2**40}, "and segment 0 has 3"),
         ({**SHARED, "messages": [2]}, "not among the first 2"),
-        ({**SHARED, "messages": [-1]}, "not among the first 2"),
         ({**SHARED, "messages": "0"}, "expected int32 numbers of messages"),
         ({**SHARED, "messages": [0] * 2_000_000}, "more than the cap of 9000000"),
     ],
@@ -580,23 +545,15 @@ def test_a_parsed_key_is_that_of_its_rollout(prefix, run_id, tail):
     [
         "p/runs/run/steps/00000001/",
         "p/runs/run/steps/00000001/../x",
-        "p/runs/run/steps/00000001/.hidden",
         "p/runs/run/steps/00000001/a/b",
         "p/runs/run/steps/00000001/a\n",
         "p/runs/run/steps/00000001/a%2Fb",
-        "p/runs/run/steps/1/a",
         "p/runs/run/steps/000000001/a",
-        "p/runs/run/steps/-0000001/a",
         "p/runs/run/steps/\N{ARABIC-INDIC DIGIT ONE}0000000/a",
-        "p/runs/other/steps/00000001/a",
         "p/runs/run2/steps/00000001/a",
-        "pXruns/run/steps/00000001/a",
-        "runs/run/steps/00000001/a",
         "/p/runs/run/steps/00000001/a",
         "p/runs/run/steps/00000001/" + "a" * 129,
-        "p/runs/run/steps/00000001/a~",
         "p/runs/run/steps/00000001/a~0",
-        "p/runs/run/steps/00000001/a~01",
         "p/runs/run/steps/00000001/a~1~1",
         "p/runs/run/steps/00000001/~1",
         "",
@@ -646,21 +603,15 @@ def test_s3s_test_event_names_nothing():
     ("body", "field"),
     [
         ("", "body"),
-        ("no json", "body"),
         ("[]", "body"),
-        ("null", "body"),
         ("[" * 100_000, "body"),
-        ('{"Records": ' + "[" * 100_000, "body"),
         ('{"Records": [{"s3": {"bucket": {"name": "\\ud800"}}}]}', "body"),
         ("{}", "Records"),
         ('{"Records": []}', "Records"),
-        ('{"Records": {}}', "Records"),
         ('{"Records": [3]}', "Records.0.s3"),
         (json.dumps({"Records": [record(), {"s3": {}}]}), "Records.1.s3.bucket"),
         (json.dumps({"Records": [record(bucket=None)]}), "Records.0.s3.bucket.name"),
-        (json.dumps({"Records": [record(bucket=3)]}), "Records.0.s3.bucket.name"),
         (json.dumps({"Records": [record(key="")]}), "Records.0.s3.object.key"),
-        (json.dumps({"Records": [record(key=["k"])]}), "Records.0.s3.object.key"),
     ],
 )
 def test_a_broken_announcement_names_its_field(body, field):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +11,6 @@ import pytest
 
 from agent_wrapper.contract import PAYLOAD_VARIABLE, Outcome
 from wrapper_containers import AGENT
-
-STARTED = "with open(context.payload['started'], 'w') as pipe:\n    pipe.write('!')\n"
 
 
 def start(container: Any, folder: Path, payload: Any) -> subprocess.Popen[bytes]:
@@ -31,18 +28,6 @@ def test_one_payload_is_run_and_published(sync_container, tmp_path):
     rollout = sync_container.await_result(block)
     assert process.wait(120) == 0
     assert (rollout.outcome, rollout.reward) == (Outcome.COMPLETED, 0.5)
-
-
-@pytest.mark.slow
-def test_sigterm_publishes_the_rollout_as_a_failure(sync_container, make_signal, tmp_path):
-    block, started = sync_container.request(), make_signal()
-    body = STARTED + "time.sleep(600)"
-    process = start(sync_container, tmp_path, {"_rollout": block, "body": body, "started": started.path})
-    started.wait()
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(120) == 0
-    rollout = sync_container.await_result(block)
-    assert (rollout.outcome, rollout.failure.reason) == (Outcome.INFRA_ERROR, "terminated")
 
 
 @pytest.mark.slow

@@ -29,17 +29,6 @@ def key(request) -> str:
     return f"publish/{request.node.name}"
 
 
-def test_a_result_is_written_and_announced(publisher, cloud, target, key):
-    assert publisher.publish(target, key, b"result", budget_s=5) is WriteOutcome.NOW
-    assert cloud.get(key) == b"result"
-    assert cloud.receive(target.queue_url) == [key]
-
-
-def test_without_a_queue_nothing_is_announced(publisher, cloud, key):
-    assert publisher.publish(ResultTarget(bucket=cloud.bucket), key, b"result", budget_s=5) is WriteOutcome.NOW
-    assert cloud.get(key) == b"result"
-
-
 @pytest.mark.parametrize(("body", "written"), [(b"first", WriteOutcome.BEFORE), (b"second", WriteOutcome.BY_ANOTHER)])
 def test_the_first_write_wins_and_is_announced_again(publisher, cloud, target, key, body, written):
     publisher.publish(target, key, b"first", budget_s=5)

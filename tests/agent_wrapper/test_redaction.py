@@ -39,9 +39,8 @@ def redacted(caplog, monkeypatch):
     logging.setLogRecordFactory(make)
 
 
-@pytest.mark.parametrize("client", ["httpx", "httpx2", "urllib3.connectionpool", "a client of next year"])
-def test_no_client_logs_a_key(redacted, client):
-    logging.getLogger(client).info("%s %s", "GET", "http://g/k/a.b.c/v1/models")
+def test_no_client_logs_a_key(redacted):
+    logging.getLogger("a client of next year").info("%s %s", "GET", "http://g/k/a.b.c/v1/models")
     assert redacted.messages == ["GET http://g/k/.../v1/models"]
 
 
