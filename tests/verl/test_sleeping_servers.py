@@ -26,7 +26,6 @@ from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.local.tiny_model import make_tiny_model
 from rollout_backend.manager import RolloutManager
 from rollout_backend.rendering.token_bytes import StopStrings
-from rollout_backend.verl.server_list import VersionLabels
 from verl_cpu.replica_server import SGLangServer
 from verl_cpu.replica_settings import ServerSettings, model_of
 
@@ -63,29 +62,6 @@ async def version_of_a_token(server: SGLangServer) -> str:
     async with httpx.AsyncClient(timeout=60) as http:
         reply = await http.post(f"{url_of(server)}/generate", json=body)
         return str(reply.json()["meta_info"]["weight_version"])
-
-
-@pytest.mark.slow
-async def test_a_server_without_a_version_reports_the_one_that_is_set(server: SGLangServer, work: Path) -> None:
-    """verl sets no version on its servers, so over HTTP they always report "default"."""
-    assert await version_of_a_token(server) == "default"
-    labels = VersionLabels()
-    await labels.set_version([url_of(server)], 3)
-    assert await version_of_a_token(server) == "3"
-    await labels.set_version([url_of(server)], 4)
-    assert await version_of_a_token(server) == "4"
-
-
-@pytest.mark.slow
-async def test_a_server_that_reports_its_own_version_is_left_alone(server: SGLangServer, work: Path) -> None:
-    await server.update_weights(work / "model", 6)
-    await VersionLabels().set_version([url_of(server)], 9)
-    assert await version_of_a_token(server) == "6"
-
-
-async def test_a_server_whose_version_cannot_be_set_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    await VersionLabels().set_version(["http://127.0.0.1:1"], 3)
-    assert "setting weight version 3 on server" in caplog.text
 
 
 @pytest.mark.slow

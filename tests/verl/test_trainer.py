@@ -93,28 +93,6 @@ async def test_lost_rollouts_do_not_reach_the_gradient(tmp_path: Path, training:
         await run.leaves_nothing()
 
 
-@pytest.mark.release
-async def test_containers_that_die_and_agents_that_hang_do_not_reach_the_gradient(tmp_path, training) -> None:
-    tasks = [
-        {"name": "dies", "rewards": [9.0, 0.0, 1.0, 0.25], "do": {"0": "die"}},
-        {"name": "hangs", "rewards": [0.0, 0.5, 1.0, 9.0], "do": {"3": "never return"}},
-    ]
-    timeouts = {"model_call_s": 20, "agent_s": 60, "publish_grace_s": 20, "collection_s": 900, "session_key_s": 1200}
-    async with training(tmp_path, tasks, len(tasks), timeouts=timeouts) as run:
-        await run.start()
-        assert await run.ends() == 0, run.verl.log_tail()
-        rows = run.gradient(step=1)
-        assert {name: len(of_group) for name, of_group in rows.items()} == {"dies": 3, "hangs": 3}
-        assert advantages(rows["dies"]) == pytest.approx(grpo([0.0, 1.0, 0.25]), abs=1e-5)
-        assert advantages(rows["hangs"]) == pytest.approx(grpo([0.0, 0.5, 1.0]), abs=1e-5)
-        [report] = run.reports()
-        is_settled(report)
-        assert report.reasons == {"infra_error: container_lost": 1, "timed_out: agent_deadline": 1}
-        [metrics] = run.metrics()
-        assert rollouts(metrics)["left_out/timed_out/sum"] == rollouts(metrics)["left_out/infra_error/sum"] == 1
-        await run.leaves_nothing()
-
-
 async def test_each_step_trains_what_its_own_weights_have_sampled(tmp_path: Path, training: Any) -> None:
     """In the third step a server reports a version that it does not serve, which the metrics must show."""
     first = [normal(f"first-{i}") for i in range(5)]
