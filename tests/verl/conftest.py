@@ -27,6 +27,7 @@ from rollout_backend.local.tiny_model import make_tiny_model
 from rollout_backend.local_keys import client_keys
 from rollout_backend.results.step_report import StepReport
 from rollout_backend.serving.server_process import ServerProcess
+from trainings import verl_settings
 from verl_cpu.environment import environment, overrides
 
 if importlib.util.find_spec("verl") is None:
@@ -137,10 +138,7 @@ class Training:
 
     def config(self, *more: str) -> Any:
         """Return verl's whole tree of settings."""
-        from hydra import compose, initialize_config_module
-
-        with initialize_config_module("verl.trainer.config", version_base=None):
-            return compose("ppo_trainer", [*self.settings, *more])
+        return verl_settings(*more, base=tuple(self.settings))
 
     async def start(self) -> None:
         await self.verl.start()

@@ -15,7 +15,7 @@ from rollout_backend.core.earlier_batches import Origin, batch_number
 from rollout_backend.core.manifest import Manifest, PlannedTask, digest_of
 from rollout_backend.core.tasks import Task
 from rollout_backend.verl import async_batches
-from rollout_backend.verl.async_batches import AsyncBatches
+from rollout_backend.verl.async_batches import AsyncBatches, StepNumbers
 
 CONFIG = RolloutConfig.parse(
     {
@@ -80,3 +80,32 @@ def test_a_resumed_prompt_is_as_old_as_its_first_request(monkeypatch) -> None:
 def test_nothing_is_resumed_without_verls_checkpoint(monkeypatch) -> None:
     made = batches(monkeypatch, manifest(number(1), "a"), mode="disable")
     assert divided(made, 1, "a") == [(number(1), ["new-a"], False)]
+
+
+# --- the numbers of steps ---------------------------------------------------------------------------------
+
+
+def play(resumes, *batches):
+    numbers = StepNumbers(resumes)
+    return [numbers.next(step, validate) for step, validate in batches]
+
+
+def test_no_two_batches_of_one_process_have_the_same_number():
+    batches = [(1, False), (1, False), (1, True), (2, False), (2, True), (2, False), (0, True)]
+    numbers = [number for number, _ in play(True, *batches)]
+    assert len(set(numbers)) == len(batches)
+
+
+def test_a_batch_has_the_same_number_after_a_restart():
+    long = dict(zip([(1, 0), (2, 0), (3, 0)], play(True, (1, False), (2, False), (3, False)), strict=True))
+    [(again, _)] = play(True, (3, False))
+    assert again == long[3, 0][0]
+
+
+def test_only_the_first_step_after_a_checkpoint_was_sampled_with_the_same_weights():
+    numbers = play(True, (4, True), (5, False), (5, False), (5, True), (6, False))
+    assert [same for _, same in numbers] == [True, True, True, False, False]
+
+
+def test_a_training_that_does_not_resume_reuses_nothing():
+    assert [same for _, same in play(False, (1, False), (1, True))] == [False, False]

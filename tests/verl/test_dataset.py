@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import datetime
-import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoTokenizer
@@ -27,6 +23,7 @@ import rollout_backend.local
 from rollout_backend.errors import TaskFileError
 from rollout_backend.verl.dataset import PLACEHOLDER, PayloadDataset, payload_of, private_of
 from rollout_backend.verl.v1_batch import rows_of_tensordict
+from trainings import verl_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata warns about torch
 
@@ -51,15 +48,9 @@ def data_config() -> Callable[..., DictConfig]:
             "data.custom_cls.name=PayloadDataset",
             "data.shuffle=False",
         ]
-        return copy.deepcopy(composed(*custom, *overrides).data)
+        return verl_settings(*custom, *overrides).data
 
     return make
-
-
-@functools.cache
-def composed(*overrides: str) -> DictConfig:
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", [*overrides])
 
 
 @pytest.fixture
@@ -176,29 +167,18 @@ def test_max_samples_chooses_rows(jsonl, make_dataset):
     ("row", "message"),
     [
         ({"prompt": "hi", "answer": 4}, r"line 2: there is no payload, only \['answer', 'prompt'\].*custom_cls"),
-        ({"payload": None}, "line 2: there is no payload"),
         ([1], "line 2: there is no payload"),
         ({"payload": "no json"}, "line 2: payload is a string, but not valid JSON"),
-        ({"payload": "[1]"}, "line 2: payload must be an object.*not list"),
         ({"payload": {"x": float("nan")}}, r"line 2: payload\.x is nan, which is not valid JSON"),
-        ({"payload": {"x": "\ud800"}}, r"line 2: .*payload\.x holds '\\ud800', half of a surrogate pair"),
-        ({"payload": json.loads("[" * 250 + "]" * 250)}, "line 2: .*must be an object"),
         ({"payload": {"x": json.loads("[" * 250 + "]" * 250)}}, "line 2: .*nested deeper than 200 levels"),
         ({"payload": '{"x": ' + "[" * 900 + "]" * 900 + "}"}, "line 2: .*nested"),
         ({"payload": {"_rollout": 1}}, "must not have a field '_rollout'"),
-        ({"payload": {}, "task_id": 7}, "line 2: task_id is 7"),
         ({"payload": {}, "task_id": "a/b"}, "line 2: task_id 'a/b' must be"),
     ],
 )
 def test_an_invalid_row_is_named_when_the_dataset_is_made(row, message, jsonl, make_dataset):
     path = jsonl([{"payload": {}}, row])
     with pytest.raises(TaskFileError, match=f"sums.jsonl, {message}" if message.startswith("line") else message):
-        make_dataset(path)
-
-
-def test_a_date_in_a_struct_is_named(tmp_path, make_dataset):
-    path = parquet(tmp_path / "a.parquet", payload=[{"when": datetime.date(2024, 1, 2)}])
-    with pytest.raises(TaskFileError, match=r"a\.parquet, row 0: payload\.when is datetime"):
         make_dataset(path)
 
 
@@ -255,15 +235,6 @@ def test_verls_own_dataset_makes_a_payload(through, tmp_path, data_config, token
     assert private_of(row, scored=False) is None
     shown = {"messages": conversation, "prompt": "2 + 2?", "data_source": "gsm8k"}
     assert payload_of(row, scored=True) == shown
-
-
-@pytest.mark.parametrize("through", [v1_rows, legacy_rows])
-def test_a_private_part_passes_through_verl_unchanged(through, jsonl, data_config, tokenizer):
-    rows = [{"payload": {"q": 1}, "private": {"answer": [4, None]}}, {"payload": {"q": 2}, "private": {"answer": []}}]
-    config = data_config()
-    (batch,) = batches(create_rl_dataset([jsonl(rows)], config, tokenizer, None), config)
-    found = [{"payload": payload_of(row), "private": private_of(row, scored=False)} for row in through(batch)]
-    assert sorted(found, key=lambda row: row["payload"]["q"]) == rows
 
 
 def test_payload_of_plain_rows() -> None:

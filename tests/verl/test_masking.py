@@ -49,12 +49,6 @@ def test_each_mask_leaves_out_its_rollouts_alone(mask: str) -> None:
     assert [len(rows) == 0 for rows in found] == [kind == mask for kind in kinds]
 
 
-def test_nothing_is_masked_by_default() -> None:
-    found = masked([WHOLE, *ALL], ())
-    assert not any(rows.masked for rows in found)
-    assert all(len(rows) for rows in found)
-
-
 def test_a_reply_that_was_cut_and_continued_is_not_masked() -> None:
     cut, whole = rollout(CUT_REPLY).segments[-1], make_segment(2, 3)
     continued = make_rollout(segments=[cut, whole])

@@ -9,7 +9,6 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_module
 from verl.trainer.ppo.v1 import replay_buffer
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
@@ -19,11 +18,12 @@ from rollout_backend.config import ExpertShape
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError
 from rollout_backend.results.step_report import GroupResult, StepFailure
-from rollout_backend.verl.metrics import CLASSES, TALLY, PartitionCounts, as_metrics, count_group, staleness
+from rollout_backend.verl.metrics import TALLY, as_metrics, count_group, staleness
 from rollout_backend.verl.row_formats import v1_fields, v1_tag
 from rollout_backend.verl.rows import Rows, rows_of
 from rollout_backend.verl.v1_batch import V1Batch
 from rollouts import make_rollout, make_segment
+from trainings import verl_settings
 
 
 def rollout(number: int, version: str = "3", logprob: float | None = -0.5, tokens: int = 4) -> Rollout:
@@ -105,13 +105,6 @@ def test_truncated_tokens_and_unknown_versions_are_counted() -> None:
     }
 
 
-def test_fixed_metrics_are_always_present() -> None:
-    whole = group(rollout(0), planned=1)
-    names = metrics((whole, made(whole))).keys()
-    assert {f"rollouts/left_out/{name}/sum" for name in CLASSES} <= names
-    assert set(CLASSES) > {str(outcome) for outcome in Outcome if outcome is not Outcome.COMPLETED}
-
-
 def test_verl_adds_up_the_metrics_of_several_batches_of_a_step() -> None:
     lossy = group(rollout(0), planned=2, failures=(failure(1, Outcome.TIMED_OUT, "no_result"),))
     parts = [metrics((lossy, made(lossy))) | staleness([(4, 3.0, 2)], current) for current in (3, 5)]
@@ -132,16 +125,6 @@ def test_staleness_is_weighted_by_tokens() -> None:
         "rollouts/staleness/max": 3.0,
     }
     assert staleness([], current=4) == {}
-
-
-def test_a_tally_is_taken_once_per_partition() -> None:
-    tally = PartitionCounts()
-    tally.add("train", Counter(a=1))
-    tally.add("val", Counter(a=5))
-    tally.add("train", Counter(a=1, b=2))
-    assert tally.take("train") == Counter(a=2, b=2)
-    assert tally.take("train") == Counter()
-    assert tally.take("val") == Counter(a=5)
 
 
 # --- the sampler, on a real TransferQueue -----------------------------------------------------------------
@@ -175,9 +158,7 @@ class Trainer:
         self.queue = queue
         self.fresh = 100
         self.asked: list[int] = []
-        with initialize_config_module("verl.trainer.config", version_base=None):
-            config = compose("ppo_trainer", [f"trainer.v1.trainer_mode={mode}", *overrides])
-        self.config = config
+        self.config = config = verl_settings(f"trainer.v1.trainer_mode={mode}", *overrides)
         sampler = config.trainer.v1.sampler
         self.sampler = RolloutSampler(  # the arguments that verl passes to a custom sampler
             trainer_mode=mode,
@@ -408,13 +389,3 @@ def test_verls_group_filter_is_configured() -> None:
 def test_a_wrong_sampler_setting_is_named(mode: str, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Trainer(None, mode, override)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # raised by a function that verl itself calls
-def test_verl_loads_the_sampler_by_the_documented_name() -> None:
-    from verl.utils.import_utils import load_extern_type
-
-    from rollout_backend.verl.sampler import RolloutSampler
-
-    made = load_extern_type("pkg://rollout_backend.verl.sampler", "RolloutSampler")
-    assert made is RolloutSampler, "a second copy of the module would have its own tally"

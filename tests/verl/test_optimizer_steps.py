@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo import padding_utils
 from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
@@ -17,18 +14,13 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.workers.config import FSDPActorConfig
 
 from rollout_backend.verl.sampler import StableSteps
+from trainings import verl_settings
 
 N = 4
 
 
-@functools.cache
-def default_config() -> Any:
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", [f"actor_rollout_ref.rollout.n={N}"])
-
-
 def verl_config(mini_batch: int, critic: int | None = None) -> Any:
-    config = copy.deepcopy(default_config())
+    config = verl_settings(f"actor_rollout_ref.rollout.n={N}")
     config.actor_rollout_ref.actor.ppo_mini_batch_size = mini_batch
     config.critic.enable = critic is not None
     if critic is not None:

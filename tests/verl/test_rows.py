@@ -105,60 +105,12 @@ def test_a_row_is_a_prefix_of_its_segment(found: list[Segment], p: int, r: int) 
     assert not list(rows)
 
 
-def test_a_long_prompt_continues_in_the_response() -> None:
-    (row,) = rows_of(rollout(segment([("given", 5), ("sampled", 2)])), prompt_length=3, response_length=8)
-
-    assert row.prompt.tolist() == [100, 101, 102]
-    assert row.response.tolist() == [103, 104, 105, 106]
-    assert row.response_mask.tolist() == [0, 0, 1, 1]
-    assert row.truncated_tokens == 0
-
-
-def test_a_long_response_loses_its_end_and_counts_it() -> None:
-    source = segment([("given", 2), ("sampled", 3), ("given", 2), ("sampled", 4)])
-    (row,) = rows_of(rollout(source), prompt_length=4, response_length=4)
-
-    assert row.response_mask.tolist() == [1, 1, 1]  # the given token before the cut is not trained either
-    assert row.truncated_tokens == 4
-    assert row.turns == 1
-
-
-def test_given_tokens_at_the_end_are_left_out() -> None:
-    (row,) = rows_of(rollout(segment([("given", 2), ("sampled", 2), ("given", 5)])), 4, 16)
-    assert row.response.tolist() == [102, 103]
-
-
-def test_a_token_without_a_logprob_is_masked_out() -> None:
-    (row,) = rows_of(rollout(segment([("given", 2), ("sampled", 4)], unknown=(3,))), 4, 16)
-
-    assert row.response_mask.tolist() == [1, 0, 1, 1]
-    assert row.logprobs.tolist() == pytest.approx([-0.002, 0.0, -0.004, -0.005])
-    assert row.unknown_logprobs == 1
-
-
 def test_an_infinite_logprob_counts_as_unknown() -> None:
     source = segment([("given", 1), ("sampled", 2)])
     source.logprobs[1] = -math.inf
     (row,) = rows_of(rollout(source), 4, 4)
     assert row.response_mask.tolist() == [0, 1]
     assert row.unknown_logprobs == 1
-
-
-def test_the_last_row_of_a_session_trains_something() -> None:
-    empty = segment([("given", 3)])
-    lost = segment([("given", 9), ("sampled", 2)])  # does not fit into prompt and response
-    unknown = segment([("given", 1), ("sampled", 1)], unknown=(1,))
-    rows = rows_of(rollout(empty, segment([("given", 2), ("sampled", 3)]), lost, unknown), 4, 4)
-
-    assert [(row.index, row.trained_tokens) for row in rows] == [(0, 3)]
-    assert (rows.truncated_tokens, rows.unknown_logprobs, rows.empty_segments) == (2, 1, 3)
-
-
-def test_the_first_token_of_a_segment_cannot_be_trained() -> None:
-    (row,) = rows_of(rollout(segment([("sampled", 3)])), 4, 4)
-    assert row.prompt.tolist() == [100]
-    assert row.response.tolist() == [101, 102]
-    assert row.truncated_tokens == 1
 
 
 def test_a_row_has_the_versions_of_its_trained_tokens() -> None:
@@ -211,15 +163,6 @@ def test_verl_can_read_v1_rows() -> None:
     assert cut.offsets().tolist() == data["responses"].offsets().tolist()
     back = response_to_nested(padded, data["response_mask"])
     assert torch.equal(back.values(), data["rm_scores"].values())
-
-
-def test_every_v1_row_has_the_same_fields() -> None:
-    second = segment([("given", 1), ("sampled", 1)], None)
-    found = rows_of(rollout(segment([("given", 2), ("sampled", 3)]), second), 4, 8)
-    first, second = (v1_fields(row, _base(0)) for row in found)
-    assert first.keys() == second.keys()
-    assert first.keys() >= {"num_turns", "session_id", "multi_modal_inputs", "extra_fields", "uid", "payload"}
-    assert first["extra_fields"] == {"reward_extra_info": {}}
 
 
 def test_v1_tags_have_only_numbers() -> None:

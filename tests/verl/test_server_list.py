@@ -99,13 +99,6 @@ async def test_a_returning_server_gets_calls_from_the_next_batch_with_its_new_ve
     assert verl.labels == {stays: "5", hybrid: "5"}
 
 
-async def test_a_server_that_left_and_returned_between_two_refreshes_gets_its_version(verl: Verl) -> None:
-    servers = ServerList(verl.listed, verl.urls, verl.follow)
-    await servers.begin_batch(3)
-    await servers.begin_batch(4)
-    assert set(verl.labels.values()) == {"4"}
-
-
 async def test_a_server_with_a_wrong_version_gets_no_calls(verl: Verl) -> None:
     stays, deaf = verl.listed
     servers = ServerList(verl.listed, verl.urls, verl.follow)

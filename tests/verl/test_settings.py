@@ -8,7 +8,6 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from rollout_backend.errors import ConfigError
@@ -25,6 +24,7 @@ from rollout_backend.verl.verl_settings import (
     settings_of,
     sleeps_between_batches,
 )
+from trainings import composed, verl_settings
 
 ROOT = Path(__file__).parents[2]
 ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/my_agent-a1B2c3D4e5"
@@ -68,24 +68,6 @@ def test_settings_of_verl_are_used():
     assert config.serving.urls == ("http://10.0.0.1:30000", "http://10.0.0.2:30000")
 
 
-def test_the_runtime_may_be_made_from_an_image():
-    image = "123456789012.dkr.ecr.eu-west-1.amazonaws.com/my-agent:1"
-    runtime = {
-        "kind": "agentcore",
-        "image": image,
-        "role": "arn:aws:iam::123456789012:role/agent",
-        "subnets": ["subnet-01234567"],
-        "security_groups": ["sg-01234567"],
-        "environment": {"GREETING": "hello"},
-        "max_sessions": 64,
-    }
-    made = settings_of(verl_config({**OWN, "runtime": runtime}), ["a:1"]).runtime
-    assert (made.image, made.region, made.max_sessions) == (image, "eu-west-1", 64)
-    assert (made.subnets, made.environment) == (("subnet-01234567",), {"GREETING": "hello"})
-    with pytest.raises(ConfigError, match=r"(?s)custom\.rollout_backend.*image needs role"):
-        settings_of(verl_config({**OWN, "runtime": {"kind": "agentcore", "image": image}}), ["a:1"])
-
-
 def test_own_settings_take_precedence():
     own = {**OWN, "run_id": "mine", "group": {"policy": "strict"}, "model": {"context_length": 4096}}
     config = settings_of(verl_config(own), ["a:1"])
@@ -97,7 +79,6 @@ def test_own_settings_take_precedence():
 @pytest.mark.parametrize(
     ("section", "function"),
     [
-        ({"reward": {"custom_reward_function": {"path": "sums.py", "name": "check"}}}, "sums.py:check"),
         (
             {"reward": {"custom_reward_function": {"path": "file:///r/sums.py", "name": None}}},
             "/r/sums.py:compute_score",
@@ -116,12 +97,6 @@ def test_two_scorers_are_refused():
     for other in ({"function": "other.py:score"}, {"command": ["verify"]}):
         with pytest.raises(ConfigError, match=r"another one: remove one of the two|exclude each other"):
             settings_of(OmegaConf.merge(verl_config({**OWN, "scoring": other}), section), ["a:1"])
-
-
-def test_the_wait_for_a_dead_engine_can_be_set():
-    config = settings_of(verl_config({**OWN, "serving": {"startup_timeout_s": 30, "max_restarts": 0}}), ["a:1"])
-    assert (config.serving.startup_timeout_s, config.serving.max_restarts) == (30, 0)
-    assert config.serving.urls == ("http://a:1",)
 
 
 def test_the_settings_may_be_in_a_file(tmp_path):
@@ -196,9 +171,7 @@ def test_validation_and_greedy_sampling():
     [
         (True, "grpo", False),
         (False, "grpo", True),
-        (False, "rloo", True),
         (False, "grpo_skip_missing", False),
-        (False, "gae", False),
     ],
 )
 def test_masks_are_refused_where_a_missing_row_counts_as_0(use_v1, adv_estimator, refused):
@@ -215,15 +188,12 @@ def test_masks_are_refused_where_a_missing_row_counts_as_0(use_v1, adv_estimator
 @pytest.mark.parametrize(
     ("use_v1", "adv_estimator", "group", "warning"),
     [
-        (True, "grpo", {"min_viable": 1}, "its raw reward as advantage"),
         (True, "rloo", {"min_viable": 1}, "its raw reward as advantage"),
         (True, "grpo", {"min_viable": 1, "policy": "strict"}, ""),
         (True, "grpo", {}, ""),
         (True, "grpo_skip_missing", {"min_viable": 1}, ""),
-        (True, "gae", {"min_viable": 1}, ""),
         (False, "grpo", {}, "for a reward of 0 on the legacy trainer"),
         (False, "grpo", {"policy": "strict"}, ""),
-        (False, "rloo_skip_missing", {"min_viable": 1}, ""),
     ],
 )
 def test_an_estimator_that_misjudges_groups_with_lost_rollouts_is_named(
@@ -238,7 +208,6 @@ def test_an_estimator_that_misjudges_groups_with_lost_rollouts_is_named(
 @pytest.mark.parametrize(
     ("processor", "environ", "frozen", "images", "refused"),
     [
-        ("Qwen2VLImageProcessorFast", {}, False, 16, True),
         ("Qwen2VLImageProcessorFast", {"SGLANG_VLM_CACHE_SIZE_MB": "4096"}, False, 16, True),
         ("Qwen2VLImageProcessorFast", {"SGLANG_VLM_CACHE_SIZE_MB": "0"}, False, 16, False),
         ("Qwen2VLImageProcessorFast", {}, True, 16, False),
@@ -285,27 +254,13 @@ def test_images_are_not_trained_if_no_row_is_rejected(tmp_path, monkeypatch, ima
         manager.CloudAgentLoopManager.create(config, None)
 
 
-def test_an_old_verl_is_refused(monkeypatch):
-    from rollout_backend.verl.manager import CloudAgentLoopManager
-
-    monkeypatch.setattr("importlib.metadata.version", lambda name: {"verl": "0.8.0"}[name])
-    with pytest.raises(ConfigError, match=r"verl 0\.8\.0 is too old.*install verl 0\.9\.1"):
-        CloudAgentLoopManager.create(config=None, llm_client=None, replay_buffer=object())
+ASYNCHRONOUS = "trainer.v1.trainer_mode=separate_async"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "takes"),
-    [
-        ([], True),
-        (["trainer.resume_mode=resume_path"], True),
-        (["trainer.resume_mode=disable"], False),
-        (["trainer.v1.trainer_mode=separate_async"], True),
-        (["trainer.v1.trainer_mode=separate_async", "trainer.resume_mode=disable"], False),
-    ],
-)
-def test_a_run_is_resumed_unless_verl_does_not_load_its_checkpoint(overrides, takes):
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        assert resumes_steps(compose("ppo_trainer", overrides).trainer) is takes
+def test_a_run_is_resumed_unless_verl_does_not_load_its_checkpoint():
+    for mode in ((), (ASYNCHRONOUS,)):
+        assert resumes_steps(verl_settings(*mode).trainer)
+        assert not resumes_steps(verl_settings(*mode, "trainer.resume_mode=disable").trainer)
 
 
 @pytest.mark.parametrize(
@@ -318,22 +273,14 @@ def test_a_run_is_resumed_unless_verl_does_not_load_its_checkpoint(overrides, ta
     ],
 )
 def test_rollouts_are_resumed_only_if_verl_would_not_drop_them(overrides, limit):
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        assert max_staleness_of(compose("ppo_trainer", overrides).trainer) == limit
+    assert max_staleness_of(verl_settings(*overrides).trainer) == limit
 
 
-@pytest.mark.parametrize(
-    ("overrides", "sleeps"),
-    [
-        ([], True),
-        (["trainer.v1.trainer_mode=separate_async"], False),
-        (["trainer.v1.trainer_mode=colocate_async"], False),
-        (["trainer.v1.trainer_mode=separate_async", "trainer.use_v1=False"], True),
-    ],
-)
-def test_verls_servers_sleep_between_batches_where_it_trains_on_their_devices(overrides, sleeps):
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        assert sleeps_between_batches(compose("ppo_trainer", overrides).trainer) is sleeps
+def test_verls_servers_sleep_between_batches_where_it_trains_on_their_devices():
+    assert sleeps_between_batches(verl_settings().trainer)
+    for asynchronous in (ASYNCHRONOUS, "trainer.v1.trainer_mode=colocate_async"):
+        assert not sleeps_between_batches(verl_settings(asynchronous).trainer)
+        assert sleeps_between_batches(verl_settings(asynchronous, "trainer.use_v1=False").trainer)
 
 
 @pytest.mark.parametrize(
@@ -346,10 +293,9 @@ def test_the_settings_in_the_docs_exist_in_verl(page):
     blocks = "".join(re.findall(r"^```sh\n(.*?)^```", text, flags=re.M | re.S)).replace("\\\n", " ")
     given = [word for word in shlex.split(blocks, comments=True) if re.match(f"{ours}=", word)]
     assert given
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", given)
-        names = sorted(set(re.findall(f"`({ours})", text)), reverse=True)  # a key of a section before the section
-        compose("ppo_trainer", [f"{name}=x" for name in names])
+    config = composed(*given)
+    names = sorted(set(re.findall(f"`({ours})", text)), reverse=True)  # a key of a section before the section
+    composed(*(f"{name}=x" for name in names))
     if page == "docs/training.md":
         assert config.algorithm.adv_estimator == "grpo_skip_missing"
     if page == "docs/training-async.md":
@@ -373,8 +319,7 @@ def test_routed_experts_are_recorded_if_verl_asks_its_servers_for_them():
     ],
 )
 def test_verls_sglang_sends_each_token_of_a_stream_once(overrides, sent_once):
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides)
+    config = verl_settings(*overrides)
     set_streams(config)
     assert OmegaConf.select(config, STREAMS) is sent_once
 

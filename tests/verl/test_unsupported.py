@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra import compose, initialize_config_dir
 
 from rollout_backend.errors import ConfigError
 from rollout_backend.verl.unsupported import refuse_unsupported
 from rollout_backend.verl.vllm_middleware import MIDDLEWARE
+from trainings import verl_settings
 from verl_cpu.environment import overrides
 
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 ASYNCHRONOUS = "trainer.v1.trainer_mode=separate_async"
 
 
-def verl_config(*more: str, name: str = "ppo_trainer") -> Any:
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose(name, [f"{ROLLOUT}.name=sglang", *more])
+def verl_config(*more: str, **base: Any) -> Any:
+    return verl_settings(f"{ROLLOUT}.name=sglang", *more, **base)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,6 @@ def verl_config(*more: str, name: str = "ppo_trainer") -> Any:
         [],
         ["trainer.use_v1=False"],
         ["trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.hybrid_rollout.enable_switch=True"],
-        [f"{MODEL}.lora_rank=8", f"+{MODEL}.lora.merge=True"],
         [f"{MODEL}.lora_rank=8", f"+{MODEL}.lora.merge=True", ASYNCHRONOUS],
         [f"{MODEL}.lora_rank=8"],
         [f"{MODEL}.lora_rank=8", "trainer.use_v1=False"],
@@ -37,17 +36,13 @@ def verl_config(*more: str, name: str = "ppo_trainer") -> Any:
     ],
 )
 def test_supported_settings_pass(more: list[str]) -> None:
-    try:
-        config = verl_config(*more)
-    except Exception:  # verl already has the key
-        config = verl_config(*(override.removeprefix("+") for override in more))
-    refuse_unsupported(config)
+    refuse_unsupported(verl_config(*more))
 
 
 VLLM = (f"{ROLLOUT}.name=vllm", f"+{ROLLOUT}.engine_kwargs.vllm.middleware={MIDDLEWARE}")
 
 
-@pytest.mark.parametrize("more", [[], [f"{MODEL}.lora_rank=8"], [f"{MODEL}.lora_rank=8", "trainer.use_v1=False"]])
+@pytest.mark.parametrize("more", [[], [f"{MODEL}.lora_rank=8"]])
 def test_vllm_is_supported_with_the_middleware(more: list[str]) -> None:
     refuse_unsupported(verl_config(*VLLM, *more))
 
@@ -65,8 +60,7 @@ def test_vllms_replies_must_be_those_of_the_trained_model(more: str, advice: str
 
 
 def test_training_on_the_cpu_is_supported() -> None:
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        refuse_unsupported(compose("ppo_trainer", overrides()))
+    refuse_unsupported(verl_settings(base=tuple(overrides())))
 
 
 RECORD = f"{ROLLOUT}.enable_rollout_routing_replay"
@@ -76,17 +70,17 @@ METRICS = f"{ROLLOUT}.moe_load_balance_metrics_interval"
 @pytest.mark.parametrize("engine", ["megatron", "veomni"])
 def test_routed_experts_are_replayed_by_engines_that_can_and_recorded_for_them(engine: str) -> None:
     replay = f"actor_rollout_ref.actor.{engine}.router_replay.mode"
-    trainer = f"model_engine={engine}"
-    refuse_unsupported(verl_config(f"{replay}=R2", trainer))
-    refuse_unsupported(verl_config(f"{replay}=R3", f"{RECORD}=True", trainer))
+    trainer = {"base": (f"model_engine={engine}",)}
+    refuse_unsupported(verl_config(f"{replay}=R2", **trainer))
+    refuse_unsupported(verl_config(f"{replay}=R3", f"{RECORD}=True", **trainer))
     cache = f"{ROLLOUT}.engine_kwargs.sglang.enable_hierarchical_cache=True"
     refuse_unsupported(verl_config(f"+{cache}"))
     with pytest.raises(ConfigError, match=f"  {cache}: tokens that come back .* get the routing of others"):
-        refuse_unsupported(verl_config(f"{replay}=R3", f"{RECORD}=True", trainer, f"+{cache}"))
+        refuse_unsupported(verl_config(f"{replay}=R3", f"{RECORD}=True", f"+{cache}", **trainer))
     with pytest.raises(ConfigError, match=f"{replay}=R3: the servers record no routing: set {RECORD}=True"):
-        refuse_unsupported(verl_config(f"{replay}=R3", trainer))
+        refuse_unsupported(verl_config(f"{replay}=R3", **trainer))
     with pytest.raises(ConfigError, match=f"{RECORD}=True: the actor does not replay the routing"):
-        refuse_unsupported(verl_config(f"{RECORD}=True", trainer))
+        refuse_unsupported(verl_config(f"{RECORD}=True", **trainer))
 
 
 def test_other_engines_replay_no_routed_experts() -> None:

@@ -17,7 +17,6 @@ from rollout_backend.gateway.engine import client as engine_client
 from rollout_backend.gateway.engine.client import EngineClient, EngineRefused
 from rollout_backend.gateway.engine.protocol import EngineRequest
 from rollout_backend.gateway.engine.vllm import VllmProtocol
-from rollout_backend.local.scripted import Fail
 from rollout_backend.serving.external_engine import check_vllm
 from rollout_backend.verl import vllm_middleware
 from rollout_backend.verl.verl_api import ADAPTER
@@ -122,14 +121,6 @@ async def test_a_stream_that_a_pause_aborts_is_resumed_under_the_next_version(cl
     assert completion.finish_reason == "stop"
 
 
-async def test_a_refused_request_is_refused_with_the_servers_message(client: Any) -> None:
-    with VerlServer("one") as server:
-        attach(server)
-        server.replies = [Fail(400, "there is a good reason")]
-        with pytest.raises(EngineRefused, match="there is a good reason"):
-            await client(server)
-
-
 async def test_a_server_that_may_be_asleep_is_checked_without_a_request_for_tokens() -> None:
     with VerlServer() as server:
         server.paused = True
@@ -181,15 +172,6 @@ async def test_a_call_is_retried_until_verl_has_loaded_the_adapter(client: Any) 
         attach(server)
         server.engine.loaded_next = {VERLS_ID}
         assert (await client(server, adapter=ADAPTER)).finish_reason == "stop"
-
-
-async def test_without_an_adapter_vllm_decides_which_models_it_knows(client: Any) -> None:
-    with VerlServer("one", "two") as server:
-        attach(server)
-        assert (await client(server)).finish_reason == "stop"
-        with pytest.raises(EngineRefused, match=r"404: .*does not exist"):
-            await client(server, adapter=ADAPTER)
-    assert server.sampled_with == [""]
 
 
 @pytest.mark.parametrize("body", [b"not json", b"[1]", b'{"model": null}'])

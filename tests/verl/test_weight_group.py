@@ -106,18 +106,6 @@ async def test_a_server_receives_each_tensor_in_aligned_buckets(monkeypatch, buc
     assert server.calls[-2:] == ["/end_weight_update", "/destroy_weights_update_group"]
 
 
-@pytest.mark.parametrize(
-    ("fault", "why"),
-    [
-        (("/init_weights_update_group", "refuses"), "answered 400 to new weights.*it cannot"),
-        (("/begin_weight_update", "refuses"), "answered 400 to new weights.*it cannot"),
-    ],
-)
-async def test_a_server_that_fails_is_named_with_the_reason(fault, why):
-    with pytest.raises(ServingError, match=why):
-        await load(ScriptedServer(fault))
-
-
 async def test_a_server_that_hangs_is_named():
     before = {*threading.enumerate()}
     server = ScriptedServer(("/init_weights_update_group", "hangs"))
@@ -139,7 +127,7 @@ async def test_a_server_that_hangs_is_named():
 async def test_a_lost_server_ends_the_thread_that_sends_to_it():
     before = {*threading.enumerate()}  # of other tests, whose threads may last as long as their limit
     server = ScriptedServer(("/begin_weight_update", "refuses"))
-    with pytest.raises(ServingError):
+    with pytest.raises(ServingError, match=r"answered 400 to new weights.*it cannot"):
         await load(server, timeout_s=1000.0)
     [sending] = [each for each in {*threading.enumerate()} - before if each.name.startswith("rollout-")]
     server._group = None  # its end of the group, as when its process ends
