@@ -58,13 +58,17 @@ async def faulty(local_aws: LocalStorage) -> AsyncIterator[Callable[..., Awaitab
 
 @pytest.fixture
 async def s3(where: AwsConfig) -> AsyncIterator[Any]:
-    async with aws.client("s3", region=where.region, endpoint_url=where.endpoint_url) as client:
+    async with aws.client(
+        "s3", region=where.region, endpoint_url=where.endpoint_url, connect_timeout_s=240
+    ) as client:
         yield client
 
 
 @pytest.fixture
 async def sqs(where: AwsConfig) -> AsyncIterator[Any]:
-    async with aws.client("sqs", region=where.region, endpoint_url=where.endpoint_url) as client:
+    async with aws.client(
+        "sqs", region=where.region, endpoint_url=where.endpoint_url, connect_timeout_s=240
+    ) as client:
         yield client
 
 

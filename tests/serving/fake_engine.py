@@ -33,6 +33,11 @@ def die(why):
     os._exit(1)
 
 
+def say(line):
+    sys.stdout.write(f"{line}\n")  # at once: with `print`, another thread may write before the line ends
+    sys.stdout.flush()
+
+
 class Scheduler:
     """The running requests, and the state of the memory."""
 
@@ -55,7 +60,7 @@ class Scheduler:
             if self.asleep:
                 die("torch.AcceleratorError: CUDA error: an illegal memory access was encountered")
             self.running += 1
-            print("generates", tokens, flush=True)
+            say(f"generates {tokens}")
             aborts, until = self.aborts, time.monotonic() + tokens * TOKEN_S
             while self.aborts == aborts and (left := until - time.monotonic()) > 0:
                 self.changed.wait(left)
@@ -129,7 +134,7 @@ class Handler(BaseHTTPRequestHandler):
             ok = mode != "sick" and (not HEALTH_GENERATES or scheduler.generate(1, wait_s=20) is not None)
             self.answer(200 if ok else 503, {})
         elif self.path in ("/model_info", "/get_model_info"):
-            print(self.path, "fleet" if "aiohttp" in self.headers.get("user-agent", "") else "router", flush=True)
+            say(f"{self.path} {'fleet' if 'aiohttp' in self.headers.get('user-agent', '') else 'router'}")
             self.answer(200, {**MODEL, "weight_version": scheduler.version})
         elif self.path == "/server_info":
             self.answer(200, {**MODEL, "tp_size": 1, "dp_size": 1, "version": "0.0"})
@@ -149,7 +154,7 @@ class Handler(BaseHTTPRequestHandler):
                     self.answer(400, {"error": {"message": f"adapters are not loaded: {name}"}})
                     return
                 tokens = body.get("sampling_params", {}).get("max_new_tokens", 1)
-                print(f"called for {tokens}\n", end="", flush=True)  # one write: threads do not interleave
+                say(f"called for {tokens}")
                 ended, version, weights = scheduler.generate(tokens)
                 meta = {"id": "x", "weight_version": version, "finish_reason": {"type": ended}}
                 reply = {"text": "", "output_ids": [1], "meta_info": meta, "pid": os.getpid(), "weights": weights}
