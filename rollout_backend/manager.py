@@ -248,11 +248,13 @@ class RolloutManager:
                 log.warning("%s", first_call.warning)
 
     async def _write_running_steps(self, run: RunServices) -> None:
-        """Write the records of the current steps every few seconds, for `rollout report --serve`."""
+        """Every few seconds, write the records of the current steps and renew `run.json`, for `rollout report` and
+        `rollout ls`."""
         loop, took_s = asyncio.get_running_loop(), 0.0
         while True:
             await asyncio.sleep(max(self._gateway_poll_s, 100 * took_s))  # at most 1 % of this thread's time
             took_s = 0.0
+            self.archive.renew_info()
             for number, step in [*self._steps.items()]:
                 if self._steps.get(number) is step and run.lease.lost is None:
                     began = loop.time()

@@ -75,9 +75,14 @@ class LeaseHolder(BaseModel, frozen=True):
             since=time(),
         )
 
+    @property
+    def is_local(self) -> bool:
+        """Whether its process is on this machine."""
+        return self.machine == _machine()
+
     def is_dead(self) -> bool:
         """Return True if its process has ended. Only a process on the same machine can know."""
-        return self.machine == _machine() and _started(self.pid) != self.started
+        return self.is_local and _started(self.pid) != self.started
 
     def __str__(self) -> str:
         since = datetime.fromtimestamp(self.since, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

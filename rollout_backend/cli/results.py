@@ -37,7 +37,7 @@ def ls(
 def _ls(runs: Path, as_json: bool) -> None:
     from rich.text import Text
 
-    from rollout_backend.results.run_data import list_runs
+    from rollout_backend.results.run_data import describe_state, list_runs
     from rollout_backend.results.terminal.view import plain_table
 
     found = list_runs(runs)
@@ -53,7 +53,7 @@ def _ls(runs: Path, as_json: bool) -> None:
         table.add_row(
             run.run_id,
             "" if run.began is None else f"{datetime.fromtimestamp(run.began, UTC):%Y-%m-%d %H:%M}",
-            f"[{_STYLES.get(run.state, 'none')}]{run.state}[/]",
+            f"[{_STYLES.get(run.state, 'none')}]{describe_state(run.state, run.seen_at or 0.0)}[/]",
             str(run.steps),
             f"{run.completed}/{'?' if run.planned is None else run.planned}",
             "" if run.mean_reward is None else f"{run.mean_reward:.3f}",
@@ -62,7 +62,7 @@ def _ls(runs: Path, as_json: bool) -> None:
     console.print(table)
 
 
-_STYLES = {"running": "cyan", "failed": "red", "killed": "red", "interrupted": "yellow"}
+_STYLES = {"running": "cyan", "failed": "red", "killed": "red", "silent": "red", "interrupted": "yellow"}
 
 
 def report(

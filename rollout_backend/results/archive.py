@@ -25,6 +25,7 @@ import contextlib
 import difflib
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -92,6 +93,22 @@ class RunArchive:
         """Record how the last start ended. Does nothing without a start."""
         if self._info is not None:
             self._write_info(self._info.with_end(state, error, time.time()))
+
+    def renew_info(self) -> None:
+        """Renew the time of `run.json`, by which readers on other machines know that this process runs."""
+
+        def renew() -> None:
+            with contextlib.suppress(OSError):  # only this sign of life is lost
+                os.utime(self.run_dir / _INFO)
+
+        self._executor.submit(renew)
+
+    def info_renewed_at(self) -> float:
+        """Return when `run.json` was last written or renewed, in Unix seconds; 0 if the file does not exist."""
+        try:
+            return (self.run_dir / _INFO).stat().st_mtime
+        except OSError:
+            return 0.0
 
     def read_info(self) -> RunInfo | None:
         """Return the content of `run.json`; None if the file does not exist.

@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -20,11 +21,9 @@ from rollout_backend.results.archive import CONFIG, RunArchive
 from rollout_backend.results.cost import Cost, Prices
 from rollout_backend.results.findings import FailureCount, Finding, count_failures, findings_of
 from rollout_backend.results.records import RolloutRecord
-from rollout_backend.results.run_info import RunStart, all_settings
+from rollout_backend.results.run_info import RUNS_S, RunStart, RunState, all_settings
 from rollout_backend.results.step_report import StepReport
 from rollout_backend.results.summary import StepSummary, mean, summarize
-
-RUNS_S = 60.0  # a running step's records are written every few seconds
 
 
 @dataclass(frozen=True)
@@ -78,6 +77,7 @@ class RunData:
     run_id: str
     steps: tuple[StepData, ...]
     config: RolloutConfig | None
+    state: str = ""  # as `describe_state` returns it, unless the run ended normally
 
     @property
     def prices(self) -> Prices | None:
@@ -92,17 +92,18 @@ def read_run(run_dir: Path, known: Mapping[int, StepData] | None = None) -> RunD
         ConfigError: the folder holds no step, or a file of another version.
     """
     archive, found = RunArchive(run_dir), dict[int, StepData]()
-    running, by_verl = archive.running_steps(), _is_by_verl(archive)
+    running, by_verl, state = archive.running_steps(), _is_by_verl(archive), run_state(archive)
     for step in sorted({*archive.steps(), *running}):
         before = (known or {}).get(step)
         with contextlib.suppress(FileNotFoundError):  # a running step that has just ended without a record
             if before is not None and step not in running and before.changed_at == archive.changed_at(step):
                 found[step] = before
             else:
-                found[step] = _read_step(archive, step, by_verl, running.get(step))
+                found[step] = _read_step(archive, step, by_verl, running.get(step), state)
     if not found:
         raise ConfigError(f"{run_dir} holds no records of a step: steps/*.rollouts.jsonl")
-    return RunData(run_dir, read_run_id(run_dir), tuple(found.values()), read_config(run_dir))
+    shown = describe_state(state, archive.info_renewed_at()) if state not in ("running", "ended", None) else ""
+    return RunData(run_dir, read_run_id(run_dir), tuple(found.values()), read_config(run_dir), shown)
 
 
 def read_steps(run_dir: Path, only: Sequence[int] | None = None) -> Iterator[StepData]:
@@ -147,19 +148,36 @@ def last_start(archive: RunArchive) -> RunStart | None:
     return info.starts[-1] if info is not None else None
 
 
+def run_state(archive: RunArchive) -> RunState | None:
+    """Return the current state of a run; None if it is unknown."""
+    start = last_start(archive)
+    return start.current_state(archive.info_renewed_at()) if start is not None else None
+
+
+def describe_state(state: str, seen_at: float) -> str:
+    """Return a run's state in words. `seen_at` is when its process last renewed `run.json`."""
+    return f"silent since {datetime.fromtimestamp(seen_at, UTC):%Y-%m-%d %H:%M} UTC" if state == "silent" else state
+
+
 def _is_by_verl(archive: RunArchive) -> bool:
     start = last_start(archive)
     return start is not None and start.by == "verl"
 
 
-def _read_step(archive: RunArchive, step: int, by_verl: bool, written_at: float | None = None) -> StepData:
+def _read_step(
+    archive: RunArchive,
+    step: int,
+    by_verl: bool,
+    written_at: float | None = None,
+    state: RunState | None = None,
+) -> StepData:
     """`written_at`: when the records of a running step were written; None for one that is over."""
     name, validates = describe_batch(step) if by_verl else (str(step), False)
     try:
         if written_at is not None:
             with contextlib.suppress(FileNotFoundError):  # ended in the meantime, so its records are now complete
                 running = tuple(archive.read_running(step))
-                runs = time.time() < written_at + RUNS_S
+                runs = state in ("running", None) and time.time() < written_at + RUNS_S
                 return StepData(step, name, validates, running, None, written_at, runs)
         records, report = tuple(archive.read_records(step)), archive.read_report(step)
     except ValueError as error:
@@ -197,6 +215,7 @@ class RunOverview(BaseModel, frozen=True):
     state: str  # a `RunState`, or `unknown`
     error: str = ""  # why its last start failed
     steps: int
+    seen_at: float | None  # when its process last renewed the run's directory
     completed: int
     planned: int | None  # None: unknown, because the run was killed or is running, and its settings cannot be read
     mean_reward: float | None  # of completed rollouts
@@ -217,7 +236,7 @@ def summarize_run(folder: Path) -> RunOverview:
         info = archive.read_info()
     except ValueError:
         info = None
-    steps = archive.begun_steps()
+    steps, seen_at = archive.begun_steps(), archive.info_renewed_at()
     completed, planned, rewards = 0, 0, list[float]()
     for step in steps:
         lines = archive.record_lines(step)
@@ -234,9 +253,10 @@ def summarize_run(folder: Path) -> RunOverview:
         run_id=folder.name,
         folder=str(folder),
         began=info.starts[-1].process.since if info is not None else None,
-        state=info.starts[-1].current_state() if info is not None else "unknown",
+        state=info.starts[-1].current_state(seen_at) if info is not None else "unknown",
         error=info.starts[-1].error if info is not None else "",
         steps=len(steps),
+        seen_at=seen_at or None,
         completed=completed,
         planned=planned or None,
         mean_reward=mean(rewards),

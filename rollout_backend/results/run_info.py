@@ -10,6 +10,7 @@ import importlib.metadata
 import itertools
 import platform
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -21,7 +22,8 @@ from pydantic.fields import FieldInfo
 from rollout_backend.config import RolloutConfig
 from rollout_backend.run_lease import LeaseHolder
 
-RunState = Literal["running", "ended", "interrupted", "failed", "killed"]
+RunState = Literal["running", "ended", "interrupted", "failed", "killed", "silent"]
+RUNS_S = 60.0  # the run directory of a running process is written every few seconds
 StartedBy = Literal["run", "local", "demo", "verl", "python"]
 
 _PACKAGES = ("rollout-backend", "renderers", "sglang", "sglang-router", "smg", "torch", "transformers", "verl")
@@ -53,9 +55,15 @@ class RunStart(BaseModel, frozen=True):
             agent=dict(agent),
         )
 
-    def current_state(self) -> RunState:
-        """Return the state, which is `killed` if the process is gone and nothing recorded its end."""
-        return "killed" if self.state == "running" and self.process.is_dead() else self.state
+    def current_state(self, seen_at: float) -> RunState:
+        """Return the state of a run whose process renewed `run.json` at `seen_at`.
+
+        If nothing recorded its end, it is `killed` if its process is gone. A process on another machine cannot be
+        checked: it is `silent` if it has not renewed the file for a minute.
+        """
+        if self.state != "running" or self.process.is_local:
+            return "killed" if self.state == "running" and self.process.is_dead() else self.state
+        return "silent" if time.time() > seen_at + RUNS_S else "running"
 
 
 class RunInfo(BaseModel, frozen=True):

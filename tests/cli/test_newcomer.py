@@ -5,6 +5,7 @@ tests/README.md lists fourteen of them. Rewards that are all equal are in `tests
 
 import asyncio
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -304,6 +305,8 @@ async def test_a_wrong_public_url(settings, agent_server, run_id, caplog):
             await eventually(warned)
             await eventually(lambda: caplog.records)
             await eventually(manager.archive.running_steps)
+            os.utime(manager.archive.run_dir / "run.json", (0, 0))
+            await eventually(manager.archive.info_renewed_at)
             with pytest.raises(ConfigError, match="step 0 is being collected"):
                 await manager.collect([Task("b", {})], step=0)
             [record] = read_run(manager.archive.run_dir).steps[0].open

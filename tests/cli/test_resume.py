@@ -93,7 +93,7 @@ def test_an_interrupted_run_is_resumed_from_its_folder_which_can_be_shared(
             assert code == 0, output
             for part in ("cancelled, no result was stored", "aborted", "the step was cancelled from outside"):
                 assert part in output
-        assert RunArchive(folder).read_info().starts[0].current_state() == ("killed" if killed else "interrupted")
+        assert RunArchive(folder).read_info().starts[0].current_state(0.0) == ("killed" if killed else "interrupted")
 
         tasks.unlink()
         asked = len(engine.requests)

@@ -7,11 +7,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from builders import run_config
 from made_runs import MadeRun, make_run, reopen_last_step
 from report_page import Page
 from rollout_backend.errors import StartupError
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.page.report import ReportServer, serve_report, write_report
+from rollout_backend.results.run_info import RunStart
 
 
 @pytest.fixture
@@ -65,6 +67,18 @@ def test_a_step_of_a_killed_run_is_shown_as_interrupted(running: Path):
     page = Page(write_report(running))
     assert "open" not in page.texts
     assert "✗ interrupted" in page.html
+
+
+@pytest.mark.parametrize(("process", "shown"), [({"started": 1}, "killed"), ({"machine": "b"}, "silent since 2001")])
+def test_a_run_whose_process_is_gone_or_silent_is_not_shown_as_running(running: Path, process: dict, shown: str):
+    archive, config = RunArchive(running), run_config(run_id="run", output_dir=running.parent)
+    start = RunStart.of(config, "verl", {}, None)
+    archive.write_start(config, start.model_copy(update={"process": start.process.model_copy(update=process)}))
+    archive.close()
+    os.utime(running / "run.json", (1e9, 1e9))
+    for page in (Page(write_report(running)), Page(write_report(make_run(running, MadeRun(tasks=2, steps=2))))):
+        assert f" · {shown}" in page.html
+        assert "3 in a session" not in page.html
 
 
 def test_the_final_records_replace_those_of_the_running_step(tmp_path: Path):

@@ -1,6 +1,7 @@
 """What a run was started with."""
 
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -65,11 +66,14 @@ def test_a_start_is_killed_if_its_process_ended_without_a_word(tmp_path):
             archive.write_end(state)
         archive.close()
     first, second = RunArchive(config.run_dir).read_info().starts
-    assert first.current_state() == "ended"
+    assert first.current_state(0.0) == "ended"
     assert first.ended_at is not None
-    assert second.current_state() == "running"
+    assert second.current_state(0.0) == "running"
     dead = second.model_copy(update={"process": second.process.model_copy(update={"started": 1})})
-    assert dead.current_state() == "killed"
+    assert dead.current_state(time.time()) == "killed"
+    elsewhere = second.model_copy(update={"process": second.process.model_copy(update={"machine": "another"})})
+    assert elsewhere.current_state(time.time()) == "running"
+    assert elsewhere.current_state(time.time() - 3600) == "silent"
 
 
 def test_a_run_json_that_cannot_be_read_is_replaced(tmp_path, caplog):

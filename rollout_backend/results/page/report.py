@@ -34,7 +34,8 @@ from rollout_backend.rendering.token_bytes import TokenText
 from rollout_backend.results.archive import CONFIG, RunArchive
 from rollout_backend.results.page.step_page import step_context
 from rollout_backend.results.page.training_page import training_context
-from rollout_backend.results.run_data import RUNS_S, StepData, read_run
+from rollout_backend.results.run_data import StepData, read_run, run_state
+from rollout_backend.results.run_info import RUNS_S
 from rollout_backend.serving.server_process import require_port
 
 log = logging.getLogger(__name__)
@@ -181,18 +182,18 @@ class ReportServer:
             self._next_at = ended + max(self._renew_s, (ended - began) * (1 / self._share - 1))
 
     def _files(self) -> str:
-        """Return a digest of the files in the report, and of which steps are running."""
+        """Return a digest of the files in the report, of the run's state, and of which steps are running."""
         found = [path for path in self._run_dir.glob("steps/*.json*") if not path.name.startswith(".")]
-        state = []
-        for path in sorted([*found, self._run_dir / "run.json"]):
+        archive, state = RunArchive(self._run_dir), []
+        for path in sorted(found):
             try:
                 about = path.stat()
                 state.append((path.name, about.st_mtime_ns, about.st_size))
             except FileNotFoundError:  # being replaced or removed at this moment
                 continue
-        written = RunArchive(self._run_dir).running_steps().values()
+        written = archive.running_steps().values()
         runs = [time.time() < written_at + RUNS_S for written_at in written]
-        return sha256(repr((state, runs)).encode()).hexdigest()[:16]
+        return sha256(repr((state, run_state(archive), runs)).encode()).hexdigest()[:16]
 
 
 @asynccontextmanager

@@ -19,7 +19,15 @@ from rollout_backend.errors import ConfigError
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.cost import Cost, Prices
 from rollout_backend.results.findings import FailureCount, Finding, Level, Verdict, findings_of, show_command
-from rollout_backend.results.run_data import RunOverview, StepData, last_start, read_config, read_steps, summarize_run
+from rollout_backend.results.run_data import (
+    RunOverview,
+    StepData,
+    describe_state,
+    last_start,
+    read_config,
+    read_steps,
+    summarize_run,
+)
 from rollout_backend.results.step_report import StepResult
 from rollout_backend.results.summary import Learning, Seconds, StepSummary, TaskRewards, duration, summarize
 from rollout_backend.results.terminal.live_view import one_line, sentence
@@ -105,14 +113,15 @@ class RunView:
     def _about(self) -> Iterator[Text]:
         about = self.about
         began = f", began {when(about.began)}" if about.began is not None else ""
+        state = describe_state(about.state, about.seen_at or 0.0)
         of_steps = f", {count(about.steps, 'step')}"
-        yield Text.assemble((f"run {about.run_id}", "bold"), f"  {about.state}{began}{of_steps}")
+        yield Text.assemble((f"run {about.run_id}", "bold"), f"  {state}{began}{of_steps}")
         start = last_start(RunArchive(self.run_dir))
         if start is not None and start.agent:
             yield Text(f"agent {one_line(start.agent.get('path') or start.agent.get('arn') or str(start.agent))}")
         if start is not None and start.error:
             yield Text(one_line(start.error), "red")
-        if about.state == "killed" or not self.steps:
+        if about.state in ("killed", "silent") or not self.steps:
             planned = "?" if about.planned is None else f"{about.planned:,}"
             yield Text(f"{about.completed:,} of {planned} planned rollouts have completed")
 
@@ -156,7 +165,7 @@ class RunView:
         elif self.steps:
             last = self.steps[-1].step
             lines |= {f"rollout show --step {last}{self.show}": "one step, here the last"}
-        if self.about.state in ("killed", "interrupted"):
+        if self.about.state in ("killed", "silent", "interrupted"):
             lines |= {f"rollout run --resume {run}": "finish it"}
         width = max(map(len, lines))
         for command, what in lines.items():
