@@ -36,6 +36,7 @@ from rollout_backend.serving.engine import REPORT_WAIT_AFTER_S, EngineFactory
 from rollout_backend.serving.engine_commands import sglang_command
 from rollout_backend.serving.gateway_process import GatewayProcess, gateway_name
 from rollout_backend.serving.local_engine import LocalEngine, MakeCommand
+from rollout_backend.serving.server_process import ServerKilled
 from rollout_backend.serving.supervisor import first_of
 
 _STOP_S = 15.0
@@ -72,10 +73,12 @@ class RayActor:
 
         Raises:
             TimeoutError: no machine had room for it in time.
-            StartupError: the actor died before it ran.
+            StartupError: the actor could not be created.
+            ServerKilled: the actor was killed before it ran.
         """
         import ray
 
+        self._placed = False
         self.handle = ray.remote(_Host).options(**self._options).remote(self._make)
         async with asyncio.timeout(timeout_s):
             await self._result(self.handle.__ray_ready__.remote())
@@ -86,7 +89,8 @@ class RayActor:
 
         Raises:
             ServingError: the method raised it.
-            StartupError: the method raised anything else, or the actor has died.
+            StartupError: the method raised anything else.
+            ServerKilled: the actor has died.
         """
         return await self._result(self.handle.call.remote(method, *arguments))
 
@@ -136,7 +140,9 @@ class RayActor:
                 raise type(error.cause)(str(error.cause)) from None
             raise StartupError(str(error.cause)) from None
         except ray.exceptions.RayError as error:  # also raised if Ray killed the actor because memory was low
-            raise StartupError(f"{self._name}: its Ray actor died: {error}") from None
+            recurs = isinstance(error, ray.exceptions.RayActorError) and error.actor_init_failed
+            died = StartupError if recurs else ServerKilled
+            raise died(f"{self._name}: its Ray actor died: {error}") from None
 
 
 class _Host:
@@ -375,7 +381,8 @@ class RayGateway(RayActor):
     async def start(self) -> None:
         timeout_s = self._config.startup_timeout_s
         try:
-            if not self.url:  # a restart stays in the same actor
+            if not self.url:  # a restart stays in the same actor, unless the gateway was killed before it was up
+                await self.stop()
                 await self.place(timeout_s)
         except TimeoutError:
             raise StartupError(

@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from builders import complete, listens, run_config, session_of
+from builders import complete, eventually, listens, run_config, session_of
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import ServingError, StartupError
 from rollout_backend.local.scripted import ScriptedEngine
@@ -62,6 +62,28 @@ async def test_gateways_as_ray_actors(ray, engine, tmp_path, claims):
     finally:
         await fleet.stop()
     assert not any(listens(url.host, url.port) for url in map(httpx.URL, fleet.urls))
+
+
+@pytest.mark.slow
+async def test_a_gateway_whose_actor_is_killed_while_the_run_starts_gets_another_actor(ray, engine, tmp_path, claims):
+    events: list[str] = []
+    fleet = GatewayFleet(
+        on_ray(processes=1),
+        engine.url,
+        tmp_path,
+        journals=tmp_path / "j",
+        on_event=lambda event: events.append(event.kind),
+    )
+    starting = asyncio.create_task(fleet.start())
+    try:
+        await eventually(lambda: fleet._shards and fleet._shards[0].handle is not None)
+        ray.kill(first := fleet._shards[0].handle)
+        await starting
+        assert fleet._shards[0].handle is not first
+        assert await complete(fleet.endpoint(claims(session_of(0)))) == "one"
+        await eventually(lambda: events == ["died", "restarted"])
+    finally:
+        await fleet.stop()
 
 
 @pytest.mark.slow
