@@ -142,9 +142,9 @@ class ServingConfig(Section):
     """Timeout of a server's wait for machines of the Ray cluster, for `ray`. The wait is reported; a timeout counts
     as a failed start."""
     max_restarts: int = Field(default=3, ge=0)
-    """Maximum restarts of one engine, router or gateway within `restart_window_s`. An engine that exceeds it stays
-    down until the window allows another restart, while the other engines serve. The run stops, with the end of a log,
-    once no engine is left, or when the router or a gateway exceeds it."""
+    """Maximum restarts of one engine, router, gateway or dialer within `restart_window_s`. An engine that exceeds it
+    stays down until the window allows another restart, while the other engines serve. The run stops, with the end of
+    a log, once no engine is left, or when one of the others exceeds it."""
     restart_window_s: Seconds = 3600.0
     """Time for which a restart counts towards `max_restarts`."""
 

@@ -40,7 +40,7 @@ from rollout_backend.relay.protocol import (
     make_hello,
     verify_relay,
 )
-from rollout_backend.relay.relay_settings import DialerSettings
+from rollout_backend.relay.relay_settings import REFUSED, DialerSettings
 from rollout_backend.retry import log_retry, retry
 
 log = logging.getLogger(__name__)
@@ -264,7 +264,8 @@ def main() -> None:
     try:
         asyncio.run(Dialer(settings).run())
     except RelayRefused as error:
-        sys.exit(str(error))
+        print(error, file=sys.stderr)
+        sys.exit(REFUSED)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from rollout_backend.relay.protocol import MIN_KEY_CHARS, new_id
 
+REFUSED = 3
+"""Exit code of a dialer that the relay refuses for good."""
 Seconds = Annotated[float, Field(gt=0)]
 Key = Annotated[SecretStr, Field(min_length=MIN_KEY_CHARS)]
 

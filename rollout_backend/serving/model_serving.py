@@ -17,22 +17,22 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
 from rollout_backend.config import RelayConfig, RolloutConfig
 from rollout_backend.core.adapter import NamedAdapter
-from rollout_backend.errors import ConfigError, ServingError, WeightUpdateFailed
+from rollout_backend.errors import ConfigError, ServingError, StartupError, WeightUpdateFailed
 from rollout_backend.relay.protocol import new_id
-from rollout_backend.relay.relay_settings import DialerSettings
+from rollout_backend.relay.relay_settings import REFUSED, DialerSettings
 from rollout_backend.serving.adapters import AdapterStore, AdapterUpdate
 from rollout_backend.serving.engine_fleet import EngineFleet, ServerState
 from rollout_backend.serving.gateway_fleet import GatewayFleet
 from rollout_backend.serving.gateway_process import public_gateway_config
 from rollout_backend.serving.run_secret import key_secret
 from rollout_backend.serving.server_process import ServerProcess
-from rollout_backend.serving.supervisor import OnEvent
+from rollout_backend.serving.supervisor import OnEvent, RestartLimits, Supervisor
 from rollout_backend.serving.weights import WeightStore, WeightUpdate
 
 if TYPE_CHECKING:
@@ -110,7 +110,9 @@ class ModelServing:
             await self.gateways.set_adapters(self._adapters.versions)
         if config.relay is not None:
             on_status(f"dialling out to the relay at {config.relay.url}")
-            self.dialer = DialerProcess(config.relay, self.gateways.urls, self._log_dir / "relay.log")
+            limits = RestartLimits(config.serving.max_restarts, config.serving.restart_window_s)
+            log_file = self._log_dir / "relay.log"
+            self.dialer = DialerProcess(config.relay, self.gateways.urls, log_file, limits, self._on_event)
             self._stack.push_async_callback(self.dialer.stop)
             await self.dialer.start()
 
@@ -120,7 +122,7 @@ class ModelServing:
 
     def failures(self) -> list[Coroutine[Any, Any, None]]:
         """Return a coroutine for each part, which raises ServingError once the part is permanently lost."""
-        dialer = [self.dialer.failed()] if self.dialer is not None else []
+        dialer = [self.dialer.run()] if self.dialer is not None else []
         return [self.engines.failed(), self.gateways.failed(), *dialer]
 
     async def follow_engines(self, urls: Sequence[str]) -> None:
@@ -239,44 +241,48 @@ class ModelServing:
         return self.engines.snapshot()
 
 
-class DialerProcess:
-    """The dialer, which carries the relay's calls to the gateways at `urls`. Not restartable.
+class DialerProcess(Supervisor):
+    """Keeps the dialer running, which carries the relay's calls to the gateways at `urls`.
 
-    It is a separate process, so that relayed traffic does not delay the manager's event loop.
+    It is a separate process, so that relayed traffic does not delay the manager's event loop. It ends for good if the
+    relay refuses it.
     """
 
-    def __init__(self, config: RelayConfig, urls: Sequence[str], log: Path) -> None:
+    def __init__(
+        self, config: RelayConfig, urls: Sequence[str], log: Path, limits: RestartLimits, on_event: OnEvent
+    ) -> None:
+        super().__init__("dialer", limits, on_event)
         self._config = config
-        self._id = new_id()
-        settings = {
-            "key": config.key.get_secret_value(),
-            "url": config.url,
-            "gateways": {str(shard): url for shard, url in enumerate(urls)},
-            "dialer_id": self._id,
-            "reconnect_s": config.reconnect_s,
-            "heartbeat_s": config.heartbeat_s,
-        }
-        DialerSettings.model_validate(settings)
-        self._process = ServerProcess(
-            "the relay's dialer",
-            [sys.executable, "-m", "rollout_backend.relay.dialer"],
-            log,
-            stdin=json.dumps(settings).encode(),
-        )
+        self._urls = urls
+        self._log = log
+        self._process: ServerProcess | None = None
 
-    async def start(self) -> None:
+    async def start_server(self) -> None:
         """Start the dialer; return once the relay reports that it is connected.
 
         Raises:
             StartupError: the relay refuses it or cannot be reached; the message includes the end of its log.
         """
+        dialer_id = new_id()  # for the relay to end the calls of a killed dialer; agents retry them
+        settings = {
+            "key": self._config.key.get_secret_value(),
+            "url": self._config.url,
+            "gateways": {str(shard): url for shard, url in enumerate(self._urls)},
+            "dialer_id": dialer_id,
+            "reconnect_s": self._config.reconnect_s,
+            "heartbeat_s": self._config.heartbeat_s,
+        }
+        DialerSettings.model_validate(settings)
+        argv = [sys.executable, "-m", "rollout_backend.relay.dialer"]
+        stdin = json.dumps(settings).encode()
+        self._process = ServerProcess("the relay's dialer", argv, self._log, stdin=stdin)
         health = f"{self._config.own_url}/health"
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5), trust_env=True) as http:
 
             async def connected() -> bool:
                 try:
                     async with http.get(health) as response:
-                        return response.status == 200 and (await response.json())["dialer"] == self._id
+                        return response.status == 200 and (await response.json())["dialer"] == dialer_id
                 except (aiohttp.ClientError, TimeoutError, ValueError, KeyError):
                     return False
 
@@ -287,14 +293,18 @@ class DialerProcess:
                 await self.stop()
                 raise
 
+    async def wait_ended(self) -> str:
+        """Wait until the dialer has ended, and return how. Raise StartupError if the relay refused it."""
+        assert self._process is not None, "not started"
+        ended = f"the relay's dialer {await self._process.wait_ended()}"
+        if self._process.returncode == REFUSED:
+            raise StartupError(ended)
+        return ended
+
+    async def release(self) -> None:
+        await self.stop()
+
     async def stop(self) -> None:
         """Stop the dialer. Does nothing if it never ran."""
-        await self._process.stop()
-
-    async def failed(self) -> NoReturn:
-        """Wait until the dialer has ended.
-
-        Raises:
-            ServingError: says how it ended, with the end of its log.
-        """
-        raise ServingError(f"the relay's dialer {await self._process.wait_ended()}")
+        if self._process is not None:
+            await self._process.stop()

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -19,11 +20,16 @@ from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.gateway_fleet import GatewayFleet
 from rollout_backend.serving.gateway_process import public_gateway_config
 from rollout_backend.serving.model_serving import DialerProcess
+from rollout_backend.serving.supervisor import RestartLimits
 
 
 def config(url: str, key: str, **sections) -> RolloutConfig:
     relay = {"url": url, "key": key, "startup_timeout_s": 120}
     return run_config(**{"gateway": {"processes": 2}, "relay": relay, **sections})
+
+
+def dialer_to(relay: RelayConfig, urls: Sequence[str], log: Path) -> DialerProcess:
+    return DialerProcess(relay, urls, log, RestartLimits(3, 3600.0), lambda event: None)
 
 
 class Held:
@@ -52,7 +58,7 @@ async def training_side(tmp_path: Path):
             fleet = GatewayFleet(public_gateway_config(settings), engine.url, tmp_path / "logs")
             stack.push_async_callback(fleet.stop)
             await fleet.start()
-            dialer = DialerProcess(relay, fleet.urls, tmp_path / "logs" / "relay.log")
+            dialer = dialer_to(relay, fleet.urls, tmp_path / "logs" / "relay.log")
             stack.push_async_callback(dialer.stop)
             await dialer.start()
             return fleet, engine
@@ -124,10 +130,24 @@ async def test_rollout_through_the_relay(start_relay, wire, training_side, key, 
 async def test_wrong_key_stops_the_run_at_start(start_relay, key, tmp_path):
     relay = await start_relay(key="another-key-" * 4)
     settings = RelayConfig(url=relay.url.replace("http", "ws"), key=SecretStr(key), startup_timeout_s=120)
-    dialer = DialerProcess(settings, ["http://127.0.0.1:9"], tmp_path / "dialer.log")
+    dialer = dialer_to(settings, ["http://127.0.0.1:9"], tmp_path / "dialer.log")
     with pytest.raises(StartupError, match=r"relay\.key here and ROLLOUT__RELAY__KEY there must be the same"):
         await dialer.start()
     assert key not in (tmp_path / "dialer.log").read_text()
+
+
+async def test_a_dialer_that_another_one_replaces_is_not_restarted(start_relay, key, tmp_path):
+    relay = await start_relay()
+    settings = RelayConfig(url=relay.url.replace("http", "ws"), key=SecretStr(key), startup_timeout_s=120)
+    first, second = (dialer_to(settings, ["http://127.0.0.1:9"], tmp_path / f"{i}.log") for i in range(2))
+    try:
+        await first.start()
+        await second.start()
+        with pytest.raises(StartupError, match="another training side with the same key has taken over"):
+            await first.run()
+    finally:
+        await first.stop()
+        await second.stop()
 
 
 # --- settings ---------------------------------------------------------------------------------------------
