@@ -125,7 +125,7 @@ class StepReport(BaseModel, frozen=True):
     undelivered_replies: int = 0  # replies that no client received and no call continued, since then
     left_out_replies: int = 0  # replies that training.leave_out leaves out of training, since then
     runaways: dict[str, int] = {}  # sampled tokens of rollouts whose session reached gateway.session_tokens
-    heard_after_stop: dict[str, int] = {}  # requests of sessions after their stop, since then
+    heard_after_stop: dict[str, int] = {}  # refused requests of stopped sessions, by session, since then
     weight_versions: dict[str, int] = {}  # sampled tokens by version; "" if the engine reported none
     staleness: Staleness | None = None
     latency: Latency | None  # from a result's announcement, right after its PUT, by SQS's clock

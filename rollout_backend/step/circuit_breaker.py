@@ -20,51 +20,9 @@ from dataclasses import dataclass, replace
 
 from agent_wrapper.contract import NO_REWARD, quarantine_prefix
 from rollout_backend.config import CircuitBreakerConfig, RolloutConfig
-from rollout_backend.core.ledger import CONTAINER_LOST, NO_RESULT, Ledger, LedgerEntry
-from rollout_backend.core.reasons import SCORER_FAILED, documented_at
+from rollout_backend.core.ledger import Ledger, LedgerEntry
+from rollout_backend.core.reasons import SCORER_FAILED, documented_at, what_to_do
 
-_ADVICE = {
-    "access_denied": "attach the trainer's policy (output TrainerPolicyArn of the stack), and see that the "
-    "credentials are those of its account",
-    "credentials_expired": "log in again (aws sso login), or set new AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and "
-    "AWS_SESSION_TOKEN",
-    "no_credentials": "log in (aws sso login), or see why the credentials could not be renewed",
-    "wrong_clock": "synchronise this machine's clock, e.g. by chrony",
-    "runtime_not_found": "correct runtime.arn and runtime.qualifier: this runtime or this endpoint does not exist",
-    "runtime_create_failed": "the last message has AgentCore's reason: see that the tasks' images exist and are "
-    "built for arm64, and that runtime.role may pull them",
-    "container_error": "read the container's log; an image that is not arm64 says 'exec format error' there",
-    "invoke_rejected": "the last message says why; 'not MMDSv2-enabled' is dealt with in docs/deploy.md",
-    "not_a_rollout_app": "wrap the agent in RolloutApp, and deploy the current image",
-    "invalid_result": "the wrapper in the image and this backend must be of one version; the refused objects are "
-    "recorded in quarantine. If their session_id is wrong, a container writes in the names of others: set "
-    "storage.presigned=true",
-    "model_unavailable": "if the engine refused the call, its version or its flags do not fit this backend: read its "
-    "log; else try gateway.public_url with curl from where the agents run, then the logs of gateway, router and "
-    "engines",
-    "model_unreachable": "the last message names the address that containers tried: set gateway.public_url to one "
-    "that leads to the gateway from where agents run, and open its port to them",
-    "trajectory_unavailable": "try gateway.public_url with curl from where the agents run; then the gateway's log",
-    "terminated": "containers get SIGTERM while agents run: keep runtime.max_lifetime_s above timeouts.agent_s, and "
-    "deploy nothing during a run",
-    "runtime_conflict": "the last message says what else acts on the runtime: a deployment, say",
-    "container_start_timeout": "the container does not answer /ping in time: make the image smaller, import less "
-    "before app.run(), and read the container's log",
-    "runtime_unavailable": "look at the runtime's status and at the network between here and there",
-    "invoke_outcome_unknown": "raise runtime.read_timeout_s if the agent's container is slow to start",
-    "out_of_memory": "agents need more memory than runtime.limits gives them, or leak it",
-    "image_pull_failed": "correct runtime.image, and name a secret of the registry in runtime.image_pull_secrets",
-    "evicted": "nodes are drained, or have no memory or disk left: reserve what agents use in runtime.requests",
-    "unschedulable": "no node has room for runtime.requests, or none matches runtime.node_selector",
-    CONTAINER_LOST: "containers die while agents run: are they killed for memory, or does something hold their "
-    "Python process for a minute at a time?",
-    NO_REWARD: "no agent returns a reward: return `reward`, or set scoring.function",
-    "bad_reward": "return a finite number as `reward`",
-    "no_model_call": "let the agent call the model at the base_url and with the api_key of its context",
-    SCORER_FAILED: "correct the scorer, or what it calls: the last message says how it failed",
-    NO_RESULT: "agents accept and are never heard of again: are they killed for memory, and may their role write "
-    "under storage.prefix?",
-}
 _WITHOUT_REWARD = frozenset({NO_REWARD, "bad_reward", "no_model_call"})
 _OF_ONE_IMAGE = "runtime_create_failed"
 _FOR_WANT_OF_ROOM = frozenset({"throttled", "quota_exceeded"})
@@ -134,6 +92,7 @@ class CircuitBreaker:
 
     def _diagnosis(self, streak: _Streak) -> str:
         last = streak.last
+        advice = what_to_do(last.reason).replace("`", "")  # of Markdown
         if last.delivered:
             meanwhile, after = "no rollout had a reward", "Start under another run_id: a restart reuses these results"
         else:
@@ -143,7 +102,7 @@ class CircuitBreaker:
             f"the run is stopped: {streak.count} rollouts in {streak.until - streak.since:.0f} s ended as "
             f"{last.outcome}, {last.reason}, and {meanwhile} meanwhile. The last one, "
             f"{last.planned.rollout_id}: {last.message[:_MESSAGE] or 'no message'}. Its log: {self._log_of(last)}. "
-            f"What to try: {_ADVICE.get(last.reason, 'read the message')}; see {documented_at(last.reason)}. "
+            f"What to try: {advice}; see {documented_at(last.reason)}. "
             f"{after} (setting: circuit_breaker.max_failures)"
         )
 
