@@ -65,7 +65,6 @@ def taken_port() -> socket.socket:
 
 MISTAKES = {
     "key typo": ({"gateway.publicurl": "x"}, "gateway.publicurl: no such setting; did you mean gateway.public_url?"),
-    "key of another section": ({"public_url": "x"}, "public_url: no such setting; did you mean gateway.public_url?"),
     "timeouts that do not nest": (
         {"timeouts": {"model_call_s": 2000, "agent_s": 1800, "collection_s": 1000}},
         "model_call_s (2000) is not below agent_s (1800): raise agent_s or lower model_call_s; "
@@ -75,15 +74,10 @@ MISTAKES = {
         {"gateway.public_url": "localhost:8000"},
         "gateway: public_url='localhost:8000' is not a URL such as https://gateway.example.com",
     ),
-    "public_url with /v1": ({"gateway.public_url": "https://a.example/v1"}, "public_url must not end in /v1"),
     "AgentCore with a loopback gateway": (
         {"runtime": {"kind": "agentcore", "arn": ARN, "endpoint_url": "http://192.0.2.1"}},
         "problem gateway.public_url: agents run at 192.0.2.1 and would call http://127.0.0.1, which is their "
         "own loopback address. Set gateway.host to 0.0.0.0, gateway.port, and gateway.public_url",
-    ),
-    "remote agents with a loopback gateway": (
-        {"runtime.url": "http://192.0.2.1:8080"},
-        "problem gateway.public_url: agents run at 192.0.2.1 and would call http://127.0.0.1, which",
     ),
     "model that is not there": ({"model.path": "/no/model"}, "problem model.path: there is no folder /no/model"),
     "model of a hub": ({"model.path": "Qwen/Qwen3-4B"}, "download the model first: hf download Qwen/Qwen3-4B"),
@@ -111,10 +105,6 @@ MISTAKES = {
     "engine that is not there": (
         {"serving.urls": ["http://127.0.0.1:9"]},
         "warning serving.urls: nothing listens at http://127.0.0.1:9 yet (Connection refused): start that server",
-    ),
-    "folder that cannot be written": (
-        {"output_dir": "/dev/null/runs"},
-        "problem output_dir: /dev/null/runs cannot be written (/dev/null: Not a directory)",
     ),
     "address of another machine": (
         {"gateway.host": "192.0.2.1"},
@@ -190,12 +180,7 @@ def test_a_config_without_mistakes_passes(rollout, config):
     assert "model.context_length, model.renderer" in output, "what passed is folded"
     code, output = rollout("doctor", config({}), "--verbose")
     assert code == 0, output
-    for words in (
-        "ok model.context_length: ",
-        "ok model.renderer: chatml renders",
-        "ok gateway.port: ",
-        "ok output_dir:",
-    ):
+    for words in ("ok model.context_length: ", "ok model.renderer: chatml renders", "ok output_dir:"):
         assert words in output
     assert "problem " not in output
 
@@ -230,17 +215,13 @@ def test_a_full_disk(config, tmp_path, monkeypatch, free, words):
         ("raise SystemExit(3)\n", "problem agent: {}: it exits with code 3 while it is imported"),
         ("import sys\nsys.exit(0)\n", "problem agent: {}: it exits with code 0 while it is imported"),
         (
-            "from agent_wrapper import RolloutApp\napp = RolloutApp()\n",
-            "problem agent: {}: agent_wrapper.errors.Entrypoint",
-        ),
-        (
             "from agent_wrapper import RolloutApp\napp = RolloutApp()\n"
             "@app.entrypoint\ndef agent(context): ...\napp.run()\n",
             "ok agent: {} can be imported",
         ),
         ("print('hello')\n", "warning agent: {} makes no RolloutApp when it is imported, and no BedrockAgentCoreApp"),
     ],
-    ids=["import error", "exits at once", "exits with 0", "no entrypoint", "serves at once", "no app"],
+    ids=["import error", "exits at once", "exits with 0", "serves at once", "no app"],
 )
 def test_an_agents_file(tmp_path, source, words):
     agent = tmp_path / "agent.py"

@@ -35,9 +35,6 @@ def score(given):
         sys.exit("bye")
     return {"nan": float("nan"), "text": "1", "none": None}.get(answer.text, 1 - given.agent_reward)
 
-async def judge(given):
-    return 1.0
-
 def narrow(given, more):
     return 1.0
 """
@@ -133,16 +130,10 @@ def test_a_rollout_that_cannot_be_scored_has_no_reward(rollout, here):
     assert found["reward"]["change"]["value"] == 1.0
 
 
-def test_a_module_can_be_the_scorer(rollout, here):
-    (here / "own_scorer.py").write_text("def score(given):\n    return True\n")
-    write_steps(here / "runs" / "a", answered("t.0", "7", 1.0))
-    code, output = rollout("rescore", "a", "--scorer", "own_scorer:score")
-    assert (code, "0 with another" in output) == (0, True), output
-
-
-def test_an_async_function_can_be_the_scorer(rollout, here):
+def test_a_module_or_an_async_function_can_be_the_scorer(rollout, here):
+    (here / "own_scorer.py").write_text("async def score(given):\n    return True\n")
     write_steps(here / "runs" / "a", answered("t.0", "7", 1.0), answered("t.1", "8", 0.0))
-    code, output = rollout("rescore", "a", "--scorer", "scorer.py:judge")
+    code, output = rollout("rescore", "a", "--scorer", "own_scorer:score")
     assert (code, "2 of 2 completed rollouts scored, 1 with another reward" in output) == (0, True), output
 
 

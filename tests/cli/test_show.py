@@ -15,19 +15,6 @@ from rollout_backend.core.tasks import Task
 from rollout_backend.results.archive import RunArchive
 
 
-@pytest.mark.parametrize(
-    ("wanted", "nearest"),
-    [("buy-3-plun.1", "buy-3-plum.1"), ("by-3-plum", "buy-3-plum"), ("buy-3-plim", "buy-3-plum")],
-)
-def test_the_id_that_a_wrong_one_means_is_suggested(rollout, here, wanted, nearest):
-    run = make_run(here / "runs" / "r", MadeRun(tasks=4, group=2))
-    for options in ((), ("--step", 0)):
-        refused(rollout("show", wanted, *options), f"did you mean {nearest}? Or name another run")
-    for options in (("zzz",), (wanted, "--step", 5)):
-        code, output = rollout("show", *options, "--run", run)
-        assert (code, "did you mean" in output) == (2, False), output
-
-
 @pytest.fixture
 def runs(here):
     """Two runs, of which the newest has three steps."""
@@ -72,15 +59,11 @@ def test_a_run_says_what_to_look_at_first_and_where_to_look_next(rollout, runs):
     assert found["steps"][1]["outcomes"]["completed"] == found["steps"][1]["trained"]
     [failed] = as_objects(rollout("show", "one", "--json"))
     assert failed["steps"][0]["failures"][0]["see"].startswith("docs/troubleshooting.md#")
-
-
-def test_a_step_of_a_run(rollout, runs):
     output = rollout("show", "two", "--step", 1)[1]
     assert "step 1 12 planned = " in output
     assert re.search(r" - \d+ of 12 rollouts completed", output)  # what is no problem has no exclamation mark
     [found] = as_objects(rollout("show", "--step", 1, "--json"))
     assert (found["run_id"], found["step"], len(found["tasks"])) == ("two", 1, 4)
-    refused(rollout("show", "--step", 7), "step 7 of runs/two has no records: it has those of steps 0 to 2")
 
 
 def test_a_task_has_a_line_for_each_rollout(rollout, runs):
@@ -94,9 +77,6 @@ def test_a_task_has_a_line_for_each_rollout(rollout, runs):
         (step, "buy-3-pear", 3) for step in range(3)
     ]
     assert found[0]["mean_reward"] is not None
-    refused(
-        rollout("show", "buy-3-pear", "--turn", 1), "buy-3-pear is a task: name one of buy-3-pear.0, buy-3-pear.1"
-    )
 
 
 def test_a_turn_has_messages_tokens_and_log_probabilities(rollout, runs):
@@ -121,27 +101,28 @@ def test_a_turn_has_messages_tokens_and_log_probabilities(rollout, runs):
     assert turn["mean_logprob"] == pytest.approx(sum(turn["logprobs"]) / len(turn["logprobs"]))
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("buy-3-plum.0", "--turn", 2, "--step", 1), "buy-3-plum.0 has no turn 2: its turns are 0 to 1"),
-        (("two", "--turn", 0), "--turn shows a turn of one rollout: name the rollout"),
-    ],
-)
-def test_a_turn_that_is_not_there(rollout, runs, options, words):
-    refused(rollout("show", *options), words)
-
-
-def test_a_rollout_without_a_result_has_no_turns(rollout, runs):
+def test_a_turn_that_is_not_there(rollout, runs):
     lost = next(
         record.rollout_id
         for record in RunArchive(runs / "one").read_records(0)
         if record.outcome is Outcome.INFRA_ERROR
     )
-    refused(
-        rollout("show", lost, "--run", "one", "--turn", 0),
-        f"no result was stored: rollout show {lost} --run runs/one says why",
-    )
+    for options, words in (
+        (("buy-3-plum.0", "--turn", 2, "--step", 1), "buy-3-plum.0 has no turn 2: its turns are 0 to 1"),
+        (("two", "--turn", 0), "--turn shows a turn of one rollout: name the rollout"),
+        (("buy-3-pear", "--turn", 1), "buy-3-pear is a task: name one of buy-3-pear.0, buy-3-pear.1"),
+        ((lost, "--run", "one", "--turn", 0), f"no result was stored: rollout show {lost} --run runs/one says why"),
+    ):
+        refused(rollout("show", *options), words)
+
+
+def test_the_id_that_a_wrong_one_means_is_suggested(rollout, runs):
+    for wanted, nearest in (("buy-3-plun.1", "buy-3-plum.1"), ("by-3-plum", "buy-3-plum")):
+        for options in ((), ("--step", 0)):
+            refused(rollout("show", wanted, *options), f"did you mean {nearest}? Or name another run")
+    code, output = rollout("show", "zzz", "--run", "one")
+    assert (code, "did you mean" in output) == (2, False), output
+    refused(rollout("show", "--step", 7), "step 7 of runs/two has no records: it has those of steps 0 to 2")
 
 
 def test_the_beginning_of_an_id_is_enough(rollout, runs):
