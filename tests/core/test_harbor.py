@@ -56,11 +56,9 @@ def test_the_agent_gets_instruction_and_environment_and_the_scorer_the_tests(mak
         "container": {},
     }
     assert one.agent_s is None
-
-
-def test_one_task_is_a_folder_of_tasks_too(make):
-    (task,) = read_tasks(f"{make()}/fix-sum")
-    assert task.task_id == "fix-sum"
+    assert read_tasks(f"{make()}/b") == (other,)  # one task is a folder of tasks too
+    with pytest.raises(TaskFileError, match="has no Harbor task"):
+        read_tasks(f"harbor:{tmp_path}")
 
 
 @pytest.mark.parametrize(
@@ -68,19 +66,15 @@ def test_one_task_is_a_folder_of_tasks_too(make):
     [
         ("[[steps]]\nname = 'first'", "steps in task.toml is not supported"),
         ("[environment]\ndocker_image = 'a b'", "environment.docker_image is 'a b', which is no name of an image"),
-        ("[environment]\ncpus = 'all'", "environment.cpus is 'all', not a number of CPUs"),
         ("[environment]\nmemory_mb = '2G'", "environment.memory_mb is '2G', not a number of megabytes"),
         ("[environment]\nstorage = 'much'", "environment.storage is 'much', not a size such as 2G"),
         ("[environment]\nenv = { KEY = '${NOT_SET_ANYWHERE}' }", r"\$NOT_SET_ANYWHERE, which is not set"),
         ("[agent]\ntimeout_sec = 0", "agent.timeout_sec is 0, not a number of seconds"),
         ("[environment]\nallow_internet = false", "the agent's network is that of its runtime"),
-        ("[agent]\nnetwork_mode = 'no-network'", "the agent's network is that of its runtime"),
         ("[agent]\nnetwork_mode = ['public']", "allow_internet or network_mode in task.toml is not supported"),
         ("[verifier]\nnetwork_mode = 'allowlist'", "the agent's network is that of its runtime"),
         ("[environment]\nskills_dir = '/skills'", "environment.skills_dir in task.toml is not supported"),
         ("[environment]\nos = 'windows'", "needs Windows"),
-        ("[verifier]\ntimeout_sec = 'long'", "verifier.timeout_sec is 'long'"),
-        ("[verifier]\nenv = { KEY = '${NOT_SET_ANYWHERE}' }", r"\$NOT_SET_ANYWHERE, which is not set"),
         ("[verifier]\nenv = { KEY = 3 }", "verifier.env must be a table of texts"),
         ("[environment]\nworkdir = 'here'", "environment.workdir is 'here', not an absolute path"),
         ("verifier = 3", "verifier in task.toml is not a table"),
@@ -156,10 +150,8 @@ def test_the_working_directory_is_that_of_the_dockerfiles_last_stage(make, lines
         "WORKDIR $HOME/x",
         "ARG D\nWORKDIR /a/$D",
         "ARG D=/a\nFROM debian\nWORKDIR $D",
-        "ENV D='$E'\nWORKDIR $D",
         "WORKDIR ${D:+/a}",
         "WORKDIR /a/\\$b",
-        "WORKDIR '/a/$b'",
         'WORKDIR /a"b"',
     ],
 )
@@ -172,15 +164,10 @@ def test_a_working_directory_that_is_not_known_is_refused(make, lines):
     assert task.private["harbor"]["workdir"] == "/known"
 
 
-@pytest.mark.parametrize(("file", "message"), [("tests/test.sh", "no tests/test.sh"), ("instruction.md", "No such")])
-def test_a_task_without_a_file_is_refused(make, file, message):
-    with pytest.raises(TaskFileError, match=message):
-        read_tasks(make(**{file: None}))
-
-
-def test_a_folder_without_tasks_is_refused(tmp_path):
-    with pytest.raises(TaskFileError, match="has no Harbor task"):
-        read_tasks(f"harbor:{tmp_path}")
+def test_a_task_without_a_file_is_refused(make):
+    for file, message in (("tests/test.sh", "no tests/test.sh"), ("instruction.md", "No such")):
+        with pytest.raises(TaskFileError, match=message):
+            read_tasks(make(file.replace("/", "-"), **{file: None}))
 
 
 def kubernetes(**more):

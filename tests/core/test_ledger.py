@@ -19,18 +19,6 @@ def planned(*ids: str) -> Ledger:
     return ledger
 
 
-def test_a_rollout_goes_from_plan_to_settlement():
-    ledger = planned("a.0")
-    assert ledger.phases()[Phase.PLANNED] == 1
-    ledger.entries["a.0"].start_attempt("s1", 1, 10.0)
-    ledger.entries["a.0"].accept()
-    assert ledger.phases()[Phase.RUNNING] == 1
-    assert ledger.entries["a.0"].deliver(Outcome.COMPLETED, trainable=True)
-    ledger.session_closed("s1")
-    ledger.reconcile()
-    assert ledger.counts()[Outcome.COMPLETED] == 1
-
-
 def test_each_attempt_has_a_session_that_must_be_closed():
     ledger = planned("a.0")
     ledger.entries["a.0"].start_attempt("s1", 1, 1.0)
@@ -39,6 +27,10 @@ def test_each_attempt_has_a_session_that_must_be_closed():
     ledger.session_closed("s2")
     with pytest.raises(LedgerError, match="1 sessions open: s1"):
         ledger.reconcile()
+    ledger.session_closed("s1")
+    ledger.reconcile()
+    with pytest.raises(LedgerError, match=r"'a\.0' is planned twice"):
+        ledger.plan([PlannedRollout("a.0", "a")])
 
 
 def test_a_result_that_arrives_before_the_invokes_response_counts():
@@ -79,11 +71,6 @@ def test_an_unclosed_session_is_named_and_not_counted_as_open():
     ledger.session_unclosed("s1", "503")
     ledger.reconcile()
     assert ledger.unclosed_sessions == {"s1": "503"}
-
-
-def test_nothing_is_planned_twice():
-    with pytest.raises(LedgerError, match=r"'a\.0' is planned twice"):
-        planned("a.0", "a.0")
 
 
 def test_overdue_rollouts_are_returned_once():

@@ -21,16 +21,6 @@ def group(task_id="a", needed=2, open_=(), trainable=0, lost=0, replacements=0):
     return GroupState(task_id, needed, dict.fromkeys(open_), trainable, lost, replacements)
 
 
-def test_a_step_continues_while_a_group_may_become_usable():
-    decision = GroupPolicy().decide([group(open_=["a.0", "a.1"])])
-    assert not decision.done
-    assert not decision.cancel
-
-
-def test_a_step_ends_when_nothing_is_open():
-    assert GroupPolicy().decide([group(trainable=2), group("b", trainable=0, lost=4)]).done
-
-
 def test_a_doomed_group_is_cancelled_and_the_others_continue():
     decision = GroupPolicy().decide([group(needed=2, open_=["a.3"], lost=3), group("b", open_=["b.0", "b.1"])])
     assert decision.cancel == (Cancellation("a.3", "group_doomed"),)
@@ -38,7 +28,8 @@ def test_a_doomed_group_is_cancelled_and_the_others_continue():
 
 
 def test_strict_needs_every_planned_rollout():
-    assert GroupConfig(size=4, policy="strict").needed == 4
+    policies = ({"size": 1}, {"size": 4}, {"size": 4, "min_viable": 3}, {"size": 4, "policy": "strict"})
+    assert [GroupConfig(**each).needed for each in policies] == [1, 2, 3, 4]
     decision = GroupPolicy().decide([group(needed=4, open_=["a.1"], trainable=2, lost=1)])
     assert [c.rollout_id for c in decision.cancel] == ["a.1"]
     assert decision.done
@@ -52,12 +43,8 @@ def test_replace_plans_one_rollout_for_each_lost_one_up_to_its_limit():
     others = GroupPolicy.from_config(GroupConfig(size=4, policy="min_viable", max_replacements=2))
     assert others.decide([group(trainable=3, lost=1)]).replace == ()
     assert not policy.decide([group(trainable=3, lost=1)]).done
-
-
-def test_a_group_that_replacements_cannot_save_gets_no_replacement():
-    decision = GroupPolicy(max_replacements=1).decide([group(needed=3, lost=4)])
-    assert decision.replace == ()
-    assert decision.done
+    saved_by_none = policy.decide([group(needed=4, lost=5)])
+    assert (saved_by_none.replace, saved_by_none.done) == ((), True)
 
 
 def test_the_target_ends_a_step_early_and_counts_only_complete_groups():

@@ -73,12 +73,9 @@ def refusal(**more) -> str:
     return caught.value.reason
 
 
-@pytest.mark.parametrize("form", [Rollout.encode, Rollout.to_json])
-def test_a_sealed_rollout_is_accepted_in_both_formats(form):
-    SEALER.check(Rollout.decode(form(rollout())))
-
-
-def test_a_seal_survives_the_encoding_of_a_trajectory():
+def test_a_sealed_rollout_is_accepted_in_each_format():
+    SEALER.check(Rollout.decode(rollout().encode()))
+    SEALER.check(Rollout.decode(rollout().to_json()))
     trajectory = SEALER.seal(Trajectory(model="m", segments=(segment(), segment())), CLAIMS)
     back = Trajectory.decode(trajectory.encode())
     SEALER.check(rollout(segments=back.segments, seal=back.seal))
@@ -92,8 +89,6 @@ def test_equal_values_have_equal_digests():
     )
     assert digest_of([other]) == digest_of([segment()])
 
-
-def test_the_order_of_keys_and_the_type_of_whole_numbers_do_not_change_a_digest():
     call = {"args": {"a": 1, "b": [2, 1e300]}, "name": "x"}
     again = {"name": "x", "args": {"b": [2.0, 1e300], "a": 1.0}}
     assert digest_of([segment(messages=[call])]) == digest_of([segment(messages=[again])])

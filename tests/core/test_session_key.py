@@ -27,15 +27,9 @@ def refused(secret: str, key: str, now: float = 0.0) -> str:
     return caught.value.reason
 
 
-def test_a_key_contains_its_claims():
+def test_a_key_contains_its_claims_until_its_deadline():
     assert verify(SECRET, issue(SECRET, CLAIMS), now=1000.0) == CLAIMS
-
-
-def test_a_key_expires_at_its_deadline():
     assert refused(SECRET, issue(SECRET, CLAIMS), now=1000.5) == "expired"
-
-
-def test_a_key_of_another_secret_is_refused():
     assert refused("x" * 48, issue(SECRET, CLAIMS)) == "bad_signature"
 
 
@@ -47,14 +41,15 @@ def test_altered_claims_are_refused():
     assert refused(SECRET, f"{forged}.{signature}") == "bad_signature"
 
 
-@pytest.mark.parametrize("signature", ["", "A", "é", "\x00", "A" * 43, "=" * 43])
+@pytest.mark.parametrize("signature", ["", "é", "\x00", "A" * 43, "=" * 43])
 def test_an_unsigned_key_is_refused(signature):
     body, _ = issue(SECRET, CLAIMS).split(".")
-    assert refused(SECRET, f"{body}.{signature}") == "bad_signature"
+    for key in (f"{body}.{signature}", f"a.b.{signature}", f"é.{signature}"):
+        assert refused(SECRET, key) == "bad_signature"
 
 
-@pytest.mark.parametrize("junk", ["!!!!", "==", "=", " ", "\n", "\x00"])
-@pytest.mark.parametrize("at", [0, 10, -20, -5, -1, None])
+@pytest.mark.parametrize("junk", ["!!!!", "=", "\n", "\x00"])
+@pytest.mark.parametrize("at", [0, 10, -20, -1, None])
 def test_a_key_has_one_spelling(junk, at):
     key = issue(SECRET, CLAIMS)
     assert refused(SECRET, key + junk if at is None else key[:at] + junk + key[at:]) == "bad_signature"
@@ -66,16 +61,8 @@ def test_no_other_last_character_spells_the_same_key():
         assert letter == key[-1] or refused(SECRET, key[:-1] + letter) == "bad_signature"
 
 
-@pytest.mark.parametrize("key", ["a.b.c", "é.é.é", "."])
-def test_a_key_that_was_never_signed_is_refused(key):
-    assert refused(SECRET, key) == "bad_signature"
-
-
-@pytest.mark.parametrize("key", ["", "x", "sk-1234", "\x00"])
-def test_a_malformed_key_is_refused(key):
-    assert refused(SECRET, key) == "malformed"
-
-
-@pytest.mark.parametrize("claims", [{}, {"session_id": "s"}, {**CLAIMS.model_dump(mode="json"), "more": 1}])
-def test_signed_claims_with_other_fields_are_refused(claims):
-    assert refused(SECRET, signed_claims.sign(SECRET.encode(), RootModel(claims))) == "malformed"
+def test_a_malformed_key_is_refused():
+    for key in ("", "sk-1234", "\x00"):
+        assert refused(SECRET, key) == "malformed"
+    for claims in ({}, {**CLAIMS.model_dump(mode="json"), "more": 1}):
+        assert refused(SECRET, signed_claims.sign(SECRET.encode(), RootModel(claims))) == "malformed"

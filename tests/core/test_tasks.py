@@ -1,12 +1,11 @@
 import json
 import math
-from datetime import date, datetime
+from datetime import datetime
 from decimal import Decimal
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from pydantic_core import from_json
 
 from agent_wrapper.contract.codec import MAX_DEPTH
 from rollout_backend.core.tasks import MAX_TASK_ID, Task, check_private, check_unique, read_tasks
@@ -35,7 +34,6 @@ def test_a_parquet_file_is_read(tmp_path, as_text):
     [
         ("{", "line 2: not JSON"),
         ("[1]", "line 2: must be an object"),
-        ("{}", "line 2: payload is missing"),
         ('{"payload": 3}', "line 2: payload is missing, or is not an object"),
         ('{"payload": {}, "answer": 1}', "line 2: unknown field 'answer'"),
         ('{"payload": {}, "private": "7"}', "line 2: private is not an object"),
@@ -72,11 +70,11 @@ def test_a_private_part_needs_a_scorer():
         check_private(tasks, scored=False)
 
 
-def test_line_separators_inside_a_string_do_not_end_a_line(tmp_path):
+def test_what_ends_a_line_in_a_text_does_not_end_a_line_of_the_file(tmp_path):
     file = tmp_path / "t.jsonl"
     texts = ["a\u2028b", "a\u2029b", "a\x85b", "a\x0cb", "a\x1cb"]
     lines = [f'{{"payload": {{"q": {json.dumps(text, ensure_ascii=ord(text[1]) < 32)}}}}}' for text in texts]
-    file.write_bytes("\r\n".join(lines).encode())
+    file.write_bytes("\r\n".join(["\ufeff" + lines[0], *lines[1:]]).encode())
     assert [task.payload["q"] for task in read_tasks(file)] == texts
 
 
@@ -92,13 +90,9 @@ UNREACHABLE = [
     ("\ud83d", r"payload\.q holds '\\ud83d', half of a surrogate pair"),
     ({"\udc00": 1}, r"a key of payload\.q holds"),
     ([0.5, math.nan], r"payload\.q\.1 is nan, which JSON does not know"),
-    (-math.inf, r"payload\.q is -inf"),
     (1 << 20_000, r"payload\.q is a whole number of 20001 bits"),
     (b"\xff", r"payload\.q is b'\\xff', a bytes, which JSON does not know: write it as a text"),
-    (Decimal("1.5"), r"payload\.q is Decimal\('1\.5'\), a Decimal"),
-    (datetime(2026, 1, 1), r"payload\.q is datetime.*, a datetime"),
     ({1: 2}, r"payload\.q has the key 1, which is not a text"),
-    ({1, 2}, "a set, which JSON does not know"),
 ]
 
 
@@ -112,10 +106,7 @@ def test_a_payload_that_cannot_reach_an_agent_is_refused(value, match):
     ("text", "match"),
     [
         ("[" * 250 + "]" * 250, "line 2: .*payload is nested deeper than 200 levels"),
-        ("[" * 990 + "]" * 990, "line 2: .*nested"),
         ("[" * 100_000 + "]" * 100_000, "line 2: not JSON: it is nested too deep"),
-        (r'"\ud800"', r"line 2: .*payload\.q holds"),
-        ("NaN", r"line 2: .*payload\.q is nan"),
         ("1e999", r"line 2: .*payload\.q is inf"),
         ("1" * 5000, "line 2: not JSON: .*limit"),
         ('{"a": {"b": 1, "c": 2, "b": 1}}', "line 2: not JSON: the key 'b' occurs twice in one object"),
@@ -134,24 +125,12 @@ def test_the_line_of_such_a_payload_is_named(tmp_path, text, match, kind):
         read_tasks(file)
 
 
-@pytest.mark.parametrize("value", [b"\xff", Decimal("1.5"), datetime(2026, 1, 1), date(2026, 1, 1), math.nan])
+@pytest.mark.parametrize("value", [b"\xff", Decimal("1.5"), datetime(2026, 1, 1), math.nan])
 def test_a_parquet_column_that_is_not_json_is_refused(tmp_path, value):
     file = tmp_path / "t.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"payload": [{"q": None}, {"q": value}]}), file)
     with pytest.raises(TaskFileError, match=r"row 1: .*payload\.q is .*which JSON does not know"):
         read_tasks(file)
-
-
-def test_payloads_that_the_wrapper_can_parse_are_accepted():
-    payload = {"deep": nested(MAX_DEPTH - 1), "text": "\U0001f600\u2028", "numbers": (1, 10**300, 0.5, True, None)}
-    task = Task("x", payload)
-    assert from_json(json.dumps({**task.payload}))["text"] == payload["text"]
-
-
-def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
-    file = tmp_path / "t.jsonl"
-    file.write_bytes(b'\xef\xbb\xbf{"payload": {"q": 1}}\r\n{"payload": {"q": 2}}\r\n')
-    assert [task.payload["q"] for task in read_tasks(file)] == [1, 2]
 
 
 def test_nulls_that_a_library_fills_in_are_named(tmp_path, caplog):
@@ -183,13 +162,6 @@ def test_maps_of_parquet_are_refused(tmp_path):
         read_tasks(file)
 
 
-def test_an_invalid_row_is_named(tmp_path):
-    file = tmp_path / "t.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"payload": ["{}", "{"]}), file)
-    with pytest.raises(TaskFileError, match="row 1: payload is not JSON"):
-        read_tasks(file)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "match"),
     [
@@ -213,14 +185,11 @@ def test_a_doubled_task_id_names_the_file_and_both_lines(tmp_path):
     file.write_text("".join(f'{{"task_id": "{name}", "payload": {{}}}}\n' for name in "aba"))
     with pytest.raises(TaskFileError, match=r"tasks\.jsonl, line 3: task_id 'a' occurs twice, first in line 1"):
         read_tasks(file)
-
-
-def test_two_tasks_with_the_same_id_are_refused():
     with pytest.raises(TaskFileError, match="'a' occurs twice"):
         check_unique([Task("a", {}), Task("b", {}), Task("a", {})])
 
 
-def test_a_task_id_leaves_room_for_the_rollout_number():
-    Task("a" * MAX_TASK_ID, {})
+def test_an_id_is_bounded_so_that_the_rollouts_number_fits():
+    Task("a" * MAX_TASK_ID, {"deep": nested(MAX_DEPTH - 1), "text": "\U0001f600\u2028", "numbers": (10**300, None)})
     with pytest.raises(TaskFileError, match="must be 1 to 100"):
         Task("a" * (MAX_TASK_ID + 1), {})

@@ -12,13 +12,12 @@ import typer
 import yaml
 from jsonschema import Draft202012Validator
 
-import agent_wrapper
-import rollout_backend
 from agent_wrapper.contract import Announcement, Rollout, RolloutRequest, Trajectory, result_key
 from builders import load_module
 from rollout_backend import errors
 from rollout_backend.cli import app
 from rollout_backend.config import load_config
+from rollout_backend.core.reasons import WHAT_TO_DO, documented_at
 from rollouts import make_rollout
 from tests.simulation.mutants import MUTANTS
 
@@ -174,21 +173,17 @@ def test_every_reason_is_explained() -> None:
     reasons |= {kind.reason for kind in vars(errors).values() if isinstance(getattr(kind, "reason", None), str)}
     assert len(reasons) > 20
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    assert reasons - set(re.findall(r"^### `([a-z_]+)`$", page, flags=re.M)) == set()
+    explained = re.findall(r"^### `([a-z_]+)`$", page, flags=re.M)
+    assert sorted(explained) == sorted(WHAT_TO_DO)
+    assert reasons - set(explained) == set()
+    assert documented_at("no_result") == "docs/troubleshooting.md#no_result"
+    assert documented_at("of_another_wrapper") == "docs/troubleshooting.md#why-rollouts-fail"
 
 
 def test_the_generated_pages_are_up_to_date() -> None:
     for name in ("settings", "cli", "calls", "clients", "api", "contract_schema"):
         module = load_module(ROOT / "docs" / f"make_{name}.py")
         assert module.PAGE.read_text() == module.page(), f"run `python docs/make_{name}.py`"
-
-
-def test_the_api_page_describes_every_public_name() -> None:
-    text = (ROOT / "docs" / "api.md").read_text()
-    for package in (rollout_backend, agent_wrapper):
-        assert f"\n## {package.__name__}\n" in text
-        for name in package.__all__:
-            assert f"\n### {name}\n" in text or f"\n| `{name}` | " in text, name
 
 
 def test_every_setting_is_described() -> None:
@@ -268,15 +263,6 @@ def test_the_architecture_describes_every_folder_once() -> None:
     packages -= {"config/", "cli/"}  # described with rollout_backend/
     others = {"agent_wrapper/", "rollout_backend/", "infra/", "examples/", "benchmarks/", "tests/"}
     assert sorted(described) == sorted(packages | others)
-
-
-def test_the_architecture_fits_two_screens_and_answers_ten_questions() -> None:
-    text = (ROOT / "ARCHITECTURE.md").read_text()
-    assert len(text.splitlines()) <= 125
-    _, _, rest = text.partition("## Where do I ...?")
-    questions, _, glossary = rest.partition("## Glossary")
-    assert len(re.findall(r"^\| .*\? \| ", questions, flags=re.M)) >= 10
-    assert len(re.findall(r"^\| \w", glossary, flags=re.M)) - 1 == 20
 
 
 def test_the_contracts_examples_and_what_the_types_encode_follow_its_schema() -> None:
