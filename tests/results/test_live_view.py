@@ -7,7 +7,7 @@ import pytest
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.ledger import Phase
 from rollout_backend.gateway.stats import Counters, GatewayStats
-from rollout_backend.results.findings import FailureCount, Level
+from rollout_backend.results.findings import FailureCount
 from rollout_backend.results.progress import LastResult, Progress
 from rollout_backend.results.step_report import CallRate
 from rollout_backend.results.terminal.live_view import History, Snapshot, frame, plain_line
@@ -50,11 +50,26 @@ def text(shown: Snapshot, width: int = 80) -> list[str]:
     return [line.plain.rstrip() for line in frame(shown, width)]
 
 
+SERVERS = (
+    ServerState("router", "http://r", True, 0),
+    ServerState("engine-0", "http://e0", True, 1),
+    ServerState("engine-1", "http://e1", False, 2),
+)
 BUSY = progress(
     {Outcome.COMPLETED: 229, Outcome.AGENT_ERROR: 4, Outcome.INFRA_ERROR: 8},
     running=96,
     planned=47,
-    gateway=gateway(sampled_tokens=9000, prompt_tokens=100, cached_tokens=88, calls=7, calls_in_flight=3),
+    gateway=gateway(
+        sampled_tokens=9000,
+        prompt_tokens=100,
+        cached_tokens=88,
+        calls=7,
+        calls_in_flight=3,
+        errors={"rate_limit_exceeded": 1204},
+        engine_running={"http://e0": 48},
+        engine_waiting={"http://e0": 3},
+    ),
+    servers=SERVERS,
     rewards=229,
     mean_reward=0.557,
     groups=39,
@@ -72,16 +87,17 @@ BUSY = progress(
 
 
 def test_a_frame_of_a_busy_step():
-    lines = text(snapshot(BUSY))
+    lines = text(snapshot(BUSY), 100)
     for line in (
-        " rollout  run-1   agent.py on Qwen3-4B                                  00:01:11",
+        f" rollout  run-1   agent.py on Qwen3-4B{'00:01:11':>62}",
         " ✓ check 1.2 s  ✓ engines 27 s  ✓ gateway 3.0 s  ● rollouts  ○ stop",
         " done 229   agent error 4   lost 8   timed out 0   at work 96   waiting 47",
         " reward   0.557    34 of 39 whole groups have a spread",
-        " tokens   0/s    cache 88%   3 calls in flight",
+        " tokens   0/s    cache 88%   3 calls in flight, 1,204 refused (429)",
+        " engines  0: 48 running, 3 queued, 1 restart    1: not serving, 2 restarts",
         " slowest  buy-9-fig.3, 64 s of at most 4 min   (95 % took under 41 s)",
-        " ! 8 of 384 rollouts lost to the infrastructure, most often throttled (8)",
-        "   runtime.invoke_per_s has no effect",
+        " ! 8 of 384 rollouts lost to the infrastructure, most often throttled (8) (rollout show buy-1.0)",
+        "   has no effect",
     ):
         assert line in lines
     [bar] = [line for line in lines if "█" in line]
@@ -89,6 +105,10 @@ def test_a_frame_of_a_busy_step():
     assert bar.endswith("241/384     ~24 s")
     assert lines[-1].startswith(' last   buy-4-melon.2    0.2    37 s     693 tok   "...')
     assert lines[-1].endswith('The answer is 13."')
+    lines = text(snapshot(BUSY, keys=True, failures=True))
+    assert lines[-1] == " d details   f failures   q stop and clean up"
+    assert "     8 infra_error, throttled   first buy-1.0: 429" in lines
+    assert " no rollout has failed" in text(snapshot(progress(running=1), failures=True))
 
 
 def test_before_the_first_result_a_frame_says_what_is_waited_for():
@@ -101,51 +121,6 @@ def test_before_the_first_result_a_frame_says_what_is_waited_for():
         assert plain_line(snapshot(shown)) == words
 
 
-def test_replies_that_had_a_forced_format_are_named_with_the_first_results():
-    for trained, level in ((0, Level.BAD), (6, Level.NOTE), (10, None)):
-        found = progress(running=1, sampled_tokens=10, trained_tokens=trained).findings()
-        assert [each.level for each in found] == ([level] if level is not None else [])
-        assert all(each.advice.startswith("gateway.forced_tools: as_auto") for each in found)
-
-
-def servers(*states: tuple[bool, int]) -> tuple[ServerState, ...]:
-    """Return a router and engines, each with whether it serves and how often it was restarted."""
-    engines = [ServerState(f"engine-{i}", f"http://e{i}", *state) for i, state in enumerate(states)]
-    return ServerState("router", "http://r", True, 0), *engines
-
-
-def serving(engines: tuple[ServerState, ...], **loads: tuple[int, int]) -> Progress:
-    stats = gateway(
-        calls=7,
-        calls_in_flight=3,
-        errors={"rate_limit_exceeded": 1204},
-        engine_running={f"http://{name}": running for name, (running, _) in loads.items()},
-        engine_waiting={f"http://{name}": waiting for name, (_, waiting) in loads.items()},
-    )
-    return progress(running=8, gateway=stats, servers=engines)
-
-
-def test_engines_and_their_queues():
-    two = servers((True, 0), (True, 1))
-    lines = text(snapshot(serving(two, e0=(48, 0), e1=(47, 3))), 100)
-    assert " engines  0: 48 running, 0 queued    1: 47 running, 3 queued, 1 restart" in lines
-    assert any(line.endswith("3 calls in flight, 1,204 refused (429)") for line in lines)
-    lines = text(snapshot(serving(servers((True, 0), (False, 2)), e0=(48, 0))))
-    assert " engines  0: 48 running, 0 queued    1: not serving, 2 restarts" in lines
-    router = ServerState("router", "http://r", False, 1)
-    assert " engines  0: serves    router: not serving, 1 restart" in text(
-        snapshot(serving((router, *servers((True, 0))[1:])))
-    )
-
-
-def test_failures_by_reason_and_the_keys():
-    assert text(snapshot(BUSY))[-1].startswith(" last")
-    lines = text(snapshot(BUSY, keys=True, failures=True))
-    assert lines[-1] == " d details   f failures   q stop and clean up"
-    assert "     8 infra_error, throttled   first buy-1.0: 429" in lines
-    assert " no rollout has failed" in text(snapshot(progress(running=1), failures=True))
-
-
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_no_line_is_wider_than_the_terminal_or_breaks(width):
     many = dict.fromkeys(Outcome, 123_456)
@@ -155,7 +130,7 @@ def test_no_line_is_wider_than_the_terminal_or_breaks(width):
         planned=16_384,
         warning=HOSTILE,
         gateway=gateway(sampled_tokens=10**9, calls=1, errors={HOSTILE: 10**9}),
-        servers=servers(*[(True, 10**6)] * 100),
+        servers=tuple(ServerState(f"engine-{i}", f"http://e{i}", True, 10**6) for i in range(100)),
         rewards=1,
         mean_reward=-1234.5,
         groups=10**6,

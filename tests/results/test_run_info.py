@@ -8,7 +8,6 @@ import pytest
 
 from builders import run_config
 from rollout_backend.config import load_config
-from rollout_backend.core.tasks import Task, read_tasks
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.run_info import RunStart, agent_of, git_commit, settings_yaml
 
@@ -45,9 +44,7 @@ def test_the_settings_that_are_kept_give_the_same_run_without_its_secrets(tmp_pa
         {"router": {"policy": "random"}},
         {"model": {"path": "model", "routed_experts": True}},
         {"runtime": {"kind": "agentcore", "arn": ARN}},
-        {"runtime": {"kind": "agentcore", "arn": ARN.replace("us-east-1", "eu-west-1")}},
         {"runtime": {"kind": "kubernetes", "image": "agent:1"}},
-        {"runtime": {"kind": "process", "command": "python agent.py"}},
     ],
 )
 def test_the_stored_defaults_of_settings_are_accepted(sections, tmp_path):
@@ -115,11 +112,3 @@ def test_an_agents_digest_follows_its_code_and_not_what_git_ignores(tmp_path):
     assert digest() != inside
     assert agent_of(agent)["commit"] == f"{commit}-dirty"
     assert git_commit(Path("/")) is None
-
-
-def test_the_tasks_that_are_kept_are_read_again_as_they_were(tmp_path):
-    tasks = (Task("a", {"text": "ä\u2028", "nested": {"x": [1, None, 2.5]}}), Task("b.1", {}))
-    archive = RunArchive(tmp_path)
-    archive.write_tasks(7, tasks)
-    archive.close()
-    assert read_tasks(archive.tasks_file(7)) == tasks

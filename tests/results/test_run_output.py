@@ -112,8 +112,7 @@ async def test_a_display_that_fails_does_not_end_a_run(make_screen, caplog):
     assert "the progress of the run could not be shown" in caplog.text
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-@pytest.mark.parametrize("why", ["No space left on device", "Broken pipe"])
+@pytest.mark.parametrize(("why", "terminal"), [("No space left on device", False), ("Broken pipe", True)])
 async def test_a_console_that_cannot_be_written_ends_the_output_and_not_the_run(why, terminal, monkeypatch, caplog):
     if why == "Broken pipe":
         reader, writer = os.pipe()

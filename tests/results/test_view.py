@@ -17,8 +17,6 @@ from rollout_backend.results.terminal.view import print_record, print_rollout, p
 from rollouts import make_ledger, make_rollout, make_segment
 from run_folders import make_record
 
-MARKUP = "[/nothing] [red]x[/red] \\"
-
 
 def step_result(rollouts: dict[str, Rollout | str], **more: Any) -> StepResult:
     """A step's result; `rollouts` maps rollout ids to a result or to the reason of a timeout."""
@@ -141,12 +139,6 @@ def test_a_step_shows_its_ledger_rewards_and_failures(show):
         assert line in lines
 
 
-def test_a_failure_message_is_not_markup(show):
-    failure = Failure(reason="agent_exception", message=MARKUP)
-    text = show({"task-a.0": make_rollout("task-a.0", Outcome.AGENT_ERROR, failure=failure)})
-    assert f"agent_exception: {MARKUP}" in text
-
-
 # --- a rollout --------------------------------------------------------------------------------------------
 
 
@@ -173,20 +165,20 @@ def test_a_rollout_is_shown_completely(show):
         assert words in text
 
 
-def test_no_text_of_a_result_is_markup(show):
-    names = {"session_id": MARKUP, "model": MARKUP, "extras": {"x": "[/nothing]"}}
-    assert show(make_rollout(segments=[with_text(MARKUP)], **names)).count(MARKUP) == 6
+TRICK = "\x1b]52;c;ZXZpbA==\x07\x9b2J\u202e\u2066 [/nothing] [red]x[/red]"
+"""Writes the clipboard, clears the screen, shows text reversed, and is markup of Rich."""
 
 
-def test_agent_output_cannot_control_the_terminal(show):
-    trick = "\x1b]52;c;ZXZpbA==\x07\x9b2J\u202e\u2066"  # writes the clipboard, clears the screen, shows text reversed
-    failure = Failure(reason="agent_exception", message=trick, traceback=trick)
-    names = {"session_id": trick, "model": trick, "extras": {"x": trick}}
-    rollout = make_rollout("task-a.0", Outcome.AGENT_ERROR, failure=failure, segments=[with_text(trick)], **names)
+def test_agent_output_cannot_control_the_terminal(show, screen):
+    failure = Failure(reason="agent_exception", message=TRICK, traceback=TRICK)
+    names = {"session_id": TRICK, "model": TRICK, "extras": {"x": TRICK}}
+    rollout = make_rollout("task-a.0", Outcome.AGENT_ERROR, failure=failure, segments=[with_text(TRICK)], **names)
     show(rollout)
-    text = show({"task-a.0": rollout})
-    assert "ZXZpbA" in text
-    assert [letter for letter in text if letter in "\x1b\x07\x9b\u202e\u2066"] == []
+    show({"task-a.0": rollout})
+    hostile = RECORD.model_copy(update={"message": TRICK, "session_ids": (TRICK,), "log": TRICK})
+    print_record(screen.console, hostile, with_outcome=True)
+    assert screen.text.count("ZXZpbA") == screen.text.count("[red]x[/red]") > 8
+    assert [letter for letter in screen.text if letter in "\x1b\x07\x9b\u202e\u2066"] == []
 
 
 # --- a record ---------------------------------------------------------------------------------------------
@@ -211,11 +203,3 @@ def test_a_rollout_without_a_result_is_shown_by_its_record(screen):
         "planned 2001-09-09 01:46:40 UTC, invoked +1.5 s, settled +60.0 s",
     ):
         assert words in screen.text
-
-
-def test_a_record_cannot_control_the_terminal(screen):
-    trick = f"\x1b]52;c;ZXZpbA==\x07 {MARKUP}"
-    hostile = RECORD.model_copy(update={"message": trick, "session_ids": (trick,), "log": trick})
-    print_record(screen.console, hostile, with_outcome=True)
-    assert screen.text.count(MARKUP) == 3
-    assert [letter for letter in screen.text if letter in "\x1b\x07"] == []
