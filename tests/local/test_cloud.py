@@ -1,12 +1,14 @@
 import asyncio
 import json
 import signal
+import socket
 import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aioboto3
 import aiohttp
@@ -19,7 +21,6 @@ from builders import eventually, processes_with
 from rollout_backend import aws
 from rollout_backend.config import load_config
 from rollout_backend.errors import ConfigError, StartupError
-from rollout_backend.local.agentcore_emulator import main
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.runtimes.base import open_runtime
 
@@ -98,7 +99,6 @@ async def test_cloud_leaves_no_process(app, tmp_path, mark):
 @pytest.mark.parametrize(
     ("agent", "python", "message"),
     [
-        ("missing.py", None, "there is no agent at .*missing.py"),
         ("folder", None, "there is no agent at"),
         ("plain.py", None, "import it from agent_wrapper.bedrock_agentcore"),
         ([], None, "the agent's command is empty"),
@@ -143,9 +143,15 @@ asyncio.run(main())
     await eventually(lambda: not processes_with(f"MARK={mark}"))
 
 
-def test_invalid_settings_of_the_program_are_refused():
-    with pytest.raises(SystemExit, match="settings are invalid"):
-        main(lambda: '{"arn": "x", "prot": 1}')
+def test_a_write_whose_body_is_cut_stores_nothing(storage, run_id):
+    """moto alone is kinder than S3."""
+    url = urlsplit(storage.endpoint_url)
+    path = f"/{storage.bucket}/{run_id}/cut"
+    with socket.create_connection((url.hostname, url.port)) as client:
+        client.sendall(f"PUT {path} HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Length: 9\r\n\r\nfour".encode())
+        client.shutdown(socket.SHUT_WR)
+        assert client.recv(100).startswith(b"HTTP/1.1 400 ")
+    assert httpx.get(f"{storage.endpoint_url}{path}", timeout=60).status_code == 404
 
 
 async def test_only_the_url_of_the_cloud_lets_a_caller_run_code(app, tmp_path):
