@@ -7,10 +7,10 @@ import threading
 import pytest
 
 from builders import until
-from otlp_receiver import OtlpReceiver
 from rollout_backend.errors import ConfigError
 from rollout_backend.tracing import Span, SpanSender
 from stub_server import StubServer
+from tests.emulators.otlp_receiver import OtlpReceiver
 
 SPANS = [Span(f"span {i}", trace_id=1, span_id=i + 1, parent_id=None, start=1.0, end=2.0) for i in range(3000)]
 

@@ -10,7 +10,6 @@ from anyio.from_thread import start_blocking_portal
 
 from builders import eventually
 from collect_bench import Run, Sink, end
-from ministack import MiniStack
 from rollout_backend import aws
 from rollout_backend.collect.queue import AnnouncementQueue, queue_name
 from rollout_backend.collect.store import ResultStore
@@ -18,6 +17,7 @@ from rollout_backend.config import AwsConfig, QueueConfig, StorageConfig
 from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.serving.server_process import free_port
 from rollout_backend.testing.fault_proxy import FaultProxy, Rule
+from tests.emulators.ministack import MiniStack
 
 
 @pytest.fixture(

@@ -9,8 +9,8 @@ import pytest
 import yaml
 from anyio.from_thread import start_blocking_portal
 
-from ministack import MiniStack
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine, ScriptedSums
+from tests.emulators.ministack import MiniStack
 
 pytestmark = pytest.mark.slow
 

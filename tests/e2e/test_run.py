@@ -9,7 +9,6 @@ import pytest
 from agent_wrapper.contract import Outcome, Rollout
 from agent_wrapper.contract.keys import traceparent
 from builders import eventually
-from otlp_receiver import OtlpReceiver
 from rollout_backend import manager
 from rollout_backend.core.ledger import Phase
 from rollout_backend.core.tasks import Task, read_tasks
@@ -17,6 +16,7 @@ from rollout_backend.errors import CircuitOpen, ServingError
 from rollout_backend.local.scripted import Fail
 from rollout_backend.serving.server_process import free_port
 from rollout_backend.tracing import SpanSender
+from tests.emulators.otlp_receiver import OtlpReceiver
 from token_exact import is_token_exact
 
 SPANS = {"rollout", "wait for a session", "invoke", "invoke_agent", "chat scripted", "publish", "fetch"}

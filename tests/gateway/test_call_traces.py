@@ -5,8 +5,8 @@ import pytest
 
 from agent_wrapper.contract.keys import trace_ids
 from builders import until, user
-from otlp_receiver import OtlpReceiver
 from rollout_backend.local.scripted import Fail
+from tests.emulators.otlp_receiver import OtlpReceiver
 
 TRACE, ROOT = (f"{value:0{digits}x}" for value, digits in zip(trace_ids("run", 0, "r"), (32, 16), strict=True))
 

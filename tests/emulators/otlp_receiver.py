@@ -51,6 +51,6 @@ def _plain(attributes: list[KeyValue]) -> dict[str, Any]:
     found = {}
     for each in attributes:
         kind = each.value.WhichOneof("value")
-        value = getattr(each.value, kind)
+        value = getattr(each.value, str(kind))
         found[each.key] = [item.string_value for item in value.values] if kind == "array_value" else value
     return found
