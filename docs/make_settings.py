@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from rollout_backend.config import ENV_PREFIX, RUNTIME_KINDS, RolloutConfig
 from rollout_backend.config.runtimes import RuntimeConfig
+from rollout_backend.config.section import Section
 
 PAGE = Path(__file__).with_name("settings.md")
 _HEAD = f"""\
@@ -180,16 +184,16 @@ Schema = dict[str, Any]
 
 
 def page() -> str:
-    schema = RolloutConfig.model_json_schema()
+    schema = _schema(RolloutConfig)
     definitions: dict[str, Schema] = schema["$defs"]
-    shared = RuntimeConfig.model_json_schema()
+    shared = _schema(RuntimeConfig)
     tables = {"At the top": (schema, "")}  # title: what it lists, and what is before each name
     for name, field in schema["properties"].items():
         if name == "runtime":
             tables["runtime, any kind"] = (shared, "runtime.")
             for kind, config in RUNTIME_KINDS.items():
-                parent = config.__base__ if config.__base__ in RUNTIME_KINDS.values() else RuntimeConfig
-                own = _without(config.model_json_schema(), parent.model_json_schema())
+                parent = next(base for base in config.__mro__[1:] if base in (*RUNTIME_KINDS.values(), RuntimeConfig))
+                own = _without(_schema(config), _schema(parent))
                 tables[f"runtime, kind: {kind}"] = (own, "runtime.")
         else:
             for section in _sections(field, definitions):
@@ -209,6 +213,28 @@ def page() -> str:
             lines += [f"```yaml\n{_EXAMPLES[title]}```", ""]
         lines += _table(("setting", "value", "default", ""), rows[title])
     return "\n".join(lines) + "\n"
+
+
+def _schema(section: type[Section]) -> Schema:
+    """Return the schema of a section, with the docstrings of its fields and those of the sections in it."""
+    schema = section.model_json_schema()
+    schemas = {section.__name__: schema, **schema.get("$defs", {})}
+    for kind in _kinds(Section):
+        fields = schemas.get(kind.__name__, {}).get("properties", {})
+        for base in reversed(kind.__mro__[: kind.__mro__.index(Section)] if fields else ()):
+            source: Any = ast.parse(inspect.getsource(base)).body[0]
+            for field, text in pairwise(source.body):
+                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    fields.get(ast.unparse(field.target), {})["description"] = ast.literal_eval(text.value)
+    return schema
+
+
+def _kinds(section: type[Section]) -> Iterator[type[Section]]:
+    """Yield the sections that this package derives from one."""
+    for kind in section.__subclasses__():
+        if kind.__module__.startswith("rollout_backend."):
+            yield kind
+            yield from _kinds(kind)
 
 
 def _sections(field: Schema, definitions: dict[str, Schema]) -> Iterator[Schema]:
