@@ -302,18 +302,14 @@ class LocalCloud(_Startable):
         """Environment variables for this process's AWS clients, which get their endpoints from the settings."""
         return self.storage.environ
 
-    def settings(self, *, by_image: bool = False) -> dict[str, Any]:
-        """Return the part of a `RolloutConfig` that describes this cloud, for `load_config(base=...)`.
-
-        With `by_image`, the run creates its runtime from the agent's image, as on AWS.
-        """
-        limits, runtime = self.runtime.limits, self.runtime
-        which = {"image": runtime.image, "role": runtime.role} if by_image else {"arn": runtime.arn}
+    def settings(self) -> dict[str, Any]:
+        """Return the part of a `RolloutConfig` that describes this cloud, for `load_config(base=...)`."""
+        limits = self.runtime.limits
         return {
             **self.storage.settings(),
             "runtime": {
                 "kind": "agentcore",
-                **which,
+                "arn": self.runtime.arn,
                 "endpoint_url": self.runtime.endpoint_url,
                 "session_logs": str(self.runtime.session_logs),
                 "max_sessions": limits.max_sessions,

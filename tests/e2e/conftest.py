@@ -81,9 +81,6 @@ async def agent(context):
             return float("nan")
         case "text":
             return await ask(context)
-        case "return its environment":
-            await ask(context)
-            return {"reward": 1.0, "house": os.environ["HOUSE"]}
     answer = await ask(context)
     return {"reward": float("7" in answer), "answer": answer}
 
@@ -163,7 +160,6 @@ async def open_run(
             *overrides: str,
             replies: Script = ("The answer is 7.",),
             script: Path | None = None,
-            by_image: bool = False,
         ) -> Bench:
             engine = stack.enter_context(ScriptedEngine(replies))
             cloud = shared_cloud
@@ -173,7 +169,7 @@ async def open_run(
             for name, value in cloud.environ.items():
                 monkeypatch.setenv(name, value)
             base = {**base_settings, "serving": {"kind": "external", "urls": [engine.url]}}
-            config = load_config(base=base, overrides=overrides, top=cloud.settings(by_image=by_image))
+            config = load_config(base=base, overrides=overrides, top=cloud.settings())
             manager = await stack.enter_async_context(RolloutManager(config))
             return Bench(config, cloud, engine, manager)
 

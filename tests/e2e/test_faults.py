@@ -323,32 +323,6 @@ async def test_truncated_bodies_are_read_again(world: World, manager: RolloutMan
         await same_as(calm, await manager.collect(TASKS, step=8), world)
 
 
-async def test_s3_and_sqs_hang_for_a_while(world: World, run: RolloutManager, calm: Rows) -> None:
-    agents = [
-        Rule("s3:PutObject", Fault.HANG, share=0.3, seconds=3),
-        Rule("sqs:SendMessage", Fault.HANG, times=2),  # until the sender gives up
-    ]
-    trainer = [
-        Rule("s3:GetObject", Fault.HANG, times=3, seconds=3),
-        Rule("s3:ListObjects", Fault.HANG, times=1, seconds=2),
-        Rule("sqs:ReceiveMessage", Fault.HANG, times=2, seconds=6),
-    ]
-    async with world.faults(agents=agents, trainer=trainer):
-        await same_as(calm, await run.collect(TASKS, step=2), world)
-
-
-async def test_a_write_whose_response_is_lost_counts(world: World, run: RolloutManager, calm: Rows) -> None:
-    async with world.faults(agents=[Rule("s3:PutObject", Fault.CUT_AFTER, once_each=True)]):
-        result = await run.collect(TASKS, step=3)
-        writes = [call.status for call in world.agents.calls if call.operation == "s3:PutObject"]
-    assert writes.count(None) == PLANNED
-    assert set(writes) == {None, 412}
-    await same_as(calm, result, world)
-    logs = [path.read_text() for path in world.runtime.session_logs.glob("*.log")]
-    assert any("an earlier write of this attempt had succeeded" in log for log in logs)
-    assert not any("another attempt wrote" in log for log in logs)
-
-
 async def test_failed_presigned_writes_are_retried(world: World, calm: Rows) -> None:
     """The URLs are signed for the trainer's S3 endpoint, so agents' writes go through the trainer's proxy."""
     storage = {"bucket": world.storage.bucket, "presigned": True}
@@ -467,19 +441,6 @@ async def test_without_heartbeats_killed_agents_time_out(world: World, calm: Row
     assert result.report.balanced
     assert rows(result) == {rollout_id: row for rollout_id, row in calm.items() if rollout_id not in lost}
     assert await world.nothing_is_open()
-
-
-async def test_the_router_is_killed(world: World, run: RolloutManager, calm: Rows) -> None:
-    assert run._run is not None
-    world.hold()
-    collecting = asyncio.create_task(run.collect(TASKS, step=6))
-    await eventually(lambda: world.asked() == PLANNED)
-    pid = run._run.serving.engines._router.pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    await eventually(lambda: run.servers()[0].restarts == 1)
-    world.model.let_go()
-    await same_as(calm, await collecting, world)
 
 
 # --- the clock --------------------------------------------------------------------------------------------

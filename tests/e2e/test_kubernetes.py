@@ -3,28 +3,22 @@
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 from agent_wrapper.contract import Outcome
-from builders import eventually
-from kubernetes_bench import Containers
-from rollout_backend.config import KubernetesConfig, load_config
-from rollout_backend.core.harbor import VERIFIER, TaskContainer
+from rollout_backend.config import load_config
 from rollout_backend.core.tasks import Task
 from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.local.spawner import PreforkSpawner
 from rollout_backend.manager import RolloutManager
 from rollout_backend.results.step_report import StepResult
-from rollout_backend.runtimes.kubernetes.runtime import KubernetesRuntime
 from rollout_backend.serving.server_process import free_port
-from rollouts import make_rollout
 from tests.emulators.kubernetes_emulator import ApiFault, KubernetesEmulator
 
 pytestmark = pytest.mark.slow
@@ -32,7 +26,6 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 AGENT = ROOT / "examples" / "arithmetic" / "agent.py"
 IMAGE = "registry.example.com/arithmetic:1"
-FILES, OF_TASK = "registry.example.com/agent-files:1", "registry.example.com/tasks/t:1"
 TASKS = [Task(f"t{i}", {"question": f"What is {i} + 4?", "answer": str(i + 4)}) for i in range(4)]
 PLANNED = 8
 
@@ -45,12 +38,9 @@ class Cluster:
         self._settings = settings
 
     @asynccontextmanager
-    async def run(
-        self, run_id: str, scoring: Mapping[str, Any] = MappingProxyType({}), **more: Any
-    ) -> AsyncIterator[RolloutManager]:
+    async def run(self, run_id: str, **more: Any) -> AsyncIterator[RolloutManager]:
         runtime = {**self._settings["runtime"], **more}
-        base = {**self._settings, "run_id": run_id, "runtime": runtime, "scoring": dict(scoring)}
-        config = load_config(base=base, env={})
+        config = load_config(base={**self._settings, "run_id": run_id, "runtime": runtime}, env={})
         async with RolloutManager(config) as manager:
             yield manager
 
@@ -69,8 +59,7 @@ async def cluster(
     env = {**own, **storage.environ, "AWS_ENDPOINT_URL": storage.endpoint_url, "PYTHONPATH": str(ROOT)}
     spawner = PreforkSpawner(sys.executable, AGENT, [], env, tmp_path / "prefork.log")
     with ScriptedEngine(answer) as engine:
-        images = {IMAGE: spawner, FILES: Containers(exit_code=0), OF_TASK: Containers()}
-        async with KubernetesEmulator(images, tmp_path / "cluster") as emulator:
+        async with KubernetesEmulator({IMAGE: spawner}, tmp_path / "cluster") as emulator:
             port = free_port()
             assert await spawner.warm()
             settings = {
@@ -136,40 +125,3 @@ async def test_no_rollout_is_lost_to_a_cluster_full_of_faults(cluster):
     assert cluster.emulator.running_pods() == []
     async with cluster.run("calm-again") as manager:
         assert rewards(await manager.collect(TASKS)) == rewards(result)
-
-
-async def test_a_container_that_always_runs_out_of_memory_says_so(cluster):
-    cluster.emulator.fates.extend(["is killed for memory"] * 4)
-    async with cluster.run("oom", max_attempts=2) as manager:
-        result = await manager.collect(TASKS[:1])
-    lost = [failure for failure in result.failures if failure.outcome is Outcome.INFRA_ERROR]
-    assert {failure.reason for failure in lost} == {"out_of_memory"}
-    assert all("more memory than its limit" in failure.message for failure in lost)
-
-
-async def test_a_cancelled_step_deletes_its_jobs(cluster):
-    cluster.emulator.fates.extend(["cannot be scheduled"] * PLANNED)
-    async with cluster.run("cancelled") as manager:
-        collecting = asyncio.create_task(manager.collect(TASKS))
-        await eventually(lambda: len(cluster.emulator.names("pods")) == PLANNED)
-        collecting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await collecting
-        assert cluster.emulator.names("jobs") == cluster.emulator.names("secrets") == []
-
-
-async def test_a_run_that_is_taken_over_deletes_the_verifiers_of_its_killed_trainer(cluster):
-    emulator = cluster.emulator
-    settings = KubernetesConfig(image=FILES, kubeconfig=emulator.kubeconfig, start_timeout_s=120)
-    killed = await KubernetesRuntime.open(settings)
-    rollout = make_rollout("t0.0", run_id="taken-over")
-    verifying = asyncio.create_task(
-        killed.run_verifier("verifier-1", rollout, TaskContainer(image=OF_TASK), {}, timeout_s=600)
-    )
-    await eventually(emulator.running_pods)
-    verifying.cancel()
-    await asyncio.gather(verifying, return_exceptions=True)
-    await killed.aclose()
-    assert emulator.names("jobs") == ["verifier-1"]
-    async with cluster.run("taken-over", scoring={"function": VERIFIER}):
-        assert emulator.names("jobs") == []

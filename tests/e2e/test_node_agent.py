@@ -67,11 +67,3 @@ async def test_a_node_agent_publishes_that_it_reached_its_deadline(open_run, nod
     [failure] = result.failures
     assert (failure.outcome, failure.reason) == (Outcome.TIMED_OUT, "agent_deadline")
     assert failure.message == "no reward by the deadline"
-
-
-async def test_a_node_agent_without_urls_says_what_to_set(open_run, node):
-    run = await open_run("group.size=1", "runtime.max_attempts=1", replies=answer, script=[node, str(AGENT)])
-    result = await run.manager.collect([Task("a", {"question": "2 + 2?", "answer": "4"})])
-    [failure] = result.failures
-    assert failure.outcome is Outcome.INFRA_ERROR
-    assert "storage.presigned=true" in failure.message

@@ -1,9 +1,6 @@
 """A whole run with hostile agents, and a check that no log contains a secret."""
 
 import logging
-from pathlib import Path
-
-import pytest
 
 from agent_wrapper.contract import Outcome
 from agent_wrapper.contract.codec import unpack
@@ -14,9 +11,8 @@ HOSTILE = """
 import logging, os
 from array import array
 
-if DROP_CREDENTIALS:
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        del os.environ[name]
+for name in [name for name in os.environ if name.startswith("AWS_")]:
+    del os.environ[name]
 
 import agent_wrapper.app
 from openai import AsyncOpenAI
@@ -54,8 +50,7 @@ async def agent(context):
     await client.chat.completions.create(model=context.model, messages=[{"role": "user", "content": "3 + 4?"}])
     if do[0] == "raise":
         raise ValueError(f"no such answer from {client.base_url} with {context.api_key}")
-    aws = sorted(name for name in os.environ if name.startswith("AWS_"))
-    return {"reward": 1.0, "reversed": context.api_key[::-1], "key": [context.api_key, context.base_url], "aws": aws}
+    return {"reward": 1.0, "reversed": context.api_key[::-1], "key": [context.api_key, context.base_url]}
 
 if __name__ == "__main__":
     app.run()
@@ -66,13 +61,6 @@ TRICKS = {
     "drop the seal": "is missing",
     "take another attempt's name": "is of session_id",
 }
-
-
-def write_agent(folder: Path, *, drop_credentials: bool) -> Path:
-    path = folder / "other-agent" / "agent.py"
-    path.parent.mkdir()
-    path.write_text(HOSTILE.replace("DROP_CREDENTIALS", str(drop_credentials)))
-    return path
 
 
 async def stored_objects(run) -> dict[str, str]:
@@ -87,32 +75,20 @@ async def stored_objects(run) -> dict[str, str]:
     return texts
 
 
-@pytest.mark.slow
-async def test_without_required_seals_the_container_is_trusted(open_run, tmp_path):
-    script = write_agent(tmp_path, drop_credentials=False)
-    run = await open_run("group.size=1", "gateway.require_seal=false", script=script)
-    result = await run.manager.collect([Task("a", {"do": "alter a logprob"})])
-    assert result.report.outcomes[Outcome.COMPLETED] == 1
-
-
-@pytest.mark.parametrize(
-    "presigned", [pytest.param(False, marks=pytest.mark.slow), True], ids=["credentials", "presigned"]
-)
-async def test_containers_submit_only_sampled_tokens_and_nothing_stored_has_a_secret(
-    open_run, tmp_path, caplog, presigned
-):
+async def test_containers_submit_only_sampled_tokens_and_nothing_stored_has_a_secret(open_run, tmp_path, caplog):
+    """The containers have no credentials, and the keys are in the URLs, which clients log."""
     caplog.set_level(logging.INFO)
     caplog.set_level(logging.DEBUG, "rollout_backend")
-    flag = str(presigned).lower()
-    settings = (f"storage.presigned={flag}", f"gateway.key_in_path={flag}", "collect.list_interval_s=0.2")
-    run = await open_run("group.size=1", *settings, script=write_agent(tmp_path, drop_credentials=presigned))
+    script = tmp_path / "other-agent" / "agent.py"
+    script.parent.mkdir()
+    script.write_text(HOSTILE)
+    settings = ("storage.presigned=true", "gateway.key_in_path=true", "collect.list_interval_s=0.2")
+    run = await open_run("group.size=1", *settings, script=script)
     names = {f"task-{i}": do for i, do in enumerate([*TRICKS, "nothing", "raise"])}
     result = await run.manager.collect([Task(name, {"do": do}) for name, do in names.items()])
     assert result.report.balanced
     [completed] = [rollout for rollout in result.rollouts if rollout.outcome is Outcome.COMPLETED]
     assert names[completed.task_id] == "nothing"
-    if presigned:
-        assert completed.extras["aws"] == []
     failures = {names[failure.task_id]: failure for failure in result.failures}
     assert failures.pop("raise").outcome is Outcome.AGENT_ERROR
     assert failures.keys() == TRICKS.keys()
@@ -129,13 +105,12 @@ async def test_containers_submit_only_sampled_tokens_and_nothing_stored_has_a_se
         "the agent's key": completed.extras["reversed"][::-1].rpartition(".")[2],
     }
     assert completed.extras["key"][0] == "[session key]"
-    assert ("/k/[session key]/v1" in completed.extras["key"][1]) == presigned
+    assert "/k/[session key]/v1" in completed.extras["key"][1]
     logs = list(tmp_path.rglob("*.log"))
     assert {"gateway.log", "agentcore.log"} <= {path.name for path in logs}
     assert sum(path.parent == run.cloud.runtime.session_logs for path in logs) >= len(names)
     texts = {path.name: path.read_text() for path in logs} | {"this process": caplog.text}
-    if presigned:  # the agent's client logs the URL of each call
-        assert any("/k/.../v1/chat/completions" in text for text in texts.values())
+    assert any("/k/.../v1/chat/completions" in text for text in texts.values()), "agents' clients log their calls"
     texts |= await stored_objects(run)
     assert sum("/steps/" in name for name in texts) >= len(names)
     assert any("/manifests/" in name for name in texts)

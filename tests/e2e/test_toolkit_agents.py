@@ -1,21 +1,13 @@
 """Agents in `AgentCoreRLApp` and `AgentCoreRuntimeApp`, with the real package, on the emulated runtime."""
 
-import asyncio
 import importlib
 import json
-import os
-import signal
-import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from agent_wrapper.contract import Outcome
-from builders import eventually
 from rollout_backend.core.tasks import Task
-from rollout_backend.local.cloud import LocalCloud
-from rollout_backend.local.scripted import ScriptedEngine
 from token_exact import is_token_exact, recorded_calls
 
 ROOT = Path(__file__).parents[2]
@@ -107,37 +99,3 @@ async def test_an_agent_of_the_pull_request_is_trained_token_exact(open_run):
     assert (rollout.outcome, rollout.reward, rollout.trainable) == (Outcome.COMPLETED, 1.0, True)
     is_token_exact([rollout], run.engine, answer)
     assert result.report.refused == 0
-
-
-@pytest.mark.release
-async def test_agents_of_the_toolkit_outlive_a_killed_and_restarted_trainer(base_settings, tmp_path, script):
-    tasks = [{"payload": {"question": f"2 + 2? {i}", "answer": "4", "folder": str(tmp_path)}} for i in range(2)]
-    (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
-    begun = tmp_path / "begun"
-    argv = [sys.executable, "-m", "rollout_backend", "run", "config.yaml", "--tasks", "tasks.jsonl"]
-    async with LocalCloud(script, run_dir=tmp_path / "cloud") as cloud:
-        env = {**os.environ, **cloud.environ}
-
-        async def start(log: Path) -> asyncio.subprocess.Process:
-            with log.open("wb") as file:
-                return await asyncio.create_subprocess_exec(*argv, cwd=tmp_path, env=env, stdout=file, stderr=file)
-
-        with ScriptedEngine(answer) as engine:
-            tree = {**base_settings, **cloud.settings(), "run_id": "killed"}
-            tree["runtime"]["agent_protocol"] = "agentcore-rl-toolkit"
-            tree["gateway"] = {**tree.get("gateway", {}), "key_in_path": True}
-            tree["serving"] = {"kind": "external", "urls": [engine.url]}
-            (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
-            first = await start(tmp_path / "first.log")
-            ready = lambda: (begun.exists() and len(begun.read_text()) == 8) or first.returncode is not None  # noqa: E731
-            await eventually(ready)
-            assert first.returncode is None, (tmp_path / "first.log").read_text()
-            first.send_signal(signal.SIGKILL)
-            await first.wait()
-            (tmp_path / "go").touch()  # the agents publish while no trainer looks
-            second = await start(tmp_path / "second.log")
-            assert await second.wait() == 3, (tmp_path / "second.log").read_text()  # all rewards are equal
-        assert (await cloud.sessions())["sessions"] == []
-    report = json.loads((tmp_path / "runs" / "killed" / "steps" / "00000000.json").read_text())
-    assert (report["outcomes"]["completed"], report["trainable"]) == (4, 4)
-    assert (report["reattached"], report["attempts"]) == (4, 0)

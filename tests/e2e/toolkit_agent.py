@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import urllib.request
-from pathlib import Path
 
 from agentcore_rl_toolkit import AgentCoreRLApp
 
@@ -19,25 +18,14 @@ def ask(config, question):
         return json.load(reply)["choices"][0]["message"]["content"]
 
 
-async def use_slow_tool(folder):
-    with (folder / "begun").open("a") as file:
-        file.write("1\n")
-    while not (folder / "go").exists():  # noqa: ASYNC110  # another process makes it
-        await asyncio.sleep(0.05)
-
-
 @app.rollout_entrypoint
 async def invoke_agent(payload: dict):
-    if "hang" in payload:
-        await asyncio.Event().wait()
     config = {**payload["_rollout"]}
     if payload.get("release") == "0.2.0":  # its examples send a fixed key
         del config["api_key"]
     answer = await asyncio.to_thread(ask, config, payload["question"])
     if "fail" in payload:
         raise ValueError(payload["fail"])
-    if "folder" in payload:
-        await use_slow_tool(Path(payload["folder"]))
     return {"rewards": [float(payload["answer"] in answer)], "reply": answer, "rollout_data": [{"token_ids": [1, 2]}]}
 
 

@@ -168,19 +168,6 @@ def _name(run: Run, image: str) -> str:
     return spec_of(run.runtime.limits(), TaskContainer(image=image), payload).name
 
 
-async def test_a_runtime_that_another_run_leases_is_not_deleted(start):
-    cloud = await start(max_runtimes=2)
-    one, two = await cloud.run("a"), await cloud.run("b")
-    await one.runtime.wait_ready(one.task(ONE), "a")
-    with pytest.raises(RuntimeNotReady, match="in use"):
-        await two.use(TWO)
-    assert await cloud.images() == [ONE]
-    await one.runtime.aclose()  # gives its leases up
-    two.runtime._images._wall = lambda: time.time() + 1
-    await two.use(TWO)
-    assert await cloud.images() == [TWO]
-
-
 async def test_a_runtime_of_a_waiting_or_adopted_rollout_is_not_deleted(start):
     cloud = await start(max_runtimes=2)
     before, restarted = await cloud.run("a"), await cloud.run("a")
@@ -244,8 +231,8 @@ async def test_ended_leases_make_room_for_another_tag(start):
     assert {LEASE + "a", LEASE + "b"} <= record.tags.keys()
 
 
-@pytest.mark.parametrize("number", [20, pytest.param(300, marks=pytest.mark.slow)])
-async def test_the_tags_of_hundreds_of_runtimes_are_read_once_in_a_while(start, number):
+async def test_the_tags_of_hundreds_of_runtimes_are_read_once_in_a_while(start):
+    number = 20
     cloud = await start(max_runtimes=number + 1)
     run = await cloud.run("a")
     images, now = run.runtime._images, 1e9
@@ -326,9 +313,16 @@ async def test_without_the_guard_of_leases_a_runtime_in_use_would_be_deleted(sta
     await killed.runtime.wait_ready(killed.task(ONE), "a")  # it is killed now, and may be started again
     with pytest.raises(RuntimeNotReady, match="in use"):
         await other.use(TWO)
-    monkeypatch.setattr(images_module, "_is_leased", lambda *of: False)
-    await other.use(TWO)
+    assert await cloud.images() == [ONE]
+    with monkeypatch.context() as unguarded:
+        unguarded.setattr(images_module, "_is_leased", lambda *of: False)
+        await other.runtime.stop(await other.use(TWO))
     assert await cloud.images() == [TWO]
+    await other.runtime.aclose()  # gives its leases up
+    third = await cloud.run("c")
+    third.runtime._images._wall = lambda: time.time() + 1
+    await third.use(THREE)
+    assert await cloud.images() == [THREE]
 
 
 async def test_a_lease_ends_with_its_time(start):
@@ -427,8 +421,6 @@ async def test_a_container_that_cannot_be_started_fails_its_own_rollouts(start):
     ("code", "status", "reason"),
     [
         ("ThrottlingException", 429, "runtime_not_ready"),
-        ("InternalServerException", 500, "runtime_not_ready"),
-        ("ConflictException", 409, "runtime_not_ready"),
         ("ServiceQuotaExceededException", 402, "runtime_not_ready"),
         ("AccessDeniedException", 403, "access_denied"),
         ("ExpiredTokenException", 403, "credentials_expired"),

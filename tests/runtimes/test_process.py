@@ -67,7 +67,6 @@ def log_of(runtime: ProcessRuntime, session: str) -> str:
     ("script", "reason", "message"),
     [
         ("echo no such model >&2; exit 3", "container_lost", "exited with code 3: no such model"),
-        ("exit 0", "container_lost", "exited with code 0: its log is empty"),
         ("kill -SEGV $$", "container_lost", "killed by SIGSEGV"),
         ("kill -36 $$", "container_lost", "killed by signal 36"),  # a real-time signal, which has no name
         ("truncate -s 100G /proc/self/fd/1; echo; echo full; exit 1", "container_lost", "exited with code 1: full"),
@@ -80,13 +79,6 @@ async def test_a_session_that_ends_by_itself_is_reported_with_its_cause(open_run
     assert end.reason == reason
     assert message in end.message
     assert ".log" in end.message
-
-
-async def test_a_session_that_was_stopped_is_not_reported(open_runtime):
-    runtime, session = await open_runtime(FOREVER), new_session()
-    await runtime.invoke(session, b"{}")
-    await runtime.stop(session)
-    assert runtime._ends.empty()
 
 
 async def test_a_session_ends_at_its_maximum_lifetime(open_runtime):
@@ -202,11 +194,8 @@ async def test_a_program_that_cannot_be_run_starts_no_session(open_runtime):
     ("runtime", "message"),
     [
         ({}, "exactly one of the two is needed"),
-        ({"app": "agent:app", "command": "sh"}, "exactly one of the two is needed"),
         ({"app": "agent.py"}, r"runtime\.app: must be MODULE:NAME"),
         ({"command": "sh", "python": "/usr/bin/python3"}, "python belongs to app"),
-        ({"command": "sh", "memory_bytes": 1}, r"runtime\.memory_bytes"),
-        ({"command": "sh", "nice": -1}, r"runtime\.nice"),
         ({"command": "sh", "max_lifetime_s": 60}, r"runtime\.max_lifetime_s \(60\) ends sessions before"),
     ],
 )

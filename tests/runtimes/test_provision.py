@@ -86,9 +86,7 @@ def test_a_missing_runtime_is_created():
             (),
         ),
         (PUBLIC, {}, ("subnets", "security_groups")),
-        (PUBLIC, {"networkConfiguration": {"networkMode": "PUBLIC"}}, ()),
         (SPEC, {"metadataConfiguration": None}, ("requireMMDSV2",)),
-        (SPEC, {"metadataConfiguration": {}}, ("requireMMDSV2",)),
         (SPEC, {"metadataConfiguration": {"requireMMDSV2": False}}, ("requireMMDSV2",)),
         (SPEC, {"protocolConfiguration": {"serverProtocol": "MCP"}}, ("protocol",)),
         (CODE, {}, ("image",)),
@@ -109,7 +107,6 @@ def test_a_runtime_is_updated_only_if_it_differs(spec, actual, differs):
         ("subnets", frozenset({"subnet-89abcdef"})),
         ("security_groups", frozenset({"sg-89abcdef"})),
         ("environment", {"A": "2"}),
-        ("environment", {}),
         ("idle_timeout_s", 600),
         ("max_lifetime_s", 600),
         ("min_memory_mib", 4096),
@@ -125,7 +122,7 @@ def test_each_difference_is_an_update_that_names_it(setting, value):
     assert plan(spec, described(description="by hand")).action is Action.LEAVE
 
 
-@pytest.mark.parametrize("status", ["CREATING", "UPDATING", "DELETING", "A_STATE_OF_NEXT_YEAR"])
+@pytest.mark.parametrize("status", ["DELETING", "A_STATE_OF_NEXT_YEAR"])
 def test_nothing_is_done_to_a_runtime_in_transition(status):
     assert plan(wanted(image=NEWER), described(status=status)).action is Action.WAIT
     assert plan(SPEC, described(status=status)).action is Action.WAIT
@@ -137,7 +134,6 @@ def test_nothing_is_done_to_a_runtime_in_transition(status):
         ("CREATE_FAILED", Action.REPLACE),
         ("DELETE_FAILED", Action.REPLACE),
         ("UPDATE_FAILED", Action.UPDATE),
-        ("FAILED_NEXT_YEAR_FAILED", Action.UPDATE),
     ],
 )
 def test_our_failed_runtime_is_repaired(status, action):
@@ -221,7 +217,6 @@ def test_what_is_sent_is_what_the_newest_model_has(more):
             "without capacity_provider",
         ),
         ({"image": "public.ecr.aws/team/agent:1"}, "image_region belongs to an image of public.ecr.aws"),
-        ({"image_region": "us-east-1"}, "image_region belongs to an image of public.ecr.aws"),
         ({"image": None, "role": None, "arn": ARN, "platform_version": "V2"}, "platform_version belong to image"),
     ],
 )
@@ -320,13 +315,6 @@ async def test_a_runtime_is_made_once_and_then_used_as_it_is(start_cloud):
     assert (await cloud.describe(arn))["agentRuntimeVersion"] == "2"
 
 
-async def test_where_new_runtimes_can_be_invoked_one_version_is_enough(start_cloud):
-    cloud = await start_cloud(new_runtimes_require_mmdsv2=True)
-    arn = await cloud.make()
-    assert (await cloud.describe(arn))["agentRuntimeVersion"] == "1"
-    assert await cloud.invoke(arn) == {"image": IMAGE, "greeting": None}
-
-
 async def test_other_settings_make_a_new_version_that_is_served_at_once(start_cloud):
     cloud = await start_cloud(new_runtimes_require_mmdsv2=True)
     arn = await cloud.make()
@@ -398,14 +386,6 @@ async def test_a_runtime_is_found_behind_a_page_of_others(start_cloud):
     assert await cloud.make() == arn
     assert cloud.told == []
     assert sorted(await cloud.names()).count(NAME) == 1
-
-
-async def test_runs_that_start_at_once_share_one_runtime(start_cloud):
-    cloud = await start_cloud()
-    arns = await asyncio.gather(*(cloud.make() for _ in range(4)))
-    assert len(set(arns)) == 1
-    assert (await cloud.names()).count(NAME) == 1
-    assert await cloud.invoke(arns[0]) == {"image": IMAGE, "greeting": None}
 
 
 async def test_a_runtime_that_another_run_changes_is_reported(start_cloud):

@@ -12,7 +12,6 @@ ARN = "arn:aws:bedrock-agentcore:{}:000000000000:runtime/agent-0123456789"
     ("region", "settings", "quotas", "level", "words"),
     [
         ("us-east-1", {}, {ACTIVE_SESSIONS: 5000.0, NEW_PER_S: 25.0}, "ok", "5,000 active sessions and 25 new"),
-        ("us-east-1", {}, {NEW_PER_S: 25.0}, "ok", "quotas grant 25 new ones per second"),
         ("us-east-1", {}, {ACTIVE_SESSIONS: 1000.0}, "warning", "runtime.max_sessions=5000 is above 1000 active"),
         ("us-east-1", {"invoke_per_s": 50}, {NEW_PER_S: 25.0}, "warning", "invoke_per_s=50 is above 25 new"),
         (

@@ -10,6 +10,7 @@ from aiohttp import web
 from anyio.from_thread import start_blocking_portal
 
 from bare_agent import BARE_AGENT
+from builders import served
 from kubernetes_bench import IMAGE, Containers, payload
 from rollout_backend.config import AgentCoreConfig, HttpConfig, KubernetesConfig
 from rollout_backend.local.cloud import LocalRuntime
@@ -153,41 +154,22 @@ class AgentServer:
     def __init__(self) -> None:
         self.open: set[str] = set()
 
-    @asynccontextmanager
-    async def serve(self) -> AsyncIterator[str]:
-        app = web.Application()
-        app.add_routes(
-            [
-                web.get("/ping", self._ping),
-                web.post("/invocations", self._invoke),
-                web.post("/stop", self._stop),
-                web.get("/deaf/ping", self._ping),  # the root of a server that cannot stop sessions
-            ]
-        )
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        try:
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-        finally:
-            await runner.cleanup()
-
-    async def _ping(self, request: web.Request) -> web.Response:
-        return web.json_response({"status": "Healthy"})
-
-    async def _invoke(self, request: web.Request) -> web.Response:
-        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
-            return web.json_response({"error": "Unauthorized"}, status=401)
-        self.open.add(request.headers[SESSION_HEADER])
-        return web.json_response({"status": "accepted"})
-
-    async def _stop(self, request: web.Request) -> web.Response:
-        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
-            return web.json_response({"error": "Unauthorized"}, status=401)
-        if request.headers[SESSION_HEADER] not in self.open:
-            return web.json_response({"error": "SessionNotFound"}, status=404)
-        self.open.remove(request.headers[SESSION_HEADER])
-        return web.json_response({"status": "stopping"})
+    async def answer(self, request: web.Request) -> web.Response:
+        session = request.headers.get(SESSION_HEADER, "")
+        match request.path:
+            case "/ping" | "/deaf/ping":  # the second is of a server that cannot stop sessions
+                return web.json_response({"status": "Healthy"})
+            case "/invocations" | "/stop" if request.headers.get("Authorization") != f"Bearer {TOKEN}":
+                return web.json_response({"error": "Unauthorized"}, status=401)
+            case "/invocations":
+                self.open.add(session)
+                return web.json_response({"status": "accepted"})
+            case "/stop" if session in self.open:
+                self.open.remove(session)
+                return web.json_response({"status": "stopping"})
+            case "/stop":
+                return web.json_response({"error": "SessionNotFound"}, status=404)
+        return web.Response(status=404)
 
 
 class HttpService(ProxiedService):
@@ -215,7 +197,7 @@ class TestHttpRuntime(RuntimeContract):
     @asynccontextmanager
     async def serve(self, folder: Path) -> AsyncIterator[Service]:
         server = AgentServer()
-        async with server.serve() as url, FaultProxy(url) as proxy:
+        async with served(server.answer) as url, FaultProxy(url) as proxy:
             yield HttpService(server, proxy)
 
     @pytest.mark.slow  # imports aiohttp and botocore in another process
