@@ -8,14 +8,13 @@ import signal
 import pytest
 
 from agent_wrapper.contract import Outcome
-from rollout_backend.config import load_config
 from rollout_backend.core.tasks import read_tasks
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.manager import RolloutManager
 from rollout_backend.serving.install import find_engine, find_model
 from rollout_backend.serving.supervisor import ServingEvent
 from rollout_backend.testing.forward_pass import reference_logprobs
-from tiny_engine import engine_url, server_process
+from tiny_engine import cpu_config, engine_url, server_process
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -26,17 +25,7 @@ async def test_a_killed_engine_loses_no_rollout_and_every_logprob_is_the_models(
     async with LocalCloud(example / "agent.py", run_dir=tmp_path / "logs") as cloud:
         for name, value in cloud.environ.items():
             monkeypatch.setenv(name, value)
-        base = {
-            "model": {"path": str(model), "renderer": "chatml"},
-            "serving": {"device": "cpu", "dtype": "float32", "servers": 2},
-            "sampling": {"temperature": 1.0, "max_tokens": 48},
-            "group": {"size": 4, "policy": "strict"},
-            "timeouts": {
-                "model_call_s": 200, "agent_s": 240, "publish_grace_s": 60, "collection_s": 400, "session_key_s": 500,
-            },
-            "output_dir": str(tmp_path),
-        }  # fmt: skip
-        config = load_config(base=base, env={}, top=cloud.settings())
+        config = cpu_config(cloud, model, tmp_path, max_tokens=48, servers=2)
         async with RolloutManager(config, on_serving=events.append) as manager:
             tasks = read_tasks(example / "tasks.jsonl")[:4]
             collecting = asyncio.create_task(manager.collect(tasks))

@@ -1,15 +1,19 @@
-"""Runs with a real engine of a tiny random model, on the CPU."""
+"""Runs with real engines on the CPU in float32, most of them of a tiny random model."""
 
 import asyncio
 import os
 import re
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
+from agent_wrapper.contract import Segment
 from builders import processes_with
-from rollout_backend.config import EngineName
+from rollout_backend.config import EngineName, RolloutConfig, load_config
+from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.manager import RolloutManager
 from rollout_backend.results.step_report import StepResult
 
@@ -22,6 +26,20 @@ _RUNNING: dict[EngineName, tuple[str, str]] = {
     "sglang": ("/v1/loads", r'"num_running_reqs":\s*(\d+)'),
     "vllm": ("/metrics", r"vllm:num_requests_running\{.*\} (\S+)"),
 }
+
+
+def cpu_config(cloud: LocalCloud, model: Path, output: Path, max_tokens: int = 400, **serving: Any) -> RolloutConfig:
+    """Return the settings of a run in this cloud whose engines run on the CPU."""
+    timeouts = {"model_call_s": 200, "agent_s": 240, "publish_grace_s": 60, "collection_s": 400, "session_key_s": 500}
+    base = {
+        "model": {"path": str(model), "renderer": "chatml"},
+        "serving": {"device": "cpu", "dtype": "float32", **serving},
+        "sampling": {"temperature": 1.0, "max_tokens": max_tokens},
+        "group": {"size": 4, "policy": "strict"},
+        "timeouts": timeouts,
+        "output_dir": str(output),
+    }
+    return load_config(base=base, env={}, top=cloud.settings())
 
 
 def make_models(python: Path, repository: Path, *folders: Path) -> None:
@@ -59,3 +77,23 @@ def versions_of(step: StepResult) -> set[tuple[str, ...]]:
         for rollout in step.rollouts
         for segment in rollout.segments
     }
+
+
+def check_versions(segments: Sequence[Segment], passes: Mapping[str, Sequence[Sequence[float]]]) -> None:
+    """Check that each token of a first turn has the logprob of its version's forward pass.
+
+    `passes` has the logprobs of all segments for each version. The others' differ, so that the check can tell them
+    apart.
+    """
+    of_others: dict[str, list[float]] = {version: [] for version in passes}
+    for number, segment in enumerate(segments):
+        for span in segment.turns[0].weight_versions:
+            for at in range(span.start, span.end):
+                for version, logprobs in passes.items():
+                    difference = abs(segment.logprobs[at] - logprobs[number][at])
+                    if version == span.version:
+                        assert difference < 1e-3
+                    else:
+                        of_others[version].append(difference)
+    for differences in of_others.values():
+        assert sum(differences) / len(differences) > 0.05
