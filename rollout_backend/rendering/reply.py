@@ -7,7 +7,7 @@ Invariants:
   counted and stay in the tokens that are trained and that the conversation continues from.
 - The deltas of a stream add up to the recorded message. A sent delta is final.
 - Text is held back while its meaning may change: an incomplete character, trailing whitespace, the start of a marker
-  (of a tool call or of reasoning), and a tool call until no later text can belong to it. The caller does not feed
+  (of a tool call or of reasoning), and a tool call until no later text can belong to it. The caller does not add
   tokens that may start a stop string.
 - The message of a stream therefore equals the parse of the whole reply. The exception is a parser that reads a prefix
   differently from the whole (whitespace before reasoning that is closed later, an unknown grammar): the sent deltas
@@ -229,11 +229,6 @@ class StreamingParser:
         self._silent = bundle.name not in _KNOWN  # whether the rest is only sent at the end
         self._parsed_tokens = 0
 
-    def feed(self, ids: Sequence[int]) -> list[Delta]:
-        """Return the deltas that can be sent after these new ids."""
-        deltas = self.add(ids)
-        return self.parse() if self.tokens_to_parse else deltas
-
     @property
     def tokens_to_parse(self) -> int:
         """The number of tokens that `parse` would parse to find more deltas; 0 if it would find none."""
@@ -241,7 +236,10 @@ class StreamingParser:
         return self._text.read + added if self._marked and self._may_parse() else 0
 
     def add(self, ids: Sequence[int]) -> list[Delta]:
-        """Like `feed`, but leave work proportional to the whole reply to `parse`."""
+        """Return the deltas that can be sent after these new ids, without work proportional to the whole reply.
+
+        If `tokens_to_parse` is positive afterwards, `parse` returns the deltas.
+        """
         self._marked = False
         if self._silent:
             return []
@@ -260,7 +258,7 @@ class StreamingParser:
         return self._release(self._channel)
 
     def emitted(self, token_bytes: Mapping[int, bytes]) -> int:
-        """Return how many of the fed tokens were emitted: all except those of held text."""
+        """Return how many of the tokens so far were emitted: all except those of held text."""
         ids = self._text.ids()
         held = len(self._held.encode()) if self._channel is not None else 0
         while held > 0 and ids:

@@ -33,16 +33,6 @@ def test_a_turn_that_extends_a_segment_is_appended():
     assert trajectory.completion_ids(place).tolist() == [6]
 
 
-def test_a_turn_that_extends_no_segment_opens_one_with_the_reason():
-    trajectory = SegmentRecorder()
-    add(trajectory, [1, 2], [3, 4])
-    assert add(trajectory, [1, 2, 3, 9, 5], [6], split_reason="rerendered").opened
-    first, second = trajectory.segments()
-    assert first.token_ids.tolist() == [1, 2, 3, 4]
-    assert second.split_reason == "rerendered"
-    assert second.response_mask.tolist() == [0, 0, 0, 0, 0, 1]
-
-
 def test_a_turn_with_other_images_opens_a_segment():
     def shown(start: int, name: str) -> ImageSpan:
         return ImageSpan(start=start, end=start + 2, sha256=name * 64, media_type="image/png")
@@ -70,17 +60,6 @@ def test_the_same_prompt_again_is_a_branch():
     assert add(trajectory, [1, 2, 3, 5, 5], [6]).segment == 1
 
 
-def test_interleaved_conversations_are_separate_segments():
-    trajectory = SegmentRecorder()
-    a, b = [1], [2]
-    for turn in range(4):
-        for ids in (a, b):
-            sampled = [10 + turn, 20 + turn]
-            add(trajectory, ids, sampled, split_reason="new_conversation")
-            ids += [*sampled, 7]
-    assert [segment.token_ids.tolist() for segment in trajectory.segments()] == [a[:-1], b[:-1]]
-
-
 def test_weight_versions_have_the_positions_of_their_tokens():
     trajectory = SegmentRecorder()
     spans = [VersionSpan(version="a", start=0, end=1), VersionSpan(version="b", start=1, end=3)]
@@ -90,17 +69,14 @@ def test_weight_versions_have_the_positions_of_their_tokens():
     assert (turn.cached_tokens, turn.seconds) == (2, 0.25)
 
 
-def test_a_missing_logprob_is_nan():
+def test_an_unknown_logprob_is_nan_and_a_missing_one_is_refused():
     trajectory = SegmentRecorder()
     trajectory.add([1], Completion((2, 3), (None, -1.0), finish_reason="length"))
     logprobs = trajectory.segments()[0].logprobs
     assert math.isnan(logprobs[1])
     assert logprobs[2] == -1.0
-
-
-def test_logprobs_of_another_length_are_refused():
     with pytest.raises(ValueError, match="1 logprobs for 2"):
-        SegmentRecorder().add([1], Completion((2, 3), (-1.0,)))
+        trajectory.add([1], Completion((2, 3), (-1.0,)))
 
 
 def test_segments_are_snapshots():

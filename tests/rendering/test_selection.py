@@ -17,7 +17,7 @@ from rollout_backend.errors import ConfigError
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
 from rollout_backend.rendering.renderer import load_renderer
 from rollout_backend.rendering.selection import bounded
-from vocabularies import model_folder, template
+from vocabularies import byte_vocabulary, model_folder, template
 
 TOOLS = [function_tool("bash", "Does bash.", command={"type": "string"})]
 SLOW = pytest.mark.slow
@@ -86,42 +86,33 @@ def options_of(bundle, names) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("tokenizer", "own", "renderer", "options"), REAL)
 def test_the_template_of_a_public_model_selects_its_renderer(tmp_path, tokenizer, own, renderer, options):
-    """In a folder whose name says nothing, or something wrong."""
+    """In a folder whose name says something wrong."""
     text = own() if callable(own) else own if own is None or "{" in own else template(own)
-    for name in ("my-agent-17", "Llama-3.2-3B-Instruct-FP8"):
-        bundle = load(model_folder(tmp_path / name, tokenizer, text))
-        assert (bundle.name, options_of(bundle, options)) == (renderer, options)
-        assert bundle.reads_tool_calls
-        assert "chat template" in bundle.reason
+    bundle = load(model_folder(tmp_path / "Llama-3.2-3B-Instruct-FP8", tokenizer, text))
+    assert (bundle.name, options_of(bundle, options)) == (renderer, options)
+    assert bundle.reads_tool_calls
+    assert "chat template" in bundle.reason
 
 
-@pytest.mark.parametrize("name", [pytest.param("Qwen3.6-27B", marks=SLOW), "Qwen3.5-27B"])
-def test_names_decide_between_renderers_that_fit_equally_well(tmp_path, name):
-    assert load(model_folder(tmp_path / name, "qwen3.5", template("qwen3_6"))).name == name[:7].lower()
+def test_names_decide_between_renderers_that_fit_equally_well(tmp_path):
+    assert load(model_folder(tmp_path / "Qwen3.5-27B", "qwen3.5", template("qwen3_6"))).name == "qwen3.5"
 
 
 @pytest.mark.parametrize(
-    ("own", "thinks"),
-    [
-        pytest.param("qwen3_5_think", True, marks=SLOW),
-        ("qwen3_5_nothink", False),
-        pytest.param(None, False, marks=SLOW),
-    ],
+    ("own", "thinks"), [pytest.param("qwen3_5_think", True, marks=SLOW), pytest.param(None, False, marks=SLOW)]
 )
 def test_a_named_renderer_thinks_as_the_template_says(tmp_path, own, thinks):
     """Without a template, the folder's name says the size."""
     folder = model_folder(tmp_path / "Qwen3.5-0.8B", "qwen3.5", own and template(own))
-    for renderer in ("auto", "qwen3.5"):
-        for given in ({}, {"enable_thinking": True}):
-            bundle = load(folder, renderer=renderer, renderer_options=given)
-            prompt = bundle.decode(bundle.render([user("Q")], None))
-            assert prompt.endswith("<think>\n" if thinks or given else "</think>\n\n")
+    for given in ({}, {"enable_thinking": True}):
+        bundle = load(folder, renderer="qwen3.5", renderer_options=given)
+        prompt = bundle.decode(bundle.render([user("Q")], None))
+        assert prompt.endswith("<think>\n" if thinks or given else "</think>\n\n")
 
 
-@pytest.mark.parametrize("renderer", ["auto", "qwen3"])
-def test_a_prompt_that_opens_the_reasoning_is_bridged(tmp_path, renderer):
-    path = model_folder(tmp_path / "my-model", "qwen3", thinking_2507())
-    model = ModelConfig(path=path, name="m", renderer=renderer, context_length=4096)
+def test_a_prompt_that_opens_the_reasoning_is_bridged(tmp_path):
+    path = model_folder(tmp_path / "my-model", byte_vocabulary(tmp_path / "bytes"), thinking_2507())
+    model = ModelConfig(path=path, name="m", renderer="qwen3", context_length=4096)
     bundle = load_renderer(model)
     call = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
     replies = [f"I look.\n</think>\n\n{call}", "Nothing.\n</think>\n\nEmpty.", "So.\n</think>\n\nYes."]
@@ -140,16 +131,6 @@ def test_a_prompt_that_opens_the_reasoning_is_bridged(tmp_path, renderer):
         segments = gateway.trajectory().segments
     assert [segment.split_reason for segment in segments] == ["first_call", "rerendered"]
     assert messages[-2]["content"] == "Yes."
-
-
-@pytest.mark.parametrize(
-    ("own", "renderer", "said"),
-    [(SMOLLM3, "auto", "shows no tool calls"), (None, "default", "agents with tools will not get their calls")],
-)
-def test_calls_that_get_lost_are_named(tmp_path, own, renderer, said):
-    path = model_folder(tmp_path / "my-model", "qwen3", own)
-    [found] = check_tools(run_config(model={"path": path, "renderer": renderer}))
-    assert (found.level, said in found.text) == ("warning", True), found
 
 
 # --- templates of nobody ------------------------------------------------------------------------------------
@@ -210,6 +191,18 @@ def test_the_calls_of_another_template_are_read_by_its_parser(folder, parser):
     assert parsed.content.strip() == "So."
 
 
+@pytest.mark.parametrize(
+    ("own", "renderer", "said"),
+    [
+        (SMOLLM3, "auto", "shows no tool calls"),
+        (CHATML.replace("CALL", CALLS["qwen3"]), "default", "agents with tools will not get their calls"),
+    ],
+)
+def test_calls_that_get_lost_are_named(folder, own, renderer, said):
+    [found] = check_tools(run_config(model={"path": folder(own), "renderer": renderer}))
+    assert (found.level, said in found.text) == ("warning", True), found
+
+
 def test_calls_that_a_template_only_describes_are_read(folder):
     text = CHATML.replace("{% for c in m.tool_calls or [] %}CALL{% endfor %}", "").replace(
         "You have: ", "Say <tool_call>\n<function=name>\n<parameter=key>value</parameter></function></tool_call>: "
@@ -238,12 +231,9 @@ def test_tools_of_a_model_whose_calls_nobody_reads_are_refused_at_the_first_call
 ENDLESS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
 
 
-@pytest.mark.parametrize(
-    "renderer", ["auto", pytest.param("default", marks=SLOW), pytest.param("chatml", marks=SLOW)]
-)
-def test_an_endless_template_is_stopped(folder, renderer):
+def test_an_endless_template_is_stopped(folder):
     with pytest.raises(ConfigError, match=r"template .*more than 2 s of CPU time"):
-        load(folder(CHATML + ENDLESS), renderer=renderer)
+        load(folder(CHATML + ENDLESS))
 
 
 @SLOW
@@ -272,18 +262,17 @@ def test_code_that_catches_everything_is_stopped_too():
 RAISES = "{{ raise_exception('no') }}"
 
 
-@pytest.mark.parametrize("broken", [RAISES, "{{ 1 / 0 }}", "{% if", "{{ messages[99].content.x }}"])
-def test_a_template_that_always_fails_leaves_the_name(folder, broken):
-    assert load(folder(broken, "Qwen3-8B-FP8")).name == "qwen3"
-    with pytest.raises(ConfigError, match=r"no renderer is known for my-model, and its chat template fails"):
-        load(folder(broken))
+def test_a_template_that_always_fails_leaves_the_name(folder):
+    assert load(folder(RAISES, "Qwen3-8B-FP8")).name == "qwen3"
+    for broken in (RAISES, "{% if"):
+        with pytest.raises(ConfigError, match=r"no renderer is known for my-model, and its chat template fails"):
+            load(folder(broken))
 
 
 @pytest.mark.parametrize(
     "refuses",
     [
         "{% if not tools %}" + RAISES + "{% endif %}",
-        "{% if messages[0].role == 'system' %}" + RAISES + "{% endif %}",
         "{% for m in messages %}{% if m.role == 'system' and loop.index0 %}" + RAISES + "{% endif %}{% endfor %}",
         "{% for m in messages %}{% if m.role == 'tool' %}" + RAISES + "{% endif %}{% endfor %}",
     ],
@@ -294,7 +283,6 @@ def test_a_template_that_refuses_some_conversations_is_compared_in_the_others(fo
 
 
 def test_a_folder_without_a_template_is_known_by_name(folder, tmp_path):
-    assert load(model_folder(tmp_path / "DeepSeek-V4-Flash-0731-FP8", "deepseek-v4", None)).name == "deepseek-v4"
     with pytest.raises(ConfigError, match=r"my-model, and it has no chat template: set model\.renderer"):
         load(folder(""))
     with pytest.raises(ConfigError, match=r"fits PrimeIntellect/Qwen3-0\.6B, Qwen/Qwen3-0\.6B.* prime-qwen3, qwen3"):

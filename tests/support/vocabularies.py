@@ -26,8 +26,10 @@ import pytest
 from filelock import FileLock
 from renderers import hy3
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.serving.install import cache_dir
 
 
@@ -264,6 +266,22 @@ def tokenizer_folder(name: str) -> Path:
             half_made.mkdir()
             source.unpack(half_made)
             half_made.rename(folder)
+    return folder
+
+
+_MARKERS = (
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+    *("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+)
+
+
+def byte_vocabulary(folder: Path) -> Path:
+    """Make the byte-level vocabulary with the markers of Qwen and GLM: it loads in milliseconds."""
+    tokenizer = AutoTokenizer.from_pretrained(str(BYTE_MODEL))
+    tokenizer.add_tokens([AddedToken(marker, special=not _FRAME.fullmatch(marker)) for marker in _MARKERS])
+    tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,46 +92,18 @@ FAMILIES = (
 )
 
 
-@pytest.fixture(scope="session")
-def folder_of() -> Callable[[Family], Path]:
-    return lambda family: tokenizer_folder(family.tokenizer)
-
-
-@pytest.fixture(scope="session")
-def bundle_of() -> Callable[[Family], RendererBundle]:
-    """Each family's renderer by name, over its real tokenizer."""
-    made: dict[str, RendererBundle] = {}
-
-    def of(family: Family) -> RendererBundle:
-        if family.name not in made:
-            model = ModelConfig(path=tokenizer_folder(family.tokenizer), renderer=family.renderer)
-            made[family.name] = load_renderer(model)
-        return made[family.name]
-
-    return of
-
-
-QUICK_FAMILIES = ("qwen3", "gpt-oss")
-
-
 @pytest.fixture(
     scope="session",
-    params=[
-        pytest.param(each.name, marks=() if each.name in QUICK_FAMILIES else pytest.mark.slow) for each in FAMILIES
-    ],
+    params=[pytest.param(each.name, marks=() if each.name == "qwen3" else pytest.mark.slow) for each in FAMILIES],
 )
 def family(request: pytest.FixtureRequest) -> Family:
     return next(each for each in FAMILIES if each.name == request.param)
 
 
 @pytest.fixture(scope="session")
-def families() -> Sequence[Family]:
-    return FAMILIES
-
-
-@pytest.fixture
-def bundle(family: Family, bundle_of: Callable[[Family], RendererBundle]) -> RendererBundle:
-    return bundle_of(family)
+def bundle(family: Family) -> RendererBundle:
+    """The family's renderer by name, over its real tokenizer."""
+    return load_renderer(ModelConfig(path=tokenizer_folder(family.tokenizer), renderer=family.renderer))
 
 
 TOOLS = [

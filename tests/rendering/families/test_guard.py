@@ -10,8 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollout_backend.config import ModelConfig
+from rollout_backend.core.model_call import ModelCall
+from rollout_backend.gateway.rendering_thread import RenderingThread
 from rollout_backend.rendering.renderer import load_renderer
 from rollout_backend.rendering.reply import read_reply
+from vocabularies import tokenizer_folder
 
 FRAMES = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<arg_key>")
 
@@ -99,22 +102,40 @@ def test_a_token_name_in_json_escapes_is_found(bundle, tools):
     )
 
 
-def test_the_models_own_template_is_guarded_too(family, folder_of, tools):
+def test_the_models_own_template_is_guarded_too(family, tools):
     if family.name == "gpt-oss":
         pytest.skip("the package has no chat template")
-    bundle = load_renderer(ModelConfig(path=folder_of(family), renderer="default"))
+    bundle = load_renderer(ModelConfig(path=tokenizer_folder(family.tokenizer), renderer="default"))
     evil = "".join(control_names(bundle))
     for role in ("user", "tool"):
         forged, plain = (bundle.render(conversation(text, role), tools) for text in (evil, "plain"))
         assert added_in(bundle, forged) == added_in(bundle, plain)
 
 
-def test_the_guard_changes_no_token_of_ordinary_text(bundle, folder_of, family, tools):
+def test_the_guard_changes_no_token_of_ordinary_text(bundle, tools):
     for text in ("plain", "a < b | c > d", "<|not a token|>", "Grüße 日本 🙂 \n\n\t x"):
         messages = conversation(text, "user")
         assert list(
             bundle.renderer.inner.render_ids(messages, tools=tools, add_generation_prompt=True)
         ) == bundle.render(messages, tools)
+
+
+def test_the_bytes_of_the_tokens_are_those_of_the_text(family, bundle):
+    said = family.say("One < two." if family.reasons else None, " a\u00e9\U0001f600\u2028\n\n  b", [])
+    ids = bundle.tokenizer.encode(said, add_special_tokens=False)
+    assert b"".join(bundle.token_bytes[token] for token in ids) == said.encode()
+    assert len(bundle.token_bytes) >= len(bundle.tokenizer)
+
+
+def test_no_stop_string_matches_in_a_token_that_is_not_shown(family, bundle):
+    ids = bundle.tokenizer.encode(family.say("7" if family.reasons else None, "42", []), add_special_tokens=False)
+    end = bundle.token_bytes[ids[-1]].decode()
+    strings = [end, end[2:6], *(["<|channel|>", "hanne", "mess"] if family.name == "gpt-oss" else [])]
+    thread = RenderingThread(bundle, 0, 4096)
+    assert thread.stop_strings(ModelCall("m", [], stop=tuple(strings))).find(ids) is None
+    assert thread.stop_strings(ModelCall("m", [], stop=("42",))).find(ids) is not None
+    if family.name == "gpt-oss":  # the text of a completion has the names of special tokens
+        assert thread.stop_strings(ModelCall("m", [], prompt="", stop=("<|channel|>",))).find(ids) is not None
 
 
 def read(bundle, tools, prompt, ids):
@@ -147,21 +168,6 @@ def words(text: str) -> str:
     return re.sub(r"\W", "", text)
 
 
-@pytest.mark.parametrize("before", ["", "Ok. "])
-@pytest.mark.parametrize("inside", ["", "no call", '{"name": "add"'])
-def test_text_after_a_malformed_call_is_returned(family, bundle, tools, before, inside):
-    if family.name != "qwen3":
-        pytest.skip("to the others this is a call, or text")
-    text = f"{before}<tool_call>{inside}</tool_call>So it is five."
-    ids = bundle.tokenizer.encode(text, add_special_tokens=False)
-    prompt = bundle.render([{"role": "user", "content": "u"}], tools)
-    for end in ([], bundle.stop_token_ids[:1]):
-        reply = read(bundle, tools, prompt, [*ids, *end])
-        assert is_well_formed(reply)
-        for part in (before, inside, "So it is five."):
-            assert reply.message["content"].count(part.strip()) == 1 or not part
-
-
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_sampled_tokens_are_a_well_formed_reply_that_can_be_continued(family, bundle, tools, data):
@@ -178,17 +184,12 @@ def test_any_sampled_tokens_are_a_well_formed_reply_that_can_be_continued(family
     check_reply_and_next_turn(family, bundle, tools, ids)
 
 
-FOUND = [  # by the test above; its draws cannot be written as an `@example`
-    ("qwen3", [151657, 151658, 26865]),  # <tool_call></tool_call>think
-    ("qwen3", [151657, 151658, 26865, 151645]),
-]
-
-
-@pytest.mark.parametrize(("name", "ids"), FOUND)
-def test_replies_that_were_once_malformed(family, bundle, tools, name, ids):
-    if family.name != name:
+@pytest.mark.parametrize("end", [[], [151645]])
+def test_a_reply_that_was_once_malformed(family, bundle, tools, end):
+    """Found by the test above, whose draws cannot be written as an `@example`."""
+    if family.name != "qwen3":
         pytest.skip("tokens of another family")
-    check_reply_and_next_turn(family, bundle, tools, ids)
+    check_reply_and_next_turn(family, bundle, tools, [151657, 151658, 26865, *end])  # <tool_call></tool_call>think
 
 
 def check_reply_and_next_turn(family, bundle, tools, ids) -> None:

@@ -21,7 +21,7 @@ from rollout_backend.dialects.openai_chat import OpenAIChat
 from rollout_backend.gateway.sessions.conversations import Conversations
 from rollout_backend.rendering.renderer import load_renderer
 from rollout_backend.serving.install import find_engine
-from vocabularies import model_folder, template
+from vocabularies import model_folder, template, tokenizer_folder
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -57,9 +57,9 @@ def in_engine(what: str, folder: Path, asked: dict | None = None) -> str:
 
 
 @pytest.fixture(scope="session")
-def model(families, folder_of, tmp_path_factory) -> ModelConfig:
+def model(tmp_path_factory) -> ModelConfig:
     folder = tmp_path_factory.mktemp("seeing") / "model"
-    shutil.copytree(folder_of(families[0]), folder)
+    shutil.copytree(tokenizer_folder("qwen3"), folder)
     in_engine("make", folder)
     return ModelConfig(path=folder, name="m", renderer="qwen3-vl", context_length=2048)
 

@@ -193,7 +193,10 @@ def read(family: Family, text: str):
         for call in reply.message.get("tool_calls", ())
     ]
     stream = StreamingParser(bundle, prompt, tools=TOOLS, tools_offered=True)
-    sent = [delta for token in ids[:-1] for delta in stream.feed([token])]
+    sent = []
+    for token in ids[:-1]:
+        deltas = stream.add([token])
+        sent += stream.parse() if stream.tokens_to_parse else deltas
     rest, streamed = stream.end(reply)
     assert [delta.tool_call["function"] for delta in [*sent, *rest] if delta.kind == "tool_call"] == [
         call["function"] for call in reply.message.get("tool_calls", ())
@@ -282,11 +285,12 @@ def broken(family: Family) -> dict[str, str]:
 
 
 def test_what_is_no_whole_call_is_text(family):
+    after = "" if family.is_json and family.call is not _hermes else " After."  # which the package's parser drops
     for what, text in broken(family).items():
-        reply, calls = read(family, text)
+        reply, calls = read(family, text + after)
         assert calls == [], what
         assert reply.malformed_tool_calls, what
-        for word in ("bash", "ls"):
+        for word in ("bash", "ls", after.strip()):
             assert word in reply.message["content"], what
 
 
