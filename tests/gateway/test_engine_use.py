@@ -15,13 +15,6 @@ def use_of(*samples: list[EngineSample]) -> EngineUse:
     return found
 
 
-def test_no_engine_reports_its_load():
-    meter = EngineUseMeter()
-    meter.add({})
-    assert meter.result() is None
-    assert list(engine_findings(None)) == []
-
-
 def test_means_are_over_samples():
     use = use_of([EngineSample(8, 0, 10, 100), EngineSample(0, 0, 30, 100)], [EngineSample(4, 2, 0, 0)])
     assert use == EngineUse(engines=2, running=6, waiting=1, idle=1 / 3, full_batch=None, imbalance=2, kv_used=0.2)

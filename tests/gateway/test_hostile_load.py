@@ -4,11 +4,10 @@ import asyncio
 import contextlib
 import json
 import os
-import resource
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -17,7 +16,7 @@ from gateway_server import CONTROL_KEY, SECRET, session_key
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.http_protocol import needed_files
 from rollout_backend.local.scripted import BYTE_MODEL, Pieces, Reply, ScriptedEngine
-from rollout_backend.serving.server_process import free_port
+from rollout_backend.serving.server_process import ServerProcess, free_port
 
 CALLS = 128  # gateway.max_concurrent_calls
 SESSIONS, TURNS = 64, 6
@@ -117,11 +116,6 @@ ATTACKS: dict[str, tuple[int, Callable[[Bench], Awaitable[object]]]] = {  # by h
 }  # fmt: skip
 
 
-def allow_few_files() -> None:
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed_files(CALLS), hard))
-
-
 def slow_if_asked(prompt: str) -> Reply:
     """Return a long reply to the attack that keeps slots."""
 
@@ -134,7 +128,7 @@ def slow_if_asked(prompt: str) -> Reply:
 
 
 @contextlib.asynccontextmanager
-async def gateway() -> AsyncIterator[Bench]:
+async def gateway(log: Path) -> AsyncIterator[Bench]:
     port = free_port()
     settings = GatewaySettings(
         port=port,
@@ -146,27 +140,19 @@ async def gateway() -> AsyncIterator[Bench]:
     )
     with ScriptedEngine(slow_if_asked) as engine:
         given = settings.model_dump(mode="json", exclude={"gateway": {"secret"}}) | {"engine_url": engine.url}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rollout_backend.gateway"],
-            stdin=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            preexec_fn=allow_few_files,  # it calls the kernel only
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert process.stdin is not None
+        # With few open files: more could be held open than a machine allows.
+        argv = ["prlimit", f"--nofile={needed_files(CALLS)}:", sys.executable, "-m", "rollout_backend.gateway"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = ServerProcess("the gateway", argv, log, env, json.dumps(given).encode())
+        await process.start()
         try:
-            process.stdin.write(json.dumps(given).encode())
-            process.stdin.close()
             timeout = aiohttp.ClientTimeout(total=HANG_S)
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as http:
                 bench = Bench(port, http)
-                while not await answers(bench):
-                    assert process.poll() is None
-                    await asyncio.sleep(0.05)
+                await process.wait_healthy(lambda: answers(bench), 120.0)
                 yield bench
         finally:
-            process.kill()
-            process.wait()
+            await process.stop()
 
 
 async def answers(bench: Bench) -> bool:
@@ -185,9 +171,9 @@ async def attack_until(stop: asyncio.Event, work: Callable[[Bench], Awaitable[ob
 @pytest.mark.slow
 @pytest.mark.release  # it measures latency
 @pytest.mark.parametrize("attack", ATTACKS)
-async def test_ordinary_sessions_keep_their_latency(attack):
+async def test_ordinary_sessions_keep_their_latency(attack, tmp_path):
     clients, work = ATTACKS[attack]
-    async with gateway() as bench:
+    async with gateway(tmp_path / "gateway.log") as bench:
         await bench.percentile()
         alone = await bench.percentile()
         stop = asyncio.Event()

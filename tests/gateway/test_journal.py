@@ -16,7 +16,6 @@ from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_key import KeyRefused, issue, verify
 from rollout_backend.errors import ConfigError
 from rollout_backend.gateway.sessions import journal as journals
-from rollout_backend.gateway.sessions.conversations import Conversations
 from rollout_backend.gateway.sessions.journal import SessionJournal
 from rollout_backend.gateway.sessions.registry import SessionRegistry
 from rollout_backend.local.scripted import Fail, ScriptedEngine
@@ -62,16 +61,6 @@ def session_file(folder: Path) -> Path:
 
 
 # --- the files --------------------------------------------------------------------------------------------
-
-
-def test_records_are_read_in_the_order_of_writing(journal, open_journal):
-    records = [{"kind": "asked", "call": bytes([i])} for i in range(3)]
-    for record in records:
-        journal.append("s", record)
-    journal.append("other", {"kind": "x"})
-    again = open_journal()
-    assert again.read("s") == records
-    assert again.read("never") == []
 
 
 @pytest.mark.parametrize("cut", [1, 5, 11])
@@ -401,18 +390,6 @@ def test_a_call_that_the_agent_gave_up_needs_no_answer_after_a_restart(start, fa
     go.set()
     gateway.restart()
     assert Trajectory.decode(gateway.seal()).unanswered_calls == failed_before
-
-
-def test_a_call_that_a_stopping_gateway_aborts_needs_an_answer(folder, claims, bundle, open_journal):
-    session = journals.RestoredSession(Conversations(bundle))
-    for record in (
-        journals.asked(b"q", is_retry=False),
-        journals.asked(b"q", is_retry=False),
-        journals.dropped(b"q"),
-        journals.dropped(b"other"),
-    ):
-        session.apply(record)
-    assert (session.unanswered, session.attempts) == ({b"q": 1}, {b"q": 2})
 
 
 def test_a_session_of_a_lost_journal_is_refused(start, folder, tmp_path):

@@ -73,12 +73,6 @@ def test_a_stream_sends_each_logprob_once(play, reply, more):
         assert spelled(entries) == (reply if "stop" in more else f"{reply}<|im_end|>").encode()
 
 
-def test_a_forced_call_in_a_stream_has_its_logprobs(play):
-    found = streamed(play([str(ToolCall("add"))]), tool_choice="required")
-    [entries] = [entries for choice, entries in found if choice.delta.tool_calls]
-    assert spelled(entries).startswith(str(ToolCall("add")).encode())
-
-
 def test_a_repeated_stream_has_its_logprobs(play):
     client = play(["5"]).client().with_options(default_headers={"Idempotency-Key": "k"})
     for _ in range(2):

@@ -98,11 +98,10 @@ def test_what_no_engine_reports_is_unknown_and_not_zero(serve):
         assert [turn.cached_tokens for turn in segment.turns] == [None]
 
 
-@pytest.mark.parametrize("kind", ["sglang-router", pytest.param("smg", marks=pytest.mark.slow)])
-async def test_sessions_with_one_routing_key_share_an_engine_and_its_cache(serve, tmp_path, kind):
+async def test_sessions_with_one_routing_key_share_an_engine_and_its_cache(serve, tmp_path):
     prompt = "the prompt of the group " * 20
     with CachingEngine() as first, CachingEngine() as second:
-        async with Router(RouterConfig(kind=kind), tmp_path / "router.log", model_call_s=120) as router:
+        async with Router(RouterConfig(), tmp_path / "router.log", model_call_s=120) as router:
             await asyncio.gather(router.add(first.url), router.add(second.url))
             gateway = serve(router.url)
             for session in "abc":

@@ -9,7 +9,6 @@ import openai
 import pytest
 
 from builders import hang_up, stream_data, until, user
-from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.model_call import Answer, Choice, Delta, ModelCall
 from rollout_backend.gateway.sessions.calls import _KEPT, InFlightCall, RequestKey, RetryCache
 from rollout_backend.local.scripted import Fail, Pieces
@@ -57,13 +56,6 @@ def test_a_repeated_question_that_declares_no_retry_is_a_new_sample(counting):
 def test_an_idempotency_key_identifies_one_call(counting):
     answers = [said(post(counting, {"Idempotency-Key": key})) for key in ("a", "b", "a", "b", "c")]
     assert answers == ["1", "2", "1", "2", "3"]
-
-
-def test_sessions_that_repeat_each_others_idempotency_keys_get_their_own_samples(counting):
-    """Sessions restored from one snapshot may draw the same keys for the same question."""
-    sent = [(session, {"Idempotency-Key": "same"}) for session in ("s1", "s2", "s1", "s2")]
-    assert [said(post(counting, headers, session=session)) for session, headers in sent] == ["1", "2", "1", "2"]
-    assert [len(counting.trajectory(session).segments[0].turns) for session in ("s1", "s2")] == [1, 1]
 
 
 def test_another_body_session_or_dialect_is_another_call(counting):
@@ -232,13 +224,6 @@ async def test_the_oldest_answers_are_forgotten():
     assert replays.find(asked("5", **RETRIED)) is not None
 
 
-async def test_a_failed_call_is_forgotten():
-    replays = RetryCache()
-    await call(replays, "a", ApiError(503, "no"))
-    assert len(replays) == 0
-    assert replays.find(asked("a", **RETRIED)) is None
-
-
 async def test_an_undelivered_answer_is_returned_to_the_next_equal_question():
     replays = RetryCache()
     running = await call(replays, "a")
@@ -270,17 +255,6 @@ async def test_the_cache_keeps_the_answer_and_drops_the_question():
     running.leave()
     assert running.call.messages == ()
     assert running.deltas == [Delta("reasoning", "r"), Delta("text", "abc")]
-
-
-async def test_each_failed_call_lets_one_retry_be_a_new_call():
-    replays = RetryCache()
-    running = await call(replays, "a")
-    for _ in range(2):
-        replays.failed(running.question)
-    for _ in range(2):
-        assert replays.find(asked("a", **RETRIED)) is None
-        running = await call(replays, "a", **RETRIED)
-    assert replays.find(asked("a", **RETRIED)) is running
 
 
 @pytest.mark.parametrize(

@@ -37,15 +37,5 @@ def test_a_call_without_room_for_a_reply_is_refused(room, code):
     assert (error.value.status, error.value.code) == (400, code)
 
 
-def test_unset_parameters_are_not_sent():
-    assert params() == {
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": -1,
-        "max_new_tokens": 90,
-        "stop_token_ids": [2],
-    }
-
-
 def test_an_agents_seed_differs_between_choices():
     assert [params(allowed=["seed"], sampling={"seed": 5}, choice=i)["sampling_seed"] for i in range(2)] == [5, 6]

@@ -48,13 +48,6 @@ async def test_a_revoked_session_is_remembered_until_its_key_expires(registry, c
     assert registry.closed_count == 0
 
 
-async def test_concurrent_seals_give_the_same_bytes(registry):
-    registry.open(claims())
-    first, second = await asyncio.gather(registry.seal(claims()), registry.seal(claims()))
-    assert first == second
-    assert Trajectory.decode(first).segments == ()
-
-
 async def test_a_trajectory_that_the_trainer_would_refuse_is_not_returned(bundle, clock):
     registry = SessionRegistry(bundle, "m", session_key_s=50.0, clock=clock, max_result_bytes=2_000_000)
     for session, turns in (("fits", 2), ("large", 3)):

@@ -1,13 +1,11 @@
 """The engine client with vLLM's protocol, before a scripted engine that speaks it, and the whole gateway."""
 
-import asyncio
-import math
 from dataclasses import replace
 
 import pytest
 
 from agent_wrapper.contract import VersionSpan
-from builders import eventually, user
+from builders import user
 from rollout_backend.errors import ConfigError, EngineUnavailable
 from rollout_backend.gateway.engine.client import EngineClient, EngineRefused
 from rollout_backend.gateway.engine.protocol import EngineRequest
@@ -81,11 +79,6 @@ def test_a_request_names_its_adapter_as_the_model():
     assert "model" not in VllmProtocol().body(EngineRequest([1], PARAMS))
 
 
-async def test_the_limit_of_tokens_applies(generate):
-    completion = await generate({**PARAMS, "max_new_tokens": 5})
-    assert (len(completion.token_ids), completion.finish_reason) == (5, "length")
-
-
 async def test_a_missing_logprob_is_none(engine, generate):
     engine.missing_logprobs = frozenset({1})
     assert (await generate()).logprobs[:3] == (LOGPROB, None, LOGPROB)
@@ -119,15 +112,6 @@ async def test_a_stop_string_ends_the_reply_at_the_engine(engine, generate):
     assert completion.weight_versions == (VersionSpan(version="0", start=0, end=7),)
     assert engine.requests[0]["sampling_params"]["stop"] == ["two"]
     assert engine.aborted == 0
-
-
-async def test_a_paused_engine_answers_after_it_has_resumed(engine, generate):
-    engine.paused = True
-    call = asyncio.create_task(generate())
-    await eventually(lambda: engine.sampled_with)
-    assert not call.done()
-    engine.paused = False
-    assert (await call).finish_reason == "stop"
 
 
 async def test_the_format_of_0_24():
@@ -196,17 +180,6 @@ def test_a_conversation_with_a_tool_is_one_segment(serve):
     for turn in segment.turns:
         assert all(logprob == LOGPROB for logprob in segment.logprobs[turn.start : turn.end])
         assert [span.version for span in turn.weight_versions] == ["0"]
-
-
-def test_a_turn_without_a_logprob_is_recorded_as_unknown(serve):
-    with ScriptedVllm(["one"]) as engine:
-        engine.missing_logprobs = frozenset({0})
-        gateway = serve(engine.url, engine_name="vllm")
-        gateway.client().chat.completions.create(model="scripted", messages=[user("x")])
-        (segment,) = gateway.trajectory().segments
-    (turn,) = segment.turns
-    assert math.isnan(segment.logprobs[turn.start])
-    assert segment.logprobs[turn.start + 1] == LOGPROB
 
 
 def test_images_are_refused_at_the_start(byte_model, byte_bundle):

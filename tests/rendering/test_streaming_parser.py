@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -168,8 +169,13 @@ def test_a_call_inside_reasoning_is_not_streamed(any_bundle):
     assert streamed.text("text") == "so"
 
 
-def test_an_unknown_renderer_streams_everything_at_the_end(bundle):
-    own = dataclasses.replace(bundle, name="package.module.Own")
+@pytest.mark.parametrize("own", ["another name", "no parser of beginnings"])
+def test_a_renderer_whose_beginnings_cannot_be_read_streams_everything_at_the_end(bundle, own):
+    changed = {
+        "another name": {"name": "package.module.Own"},
+        "no parser of beginnings": {"renderer": SimpleNamespace(parse_response=bundle.renderer.parse_response)},
+    }[own]
+    own = dataclasses.replace(bundle, **changed)
     streamed = Streamed(own, own.tokenizer.encode(f"hello {CALL}", add_special_tokens=False), [3])
     streamed.check()
     assert streamed.early == []
