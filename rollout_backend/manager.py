@@ -388,6 +388,7 @@ class RolloutManager:
             await self._report_step(current, records)
         report = result.report.model_copy(update=await self._gateway_growth())
         self.archive.write_report(report)
+        current.release()
         return replace(result, report=report)
 
     async def _gateway_growth(self) -> dict[str, Any]:

@@ -318,6 +318,20 @@ class Step:
         for rollout in self._open_rollouts():
             rollout.settle(Outcome.CANCELLED, reason, message)
 
+    def release(self) -> None:
+        """Drop what the step holds, once it has ended and has been reported.
+
+        Its parts refer to each other, so that its results would otherwise stay in memory until a full garbage
+        collection, which may be many steps later. A result that arrives now is unknown to the ledger.
+        """
+        for rollout in self.rollouts.values():
+            rollout.running = rollout.scoring = None  # the traceback of an exception refers to the rollout
+        self.rollouts.clear()
+        self.ledger.entries.clear()
+        self.ledger.settled.clear()
+        vars(self.results.scoring).clear()
+        vars(self).clear()
+
     # --- what it reports ----------------------------------------------------------------------------------
 
     def running_records(self) -> list[str]:

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-from types import SimpleNamespace
-from unittest.mock import create_autospec
 
 import pytest
 
@@ -12,8 +10,6 @@ from builders import eventually, skip
 from rollout_backend.core.manifest import payload_digest
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CircuitOpen, InvokeRejected
-from rollout_backend.manager import RolloutManager
-from rollout_backend.run_lease import RunLease
 from rollout_backend.step.task_blocklist import TaskBlocklist
 from step_bench import Agents, only
 
@@ -72,14 +68,7 @@ async def test_every_step_of_the_run_is_stopped(open_bench, tmp_path):
             raise InvokeRejected("404", reason="runtime_not_found")
 
     bench.agents.before, bench.agents.behave = refuse_a, Agents.hang
-    manager = RolloutManager(bench.config)
-    manager._run = SimpleNamespace(
-        for_steps=bench.services,
-        serving=SimpleNamespace(weight_version=None, named_adapter=lambda name: None),
-        lease=create_autospec(RunLease, instance=True, lost=None),
-        limits=bench.config.runtime,
-        background=[],
-    )
+    manager = bench.manager()
     steps = [manager.collect([Task("task-a", {})]), manager.collect([Task("task-b", {})])]
     ended = await asyncio.gather(*steps, return_exceptions=True)
     assert [type(each) for each in ended] == [CircuitOpen, CircuitOpen]

@@ -1,19 +1,14 @@
 """The metrics of a run's steps, as Prometheus reads them."""
 
-from types import SimpleNamespace
-from unittest.mock import AsyncMock, create_autospec
-
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from agent_wrapper.contract import Failure
 from rollout_backend.core.tasks import Task
-from rollout_backend.errors import ServingError, StartupError, Throttled
+from rollout_backend.errors import StartupError, Throttled
 from rollout_backend.gateway.stats import Counters
-from rollout_backend.manager import RolloutManager
 from rollout_backend.results.metrics import METRICS, RunMetrics, serve_metrics
-from rollout_backend.run_lease import RunLease
 from rollout_backend.serving.engine_fleet import ServerState
 from rollout_backend.serving.supervisor import ServingEvent
 from step_bench import Agents, only
@@ -103,13 +98,6 @@ async def test_metrics_that_fail_do_not_end_a_step(open_bench, tmp_path, monkeyp
 
     monkeypatch.setattr(RunMetrics, "end_step", fail)
     bench = await open_bench("observe.metrics_port=0", "group.size=1", f"output_dir={tmp_path}")
-    manager = RolloutManager(bench.config)
-    lease = create_autospec(RunLease, instance=True, lost=None)
-    gateways = SimpleNamespace(stats=AsyncMock(side_effect=ServingError("gone")))
-    serving = SimpleNamespace(weight_version=None, named_adapter=lambda name: None, gateways=gateways)
-    manager._run = SimpleNamespace(
-        for_steps=bench.services, lease=lease, limits=bench.config.runtime, serving=serving, background=[]
-    )
-    result = await manager.collect([Task("task-a", {})])
+    result = await bench.manager().collect([Task("task-a", {})])
     assert len(result.rollouts) == 1
     assert "metrics or traces of step 0 are incomplete" in caplog.text

@@ -8,7 +8,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, create_autospec
 
 from tenacity import wait_none
 
@@ -24,7 +26,10 @@ from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.core.tasks import Task
 from rollout_backend.dispatch.call_queue import CallQueue
 from rollout_backend.dispatch.dispatcher import Dispatcher
+from rollout_backend.errors import ServingError
+from rollout_backend.manager import RolloutManager
 from rollout_backend.results.step_report import StepResult
+from rollout_backend.run_lease import RunLease
 from rollout_backend.step.circuit_breaker import CircuitBreaker, describe_log
 from rollout_backend.step.services import Pauses, StepServices
 from rollout_backend.step.step import Step
@@ -279,6 +284,20 @@ class Bench:
         grouped = {rollout.rollout_id for group in result.groups for rollout in group.rollouts}
         trainable = {rollout.rollout_id for rollout in result.rollouts if rollout.trainable}
         assert grouped == trainable if result.report.surplus == 0 else grouped < trainable
+
+    def manager(self) -> RolloutManager:
+        """Return a manager of these services, as if it was entered. Its gateways report no counts."""
+        manager = RolloutManager(self.config)
+        gateways = SimpleNamespace(stats=AsyncMock(side_effect=ServingError("gone")))
+        run: Any = SimpleNamespace(
+            for_steps=self.services,
+            serving=SimpleNamespace(weight_version=None, named_adapter=lambda name: None, gateways=gateways),
+            lease=create_autospec(RunLease, instance=True, lost=None),
+            limits=self.config.runtime,
+            background=[],
+        )
+        manager._run = run
+        return manager
 
     # --- what S3 holds ------------------------------------------------------------------------------------
 
