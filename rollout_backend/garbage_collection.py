@@ -5,15 +5,18 @@ which holds much besides. A step causes many, as each result stays. Collections 
 """
 
 import gc
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 _DURING_A_STEP = (50000, 20)
 _RUNS_DURING_A_STEP = 10  # of one million objects that were kept, before a full run
+_STEPS_BETWEEN_FULL_RUNS = 20
 # Older objects are visited after 5 million that were kept: a server's are rarely garbage, and 375 open sessions of a
 # gateway take 0.1 s to visit.
 _OF_A_SERVER = (5000, 1000, 10)
 _before: list[tuple[int, int, int]] = []  # the thresholds, for each block that is being executed
+_ends = itertools.count(1)  # of blocks, or of the last of those that overlapped
 
 
 def exempt_loaded_objects() -> None:
@@ -37,5 +40,7 @@ def rare_full_collections() -> Iterator[None]:
         before = _before.pop()
         if not _before:
             if gc.isenabled() and before[0]:
-                gc.collect(1)  # or a full run that is due would be made now, and delay the end of the step
+                # Without a run, a full one that is due would be made now, and delay the end of the step. A trainer
+                # that does little between its steps never reaches a threshold there, so some ends make a full run.
+                gc.collect(1 if next(_ends) % _STEPS_BETWEEN_FULL_RUNS else 2)
             gc.set_threshold(*before)

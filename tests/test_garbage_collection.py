@@ -70,6 +70,14 @@ def test_a_full_run_that_is_due_is_made_after_the_step():
     assert runs_of_old_objects() > before, (len(kept), len(step))
 
 
+def test_steps_without_work_between_them_do_not_postpone_a_full_run_for_ever():
+    before = runs_of_old_objects()
+    for _ in range(20):
+        with rare_full_collections():
+            pass
+    assert runs_of_old_objects() == before + 1
+
+
 def test_steps_that_overlap_for_ever_do_not_postpone_a_full_run_for_ever():
     gc.collect()
     gc.set_threshold(700, 10, 10)
