@@ -13,14 +13,13 @@ import importlib.util
 import math
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import aiohttp
 from aiohttp import web
 
-from rollout_backend.config import RouterConfig, RouterKind
+from rollout_backend.config import RouterConfig
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.serving.engine import PROBE
 from rollout_backend.serving.server_process import ServerProcess, free_port, require_port
@@ -28,7 +27,15 @@ from rollout_backend.serving.server_process import ServerProcess, free_port, req
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - bind addresses
 _POLL_S = 0.05
 
-_MODULES: Mapping[RouterKind, str] = {"sglang-router": "sglang_router", "smg": "smg"}
+# `sglang_router.launch_router` would import FastAPI, 0.6 s, for a load balancer that this package does not use.
+_SGLANG_ROUTER = """
+from argparse import ArgumentParser
+from sglang_router.router import Router
+from sglang_router.router_args import RouterArgs
+parser = ArgumentParser()
+RouterArgs.add_cli_args(parser, use_router_prefix=False)
+Router.from_args(RouterArgs.from_cli_args(parser.parse_args(), use_router_prefix=False)).start()
+"""
 _SMG_OPTIONS = (
     # By default, smg sends no request to an engine in which 8 requests wait or 80 % of the KV cache is used. Its
     # sessions would move to engines without their prefix.
@@ -42,7 +49,7 @@ _NOT_ROUTED = frozenset({"pending", "draining"})  # statuses of smg; sglang-rout
 
 def check_installed(config: RouterConfig) -> None:
     """Raise ConfigError if the router is smg and the extra `smg` is not installed."""
-    if config.kind == "smg" and importlib.util.find_spec(_MODULES["smg"]) is None:
+    if config.kind == "smg" and importlib.util.find_spec("smg") is None:
         raise ConfigError(
             "router.kind=smg, and smg is not installed in this environment: install the extra smg (pip install "
             "'.[smg]'), or remove the setting"
@@ -55,7 +62,7 @@ def router_command(
     """Return the command line of a router that listens on `port`. A model call takes at most `model_call_s`."""
     return [
         sys.executable,
-        *("-m", f"{_MODULES[config.kind]}.launch_router"),
+        *(("-m", "smg.launch_router") if config.kind == "smg" else ("-c", _SGLANG_ROUTER)),
         *("--host", config.host),
         *("--port", str(port)),
         *("--prometheus-host", "127.0.0.1"),

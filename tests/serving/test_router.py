@@ -49,7 +49,7 @@ async def served_by(http: aiohttp.ClientSession, router: Router, key: str) -> in
 
 def test_command_line_bounds_every_wait():
     argv = router_command(RouterConfig(host="0.0.0.0"), 5000, 5001, model_call_s=12.5)
-    assert argv[1:3] == ["-m", "sglang_router.launch_router"]
+    assert "sglang_router" in argv[2]
     given = dict(zip(argv[3::2], argv[4::2], strict=True))
     assert given["--host"] == "0.0.0.0"
     assert given["--request-timeout-secs"] == "13"
