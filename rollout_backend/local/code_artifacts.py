@@ -16,9 +16,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import boto3
-from botocore.exceptions import BotoCoreError, ClientError
-
 from rollout_backend.local.session_pool import ServiceError
 from rollout_backend.runtimes.agentcore.provision import MAX_UNPACKED_BYTES, MAX_ZIP_BYTES, PYTHONS, CodeArtifact
 
@@ -87,6 +84,9 @@ class CodeStore:
         return script
 
     def _download(self, code: CodeArtifact) -> bytes:
+        import boto3  # late: slow, and few agents are deployed as code
+        from botocore.exceptions import BotoCoreError, ClientError
+
         make: Any = boto3.client  # the types of boto3 have one overload per service name
         s3 = make(
             "s3",
