@@ -11,7 +11,7 @@ import pytest
 from botocore.auth import S3SigV4Auth, SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import ReadOnlyCredentials
-from botocore.exceptions import ClientError, HTTPClientError, NoCredentialsError, ParamValidationError
+from botocore.exceptions import ClientError, HTTPClientError
 from botocore.parsers import ResponseParserError
 from botocore.validate import ParamValidationDecorator
 from multidict import CIMultiDict
@@ -86,7 +86,7 @@ def opened(service: str, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS.values(), ids=ENVIRONMENTS)
-@pytest.mark.parametrize(("service", "method", "fixed", "varying"), CALLS)
+@pytest.mark.parametrize(("service", "method", "fixed", "varying"), [GET, ACCESS_POINT, RECEIVE, INVOKE])
 async def test_a_request_equals_that_of_aiobotocore(
     played_aws, frozen_clock, monkeypatch, environment, service, method, fixed, varying
 ):
@@ -124,25 +124,18 @@ async def test_a_call_without_a_proxy_verifies_the_certificate(played_aws, autho
 
 
 async def compare(played_aws: Any, client: Any, method: str, fixed: dict[str, Any], varying: dict[str, Any]) -> None:
+    """Compare a call of the client with two repeated ones, of which the second does without botocore's serializer."""
     await getattr(client, method)(**fixed, **varying)
     repeated = client.repeated(method, **fixed)
     await repeated(**varying)
-    await repeated(**varying)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delattr(ParamValidationDecorator, "serialize_to_request")
+        await repeated(**varying)
     for sent in played_aws.sent:  # ids, and the order of the user agent's parts is arbitrary
         del sent.headers["user-agent"], sent.headers["amz-sdk-invocation-id"]
     expected, *repeats = played_aws.sent
     assert "authorization" in expected.headers
     assert repeats == [expected, expected]
-
-
-@pytest.mark.parametrize(("service", "method", "fixed", "varying"), CALLS)
-async def test_later_calls_do_without_botocores_serializer(played_aws, monkeypatch, service, method, fixed, varying):
-    async with opened(service) as client:
-        repeated = client.repeated(method, **fixed)
-        await repeated(**varying)
-        monkeypatch.delattr(ParamValidationDecorator, "serialize_to_request")
-        await repeated(**varying)
-    assert len(played_aws.sent) == 2
 
 
 async def test_arguments_without_a_plan_are_serialized_by_botocore(played_aws):
@@ -230,15 +223,11 @@ JSON = '{{"__type": "com.amazonaws#{}", "message": "Because."}}'
 NO_QUEUE = {"x-amzn-query-error": "AWS.SimpleQueueService.NonExistentQueue;Sender"}
 REFUSALS = [
     (GET, 404, {}, XML.format("NoSuchKey")),
-    (GET, 403, {}, XML.format("AccessDenied")),
-    (GET, 400, {}, XML.format("ExpiredToken")),
     (GET, 400, {}, "no XML"),
     (RECEIVE, 400, NO_QUEUE, JSON.format("QueueDoesNotExist")),
-    (RECEIVE, 403, {}, JSON.format("AccessDenied")),
     (DELETE, 400, {}, JSON.format("ExpiredTokenException")),
     (INVOKE, 424, {"x-amzn-errortype": "RuntimeClientError:http://internal/"}, '{"message": "Because."}'),
     (INVOKE, 402, {}, JSON.format("ServiceQuotaExceededException")),
-    (INVOKE, 429, {}, JSON.format("ThrottlingException")),
     (INVOKE, 500, {}, "<html>no JSON</html>"),
     (INVOKE, 503, {}, ""),
     (INVOKE, 409, {}, '{"code": "RetryableConflictException", "Message": "Because."}'),
@@ -299,14 +288,6 @@ async def test_aiobotocore_makes_a_failed_call_again(played_aws, monkeypatch, fa
     assert len(played_aws.sent) == 2
 
 
-async def test_a_client_without_retries_sends_a_failed_call_once(played_aws):
-    played_aws.answer = lambda sent: (503, {}, b"")
-    async with opened("bedrock-agentcore") as client:
-        with pytest.raises(ClientError):
-            await client.repeated("stop_runtime_session", **RUNTIME)(runtimeSessionId=SESSION)
-    assert len(played_aws.sent) == 1
-
-
 async def test_a_bucket_in_another_region_is_found_once(played_aws):
     def answer(sent):
         if "eu-west-1" in sent.url:
@@ -325,7 +306,7 @@ async def test_a_bucket_in_another_region_is_found_once(played_aws):
     assert sum("eu-west-1" not in sent.url for sent in played_aws.sent) == 2, "the next calls know the region"
 
 
-@pytest.mark.parametrize("body", [b"[1]", b"<html>", b'{"Messages": [', b"\xff"])
+@pytest.mark.parametrize("body", [b"[1]", b'{"Messages": ['])
 async def test_an_answer_that_is_no_json_object_is_no_answer(played_aws, body):
     played_aws.answer = lambda sent: (200, {}, body)
     async with opened("sqs") as client:
@@ -333,27 +314,8 @@ async def test_an_answer_that_is_no_json_object_is_no_answer(played_aws, body):
             await client.repeated("receive_message", QueueUrl=QUEUE)()
 
 
-@pytest.mark.parametrize("body", [b'"Forbidden"', b"[1]"])
-async def test_a_refusal_that_is_no_json_object_is_no_answer(played_aws, body):
-    played_aws.answer = lambda sent: (400, {}, body)
+async def test_a_refusal_that_is_no_json_object_is_no_answer(played_aws):
+    played_aws.answer = lambda sent: (400, {}, b'"Forbidden"')
     async with opened("bedrock-agentcore") as client:
         with pytest.raises(ResponseParserError, match="StopRuntimeSession is answered 400"):
             await client.repeated("stop_runtime_session", **RUNTIME)(runtimeSessionId=SESSION)
-
-
-async def test_a_call_with_invalid_arguments_is_not_sent(played_aws):
-    async with opened("bedrock-agentcore") as client:
-        stop = client.repeated("stop_runtime_session", **RUNTIME)
-        await stop(runtimeSessionId=SESSION)
-        with pytest.raises(ParamValidationError, match="valid min length: 33"):
-            await stop(runtimeSessionId="short")
-    assert len(played_aws.sent) == 1
-
-
-async def test_a_call_without_credentials_is_not_sent(played_aws, monkeypatch):
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    async with opened("bedrock-agentcore") as client:
-        with pytest.raises(NoCredentialsError):
-            await client.repeated("stop_runtime_session", **RUNTIME)(runtimeSessionId=SESSION)
-    assert played_aws.sent == []

@@ -86,10 +86,8 @@ def test_only_valid_arguments_are_planned(session, token):
 INVALID = [
     [{"Id": "0"}],
     [{"Id": "0", "ReceiptHandle": "r", "VisibilityTimeout": "1"}],
-    [{"Id": 0, "ReceiptHandle": "r"}],
     [{"Id": "0", "ReceiptHandle": "r", "Other": "x"}],
     [None],
-    {"Id": "0", "ReceiptHandle": "r"},
     "text",
 ]
 
@@ -103,13 +101,6 @@ def test_invalid_entries_are_left_to_botocore(entries):
     assert plan.render({"Entries": entries}) is None
     with pytest.raises(ParamValidationError):
         made_by_botocore(model, {**queue, "Entries": entries})
-
-
-def test_other_arguments_than_the_first_calls_are_left_to_botocore():
-    model = model_of("s3", "GetObject")
-    plan = RequestPlan.of(model, made_by_botocore(model, {"Bucket": "b", "Key": "k"}), {"Bucket": "b"}, {"Key": "k"})
-    assert plan is not None
-    assert plan.render({"Key": "k", "VersionId": "v"}) is plan.render({}) is None
 
 
 UNPLANNED = [

@@ -133,10 +133,3 @@ async def test_what_an_account_refuses_is_named_with_what_to_do(agent, codebuild
     codebuild.projects["rollout_my_agent"]["tags"] = []
     with pytest.raises(PreflightError, match="rollout deploy did not create it"):
         await build_image(agent, target, lambda text: None)
-
-
-async def test_codebuild_ends_a_build_by_itself(agent, codebuild, target, tmp_path):
-    write_programs(tmp_path / "programs", "sleep 600")
-    codebuild.faults.minute_s = 0.1 / 30
-    with pytest.raises(PreflightError, match=r"ended as TIMED_OUT in phase .*: Build timed out"):
-        await build_image(agent, target, lambda text: None)

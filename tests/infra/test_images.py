@@ -1,12 +1,9 @@
 """The images, without a builder: what COPY takes, which versions pip may install, pytest inside an agent's image."""
 
-import importlib.metadata
 import re
 import shlex
 import shutil
 import subprocess
-import sys
-import tomllib
 import venv
 from pathlib import Path
 
@@ -41,7 +38,6 @@ WANTED = [
     "data/tasks.jsonl",
     "environment.py",
 ]
-PYTEST = ["pytest", "pluggy", "iniconfig", "packaging", "pygments"]
 
 
 def instructions(dockerfile: Path) -> list[list[str]]:
@@ -108,56 +104,6 @@ def test_the_wrapper_is_installed_at_pinned_versions(dockerfile: Path) -> None:
     assert all((ROOT / path).exists() for path in taken)
     (install,) = [words for words in instructions(dockerfile) if "/wrapper[agent]" in words]
     assert install[install.index("--constraint") + 1] == taken["constraints/agent.txt"] + "agent.txt"
-
-
-@pytest.fixture
-def image(tmp_path: Path) -> Path:
-    """The site-packages of an agent's image with pytest in it: what COPY takes, and what the constraints pin."""
-    site = tmp_path / "site-packages"
-    site.mkdir()
-    for paths, _ in copies(AGENT, "wrapper"):
-        for path in paths:
-            if (ROOT / path).is_dir():
-                shutil.copytree(ROOT / path, site / path, ignore=shutil.ignore_patterns("__pycache__"))
-    pins = (ROOT / "constraints" / "agent.txt").read_text()
-    for name in [*re.findall(r"^([\w.-]+)==", pins, flags=re.M), *PYTEST]:
-        for file in importlib.metadata.files(name) or []:
-            top = file.parts[0]
-            if top != ".." and not (site / top).exists():
-                (site / top).symlink_to(Path(str(file.locate())).parents[len(file.parts) - 1] / top)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    about = site / "rollout_backend-0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: rollout-backend\nVersion: 0\n")
-    points = project["entry-points"]["pytest11"]
-    (about / "entry_points.txt").write_text("[pytest11]\n" + "\n".join(f"{k} = {v}" for k, v in points.items()))
-    return site
-
-
-def run_pytest(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    (folder / "test_agent.py").write_text(
-        "from agent_wrapper import RolloutApp\n\ndef test_app():\n    assert RolloutApp()\n"
-    )
-    code = f"import sys; sys.path.insert(0, {str(site)!r}); import pytest; sys.exit(pytest.main())"
-    return subprocess.run(  # -S leaves this environment's own packages out
-        [sys.executable, "-S", "-E", "-c", code, "-q", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-@pytest.mark.slow
-def test_pytest_runs_inside_an_agents_image(image: Path, tmp_path: Path) -> None:
-    done = run_pytest(image, tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "run_agent" not in run_pytest(image, tmp_path, "--fixtures").stdout
-
-
-def test_pytest_has_the_fixtures_where_the_training_side_is_installed(image: Path, tmp_path: Path) -> None:
-    (image / "rollout_backend").symlink_to(ROOT / "rollout_backend")
-    assert "run_agent" in run_pytest(image, tmp_path, "--fixtures").stdout
 
 
 @pytest.mark.slow
