@@ -29,7 +29,6 @@ from aiohttp import web
 
 from agent_wrapper.contract import PUT_HEADERS, Outcome
 from builders import eventually, load_module, served
-from rollout_backend import aws
 from rollout_backend.collect.presign import Presigner
 from rollout_backend.config import AwsConfig, StorageConfig, load_config
 from rollout_backend.core.tasks import Task
@@ -226,10 +225,6 @@ def rows(result: StepResult) -> Rows:
     }
 
 
-async def four_are_in(manager: RolloutManager) -> bool:
-    return sum((await manager.progress()).outcomes.values()) >= 4
-
-
 async def same_as(calm: Rows, result: StepResult, world: World, planned: int = PLANNED) -> None:
     report = result.report
     assert report.balanced, report
@@ -323,19 +318,6 @@ async def test_truncated_bodies_are_read_again(world: World, manager: RolloutMan
         await same_as(calm, await manager.collect(TASKS, step=8), world)
 
 
-async def test_failed_presigned_writes_are_retried(world: World, calm: Rows) -> None:
-    """The URLs are signed for the trainer's S3 endpoint, so agents' writes go through the trainer's proxy."""
-    storage = {"bucket": world.storage.bucket, "presigned": True}
-    rules = [
-        Rule("s3:PutObject", Fault.CUT_AFTER, share=0.3, once_each=True),
-        Rule("s3:PutObject", Fault.FAIL, share=0.2, code="SlowDown"),
-    ]
-    async with world.run("presigned", storage=storage) as manager, world.faults(trainer=rules):
-        result = await manager.collect(TASKS)
-        assert world.agents.calls == []
-    await same_as(calm, result, world)
-
-
 @pytest.mark.skipif(not EMULATOR, reason="moto checks no signature")
 async def test_a_presigned_url_permits_only_what_was_signed(world: World) -> None:
     storage = StorageConfig(bucket=world.storage.bucket)
@@ -359,56 +341,7 @@ async def test_a_presigned_url_permits_only_what_was_signed(world: World) -> Non
     assert await put(short) == 403
 
 
-async def test_sqs_fails_on_both_sides(world: World, run: RolloutManager, calm: Rows) -> None:
-    agents = [
-        Rule("sqs:SendMessage", Fault.FAIL, share=0.3, status=500, code="InternalFailure"),
-        Rule("sqs:SendMessage", Fault.CUT_AFTER, share=0.3),
-    ]
-    trainer = [
-        Rule("sqs:ReceiveMessage", Fault.FAIL, share=0.3, status=500, code="InternalFailure"),
-        Rule("sqs:ReceiveMessage", Fault.CUT_AFTER, share=0.3),
-        Rule("sqs:DeleteMessageBatch", Fault.FAIL, share=0.5, status=500, code="InternalFailure"),
-    ]
-    async with world.faults(agents=agents, trainer=trainer):
-        await same_as(calm, await run.collect(TASKS, step=4), world)
-
-
-async def test_a_run_restarts_after_its_queue_was_deleted(world, calm, caplog):
-    async with world.run("queueless") as manager:
-        assert manager._run is not None
-        url = manager._run.for_steps.queue_url
-        world.hold(after=4)
-        collecting = asyncio.create_task(manager.collect(TASKS))
-
-        await eventually(lambda: four_are_in(manager))
-        where = {"region": world.storage.region, "endpoint_url": world.storage.endpoint_url}
-        async with aws.client("sqs", **where) as sqs:
-            await sqs.delete_queue(QueueUrl=url)
-        world.model.let_go()
-        await same_as(calm, await collecting, world)
-    assert "results are found by listing" in caplog.text
-    # SQS blocks the name for a minute, and each refusal costs a pause of 5 s.
-    blocked = Rule("sqs:CreateQueue", Fault.FAIL, times=1, status=400, code="QueueDeletedRecently")
-    async with world.faults(trainer=[blocked]), world.run("queueless") as manager:
-        again = await manager.collect(TASKS, step=0)
-    assert again.report.resumed == PLANNED
-    await same_as(calm, again, world)
-    assert "is blocked for a minute after its deletion" in caplog.text
-
-
 # --- processes --------------------------------------------------------------------------------------------
-
-
-async def three_of_the_agents_are_shot(world: World, manager: RolloutManager, *how: signal.Signals) -> StepResult:
-    """While they wait for the model."""
-    world.hold()
-    collecting = asyncio.create_task(manager.collect(TASKS))
-    await eventually(lambda: world.asked() == PLANNED)
-    open_sessions = [session["id"] for session in (await world.runtime.sessions())["sessions"]]
-    for session_id, number in zip(random.Random(1).sample(open_sessions, 3), how, strict=True):
-        await world.runtime.kill(session_id, number)
-    world.model.let_go()
-    return await collecting
 
 
 async def test_killed_agents_are_detected_by_missing_heartbeats(world, calm, caplog):
@@ -421,26 +354,19 @@ async def test_killed_agents_are_detected_by_missing_heartbeats(world, calm, cap
         "session_key_s": 9000,
     }
     async with world.run("shot", timeouts={**timeouts, "heartbeat_s": 6}) as manager:
-        killed, frozen = signal.SIGKILL, signal.SIGSTOP
-        result = await three_of_the_agents_are_shot(world, manager, killed, killed, frozen)
+        world.hold()
+        collecting = asyncio.create_task(manager.collect(TASKS))
+        await eventually(lambda: world.asked() == PLANNED)
+        open_sessions = [session["id"] for session in (await world.runtime.sessions())["sessions"]]
+        for session_id, number in zip(
+            random.Random(1).sample(open_sessions, 3), (signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP), strict=True
+        ):
+            await world.runtime.kill(session_id, number)
+        world.model.let_go()
+        result = await collecting
     await same_as(calm, result, world)
     assert result.report.attempts == PLANNED + 3
     assert caplog.text.count("sent heartbeats and fell silent") == 3
-
-
-@pytest.mark.release
-async def test_without_heartbeats_killed_agents_time_out(world: World, calm: Rows) -> None:
-    timeouts = {"model_call_s": 25, "agent_s": 30, "publish_grace_s": 10, "collection_s": 300, "session_key_s": 400}
-    async with world.run("shot-quietly", timeouts={**timeouts, "heartbeat_s": None}) as manager:
-        result = await three_of_the_agents_are_shot(world, manager, *[signal.SIGKILL] * 3)
-    lost = {failure.rollout_id: failure for failure in result.failures}
-    assert len(lost) == 3
-    for failure in lost.values():
-        assert (failure.outcome, failure.reason) == (Outcome.TIMED_OUT, "no_result")
-        assert "the log of session" in failure.message
-    assert result.report.balanced
-    assert rows(result) == {rollout_id: row for rollout_id, row in calm.items() if rollout_id not in lost}
-    assert await world.nothing_is_open()
 
 
 # --- the clock --------------------------------------------------------------------------------------------
@@ -569,20 +495,21 @@ async def test_expiring_credentials_are_renewed(world, calm, tmp_path, monkeypat
     assert not [call for call in calls if call.fault]
 
 
-@pytest.mark.parametrize("by_queue", [True, False], ids=["queue", "listing"])
-async def test_expired_credentials_end_the_run_and_new_ones_resume_it(world, calm, by_queue):
-    settings = {"run_id": f"expired-{by_queue}", "queue": {"enabled": by_queue, "wait_s": 1}}
-    async with world.run(**settings) as manager:
+async def test_expired_credentials_end_the_run_and_new_ones_resume_it(world, calm):
+    async with world.run("expired") as manager:
         world.hold(after=4)
         collecting = asyncio.create_task(manager.collect(TASKS))
 
-        await eventually(lambda: four_are_in(manager))
+        async def four_are_in() -> bool:
+            return sum((await manager.progress()).outcomes.values()) >= 4
+
+        await eventually(four_are_in)
         async with world.faults(trainer=[Rule("*", Fault.FAIL, status=400, code="ExpiredToken")]):
             with pytest.raises(CredentialsExpired, match="aws sso login"):
                 await asyncio.wait_for(collecting, 120)
         assert await world.nothing_is_open()
         world.model.let_go()
-    async with world.run(**settings) as manager:
+    async with world.run("expired") as manager:
         result = await manager.collect(TASKS, step=0)
     assert result.report.resumed == 4
     await same_as(calm, result, world)

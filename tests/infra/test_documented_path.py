@@ -303,13 +303,6 @@ async def test_a_run_that_may_not_make_its_queue_is_found(deploy):
     await preflight.check_run(account.settings(ARITHMETIC, queue={"url": account.queue_url}), machine=False)
 
 
-async def test_another_stacks_queue_is_found(deploy):
-    account = await deploy()
-    async with account.storage.client("sqs") as sqs:
-        other = (await sqs.create_queue(QueueName="another-stack"))["QueueUrl"]
-    assert "another-stack" in await refused(account.settings(ARITHMETIC, queue={"url": other}))
-
-
 async def test_a_role_without_the_trainers_policy_is_found(deploy):
     account = await deploy()
     account.monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from rollout_backend.collect import buffer
-from rollout_backend.config import AgentCoreConfig, RuntimeConfig, load_config
+from rollout_backend.config import RuntimeConfig, load_config
 from rollout_backend.deploy.calls import BUILD, DEPLOY, DOWN
 from tests.emulators.iam_proxy import Access, allowed
 
@@ -232,12 +232,6 @@ def test_codebuild_may_do_what_its_build_does_and_nothing_else(template, builder
 def test_who_deploys_writes_no_results(deployer):
     writes = [statement for statement in deployer if "s3:PutObject" in listed(statement["Action"])]
     assert [resources(statement) for statement in writes] == [[{"Fn::Sub": "${Bucket.Arn}/${ResultPrefix}code/*"}]]
-
-
-def test_the_names_that_runs_give_are_those_the_trainer_may_make() -> None:
-    image = "123456789012.dkr.ecr.us-east-1.amazonaws.com/my-agent-repository-1a2b3c:1"
-    config = AgentCoreConfig(image=image, role="arn:aws:iam::123456789012:role/agent")
-    assert config.runtime_name == "rollout_my_agent_repository_1a2b3c"
 
 
 def test_the_trainer_touches_results_of_runs_only(trainer: list[Statement]) -> None:

@@ -282,16 +282,6 @@ async def test_tags_are_read_below_the_rate_of_the_control_plane():
     assert all(after - before >= 3 for before, after in itertools.pairwise(times))
 
 
-async def test_a_fresh_runtime_has_its_lease_from_its_creation(start):
-    cloud = await start()
-    run = await cloud.run("a")
-    images = run.runtime._images
-    reads, writes = counted(images._client, "list_tags_for_resource"), counted(images._client, "tag_resource")
-    for image in (ONE, TWO, ONE):
-        await run.use(image)
-    assert (reads(), writes()) == (0, 0)
-
-
 async def test_a_creation_that_has_waited_for_others_begins_with_a_whole_lease(start):
     cloud = await start()
     run = await cloud.run("a")

@@ -16,20 +16,17 @@ import pytest
 from aiohttp import web
 from botocore.exceptions import ClientError
 
-from attempts import make_rollouts
 from bare_agent import BARE_AGENT
 from builders import served
 from protocol_requests import make_request
 from rollout_backend.config import AgentCoreConfig, HttpConfig, KubernetesConfig
 from rollout_backend.core.check_result import raise_problems
-from rollout_backend.dispatch.call_queue import CallQueue
 from rollout_backend.errors import (
     ContainerStartTimeout,
     InvokeRejected,
     OutcomeUnknown,
     PreflightError,
     QuotaExceeded,
-    RuntimeCallError,
     RuntimeConflict,
     RuntimeUnavailable,
     Throttled,
@@ -97,44 +94,6 @@ async def test_errors_of_agentcore_are_classified(open_agentcore):
         await runtime.invoke(session(), b"{}")
     with pytest.raises(RuntimeUnavailable):
         await runtime.stop(session())
-
-
-@pytest.mark.parametrize(
-    ("refusal", "opens"),
-    [
-        ({"code": "ThrottlingException"}, False),
-        pytest.param({"code": "ServiceQuotaExceededException", "stops": False}, False, marks=pytest.mark.slow),
-        ({"code": "ServiceUnavailableException", "after": True}, False),
-        ({"code": "InternalServerException", "after": True, "stops": False}, True),
-    ],
-    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
-)
-async def test_an_outage_of_agentcore_loses_no_rollout(open_agentcore, refusal, opens):
-    """Every call is refused until each rollout was; then all are accepted, each in one session."""
-    runtime, local = await open_agentcore()
-    rollouts = await make_rollouts(runtime, CallQueue(invoke_per_s=100, stop_per_s=100), 6, max_attempts=100)
-    refused, over = [], asyncio.Event()
-    invoke = runtime.invoke
-
-    async def watched(session_id, payload):
-        if len(set(refused)) == len(rollouts) and not over.is_set():
-            over.set()
-            await local.refuse(None)
-        try:
-            return await invoke(session_id, payload)
-        except RuntimeCallError:
-            refused.append(json.loads(payload)["_rollout"]["rollout_id"])
-            raise
-
-    runtime.invoke = watched
-    await local.refuse(**refusal)
-    assert await asyncio.gather(*(rollout.dispatch() for rollout in rollouts)) == [True] * 6
-    ledger = rollouts[0].context.ledger
-    sessions = await local.sessions()
-    assert {session["id"] for session in sessions["sessions"]} == ledger.open_sessions
-    assert len(ledger.open_sessions) == 6
-    # A session that a refused invoke may have opened is stopped, once for each such invoke.
-    assert sessions["counters"]["stopped"] == (len(refused) if opens else 0)
 
 
 async def test_a_quota_that_invokes_and_stops_share_is_kept(open_agentcore):
