@@ -96,8 +96,8 @@ plain = st.recursive(
     | st.booleans()
     | st.integers(-(2**63), 2**64 - 1)
     | st.floats(allow_nan=False)
-    | st.text()
-    | st.binary(),
+    | st.text(max_size=9)
+    | st.binary(max_size=9),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
     max_leaves=10,
 )

@@ -140,16 +140,10 @@ def test_a_role_that_may_not_read_still_announces(faulty, publisher, cloud, targ
     assert cloud.receive(target.queue_url) == [key]
 
 
-def test_a_permanent_refusal_is_not_retried(faulty, publisher, target, key):
-    faulty.cues = ["403"]
-    with pytest.raises(PublishError, match="403"):
-        publisher.publish(target, key, b"result", budget_s=60)
-    assert faulty.puts == 1
-
-
-def test_retries_end(faulty, publisher, cloud, target, key):
-    faulty.cues = ["503"] * 2
-    with pytest.raises(PublishError, match="503"):
-        publisher.publish(target, key, b"result", budget_s=0)
+@pytest.mark.parametrize(("status", "budget_s"), [("403", 60), ("503", 0)], ids=["permanent", "out of time"])
+def test_retries_end(faulty, publisher, cloud, target, key, status, budget_s):
+    faulty.cues = [status] * 2
+    with pytest.raises(PublishError, match=status):
+        publisher.publish(target, key, b"result", budget_s=budget_s)
     assert faulty.puts == 1
     assert cloud.receive(target.queue_url, wait_s=0) == [], "nothing is stored, so nothing is announced"

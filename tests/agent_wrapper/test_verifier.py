@@ -1,9 +1,7 @@
 """The verifier's container: what it scores, and what it reports."""
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -12,38 +10,28 @@ from agent_wrapper.contract import Artifact, pack_artifacts
 from agent_wrapper.contract.messages import ORDER, TESTS, VerifierOrder
 from agent_wrapper.shared.workspace import WORKSPACE, pack_folder
 from agent_wrapper.verifier import MAX_MESSAGE_BYTES, main
-
-
-class Bucket(BaseHTTPRequestHandler):
-    answers: list[tuple[int, bytes]]
-
-    def do_GET(self) -> None:
-        status, body = self.answers[0] if len(self.answers) == 1 else self.answers.pop(0)
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *arguments: object) -> None: ...
+from stub_server import StubServer
 
 
 class Verifier:
-    """A verifier's container whose root and working directory are folders."""
+    """A verifier's container whose root and working directory are folders, and what S3 answers it."""
 
-    def __init__(self, path: Path, url: str) -> None:
+    def __init__(self, path: Path) -> None:
         self.root, self.app, self.given = path / "root", path / "root" / "app", path / "given"
-        self._message, self._url, self._tests, self._left = path / "message", url, path / "tests", path / "left"
+        self._message, self._tests, self._left = path / "message", path / "tests", path / "left"
         for each in (self.app, self.given, self._tests, self._left):
             each.mkdir(parents=True)
         (self.app / "old.txt").write_text("of the image")
         (self.app / "old").mkdir()
         (self._left / "new.txt").write_text("of the agent")
         self.files = {WORKSPACE: pack_folder(self._left)}
-        Bucket.answers = [(200, pack_artifacts(self.files))]
+        self.answer = (200, pack_artifacts(self.files))
+        self.url = ""
 
     def run(self, script: str, timeout_s: float = 300.0, **env: str) -> tuple[int, str]:
         (self._tests / "test.sh").write_text(script.replace("/logs", f"{self.root}/logs"))
         order = VerifierOrder(
-            artifacts_url=self._url,
+            artifacts_url=f"{self.url}/artifacts",
             artifacts=[Artifact.of(name, data) for name, data in self.files.items()],
             timeout_s=timeout_s,
             env=env,
@@ -56,13 +44,11 @@ class Verifier:
 
 @pytest.fixture
 def verifier(tmp_path, monkeypatch) -> Iterator[Verifier]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Bucket)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    found = Verifier(tmp_path, f"http://127.0.0.1:{server.server_port}/artifacts")
+    found = Verifier(tmp_path)
     monkeypatch.chdir(found.app)
-    yield found
-    server.shutdown()
-    server.server_close()
+    with StubServer(lambda request: found.answer) as server:
+        found.url = server.url
+        yield found
 
 
 def test_the_tests_find_what_the_agent_left_in_place_of_the_images_files(verifier):
@@ -103,14 +89,14 @@ def test_without_a_reward_the_message_says_why(verifier, script, message):
 
 
 def test_artifacts_that_are_others_or_missing_are_refused(verifier):
-    Bucket.answers = [(200, pack_artifacts({WORKSPACE: b"other"}))]
+    verifier.answer = (200, pack_artifacts({WORKSPACE: b"other"}))
     assert verifier.run("true")[0] == 1
-    Bucket.answers = [(403, b"<Code>AccessDenied</Code>")]
+    verifier.answer = (403, b"<Code>AccessDenied</Code>")
     code, message = verifier.run("true")
     assert code == 1
     assert "S3 answered 403 to the GET of the artifacts: <Code>AccessDenied" in message
     verifier.files = {"log.txt": b"x"}
-    Bucket.answers = [(200, pack_artifacts(verifier.files))]
+    verifier.answer = (200, pack_artifacts(verifier.files))
     assert "no artifact 'workspace.tar.gz'" in verifier.run("true")[1]
     assert (verifier.app / "old.txt").exists()
 

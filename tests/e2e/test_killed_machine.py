@@ -5,8 +5,6 @@ the replies that it read, so an invented reward or a reply with other tokens wou
 """
 
 import asyncio
-import os
-import subprocess
 import zlib
 from pathlib import Path
 
@@ -17,7 +15,6 @@ from tokenizers import Tokenizer
 from agent_wrapper.contract import Outcome
 from builders import eventually
 from ray_cluster import REMOVABLE, machine, ray_machines
-from rollout_backend.config import load_config
 from rollout_backend.core.tasks import Task
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.manager import RolloutManager
@@ -25,6 +22,7 @@ from rollout_backend.results.step_report import StepResult
 from rollout_backend.serving.install import find_engine
 from rollout_backend.serving.supervisor import ServingEvent
 from rollout_backend.testing.forward_pass import reference_logprobs
+from tiny_engine import cpu_config, make_models
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.release, pytest.mark.timeout(900)]
 
@@ -54,39 +52,10 @@ if __name__ == "__main__":
     app.run()
 """
 
-MAKE_MODEL = (
-    "import sys; from pathlib import Path; from rollout_backend.local.tiny_model import make_tiny_model\n"
-    "make_tiny_model(Path(sys.argv[1]))"
-)
 
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
-    folder = tmp_path_factory.mktemp("made") / "model"
-    env = {**os.environ, "PYTHONPATH": str(repository)}
-    subprocess.run([find_engine(), "-c", MAKE_MODEL, folder], env=env, check=True, capture_output=True)
-    return folder
-
-
-def settings(model: Path, output: Path) -> dict[str, object]:
-    return {
-        "model": {"path": str(model), "renderer": "chatml"},
-        "serving": {
-            "kind": "ray", "device": "cpu", "dtype": "float32", "threads": 2, "servers": 2, "min_servers": 2,
-            "startup_timeout_s": 300,
-        },
-        "router": {"host": "0.0.0.0"},
-        "gateway": {"kind": "ray", "processes": 2},
-        "sampling": {"temperature": 1.0, "max_tokens": 8},
-        "group": {"size": GROUP, "policy": "strict"},
-        "timeouts": {
-            "model_call_s": 300, "agent_s": 400, "publish_grace_s": 60, "collection_s": 600, "session_key_s": 700,
-        },
-        "output_dir": str(output),
-    }  # fmt: skip
-
-
-async def test_a_killed_machine_loses_no_rollout(tiny_model, tmp_path, monkeypatch):
+async def test_a_killed_machine_loses_no_rollout(repository, tmp_path, monkeypatch):
+    tiny_model = tmp_path / "model"
+    make_models(find_engine(), repository, tiny_model)
     events = list[ServingEvent]()
     (tmp_path / "agent.py").write_text(AGENT)
     # An engine fills a machine, and so do both gateways: one engine at least is on a machine that can be lost.
@@ -94,7 +63,14 @@ async def test_a_killed_machine_loses_no_rollout(tiny_model, tmp_path, monkeypat
         async with LocalCloud(tmp_path / "agent.py", run_dir=tmp_path / "logs") as cloud:
             for name, value in cloud.environ.items():
                 monkeypatch.setenv(name, value)
-            config = load_config(base=settings(tiny_model, tmp_path), env={}, top=cloud.settings())
+            overrides = (
+                "router.host=0.0.0.0",
+                "gateway={kind: ray, processes: 2}",
+                "sampling.max_tokens=8",
+                "timeouts={model_call_s: 300, agent_s: 400, collection_s: 600, session_key_s: 700}",
+            )
+            serving = {"kind": "ray", "threads": 2, "servers": 2, "min_servers": 2, "startup_timeout_s": 300}
+            config = cpu_config(cloud, tiny_model, tmp_path, *overrides, **serving)
             async with RolloutManager(config, on_serving=events.append) as manager:
                 await manager.collect(WARM_UP)
                 undisturbed = await manager.collect(TASKS)

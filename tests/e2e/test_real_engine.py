@@ -25,7 +25,7 @@ async def test_a_killed_engine_loses_no_rollout_and_every_logprob_is_the_models(
     async with LocalCloud(example / "agent.py", run_dir=tmp_path / "logs") as cloud:
         for name, value in cloud.environ.items():
             monkeypatch.setenv(name, value)
-        config = cpu_config(cloud, model, tmp_path, max_tokens=48, servers=2)
+        config = cpu_config(cloud, model, tmp_path, "sampling.max_tokens=48", servers=2)
         async with RolloutManager(config, on_serving=events.append) as manager:
             tasks = read_tasks(example / "tasks.jsonl")[:4]
             collecting = asyncio.create_task(manager.collect(tasks))

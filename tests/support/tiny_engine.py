@@ -28,18 +28,18 @@ _RUNNING: dict[EngineName, tuple[str, str]] = {
 }
 
 
-def cpu_config(cloud: LocalCloud, model: Path, output: Path, max_tokens: int = 400, **serving: Any) -> RolloutConfig:
+def cpu_config(cloud: LocalCloud, model: Path, output: Path, *overrides: str, **serving: Any) -> RolloutConfig:
     """Return the settings of a run in this cloud whose engines run on the CPU."""
     timeouts = {"model_call_s": 200, "agent_s": 240, "publish_grace_s": 60, "collection_s": 400, "session_key_s": 500}
     base = {
         "model": {"path": str(model), "renderer": "chatml"},
         "serving": {"device": "cpu", "dtype": "float32", **serving},
-        "sampling": {"temperature": 1.0, "max_tokens": max_tokens},
+        "sampling": {"temperature": 1.0, "max_tokens": 400},
         "group": {"size": 4, "policy": "strict"},
         "timeouts": timeouts,
         "output_dir": str(output),
     }
-    return load_config(base=base, env={}, top=cloud.settings())
+    return load_config(base=base, overrides=overrides, env={}, top=cloud.settings())
 
 
 def make_models(python: Path, repository: Path, *folders: Path) -> None:
