@@ -148,7 +148,6 @@ def test_it_can_be_disabled_and_once_open_stays_open():
         ({"kind": "agentcore", "arn": ARN}, "container_error", "/my_agent-0123456789-DEFAULT, session session-7"),
         ({"kind": "agentcore", "arn": ARN, "session_logs": "/logs"}, "container_error", "/logs/session-7.log, "),
         ({"kind": "http", "url": "http://agents"}, "container_error", "http://agents"),
-        ({"kind": "agentcore", "arn": ARN}, "model_unavailable", "runs/r/logs"),
         ({"kind": "agentcore", "arn": ARN}, "model_unreachable", "runs/r/logs"),
         ({"kind": "agentcore", "arn": ARN}, "invalid_result", "s3://bucket/p/runs/r/quarantine/"),
     ],

@@ -49,13 +49,6 @@ async def test_failures_add_up_over_steps_and_a_stopped_run_dispatches_nothing(o
     assert bench.agents.requests == []
 
 
-async def test_one_success_resets_the_count(open_bench):
-    bench = await open_bench(opens_after(3), "group.min_viable=1")
-    for number in range(4):
-        result = await bench.run(number=number, behave=only("task-a.1", Agents.lose))
-        assert result.report.outcomes[Outcome.INFRA_ERROR] == 1
-
-
 async def test_every_step_of_the_run_is_stopped(open_bench, tmp_path):
     bench = await open_bench(opens_after(2), f"output_dir={tmp_path}")
     other_runs = asyncio.Event()
@@ -159,13 +152,6 @@ async def test_a_straggler_is_cut_off(open_bench):
     assert (bias.cut_off.rollouts, bias.cut_off.mean_sampled_tokens) == (1, None)
     assert bias.cut_off.mean_s > bias.finished.mean_s
     assert bias.reason == "straggler"
-
-
-async def test_before_a_straggler_is_cut_off_s3_is_asked(open_bench):
-    bench = await open_bench("group.size=4", "group.straggler_after=0.7")
-    result = await bench.run(behave=only("task-a.2", Agents.write_unannounced))
-    assert result.report.outcomes[Outcome.COMPLETED] == 4
-    assert result.report.length_bias is None
 
 
 async def test_no_rollout_is_a_straggler_before_enough_are_finished(open_bench):

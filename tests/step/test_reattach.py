@@ -80,18 +80,6 @@ def kill_in_the_middle(work, restart, tmp_path):
     return kill_in_the_middle
 
 
-async def test_only_invoked_sessions_are_stopped(open_bench, restart, tmp_path):
-    bench = await open_bench("runtime.max_sessions=2", "group.size=4")
-    restart(bench)
-    running = bench.start("a", behave=Agents.vanish)
-    await eventually(lambda: len(bench.agents.requests) == 2)
-    invoked = bench.agents.invoked
-    await kill(bench, running, tmp_path)
-    restart(bench, gateway="another, so that nothing continues")
-    assert (await bench.run("a", behave=Agents.complete)).report.outcomes[Outcome.COMPLETED] == 4
-    assert set(bench.agents.stopped) == invoked | bench.agents.invoked
-
-
 async def test_a_running_agent_is_waited_for_and_not_run_again(open_bench, work, restart, kill_in_the_middle):
     bench = await open_bench()
     [request] = await kill_in_the_middle(bench, "a")
@@ -170,17 +158,6 @@ async def test_with_another_gateway_everything_is_closed_and_runs_again(open_ben
     assert bench.gateways.adopted == []
     assert request.session_id in bench.agents.stopped
     assert request.session_id in bench.revoked
-
-
-async def test_with_other_weights_running_agents_are_closed(open_bench, work, kill_in_the_middle):
-    bench = await open_bench()
-    [request] = await kill_in_the_middle(bench, "a")
-    result = await bench.run("a", same_weights=False, behave=Agents.complete)
-    assert len(bench.agents.requests) == 2
-    assert bench.gateways.adopted == []
-    assert request.session_id in bench.agents.stopped
-    assert request.session_id in bench.revoked
-    assert request.session_id not in {rollout.session_id for rollout in result.rollouts}
 
 
 async def test_a_running_agent_keeps_its_slot(open_bench, work, kill_in_the_middle):

@@ -56,6 +56,8 @@ async def test_an_aborted_and_a_cancelled_step_have_records(open_bench):
             await running
         lost = (Outcome.INFRA_ERROR, "run_failed") if end == "abort" else (Outcome.CANCELLED, "aborted")
         assert outcomes(step) == {"task-a.0": (Outcome.COMPLETED, ""), "task-a.1": lost}
+        assert set(bench.agents.stopped) == bench.agents.invoked
+        step.ledger.reconcile()
 
 
 async def test_a_resumed_step_has_the_sessions_of_finished_rollouts(open_bench):

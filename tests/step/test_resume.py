@@ -32,16 +32,6 @@ async def begin_and_die(bench, *tasks: str, **more) -> None:
     bench.forget()
 
 
-async def test_only_unfinished_rollouts_run(open_bench):
-    bench = await open_bench()
-    await begin_and_die(bench, "a", "b")
-    result = await bench.run("a", "b")
-    assert bench.agents.rollouts == ["a.1", "b.1"]
-    assert (result.report.outcomes[Outcome.COMPLETED], result.report.resumed) == (4, 2)
-    assert {rollout.rollout_id for rollout in result.rollouts} == {"a.0", "a.1", "b.0", "b.1"}
-    assert all(group.usable for group in result.groups)
-
-
 async def test_the_sessions_of_a_killed_trainer_are_closed_and_their_numbers_not_used_again(open_bench):
     bench = await open_bench("runtime.max_attempts=3")
     await begin_and_die(bench, "a")
@@ -258,15 +248,6 @@ def sealed_by(bench, secret: str, previous: str | None = None) -> None:
         return rollout.model_copy(update={"seal": more.get("seal", trajectory.seal)})
 
     bench.agents.result = result.__get__(bench.agents)
-
-
-async def test_a_trainer_with_the_same_secret_reuses_finished_rollouts(open_bench):
-    bench = await open_bench()
-    sealed_by(bench, "the first machine's secret " * 2)
-    await begin_and_die(bench, "a")
-    result = await bench.run("a")
-    assert bench.agents.rollouts == ["a.1"]
-    assert (result.report.outcomes[Outcome.COMPLETED], result.report.resumed) == (2, 1)
 
 
 async def test_a_trainer_with_a_new_secret_and_the_previous_one_reuses_finished_rollouts(open_bench):

@@ -5,10 +5,10 @@ from itertools import count
 import pytest
 
 from agent_wrapper.contract import Outcome
-from builders import eventually, skip
+from builders import eventually
 from rollout_backend.core.ledger import Phase
 from rollout_backend.core.session_ends import HeartbeatReport, Heartbeats
-from step_bench import Agents, only
+from step_bench import only
 
 
 class Ward:
@@ -61,26 +61,3 @@ async def test_a_rollout_whose_every_attempt_is_lost_is_infra_error(open_bench, 
     assert "fell silent while others were heard" in failure.message
     assert result.report.attempts == 3 + (policy == "replace")
     assert result.report.outcomes[Outcome.COMPLETED] == 1 + (policy == "replace")
-
-
-async def test_a_result_in_s3_counts_although_its_container_died(open_bench):
-    bench = await open_bench()
-    ward = Ward(bench)
-
-    async def dies_after_its_write(agents, request):
-        await agents.write_unannounced(request)
-        await ward.fall_silent(agents, request)
-
-    report = (await bench.run(behave=dies_after_its_write)).report
-    assert (report.outcomes[Outcome.COMPLETED], report.attempts) == (2, 2)
-
-
-async def test_a_rollout_without_a_result_is_replaced(open_bench):
-    # `skip` may cut off the request that receives an announcement, so results are found by listing.
-    bench = await open_bench("group.policy=replace", "group.max_replacements=1", "collect.list_after_idle_s=0.3")
-    running = bench.start(behave=only("task-a.0", Agents.vanish))
-    await eventually(lambda: bench.ledger.counts()[Outcome.COMPLETED] == 1)
-    skip(81)  # the timeouts of an agent and of its publication
-    report = (await running).report
-    assert report.reasons == {"timed_out: no_result": 1}
-    assert report.outcomes[Outcome.COMPLETED] == 2
