@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from rollout_backend.config import HttpConfig
 from rollout_backend.core.ledger import CallTally
 from rollout_backend.dispatch.call_queue import CallKind, CallQueue
 from rollout_backend.errors import InvokeRejected, OutcomeUnknown, QuotaExceeded, RuntimeUnavailable, Throttled
@@ -38,24 +37,13 @@ async def test_calls_wait_for_their_rate_in_order():
 
 
 @in_virtual_time
-async def test_cancelled_waiters_give_their_places_back():
-    queue = CallQueue(invoke_per_s=1, stop_per_s=1)
-    await queue.admit(CallKind.INVOKE)
-    waiting = asyncio.create_task(admitted(queue, CallKind.INVOKE, 100))
-    await asyncio.sleep(0.5)
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
-    await queue.admit(CallKind.INVOKE)
-    assert now() == pytest.approx(1.0)
-
-
-@in_virtual_time
 async def test_a_waiter_that_is_admitted_and_cancelled_at_once_gives_its_place_back():
     queue = CallQueue(invoke_per_s=1, stop_per_s=1)
     await queue.admit(CallKind.INVOKE)
     waiting = asyncio.create_task(queue.admit(CallKind.INVOKE))
     await asyncio.sleep(0)
-    asyncio.get_running_loop().call_later(1.0, waiting.cancel)  # right after the queue's own timer
+    # In the same turn as the queue's own timer, and after it: the loop's clock is not that fine.
+    asyncio.get_running_loop().call_later(1.0 + 5e-10, waiting.cancel)
     with pytest.raises(asyncio.CancelledError):
         await waiting
     await queue.admit(CallKind.INVOKE)
@@ -144,12 +132,6 @@ async def test_a_refused_invoke_does_not_slow_stops_down():
         refuse(queue, error=QuotaExceeded("402"))
         await asyncio.sleep(0.01)
     assert max(await admitted(queue, CallKind.STOP, 8)) == pytest.approx(1.0, abs=0.1)
-
-
-@in_virtual_time
-async def test_the_rates_are_those_of_the_settings():
-    config = HttpConfig(url="http://agents", invoke_per_s=5, stop_per_s=7, calls_per_s=1)
-    assert max(await admitted(CallQueue.from_config(config), CallKind.INVOKE, 3)) == 2
 
 
 @in_virtual_time

