@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agent_wrapper.contract import Failure, Outcome, ResultName, Rollout, failure_marker_key
+from agent_wrapper.contract import Outcome, ResultName, Rollout, failure_marker_key
 from agent_wrapper.contract.codec import unpacked_size
 from collect_bench import Sink
 from rollout_backend.collect.buffer import MAX_KEYS, MessageStatus, RolloutBuffer
@@ -16,12 +16,9 @@ from rollout_backend.errors import StoreError
 from rollout_backend.rendering.segments import Completion, SegmentRecorder
 from rollouts import make_rollout
 
-FAILED = Failure(reason="agent_failure", message="boom")
 FORGED: dict[str, Callable[..., bytes]] = {
     "sampled": lambda make: make(session_id="made-up").encode(),
-    "timed out": lambda make: make(outcome=Outcome.TIMED_OUT, session_id="made-up").encode(),
     "scored error": lambda make: make(outcome=Outcome.AGENT_ERROR, reward=0.0, session_id="made-up").encode(),
-    "lost": lambda make: make(outcome=Outcome.INFRA_ERROR, session_id="made-up").encode(),
     "no session": lambda make: make(session_id="").encode(),
     "another rollout's session": lambda make: make(session_id="session-task-b.0").encode(),
     "in JSON": lambda make: make(session_id="made-up").to_json(),
@@ -72,14 +69,6 @@ async def test_a_forged_failure_marker_is_quarantined_once_and_does_not_end_the_
     await run.store_(run.rollout())
     await run.buffer.sweep(sink)
     assert sink.ids == ["task-a.0"]
-
-
-async def test_a_failure_marker_of_the_attempts_session_counts(open_run):
-    sink = Sink("task-a.0")
-    run = await open_run(sink)
-    lost = run.rollout(outcome=Outcome.INFRA_ERROR)
-    await run.announce(await run.put(failure_marker_key("", run.run_id, 0, "task-a.0", 1), lost.encode()))
-    await sink.until(lambda: sink.arrived)
 
 
 class Keys(ResultStore):

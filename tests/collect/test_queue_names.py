@@ -36,14 +36,6 @@ async def test_a_blocked_name_is_retried(caplog):
 
 
 @in_virtual_time
-async def test_other_refusals_are_not_retried():
-    sqs = Sqs("AccessDenied", times=3)
-    with pytest.raises(ClientError):
-        await queue._create_one(sqs, "rollout-a", {})
-    assert sqs.times == 2
-
-
-@in_virtual_time
 async def test_the_wait_for_a_blocked_name_ends():
     sqs = Sqs("AWS.SimpleQueueService.QueueDeletedRecently", times=1000)
     with pytest.raises(ClientError):
