@@ -11,9 +11,8 @@ import pytest
 
 from agent_wrapper.shared.workspace import WORKSPACE, pack_folder
 from builders import until
-from rollout_backend.core.harbor import VERIFIER
 from rollout_backend.scoring.harbor import verify
-from rollout_backend.scoring.scorer import ScoreInput, ScoringError, load_scorer
+from rollout_backend.scoring.scorer import ScoreInput, ScoringError
 from rollouts import make_rollout
 
 
@@ -106,10 +105,6 @@ def test_what_is_missing_is_named(given):
         verify(without)
     with pytest.raises(ScoringError, match="is no Harbor task"):
         verify(ScoreInput("t", {}, {}, without.rollout))
-
-
-def test_it_is_a_scorer():
-    assert load_scorer(VERIFIER).name == "verify"
 
 
 def test_the_tests_end_with_the_process_that_runs_them(given, tmp_path):

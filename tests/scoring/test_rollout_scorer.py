@@ -7,12 +7,12 @@ import msgpack
 import pytest
 
 from agent_wrapper.context import Artifacts
-from agent_wrapper.contract import Failure, Outcome, Rollout, artifacts_key
+from agent_wrapper.contract import Rollout, artifacts_key
 from rollout_backend.config import StorageConfig
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ResultMissing, StoreError, WriteConflict
-from rollout_backend.scoring.rollout_scorer import RolloutScorer, scored
-from rollout_backend.scoring.scorer import ArtifactLost, Score, ScoreInput
+from rollout_backend.scoring.rollout_scorer import RolloutScorer
+from rollout_backend.scoring.scorer import ArtifactLost, ScoreInput
 from rollouts import make_rollout
 
 TASK = Task("t", {"q": 1}, private={"answer": "7"})
@@ -100,15 +100,6 @@ async def test_the_scorer_gets_integers_of_any_size(store):
         rollout, rollout.encode(), Task("t", values, private=values)
     )
     assert (seen[0].payload, seen[0].private) == (values, values)
-
-
-def test_a_scorer_completes_a_rollout_without_a_reward_of_its_agent():
-    failure = Failure(reason="no_reward", message="")
-    update = {"outcome": Outcome.AGENT_ERROR, "reward": None, "failure": failure}
-    rollout = scored(make_rollout("t.0").model_copy(update=update), Score(scorer="judge", sha256=SHA256, reward=0.5))
-    assert (rollout.outcome, rollout.reward, rollout.failure) == (Outcome.COMPLETED, 0.5, None)
-    assert rollout.score.agent_reward is None
-    assert Rollout.decode(rollout.encode()).encode() == rollout.encode()
 
 
 async def test_the_first_score_that_is_written_counts(store, scorer):

@@ -55,13 +55,6 @@ def load(tmp_path):
     return load
 
 
-def test_a_function_sees_the_private_part_and_the_reply(load):
-    scorer = load("score")
-    found = scorer.score(given({"answer": "7"}))
-    assert (found.scorer, found.sha256, found.reward) == ("score", scorer.sha256, 1.0)
-    assert scorer.score(given({"answer": "8"})).reward == 0.0
-
-
 def test_a_function_returns_rewards_of_turns_and_extras(load):
     turns = sum(len(segment.turns) for segment in given({}).rollout.segments)
     found = load("detailed").score(given({"turns": turns}))
