@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from rollout_backend.config import ENGINE_KINDS
 from rollout_backend.errors import ConfigError
 from rollout_backend.serving.engine import EngineFactory
 from rollout_backend.serving.engine_fleet import EngineFleet, engine_factory
@@ -13,14 +12,7 @@ from rollout_backend.serving.local_engine import LocalEngine
 
 
 def fake_engine(model, serving, node):
-    return [
-        sys.executable,
-        "-S",
-        str(Path(__file__).with_name("fake_engine.py")),
-        node.host,
-        str(node.port),
-        "healthy",
-    ], {}
+    return [sys.executable, "-S", str(Path(__file__).with_name("fake_engine.py")), node.host, str(node.port)], {}
 
 
 class FakeEngineFactory(EngineFactory):
@@ -34,12 +26,6 @@ class FakeEngineFactory(EngineFactory):
     def make(self, number):
         name, config = f"engine-{number}", self._config
         return LocalEngine(name, config.model, config.serving, self._log_dir / f"{name}.log", command=fake_engine)
-
-
-@pytest.mark.parametrize("kind", ENGINE_KINDS)
-def test_each_known_kind_has_a_factory(make_config, tmp_path, kind):
-    urls = ["http://127.0.0.1:9"] if kind == "external" else []
-    assert engine_factory(make_config(serving={"kind": kind, "urls": urls}), tmp_path).count == 1
 
 
 async def test_engines_of_another_package_serve(make_config, tmp_path):

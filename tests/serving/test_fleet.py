@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 
 from builders import is_running, post, skip
-from rollout_backend.errors import ConfigError, StartupError
+from rollout_backend.errors import StartupError
 from rollout_backend.serving.engine import is_healthy, is_responding
 from rollout_backend.serving.engine_fleet import EngineFleet, engine_factory
 from rollout_backend.serving.local_engine import LocalEngine
@@ -76,9 +76,8 @@ async def test_fleet_serves_and_leaves_no_process(make_fleet):
     await fleet.stop()  # idempotent
 
 
-@pytest.mark.parametrize("kind", ROUTERS)
-async def test_killed_engine_is_restarted_and_calls_succeed_meanwhile(make_fleet, until, kind):
-    fleet, events, engines = make_fleet(serving={"servers": 2}, router={"kind": kind})
+async def test_killed_engine_is_restarted_and_calls_succeed_meanwhile(make_fleet, until):
+    fleet, events, engines = make_fleet(serving={"servers": 2}, router={})
     async with fleet:
         keys = [f"session-{i}" for i in range(30)]
         await asyncio.gather(*(generate(fleet, key) for key in keys))  # pins each to an engine
@@ -102,17 +101,6 @@ async def test_silent_server_does_not_respond():
         assert not await is_responding(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.1)
 
 
-@pytest.mark.slow
-async def test_engine_that_fails_its_probes_is_restarted(make_fleet, until):
-    fleet, events, engines = make_fleet(probing=OFTEN)
-    async with fleet:
-        await post(f"{engines[0].url}/fail_probes", {"fail": True})
-        await until(lambda: kinds(events, "engine-0") == ["started", "died", "restarted"])
-        assert "did not answer any more" in next(event.detail for event in events if event.kind == "died")
-        assert not is_running(engines[0].pid)
-        assert await generate(fleet) == (200, engines[1].pid)
-
-
 @pytest.mark.parametrize("kind", ROUTERS)
 async def test_killed_router_restarts_with_all_engines(make_fleet, until, kind):
     fleet, events, engines = make_fleet(serving={"servers": 2}, router={"kind": kind})
@@ -124,17 +112,6 @@ async def test_killed_router_restarts_with_all_engines(make_fleet, until, kind):
         assert set(await fleet._router.workers()) == {engine.url for engine in engines}
         assert (await generate(fleet))[0] == 200
         assert kinds(events, "engine-0") == ["started"]
-
-
-@pytest.mark.slow
-async def test_router_and_engine_restart_after_both_are_killed(make_fleet, until):
-    fleet, events, engines = make_fleet(serving={"servers": 2})
-    async with fleet:
-        os.kill(fleet._router.pid, signal.SIGKILL)
-        os.kill(engines[0].pid, signal.SIGKILL)
-        await until(lambda: all(state.serving for state in fleet.snapshot()) and len(engines) == 3)
-        await until(lambda: "restarted" in kinds(events, "engine-0") and "restarted" in kinds(events, "router"))
-        assert set(await fleet._router.workers()) == {engines[1].url, engines[2].url}
 
 
 async def test_last_engine_out_of_restarts_ends_the_run(make_fleet, until):
@@ -151,26 +128,9 @@ async def test_last_engine_out_of_restarts_ends_the_run(make_fleet, until):
         assert len(engines) == 3
 
 
-async def test_max_restarts_0_ends_the_run_at_the_first_loss(make_fleet):
-    fleet, _, _ = make_fleet(serving={"max_restarts": 0})
-    async with fleet:
-        os.kill(fleet._router.pid, signal.SIGKILL)
-        with pytest.raises(StartupError, match="router is gone after 0 restarts"):
-            await asyncio.wait_for(fleet.failed(), 120)
-
-
-@pytest.mark.parametrize(
-    ("mode", "message"),
-    [
-        ("broken", r"engine-0 ended with code 1 before it was up[\s\S]*made of cheese[\s\S]*other 1 engines failed"),
-        pytest.param("sick", r"engine-0 was not healthy after 1 s", marks=pytest.mark.slow),
-    ],
-)
-async def test_start_fails_if_no_engine_starts(make_fleet, mode, message):
-    fleet, events, engines = make_fleet(
-        mode=lambda started: mode,
-        serving={"servers": 2, "max_restarts": 0, "startup_timeout_s": 1 if mode == "sick" else 120},
-    )
+async def test_start_fails_if_no_engine_starts(make_fleet):
+    fleet, events, engines = make_fleet(mode=lambda started: "broken", serving={"servers": 2, "max_restarts": 0})
+    message = r"engine-0 ended with code 1 before it was up[\s\S]*made of cheese[\s\S]*other 1 engines failed"
     with pytest.raises(StartupError, match=message):
         await fleet.start()
     assert "started" not in [*kinds(events, "engine-0"), *kinds(events, "engine-1")]
@@ -218,16 +178,6 @@ async def test_folder_without_a_model_is_refused(make_fleet, tmp_path):
     assert not fleet._router.running
 
 
-async def test_taken_router_port_is_refused(make_fleet):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        fleet, _, engines = make_fleet(router={"port": taken.getsockname()[1]})
-        with pytest.raises(StartupError, match=r"set router\.port"):
-            await fleet.start()
-    assert not any(is_running(pid) for engine in engines if (pid := engine.pid))
-
-
 async def test_cancelled_start_leaves_no_process(make_fleet, until):
     fleet, _, engines = make_fleet(mode=lambda started: "sick")
     starting = asyncio.create_task(fleet.start())
@@ -237,22 +187,6 @@ async def test_cancelled_start_leaves_no_process(make_fleet, until):
         await starting
     assert not is_running(engines[0].pid)
     assert not fleet._router.running
-
-
-async def test_error_in_the_listener_ends_the_run(make_config, fake_command, tmp_path):
-    config, command = make_config(), fake_command()
-    engine = LocalEngine("engine-0", config.model, config.serving, tmp_path / "log", command=command)
-
-    def listener(event):
-        if event.kind == "died":
-            raise RuntimeError("the display broke")
-
-    factory = engine_factory(config, tmp_path)
-    factory.make = lambda number: engine
-    async with EngineFleet(config, tmp_path, listener, factory=factory) as fleet:
-        os.kill(engine.pid, signal.SIGKILL)
-        with pytest.raises(RuntimeError, match="the display broke"):
-            await asyncio.wait_for(fleet.failed(), 120)
 
 
 async def test_external_engines_are_registered_and_left_running(make_config, start_engine, tmp_path, until):
@@ -334,12 +268,6 @@ async def test_unreachable_external_engine_is_refused(make_config, tmp_path):
     config = make_config(serving={"kind": "external", "urls": ["http://127.0.0.1:9"], "startup_timeout_s": 0.5})
     with pytest.raises(StartupError, match=r"correct serving\.urls"):
         await EngineFleet(config, tmp_path).start()
-
-
-async def test_the_cpu_engine_must_be_installed(make_config, tmp_path, monkeypatch):
-    monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path / "empty"))
-    with pytest.raises(ConfigError, match="rollout engine install"):
-        await EngineFleet(make_config(serving={"device": "cpu"}), tmp_path).start()
 
 
 # --- servers that a trainer puts to sleep -----------------------------------------------------------------

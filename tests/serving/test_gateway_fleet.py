@@ -162,12 +162,6 @@ async def a_key_is_valid_at_its_own_shard_only(fleet, claims):
     assert (await fleet.stats()).sessions_open == 0  # nothing was opened
 
 
-async def test_a_fleet_that_is_not_running_reports_it(tmp_path):
-    fleet = GatewayFleet(run_config(gateway={"processes": 2}), "http://e", tmp_path)
-    with pytest.raises(ServingError, match="not running"):
-        await fleet.revoke(["s"])
-
-
 async def test_ports_are_consecutive_and_one_failure_stops_all(engine, tmp_path):
     with socket.socket() as taken:
         bound = False
@@ -271,16 +265,3 @@ async def test_a_restarted_gateway_stays_paused_and_names_the_newest_version(sta
         await fleet.resume()
         assert await asked == "hello"
         assert engine.requests[-1]["lora_path"] == "math@3"
-
-
-@pytest.mark.slow
-async def test_a_call_that_waits_too_long_fails_with_the_reason(start_fleet, claims):
-    with ScriptedEngine(lambda prompt: "hello") as engine:
-        fleet = await start_fleet(engine, timeouts={"model_call_s": 0.5})
-        await fleet.pause()
-        with pytest.raises(
-            openai.InternalServerError, match="are paused while the trainer has their memory"
-        ) as caught:
-            await complete(fleet.endpoint(claims()))
-        assert caught.value.response.headers["retry-after"]
-        assert engine.requests == []

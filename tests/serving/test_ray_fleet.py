@@ -1,19 +1,15 @@
 """Real Ray on this machine, with one logical GPU, and fake engines in place of SGLang."""
 
 import asyncio
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import aiohttp
 import pytest
 
 from rollout_backend.errors import StartupError
 from rollout_backend.serving.engine import is_healthy
-from rollout_backend.serving.engine_fleet import EngineFleet
-from rollout_backend.serving.ray_servers import RayEngine, RayEngineFactory
+from rollout_backend.serving.ray_servers import RayEngine
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 
@@ -51,31 +47,6 @@ def test_fleet_does_not_import_ray():
     modules = "rollout_backend.serving.engine_fleet, rollout_backend.serving.ray_servers"
     script = f"import sys, {modules}; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
-
-
-@pytest.mark.slow
-async def test_killed_ray_engine_is_restarted(ray, command, make_config, tmp_path, until):
-    config = make_config(serving={"kind": "ray", "startup_timeout_s": 120})
-    events = []
-    factory = RayEngineFactory(config, tmp_path, command)
-    async with EngineFleet(config, tmp_path, events.append, factory=factory) as fleet:
-        assert ray.available_resources().get("GPU", 0) == 0  # the actor holds the GPU
-        (url,) = fleet.engine_urls
-        assert url.startswith(f"http://{ray.util.get_node_ip_address()}:")
-
-        async def served_by():
-            async with aiohttp.ClientSession() as http, http.post(f"{fleet.router_url}/generate", json={}) as reply:
-                return (await reply.json())["pid"]
-
-        pid = await served_by()
-        os.kill(pid, signal.SIGKILL)
-        await until(
-            lambda: [event.kind for event in events if event.server == "engine-0"][1:] == ["died", "restarted"]
-        )
-        died = next(event for event in events if event.kind == "died")
-        assert "ended with code -9" in died.detail
-        assert "engine-0.log" in died.detail
-        assert await served_by() != pid
 
 
 @pytest.mark.slow

@@ -1,18 +1,17 @@
-"""Gateways as Ray actors on this machine."""
+"""Gateways as Ray actors on a cluster of two machines with an address each."""
 
 import asyncio
 from types import SimpleNamespace
 
-import httpx
 import openai
 import pytest
 
-from builders import complete, eventually, listens, run_config, session_of
+from builders import complete, eventually, run_config, session_of
+from ray_cluster import machine, ray_machines
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import ServingError, StartupError
 from rollout_backend.local.scripted import ScriptedEngine
-from rollout_backend.serving.gateway_fleet import GatewayFleet, Shard
-from rollout_backend.serving.gateway_process import GatewayProcess
+from rollout_backend.serving.gateway_fleet import GatewayFleet
 from rollout_backend.serving.ray_servers import RayActor
 
 
@@ -23,12 +22,10 @@ def engine():
 
 
 @pytest.fixture(scope="module")
-def ray():
-    import ray
-
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield ray
-    ray.shutdown()
+def machines():
+    """A cluster of two machines with a CPU each. The last test of this module loses one."""
+    with ray_machines({"num_cpus": 1}, [{"num_cpus": 1}]) as machines:
+        yield machines
 
 
 def on_ray(**gateway) -> RolloutConfig:
@@ -37,35 +34,11 @@ def on_ray(**gateway) -> RolloutConfig:
 
 
 @pytest.mark.slow
-async def test_gateways_as_ray_actors(ray, engine, tmp_path, claims):
-    fleet = GatewayFleet(on_ray(), engine.url, tmp_path)
-    assert {name for name in vars(Shard) if not name.startswith("_")} <= {*dir(GatewayProcess), "journal_id"}
-    try:
-        await fleet.start()
-        assert ray.available_resources().get("CPU", 0) == 0
-        assert all(url.startswith(f"http://{ray.util.get_node_ip_address()}:") for url in fleet.urls)
-        for shard in range(2):
-            endpoint = fleet.endpoint(claims(session_of(shard)))
-            assert endpoint.base_url == f"{fleet.urls[shard]}/v1"
-            assert await complete(endpoint) == "one"
-        assert (await fleet.stats()).calls == 2
-        await fleet.revoke([session_of(1)])
-        with pytest.raises(openai.APIStatusError, match="closed"):
-            await complete(fleet.endpoint(claims(session_of(1))))
-        waiting = asyncio.create_task(fleet.failed())
-        await asyncio.sleep(0)
-        ray.kill(fleet._shards[0].handle)
-        with pytest.raises(StartupError, match="gateway 0 of 2: its Ray actor died"):
-            await asyncio.wait_for(waiting, 120)
-        with pytest.raises(ServingError, match="gateway 0 of 2"):
-            await fleet.stats()
-    finally:
-        await fleet.stop()
-    assert not any(listens(url.host, url.port) for url in map(httpx.URL, fleet.urls))
+async def test_a_gateway_whose_actor_is_killed_while_the_run_starts_gets_another_actor(
+    machines, engine, tmp_path, claims
+):
+    import ray
 
-
-@pytest.mark.slow
-async def test_a_gateway_whose_actor_is_killed_while_the_run_starts_gets_another_actor(ray, engine, tmp_path, claims):
     events: list[str] = []
     fleet = GatewayFleet(
         on_ray(processes=1),
@@ -87,14 +60,14 @@ async def test_a_gateway_whose_actor_is_killed_while_the_run_starts_gets_another
 
 
 @pytest.mark.slow
-async def test_a_cluster_without_free_cpus_reports_the_setting(ray, engine, tmp_path):
+async def test_a_cluster_without_free_cpus_reports_the_setting(machines, engine, tmp_path):
     fleet = GatewayFleet(on_ray(processes=3, startup_timeout_s=0.5), engine.url, tmp_path)
     with pytest.raises(StartupError, match=r"had a CPU free within 0\.5 s: lower gateway\.processes"):
         await fleet.start()
 
 
 @pytest.mark.slow
-async def test_an_error_on_the_other_machine_is_reported(ray, engine, tmp_path):
+async def test_an_error_on_the_other_machine_is_reported(machines, engine, tmp_path):
     settings = on_ray(processes=1).model_copy(update={"model": run_config(model={"path": str(tmp_path)}).model})
     fleet = GatewayFleet(settings, engine.url, tmp_path)
     with pytest.raises(StartupError, match="holds no tokenizer"):
@@ -114,7 +87,9 @@ async def test_an_actor_that_is_killed_for_its_memory_has_died():
 
 
 @pytest.mark.slow
-def test_the_router_is_reached_at_this_machines_address(ray, tmp_path):
+def test_the_router_is_reached_at_this_machines_address(machines, tmp_path):
+    import ray
+
     from rollout_backend.serving.ray_servers import ray_shards
 
     settings = run_config(gateway={"kind": "ray"}, router={"host": "0.0.0.0"})
@@ -122,3 +97,29 @@ def test_the_router_is_reached_at_this_machines_address(ray, tmp_path):
         ray_shards(settings, "http://127.0.0.1:4321", [tmp_path / "log"], ("s" * 32, None), [None], "life")
     )
     assert shard._make("192.0.2.2")._engine_url == f"http://{ray.util.get_node_ip_address()}:4321"
+
+
+@pytest.mark.slow
+async def test_one_gateway_on_each_machine(machines, engine, tmp_path, claims):
+    fleet = GatewayFleet(on_ray(), engine.url, tmp_path)
+    try:
+        await fleet.start()
+        assert len({machine(url) for url in fleet.urls}) == 2
+        for shard in range(2):
+            endpoint = fleet.endpoint(claims(session_of(shard)))
+            assert endpoint.base_url == f"{fleet.urls[shard]}/v1"
+            assert await complete(endpoint) == "one"
+        assert (await fleet.stats()).calls == 2
+        await fleet.revoke([session_of(1)])
+        with pytest.raises(openai.APIStatusError, match="closed"):
+            await complete(fleet.endpoint(claims(session_of(1))))
+        waiting = asyncio.create_task(fleet.failed())
+        await asyncio.sleep(0)
+        await machines.lose("127.0.0.2")
+        lost = next(i for i, url in enumerate(fleet.urls) if machine(url) == "127.0.0.2")
+        with pytest.raises(StartupError, match=f"gateway {lost} of 2: its Ray actor died"):
+            await asyncio.wait_for(waiting, 120)
+        with pytest.raises(ServingError, match=f"gateway {lost} of 2"):
+            await fleet.stats()
+    finally:
+        await fleet.stop()

@@ -81,12 +81,6 @@ def test_a_missing_smg_is_refused_with_the_command_that_installs_it(tmp_path, mo
     assert "pip install '.[smg]'" in found.text
 
 
-def test_preflight_checks_that_smg_is_installed():
-    [found] = router_findings("smg")
-    assert (found.level, found.text) == ("ok", "smg is installed")
-    assert router_findings("sglang-router") == []
-
-
 def router_findings(kind: str) -> list[CheckResult]:
     config = run_config(model={"path": "absent"}, router={"kind": kind})  # no renderer is loaded
     return [found for found in check_machine(config) if found.setting == "router.kind"]
@@ -232,23 +226,6 @@ async def test_port_in_use_names_the_setting(tmp_path):
         with pytest.raises(StartupError, match=r"set router\.port"):
             async with Router(RouterConfig(port=taken.getsockname()[1]), tmp_path / "router.log"):
                 pass
-
-
-@pytest.mark.slow
-async def test_router_restarts_on_its_port(router, start_engine):
-    url, _ = await start_engine()
-    await router.add(url)
-    before, pid = router.url, router.pid
-    assert await router.alive()
-    os.kill(pid, signal.SIGKILL)
-    assert "code -9" in await router.wait()
-    assert not router.running
-    assert not await router.alive()
-    with pytest.raises(StartupError, match="did not answer"):
-        await router.workers()
-    await router.start()
-    assert router.url == before
-    assert await router.workers() == {}
 
 
 async def test_router_forwards_the_images_of_a_call(router):

@@ -62,11 +62,6 @@ def test_port_of_another_process_is_not_returned_before_it_is_in_use():
     assert int(drawn.stdout) not in few
 
 
-def test_ephemeral_port_is_returned_if_every_port_is_ephemeral(monkeypatch):
-    monkeypatch.setattr(server_process, "_first_ephemeral_port", lambda: 1024)
-    assert free_port() > 0
-
-
 # --- how it ended -----------------------------------------------------------------------------------------
 
 

@@ -90,13 +90,6 @@ def test_an_option_of_the_model_is_given_only_if_it_is_set(setting, flag):
     assert [flag in flags(argv) for argv in given] == [False, True]
 
 
-def test_cache_size_applies_to_gpu_and_cpu():
-    for device in ("cpu", "cuda"):
-        serving = ServingConfig(device=device, python=PYTHON, max_total_tokens=2048)
-        argv, _ = sglang_command(MODEL, serving, NODE, inherited={})
-        assert flags(argv)["max-total-tokens"] == "2048"
-
-
 def test_engine_inherits_only_needed_variables():
     ours = {
         "PATH": "/bin",
@@ -159,10 +152,6 @@ def test_sglang_accepts_the_command_line(device):
 def test_settings_that_lose_routed_experts_are_refused(sections, words):
     with pytest.raises(ConfigError, match=rf"model\.routed_experts=true.*{words}"):
         run_config(model={"path": "model", "routed_experts": True}, **sections)
-
-
-def test_calls_for_routed_experts_pass_smg_so_its_policy_has_an_effect():
-    run_config(model={"path": "model", "routed_experts": True}, router={"kind": "smg", "policy": "random"})
 
 
 async def test_an_external_server_without_routed_experts_is_refused(monkeypatch):

@@ -64,14 +64,6 @@ async def test_failed_first_start_counts_as_a_loss():
     assert server.tried.is_set()
 
 
-async def test_start_reports_nothing_and_raises():
-    server = Server(None, "no room")
-    await server.start()
-    assert (server.serving, server.kinds) == (True, [])
-    with pytest.raises(StartupError, match="no room"):
-        await server.start()
-
-
 async def test_a_server_that_is_killed_before_it_is_up_is_restarted_within_its_budget():
     server = Server(ServerKilled("killed"))
     await server.start()
@@ -86,17 +78,6 @@ async def test_server_that_does_not_answer_probes_is_lost():
     server.alive = False
     with pytest.raises(StartupError, match=r"did not answer any more\. its last line"):
         await server.run()
-
-
-@pytest.mark.parametrize("probing", [None, QUICK])
-async def test_cancellation_ends_supervision(probing):
-    server = Server(probing=probing)
-    running = asyncio.create_task(server.run())
-    await server.tried.wait()
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert server.kinds == ["started"]
 
 
 async def test_first_failure_ends_the_group():
