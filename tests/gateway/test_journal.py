@@ -1,8 +1,10 @@
 """The journal: sessions continue after a restart of their gateway, or are refused."""
 
+import gc
 import os
 import threading
 import time
+import weakref
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -211,6 +213,18 @@ async def test_a_session_that_cannot_be_journaled_is_closed(bundle, folder, jour
     assert caught.value.status == 503
     with pytest.raises(ApiError, match="closed"):
         registry.open(claims())
+
+
+async def test_a_closed_session_is_freed_without_a_garbage_collection(bundle, journal, claims):
+    registry = SessionRegistry(bundle, "m", 50.0, journal=journal)
+    gc.disable()
+    try:
+        freed = weakref.ref(registry.open(claims()).state)
+        await registry.seal(claims())
+        await registry.revoke(["s"])
+        assert freed() is None, gc.get_referrers(freed())
+    finally:
+        gc.enable()
 
 
 async def test_a_call_in_flight_does_not_reopen_a_revoked_session(bundle, folder, journal, claims):

@@ -319,6 +319,7 @@ class SessionRegistry:
         if state is not None:
             until = max(until, state.expires_at)
             sealed, state.conversations, state.sealed = state.sealed, None, None
+            state.journal = None  # which refers to the state
             state.forget_calls()
             if sealed is not None:
                 sealed.cancel()
