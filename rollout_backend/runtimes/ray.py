@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import shlex
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -34,7 +35,7 @@ from rollout_backend.errors import (
 )
 from rollout_backend.runtimes.base import AgentRuntime, CleanupSpec
 from rollout_backend.runtimes.process.control import KILL_S, SESSION_ID, pipe_of, send_stop
-from rollout_backend.runtimes.process.runtime import ProcessRuntime
+from rollout_backend.runtimes.process.runtime import KEPT_ENDS, ProcessRuntime
 from rollout_backend.runtimes.process.session import ProcessSession, log_of
 
 _CHECK_S = 30.0  # time limit for scheduling the check
@@ -129,7 +130,7 @@ class RayRuntime(AgentRuntime):
         self._actors: dict[str, Any] = {}
         self._starts: dict[str, asyncio.Task[None]] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
-        self._finished: set[str] = set()
+        self._finished: deque[str] = deque(maxlen=KEPT_ENDS)
         self._ends: asyncio.Queue[SessionEnd] = asyncio.Queue()
 
     @classmethod
@@ -250,7 +251,7 @@ class RayRuntime(AgentRuntime):
 
     async def _watch(self, session_id: str) -> None:
         stopped, reason, message = await _end_of(self._actors[session_id])
-        self._finished.add(session_id)
+        self._finished.append(session_id)
         del self._starts[session_id], self._watches[session_id]
         self._kill(session_id)
         if not stopped:

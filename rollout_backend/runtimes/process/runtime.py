@@ -12,6 +12,7 @@ import os
 import shlex
 import shutil
 import threading
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,6 +33,7 @@ from rollout_backend.runtimes.process.control import (
 )
 from rollout_backend.runtimes.process.session import ProcessSession, environment, log_of
 
+KEPT_ENDS = 10_000  # sessions that have ended; a repeated invoke follows within minutes
 _IMPORT_S = 120.0
 _POLL_S = 1.0  # interval of polling sessions that an earlier trainer started
 
@@ -43,7 +45,7 @@ class ProcessRuntime(AgentRuntime):
         self._config = config
         self._folder = folder
         self._sessions: dict[str, ProcessSession] = {}
-        self._finished: set[str] = set()
+        self._finished: deque[str] = deque(maxlen=KEPT_ENDS)
         self._earlier = {*open_sessions(folder)}
         self._ends: asyncio.Queue[SessionEnd] = asyncio.Queue()
         self._stop_other = session_stopper(self.cleanup_spec().options)
@@ -130,7 +132,7 @@ class ProcessRuntime(AgentRuntime):
         del self._sessions[session_id]
         if session.task.cancelled() or session.started.exception() is not None:
             return
-        self._finished.add(session_id)
+        self._finished.append(session_id)
         if session.end is None or session.end["why"] != "stopped":
             message = f"session {session_id} ended without a result: {session.describe_end()}. Log: {session.log}"
             self._ends.put_nowait(SessionEnd(session_id, session.reason(), message))
