@@ -54,11 +54,6 @@ def test_usage_within_a_stream_is_refused():
     parse(stream=True, stream_options={"continuous_usage_stats": False})
 
 
-def test_tools_are_unchanged():
-    tools = [{"function": {"parameters": {"b": 1, "a": None}, "name": "f"}, "type": "function", "x": [1.5]}]
-    assert json.dumps(parse(tools=tools).tools) == json.dumps(tools)
-
-
 def test_sampling_and_limits():
     call = parse(
         max_tokens=3,
@@ -125,17 +120,9 @@ def test_response_format(asked, wanted):
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "sub"}}, "tools": [TOOL]}, "tool_choice"),
-        ({"functions": [{"name": "f"}]}, "functions"),
-        ({"response_format": {"type": "xml"}}, "response_format"),
-        ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
-        ({"audio": {"voice": "x"}}, "audio"),
         ({"n": 17}, "n"),
-        ({"n": 0}, "n"),
         ({"seed": 2**63 - 1}, "seed"),
-        ({"temperature": -1}, "temperature"),
-        ({"top_logprobs": 2, "logprobs": True}, "top_logprobs"),
-        ({"stop": ""}, "stop"),
         ({"stop": [""]}, "stop"),
         ({"stop": ["a"] * 17}, "stop"),
     ],

@@ -4,13 +4,12 @@ import json
 from collections.abc import Iterator
 
 import httpx
-import pytest
 
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.model_call import Answer, Delta, ModelCall
 from rollout_backend.dialects.base import Dialect
 from rollout_backend.dialects.registry import DIALECTS, dialect_of_client
-from rollout_backend.local.scripted import Fail, ScriptedEngine
+from rollout_backend.local.scripted import ScriptedEngine
 
 
 class ToyEvents:
@@ -59,39 +58,25 @@ class Toy(Dialect):
         return {"length": prompt_tokens}
 
 
-@pytest.fixture
-def post(serve):
-    """`post(path, body)` calls a gateway that serves the toy too; its engine says "hello", then always fails."""
-    with ScriptedEngine(["hello", Fail(400, "too tired")]) as engine:
+def test_a_gateway_speaks_a_registered_dialect(serve):
+    with ScriptedEngine(["hello", "hello"]) as engine:
         gateway = serve(engine.url, dialects=[*DIALECTS, Toy])
-        headers = {"Authorization": f"Bearer {gateway.key()}"}
-        yield lambda path, body: httpx.post(f"{gateway.url}/v1{path}", json=body, headers=headers, timeout=120)
 
+        def post(path: str, **body) -> httpx.Response:
+            return gateway.post({"model": "scripted", **body}, path=f"/v1/toy{path}")
 
-def test_gateway_answers_in_the_shape_of_a_registered_dialect(post):
-    answer = post("/toy/ask", {"model": "scripted", "question": "hi"})
-    assert (answer.status_code, answer.json()) == (200, {"said": "hello", "by": "scripted"})
-    length = post("/toy/count", {"model": "scripted", "question": "hi"})
-    assert length.json()["length"] > 2
-
-
-def test_gateway_streams_the_events_of_a_registered_dialect(post):
-    start, *pieces, end = post("/toy/ask", {"model": "scripted", "question": "hi", "stream": True}).text.split()
-    assert start.startswith("prompt=")
-    assert ("".join(pieces), end) == ("hello", "end")
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "status", "message"),
-    [
-        ("/toy/ask", {"model": "scripted"}, 400, "no question"),
-        ("/toy/ask", {"model": "other", "question": "hi"}, 404, "there is no model 'other' here, only 'scripted'"),
-        ("/toy/ask/again", {}, 404, "POST /v1/toy/ask/again: Not Found"),
-    ],
-)
-def test_gateway_reports_errors_in_the_shape_of_a_registered_dialect(post, path, body, status, message):
-    answer = post(path, body)
-    assert (answer.status_code, answer.json()) == (status, {"oops": message})
+        answer = post("/ask", question="hi")
+        assert (answer.status_code, answer.json()) == (200, {"said": "hello", "by": "scripted"})
+        assert post("/count", question="hi").json()["length"] > 2
+        start, *pieces, end = post("/ask", question="hi", stream=True).text.split()
+        assert start.startswith("prompt=")
+        assert ("".join(pieces), end) == ("hello", "end")
+        for answer, status, message in (
+            (post("/ask"), 400, "no question"),
+            (post("/ask", question="hi", model="other"), 404, "there is no model 'other' here, only 'scripted'"),
+            (post("/ask/again"), 404, "POST /v1/toy/ask/again: Not Found"),
+        ):
+            assert (answer.status_code, answer.json()) == (status, {"oops": message})
 
 
 def test_header_and_path_select_the_dialect_of_a_shared_path():

@@ -29,7 +29,7 @@ class Script:
 
     answer: Answer | None = None
     deltas: Sequence[Delta] = ()
-    error: ApiError | None = None  # in a stream after the deltas, else at once
+    error: ApiError | None = None  # in a stream, after the deltas
     calls: list[ModelCall] = field(default_factory=list)
 
     def reply(self, message: dict, *how) -> None:
@@ -54,15 +54,13 @@ class Sdk(ServerThread):
         self.script = Script()
         routes = [Route(self.path, self._answer, methods=["POST"])]
         routes.append(Route(f"{self.path}/count_tokens", self._count, methods=["POST"]))
-        super().__init__(Starlette(routes=routes, exception_handlers={ApiError: self._refuse}))
+        super().__init__(Starlette(routes=routes))
 
     async def _answer(self, request: Request) -> Response:
         call = self.dialect.parse(await request.body())
         self.script.calls.append(call)
         if call.stream:
             return StreamingResponse(self._events(call), media_type="text/event-stream")
-        if self.script.error:
-            raise self.script.error
         return JSONResponse(self.dialect.body(call, self.script.answer))
 
     async def _count(self, request: Request) -> Response:
@@ -78,10 +76,6 @@ class Sdk(ServerThread):
             yield events.keepalive()
         yield from events.failed(self.script.error) if self.script.error else events.end(self.script.answer)
 
-    async def _refuse(self, _: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        return JSONResponse(self.dialect.error_body(error), status_code=error.status, headers=error.headers)
-
 
 class AnthropicSdk(Sdk):
     dialect, path, module = AnthropicMessages(), "/v1/messages", anthropic
@@ -91,10 +85,9 @@ class AnthropicSdk(Sdk):
         "messages": [user("a")],
         "tools": [{"name": "f", "input_schema": {"type": "object"}}],
     }
-    refused = {"messages": [user([{"type": "image", "source": {}}])]}, "takes text only", "invalid_request_error"
 
-    def client(self, kind=anthropic.Anthropic):
-        return kind(base_url=self.url, api_key="k", max_retries=0)
+    def client(self):
+        return anthropic.Anthropic(base_url=self.url, api_key="k", max_retries=0)
 
     def create(self, client, **more):
         return client.messages.create(**{**self.ask, **more})
@@ -112,12 +105,6 @@ class AnthropicSdk(Sdk):
         text = "".join(block.text for block in blocks if block.type == "text")
         return thinking, text, [(block.id, block.name, block.input) for block in blocks if block.type == "tool_use"]
 
-    def history(self, first) -> dict:
-        """Return the request after the first answer, with a result for each call."""
-        ids = [block.id for block in first.content if block.type == "tool_use"]
-        results = [{"type": "tool_result", "tool_use_id": call_id, "content": "r"} for call_id in ids]
-        return {"messages": [user("a"), assistant(first.content), user(results)]}
-
 
 class OpenAISdk(Sdk):
     dialect, path, module = OpenAIResponses(), "/v1/responses", openai
@@ -126,10 +113,9 @@ class OpenAISdk(Sdk):
         "input": "a",
         "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}],
     }
-    refused = {"previous_response_id": "resp_1"}, "send the whole conversation", "invalid_request_error"
 
-    def client(self, kind=openai.OpenAI):
-        return kind(base_url=f"{self.url}/v1", api_key="k", max_retries=0)
+    def client(self):
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="k", max_retries=0)
 
     def create(self, client, **more):
         return client.responses.parse(**{**self.ask, **more})  # with what the stream's helper adds to each item
@@ -144,11 +130,6 @@ class OpenAISdk(Sdk):
         reasoning = "".join(item.content[0].text for item in response.output if item.type == "reasoning")
         calls = [item for item in response.output if item.type == "function_call"]
         return reasoning, response.output_text, [(c.call_id, c.name, json.loads(c.arguments)) for c in calls]
-
-    def history(self, first) -> dict:
-        ids = [item.call_id for item in first.output if item.type == "function_call"]
-        results = [{"type": "function_call_output", "call_id": call_id, "output": "r"} for call_id in ids]
-        return {"input": [user("a"), *first.output, *results]}
 
 
 @pytest.fixture(scope="module", params=[AnthropicSdk, OpenAISdk])
@@ -191,32 +172,6 @@ def test_the_client_reads_every_part_and_the_same_from_a_stream(sdk, client, rep
     calls = [(call["id"], "f", {"x": 1}) for call in message.get("tool_calls", ())]
     assert sdk.parts(plain) == (message.get("reasoning_content", ""), message["content"] or "", calls)
     assert [call.stream for call in sdk.script.calls] == [False, True]
-
-
-async def test_the_async_client_reads_the_same_from_a_stream_and_a_body(sdk):
-    sdk.script.reply(FULL, "tool_calls")
-    async with sdk.client({anthropic: anthropic.AsyncAnthropic, openai: openai.AsyncOpenAI}[sdk.module]) as client:
-        async with sdk.stream(client) as stream:
-            final = await sdk.final(stream)
-        assert final.to_dict() == (await sdk.create(client)).to_dict()
-
-
-def test_the_clients_history_equals_the_sampled_message(sdk, client):
-    sdk.script.reply(FULL, "tool_calls")
-    sdk.create(client, **sdk.history(sdk.create(client)))
-    sent = sdk.script.calls[-1].messages
-    assert sent[1] == FULL
-    assert [message["role"] for message in sent] == ["user", "assistant", "tool", "tool"]
-
-
-def test_the_client_raises_refusals(sdk, client):
-    request, match, kind = sdk.refused
-    with pytest.raises(sdk.module.BadRequestError, match=match) as error:
-        sdk.create(client, **request)
-    assert error.value.type == kind
-    sdk.script.error = ApiError(429, "busy", retry_after_s=1)
-    with pytest.raises(sdk.module.RateLimitError, match="busy"):
-        sdk.create(client)
 
 
 # --- Anthropic's client -----------------------------------------------------------------------------------

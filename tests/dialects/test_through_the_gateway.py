@@ -4,9 +4,9 @@ import anthropic
 import openai
 import pytest
 
-from builders import assistant, user
+from builders import user
 from rollout_backend.local.scripted import Fail, ToolCall
-from sdk_agents import AGENTS, ChatAgent, MessagesAgent, ResponsesAgent
+from sdk_agents import AGENTS, MessagesAgent, ResponsesAgent
 
 ASK, MORE = "What is 2 + 3?", "Sure?"
 TWO = f"I add twice.\n{ToolCall('add', {'a': 2, 'b': 3})}\n{ToolCall('add', {'a': 1})}"
@@ -44,16 +44,6 @@ def test_a_conversation_with_tools_is_one_segment_and_the_same_in_every_api(play
     )
     prompts.append(sent)
     assert sent == prompts[0]
-
-
-def test_turns_of_one_session_continue_across_dialects(play):
-    gateway = play(["5", "Yes."])
-    assert ChatAgent(gateway).turn().text == "5"
-    agent = MessagesAgent(gateway, stream=True)
-    agent.history += [assistant("5"), user(MORE)]
-    assert agent.turn().text == "Yes."
-    [segment] = gateway.trajectory().segments
-    assert len(segment.turns) == 2
 
 
 @pytest.mark.parametrize("stream", [False, True])

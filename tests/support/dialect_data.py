@@ -1,14 +1,11 @@
-"""What the tests of the dialects share: answers, sampled messages drawn at random, and spoiled requests."""
+"""What the tests of the dialects share: answers, and sampled messages drawn at random."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 from hypothesis import strategies as st
 
-from rollout_backend.core.api_error import ApiError
-from rollout_backend.core.model_call import Answer, Choice, ModelCall
-from rollout_backend.dialects.base import Dialect
+from rollout_backend.core.model_call import Answer, Choice
 
 PROMPT_TOKENS, CACHED_TOKENS, SAMPLED_TOKENS = 11, 4, 7
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
@@ -48,39 +45,3 @@ def sampled(arguments: st.SearchStrategy[str]) -> st.SearchStrategy[dict[str, An
         {"role": st.just("assistant"), "content": st.text()},
         optional={"reasoning_content": st.text(min_size=1), "tool_calls": st.lists(call, min_size=1, max_size=3)},
     )
-
-
-@st.composite
-def _spoiled(draw: st.DrawFn, whole: dict[str, Any]) -> bytes:
-    """Draw the body with one value replaced or removed."""
-    copy = json.loads(json.dumps(whole))
-    at = copy
-    while True:
-        key = draw(st.sampled_from(list(at) if isinstance(at, dict) else list(range(len(at)))))
-        if isinstance(at[key], dict | list) and at[key] and draw(st.booleans()):
-            at = at[key]
-            continue
-        if draw(st.booleans()):
-            del at[key]
-        else:
-            at[key] = draw(JSON)
-        return json.dumps(copy).encode()
-
-
-def bodies(whole: dict[str, Any]) -> st.SearchStrategy[bytes]:
-    return st.binary() | JSON.map(lambda value: json.dumps(value).encode()) | _spoiled(whole)
-
-
-def check_read_or_refused(dialect: Dialect, parse: Callable[[bytes], ModelCall], body: bytes) -> None:
-    """Check that the body becomes a call that can be sent as JSON, or is refused with 400."""
-    error = None
-    try:
-        call = parse(body)
-    except ApiError as refused:
-        error = refused
-    if error is not None:
-        assert error.status == 400
-        assert json.dumps(dialect.error_body(error), ensure_ascii=False).encode()
-    else:
-        parts = [call.messages, call.tools, call.json_schema, call.dialect_data]
-        json.dumps(parts, ensure_ascii=False, allow_nan=False, default=vars).encode()
