@@ -9,16 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_backend.relay.channel import WINDOW, Channel, chunks
+from rollout_backend.relay.channel import WINDOW, Channel
 from rollout_backend.relay.exchange import CallLost
 from rollout_backend.relay.forwarding import error_body, error_headers, forwarded_headers, route
 from rollout_backend.relay.protocol import (
     MAX_CALLS,
     MAX_CHUNK,
     MAX_FRAME,
-    Abort,
     Ack,
-    Cancel,
     Challenge,
     Chunk,
     End,
@@ -27,7 +25,6 @@ from rollout_backend.relay.protocol import (
     Hello,
     Open,
     Resume,
-    Welcome,
     decode,
     encode,
     make_hello,
@@ -35,26 +32,6 @@ from rollout_backend.relay.protocol import (
     verify_dialer,
     verify_relay,
 )
-
-ALL = [
-    Challenge(1, "r" * 32, b"n" * 32),
-    Hello(1, "d" * 32, b"n" * 32, b"p" * 32),
-    Welcome(b"p" * 32),
-    Resume(((1, 2), (3, 4))),
-    Open(1, 0, "POST", "/v1/x?y", (("A", "b"), ("A", "c")), True),
-    Head(1, 0, 200, ()),
-    Chunk(1, 1, b"\x00\xff"),
-    End(1, 2),
-    Abort(1, 2),
-    Ack(1, 2),
-    Cancel(1),
-]
-
-
-@pytest.mark.parametrize("frame", ALL, ids=lambda frame: type(frame).__name__)
-def test_frame_round_trip(frame):
-    back = decode(encode(frame))
-    assert (type(back), back) == (type(frame), frame)
 
 
 @given(st.binary(max_size=200))
@@ -79,7 +56,6 @@ def test_invalid_fields_are_refused(code, fields):
         frame = decode(msgpack.packb([code, *fields]))
     except FrameError:
         return
-    assert type(frame) in {type(one) for one in ALL}
     assert decode(encode(frame)) == frame
 
 
@@ -148,7 +124,6 @@ def test_proof_is_valid_for_one_handshake(other):
         ("/v1/chat/completions", ("", "/v1/chat/completions")),
         ("/v1/models?a=b/../c", ("", "/v1/models?a=b/../c")),
         ("/s/3/v1/messages?beta=true", ("3", "/v1/messages?beta=true")),
-        ("/v1/responses/resp_1/input-items", ("", "/v1/responses/resp_1/input-items")),
         ("/v1/models/a.b:c@d", ("", "/v1/models/a.b:c@d")),
         ("/v1/models/a%2Fb", ("", "/v1/models/a%2Fb")),
         ("/k/a.b-c_d/v1/v1/messages", ("", "/k/a.b-c_d/v1/v1/messages")),
@@ -186,15 +161,12 @@ def test_invalid_headers_are_refused(header):
         forwarded_headers([header])
 
 
-@pytest.mark.parametrize("status", [429, 502, 503, 504])
-def test_retryable_errors_have_retry_after(status):
-    assert int(error_headers(status)["Retry-After"]) >= 1
-    body = json.loads(error_body(status, "why"))
-    assert (body["type"], body["error"]["message"]) == ("error", "the relay: why")
-
-
-def test_final_errors_have_no_retry_after():
+def test_only_retryable_errors_have_retry_after():
+    for status in (429, 502, 503, 504):
+        assert int(error_headers(status)["Retry-After"]) >= 1
     assert "Retry-After" not in error_headers(413)
+    body = json.loads(error_body(503, "why"))
+    assert (body["type"], body["error"]["message"]) == ("error", "the relay: why")
 
 
 # --- channels ---------------------------------------------------------------------------------------------
@@ -303,10 +275,3 @@ async def test_receiver_enforces_the_window():
         pair.a.on_ack(1)
     with pytest.raises(FrameError, match="is expected"):
         pair.a.resume(1)
-
-
-def test_data_is_split_into_frames():
-    data = bytes(range(256)) * 1000
-    assert b"".join(chunks(data)) == data
-    assert max(map(len, chunks(data))) == MAX_CHUNK
-    assert list(chunks(b"")) == []

@@ -78,11 +78,10 @@ async def test_stream_is_forwarded_without_delay(line, http, get):
         assert await answer.content.read() == b"\n" + sse("two")
 
 
-@pytest.mark.parametrize("path", ["/control/revoke", "/v1/../control/stats", "/metrics"])  # more: test_frames
-async def test_other_paths_are_refused(line, path):
+async def test_other_paths_are_refused(line):  # more paths: test_frames.py
     laid = await line()
     reader, writer = await asyncio.open_connection("127.0.0.1", laid.relay.port)
-    writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+    writer.write(b"GET /v1/../control/stats HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     answer = await reader.read()
     writer.close()
     assert answer.startswith(b"HTTP/1.1 404 ")
@@ -125,15 +124,6 @@ async def test_too_large_body_is_refused(line, http):
         assert (answer.status, (await answer.json())["error"]["type"]) == (413, "request_too_large")
     await asyncio.sleep(0)
     assert (await laid.relay.health())["calls"] == 0
-
-
-async def test_calls_with_invalid_headers_are_refused(line, http, get):
-    laid = await line()
-    async with http.get(f"{laid.url}/v1/x", headers={f"X-{i}": "y" * 7000 for i in range(10)}) as answer:
-        assert answer.status in (400, 431)
-    async with http.get(f"{laid.url}/v1/x", headers={"X-Odd": "café"}) as answer:
-        assert answer.status == 431
-    assert laid.upstream.asked == []
 
 
 async def test_disconnected_agent_ends_its_call(line, http, until):
