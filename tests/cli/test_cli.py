@@ -8,6 +8,7 @@ from anyio.from_thread import start_blocking_portal
 from builders import refused
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import AwsConfig, StorageConfig
+from rollout_backend.local.cloud import LocalRuntime
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.run_lease import LeaseHolder, RunLease
 
@@ -40,6 +41,28 @@ def test_a_runtime_that_does_not_answer(rollout, settings, tasks):
     refused(
         rollout("run", settings(), "--tasks", tasks), "no agent server answers at http://127.0.0.1:9", "runtime.url"
     )
+
+
+def test_a_check_reports_the_runtime_of_an_image_and_creates_nothing(rollout, settings, tmp_path):
+    agent = tmp_path / "agent.py"
+    agent.write_text("raise SystemExit(1)")
+    with start_blocking_portal() as portal:
+        local = LocalRuntime(agent, run_dir=tmp_path, env={}, preload=False)
+        with portal.wrap_async_context_manager(local):
+            runtime = {"kind": "agentcore", "image": local.image, "role": local.role}
+            config = settings(runtime={**runtime, "endpoint_url": local.endpoint_url})
+            for _ in range(2):
+                code, output = rollout("doctor", config, "-v")
+                assert code == 0, output
+                assert f"runtime rollout_agent: would be made from {local.image}" in output
+            config = settings(runtime={**runtime, "name": "local", "endpoint_url": local.endpoint_url})
+            refused(rollout("doctor", config), "was not made by this backend", "runtime.name")
+
+
+def test_a_queue_that_does_not_exist(rollout, settings, tasks, local_aws, agent_server):
+    queue = {"url": f"{local_aws.endpoint_url}/000000000000/no-such-queue"}
+    config = settings(queue=queue, runtime={"kind": "http", "url": agent_server})
+    refused(rollout("run", config, "--tasks", tasks), "no-such-queue does not exist", "queue.url")
 
 
 def test_a_batch_that_cannot_start_in_time_is_refused_before_anything_starts(rollout, settings, tasks, agent_server):
