@@ -13,9 +13,8 @@ from builders import refused
 from rollout_backend import cli
 from rollout_backend.core.tasks import Task
 from rollout_backend.results.archive import RunArchive
-from rollout_backend.results.records import ResultSummary
 from rollouts import make_rollout, make_segment
-from run_folders import make_record
+from run_folders import make_step
 
 SCORER = """
 import sys
@@ -60,12 +59,7 @@ def write_steps(folder: Path, *rollouts: Rollout) -> Path:
     for step in {rollout.step for rollout in rollouts}:
         of_step = [rollout for rollout in rollouts if rollout.step == step]
         archive.write_tasks(step, [Task(task_id, {"id": task_id}) for task_id in {r.task_id for r in of_step}])
-        names = ("step", "task_id", "outcome", "trainable")
-        fields = [
-            {name: getattr(each, name) for name in names} | {"result": ResultSummary.of(each)} for each in of_step
-        ]
-        records = [make_record(each.rollout_id, **more) for each, more in zip(of_step, fields, strict=True)]
-        archive.write_records(step, records)
+        archive.write_records(step, make_step({each.rollout_id: each for each in of_step}, step=step).records)
         for rollout in of_step:
             archive.write_rollout(rollout, rollout.encode())
     archive.close()

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from agent_wrapper.contract import Outcome, Rollout
-from rollout_backend.core.ledger import PlannedRollout
 from rollout_backend.results.archive import RunArchive
-from rollout_backend.results.records import RolloutRecord, records_of
-from rollout_backend.results.step_report import StepReport, make_report
-from rollouts import make_ledger, make_rollout
+from rollout_backend.results.step_report import StepResult
+from rollouts import make_rollout
+from run_folders import make_step
 
 
 @pytest.fixture
@@ -26,10 +25,10 @@ def write(archive: RunArchive, rollout: Rollout) -> bool:
     return archive.write_rollout(rollout, rollout.encode()).result()
 
 
-def report(step: int, planned: int = 0) -> StepReport:
-    ledger = make_ledger(step)
-    ledger.plan(PlannedRollout(f"task.{i}", "task") for i in range(planned))
-    return make_report("run", ledger, [], [], [], [], refused=0, seconds=1.0, deadline_reached=False)
+def ended(step: int, *rollout_ids: str) -> StepResult:
+    """Return a step whose rollouts failed with a message of any text."""
+    message = '\u2028 \x85 \n "task.2" \x00'
+    return make_step(dict.fromkeys(rollout_ids, (Outcome.INFRA_ERROR, "container_lost", message)), step=step)
 
 
 def test_results_are_found_by_their_id_oldest_first(archive):
@@ -59,7 +58,7 @@ def test_a_failed_write_keeps_the_old_file_and_warns_once(archive, monkeypatch, 
     monkeypatch.setattr(os, "replace", cut)
     assert not write(archive, make_rollout(reward=1.0))
     assert not write(archive, make_rollout("task-b.0"))
-    assert archive.write_report(report(3, planned=2)) is None
+    assert archive.write_report(ended(3, "task.0").report) is None
     assert caplog.text.count("No space left on device") == 1
     assert "Free space on the disk of output_dir" in caplog.text
     monkeypatch.undo()
@@ -70,28 +69,18 @@ def test_a_failed_write_keeps_the_old_file_and_warns_once(archive, monkeypatch, 
     assert len(archive.find_rollout("task-b.0")) == 1
 
 
-def records(step: int, *rollout_ids: str) -> list[RolloutRecord]:
-    """Return records with a message of any text."""
-    message = '\u2028 \x85 \n "task.2" \x00'
-    ledger = make_ledger(step)
-    ledger.plan(PlannedRollout(rollout_id, "task") for rollout_id in rollout_ids)
-    for rollout_id in rollout_ids:
-        ledger.entries[rollout_id].settle(Outcome.INFRA_ERROR, "container_lost", message)
-    return records_of(ledger, lambda entry: "")
-
-
 def test_records_of_several_steps_are_found_oldest_first(archive):
     for step in (10, 9):
-        archive.write_records(step, records(step, "task.0", "task.1", "task.10"))
-    archive.write_report(report(9))
+        archive.write_records(step, ended(step, "task.0", "task.1", "task.10").records)
+    archive.write_report(ended(9).report)
     found = archive.find_records("task.1")
-    assert found == [*records(9, "task.1"), *records(10, "task.1")]
+    assert found == [*ended(9, "task.1").records, *ended(10, "task.1").records]
     assert archive.find_records("task") == archive.find_records("task.2") == []
-    archive.write_records(9, records(9, "task.0"))
-    assert archive.find_records("task.1") == records(10, "task.1")
+    archive.write_records(9, ended(9, "task.0").records)
+    assert archive.find_records("task.1") == [*ended(10, "task.1").records]
 
 
 def test_a_step_that_planned_nothing_keeps_earlier_records(archive):
-    archive.write_records(9, records(9, "task.0"))
+    archive.write_records(9, ended(9, "task.0").records)
     archive.write_records(9, [])
-    assert archive.find_records("task.0") == records(9, "task.0")
+    assert archive.find_records("task.0") == [*ended(9, "task.0").records]

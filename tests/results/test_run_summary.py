@@ -2,16 +2,12 @@
 
 from pathlib import Path
 
-from agent_wrapper.contract import Outcome, Rollout
-from rollout_backend.core.ledger import PlannedRollout
-from rollout_backend.core.tasks import Task
+from agent_wrapper.contract import Outcome
 from rollout_backend.results.cost import Prices
 from rollout_backend.results.findings import judge
-from rollout_backend.results.records import records_of
-from rollout_backend.results.step_report import GroupResult, StepResult, make_report
 from rollout_backend.results.terminal.run_view import RunSummary, print_summary
 from rollout_backend.serving.model_serving import RunPhase
-from rollouts import make_ledger, make_rollout
+from run_folders import make_step
 
 REASONS = {
     Outcome.INFRA_ERROR: "throttled",
@@ -23,21 +19,10 @@ REASONS = {
 
 def summary(*ends: float | Outcome, **more: object) -> RunSummary:
     """Return the summary of one group; a number is a reward."""
-    ledger, arrived = make_ledger(0), list[Rollout]()
-    for i, end in enumerate(ends):
-        rollout_id = f"task-a.{i}"
-        ledger.plan([PlannedRollout(rollout_id, "task-a")])
-        if isinstance(end, Outcome):
-            ledger.entries[rollout_id].settle(end, REASONS[end], "why")
-        else:
-            arrived.append(make_rollout(rollout_id, reward=end))
-            ledger.entries[rollout_id].deliver(Outcome.COMPLETED, trainable=True)
-    groups = (GroupResult(Task("task-a", {}), tuple(arrived), usable=bool(arrived), planned=len(ends)),)
-    report = make_report("run", ledger, groups, arrived, [], [], refused=0, seconds=1.0, deadline_reached=True)
-    records = tuple(records_of(ledger, lambda entry: "", arrived))
-    verdict = judge(report, records)
+    reasons = {f"task-a.{i}": (end, REASONS[end], "why") if end in REASONS else end for i, end in enumerate(ends)}
+    result = make_step(reasons, deadline_reached=True)
+    verdict = judge(result.report, result.records)
     seconds = {RunPhase.CHECK: 1.0, RunPhase.ROLLOUTS: 22.0}
-    result = StepResult(0, tuple(arrived), groups, (), report, records)
     return RunSummary(result, verdict, 0 if verdict.passed else 3, seconds, **more)  # type: ignore[arg-type]
 
 

@@ -6,55 +6,33 @@ from typing import Any
 
 import pytest
 
-from agent_wrapper.contract import Outcome, Rollout
+from agent_wrapper.contract import Outcome
 from rollout_backend.core.ledger import PlannedRollout
-from rollout_backend.core.tasks import Task
 from rollout_backend.results.findings import Level, Verdict, judge
-from rollout_backend.results.records import records_of
-from rollout_backend.results.step_report import GroupResult, StepResult, failures_of, make_report
+from rollout_backend.results.step_report import StepResult, make_report
 from rollouts import make_ledger, make_rollout, make_segment
+from run_folders import make_step
 
 FORCED = "forced "
 
 
-def cut_off(rollout_id: str) -> Rollout:
+def end_of(rollout_id: str, what: Any) -> Any:
+    """Return a rollout whose reply was cut, or whose format was forced; anything else is an end already."""
     segment = make_segment()
-    turn = replace(segment.turns[0], finish_reason="length")
-    return make_rollout(rollout_id, segments=[segment.model_copy(update={"turns": (turn,)})])
-
-
-def result_of(rollout_id: str, what: Any) -> Rollout | None:
     if what == "cut":
-        return cut_off(rollout_id)
-    if isinstance(what, str) and what.startswith(FORCED):
-        segment = make_segment()
+        turn = replace(segment.turns[0], finish_reason="length")
+        return make_rollout(rollout_id, segments=[segment.model_copy(update={"turns": (turn,)})])
+    if isinstance(what, str):
         unknown = array("f", [float("nan")] * len(segment.logprobs))
         forced = segment.model_copy(update={"logprobs": unknown})
         return make_rollout(rollout_id, reward=float(what.removeprefix(FORCED)), segments=[forced])
-    return make_rollout(rollout_id, reward=what) if isinstance(what, float) else None
+    return what
 
 
-def step(*groups: list[Any], needed: int = 1, unclosed: int = 0) -> StepResult:
+def step(*groups: list[Any], **more: Any) -> StepResult:
     """Return a step with one group per list: rewards, "cut", or an outcome with its reason."""
-    ledger, arrived, made = make_ledger(0), [], []
-    for number, group in enumerate(groups):
-        trained = []
-        for i, what in enumerate(group):
-            rollout_id = f"task-{number}.{i}"
-            ledger.plan([PlannedRollout(rollout_id, f"task-{number}")])
-            rollout = result_of(rollout_id, what)
-            if rollout is None:
-                ledger.entries[rollout_id].settle(*what)
-                continue
-            ledger.entries[rollout_id].deliver(rollout.outcome, trainable=rollout.trainable)
-            arrived.append(rollout)
-            trained.append(rollout)
-        made.append(GroupResult(Task(f"task-{number}", {}), tuple(trained), len(trained) >= needed, len(group)))
-    for i in range(unclosed):
-        ledger.session_unclosed(f"s{i}", "409")
-    report = make_report("run", ledger, made, arrived, [], [], refused=0, seconds=1.0, deadline_reached=False)
-    records = tuple(records_of(ledger, lambda entry: "", arrived))
-    return StepResult(0, tuple(arrived), tuple(made), failures_of(ledger), report, records)
+    planned = [(f"task-{number}.{i}", what) for number, group in enumerate(groups) for i, what in enumerate(group)]
+    return make_step({rollout_id: end_of(rollout_id, what) for rollout_id, what in planned}, **more)
 
 
 def verdict_on(result: StepResult, min_completed: int = 0) -> Verdict:
@@ -168,6 +146,6 @@ def test_too_few_completed_rollouts_fail():
 
 
 def test_sessions_that_could_not_be_closed_fail():
-    verdict = verdict_on(step(SPREAD, unclosed=2))
+    verdict = verdict_on(step(SPREAD, unclosed=("s0", "s1")))
     assert not verdict.passed
     assert verdict.findings[-1].text == "2 sessions could not be closed"

@@ -3,68 +3,27 @@
 import dataclasses
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from agent_wrapper.contract import Failure, Outcome, Rollout, Segment
-from rollout_backend.core.ledger import PlannedRollout
-from rollout_backend.core.tasks import Task
 from rollout_backend.results.findings import findings_of
-from rollout_backend.results.step_report import GroupResult, StepResult, failures_of, make_report
+from rollout_backend.results.step_report import StepResult
 from rollout_backend.results.summary import summarize
 from rollout_backend.results.terminal.view import print_record, print_rollout, print_step
-from rollouts import make_ledger, make_rollout, make_segment
-from run_folders import make_record
-
-
-def step_result(rollouts: dict[str, Rollout | str], **more: Any) -> StepResult:
-    """A step's result; `rollouts` maps rollout ids to a result or to the reason of a timeout."""
-    ledger = make_ledger(3)
-    arrived: list[Rollout] = []
-    tasks: dict[str, list[Rollout]] = {}
-    for number, (rollout_id, found) in enumerate(rollouts.items()):
-        task_id = rollout_id.rpartition(".")[0]
-        ledger.plan([PlannedRollout(rollout_id, task_id)])
-        ledger.entries[rollout_id].start_attempt(f"session-{number}", 1, 100.0)
-        ledger.session_closed(f"session-{number}")
-        tasks.setdefault(task_id, [])
-        if isinstance(found, str):
-            ledger.entries[rollout_id].settle(Outcome.TIMED_OUT, "no_result", found)
-            continue
-        failure = found.failure
-        reason = failure.reason if failure else ""
-        ledger.entries[rollout_id].deliver(
-            found.outcome, reason, failure.message if failure else "", trainable=found.trainable
-        )
-        arrived.append(found)
-        tasks[task_id].append(found)
-    for session_id, why in more.pop("unclosed", {}).items():
-        ledger.session_unclosed(session_id, why)
-    groups = [
-        GroupResult(
-            Task(task_id, {}),
-            tuple(rollout for rollout in found if rollout.trainable),
-            usable=any(rollout.trainable for rollout in found),
-            planned=len(found),
-        )
-        for task_id, found in tasks.items()
-    ]
-    timing = {"refused": 0, "seconds": 2.0, "deadline_reached": False, **more}
-    report = make_report("a-run", ledger, groups, arrived, [0.01, 0.02], [0.1], **timing)
-    return StepResult(3, tuple(arrived), tuple(groups), failures_of(ledger), report)
+from rollouts import make_rollout, make_segment
+from run_folders import make_record, make_step
 
 
 @pytest.fixture
 def show(screen):
     """Print a step or a rollout, and return all that was printed."""
 
-    def show(what: StepResult | Rollout | dict[str, Rollout | str], **more: Any) -> str:
+    def show(what: StepResult | Rollout) -> str:
         if isinstance(what, Rollout):
             print_rollout(screen.console, what)
         else:
-            result = what if isinstance(what, StepResult) else step_result(what, **more)
-            print_step(screen.console, result, Path("/where/it/is"))
+            print_step(screen.console, what, Path("/where/it/is"))
         return screen.text
 
     return show
@@ -87,7 +46,7 @@ def lines_of(text: str) -> list[str]:
 
 def test_a_step_shows_why_rows_opened_and_which_calls_could_not_be_read(show):
     opened = [make_segment().model_copy(update={"split_reason": why}) for why in ("first_call", "branched", "evil\n")]
-    result = step_result({"task-a.0": make_rollout("task-a.0", segments=opened)})
+    result = make_step({"task-a.0": make_rollout("task-a.0", segments=opened)})
     assert result.report.split_reasons == {"branched": 1, "other": 1}
     counts = {
         "malformed_tool_calls": {"qwen3.5": 2},
@@ -111,14 +70,14 @@ def test_a_step_shows_why_rows_opened_and_which_calls_could_not_be_read(show):
 
 def test_a_step_shows_its_ledger_rewards_and_failures(show):
     rollouts = {
-        "task-a.0": make_rollout("task-a.0", reward=1.0),
-        "task-a.1": make_rollout("task-a.1", reward=0.0),
-        "task-b.0": "nothing was published",
+        "task-a.0": 1.0,
+        "task-a.1": 0.0,
+        "task-b.0": (Outcome.TIMED_OUT, "no_result", "nothing was published"),
         "task-b.1": make_rollout("task-b.1", Outcome.AGENT_ERROR),
     }
-    lines = lines_of(show(rollouts, refused=3))
+    lines = lines_of(show(make_step(rollouts, step=3, delays=[0.1], refused=3, seconds=2.0)))
     for line in (
-        "run a-run, step 3",
+        "run run, step 3",
         "planned 4",
         "completed 2",
         "agent_error 1",
@@ -128,8 +87,8 @@ def test_a_step_shows_its_ledger_rewards_and_failures(show):
         "task-a 1 0 0.500 yes",
         "task-b no",
         "all 2 rollouts 0.500",
-        "task-b.0: timed_out, no_result: nothing was published (session session-2, attempts 1)",
-        "task-b.1: agent_error, agent_exception: boom (session session-3, attempts 1)",
+        "task-b.0: timed_out, no_result: nothing was published (session session-task-b.0, attempts 1)",
+        "task-b.1: agent_error, agent_exception: boom (session session-task-b.1, attempts 1)",
         "tokens: 6 sampled, 9 given; 3 sampled per second",
         "from the agent's end to buffer: p50 0.100 s, p99 0.100 s",
         "the step took 2.0 s",
@@ -174,7 +133,7 @@ def test_agent_output_cannot_control_the_terminal(show, screen):
     names = {"session_id": TRICK, "model": TRICK, "extras": {"x": TRICK}}
     rollout = make_rollout("task-a.0", Outcome.AGENT_ERROR, failure=failure, segments=[with_text(TRICK)], **names)
     show(rollout)
-    show({"task-a.0": rollout})
+    show(make_step({"task-a.0": rollout}))
     hostile = RECORD.model_copy(update={"message": TRICK, "session_ids": (TRICK,), "log": TRICK})
     print_record(screen.console, hostile, with_outcome=True)
     assert screen.text.count("ZXZpbA") == screen.text.count("[red]x[/red]") > 8

@@ -1,15 +1,18 @@
-"""The folders of runs, as their managers leave them, with chosen rewards."""
+"""The results of steps, and the folders of runs as their managers leave them, with chosen rewards."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agent_wrapper.contract import Outcome
+from agent_wrapper.contract import Outcome, Rollout
 from builders import run_config
+from rollout_backend.core.ledger import PlannedRollout
 from rollout_backend.core.tasks import Task
 from rollout_backend.results.archive import RunArchive
-from rollout_backend.results.records import ResultSummary, RolloutRecord
+from rollout_backend.results.records import ResultSummary, RolloutRecord, records_of
 from rollout_backend.results.run_info import RunStart, RunState
+from rollout_backend.results.step_report import GroupResult, StepResult, failures_of, make_report
+from rollouts import make_ledger, make_rollout
 
 
 def write_run(
@@ -59,3 +62,45 @@ def make_record(rollout_id: str, **more: Any) -> RolloutRecord:
         "accepted_at": 102.0, "result_at": 110.0, "settled_at": 110.0,
     }  # fmt: skip
     return RolloutRecord.model_validate({**fields, **more})
+
+
+def make_step(
+    ends: Mapping[str, Rollout | float | tuple[str, ...]],
+    *,
+    step: int = 0,
+    needed: int = 1,
+    unclosed: Sequence[str] = (),
+    delays: Sequence[float] = (),
+    **report: Any,
+) -> StepResult:
+    """Return a step's result. A rollout ends with a result, a reward, or an outcome with its reason and message.
+
+    `delays` are those from the agents' ends to the buffer. A group is usable with `needed` trainable rollouts.
+    """
+    ledger, arrived = make_ledger(step), list[Rollout]()
+    groups: dict[str, list[Rollout | None]] = {}
+    for rollout_id, end in ends.items():
+        task_id = rollout_id.rpartition(".")[0]
+        ledger.plan([PlannedRollout(rollout_id, task_id)])
+        entry = ledger.entries[rollout_id]
+        entry.start_attempt(f"session-{rollout_id}", 1, 100.0)
+        ledger.session_closed(f"session-{rollout_id}")
+        rollout = make_rollout(rollout_id, reward=end) if isinstance(end, float) else end
+        groups.setdefault(task_id, []).append(rollout if isinstance(rollout, Rollout) else None)
+        if isinstance(rollout, Rollout):
+            failed = (rollout.failure.reason, rollout.failure.message) if rollout.failure else ()
+            entry.deliver(rollout.outcome, *failed, trainable=rollout.trainable)
+            arrived.append(rollout)
+        else:
+            outcome, *why = rollout
+            entry.settle(Outcome(outcome), *why)
+    for session_id in unclosed:
+        ledger.session_unclosed(session_id, "409")
+    made = []
+    for task_id, found in groups.items():
+        trained = tuple(each for each in found if each is not None and each.trainable)
+        made.append(GroupResult(Task(task_id, {}), trained, usable=len(trained) >= needed, planned=len(found)))
+    how = {"refused": 0, "seconds": 1.0, "deadline_reached": False, **report}
+    written = make_report("run", ledger, made, arrived, list(delays), list(delays), **how)
+    records = tuple(records_of(ledger, lambda entry: "", arrived))
+    return StepResult(step, tuple(arrived), tuple(made), failures_of(ledger), written, records)
