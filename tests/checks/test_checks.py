@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import trustme
 
-from agent_wrapper.contract import Outcome, Trajectory
+from agent_wrapper.contract import Trajectory
 from builders import run_config
 from rollout_backend.aws import Identity
 from rollout_backend.checks import token_capture
@@ -28,18 +28,17 @@ from rollout_backend.checks.preflight import check_run, check_tasks
 from rollout_backend.checks.public_address import _check_name, check_public_address
 from rollout_backend.config import AgentCoreConfig, RolloutConfig
 from rollout_backend.core.check_result import CheckResult
-from rollout_backend.core.ledger import PlannedRollout
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import PreflightError
 from rollout_backend.gateway.stats import EngineSample
 from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.local.scripted import Fail, ScriptedEngine
 from rollout_backend.results.archive import RunArchive
-from rollout_backend.results.records import records_of
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
 from rollout_backend.serving.server_process import free_port
 from rollout_backend.testing.fault_proxy import Fault, FaultProxy, Rule
-from rollouts import make_ledger, make_rollout
+from rollouts import make_rollout
+from run_folders import make_step
 from stub_server import Request, StubServer
 from tests.emulators.ecr_emulator import REGISTRY, EcrEmulator
 from tests.emulators.iam_proxy import IamProxy
@@ -486,16 +485,14 @@ async def test_an_address_that_leads_here():
 def test_an_earlier_step_of_which_nothing_could_be_trained(tmp_path, known, forced_tools, levels, run_id):
     config = run_config(output_dir=tmp_path, run_id="doctor-run", gateway={"forced_tools": forced_tools})
     assert check_forced_formats(config) == []
-    ledger, results = make_ledger(0), []
+    results = {}
     for i, tokens in enumerate(known):
         rollout = make_rollout(f"a.{i}")
         segment = rollout.segments[0]
         logprobs = segment.logprobs if tokens else array("f", [math.nan] * len(segment.logprobs))
         segments = () if tokens is None else (segment.model_copy(update={"logprobs": logprobs}),)
-        results.append(rollout.model_copy(update={"segments": segments}))
-        ledger.plan([PlannedRollout(f"a.{i}", "a")])
-        ledger.entries[f"a.{i}"].deliver(Outcome.COMPLETED, trainable=True)
-    RunArchive(tmp_path / run_id).write_records(0, records_of(ledger, lambda entry: "", results))
+        results[rollout.rollout_id] = rollout.model_copy(update={"segments": segments})
+    RunArchive(tmp_path / run_id).write_records(0, make_step(results).records)
     found = check_forced_formats(config)
     assert [each.level for each in found] == levels
     for each in found:

@@ -13,11 +13,6 @@ from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.run_lease import LeaseHolder, RunLease
 
 
-def test_a_broken_task_file_is_named_by_its_line(rollout, settings, tasks):
-    tasks.write_text('{"payload": {}}\n{"payload": }\n')
-    refused(rollout("run", settings(), "--tasks", tasks), "tasks.jsonl, line 2: not JSON")
-
-
 def test_without_credentials(rollout, settings, tasks, monkeypatch, tmp_path):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)

@@ -12,13 +12,15 @@ from builders import refused
 from made_runs import MadeRun, make_run
 from rollout_backend.cli import app
 from rollout_backend.core.tasks import Task
+from rollout_backend.gateway.stats import EngineUse
 from rollout_backend.results.archive import RunArchive
 
 
 @pytest.fixture
 def runs(here):
     """Two runs, of which the newest has three steps."""
-    make_run(here / "runs" / "one", MadeRun(tasks=4, group=3, lost=0.5))
+    busy = EngineUse(engines=2, running=32, waiting=40, idle=0, full_batch=16)
+    make_run(here / "runs" / "one", MadeRun(tasks=4, group=3, lost=0.5, engines=busy))
     make_run(here / "runs" / "two", MadeRun(tasks=4, group=3, steps=3))
     for name, at in (("one", 1e9), ("two", 2e9)):
         for folder in ("steps", "rollouts"):
@@ -44,6 +46,7 @@ def test_a_run_says_what_to_look_at_first_and_where_to_look_next(rollout, runs):
         "run one",
         "step 0 12 planned = ",
         "rollouts lost to the infrastructure",
+        "engines were the bottleneck: on average 2 engines ran 32 requests and 40 waited; 5 would run all",
         "outcome reason rollouts first message",
         "rollout report runs/one all of it, in your browser",
         "--run runs/one the task with the lowest mean reward",
@@ -114,6 +117,9 @@ def test_a_turn_that_is_not_there(rollout, runs):
         ((lost, "--run", "one", "--turn", 0), f"no result was stored: rollout show {lost} --run runs/one says why"),
     ):
         refused(rollout("show", *options), words)
+    output = rollout("show", lost, "--run", "one")[1]
+    for part in ("424: the container answered 500", "log: CloudWatch, session"):
+        assert part in output
 
 
 def test_the_id_that_a_wrong_one_means_is_suggested(rollout, runs):
