@@ -72,10 +72,6 @@ def test_importing_the_package_loads_no_heavy_module() -> None:
     assert modules_after("import rollout_backend") & HEAVY == set()
 
 
-def test_the_agents_package_loads_nothing_of_the_training_side() -> None:
-    assert modules_after("import agent_wrapper") & {"rollout_backend", "ray", "torch", "transformers"} == set()
-
-
 async def test_a_manager_that_was_not_entered_says_so_at_once() -> None:
     with pytest.raises(RuntimeError, match="enter the manager first: async with"):
         await RolloutManager(run_config()).collect([Task("a", {})])

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -95,15 +94,3 @@ def test_an_override_wins_over_the_stack(tmp_path, monkeypatch):
     file.write_text("{model: {path: /m}, storage: {bucket: mine}, gateway: {port: 9000}}")
     settings = load_settings(file, ["gateway.port=9001"], "my-agent")
     assert (settings.storage.bucket, settings.gateway.port) == ("stacks-bucket", 9001)
-
-
-def test_on_a_terminal_a_live_display_sees_what_is_written_to_stderr():
-    """A second console would leave a copy of the display's first lines at each warning."""
-    code = "from rollout_backend.cli import common; print(common.errors is common.console)"
-    ours, its = pty.openpty()
-    with os.fdopen(ours, "rb") as screen:
-        subprocess.run([sys.executable, "-c", code], stdout=its, stderr=its, check=True)
-        os.close(its)
-        assert screen.readline().strip() == b"True"
-    piped = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-    assert piped.stdout.strip() == b"False"

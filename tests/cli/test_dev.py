@@ -13,7 +13,6 @@ def agent(repository):
 def test_input_that_cannot_be_used_is_refused(rollout, agent, tmp_path):
     cases = (
         ((tmp_path / "none.py",), "there is no agent at"),
-        ((agent, "--tasks", tmp_path / "none.jsonl"), "there is no task file"),
         ((agent, "--task", "none"), "tasks.jsonl has no task 'none'; its first one is 'sum-6-5'"),
         ((agent, "--task", "sum-6-5", "--limit", "2"), "leave out --task or --limit"),
         ((agent, "--engine", "--endpoint", "http://127.0.0.1:9"), "leave out --engine or --endpoint"),

@@ -1,13 +1,9 @@
 """Options before the command's name: version, color, help and completion."""
 
-import os
 import subprocess
 import sys
 
 import pytest
-
-from rollout_backend import cli
-from rollout_backend.cli.common import errors
 
 
 @pytest.mark.parametrize(
@@ -38,11 +34,3 @@ def test_a_missing_module_of_the_user_is_not_explained(tmp_path):
     argv = [sys.executable, "-c", code, "ls"]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "ModuleNotFoundError: No module named 'no_such_module'" in done.stderr
-
-
-def test_no_color_is_printed_on_a_terminal_on_request(rollout, monkeypatch, tmp_path):
-    monkeypatch.setenv("NO_COLOR", "")  # restores the variable afterwards
-    for console in (cli.console, errors):
-        monkeypatch.setattr(console, "no_color", False)
-    assert rollout("--no-color", "ls", tmp_path)[0] == 2
-    assert (cli.console.no_color, errors.no_color, os.environ["NO_COLOR"]) == (True, True, "1")

@@ -146,24 +146,10 @@ def test_no_line_is_wider_than_the_terminal_or_breaks(width):
     assert plain_line(snapshot(hostile)).isprintable()
 
 
-# --- over time --------------------------------------------------------------------------------------------
-
-
-def history_of(*tokens: int | None, every: float = 1.0) -> History:
-    history = History()
-    for i, count in enumerate(tokens):
-        shown = progress(gateway=None if count is None else gateway(sampled_tokens=count))
-        history.add(100.0 + i * every, shown)
-    return history
-
-
-def test_the_token_rate_is_that_of_the_last_seconds():
-    assert history_of().tokens_per_s == 0
-    assert history_of(500).tokens_per_s == 0
-    assert history_of(500, 600).tokens_per_s == pytest.approx(100)
-    assert history_of(*range(0, 4000, 100), every=0.5).tokens_per_s == pytest.approx(200)
-
-
 def test_a_restarted_or_silent_gateway_gives_no_negative_rate():
-    history = history_of(0, 1000, None, 0, 500)
+    history = History()
+    assert history.tokens_per_s == 0
+    for second, tokens in enumerate((0, 1000, None, 0, 500)):
+        counts = None if tokens is None else gateway(sampled_tokens=tokens)
+        history.add(100.0 + second, progress(gateway=counts))
     assert [point.tokens for point in history.points] == [0, 1000, 1000, 1000, 1500]

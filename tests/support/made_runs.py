@@ -43,7 +43,6 @@ class MadeRun:
     seed: int = 7
     stored: int = 1_000_000  # results that are stored per step
     model: Path = BYTE_MODEL
-    max_tokens: int = 256
 
 
 def make_run(run_dir: Path, made: MadeRun = MadeRun()) -> Path:
@@ -61,7 +60,7 @@ def make_run(run_dir: Path, made: MadeRun = MadeRun()) -> Path:
         "storage": {"bucket": "rollouts"},
         "runtime": {"kind": "http", "url": "http://agents.internal:8080", "invoke_per_s": 6},
         "group": {"size": made.group},
-        "sampling": {"max_tokens": made.max_tokens},
+        "sampling": {"max_tokens": 256},
         "timeouts": {"model_call_s": 60, "agent_s": 120, "collection_s": 600, "session_key_s": 1200},
     }
     (run_dir / "config.yaml").write_text(yaml.safe_dump(settings))
