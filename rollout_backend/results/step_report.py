@@ -136,6 +136,8 @@ class StepReport(BaseModel, frozen=True):
     stop_rate: CallRate | None = None  # None unless a stop was refused
     engine_use: EngineUse | None = None  # None: no engine reported its load
     seconds: float
+    until_invoke_s: float | None = None  # of them, until the first invoke; None: there was none
+    closing_s: float | None = None  # of them, after the last outcome: sessions are closed, and the manifest says so
     deadline_reached: bool
 
     @property
@@ -224,6 +226,8 @@ def make_report(
     resumed: int = 0,
     reattached: int = 0,
     seconds: float,
+    began_at: float | None = None,
+    closing_s: float | None = None,
     deadline_reached: bool,
     engine_use: EngineUse | None = None,
 ) -> StepReport:
@@ -233,6 +237,7 @@ def make_report(
     later = [segment for rollout in rollouts for segment in rollout.segments[1:]]
     sampled = sum(segment.sampled_tokens for segment in segments)
     versions = _versions(segments)
+    invoked_at = [entry.first_invoked_at for entry in entries if entry.first_invoked_at is not None]
     return StepReport(
         run_id=run_id,
         step=ledger.step,
@@ -270,6 +275,8 @@ def make_report(
         stop_rate=CallRate.of(ledger.stops),
         engine_use=engine_use,
         seconds=seconds,
+        until_invoke_s=max(0.0, min(invoked_at) - began_at) if invoked_at and began_at is not None else None,
+        closing_s=closing_s,
         deadline_reached=deadline_reached,
     )
 

@@ -248,7 +248,9 @@ class StepResults:
             self._count_archived()
         return self._unarchived
 
-    async def summarize(self, *, seconds: float, refused: int, deadline_reached: bool) -> StepResult:
+    async def summarize(
+        self, *, seconds: float, began_at: float, closing_s: float, refused: int, deadline_reached: bool
+    ) -> StepResult:
         """Return the result of a step that is over. `refused` counts the buffer's refused messages."""
         unarchived = await self._finish_archiving()
         ledger = self._context.ledger
@@ -265,6 +267,8 @@ class StepResults:
             resumed=self.resumed,
             reattached=self.adopted,
             seconds=seconds,
+            began_at=began_at,
+            closing_s=closing_s,
             deadline_reached=deadline_reached,
             engine_use=self.engine_use.result(),
         )

@@ -119,6 +119,7 @@ class Step:
         """
         bind_log_fields(step=self.step)
         began = self._silence_checked_at = asyncio.get_running_loop().time()
+        began_at = self._services.wall()
         config, buffer = self._services.config, self._services.buffer
         refused_before = buffer.refused
         self._plan.deadline = began + config.timeouts.collection_s
@@ -135,6 +136,7 @@ class Step:
             self._settle_open("aborted", "the step was cancelled from outside")
             raise
         finally:
+            closing = asyncio.get_running_loop().time()
             listing.cancel()
             self._absence_check.cancel()
             try:
@@ -148,8 +150,11 @@ class Step:
         self.ledger.reconcile()
         groups = [(group.task, [each.rollout_id for each in group.rollouts]) for group in self.groups.values()]
         await self._services.blocklist.record_step(self.ledger, self._plan.manifest.resume_count, groups)
+        ended = asyncio.get_running_loop().time()
         return await self.results.summarize(
-            seconds=asyncio.get_running_loop().time() - began,
+            seconds=ended - began,
+            began_at=began_at,
+            closing_s=ended - closing,
             refused=buffer.refused - refused_before,
             deadline_reached=self.deadline_reached,
         )

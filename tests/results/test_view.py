@@ -75,7 +75,8 @@ def test_a_step_shows_its_ledger_rewards_and_failures(show):
         "task-b.0": (Outcome.TIMED_OUT, "no_result", "nothing was published"),
         "task-b.1": make_rollout("task-b.1", Outcome.AGENT_ERROR),
     }
-    lines = lines_of(show(make_step(rollouts, step=3, delays=[0.1], refused=3, seconds=2.0)))
+    timing = {"seconds": 2.0, "closing_s": 0.5, "deadline_reached": True}
+    lines = lines_of(show(make_step(rollouts, step=3, delays=[0.1], refused=3, **timing)))
     for line in (
         "run run, step 3",
         "planned 4",
@@ -91,7 +92,7 @@ def test_a_step_shows_its_ledger_rewards_and_failures(show):
         "task-b.1: agent_error, agent_exception: boom (session session-task-b.1, attempts 1)",
         "tokens: 6 sampled, 9 given; 3 sampled per second",
         "from the agent's end to buffer: p50 0.100 s, p99 0.100 s",
-        "the step took 2.0 s",
+        "the step took 2.0 s: to its deadline, 0.5 s after the last outcome",
         "rollouts, reports and logs: /where/it/is",
         "the ledger reconciles; 0 sessions open",
     ):

@@ -24,7 +24,10 @@ async def test_each_outcome_is_recorded_with_its_sessions_and_times(open_bench):
 
     behave = only("agent", Agents.fail, only("lost", Agents.lose))
     step = bench.step("done", "agent", "lost", "refused", behave=behave, before=refuse)
-    bench.check_ended(await step.run())
+    result = await step.run()
+    bench.check_ended(result)
+    until, closing, seconds = result.report.until_invoke_s, result.report.closing_s, result.report.seconds
+    assert 0 <= until <= seconds - closing < seconds
     assert outcomes(step) == {
         "done.0": (Outcome.COMPLETED, ""),
         "agent.0": (Outcome.AGENT_ERROR, "agent_exception"),
@@ -64,6 +67,7 @@ async def test_a_resumed_step_has_the_sessions_of_finished_rollouts(open_bench):
     bench = await open_bench("group.size=1")
     [request] = (await bench.run("task-a")).rollouts
     step = bench.step("task-a")
-    assert (await step.run()).report.resumed == 1
+    report = (await step.run()).report
+    assert (report.resumed, report.until_invoke_s) == (1, None)
     [record] = step.records()
     assert (record.outcome, record.attempts, record.session_ids) == (Outcome.COMPLETED, 0, (request.session_id,))

@@ -57,7 +57,10 @@ def print_step(console: Console, result: StepResult, run_dir: Path) -> None:
         console.print(f"{report.surplus} trainable rollouts came beyond their group's size and are not trained")
     for calls, setting, rate in call_rates(report):
         console.print(describe_rate(calls, setting, rate))
-    console.print(f"the step took {report.seconds:.1f} s" + (", to its deadline" if report.deadline_reached else ""))
+    until = "" if report.until_invoke_s is None else f"{report.until_invoke_s:.1f} s until the first invoke"
+    closing = "" if report.closing_s is None else f"{report.closing_s:.1f} s after the last outcome"
+    details = ", ".join(filter(None, ("to its deadline" if report.deadline_reached else "", until, closing)))
+    console.print(f"the step took {report.seconds:.1f} s" + (f": {details}" if details else ""))
     console.print(f"rollouts, reports and logs: {run_dir}")
     if report.unarchived:
         console.print(f"[red]{report.unarchived} results could not be written there[/]; they are in S3")
