@@ -363,6 +363,7 @@ class RolloutManager:
         self._steps[number] = current
         self.archive.write_tasks(number, wanted)
         running = asyncio.create_task(current.run())
+        result: StepResult | None = None
         try:
             await asyncio.wait([running, *run.background], return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
@@ -382,7 +383,7 @@ class RolloutManager:
             raise
         finally:
             del self._steps[number]
-            records = current.records()
+            records = current.records() if result is None else result.records
             if run.lease.lost is None:  # otherwise the step belongs to another manager
                 self.archive.write_records(number, records)
             await self._report_step(current, records)
