@@ -40,7 +40,7 @@ from agent_wrapper.contract import (
     Trajectory,
 )
 from agent_wrapper.errors import EntrypointError
-from agent_wrapper.model_endpoint import PROBE_S, probe_endpoint, send_heartbeats
+from agent_wrapper.model_endpoint import PROBE_S, SessionClosed, probe_endpoint, send_heartbeats
 from agent_wrapper.one_shot import payload_file, run_and_exit
 from agent_wrapper.outcome import AgentResult, build_rollout, classify, describe, failed, without_artifacts
 from agent_wrapper.publish import Publisher, PublishError
@@ -389,12 +389,17 @@ class RolloutApp:
         budget_s = min(PROBE_S, context.remaining_s)
         if not budget_s:
             return None
-        probe = asyncio.create_task(probe_endpoint(job.request.endpoint, budget_s))
+        beat = job.request.heartbeat_s is not None
+        probe = asyncio.create_task(probe_endpoint(job.request.endpoint, budget_s, beat=beat))
+        stopped = failed(Outcome.INFRA_ERROR, "terminated", "the session was stopped before its agent started")
         if not await job.wait(probe, math.inf, 0):
             probe.cancel()
-            return failed(Outcome.INFRA_ERROR, "terminated", "the session was stopped before its agent started")
+            return stopped
         try:
             problem = probe.result()
+        except SessionClosed:
+            job.stopping.set()
+            return stopped
         except Exception:  # no rollout may fail because of a bug here
             logger.exception("rollout %s: the model endpoint could not be probed", job.request.rollout_id)
             return None

@@ -2,8 +2,9 @@
 
 Before the agent runs, `probe_endpoint` checks the connection: an agent without one would retry its first model call
 for minutes, usually until its deadline. While it runs, heartbeats let the backend detect a silently dead container
-within a minute. A heartbeat is an empty POST with the session key. A failed heartbeat never fails a rollout: it is
-retried soon, and the backend tolerates several missing heartbeats.
+within a minute. A heartbeat is an empty POST with the session key. The first one is the check, so a short rollout
+needs no other. A later one that fails never fails a rollout: it is retried soon, and the backend tolerates several
+missing heartbeats.
 """
 
 import asyncio
@@ -23,14 +24,22 @@ _PAUSE_S, _MAX_PAUSE_S = 0.2, 4.0
 _SHOWN = 200  # characters of an error response that are shown
 
 
-async def probe_endpoint(endpoint: ModelEndpoint, budget_s: float = PROBE_S) -> str | None:
-    """Request the endpoint's list of models until it answers. Return None on success, else what happened."""
-    url = f"{endpoint.base_url}/models"
+class SessionClosed(Exception):
+    """The gateway has closed the session permanently."""
+
+
+async def probe_endpoint(endpoint: ModelEndpoint, budget_s: float = PROBE_S, *, beat: bool = False) -> str | None:
+    """Request the endpoint's list of models until it answers; with `beat`, send the first heartbeat instead.
+
+    Return None on success, else what happened. Raises SessionClosed.
+    """
+    beat_url = endpoint.heartbeat_url if beat else None
+    url = beat_url or f"{endpoint.base_url}/models"
     loop = asyncio.get_running_loop()
     deadline, pause_s = loop.time() + budget_s, _PAUSE_S
     while True:
         timeout_s = min(_TIMEOUT_S, max(_PAUSE_S, deadline - loop.time()))
-        problem = await _get(url, endpoint.api_key, timeout_s)
+        problem = await _call(url, endpoint.api_key, timeout_s, "GET" if beat_url is None else "POST")
         if problem is None:
             return None
         if loop.time() + pause_s > deadline:
@@ -45,16 +54,16 @@ async def probe_endpoint(endpoint: ModelEndpoint, budget_s: float = PROBE_S) -> 
         pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
 
-async def _get(url: str, api_key: str, timeout_s: float) -> str | None:
-    """Return None if a GET succeeds, else a description of the failure."""
+async def _call(url: str, api_key: str, timeout_s: float, method: str = "GET") -> str | None:
+    """Return None if the request succeeds, else a description of the failure. Raises SessionClosed."""
     try:
         async with asyncio.timeout(timeout_s + 1):  # name resolution has no timeout
-            return await in_thread(lambda: _request(url, api_key, timeout_s), "probe")
+            return await in_thread(lambda: _request(url, api_key, timeout_s, method), "probe")
     except TimeoutError:
         return "timed out"
 
 
-def _request(url: str, api_key: str, timeout_s: float) -> str | None:
+def _request(url: str, api_key: str, timeout_s: float, method: str) -> str | None:
     # Not httpx, whose import would delay the agent by 0.1 s.
     import http.client
     import urllib.error
@@ -63,11 +72,14 @@ def _request(url: str, api_key: str, timeout_s: float) -> str | None:
     verify = certificates(True) if url.startswith("https://") else None
     context = verify if isinstance(verify, ssl.SSLContext) else None
     try:
-        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"})  # noqa: S310
+        headers = {"Authorization": f"Bearer {api_key}", **({"Content-Length": "0"} if method == "POST" else {})}
+        request = urllib.request.Request(url, headers=headers, method=method)  # noqa: S310
         with urllib.request.urlopen(request, timeout=timeout_s, context=context):  # noqa: S310
             return None
     except urllib.error.HTTPError as error:
         with error:
+            if error.code == 410 and method == "POST":
+                raise SessionClosed from None
             return f"it answered {error.code}: {error.read(_SHOWN).decode(errors='replace')}"
     except urllib.error.URLError as error:
         return str(error.reason)
@@ -76,7 +88,8 @@ def _request(url: str, api_key: str, timeout_s: float) -> str | None:
 
 
 async def send_heartbeats(url: str, api_key: str, every_s: float) -> None:
-    """Send heartbeats. Return once the gateway answers that the session is permanently closed."""
+    """Send heartbeats after the first one. Return once the gateway answers that the session is permanently closed."""
+    await asyncio.sleep(every_s)
     verify = await asyncio.to_thread(certificates, url.startswith("https://"))
     import httpx
 

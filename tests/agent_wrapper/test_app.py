@@ -327,6 +327,20 @@ def test_an_agent_is_stopped_once_the_gateway_has_closed_its_session(async_conta
     assert async_container.await_result(block).failure.reason == "terminated"
 
 
+def test_the_first_heartbeat_is_the_probe_and_ends_a_closed_session(sync_container, gateway, tmp_path):
+    mark = tmp_path / "ran"
+    gateway.answers |= {"/beat": [(204, b"")], "/closed": [(410, b"")]}
+    open_block, closed_block = (
+        sync_container.request(heartbeat_s=600, endpoint__heartbeat_url=f"{gateway.url}/{name}")
+        for name in ("beat", "closed")
+    )
+    assert sync_container.play("return 1", open_block).reward == 1
+    assert beats(gateway, open_block) == 1
+    assert not gateway.requests.count(("/v1/models", f"Bearer {open_block['endpoint']['api_key']}"))
+    assert sync_container.play(f"open({str(mark)!r}, 'w')", closed_block).failure.reason == "terminated"
+    assert not mark.exists()
+
+
 def test_ping_is_busy_until_the_result_is_published(sync_container, fifo):
     container = sync_container
     idle = container.await_idle()
@@ -399,7 +413,7 @@ def test_a_result_that_cannot_be_written_is_reported(sync_container, cloud):
 
 async def test_an_address_that_leads_elsewhere_is_described(gateway):
     gateway.answers["/elsewhere"] = [(404, b"no such page")]
-    found = await model_endpoint._get(f"{gateway.url}/elsewhere", "key", timeout_s=120)
+    found = await model_endpoint._call(f"{gateway.url}/elsewhere", "key", timeout_s=120)
     assert found == "it answered 404: no such page"
 
 
