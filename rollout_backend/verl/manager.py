@@ -46,12 +46,12 @@ from rollout_backend.verl.rows import Rows, mask_group, rows_of
 from rollout_backend.verl.server_list import ServerList, VersionLabels, VllmServers
 from rollout_backend.verl.unsupported import refuse_unsupported
 from rollout_backend.verl.v1_batch import (
+    QueueRow,
     QueueWriter,
     V1Batch,
     global_step,
     is_validation,
     rows_of_tensordict,
-    set_status,
 )
 from rollout_backend.verl.verl_settings import (
     adapter_of,
@@ -103,7 +103,7 @@ class CloudAgentLoopManager:
         self._pausing = asyncio.Lock()
         self._failure: BaseException | None = None
         self._closed = False
-        self._writer = QueueWriter(self._on_write_error)
+        self._writer = QueueWriter(self._queue_rows, self._on_write_error)
         self._blocking.__enter__()
         # `atexit` runs too late: no thread pool accepts work by then, and a step that ends needs several.
         threading._register_atexit(self.close)  # type: ignore[attr-defined]
@@ -177,46 +177,36 @@ class CloudAgentLoopManager:
     def _start_v1(self, batch: V1Batch, version: int, resumes: bool) -> None:
         def on_group(group: GroupResult) -> None:
             if batch.report(group):
-                self._writer.submit(self._write_group, batch, group)
+                self._writer.submit(batch, group.task.task_id, group)
 
         future = self._blocking.submit(self._collect(batch.tasks, batch.number, resumes, version, on_group))
         future.add_done_callback(lambda done: self._on_v1_end(batch, done))
 
-    def _write_group(self, batch: V1Batch, group: GroupResult) -> None:
-        """Write all rows of a group, then its status. Runs in the writer's thread, so no row follows the status."""
-        import transfer_queue as tq
-
+    def _queue_rows(self, batch: V1Batch, group: GroupResult) -> list[QueueRow]:
+        """Return all rows of a group; none if it is not usable."""
         uid, base = batch.uid(group.task.task_id), batch.prompts[group.task.task_id]
         step, order = int(base["global_steps"]), batch.order(group.task.task_id)
         # Validation has no advantages, and verl groups its metrics by the prompt's uid.
         by_row = self._row_uids and not batch.validates
-        keys, fields, tags = [], [], []
-        status = "failure"
-        try:
-            rows_by_rollout = (
-                self._rows_of_group(group, batch.validates, self._own_turns_only, batch.abandoned)
-                if group.usable
-                else []
-            )
-            TALLY.add(batch.partition, count_group(group, rows_by_rollout))
-            for session, (rollout, made) in enumerate(zip(group.rollouts, rows_by_rollout, strict=False)):
-                for row in made:
-                    key = row_uid(uid, session, row.index)
-                    columns = {**base, "session_id": session, "uid": key if by_row else uid}
-                    extras = _numeric_extras(rollout)
-                    fields.append(row_formats.v1_fields(row, columns, extras, self._vision))
-                    tags.append(row_formats.v1_tag(row, step, _weight_version(step, batch.validates)) | order)
-                    keys.append(key)
-            if keys:
-                data = verl_api.list_of_dict_to_tensordict(fields)
-                tq.kv_batch_put(keys=keys, partition_id=batch.partition, fields=data, tags=tags)
-                status = "finished"
-        finally:
-            set_status(uid, batch.partition, status)
+        rows_by_rollout = (
+            self._rows_of_group(group, batch.validates, self._own_turns_only, batch.abandoned) if group.usable else []
+        )
+        TALLY.add(batch.partition, count_group(group, rows_by_rollout))
+        found: list[QueueRow] = []
+        for session, (rollout, made) in enumerate(zip(group.rollouts, rows_by_rollout, strict=False)):
+            extras = _numeric_extras(rollout)
+            for row in made:
+                key = row_uid(uid, session, row.index)
+                columns = {**base, "session_id": session, "uid": key if by_row else uid}
+                fields = row_formats.v1_fields(row, columns, extras, self._vision)
+                found.append(
+                    (key, fields, row_formats.v1_tag(row, step, _weight_version(step, batch.validates)) | order)
+                )
+        return found
 
     def _on_v1_end(self, batch: V1Batch, done: Future[StepResult]) -> None:
         if batch.last is not None:
-            self._writer.submit(self._write_group, batch, batch.last)
+            self._writer.submit(batch, batch.last.task.task_id, batch.last)
         error = done.exception() if not done.cancelled() else None
         if error is None and not done.cancelled():
             _log_step(done.result())
@@ -224,7 +214,7 @@ class CloudAgentLoopManager:
         self._failure = error or RolloutBackendError("the step was cancelled")
         log.error("a batch failed as a whole: %s", self._failure)
         for task_id in batch.prompts.keys() - batch.reported:
-            self._writer.submit(set_status, batch.uid(task_id), batch.partition, "failure")
+            self._writer.submit(batch, task_id, None)
 
     def _on_write_error(self, error: BaseException) -> None:
         log.error("writing rows to TransferQueue failed", exc_info=error)

@@ -8,7 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
-import functools
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,6 +20,7 @@ from rollout_backend.core.earlier_batches import Origin
 from rollout_backend.core.staleness import AbandonedWeights
 from rollout_backend.core.tasks import Task
 from rollout_backend.results.step_report import GroupResult
+from rollout_backend.verl import verl_api
 
 Request = tuple[dict[str, Any], Task]  # a row of verl's batch, and its task
 
@@ -57,10 +58,11 @@ class V1Batch:
 
     def set_running(self) -> None:
         """Set each prompt's status, with its origin, for a trainer that resumes from verl's checkpoint."""
+        tags = {}
         for task_id, columns in self.prompts.items():
-            origin = Origin(self.number, task_id).as_tag()
             requested = {"global_steps": int(columns["global_steps"])}  # verl counts a prompt that it repeats as new
-            set_status(self.uid(task_id), self.partition, "running", **origin, **requested)
+            tags[self.uid(task_id)] = {"status": "running", **Origin(self.number, task_id).as_tag(), **requested}
+        set_tags(self.partition, tags)
 
     def uid(self, task_id: str) -> str:
         """Return verl's uid of the prompt."""
@@ -79,33 +81,76 @@ class V1Batch:
         return False
 
 
+QueueRow = tuple[str, dict[str, Any], dict[str, Any]]  # the key, fields and tag of a row in TransferQueue
+
+_TOKENS_TOGETHER = 1_000_000  # of the groups that one call writes: a token has 60 bytes in TransferQueue
+
+
 class QueueWriter:
-    """One thread that writes to TransferQueue, in order.
+    """One thread that writes groups to TransferQueue, in order, and those that wait in one call: a call takes longer
+    than the rows of a group.
 
     The thread is a daemon: if TransferQueue ends first, a write blocks for ever and must not keep the process alive.
     """
 
-    def __init__(self, on_error: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, rows_of: Callable[[V1Batch, GroupResult], list[QueueRow]], on_error: Callable[[BaseException], None]
+    ) -> None:
+        """`rows_of` returns the rows of a group; without any, the group has failed. Both are called in the thread."""
+        self._rows_of = rows_of
         self._on_error = on_error
-        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[V1Batch, str, GroupResult | None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="transfer-queue", daemon=True).start()
 
-    def submit(self, work: Callable[..., None], *args: object) -> None:
-        self._work.put(functools.partial(work, *args))
+    def submit(self, batch: V1Batch, task_id: str, group: GroupResult | None) -> None:
+        """Write the rows of a task's group, then its status. None: the group has failed."""
+        self._waiting.put((batch, task_id, group))
 
     def _run(self) -> None:
         while True:
+            together: list[tuple[V1Batch, str, GroupResult | None]] = []
+            tokens = 0
+            while not together or (tokens < _TOKENS_TOGETHER and not self._waiting.empty()):
+                together.append(self._waiting.get())
+                group = together[-1][2]
+                for rollout in () if group is None else group.rollouts:
+                    tokens += sum(len(segment.token_ids) for segment in rollout.segments)
+            for batch, groups in itertools.groupby(together, lambda each: each[0]):  # whose rows have equal columns
+                try:
+                    self._write(batch, {task_id: group for _, task_id, group in groups})
+                except Exception as error:
+                    self._on_error(error)
+
+    def _write(self, batch: V1Batch, groups: Mapping[str, GroupResult | None]) -> None:
+        """Write all rows, then all statuses. A group whose rows cannot be made fails without the others."""
+        import transfer_queue as tq
+
+        rows: list[QueueRow] = []
+        tags = {batch.uid(task_id): {"status": "failure"} for task_id in groups}
+        finished = []
+        for task_id, group in groups.items():
             try:
-                self._work.get()()
+                made = [] if group is None else self._rows_of(batch, group)
             except Exception as error:
                 self._on_error(error)
+                continue
+            rows += made
+            finished += [batch.uid(task_id)] if made else []
+        try:
+            if rows:
+                keys, fields, row_tags = map(list, zip(*rows, strict=True))
+                data = verl_api.list_of_dict_to_tensordict(fields)
+                tq.kv_batch_put(keys=keys, partition_id=batch.partition, fields=data, tags=row_tags)
+            tags |= {uid: {"status": "finished"} for uid in finished}
+        finally:
+            set_tags(batch.partition, tags)
 
 
-def set_status(uid: str, partition: str, status: str, **more: object) -> None:
-    """Set a prompt's status in TransferQueue, and `more` fields of its tag. Other fields keep their values."""
+def set_tags(partition: str, tags: Mapping[str, dict[str, Any]]) -> None:
+    """Set fields of the tags of prompts in TransferQueue, by uid. Other fields keep their values."""
     import transfer_queue as tq
 
-    tq.kv_put(key=uid, partition_id=partition, tag={"status": status, **more})
+    tq.kv_batch_put(keys=[*tags], partition_id=partition, tags=[*tags.values()])
 
 
 def read_origins() -> dict[str, Origin]:

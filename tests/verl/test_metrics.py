@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -9,6 +11,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from verl.trainer.ppo.v1 import replay_buffer
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
@@ -21,7 +24,7 @@ from rollout_backend.results.step_report import GroupResult, StepFailure
 from rollout_backend.verl.metrics import TALLY, as_metrics, count_group, staleness
 from rollout_backend.verl.row_formats import v1_fields, v1_tag
 from rollout_backend.verl.rows import Rows, rows_of
-from rollout_backend.verl.v1_batch import V1Batch
+from rollout_backend.verl.v1_batch import QueueRow, QueueWriter, V1Batch
 from rollouts import make_rollout, make_segment
 from trainings import verl_settings
 
@@ -125,6 +128,45 @@ def test_staleness_is_weighted_by_tokens() -> None:
         "rollouts/staleness/max": 3.0,
     }
     assert staleness([], current=4) == {}
+
+
+# --- the writer -------------------------------------------------------------------------------------------
+
+
+def test_groups_that_wait_are_written_together_rows_before_statuses(monkeypatch):
+    calls: list[list[tuple[str, str]]] = []
+    entered, proceed, done = threading.Event(), threading.Event(), threading.Event()
+
+    def kv_batch_put(keys: list[str], partition_id: str, tags: list[dict[str, Any]], fields: Any = None) -> None:
+        assert partition_id == "train"
+        assert fields is None or len(fields) == len(keys)
+        calls.append([(key, tag["status"]) for key, tag in zip(keys, tags, strict=True)])
+        entered.set()
+        assert proceed.wait(60)
+        if "u5" in keys:
+            done.set()
+
+    def rows_of(batch: V1Batch, group: GroupResult) -> list[QueueRow]:
+        if group.task.task_id == "u3":
+            raise ValueError("no rows")
+        usable = range(group.planned if group.usable else 0)
+        return [(f"{group.task.task_id}_{i}_0", {"ids": torch.arange(i + 1)}, {"status": "success"}) for i in usable]
+
+    monkeypatch.setitem(sys.modules, "transfer_queue", SimpleNamespace(kv_batch_put=kv_batch_put))
+    batch = V1Batch(1, [({"uid": f"u{i}"}, Task(f"u{i}", {})) for i in range(6)])
+    errors: list[BaseException] = []
+    writer = QueueWriter(rows_of, errors.append)
+    for i, usable in enumerate((True, True, False, True, True)):
+        writer.submit(batch, f"u{i}", GroupResult(Task(f"u{i}", {}), (), usable, planned=2))
+        assert entered.wait(60)  # so that the first one is alone
+    writer.submit(batch, "u5", None)
+    proceed.set()
+    assert done.wait(60)
+    rows = {i: [(f"u{i}_0_0", "success"), (f"u{i}_1_0", "success")] for i in (0, 1, 4)}
+    failures = {2: "failure", 3: "failure", 5: "failure"}
+    statuses = [(f"u{i}", failures.get(i, "finished")) for i in range(1, 6)]
+    assert calls == [rows[0], [("u0", "finished")], rows[1] + rows[4], statuses]
+    assert [str(error) for error in errors] == ["no rows"]
 
 
 # --- the sampler, on a real TransferQueue -----------------------------------------------------------------
