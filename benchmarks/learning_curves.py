@@ -12,6 +12,8 @@ layers and one token per byte. It is fitted to the sums until it is right about 
 so that a run takes minutes on one core.
 
 Each run is kept in a file of `--runs` and is not repeated: after an interruption, start the script again.
+
+With `--parts`, one seed trains for 12 steps, and shows where a step's time goes.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ import statistics
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +39,21 @@ from emulated_aws.agentcore import ARN
 from emulated_aws.cloud import Cloud
 from emulated_aws.sqs import REGION
 from emulated_aws.wrapped_agents import SessionRecord, WrappedAgents
+from learning_report import CALLS, TIMELINE, VERL
 from learning_report import PATH as VARIANTS
-from learning_report import VERL
 from run_all import write_section
 from tiny_learner import fit_sums, question
-from training_step import METRICS, Example, agent_loop_overrides, example_module, steps_of, write_questions
+from training_step import (
+    METRICS,
+    CpuOfSteps,
+    Example,
+    agent_loop_overrides,
+    example_module,
+    steps_of,
+    write_questions,
+)
 
+from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.step_report import StepReport
 
 HERE = Path(__file__).parent
@@ -88,7 +100,8 @@ async def run(variant: str, seed: int, settings: Settings, model: Path, work: Pa
     began = time.monotonic()
     options = Namespace(tiny=True, dtype="float32", trainer="v1", steps=settings.steps, work=work)
     example = Example(example_module(), options, model, write_tasks(work / "tasks.jsonl", settings, seed))
-    found = await (run_verl(example, settings) if variant == VERL else run_ours(seed, example, settings))
+    with CpuOfSteps(work / METRICS) as cpu:
+        found = await (run_verl(example, settings) if variant == VERL else run_ours(seed, example, settings))
     logged = [json.loads(line)["data"] for line in (work / METRICS).read_text().splitlines()]
     parts = steps_of(work / METRICS)
     return {
@@ -97,6 +110,9 @@ async def run(variant: str, seed: int, settings: Settings, model: Path, work: Pa
         "right": _rounded(step["critic/score/mean"] for step in logged),
         "step_s": _rounded(sum(step.values()) for step in parts),
         "parts_s": {name: round(statistics.fmean(step[name] for step in parts[1:]), 3) for name in parts[0]},
+        "gen_s": round(statistics.median(step["gen"] for step in parts[1:]), 3),
+        "cpu_s": medians(cpu.steps),
+        "timeline_s": medians(timelines(work / "runs", [step["gen"] for step in parts])[1:]),
         **found,
         "seconds": round(time.monotonic() - began),
     }
@@ -104,6 +120,38 @@ async def run(variant: str, seed: int, settings: Settings, model: Path, work: Pa
 
 def _rounded(values: Iterable[float]) -> list[float]:
     return [round(value, 4) for value in values]
+
+
+def medians(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the median of each value over the steps. A missing one is 0."""
+    names = dict.fromkeys(name for step in steps for name in step)
+    return {name: round(statistics.median(step.get(name, 0.0) for step in steps), 3) for name in names}
+
+
+def timelines(runs: Path, gen_s: Sequence[float]) -> list[dict[str, float]]:
+    """Split the generation of each step at what this backend has recorded of it; empty for verl's own agent loop."""
+    found = []
+    for folder in runs.glob("*"):
+        archive = RunArchive(folder)
+        for number, whole_s in zip(archive.steps(), gen_s, strict=True):
+            report, records = archive.read_report(number), archive.read_records(number)
+            assert report is not None
+            assert report.until_invoke_s is not None
+            assert report.closing_s is not None
+            results = [archive.read_result(record) for record in records]
+            settled = max(record.settled_at or 0.0 for record in records)
+            began = settled + report.closing_s - report.seconds
+            marks = [
+                report.until_invoke_s,
+                min(result.started_at for result in results) - began,
+                max(result.finished_at for result in results) - began,
+                settled - began,
+                report.seconds,
+                whole_s,
+            ]
+            calls = {name: statistics.median(getattr(record.result, name) for record in records) for name in CALLS}
+            found.append(dict(zip(TIMELINE, map(sub, marks, [0.0, *marks]), strict=True)) | calls)
+    return found
 
 
 def common_overrides(settings: Settings) -> list[str]:
@@ -234,20 +282,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=Settings.steps)
     parser.add_argument("--runs", type=Path, default=RUNS, help="folder of the finished runs")
     parser.add_argument("--smoke", action="store_true", help="one seed and two steps, to see that all variants run")
+    parser.add_argument("--parts", action="store_true", help="one seed and 12 steps, to see where their time goes")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
-    settings = Settings(steps=2 if options.smoke else options.steps)
+    settings = Settings(steps=2 if options.smoke else 12 if options.parts else options.steps)
     os.environ.update(KEYS)
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
     runs = []
-    for seed in options.seeds[:1] if options.smoke else options.seeds:
+    for seed in options.seeds[:1] if options.smoke or options.parts else options.seeds:
         for variant in options.variants:
             runs.append(run_or_read(variant, seed, settings, options.runs))
             print(line(runs[-1]), flush=True)
             if options.json is not None:
-                command = ".venv-verl/bin/python benchmarks/learning_curves.py"
+                name, option = ("parts", " --parts") if options.parts else ("learning", "")
+                command = f".venv-verl/bin/python benchmarks/learning_curves.py{option}"
                 results = {"settings": asdict(settings), "runs": runs}
-                write_section(options.json, "learning", command, sum(run["seconds"] for run in runs), results)
+                write_section(options.json, name, command, sum(run["seconds"] for run in runs), results)
 
 
 if __name__ == "__main__":

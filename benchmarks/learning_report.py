@@ -19,6 +19,15 @@ VERL, OURS, AS_0, DROPPED = "verl", "ours", "lost as 0", "groups dropped"
 PATH, LOSSES = (VERL, OURS), (OURS, AS_0, DROPPED)  # which variants answer which question
 PATH_PAIRS, LOSS_PAIRS = ((OURS, VERL),), ((AS_0, OURS), (DROPPED, OURS))
 GAMES = {"lake": "FrozenLake-v0", "rooms": "rooms with a tool"}
+TIMELINE = {  # of the generation of a step, and whose time each part is
+    "until the first invoke: weights, engines resumed, manifest": "ours",
+    "until the first agent starts": "the emulated AgentCore's",
+    "agents at work, until the last one returns": "the agents', the gateway's and the engine's",
+    "until the last result is here: trajectory, S3, SQS": "the wrapper's, the emulated AWS's and ours",
+    "until all sessions are closed, and S3 holds the last manifest": "ours, and the emulated AWS's",
+    "engines paused, report and rows, until verl has taken them": "ours and verl's",
+}
+CALLS = ("model_s", "agent_s")  # medians over the rollouts of a step
 ENDS = 3  # steps that count as the beginning and the end of a game's training
 _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # by degrees of freedom, from 1
 _COLOURS = ("#1f6feb", "#9a6700", "#1a7f37", "#cf222e")
@@ -104,6 +113,22 @@ def parts(results: Results, variants: Sequence[str]) -> Table:
         if max(means) >= 0.005:
             lines.append([f"`{name}`" if name != "rest" else name, *(f"{mean:.2f}" for mean in means)])
     return Table("parts", ("part of a step, s", *by_variant), lines)
+
+
+def timeline(results: Results) -> Table:
+    """Return one line for each part of the generation of our steps."""
+    [run] = runs_of(results, OURS)
+    lines = [[part, f"{run['timeline_s'][part]:.2f}", whose] for part, whose in TIMELINE.items()]
+    return Table("timeline", ("part of `gen`", "s", "whose"), lines)
+
+
+def cpu(results: Results) -> Table:
+    """Return one line for each kind of process, with the CPU seconds that it spends on a step."""
+    spent = {variant: runs_of(results, variant)[0]["cpu_s"] for variant in PATH}
+    kinds = sorted({kind for each in spent.values() for kind in each}, key=lambda kind: -spent[OURS].get(kind, 0.0))
+    lines = [[kind, *(f"{each.get(kind, 0.0):.2f}" for each in spent.values())] for kind in kinds]
+    total = ["all", *(f"{sum(each.values()):.2f}" for each in spent.values())]
+    return Table("cpu", ("processes", *spent), [*lines, total])
 
 
 def losses(results: Results) -> Table:

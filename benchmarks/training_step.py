@@ -19,17 +19,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import importlib
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.local.tiny_model import make_tiny_model
@@ -42,6 +46,23 @@ AGENT = EXAMPLE.parent / "arithmetic" / "agent.py"
 METRICS = "metrics.jsonl"
 PARTS = ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "update_weights")
 REST = "rest"
+KINDS = {  # of the processes of a training, by a part of their command
+    "verl.trainer.main_ppo": "trainer's main process",
+    "ray::TaskRunner": "trainer's main process",
+    "ray::WorkerDict": "trainer's worker",
+    "ray::AgentLoopWorker": "verl's agent loop",
+    "ray::RewardLoopWorker": "verl's agent loop",
+    "rollout_backend.gateway": "gateway",
+    "rollout_backend.janitor": "janitor",
+    "launch_router": "router",
+    "sglang": "engine",
+    "SGLang": "engine",
+    "engine-cpu": "engine",
+    "ray::TransferQueue": "TransferQueue",
+    "ray::SimpleStorage": "TransferQueue",
+    "learning_curves.py": "agents and emulated AWS",
+}
+OTHER = "Ray and other processes"
 
 
 def run_ours(steps: int, work: Path, model: list[str]) -> None:
@@ -168,6 +189,54 @@ def steps_of(metrics: Path) -> list[dict[str, float]]:
         parts = {name: float(data.get(f"timing_s/{name}", 0.0)) for name in PARTS}
         found.append({**parts, REST: float(data["timing_s/step"]) - sum(parts.values())})
     return found
+
+
+class CpuOfSteps:
+    """Counts the CPU seconds of this process and its descendants between the steps of a training.
+
+    A context manager. `steps` has the seconds of each step after the first one, by kind of process.
+    """
+
+    def __init__(self, metrics: Path) -> None:
+        """A step ends with a line in `metrics`."""
+        self._metrics = metrics
+        self._ends: list[Counter[str]] = []
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    @property
+    def steps(self) -> list[dict[str, float]]:
+        return [dict(after - before) for before, after in itertools.pairwise(self._ends)]
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(0.02):
+            if self._metrics.exists() and self._metrics.read_bytes().count(b"\n") > len(self._ends):
+                self._ends.append(self._spent())
+
+    def _spent(self) -> Counter[str]:
+        fields = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                fields[int(stat.parent.name)] = stat.read_text().rpartition(")")[2].split()
+        spent: Counter[str] = Counter()
+        for pid in fields:
+            ancestor = pid
+            while ancestor in fields and ancestor != os.getpid():
+                ancestor = int(fields[ancestor][1])
+            if ancestor == os.getpid():
+                with contextlib.suppress(OSError):
+                    command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    kind = next((kind for part, kind in KINDS.items() if part in command), OTHER)
+                    spent[kind] += sum(map(int, fields[pid][11:13])) / os.sysconf("SC_CLK_TCK")
+        return spent
 
 
 def summary(steps: list[dict[str, float]]) -> dict[str, float]:

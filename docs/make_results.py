@@ -73,6 +73,21 @@ contains 0 shows no difference, and how large one could still be.
 _LEARNING_TIME = """\
 Where the time of a step goes, as verl measures it. Emulated AWS, agents and other programs ran on the same two cores.
 """
+_PARTS = """\
+A step of the runs above, for {steps} steps of seed 0; medians over the steps after the first. Trainer, engine,
+gateway, emulated AWS and all agents share two cores, on which other programs ran as well: CPU seconds vary less than
+the time that has passed.
+
+`gen` took {ours:.2f} s a step; with verl's own agent loop, {verl:.2f} s. From our records:
+"""
+_PARTS_CALLS = """\
+Of an agent's {agent_s:.2f} s, its one model call was {model_s:.2f} s at router and engine. The rest is its own
+time, the gateway's, and waiting for a core.
+
+CPU seconds of a step, by process. All agents and the emulated AWS are one process, which production does not have. A
+rollout of verl's own agent loop is a coroutine; ours is invoked, sends a heartbeat, calls the model, fetches its
+trajectory and writes it.
+"""
 _LOSSES = """\
 The answer to a question is 1 in {common:g} % of the cases, otherwise 2. The model answers at once, or reads a page,
 and may answer or read on. Page {pages} has the answer. So a guess takes one model call and is right in {common:g} %
@@ -257,6 +272,14 @@ def _learning(results: dict[str, Any]) -> Iterator[str]:
     yield learning_report.parts(results, learning_report.PATH).markdown() + "\n"
 
 
+def _parts(results: dict[str, Any]) -> Iterator[str]:
+    gen = {variant: learning_report.runs_of(results, variant)[0]["gen_s"] for variant in learning_report.PATH}
+    yield _PARTS.format(**results["settings"], **gen)
+    yield learning_report.timeline(results).markdown() + "\n"
+    yield _PARTS_CALLS.format(**learning_report.runs_of(results, learning_report.OURS)[0]["timeline_s"])
+    yield learning_report.cpu(results).markdown() + "\n"
+
+
 def _losses(results: dict[str, Any]) -> Iterator[str]:
     settings = results["settings"]
     calls, common, risk = settings["pages"] + 1, settings["common"], settings["risk"]
@@ -331,6 +354,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterator[str]]]] = {
     "many_turns": ("Many turns, segments and tools", _many_turns),
     "identity": ("The same training as with verl's own agent loop", _identity),
     "learning": ("Learning through the cloud", _learning),
+    "parts": ("Where a step's time goes", _parts),
     "losses": ("What lost rollouts cost", _losses),
     "long_run": ("A long run with kills", _long_run),
 }

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from builders import until
+
 
 @pytest.fixture
 def report(load) -> ModuleType:
@@ -38,3 +40,20 @@ def test_a_game_is_compared_at_its_beginning_and_end_over_all_seeds(report) -> N
     assert cells == ["FrozenLake-v0", "2", "6", "0.4 -> 0.5", "0.3 -> 0.7, 0.5 -> 0.3", gain, "0"]
     [cells] = report.in_play(results).rows
     assert cells[1:4] == ["384", "5 -> 8", "2"]
+
+
+def test_the_cpu_of_a_step_is_shown_by_process(report, load, tmp_path) -> None:
+    spent = {"verl": {"engine": 1.0}, "ours": {"engine": 1.5, "gateway": 0.25}}
+    runs = [{"variant": variant, "seed": 0, "cpu_s": cpu} for variant, cpu in spent.items()]
+    assert report.cpu({"runs": runs}).rows == [
+        ["engine", "1.00", "1.50"],
+        ["gateway", "0.00", "0.25"],
+        ["all", "1.00", "1.75"],
+    ]
+    metrics = tmp_path / "metrics.jsonl"
+    with load("training_step").CpuOfSteps(metrics) as cpu:
+        for step in range(3):
+            metrics.write_text("{}\n" * (step + 1))
+            until(lambda step=step: len(cpu.steps) >= step)
+    [own, _] = [sum(step.values()) for step in cpu.steps]
+    assert own >= 0
