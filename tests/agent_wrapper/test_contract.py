@@ -216,16 +216,15 @@ anything = st.recursive(
 )
 
 
-@given(st.sampled_from([*sorted(make_fields()), "failure", "extras", "model", "extra_field"]), anything)
-def test_any_value_in_any_field_is_read_or_refused(name, value):
-    with contextlib.suppress(ContractError):
-        Rollout.decode(pack(make_fields(**{name: value})))
+OF_ROLLOUT = [*make_fields(), "failure", "extras", "model", "extra_field"]
+OF_SEGMENT = [*make_segment(), "messages", "split_reason", "extra_field"]
 
 
-@given(st.sampled_from([*sorted(make_segment()), "messages", "split_reason", "extra_field"]), anything)
-def test_any_value_in_any_field_of_a_segment_is_read_or_refused(name, value):
-    with contextlib.suppress(ContractError):
-        Rollout.decode(pack(make_fields(segments=[make_segment(**{name: value})])))
+@given(st.sampled_from(OF_ROLLOUT), st.sampled_from(OF_SEGMENT), anything)
+def test_any_value_in_any_field_is_read_or_refused(of_rollout, of_segment, value):
+    for fields in (make_fields(**{of_rollout: value}), make_fields(segments=[make_segment(**{of_segment: value})])):
+        with contextlib.suppress(ContractError):
+            Rollout.decode(pack(fields))
 
 
 @BOTH_INPUTS
@@ -290,7 +289,6 @@ def test_json_that_could_not_be_stored_in_the_compact_form_is_refused(number):
         ({"token_ids": "567"}, "int32 token ids"),
         ({"logprobs": [0.0, "x", 0.0]}, "not a number"),
         ({"turns": [turn(1, 4)]}, "spans [1, 4) of 3 tokens"),
-        ({"turns": [turn(2, 1)]}, "spans [2, 1)"),
         ({"turns": [turn(1, 3), turn(2, 3)]}, "turns.1 spans [2, 3) of 3 tokens, after 3"),
         ({"turns": [turn(1, 3, (1, 2))]}, "do not cover its tokens"),
         ({"turns": [turn(1, 3, (2, 3))]}, "do not cover its tokens in order"),
@@ -412,7 +410,6 @@ SHARED = {"segment": 0, "tokens": 1, "messages": [0]}
         ({**SHARED, "segment": 1}, "is 1, which is not an earlier segment"),
         ({**SHARED, "segment": -1}, "whole numbers"),
         ({**SHARED, "tokens": 4}, "is 4, and segment 0 has 3"),
-        ({**SHARED, "tokens": -1}, "whole numbers"),
         ({**SHARED, "messages": [2]}, "not among the first 2"),
         ({**SHARED, "messages": "0"}, "expected int32 numbers of messages"),
         ({**SHARED, "messages": [0] * 2_000_000}, "more than the cap of 9000000"),
@@ -591,7 +588,6 @@ def test_s3s_test_event_names_nothing():
     ("body", "field"),
     [
         ("", "body"),
-        ("[]", "body"),
         ("[" * 100_000, "body"),
         ('{"Records": [{"s3": {"bucket": {"name": "\\ud800"}}}]}', "body"),
         ("{}", "Records"),

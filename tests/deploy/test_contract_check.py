@@ -90,16 +90,3 @@ async def test_pings_are_held_to_the_contract(answers, text):
     assert (finding.setting, text in finding.text) == ("ping", True)
     assert (finding.level == "ok") == (text == "names the time")
     assert not left
-
-
-@pytest.mark.slow
-async def test_an_agent_that_stamps_each_ping_is_found(tmp_path):
-    ping = """
-async def ping(request):
-    from starlette.responses import JSONResponse
-    return JSONResponse({"status": "Healthy", "time_of_last_update": int(time.time())})
-app._ping = ping
-"""
-    (tmp_path / "agent.py").write_text(HEAD + GOOD + ping + TAIL)
-    findings = await check_contract(tmp_path, {})
-    assert [(each.level, each.setting) for each in findings if each.level != "ok"] == [("problem", "ping")]

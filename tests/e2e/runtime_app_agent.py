@@ -20,8 +20,6 @@ def ask(config, question):
 
 @app.entrypoint
 async def invoke_agent(payload: dict):
-    if "hang" in payload:
-        await asyncio.Event().wait()
     answer = await asyncio.to_thread(ask, payload["_config"], payload["question"])
     if "die" in payload:
         os._exit(1)

@@ -81,16 +81,6 @@ async def test_an_agent_in_a_runtime_app_is_trained_token_exact(open_run, script
     assert failures["dies"].reason in ("terminated", "container_lost")  # its invoke is cut, and its process ends
 
 
-async def test_an_agent_that_hangs_ends_at_its_deadline(open_run, script):
-    settings = ("runtime.agent_protocol=agentcore-runtime-app", "runtime.poll_interval_s=0.2")
-    limits = "timeouts={model_call_s: 5, agent_s: 10, publish_grace_s: 5, collection_s: 300, session_key_s: 400}"
-    command = [script[0], str(AGENT.with_name("runtime_app_agent.py"))]
-    run = await open_run(*settings, "group.size=1", limits, replies=answer, script=command)
-    result = await run.manager.collect([Task("hangs", {"question": "2 + 2?", "answer": "4", "hang": True})])
-    [failure] = result.failures
-    assert (failure.outcome, failure.reason) == (Outcome.TIMED_OUT, "no_result")
-
-
 async def test_an_agent_of_the_pull_request_is_trained_token_exact(open_run):
     settings = ("runtime.agent_protocol=verl-4216", *SETTINGS[1:], "group.size=1")
     run = await open_run(*settings, replies=answer, script=AGENT.parent / "training_block_agent.py")

@@ -144,11 +144,5 @@ def test_only_the_networks_own_nat_reaches_the_load_balancer_unless_opened(load_
     assert all((rule["FromPort"], rule["ToPort"]) == (443, 443) for rule in rules)
 
 
-def test_subnets_are_chosen_by_the_ids_of_zones(resources):
-    subnets = [each for name, each in resources.items() if re.fullmatch(r"(Public|Private)Subnet\d", name)]
-    assert len(subnets) == 4
-    assert all("AvailabilityZone" not in each and "AvailabilityZoneId" in each for each in subnets)
-
-
 def test_the_package_holds_the_images_files():
     assert DOCKERFILE.read_text() == (TEMPLATE.parent / DOCKERFILE.name).read_text()

@@ -291,7 +291,6 @@ def test_the_bucket_is_private_encrypted_kept_and_cleared(template: dict[str, An
             ["my-agent:1", "123456789012.dkr.ecr.us-east-1.amazonaws.com/x", "docker.io/library/python:3"],
         ),
         ("ResultPrefix", ["", "team/", "a/b.c/"], ["team", "/team/", "a b/"]),
-        ("EndpointVersion", ["", "2", "14"], ["0", "v2", "latest"]),
     ],
 )
 def test_parameters_refuse_values_that_aws_would_refuse(template, parameter, good, bad):
