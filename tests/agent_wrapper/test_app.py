@@ -562,6 +562,13 @@ def test_a_missing_entrypoint_is_reported_before_anything_is_served():
         RolloutApp().run()
 
 
+def test_two_entrypoints_are_refused():
+    app = RolloutApp()
+    app.entrypoint(lambda context: 1)
+    with pytest.raises(EntrypointError, match="has its entrypoint already"):
+        app.entrypoint(lambda context: 2)
+
+
 def yields(context: object):
     yield 1
 

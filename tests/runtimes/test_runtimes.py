@@ -112,24 +112,28 @@ async def test_a_container_that_is_not_up_in_time_is_worth_another_attempt(open_
 
 
 @pytest.mark.parametrize(
-    ("message", "kind"),
+    ("status", "message", "kind", "refused"),
     [
+        (402, "", QuotaExceeded, True),
+        (408, "", RuntimeUnavailable, True),
+        (409, "", RuntimeConflict, True),
+        (429, "", Throttled, True),
+        (500, "", RuntimeUnavailable, False),  # the session may be open
+        (503, "", RuntimeUnavailable, True),
         (
-            "Runtime initialization time exceeded. Please make sure that initialization completes in 120s.",
+            424,
+            "Runtime initialization time exceeded. Please make sure it completes in 120s.",
             ContainerStartTimeout,
+            False,
         ),
-        (
-            "Received error (500) from runtime. Please check your CloudWatch logs for more information.",
-            InvokeRejected,
-        ),
-        ("Received error (422) from runtime: no such task", InvokeRejected),
+        (424, "Received error (500) from runtime.", InvokeRejected, False),
     ],
 )
-def test_a_424_is_classified_by_its_message(message, kind):
-    body = {"Error": {"Code": "RuntimeClientError", "Message": message}, "ResponseMetadata": {"HTTPStatusCode": 424}}
+def test_a_refusal_is_classified_by_its_status(status, message, kind, refused):
+    body = {"Error": {"Code": "Any", "Message": message}, "ResponseMetadata": {"HTTPStatusCode": status}}
     error = _to_call_error(ClientError(body, "InvokeAgentRuntime"))
-    assert type(error) is kind
-    assert error.reason == ("container_start_timeout" if kind is ContainerStartTimeout else "container_error")
+    assert (type(error), error.refused) == (kind, refused)
+    assert kind is not InvokeRejected or error.reason == "container_error"
 
 
 @pytest.mark.parametrize(
