@@ -8,7 +8,7 @@ from typing import NamedTuple
 import httpx
 import pytest
 
-from builders import assistant, until, user
+from builders import until, user
 from rollout_backend.config import ModelConfig
 from rollout_backend.gateway import model_call_executor
 from rollout_backend.rendering.renderer import load_renderer
@@ -65,21 +65,6 @@ def ask(gateway, messages, session="s1", **more):
     return client.chat.completions.create(model="scripted", messages=messages, **more)
 
 
-def test_a_conversation_is_one_segment_with_logprobs_and_versions(gateway, engine):
-    messages = list(USER)
-    for _ in range(3):
-        messages.append(ask(gateway, messages).choices[0].message.model_dump())
-        messages.append(user("And?"))
-    (segment,) = gateway.trajectory().segments
-    assert len(segment.turns) == 3
-    for turn in segment.turns:
-        assert turn.end > turn.start
-        assert all(logprob <= 0 for logprob in segment.logprobs[turn.start : turn.end])  # no NaN among them
-        assert [(span.start, span.end) for span in turn.weight_versions] == [(turn.start, turn.end)]
-    block = {"sglang": 1, "vllm": 32}[engine.name]
-    assert segment.turns[1].cached_tokens > segment.turns[0].start - 1 - block  # the prefix cache held
-
-
 @pytest.fixture
 def endless(monkeypatch, model) -> None:
     """The model never samples a special token, so each reply is text of `max_tokens` tokens."""
@@ -131,19 +116,6 @@ def test_stop_strings_work_without_a_tokenizer_at_the_engine(serve, verls_gatewa
     assert "e" in bundle.decode(sampled)
     assert "e" not in bundle.decode(sampled[:-1])
     assert all(logprob <= 0 for logprob in segment.logprobs[turn.start : turn.end])
-
-
-def test_a_stream_is_sent_while_it_is_sampled_and_recorded_as_sent(gateway, endless):
-    stream = ask(gateway, STORY, stream=True, max_tokens=40, stream_options={"include_usage": True})
-    chunks = list(stream)
-    texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]
-    assert len(texts) > 3
-    assert ask(gateway, [*STORY, assistant("".join(texts)), *USER])
-    (segment,) = gateway.trajectory().segments  # the conversation continued from the streamed text
-    first = segment.turns[0]
-    assert first.end - first.start == chunks[-1].usage.completion_tokens
-    assert not any(math.isnan(logprob) for logprob in segment.logprobs[first.start : first.end])
-    assert [(span.start, span.end) for span in first.weight_versions] == [(first.start, first.end)]
 
 
 def test_a_stream_aborted_by_a_pause_continues(gateway, engine, endless):

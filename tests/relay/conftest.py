@@ -19,7 +19,8 @@ from anyio.from_thread import start_blocking_portal
 
 from builders import eventually, served
 from rollout_backend.relay.dialer import Dialer
-from rollout_backend.relay.relay_settings import DialerSettings
+from rollout_backend.relay.relay_server import Relay
+from rollout_backend.relay.relay_settings import DialerSettings, RelaySettings
 from rollout_backend.serving.server_process import ServerProcess, free_port
 
 KEY = "a-key-that-both-sides-know-" * 2
@@ -37,16 +38,11 @@ def key() -> str:
 
 @dataclass
 class RelayServer:
-    process: ServerProcess
     port: int
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
-
-    async def start(self) -> None:
-        await self.process.start()
-        await self.process.wait_healthy(self.healthy, 120.0)
 
     async def health(self) -> dict[str, Any]:
         async with aiohttp.ClientSession() as http, http.get(f"{self.url}/health") as response:
@@ -62,21 +58,30 @@ class RelayServer:
         said = (await self.health())["dialer"]
         return said is not None and dialer_id in (None, said)
 
+
+@dataclass
+class RelayProcess(RelayServer):
+    process: ServerProcess
+
+    async def start(self) -> None:
+        await self.process.start()
+        await self.process.wait_healthy(self.healthy, 120.0)
+
     def kill(self) -> None:
         assert self.process._process is not None
         self.process._process.kill()
 
 
-def relay_server(log: Path, *options: object, port: int = 0, key: str = KEY) -> RelayServer:
+def relay_process(log: Path, *options: object, port: int = 0) -> RelayProcess:
     port = port or free_port()
     argv = [sys.executable, "-m", "rollout_backend.relay", "--port", str(port), *map(str, options)]
-    return RelayServer(ServerProcess("the relay", argv, log, {**os.environ, "ROLLOUT__RELAY__KEY": key}), port)
+    return RelayProcess(port, ServerProcess("the relay", argv, log, {**os.environ, "ROLLOUT__RELAY__KEY": KEY}))
 
 
 @pytest.fixture(scope="session")
-def shared_relay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RelayServer]:
+def shared_relay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RelayProcess]:
     """A relay with default settings. Each test's dialer takes over from the previous one."""
-    relay = relay_server(tmp_path_factory.mktemp("relay") / "relay.log")
+    relay = relay_process(tmp_path_factory.mktemp("relay") / "relay.log")
     with start_blocking_portal() as portal:
         portal.call(relay.start)
         yield relay
@@ -84,17 +89,34 @@ def shared_relay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RelayServ
 
 
 @pytest.fixture
-async def start_relay(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[RelayServer]]]:
+async def start_relay(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[RelayProcess]]]:
     """Start `python -m rollout_backend.relay`; further arguments are its options."""
     async with AsyncExitStack() as stack:
 
-        async def start(*options: object, port: int = 0, key: str = KEY) -> RelayServer:
-            relay = relay_server(tmp_path / "relay.log", *options, port=port, key=key)
+        async def start(*options: object, port: int = 0) -> RelayProcess:
+            relay = relay_process(tmp_path / "relay.log", *options, port=port)
             stack.push_async_callback(relay.process.stop)
             await relay.start()
             return relay
 
         yield start
+
+
+@pytest.fixture
+async def host_relay() -> AsyncIterator[Callable[..., Awaitable[RelayServer]]]:
+    """Serve a relay with these settings in this process, where its process is not the subject."""
+    async with AsyncExitStack() as stack:
+
+        async def host(**settings: Any) -> RelayServer:
+            app = Relay(RelaySettings(**{"key": KEY, **settings})).app
+            server = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+            await server.setup()
+            stack.push_async_callback(server.cleanup)
+            port = free_port()
+            await web.TCPSite(server, "127.0.0.1", port).start()
+            return RelayServer(port)
+
+        yield host
 
 
 class Wire:
@@ -301,13 +323,11 @@ class Line:
 @pytest.fixture
 async def line(
     shared_relay: RelayServer,
-    start_relay: Callable[..., Awaitable[RelayServer]],
     wire: Callable[[int], Awaitable[Wire]],
     upstream: Upstream,
     dial: Callable[..., tuple[Dialer, asyncio.Task[None]]],
 ) -> Callable[..., Awaitable[Line]]:
-    async def lay(*options: object, **settings: Any) -> Line:
-        relay = await start_relay(*options) if options else shared_relay
+    async def lay(relay: RelayServer = shared_relay, **settings: Any) -> Line:
         laid = await wire(relay.port)
         dialer, task = dial(laid.url, upstream.url, **settings)
 

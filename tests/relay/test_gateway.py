@@ -127,8 +127,8 @@ async def test_rollout_through_the_relay(start_relay, wire, training_side, key, 
     assert all(fleet.endpoint(claims("cut-0")).api_key not in text and key not in text for text in log)
 
 
-async def test_wrong_key_stops_the_run_at_start(start_relay, key, tmp_path):
-    relay = await start_relay(key="another-key-" * 4)
+async def test_wrong_key_stops_the_run_at_start(host_relay, key, tmp_path):
+    relay = await host_relay(key="another-key-" * 4)
     settings = RelayConfig(url=relay.url.replace("http", "ws"), key=SecretStr(key), startup_timeout_s=120)
     dialer = dialer_to(settings, ["http://127.0.0.1:9"], tmp_path / "dialer.log")
     with pytest.raises(StartupError, match=r"relay\.key here and ROLLOUT__RELAY__KEY there must be the same"):
@@ -136,8 +136,8 @@ async def test_wrong_key_stops_the_run_at_start(start_relay, key, tmp_path):
     assert key not in (tmp_path / "dialer.log").read_text()
 
 
-async def test_a_dialer_that_another_one_replaces_is_not_restarted(start_relay, key, tmp_path):
-    relay = await start_relay()
+async def test_a_dialer_that_another_one_replaces_is_not_restarted(host_relay, key, tmp_path):
+    relay = await host_relay()
     settings = RelayConfig(url=relay.url.replace("http", "ws"), key=SecretStr(key), startup_timeout_s=120)
     first, second = (dialer_to(settings, ["http://127.0.0.1:9"], tmp_path / f"{i}.log") for i in range(2))
     try:

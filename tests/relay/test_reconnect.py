@@ -59,8 +59,8 @@ async def test_streams_in_both_directions_survive_many_cuts(line, http, until):
     assert (await laid.relay.health())["calls"] == 0
 
 
-async def test_silent_connection_is_closed(line, http, until, get):
-    laid = await line("--heartbeat-s", 0.4, heartbeat_s=0.4)
+async def test_silent_connection_is_closed(line, host_relay, until, get):
+    laid = await line(await host_relay(heartbeat_s=0.4), heartbeat_s=0.4)
     go = laid.upstream.hold()
     call = await laid.held_call(get)
     laid.wire.hold()
@@ -71,8 +71,10 @@ async def test_silent_connection_is_closed(line, http, until, get):
     assert len(laid.upstream.asked) == 1
 
 
-async def test_dialer_reconnects_before_the_relay_notices(line, get, until):
-    laid = await line("--heartbeat-s", 3600)  # it would notice with the next ping on the first connection
+async def test_dialer_reconnects_before_the_relay_notices(line, host_relay, get, until):
+    laid = await line(
+        await host_relay(heartbeat_s=3600)
+    )  # it would notice with the next ping on the first connection
     go = laid.upstream.hold()
     call = await laid.held_call(get)
     laid.wire.half = True
@@ -85,8 +87,8 @@ async def test_dialer_reconnects_before_the_relay_notices(line, get, until):
     assert not laid.dialling.done()
 
 
-async def test_calls_end_if_the_dialer_does_not_reconnect(line, http, until, get):
-    laid = await line("--reconnect-s", 0.5, "--wait-s", 0.5, reconnect_s=0.5)
+async def test_calls_end_if_the_dialer_does_not_reconnect(line, host_relay, http, until, get):
+    laid = await line(await host_relay(reconnect_s=0.5, wait_s=0.5), reconnect_s=0.5)
     laid.upstream.hold()
     plain = asyncio.create_task(get(f"{laid.url}/v1/x"))
     stream = await http.get(f"{laid.url}/v1/stream")
@@ -104,8 +106,8 @@ async def test_calls_end_if_the_dialer_does_not_reconnect(line, http, until, get
     assert (await get(f"{laid.url}/v1/x")).status == 200
 
 
-async def test_stopping_relay_answers_503(line, http, until, get):
-    laid = await line("--wait-s", 1)
+async def test_stopping_relay_answers_503(line, start_relay, get):
+    laid = await line(await start_relay("--wait-s", 1))
     laid.upstream.hold()
     call = await laid.held_call(get)
     laid.relay.process._process.terminate()

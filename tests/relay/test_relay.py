@@ -6,10 +6,12 @@ import json
 
 import aiohttp
 import pytest
+import typer
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from rollout_backend.relay.channel import WINDOW
+from rollout_backend.relay.cli import KEY_ENV, serve
 from rollout_backend.relay.exchange import Link
 from rollout_backend.relay.relay_server import Relay
 from rollout_backend.relay.relay_settings import RelaySettings
@@ -108,8 +110,8 @@ async def test_path_names_the_shard(line, http, upstream, get):
         assert (error["type"], error["code"]) == ("api_error", "relay_502")
 
 
-async def test_too_large_body_is_refused(line, http):
-    laid = await line("--max-body-bytes", 200_000)
+async def test_too_large_body_is_refused(line, host_relay, http):
+    laid = await line(await host_relay(max_body_bytes=200_000))
     async with http.post(f"{laid.url}/v1/x", data=b"x" * 200_000) as answer:
         assert answer.status == 200
     async with http.post(f"{laid.url}/v1/x", data=b"x" * 200_001) as answer:
@@ -142,8 +144,8 @@ async def test_agent_disconnected_during_a_cut_ends_its_call_later(line, http, u
     await until(lambda: laid.upstream.left == 1)
 
 
-async def test_excess_calls_get_429_with_retry_after(line, http, until, get):
-    laid = await line("--max-calls", 2)
+async def test_excess_calls_get_429_with_retry_after(line, host_relay, http, get):
+    laid = await line(await host_relay(max_calls=2))
     go = laid.upstream.hold()
     calls = [await laid.held_call(get) for _ in range(2)]
     async with http.post(f"{laid.url}/v1/x") as answer:
@@ -152,13 +154,12 @@ async def test_excess_calls_get_429_with_retry_after(line, http, until, get):
     assert [(await call).status for call in calls] == [200, 200]
 
 
-async def test_calls_without_a_dialer_wait_and_get_503(start_relay, dial, upstream, until, http, get):
-    relay = await start_relay("--wait-s", 0.3)
+async def test_calls_without_a_dialer_wait_and_get_503(host_relay, dial, upstream, until, http, get):
+    relay = await host_relay(wait_s=0.3)
     async with http.get(f"{relay.url}/v1/models") as answer:
         assert (answer.status, answer.headers["Retry-After"]) == (503, "2")
         assert "no training side" in (await answer.json())["error"]["message"]
-    await relay.process.stop()
-    relay = await start_relay("--wait-s", 600, port=relay.port)
+    relay = await host_relay(wait_s=600)
     waiting = asyncio.create_task(get(f"{relay.url}/v1/models"))
 
     async def one_waits() -> bool:
@@ -169,8 +170,8 @@ async def test_calls_without_a_dialer_wait_and_get_503(start_relay, dial, upstre
     assert (await waiting).status == 200
 
 
-async def test_call_over_the_time_limit_ends(line, http, until, get):
-    laid = await line("--call-s", 0.5)
+async def test_call_over_the_time_limit_ends(line, host_relay, http, until, get):
+    laid = await line(await host_relay(call_s=0.5))
     laid.upstream.hold()
     async with http.get(f"{laid.url}/v1/x") as answer:
         assert answer.status == 504
@@ -272,8 +273,8 @@ async def test_slow_agent_delays_only_its_own_call(line, http, until, get):
     await until(lambda: not laid.dialer.channels)
 
 
-async def test_slow_gateway_slows_down_the_agent(line, until):
-    laid = await line("--max-body-bytes", 10**9)
+async def test_slow_gateway_slows_down_the_agent(line, host_relay, until):
+    laid = await line(await host_relay(max_body_bytes=10**9))
     go = asyncio.Event()
 
     async def waits(request: web.Request) -> web.Response:
@@ -341,12 +342,10 @@ async def test_cancelled_calls_on_a_blocked_connection_use_bounded_memory(key, u
 # --- the command line -------------------------------------------------------------------------------------
 
 
-async def test_relay_requires_a_key(start_relay):
-    with pytest.raises(Exception, match="ROLLOUT__RELAY__KEY must hold the training"):
-        await start_relay(key="short")
-
-
-async def test_a_relay_with_one_of_both_tls_files_does_not_serve_in_the_clear(start_relay, tmp_path):
-    (key := tmp_path / "key.pem").write_text("x")
-    with pytest.raises(Exception, match="belong together"):
-        await start_relay("--tls-key", key)
+def test_relay_requires_a_key_and_both_tls_files(monkeypatch, key, tmp_path):
+    monkeypatch.setenv(KEY_ENV, "short")
+    with pytest.raises(typer.BadParameter, match="ROLLOUT__RELAY__KEY must hold the training"):
+        serve()
+    monkeypatch.setenv(KEY_ENV, key)
+    with pytest.raises(typer.BadParameter, match="belong together"):
+        serve(tls_key=tmp_path / "key.pem")
