@@ -254,8 +254,8 @@ return 1.0
 
 
 @pytest.mark.parametrize(("kind", "body"), [("async", "await asyncio.sleep(600)"), ("sync", "time.sleep(600)")])
-def test_a_session_that_is_stopped_ends_alone(start_container, make_signal, kind, body, tmp_path):
-    container = start_container(kind)
+def test_a_session_that_is_stopped_ends_alone(request, make_signal, kind, body, tmp_path):
+    container = request.getfixturevalue(f"{kind}_container")
     cleaned = tmp_path / "cleaned"
     body = f"{STARTED}\ntry:\n    {body}\nfinally:\n    open({str(cleaned)!r}, 'w')"
     blocks = [container.request(session_id=f"session-{n}") for n in range(2)]
@@ -269,6 +269,8 @@ def test_a_session_that_is_stopped_ends_alone(start_container, make_signal, kind
     assert "the session was stopped" in rollout.failure.message
     assert cleaned.exists() == (kind == "async"), "a sync agent cannot be stopped; its key opens nothing any more"
     assert container.invoke(body, blocks[1]).json()["status"] == "running"
+    container.stop_session("session-1")
+    container.await_idle()
 
 
 def test_a_session_that_does_not_run_cannot_be_stopped(container):
@@ -521,29 +523,24 @@ def test_the_wrappers_waits_after_the_deadline_fit_the_backends(sync_container, 
         assert (job.unwind_s, job.fetch_s, job.publish_s) == (2.0, 20.0, 60.0)
 
 
-def test_sigterm_publishes_every_rollout_even_without_a_gateway(start_container, dead_url, make_signal):
+def test_sigterm_publishes_every_rollout_even_without_a_gateway(start_container, gateway, dead_url, make_signal):
     container = start_container("sync")
+    earned = container.request([(503, b"")])
+    container.invoke("return 1", earned)
+    asked = f"/{earned['rollout_id']}/trajectory", f"Bearer {earned['endpoint']['api_key']}"
+    until(lambda: gateway.requests.count(asked))
+    assert container.ping()["status"] == "HealthyBusy"
     blocks = [container.request(endpoint__trajectory_url=f"{dead_url}/trajectory") for _ in range(3)]
     for block in blocks:
         started = make_signal()
         container.invoke(STARTED + "time.sleep(600)", block, started=started.path)
         started.wait()
     container.stop()
+    assert container.await_result(earned).failure.reason == "trajectory_unavailable"
     for block in blocks:
         rollout = container.await_result(block)
         assert rollout.failure.reason == "terminated"
         assert rollout.segments == ()
-
-
-def test_sigterm_does_not_lose_a_reward_on_its_way(start_container, gateway):
-    container = start_container("sync")
-    block = container.request([(503, b"")])
-    container.invoke("return 1", block)
-    asked = f"/{block['rollout_id']}/trajectory", f"Bearer {block['endpoint']['api_key']}"
-    until(lambda: gateway.requests.count(asked))
-    assert container.ping()["status"] == "HealthyBusy"
-    container.stop()
-    assert container.await_result(block).failure.reason == "trajectory_unavailable"
 
 
 # --- what the author sees ---------------------------------------------------------------------------------
