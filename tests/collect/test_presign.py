@@ -11,25 +11,18 @@ import httpx
 import pytest
 from botocore.exceptions import CredentialRetrievalError
 
-from agent_wrapper.contract import Sampling, artifacts_key, failure_marker_key, put_headers, result_key
+from agent_wrapper.contract import artifacts_key, failure_marker_key, put_headers, result_key
 from rollout_backend.aws.clients import Credentials
 from rollout_backend.collect.presign import Presigner
 from rollout_backend.config import AwsConfig, StorageConfig
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.errors import ConfigError, NoCredentials, PreflightError
+from rollouts import make_claims
 
 
 @pytest.fixture
 def claims(run_id) -> SessionClaims:
-    return SessionClaims(
-        run_id=run_id,
-        step=3,
-        rollout_id="task.0",
-        attempt=2,
-        session_id="session",
-        sampling=Sampling(),
-        expires_at=1000.0,
-    )
+    return make_claims(run_id=run_id, step=3, rollout_id="task.0", attempt=2, expires_at=1000.0)
 
 
 @pytest.fixture

@@ -94,19 +94,6 @@ def test_concurrent_installations_install_once(tiny_pins, tmp_path):
     assert python.exists()  # its users may keep running
 
 
-@pytest.mark.slow
-def test_failed_installation_is_repeated(tiny_pins, tmp_path):
-    cache = tmp_path / "cache"
-    wheel = tmp_path / "tiny_torch-1.0-py3-none-any.whl"
-    wheel.rename(tmp_path / "away")
-    with pytest.raises(StartupError, match=r"installing torch failed with code 1[\s\S]*tiny_torch"):
-        install_cpu_engine(cache, echo=lambda line: None)
-    with pytest.raises(ConfigError):
-        find_engine(cache)
-    (tmp_path / "away").rename(wheel)
-    assert install_cpu_engine(cache, echo=lambda line: None) == find_engine(cache)
-
-
 def test_model_folder_is_created_atomically(fake_engine):
     cache = fake_engine('mkdir "$4" && touch "$4/config.json" && echo no memory left && exit 3')
     with pytest.raises(StartupError, match=r"making the model failed with code 3[\s\S]*no memory left"):

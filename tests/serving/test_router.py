@@ -9,8 +9,6 @@ from collections import Counter
 
 import aiohttp
 import pytest
-from starlette.responses import JSONResponse
-from starlette.routing import Route
 
 from builders import post, run_config
 from rollout_backend.checks.machine import check_machine
@@ -20,7 +18,6 @@ from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.gateway.engine.client import EngineClient
 from rollout_backend.gateway.engine.protocol import EngineRequest
 from rollout_backend.local.scripted import ScriptedEngine
-from rollout_backend.serving import router as router_module
 from rollout_backend.serving.router import Router, router_command
 from rollout_backend.serving.server_process import free_port
 
@@ -184,39 +181,6 @@ async def test_a_call_waits_for_the_first_engine(router):
             assert (await generating).token_ids
     finally:
         await client.close()
-
-
-class QueueingEngine(ScriptedEngine):
-    """Reports a long queue and a full KV cache."""
-
-    def _routes(self):
-        async def loads(_):
-            self.polls += 1
-            load = {"dp_rank": 0, "num_running_reqs": 9, "num_waiting_reqs": 20, "token_usage": 0.95}
-            return JSONResponse({"loads": [load]})
-
-        self.polls = 0
-        return [*super()._routes(), Route("/v1/loads", loads)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("protects", [True, False])
-async def test_sessions_stay_on_an_engine_with_a_queue(tmp_path, monkeypatch, until, protects):
-    """With smg's defaults they leave it, which shows that the options are needed."""
-    options = ("--load-monitor-interval", "1")
-    monkeypatch.setattr(router_module, "_SMG_OPTIONS", (*(() if protects else router_module._SMG_OPTIONS), *options))
-    with QueueingEngine(["a"] * 100) as busy, ScriptedEngine(["a"] * 100) as idle:
-        async with (
-            Router(RouterConfig(kind="smg"), tmp_path / "router.log") as router,
-            aiohttp.ClientSession() as http,
-        ):
-            await router.add(busy.url)
-            assert (await call(http, router, "session"))[0] == 200
-            await router.add(idle.url)
-            # Without the protection, smg does not ask, so nothing can be awaited.
-            await (until(lambda: busy.polls > 1) if protects else asyncio.sleep(4))
-            assert (await call(http, router, "session"))[0] == 200
-    assert (busy.polls > 1, len(busy.requests), len(idle.requests)) == ((True, 1, 1) if protects else (False, 2, 0))
 
 
 async def test_port_in_use_names_the_setting(tmp_path):

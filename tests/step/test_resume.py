@@ -10,9 +10,9 @@ from agent_wrapper.contract import Outcome, Sampling, Trajectory
 from builders import eventually
 from rollout_backend.core.manifest import Manifest, digest_of
 from rollout_backend.core.seal import Sealer
-from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ManifestError, OutcomeUnknown
+from rollouts import make_claims
 from step_bench import Agents, only
 
 
@@ -239,11 +239,8 @@ def sealed_by(bench, secret: str, previous: str | None = None) -> None:
 
     def result(agents, request, **more):
         rollout = Agents.result(agents, request, **more)
-        claims = SessionClaims(
-            **{name: getattr(request, name) for name in ("run_id", "step", "rollout_id", "attempt", "session_id")},
-            sampling=request.sampling,
-            expires_at=1e12,
-        )
+        names = ("run_id", "step", "rollout_id", "attempt", "sampling")
+        claims = make_claims(request.session_id, **{name: getattr(request, name) for name in names})
         trajectory = sealer.seal(Trajectory(model=rollout.model, segments=rollout.segments), claims)
         return rollout.model_copy(update={"seal": more.get("seal", trajectory.seal)})
 

@@ -1,4 +1,4 @@
-"""The number of optimizer steps depends on the prompts of a batch, not on its rows, and all tokens weigh the same."""
+"""The number of optimizer steps depends on the prompts of a batch, not on its rows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import pytest
 import torch
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo import padding_utils
-from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-from verl.workers.config import FSDPActorConfig
 
 from rollout_backend.verl.sampler import StableSteps
 from trainings import verl_settings
@@ -84,41 +82,3 @@ def test_a_critic_has_its_own_stable_number_of_steps() -> None:
 def test_a_batch_with_fewer_rows_than_steps_is_left_to_verl() -> None:
     config = verl_config(2)
     assert len(mini_batches(config, StableSteps(config).apply(rows(2), 6))) == 1
-
-
-# --- the gradient, computed by hand -----------------------------------------------------------------------
-
-# Two rollouts: one with two rows of 1 and 3 tokens and advantage 1, one with a row of 2 tokens and advantage -1.
-TOKENS = [(1, 1.0), (3, 1.0), (2, -1.0)]
-
-
-def gradients(split: list[list[int]], mode: str, size: int) -> list[float]:
-    """Return the gradient of each row's tokens, summed over the mini-batches. `size` is their number of rows."""
-    mask = torch.tensor([[float(j < count) for j in range(3)] for count, _ in TOKENS])
-    advantages = mask * torch.tensor([[advantage] for _, advantage in TOKENS])
-    log_prob = torch.full(mask.shape, -0.5, requires_grad=True)
-    for chosen in split:
-        config = FSDPActorConfig(rollout_n=1, ppo_micro_batch_size_per_gpu=1)
-        config.global_batch_info.update(
-            dp_size=1, batch_num_tokens=int(mask[chosen].sum()), global_batch_size=size, loss_scale_factor=None
-        )
-        loss, _ = compute_policy_loss_vanilla(
-            log_prob.detach()[chosen], log_prob[chosen], advantages[chosen], mask[chosen], mode, config
-        )
-        loss.backward()
-    assert log_prob.grad is not None
-    return [round(float(row[0]), 6) for row in log_prob.grad]
-
-
-def test_each_token_of_a_step_has_the_same_weight() -> None:
-    """Two prompts, n = 1, one mini-batch: verl alone would take two steps, of two rows and of one."""
-    assert gradients([[0, 1, 2]], "token-mean", size=4) == pytest.approx([-1 / 6, -1 / 6, 1 / 6], abs=1e-6)
-    alone = gradients([[0, 1], [2]], "token-mean", size=2)
-    assert alone == pytest.approx([-1 / 4, -1 / 4, 1 / 2], abs=1e-6), "the last step's tokens weigh twice as much"
-
-
-def test_each_row_of_a_step_has_the_same_weight_if_the_loss_is_a_mean_over_rows() -> None:
-    """The mini-batch has 2 x 2 rows, one of them padding. On average a rollout weighs 1 / 2, as with one row each."""
-    assert gradients([[0, 1, 2]], "seq-mean-token-sum", size=4) == pytest.approx([-1 / 4, -1 / 4, 1 / 4], abs=1e-6)
-    of_tokens = gradients([[0, 1, 2]], "seq-mean-token-mean", size=4)
-    assert of_tokens == pytest.approx([-1 / 4, -1 / 12, 1 / 8], abs=1e-6)

@@ -12,10 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from verl import DataProto
 from verl.trainer.config import AlgoConfig
-from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
-from verl.workers.config import FSDPActorConfig
 
 from agent_wrapper.contract import Rollout, Segment
 from rollout_backend.verl.advantage import needs_row_uids, row_uid, takes_rows_for_rollouts
@@ -175,19 +173,3 @@ def test_a_token_has_the_rewards_that_follow_it_in_its_row(adv_estimator: str) -
         for found, mask in zip(data.batch["returns"], data.batch["response_mask"], strict=True)
     ]
     assert returns == [[1.25, 1.25, 0.75], [1.25], [0.5, 0.5], [1.0, 1.0]]
-
-
-def test_the_gradient_of_each_token_is_the_one_computed_by_hand() -> None:
-    """At equal policies, verl's loss is -A * ratio over the trained tokens, of which there are 3 + 1 + 2 + 2."""
-    data = with_advantages("grpo_skip_missing")
-    log_prob = torch.full(data.batch["response_mask"].shape, -0.5, requires_grad=True)
-    config = FSDPActorConfig(rollout_n=3, ppo_micro_batch_size_per_gpu=1)
-    loss, _ = compute_policy_loss_vanilla(
-        log_prob.detach(), log_prob, data.batch["advantages"], data.batch["response_mask"], config=config
-    )
-    loss.backward()
-    mask = data.batch["response_mask"].bool()
-    found = [gradient[of_row].tolist() for gradient, of_row in zip(log_prob.grad, mask, strict=True)]
-    expected = [[-1 / 8] * 3, [-1 / 8], [1 / 8] * 2, [0.0] * 2]
-    assert [pytest.approx(each, abs=1e-6) for each in expected] == found
-    assert not log_prob.grad[~mask].any()

@@ -29,36 +29,8 @@ from rollout_backend.verl.rows import rows_of
 from rollouts import make_rollout, make_turn
 
 PAD, VIDEO_PAD, START, END = 60, 61, 62, 63
-ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
 CONFIG = Qwen3VLConfig(
-    text_config={
-        "vocab_size": 64,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "rope_parameters": ROPE,
-        "initializer_range": 0.3,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    },
-    vision_config={
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_heads": 2,
-        "out_hidden_size": 16,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0],
-        "initializer_range": 0.3,
-    },
-    image_token_id=PAD,
-    video_token_id=VIDEO_PAD,
-    vision_start_token_id=START,
-    vision_end_token_id=END,
+    image_token_id=PAD, video_token_id=VIDEO_PAD, vision_start_token_id=START, vision_end_token_id=END
 )
 
 
