@@ -111,13 +111,6 @@ async def test_a_lost_announcement_is_found_among_others(open_bench, monkeypatch
     assert completed(result) == 1
 
 
-async def test_a_run_without_a_queue_ends_the_same(open_bench):
-    bench = await open_bench("queue.enabled=false", "collect.list_interval_s=0.1")
-    result = await bench.run("task-a", "task-b", behave=Agents.write_unannounced)
-    assert {request.result.queue_url for request in bench.agents.requests} == {None}
-    assert completed(result) == 4
-
-
 async def test_the_sessions_of_a_group_share_a_routing_key_if_the_settings_say_so(open_bench):
     bench = await open_bench("router.affinity=group")
     keys: dict[str, set[str]] = {}

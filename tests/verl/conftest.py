@@ -12,13 +12,14 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
 import yaml
+from anyio.from_thread import start_blocking_portal
 
 from agent_wrapper.contract import Rollout
 from rollout_backend.local.cloud import LocalCloud
@@ -169,10 +170,6 @@ class Training:
     def log(self) -> str:
         return self.verl.log.read_text(errors="replace")
 
-    @property
-    def engine_started(self) -> bool:
-        return any(self.work.glob("sglang_cpu*.log"))
-
     def metrics(self) -> list[dict[str, float]]:
         return [json.loads(line)["data"] for line in self.metrics_file.read_text().splitlines()]
 
@@ -289,3 +286,12 @@ async def training_in(work: Path, tasks: list[Task], prompts: int, *more: str, *
 def training() -> Any:
     """Return a context manager: `training(work, tasks, prompts, *overrides)` prepares a run of verl's trainer."""
     return training_in
+
+
+@pytest.fixture(scope="session")
+def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
+    """A run whose settings are valid, and that is not started."""
+    tasks = [{"name": "task", "rewards": [0.0] * GROUP} for _ in range(64)]
+    would_start = training_in(tmp_path_factory.mktemp("ready"), tasks, 1)
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(would_start) as run:
+        yield run

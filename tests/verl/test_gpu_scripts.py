@@ -7,12 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from anyio.from_thread import start_blocking_portal
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from transformers import Qwen3MoeConfig
@@ -35,14 +32,6 @@ MODES = {("asynchronous.sh", ()): "separate_async", ("sync.sh", COLOCATED): "col
 
 class NeedsGpus(Exception):
     pass
-
-
-@pytest.fixture(scope="module")
-def ready(tmp_path_factory: pytest.TempPathFactory, training: Any) -> Iterator[Any]:
-    task = {"name": "task", "rewards": [0.0] * 4}
-    would_start = training(tmp_path_factory.mktemp("ready"), [dict(task) for _ in range(64)], 1)
-    with start_blocking_portal() as portal, portal.wrap_async_context_manager(would_start) as run:
-        yield run
 
 
 @pytest.fixture

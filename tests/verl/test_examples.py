@@ -1,0 +1,90 @@
+"""The examples that train, as their users run them: `make train`, a plain loop, and the check of a GPU machine."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollout_backend.results.step_report import StepReport
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+QUALIFY = EXAMPLES / "train_gpu" / "qualify.py"
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_each_step_trains_tokens_sampled_by_the_previous_steps_weights(tmp_path: Path) -> None:
+    script, work = EXAMPLES / "train_arithmetic" / "train.py", tmp_path / "work"
+    command = [sys.executable, script, "--tiny", "--steps", "2", "--work", work]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1000, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = list(csv.DictReader((work / "curve.csv").read_text().splitlines()))
+    assert [(row["step"], row["weight_version"]) for row in rows] == [("1", "0"), ("2", "1")]
+    for row in rows:
+        assert float(row["rollout_probs_diff_max"]) < 1e-4
+        assert float(row["grad_norm"]) > 0
+        assert (float(row["rollouts"]), float(row["left_out"]), float(row["staleness"])) == (64, 0, 0)
+    assert "rollout_probs_diff_max" in done.stdout
+    log = (work / "verl.log").read_text()
+    assert "Traceback" not in log, "verl did not end cleanly"
+    assert "gateway died" not in log, "the end of a run reads like a failure"
+    assert (work / "curve.png").stat().st_size > 0
+    reports = [StepReport.model_validate_json(file.read_text()) for file in tmp_path.glob("runs/*/steps/*.json")]
+    assert len(reports) == 2
+    for report in reports:
+        assert report.balanced
+        assert report.sessions_open == 0
+        assert report.planned == report.trainable == 64
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.release
+@pytest.mark.timeout(1200)
+def test_each_step_of_a_plain_loop_samples_with_the_weights_of_the_last_one(tmp_path: Path) -> None:
+    script = EXAMPLES / "plain_loop" / "train.py"
+    command = [sys.executable, script, "--steps", "2", "--work", tmp_path / "work"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1100, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = [line.split() for line in done.stdout.splitlines() if re.match(r" +\d", line)]
+    assert [(step, versions) for step, _, _, _, versions, *_ in steps] == [("1", "0"), ("2", "1")]
+    for _, _, probability_difference, gradient_norm, *_ in steps:
+        assert float(probability_difference) < 1e-4  # the engine's weights are the trainer's
+        assert float(gradient_norm) > 0
+    (record,) = (json.loads(file.read_text()) for file in tmp_path.glob("runs/*/weights.json"))
+    assert record["version"] == 2
+    assert [folder.name for folder in Path(record["folder"]).parent.iterdir()] == ["2"]  # older ones are deleted
+
+
+@pytest.mark.slow
+@pytest.mark.release
+@pytest.mark.engine
+@pytest.mark.timeout(1800)
+def test_the_cpu_qualifies_for_training(tmp_path: Path) -> None:
+    settings = ("serving.device=cpu", "serving.dtype=float32", "model.context_length=1024")
+    options = [word for setting in settings for word in ("-o", setting)]
+    options += ["--folder", str(tmp_path / "folder"), "--verl", "trainer.total_training_steps=3"]
+    done = subprocess.run([sys.executable, QUALIFY, *options], capture_output=True, text=True, check=False)
+    page = done.stdout.partition("Report this page")[2]
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert page.count("\nok ") == 9
+    assert "of weights 0, 1: probabilities differ by" in page
+    norms = re.findall(r"gradient norm (\S+), 32 of 32 rollouts trained, step \S+ s; gen ", page)
+    assert len(norms) == 3
+    assert all(float(norm) > 0 for norm in norms)
+    assert (tmp_path / "folder" / "training" / "verl.log").exists()
+
+
+@pytest.mark.slow  # a process that loads torch
+def test_a_used_folder_is_refused(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, QUALIFY, "--folder", str(tmp_path)], capture_output=True, text=True, check=False, timeout=240
+    )
+    assert (done.returncode, f"--folder {tmp_path} exists" in done.stderr) == (2, True), done.stderr
