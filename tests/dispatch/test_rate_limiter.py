@@ -76,25 +76,6 @@ def test_granted_calls_lead_back_to_the_ceiling_within_a_minute():
     assert rate.rate == 20
 
 
-@pytest.mark.parametrize("quota", [2.0, 50.0])
-def test_it_finds_a_quota_below_the_ceiling(quota):
-    """The service enforces its quota with a token bucket whose burst is one second of calls."""
-    rate, now, tokens, refilled_at = AdaptiveRate(200), 0.0, quota, 0.0
-    granted = refused = 0
-    while now < 120:
-        now = send(rate, now)
-        tokens, refilled_at = min(quota, tokens + (now - refilled_at) * quota), now
-        if tokens >= 1:
-            tokens -= 1
-            granted += now > 20
-            rate.granted(sent_at=now)
-        else:
-            refused += now > 20
-            rate.refused(sent_at=now, now=now)
-    assert granted > 0.6 * quota * 100
-    assert refused < granted
-
-
 def test_a_ceiling_that_admits_nothing_is_refused():
     with pytest.raises(ValueError, match="a rate must be above 0"):
         AdaptiveRate(0)

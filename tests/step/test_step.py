@@ -12,7 +12,6 @@ import pytest
 from agent_wrapper.contract import Outcome, Sampling
 from builders import eventually, skip
 from rollout_backend.atomic_file import write_file
-from rollout_backend.core.ledger import Phase
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ServingError
 from rollout_backend.results.archive import RunArchive
@@ -77,19 +76,6 @@ async def test_doubled_announcements_change_nothing(open_bench):
     result = await running
     bench.check_ended(result)
     assert (completed(result), result.report.duplicates, len(bench.kept)) == (4, 4, 4)
-
-
-async def test_a_failure_marker_that_arrives_after_its_attempt_was_abandoned_changes_nothing(open_bench):
-    bench = await open_bench("group.size=1", "group.min_viable=1")
-    step = bench.step(behave=Agents.hang)
-    running = asyncio.create_task(step.run())
-    await eventually(lambda: bench.ledger.phases()[Phase.RUNNING] == 1)
-    marker = bench.agents.result(bench.agents.requests[0], outcome=Outcome.INFRA_ERROR)
-    bench.agents.behave = Agents.complete
-    step.rollouts["task-a.0"].abandon_attempt()  # its container was lost while the marker was fetched
-    step.results.on_result(marker, marker.encode(), None, failure_marker=True)
-    result = await running
-    assert (completed(result), result.report.attempts, bench.ledger.superseded) == (1, 2, 1)
 
 
 async def test_a_lost_announcement_is_found_among_others(open_bench, monkeypatch):
