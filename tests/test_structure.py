@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -97,11 +98,16 @@ def test_agent_wrapper_imports_nothing_of_the_training_side():
         assert list(imported_by(module)) == [], module
 
 
-def test_gateway_process_loads_nothing_that_starts_gateways():
+def test_gateway_process_loads_nothing_that_starts_gateways(tmp_path):
+    (tmp_path / "torch.py").touch()  # the trainer's environment has torch, which transformers import if it is there
+    (tmp_path / "torch-2.13.0.dist-info").mkdir()
+    (tmp_path / "torch-2.13.0.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.13.0\n")
+    (tmp_path / "torch-2.13.0.dist-info" / "top_level.txt").write_text("torch\n")
     code = (
         "import sys; from rollout_backend.gateway.__main__ import import_server as load; load(); print(*sys.modules)"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
     loaded = run.stdout.split()
     assert {"rollout_backend.gateway.server", "renderers"} <= {*loaded}
     assert {"rollout_backend.serving", "ray", "boto3", "torch", "openai"}.isdisjoint(loaded)
