@@ -131,8 +131,8 @@ def medians(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def timelines(runs: Path, gen_s: Sequence[float]) -> list[dict[str, float]]:
     """Split the generation of each step at what this backend has recorded of it; empty for verl's own agent loop."""
     found = []
-    for folder in runs.glob("*"):
-        archive = RunArchive(folder)
+    for folder in runs.glob("*/steps"):
+        archive = RunArchive(folder.parent)
         for number, whole_s in zip(archive.steps(), gen_s, strict=True):
             report, records = archive.read_report(number), archive.read_records(number)
             assert report is not None

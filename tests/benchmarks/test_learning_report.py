@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from builders import until
+from rollout_backend.results.archive import RunArchive
+from run_folders import make_step
 
 
 @pytest.fixture
@@ -57,3 +59,18 @@ def test_the_cpu_of_a_step_is_shown_by_process(report, load, tmp_path) -> None:
             until(lambda step=step: len(cpu.steps) >= step)
     [own, _] = [sum(step.values()) for step in cpu.steps]
     assert own >= 0
+
+
+def test_the_generation_of_a_step_is_split_at_what_its_run_recorded(load, tmp_path) -> None:
+    curves = load("learning_curves")
+    result = make_step({"task.0": 1.0}, seconds=5.0, began_at=0.0, closing_s=1.0)
+    archive = RunArchive(tmp_path / "run")
+    archive.write_records(0, result.records)
+    archive.write_report(result.report)
+    archive.write_rollout(result.rollouts[0], result.rollouts[0].encode())
+    archive.close()
+    (tmp_path / ".secrets").mkdir()  # beside the runs
+    [parts] = curves.timelines(tmp_path, [6.0])
+    first, *_, closing, verl = (parts[name] for name in curves.TIMELINE)
+    assert (first, closing, verl) == (result.report.until_invoke_s, pytest.approx(1.0), pytest.approx(1.0))
+    assert curves.medians([parts, {}, {**parts, "model_s": 9.0}])["model_s"] == parts["model_s"]
