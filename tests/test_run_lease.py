@@ -219,14 +219,15 @@ class EndedStep:
 
     async def run(self) -> StepResult:
         how = {"refused": 0, "seconds": 0.0, "deadline_reached": False}
-        return StepResult(
-            self._number, (), (), (), make_report("r", make_ledger(self._number), [], [], [], [], **how)
-        )
+        report = make_report("r", make_ledger(self._number), [], [], [], [], **how)
+        return StepResult(self._number, (), (), (), report, tuple(self.records()))
 
     def records(self) -> list[RolloutRecord]:
         ledger = make_ledger(0)
         ledger.plan([PlannedRollout("a.0", "a")])
         return records_of(ledger, lambda entry: "")
+
+    def release(self) -> None: ...
 
 
 @pytest.fixture
