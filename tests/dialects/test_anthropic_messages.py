@@ -150,12 +150,6 @@ def test_tool_choice(choice, wanted):
     assert (call.tool_choice, call.tool_name, call.parallel_tool_calls) == wanted
 
 
-def test_an_output_format_is_a_schema():
-    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
-    call = parse(output_config={"effort": "low", "format": {"type": "json_schema", "schema": schema}})
-    assert call.json_schema == schema
-
-
 @pytest.mark.parametrize(
     ("fault", "param", "says"),
     [

@@ -46,13 +46,6 @@ def test_a_reply_that_another_row_continues_is_not_dropped(session, say):
     assert len(session.recorder.segments()) == 2
 
 
-def test_a_continued_conversation_is_one_segment(session, say):
-    assert say(session, [SYSTEM, U1]) == FIRST
-    assert say(session, [SYSTEM, U1, A, U2]) is None
-    assert say(session, [SYSTEM, U1, A, U2, A, U3]) is None
-    assert len(session.recorder) == 1
-
-
 def test_the_sampled_tokens_are_kept_even_if_the_reply_renders_differently(session, say, bundle):
     say(session, [U1], text="  A <|endoftext|>", content="A")
     prompt = session.prepare([U1, A, U2], None)

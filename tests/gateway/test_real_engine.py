@@ -166,9 +166,3 @@ def test_a_forced_tool_call_has_no_trained_logprobs(serve, engine, behind_router
     (segment,) = gateway.trajectory().segments
     assert all(math.isnan(logprob) for logprob in segment.logprobs)
     assert gateway.stats().constrained == 1
-
-
-def test_a_json_schema_is_enforced(gateway):
-    response_format = {"type": "json_schema", "json_schema": {"name": "sum", "schema": ADD["parameters"]}}
-    text = ask(gateway, USER, response_format=response_format, max_tokens=100).choices[0].message.content
-    assert set(json.loads(text)) == {"a", "b"}

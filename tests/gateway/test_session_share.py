@@ -211,11 +211,10 @@ def test_a_decompression_bomb_is_refused_in_bounded_memory(encoding):
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("encoding", ["gzip", "zstd"])
-def test_a_compressed_body_has_the_limit_of_a_body(play, encoding):
+def test_a_compressed_body_has_the_limit_of_a_body(play):
     gateway = play(["5"], gateway={"max_body_bytes": 200_000})
-    bomb = PACKERS[encoding](json.dumps({"model": "scripted", "messages": [user("a" * 2**24)]}).encode())
-    answer = gateway.post(bomb, headers={"Content-Encoding": encoding})
+    bomb = gzip.compress(json.dumps({"model": "scripted", "messages": [user("a" * 2**24)]}).encode())
+    answer = gateway.post(bomb, headers={"Content-Encoding": "gzip"})
     assert answer.status_code in (400, 413), answer.text
 
 
