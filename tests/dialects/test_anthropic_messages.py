@@ -162,6 +162,7 @@ def test_tool_choice(choice, wanted):
         ({"messages": [user({"type": "tool_use", "id": "i", "name": "f", "input": {}})]}, None, "cannot hold"),
         ({"messages": [assistant({"type": "tool_result", "tool_use_id": "i"})] * 2 + [user()]}, None, "cannot hold"),
         ({"messages": [user(), assistant(text("He said"))]}, "messages.1", "must end with a user message"),
+        ({"system": [{"type": "image"}]}, "system.0", "takes text only"),
         ({"tools": [{"type": "custom_20250124", "name": "f"}]}, "tools.0", "'custom_20250124' is not supported here"),
         ({"tools": [{"type": "bash_20250124"}]}, "tools", "has only tools that Anthropic trains its own models on"),
         (

@@ -33,6 +33,7 @@ STRING, INTEGER, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"
         ({"anyOf": [INTEGER, NULL]}, "null", None),
         ({"oneOf": [STRING, INTEGER]}, "42", 42),
         ({"type": ["string", "integer"]}, "1.5", "1.5"),
+        ({"type": ["string", "null"]}, "true", "true"),
         ({"anyOf": [STRING, {"type": "array"}]}, '["a"]', ["a"]),
         ({"anyOf": [STRING, {"type": "array"}]}, '{"a": 1}', '{"a": 1}'),
         ({"enum": [1, 2]}, "1", 1),

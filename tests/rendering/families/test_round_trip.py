@@ -184,8 +184,8 @@ def test_a_call_cut_by_the_limit_is_text(family, start):
 
 @pytest.mark.parametrize(
     "arguments",
-    ['{"a": 1,}', '{"a": "x', "[1, 2]", '{"a": NaN}', '{"a": ' * 1500 + "1" + "}" * 1500],
-    ids=["comma", "open", "list", "nan", "deep"],
+    ['{"a": 1,}', '{"a": "x', "[1, 2]", '"text"', '{"a": NaN}', '{"a": ' * 1500 + "1" + "}" * 1500],
+    ids=["comma", "open", "list", "string", "nan", "deep"],
 )
 def test_broken_arguments_are_text_and_counted(family, start, arguments):
     if not family.carries_broken_json:
