@@ -1,6 +1,7 @@
-"""Retry calls with tenacity. A call that succeeds at once costs no more than without it.
+"""Retry calls as tenacity's waits and stops say. A call that succeeds at once costs no more than without it.
 
-Setting up and running an `AsyncRetrying` takes 50 to 100 us, which is more than many of the calls that it repeats.
+An `AsyncRetrying` of tenacity takes 50 to 100 us, which is more than many of the calls that it would repeat. It also
+leaves a reference cycle, which keeps what the call refers to, such as a step's results, until a garbage collection.
 """
 
 import asyncio
@@ -8,7 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, retry_if_exception_type, stop_never
+from tenacity import AsyncRetrying, RetryAction, RetryCallState, stop_never
 from tenacity.stop import StopBaseT
 from tenacity.wait import WaitBaseT
 
@@ -27,25 +28,27 @@ async def retry(
 
     The last error is raised once `stop` ends the retries. By default they do not end.
     """
-    try:
-        return await call()
-    except Exception as error:
-        first: Exception | None = error
-
-    async def again() -> _T:
-        nonlocal first
-        if first is not None:  # the call above was the first attempt
-            error, first = first, None
-            raise error
-        return await call()
-
-    return await AsyncRetrying(
-        retry=retry_if_exception_type(on) if isinstance(on, (type, tuple)) else retry_if_exception(on),
-        wait=wait,
-        stop=stop,
-        before_sleep=before_sleep,
-        reraise=True,
-    )(again)
+    state: RetryCallState | None = None
+    while True:
+        try:
+            return await call()
+        except Exception as error:
+            if not (isinstance(error, on) if isinstance(on, (type, tuple)) else on(error)):
+                raise
+            state = state or RetryCallState(AsyncRetrying(), None, (), {})
+            state.set_exception((type(error), error, error.__traceback__))
+            try:
+                pause_s = state.upcoming_sleep = wait(state)
+                if stop(state):
+                    raise
+                state.next_action = RetryAction(pause_s)
+                if before_sleep is not None:
+                    before_sleep(state)
+            finally:
+                state.outcome = None  # the error's traceback refers to this frame, and so to the state
+        state.idle_for += pause_s
+        state.prepare_for_next_attempt()
+        await asyncio.sleep(pause_s)
 
 
 def at(until: float) -> Callable[[RetryCallState], bool]:
@@ -57,7 +60,7 @@ def log_retry(log: logging.Logger, what: str, *args: object, level: int = loggin
     """Log each retry before its pause, with the error. `what` names the call, with `args` for its placeholders."""
 
     def write(state: RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
+        error = str(state.outcome.exception()) if state.outcome else ""  # a kept record would keep its traceback
         pause = state.next_action.sleep if state.next_action else 0.0
         log.log(level, f"{what}, attempt %d: %s; retrying in %.1f s", *args, state.attempt_number, error, pause)
 
