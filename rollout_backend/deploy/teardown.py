@@ -11,7 +11,7 @@ Invariants:
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from rollout_backend.config import StorageConfig
 from rollout_backend.deploy.image import find_project, is_ours
 from rollout_backend.deploy.target import Target
 from rollout_backend.errors import PreflightError
-from rollout_backend.runtimes.agentcore.control import control_client, list_runtimes, named_endpoints
+from rollout_backend.runtimes.agentcore.control import READ_PAUSE_S, control_client, list_runtimes, named_endpoints
 from rollout_backend.runtimes.agentcore.provision import TAG
 
 _ORDER = ("runtime", "project", "queue", "objects")  # order of deletion
@@ -114,12 +114,12 @@ class Teardown:
                     continue
             else:
                 try:
-                    described = await control.get_agent_runtime(agentRuntimeId=runtime["agentRuntimeId"])
+                    described = await _paced(control.get_agent_runtime(agentRuntimeId=runtime["agentRuntimeId"]))
                 except control.exceptions.ResourceNotFoundException:
                     continue
                 if described.get("roleArn") != target.role:
                     continue
-            tags = (await control.list_tags_for_resource(resourceArn=runtime["agentRuntimeArn"]))["tags"]
+            tags = (await _paced(control.list_tags_for_resource(resourceArn=runtime["agentRuntimeArn"])))["tags"]
             why = None if TAG in tags else f"it has no tag {TAG}, so `rollout deploy` and runs did not create it"
             if runtime["status"] == "DELETING":
                 why = "it is being deleted"
@@ -252,3 +252,11 @@ class Teardown:
         except (ClientError, BotoCoreError) as error:
             what = error.operation_name if isinstance(error, ClientError) else "AWS"
             raise aws.preflight_error(error, what, "--stack or CONFIG") from error
+
+
+async def _paced(reading: Awaitable[Any]) -> Any:
+    """Read one of many runtimes, at a rate that leaves other users of the account their calls."""
+    try:
+        return await reading
+    finally:
+        await asyncio.sleep(READ_PAUSE_S)

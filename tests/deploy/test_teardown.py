@@ -1,9 +1,12 @@
 """What `rollout down` deletes and what it leaves, against S3, SQS and a control plane that is slow and throttles."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from rollout_backend.local.agentcore_emulator import ROLE
 from rollout_backend.local.control_plane import ControlLimits
 from rollout_backend.runtimes.agentcore.control import ReadyRuntime, control_client, find_runtime, pin_endpoint
 from rollout_backend.runtimes.agentcore.provision import TAG, RuntimeSpec
+from tests.simulation.clock import VirtualLoop
 
 IMAGE = "000000000000.dkr.ecr.us-east-1.amazonaws.com/agent:1"
 BUILD_ROLE = "arn:aws:iam::123456789012:role/build"  # in moto's account
@@ -87,6 +91,36 @@ async def test_what_is_ours_is_deleted_and_the_rest_is_named(local_aws, tmp_path
         async with control_client("us-east-1", url) as client:
             names = [each["agentRuntimeName"] for each in (await client.list_agent_runtimes())["agentRuntimes"]]
         assert names == ["by_hand"]
+
+
+def test_many_runtimes_are_read_below_the_control_planes_rate():
+    class Control:
+        exceptions = SimpleNamespace(ResourceNotFoundException=KeyError)
+
+        def get_paginator(self, _: str) -> Any:
+            return self
+
+        async def paginate(self, **_: Any) -> AsyncIterator[dict[str, Any]]:
+            fields = ("agentRuntimeId", "agentRuntimeName", "agentRuntimeArn")
+            yield {"agentRuntimes": [{**dict.fromkeys(fields, f"r{i}"), "status": "READY"} for i in range(100)]}
+
+        async def get_agent_runtime(self, **_: Any) -> dict[str, str]:
+            called.append(loop.time())
+            return {"roleArn": ROLE}
+
+        async def list_tags_for_resource(self, **_: Any) -> dict[str, Any]:
+            called.append(loop.time())
+            return {"tags": {TAG: "deploy"}}
+
+    async def read() -> list[str | None]:
+        return [why async for _, why in Teardown(Target("us-east-1", "b", "r", role=ROLE))._runtimes(Control())]
+
+    called: list[float] = []
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        loop = runner.get_loop()
+        assert runner.run(read()) == [None] * 100
+    assert len(called) == 200
+    assert min(after - before for before, after in pairwise(called)) >= 0.25
 
 
 @pytest.mark.parametrize("role", [ROLE.replace("local", "other"), None])

@@ -41,7 +41,8 @@ _PAGE = 100
 _PAUSE_S = (0.2, 5.0)  # shortest and longest pause between two polls of a runtime in transition
 
 MADE_BY_RUN: Mapping[str, str] = {TAG: "run"}
-_ATTEMPTS = 8  # AgentCore throttles its control plane at a few calls per second
+_ATTEMPTS = 8  # AgentCore throttles its control plane at a few calls per second, for all users of an account together
+READ_PAUSE_S = 0.25  # after each call that reads one of many runtimes
 
 _JSON = {"shape": "Json"}
 # The fields of a runtime's definition in the newest model of the service. The botocore that aioboto3 pins lacks some

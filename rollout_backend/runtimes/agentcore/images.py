@@ -44,6 +44,7 @@ from rollout_backend.errors import (
     WrongClock,
 )
 from rollout_backend.runtimes.agentcore.control import (
+    READ_PAUSE_S,
     QuotaOfRuntimes,
     RuntimeDelayed,
     RuntimeMaker,
@@ -67,7 +68,6 @@ _FREEING = 12  # creations after a deletion, over half a minute, before another 
 _SESSION_S = 3600.0  # until `session_s` is known
 _WAIT_S = 10.0  # of an invoke for its runtime; then the step repeats it
 _CLOSE_S = 60.0  # of giving up leases
-_TAGS_PAUSE_S = 0.25  # between two reads of tags
 
 
 @dataclasses.dataclass(eq=False)
@@ -97,7 +97,7 @@ class ImageRuntimes:
         client: Any,
         on_status: Callable[[str], object] = lambda text: None,
         wall: Callable[[], float] = time.time,
-        tags_pause_s: float = _TAGS_PAUSE_S,
+        tags_pause_s: float = READ_PAUSE_S,
     ) -> None:
         self.session_s = _SESSION_S  # how long a session can last
         self._config = config
@@ -405,7 +405,7 @@ async def _arns_by_name(client: Any) -> dict[str, str]:
 class TagReader:
     """Reads tags of runtimes, one after the other."""
 
-    def __init__(self, client: Any, pause_s: float = _TAGS_PAUSE_S) -> None:
+    def __init__(self, client: Any, pause_s: float = READ_PAUSE_S) -> None:
         self._client = client
         self._pause_s = pause_s
         self._turn = asyncio.Lock()
