@@ -93,9 +93,11 @@ from safetensors.torch import load_file, save_file
 source, target = map(Path, sys.argv[1:])
 shutil.copytree(source, target)
 for file in target.glob("*.safetensors"):
-    tensors = load_file(file)
-    save_file({name: tensor * 1.05 if tensor.dim() > 1 else tensor for name, tensor in tensors.items()}, file,
-              metadata={"format": "pt"})
+    tensors = {name: tensor * 1.05 if tensor.dim() > 1 else tensor for name, tensor in load_file(file).items()}
+    for name in tensors:
+        if "embed_tokens" in name or "lm_head" in name:  # each token's neighbour takes its place, so old weights show
+            tensors[name] = tensors[name].roll(1, 0)
+    save_file(tensors, file, metadata={"format": "pt"})
 """
 _VERSIONS = """
 import importlib.metadata as packages, torch
@@ -359,8 +361,13 @@ class Qualification:
         return [segment for trajectory in trajectories for segment in trajectory.segments]
 
     async def _compare(self, segments: Sequence[Segment]) -> str:
-        """Compare the logprob of each sampled token with that of a forward pass of the weights that sampled it."""
+        """Compare the logprob of each sampled token with that of a forward pass of the weights that sampled it.
+
+        Tokens of new weights must differ more from the weights before, or an engine that kept those could pass.
+        """
         differences: list[float] = []
+        of_newest: dict[str, list[float]] = {}  # differences of the newest version's tokens, by reference
+        newest = [*self._models][-1]
         sequences = [list(segment.token_ids) for segment in segments]
         for version, model in self._models.items():
             reference = await asyncio.to_thread(reference_logprobs, self._python, model, sequences)
@@ -369,11 +376,14 @@ class Qualification:
                     if sum(span.end - span.start for span in turn.weight_versions) != turn.end - turn.start:
                         raise Failed("tokens without a weight version")
                     for span in turn.weight_versions:
+                        found = [
+                            abs(math.exp(segment.logprobs[i]) - math.exp(expected[i]))
+                            for i in range(span.start, span.end)
+                        ]
                         if span.version == version:
-                            differences += (
-                                abs(math.exp(segment.logprobs[i]) - math.exp(expected[i]))
-                                for i in range(span.start, span.end)
-                            )
+                            differences += found
+                        if span.version == newest:
+                            of_newest.setdefault(version, []).extend(found)
         sampled = sum(sum(segment.response_mask) for segment in segments)
         if len(differences) != sampled or any(math.isnan(each) for each in differences):
             raise Failed(f"{sampled} tokens were sampled, {len(differences)} have a logprob and a known version")
@@ -383,6 +393,13 @@ class Qualification:
         text += f", {max(differences):.1e} at most"
         if not mean <= limit:
             raise Failed(f"{text}; the limit of the average is {limit:g}")
+        if not of_newest:
+            raise Failed(f"{text}; no token of weights {newest} was sampled")
+        own, *others = (sum(of_newest[version]) / len(of_newest[version]) for version in reversed(self._models))
+        if others:
+            text += f"; those of weights {newest} by {own:.1e}, and by {min(others):.1e} from the weights before"
+            if own > min(others) / 2:
+                raise Failed(f"{text}: at least twice as much is expected, so these may be the old weights")
         return text
 
     async def _idle_after(self) -> float:

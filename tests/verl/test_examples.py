@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import importlib
 import json
+import math
 import re
 import subprocess
 import sys
@@ -11,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from agent_wrapper.contract import Segment, Turn, VersionSpan
+from builders import run_config
 from rollout_backend.results.step_report import StepReport
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -88,3 +93,23 @@ def test_a_used_folder_is_refused(tmp_path: Path) -> None:
         [sys.executable, QUALIFY, "--folder", str(tmp_path)], capture_output=True, text=True, check=False, timeout=240
     )
     assert (done.returncode, f"--folder {tmp_path} exists" in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.parametrize(("sampled_by", "passes"), [("new", True), ("old", False)])
+async def test_an_engine_that_keeps_old_weights_fails(
+    sampled_by: str, passes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probability = {"old": 0.05, "new": 0.01}  # differ by less than the limit of bfloat16
+    monkeypatch.syspath_prepend(QUALIFY.parent)
+    qualify = importlib.import_module("qualify")
+    monkeypatch.setattr(
+        qualify, "reference_logprobs", lambda _, model, sequences: [[math.log(probability[model.name])] * 8] * 2
+    )
+    turn = Turn(start=4, end=8, finish_reason="length", weight_versions=[VersionSpan(version="1", start=4, end=8)])
+    logprobs = [0.0] * 4 + [math.log(probability[sampled_by])] * 4
+    segment = Segment(token_ids=[1] * 8, response_mask=[0] * 4 + [1] * 4, logprobs=logprobs, turns=[turn])
+    checks = object.__new__(qualify.Qualification)
+    checks._config, checks._python = run_config(serving={"dtype": "bfloat16"}), Path("python")
+    checks._models = {"0": Path("old"), "1": Path("new")}
+    with contextlib.nullcontext() if passes else pytest.raises(qualify.Failed, match="may be the old weights"):
+        assert "from the weights before" in await checks._compare([segment] * 2)
