@@ -69,6 +69,8 @@ class Limits:
     def draw(cls, env: Environment, planned: int | None) -> Limits:
         """`planned` is the number of rollouts of a step; None in a history of small steps."""
         outage = Outage.draw(env.random) if env.chance("outage") else None
+        if outage is not None and env.faults.opened_by_503:
+            outage.refusal = REFUSALS["503 after"]
         per_s = env.random.choice([1.0, 3.0]) * (1 if planned is None else planned / 32)
         return cls(outage, TokenBucket(per_s) if env.chance("hidden_quota") else None)
 

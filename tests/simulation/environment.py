@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from dataclasses import replace
 from random import Random
 
 from tests.simulation.evidence import Evidence
-from tests.simulation.faults import Faults
+from tests.simulation.faults import Faults, Situation
 
 EPOCH = 1_700_000_000.0  # unix seconds at the start of each history
 
@@ -21,7 +22,9 @@ class Environment:
     def __init__(self, seed: int, faults: Faults | None = None, severity: float = 1.0) -> None:
         """`faults` are drawn if there are none; see `Faults.draw`."""
         self.random = Random(seed)  # deterministic
+        self.situation = Situation.of(seed) if faults is None else Situation()
         self.faults = Faults.draw(self.random, severity) if faults is None else faults
+        self.faults = replace(self.faults, **self.situation.faults)
         self.history: list[str] = []
         self.evidence = Evidence()
         self._numbers: defaultdict[str, int] = defaultdict(int)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from random import Random
+from typing import Any
 
 _PER_RUN = frozenset({
     "outage", "hidden_quota", "s3_outage", "chatter", "cut_off", "kill", "journal_lost", "disk_full", "rival",
@@ -55,6 +57,7 @@ class Faults:
     queue_gone: float = 0.0  # the queue is deleted during the run; per run
     scorer_fails: float = 0.0  # the scorer fails; only in runs that have one
     artifact_fails: float = 0.0  # an agent's PUT of its artifacts fails; only in runs that have a scorer
+    opened_by_503: float = 0.0  # the outage's 503 opens the session nevertheless; per outage
 
     @classmethod
     def draw(cls, random: Random, severity: float = 1.0) -> Faults:
@@ -70,7 +73,8 @@ class Faults:
             "queue_off": 1.0, "queue_gone": 1.0, "stop_unheard": 0.5, "forged": 0.3,
             "surprise": 0.1, "chatter": 1.0, "slow_gets": 1.0, "beat_lost": 0.1, "cut_off": 1.0,
         }  # fmt: skip
-        assert worst.keys() | {"scorer_fails", "artifact_fails", "bomb"} == {field.name for field in fields(cls)}
+        others = {"scorer_fails", "artifact_fails", "bomb", "opened_by_503"}
+        assert worst.keys() | others == {each.name for each in fields(cls)}
         often = dict.fromkeys(worst, 0.45) | {"kill": 0.8, "s3_cut_off": 0.8}
         chosen = {name: random.random() * most for name, most in worst.items() if random.random() < often[name]}
         for name, often_so in (("queue_off", 0.1), ("queue_gone", 0.1), ("chatter", 0.4)):  # yes or no
@@ -80,3 +84,25 @@ class Faults:
         chosen["artifact_fails"] = own.choice([0.0, 0.3, 0.8])
         chosen["bomb"] = own.choice([0.0, 0.0, 0.2])
         return cls(**{name: p if name in _PER_RUN else p * severity for name, p in chosen.items()})
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Faults and settings of `group` that replace the drawn ones, because they are rarely drawn together."""
+
+    faults: Mapping[str, float] = field(default_factory=dict)
+    group: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, seed: int) -> Situation:
+        return _SITUATIONS.get(seed % 12, cls())
+
+
+# Stragglers finish while most calls of S3 fail.
+_STRAGGLERS = Situation(
+    {"s3": 0.8, "announce_lost": 0.2, "slow_gets": 0.0, "kill": 0.0},
+    {"straggler_after": 0.5, "straggler_factor": 1.0, "size": 4, "target_groups": None},
+)
+# Refused invokes open sessions nevertheless.
+_OPENED = Situation({"outage": 1.0, "opened_by_503": 1.0})
+_SITUATIONS = {3: _STRAGGLERS, 8: _STRAGGLERS, 11: _OPENED}

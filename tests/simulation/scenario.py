@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -37,7 +38,7 @@ class Scenario:
     @classmethod
     def draw(cls, world: World, planned: int | None, *, scored: bool) -> Self:
         """`planned` is the number of rollouts of a large step."""
-        config = _config(world.random, planned)
+        config = _config(world.random, planned, world.situation.group)
         with_queue = not world.chance("queue_off")
         steps = range(world.random.randint(1, 3 if planned is None else 2))
         tasks = [_tasks(world.random, planned, config.group.size, step) for step in steps]
@@ -49,7 +50,7 @@ def _tasks(draw: Random, planned: int | None, size: int, step: int) -> list[Task
     return [Task(f"t{step}-{i}", {"q": f"{i}"}) for i in range(count)]  # the same in each step, as in epochs
 
 
-def _config(draw: Random, planned: int | None) -> RolloutConfig:
+def _config(draw: Random, planned: int | None, group: Mapping[str, Any]) -> RolloutConfig:
     size = draw.randint(1, 3) if planned is None else draw.choice([4, 8])
     policy = draw.choice(["strict", "min_viable", "replace"])
     settings: dict[str, Any] = {
@@ -72,6 +73,7 @@ def _config(draw: Random, planned: int | None) -> RolloutConfig:
             "straggler_after": draw.choice([None, None, 0.5, 0.9]),
             "straggler_factor": draw.choice([1.0, 2.0]),
             "block_task_after": draw.choice([None, 1, 1, 2]),
+            **group,
         },
         "circuit_breaker": {"max_failures": draw.choice([None, 20, 3]), "min_span_s": draw.choice([0.0, 0.0, 30.0])},
         "collect": {"list_after_idle_s": 10},
