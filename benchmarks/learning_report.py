@@ -20,12 +20,12 @@ PATH, LOSSES = (VERL, OURS), (OURS, AS_0, DROPPED)  # which variants answer whic
 PATH_PAIRS, LOSS_PAIRS = ((OURS, VERL),), ((AS_0, OURS), (DROPPED, OURS))
 GAMES = {"lake": "FrozenLake-v0", "rooms": "rooms with a tool"}
 TIMELINE = {  # of the generation of a step, and whose time each part is
-    "until the first invoke: weights, engines resumed, manifest": "ours",
+    "until the first invoke: plan and manifest": "ours",
     "until the first agent starts": "the emulated AgentCore's",
     "agents at work, until the last one returns": "the agents', the gateway's and the engine's",
     "until the last result is here: trajectory, S3, SQS": "the wrapper's, the emulated AWS's and ours",
     "until all sessions are closed, and S3 holds the last manifest": "ours, and the emulated AWS's",
-    "engines paused, report and rows, until verl has taken them": "ours and verl's",
+    "outside of the step: engines resumed and paused, report, rows, verl's polls": "ours and verl's",
 }
 CALLS = ("model_s", "agent_s")  # medians over the rollouts of a step
 ENDS = 3  # steps that count as the beginning and the end of a game's training

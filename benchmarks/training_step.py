@@ -54,7 +54,7 @@ KINDS = {  # of the processes of a training, by a part of their command
     "ray::RewardLoopWorker": "verl's agent loop",
     "rollout_backend.gateway": "gateway",
     "rollout_backend.janitor": "janitor",
-    "launch_router": "router",
+    "sglang_router": "router",
     "sglang": "engine",
     "SGLang": "engine",
     "engine-cpu": "engine",
