@@ -125,7 +125,9 @@ def timeline(results: Results) -> Table:
 def cpu(results: Results) -> Table:
     """Return one line for each kind of process, with the CPU seconds that it spends on a step."""
     spent = {variant: runs_of(results, variant)[0]["cpu_s"] for variant in PATH}
-    kinds = sorted({kind for each in spent.values() for kind in each}, key=lambda kind: -spent[OURS].get(kind, 0.0))
+    kinds = sorted(
+        {kind for each in spent.values() for kind in each}, key=lambda kind: (-spent[OURS].get(kind, 0.0), kind)
+    )
     lines = [[kind, *(f"{each.get(kind, 0.0):.2f}" for each in spent.values())] for kind in kinds]
     total = ["all", *(f"{sum(each.values()):.2f}" for each in spent.values())]
     return Table("cpu", ("processes", *spent), [*lines, total])

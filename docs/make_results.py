@@ -78,7 +78,9 @@ A step of the runs above, for {steps} steps of seed 0; medians over the steps af
 gateway, emulated AWS and all agents share two cores, on which other programs ran as well: CPU seconds vary less than
 the time that has passed.
 
-`gen` took {ours:.2f} s a step; with verl's own agent loop, {verl:.2f} s. From our records:
+`gen` took {ours:.2f} s a step; with verl's own agent loop, {verl:.2f} s. That is one run of each. The engine empties
+its cache before verl puts it to sleep: in some runs in 0.02 s, in others in 0.36 s, and we do not know why. So single
+runs differ by that much. From our records:
 """
 _PARTS_CALLS = """\
 Of an agent's {agent_s:.2f} s, its one model call was {model_s:.2f} s at router and engine. The rest is its own
