@@ -64,6 +64,18 @@ def test_the_pod_starts_the_relay_with_its_key(manifest: dict[str, Any]) -> None
     assert int(args["--max-calls"]) * 2 * 256 / 1024 < 1024 - 256  # MiB: below the limit, with room
 
 
+def test_the_pod_can_do_nothing_but_relay(manifest: dict[str, Any]) -> None:
+    pod = manifest["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
 def test_only_the_training_side_comes_in_from_outside(manifest: dict[str, Any]) -> None:
     (rule,) = manifest["Ingress"]["spec"]["rules"]
     paths = [(path["path"], path["pathType"]) for path in rule["http"]["paths"]]

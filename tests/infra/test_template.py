@@ -277,6 +277,14 @@ def test_the_bucket_is_private_encrypted_kept_and_cleared(template: dict[str, An
     assert rule["ExpirationInDays"] == {"Ref": "KeepResultsDays"}
 
 
+def test_queues_are_encrypted_and_poison_goes_to_the_dead_letter_queue(template: dict[str, Any]) -> None:
+    queue = template["Resources"]["Queue"]["Properties"]
+    dead = template["Resources"]["DeadLetterQueue"]["Properties"]
+    assert queue["SqsManagedSseEnabled"] is dead["SqsManagedSseEnabled"] is True
+    assert queue["RedrivePolicy"]["deadLetterTargetArn"] == {"Fn::GetAtt": "DeadLetterQueue.Arn"}
+    assert dead["MessageRetentionPeriod"] >= queue["MessageRetentionPeriod"]
+
+
 @pytest.mark.parametrize(
     ("parameter", "good", "bad"),
     [
