@@ -229,7 +229,9 @@ class StepResults:
         task.settle_with(rollout)
 
     def on_invalid_result(self, rollout_id: str, error: ContractError) -> None:
-        self.rollouts[rollout_id].settle_as_invalid(str(error))
+        rollout = self.rollouts.get(rollout_id)
+        if rollout is not None:  # otherwise its step has ended while the result was read
+            rollout.settle_as_invalid(str(error))
 
     # --- the report ---------------------------------------------------------------------------------------
 

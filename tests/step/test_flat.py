@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from agent_wrapper.contract import RolloutRequest
+from agent_wrapper.contract import ContractError, RolloutRequest
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import RuntimeUnavailable
 from step_bench import Agents, only
@@ -87,3 +87,4 @@ async def test_a_result_that_is_announced_again_after_its_step_changes_nothing(o
     await bench.manager().collect([Task("a", {})])
     assert not late[0].is_wanted("a.0")
     late[0].on_result(bench.kept[0], b"", None)
+    late[0].on_invalid_result("a.0", ContractError("result", "it is cut"))
