@@ -147,9 +147,12 @@ class Relay(Exchange):
     async def _serve(self, link: Link, dialer_id: str) -> None:
         if dialer_id != self._dialer:
             if self._dialer:
-                log.warning("another dialer has taken over; the calls of the first one end")
+                log.warning(
+                    "a new dialer is connected: it was restarted, or another training side uses this relay. Calls in "
+                    "flight end"
+                )
                 self._replaced.append(self._dialer)
-            self.fail_calls(CallLost(503, "another training side has taken over this relay"))
+            self.fail_calls(CallLost(503, "a new dialer is connected to this relay: repeat the call"))
             self._dialer = dialer_id
             why: int = Close.REPLACED
         else:

@@ -294,15 +294,16 @@ class DialerProcess(Supervisor):
                 raise
 
     async def wait_ended(self) -> str:
-        """Wait until the dialer has ended, and return how. Raise StartupError if the relay refused it."""
+        """Wait until the dialer has ended, and return how."""
         assert self._process is not None, "not started"
-        ended = f"the relay's dialer {await self._process.wait_ended()}"
-        if self._process.returncode == REFUSED:
-            raise StartupError(ended)
-        return ended
+        return f"the relay's dialer {await self._process.wait_ended()}"
 
     async def release(self) -> None:
+        """Stop the dialer. Raise StartupError if the relay refused it, as it would refuse the next one."""
         await self.stop()
+        if self._process is not None and self._process.returncode == REFUSED:
+            self.report("gave_up", self.last_words)
+            raise StartupError(self.last_words)
 
     async def stop(self) -> None:
         """Stop the dialer. Does nothing if it never ran."""

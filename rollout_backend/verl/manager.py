@@ -433,9 +433,9 @@ class _ServingLog:
         self._causes: dict[str, str] = {}  # of each server's last death
 
     def __call__(self, event: ServingEvent) -> None:
-        # We restart the router and the gateways, and verl its engines. The end of one of ours is a warning once it is
-        # restarted: at the end of a run Ray ends it before this process.
-        ours = event.server.startswith(("router", "gateway"))
+        # We restart the router, the gateways and the dialer, and verl its engines. The end of ours is a warning once
+        # it is restarted: at the end of a run Ray ends it before this process.
+        ours = event.server.startswith(("router", "gateway", "dialer"))
         detail = event.detail
         if event.kind == "died":
             self._causes[event.server] = detail

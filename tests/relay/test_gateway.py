@@ -20,7 +20,7 @@ from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.gateway_fleet import GatewayFleet
 from rollout_backend.serving.gateway_process import public_gateway_config
 from rollout_backend.serving.model_serving import DialerProcess
-from rollout_backend.serving.supervisor import RestartLimits
+from rollout_backend.serving.supervisor import OnEvent, RestartLimits, ServingEvent
 
 
 def config(url: str, key: str, **sections) -> RolloutConfig:
@@ -28,8 +28,10 @@ def config(url: str, key: str, **sections) -> RolloutConfig:
     return run_config(**{"gateway": {"processes": 2}, "relay": relay, **sections})
 
 
-def dialer_to(relay: RelayConfig, urls: Sequence[str], log: Path) -> DialerProcess:
-    return DialerProcess(relay, urls, log, RestartLimits(3, 3600.0), lambda event: None)
+def dialer_to(
+    relay: RelayConfig, urls: Sequence[str], log: Path, on_event: OnEvent = lambda event: None
+) -> DialerProcess:
+    return DialerProcess(relay, urls, log, RestartLimits(3, 3600.0), on_event)
 
 
 class Held:
@@ -139,12 +141,16 @@ async def test_wrong_key_stops_the_run_at_start(host_relay, key, tmp_path):
 async def test_a_dialer_that_another_one_replaces_is_not_restarted(host_relay, key, tmp_path):
     relay = await host_relay()
     settings = RelayConfig(url=relay.url.replace("http", "ws"), key=SecretStr(key), startup_timeout_s=120)
-    first, second = (dialer_to(settings, ["http://127.0.0.1:9"], tmp_path / f"{i}.log") for i in range(2))
+    events: list[ServingEvent] = []
+    first, second = (
+        dialer_to(settings, ["http://127.0.0.1:9"], tmp_path / f"{i}.log", events.append) for i in range(2)
+    )
     try:
         await first.start()
         await second.start()
         with pytest.raises(StartupError, match="another training side with the same key has taken over"):
             await first.run()
+        assert [event.kind for event in events] == ["died", "gave_up"]
     finally:
         await first.stop()
         await second.stop()

@@ -140,9 +140,12 @@ async def test_the_list_stays_unchanged_if_verl_does_not_answer(verl: Verl, capl
     assert "their list stays unchanged" in caplog.text
 
 
-def test_a_restarted_gateway_is_a_warning_and_its_end_with_the_run_is_none(caplog: pytest.LogCaptureFixture) -> None:
-    report, killed = _ServingLog(), "the gateway ended with code -9. It was killed for memory"
-    events = [("gateway", "died", killed), ("gateway", "restarted", ""), ("engine-0", "died", "ended")]
-    for name, kind, detail in [*events, ("gateway", "died", "the gateway ended with code -15")]:
+@pytest.mark.parametrize("ours", ["gateway", "gateway-1", "router", "dialer"])
+def test_a_restart_of_ours_is_a_warning_and_its_end_with_the_run_is_none(
+    ours: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    report, killed = _ServingLog(), "it ended with code -9. It was killed for memory"
+    events = [(ours, "died", killed), (ours, "restarted", ""), ("engine-0", "died", "ended")]
+    for name, kind, detail in [*events, (ours, "died", "it ended with code -15")]:
         report(ServingEvent(0.0, name, cast(EventKind, kind), detail))
-    assert caplog.messages == [f"gateway restarted: {killed}", "engine-0 died: ended"]
+    assert caplog.messages == [f"{ours} restarted: {killed}", "engine-0 died: ended"]
