@@ -45,7 +45,7 @@ from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.progress import FirstCall, Progress
 from rollout_backend.results.records import RolloutRecord
 from rollout_backend.results.rollout_spans import rollout_spans
-from rollout_backend.results.run_info import RunStart, RunState, StartedBy
+from rollout_backend.results.run_info import RUNS_S, RunStart, RunState, StartedBy
 from rollout_backend.results.step_report import GroupResult, StepResult
 from rollout_backend.run_services import RunServices
 from rollout_backend.serving.adapters import AdapterUpdate
@@ -170,7 +170,8 @@ class RolloutManager:
     ) -> None:
         self._on_phase(RunPhase.STOP)
         await self._stack.aclose()
-        self.archive.write_end(_end_state(error), str(error or ""))
+        if self._run is None or self._run.lease.lost is None:  # otherwise `run.json` is another manager's
+            self.archive.write_end(_end_state(error), str(error or ""))
 
     async def _describe_start(self, run: RunServices) -> RunStart:
         serving = self.config.serving
@@ -252,9 +253,11 @@ class RolloutManager:
         `rollout ls`."""
         loop, took_s = asyncio.get_running_loop(), 0.0
         while True:
-            await asyncio.sleep(max(self._gateway_poll_s, 100 * took_s))  # at most 1 % of this thread's time
+            # At most 1 % of this thread's time, and often enough for readers on other machines.
+            await asyncio.sleep(min(max(self._gateway_poll_s, 100 * took_s), RUNS_S / 3))
             took_s = 0.0
-            self.archive.renew_info()
+            if run.lease.lost is None:  # otherwise these files belong to another manager
+                self.archive.renew_info()
             for number, step in [*self._steps.items()]:
                 if self._steps.get(number) is step and run.lease.lost is None:
                     began = loop.time()
