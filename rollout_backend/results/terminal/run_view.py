@@ -165,7 +165,8 @@ class RunView:
         elif self.steps:
             last = self.steps[-1].step
             lines |= {f"rollout show --step {last}{self.show}": "one step, here the last"}
-        if self.about.state in ("killed", "silent", "interrupted"):
+        start = last_start(RunArchive(self.run_dir))
+        if self.about.state in ("killed", "silent", "interrupted") and start is not None and start.by == "run":
             lines |= {f"rollout run --resume {run}": "finish it"}
         width = max(map(len, lines))
         for command, what in lines.items():
