@@ -113,8 +113,9 @@ class QueueWriter:
             while not together or (tokens < _TOKENS_TOGETHER and not self._waiting.empty()):
                 together.append(self._waiting.get())
                 group = together[-1][2]
-                for rollout in () if group is None else group.rollouts:
-                    tokens += sum(len(segment.token_ids) for segment in rollout.segments)
+                for segment in (each for rollout in group.rollouts for each in rollout.segments) if group else ():
+                    is_large = segment.images or segment.routed_experts is not None  # kilobytes for a token
+                    tokens += _TOKENS_TOGETHER if is_large else len(segment.token_ids)
             for batch, groups in itertools.groupby(together, lambda each: each[0]):  # whose rows have equal columns
                 try:
                     self._write(batch, {task_id: group for _, task_id, group in groups})
