@@ -131,16 +131,18 @@ class RayActor:
             return str(error)
 
     async def _result(self, reference: Awaitable[Any]) -> Any:
-        import ray.exceptions
+        import ray.exceptions as failures
 
         try:
             return await reference
-        except ray.exceptions.RayTaskError as error:
+        except failures.RayTaskError as error:
             if isinstance(error.cause, ServingError):
                 raise type(error.cause)(str(error.cause)) from None
             raise StartupError(str(error.cause)) from None
-        except ray.exceptions.RayError as error:  # also raised if Ray killed the actor because memory was low
-            recurs = isinstance(error, ray.exceptions.RayActorError) and error.actor_init_failed
+        except failures.RayError as error:  # also raised if Ray killed the actor because memory was low
+            recurs = isinstance(error, failures.RuntimeEnvSetupError | failures.ActorUnschedulableError) or (
+                isinstance(error, failures.RayActorError) and error.actor_init_failed
+            )
             died = StartupError if recurs else ServerKilled
             raise died(f"{self._name}: its Ray actor died: {error}") from None
 
