@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import json
 import shlex
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -130,7 +129,7 @@ class RayRuntime(AgentRuntime):
         self._actors: dict[str, Any] = {}
         self._starts: dict[str, asyncio.Task[None]] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
-        self._finished: deque[str] = deque(maxlen=KEPT_ENDS)
+        self._finished: dict[str, None] = {}  # in order, at most KEPT_ENDS
         self._ends: asyncio.Queue[SessionEnd] = asyncio.Queue()
 
     @classmethod
@@ -251,7 +250,9 @@ class RayRuntime(AgentRuntime):
 
     async def _watch(self, session_id: str) -> None:
         stopped, reason, message = await _end_of(self._actors[session_id])
-        self._finished.append(session_id)
+        self._finished[session_id] = None
+        if len(self._finished) > KEPT_ENDS:
+            del self._finished[next(iter(self._finished))]
         del self._starts[session_id], self._watches[session_id]
         self._kill(session_id)
         if not stopped:

@@ -12,7 +12,6 @@ import os
 import shlex
 import shutil
 import threading
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -45,7 +44,7 @@ class ProcessRuntime(AgentRuntime):
         self._config = config
         self._folder = folder
         self._sessions: dict[str, ProcessSession] = {}
-        self._finished: deque[str] = deque(maxlen=KEPT_ENDS)
+        self._finished: dict[str, None] = {}  # in order, at most KEPT_ENDS
         self._earlier = {*open_sessions(folder)}
         self._ends: asyncio.Queue[SessionEnd] = asyncio.Queue()
         self._stop_other = session_stopper(self.cleanup_spec().options)
@@ -132,7 +131,9 @@ class ProcessRuntime(AgentRuntime):
         del self._sessions[session_id]
         if session.task.cancelled() or session.started.exception() is not None:
             return
-        self._finished.append(session_id)
+        self._finished[session_id] = None
+        if len(self._finished) > KEPT_ENDS:
+            del self._finished[next(iter(self._finished))]
         if session.end is None or session.end["why"] != "stopped":
             message = f"session {session_id} ended without a result: {session.describe_end()}. Log: {session.log}"
             self._ends.put_nowait(SessionEnd(session_id, session.reason(), message))
