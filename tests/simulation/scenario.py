@@ -84,4 +84,5 @@ def _config(draw: Random, planned: int | None, group: Mapping[str, Any]) -> Roll
             "session_key_s": 900, "heartbeat_s": HEARTBEAT_S,
         },
     }  # fmt: skip
+    settings["group"]["min_viable"] = min(settings["group"]["min_viable"], settings["group"]["size"])
     return RolloutConfig.parse(settings)
