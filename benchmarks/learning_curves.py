@@ -280,7 +280,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="*", type=int, default=list(range(5)))
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--steps", type=int, default=Settings.steps)
-    parser.add_argument("--runs", type=Path, default=RUNS, help="folder of the finished runs")
+    parser.add_argument("--runs", type=Path, help="folder of the finished runs")
     parser.add_argument("--smoke", action="store_true", help="one seed and two steps, to see that all variants run")
     parser.add_argument("--parts", action="store_true", help="one seed and 12 steps, to see where their time goes")
     parser.add_argument("--json", type=Path, help="write the results to this file")
@@ -288,10 +288,11 @@ def main() -> None:
     settings = Settings(steps=2 if options.smoke else 12 if options.parts else options.steps)
     os.environ.update(KEYS)
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+    folder = options.runs or (RUNS.with_name("parts") if options.parts else RUNS)
     runs = []
     for seed in options.seeds[:1] if options.smoke or options.parts else options.seeds:
         for variant in options.variants:
-            runs.append(run_or_read(variant, seed, settings, options.runs))
+            runs.append(run_or_read(variant, seed, settings, folder))
             print(line(runs[-1]), flush=True)
             if options.json is not None:
                 name, option = ("parts", " --parts") if options.parts else ("learning", "")

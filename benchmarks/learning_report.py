@@ -20,9 +20,9 @@ PATH, LOSSES = (VERL, OURS), (OURS, AS_0, DROPPED)  # which variants answer whic
 PATH_PAIRS, LOSS_PAIRS = ((OURS, VERL),), ((AS_0, OURS), (DROPPED, OURS))
 GAMES = {"lake": "FrozenLake-v0", "rooms": "rooms with a tool"}
 TIMELINE = {  # of the generation of a step, and whose time each part is
-    "until the first invoke: plan and manifest": "ours",
+    "until the first invoke: plan and manifest": "ours, and the emulated AWS's",
     "until the first agent starts": "the emulated AgentCore's",
-    "agents at work, until the last one returns": "the agents', the gateway's and the engine's",
+    "agents at work, until the last one returns": "everyone's: the later invokes, too",
     "until the last result is here: trajectory, S3, SQS": "the wrapper's, the emulated AWS's and ours",
     "until all sessions are closed, and S3 holds the last manifest": "ours, and the emulated AWS's",
     "outside of the step: engines resumed and paused, report, rows, verl's polls": "ours and verl's",

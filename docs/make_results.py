@@ -74,21 +74,21 @@ _LEARNING_TIME = """\
 Where the time of a step goes, as verl measures it. Emulated AWS, agents and other programs ran on the same two cores.
 """
 _PARTS = """\
-A step of the runs above, for {steps} steps of seed 0; medians over the steps after the first. Trainer, engine,
-gateway, emulated AWS and all agents share two cores, on which other programs ran as well: CPU seconds vary less than
-the time that has passed.
+One run of each loop, {steps} steps of seed 0, with newer code than the runs above: do not compare the two tables.
+Medians over the steps after the first. Trainer, engine, gateway, emulated AWS and all agents share two cores, on
+which other programs ran as well: CPU seconds vary less than the time that has passed.
 
-`gen` took {ours:.2f} s a step; with verl's own agent loop, {verl:.2f} s. That is one run of each. The engine empties
-its cache before verl puts it to sleep: in some runs in 0.02 s, in others in 0.36 s, and we do not know why. So single
-runs differ by that much. From our records:
+`gen` took {ours:.2f} s a step; with verl's own agent loop, {verl:.2f} s. One run does not show which is faster: the
+engine empties its cache before verl puts it to sleep, in some runs in 0.02 s, in others in 0.36 s, and we do not know
+why. From our records:
 """
 _PARTS_CALLS = """\
 Of an agent's {agent_s:.2f} s, its one model call was {model_s:.2f} s at router and engine. The rest is its own
 time, the gateway's, and waiting for a core.
 
-CPU seconds of a step, by process. All agents and the emulated AWS are one process, which production does not have. A
-rollout of verl's own agent loop is a coroutine; ours is invoked, sends a heartbeat, calls the model, fetches its
-trajectory and writes it.
+CPU seconds of a step, by process. Our manager is in the trainer's main process. All agents and the emulated AWS are
+one process, which production does not have. A rollout of verl's own agent loop is a coroutine; ours is invoked, sends
+a heartbeat, calls the model, fetches its trajectory and writes it.
 """
 _LOSSES = """\
 The answer to a question is 1 in {common:g} % of the cases, otherwise 2. The model answers at once, or reads a page,
