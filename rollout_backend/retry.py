@@ -42,11 +42,11 @@ async def retry(
                 if stop(state):
                     raise
                 state.next_action = RetryAction(pause_s)
+                state.idle_for += pause_s
                 if before_sleep is not None:
                     before_sleep(state)
             finally:
                 state.outcome = None  # the error's traceback refers to this frame, and so to the state
-        state.idle_for += pause_s
         state.prepare_for_next_attempt()
         await asyncio.sleep(pause_s)
 

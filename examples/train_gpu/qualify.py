@@ -394,7 +394,7 @@ class Qualification:
         if not mean <= limit:
             raise Failed(f"{text}; the limit of the average is {limit:g}")
         if not of_newest:
-            raise Failed(f"{text}; no token of weights {newest} was sampled")
+            raise Failed(f"{text}; no token of weights {newest} was sampled: all calls ended before. Run it again")
         own, *others = (sum(of_newest[version]) / len(of_newest[version]) for version in reversed(self._models))
         if others:
             text += f"; those of weights {newest} by {own:.1e}, and by {min(others):.1e} from the weights before"

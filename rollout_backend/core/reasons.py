@@ -50,7 +50,7 @@ WHAT_TO_DO = {
     "no_credentials": "log in; check your credential provider",
     "wrong_clock": "synchronise the clock of the trainer's machine",
     "runtime_not_found": "check `runtime.arn` and `runtime.qualifier`",
-    "container_error": "read its log in CloudWatch; check that the image is arm64",
+    "container_error": "read the container's log; for AgentCore, check that the image is arm64",
     "container_start_timeout": "use a smaller image; import less before `app.run()`",
     "container_lost": "read the session's log: it may have run out of memory, or something may have blocked its "
     "Python process for a minute",

@@ -67,7 +67,7 @@ class Harness:
         pins, package = (FOLDER / "pins" / self.pins).read_text(), re.split(r"\[| ", self.install)[0]
         if self.pins.endswith(".json"):
             return str(json.loads(pins)["packages"][f"node_modules/{package}"]["version"])
-        return re.findall(rf"^{package}==(\S+)", pins, re.MULTILINE)[0]
+        return str(re.findall(rf"^{package}==(\S+)", pins, re.MULTILINE)[0])
 
     @property
     def script(self) -> Path | None:
@@ -403,7 +403,7 @@ example](../examples/tool_agent/agent.py) scores both.""",
 def find_python(version: str) -> str | None:
     """Return an interpreter of this version: uv's choice, or one of pyenv, whose shims run enabled versions only."""
     versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
-    for wanted in (version, *sorted(versions.glob(f"{version}.*/bin/python"))):
+    for wanted in (version, *map(str, sorted(versions.glob(f"{version}.*/bin/python")))):
         found = run([find_uv_bin(), "python", "find", wanted], capture_output=True, text=True, check=False)
         if found.returncode == 0:
             return found.stdout.strip()
@@ -454,7 +454,7 @@ def pin() -> None:
                 "--no-header",
                 "--quiet",
                 "-o",
-                path,
+                str(path),
             ]
             run([find_uv_bin(), "pip", "compile", "-", *options], input="\n".join(packages), text=True, check=True)
             continue
