@@ -8,15 +8,12 @@ import pytest
 
 from builders import eventually, run_config
 from rollout_backend.config import RolloutConfig
-from rollout_backend.serving.adapters import AdapterStore
 from rollout_backend.serving.engine import is_healthy
 from rollout_backend.serving.engine_commands import Command, ServerNode
-from rollout_backend.serving.engine_fleet import EngineFleet, engine_factory
 from rollout_backend.serving.gateway_fleet import GatewayFleet
 from rollout_backend.serving.local_engine import LocalEngine
 from rollout_backend.serving.model_serving import ModelServing
 from rollout_backend.serving.server_process import ServerProcess, free_port
-from rollout_backend.serving.weights import WeightStore
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 
@@ -69,7 +66,8 @@ def serve(config: RolloutConfig, fake_command: Callable[..., Any], tmp_path: Pat
 
     @asynccontextmanager
     async def run(*modes: str) -> AsyncIterator[tuple[ModelServing, list[Any], list[LocalEngine]]]:
-        serving, events, engines = ModelServing(config, tmp_path), [], []
+        events, engines = [], []
+        serving = ModelServing(config, tmp_path, events.append)
         command = fake_command(lambda started: modes[started] if started < len(modes) else "healthy")
 
         def make(i: int) -> LocalEngine:
@@ -77,12 +75,7 @@ def serve(config: RolloutConfig, fake_command: Callable[..., Any], tmp_path: Pat
             engines.append(LocalEngine(f"engine-{i}", config.model, config.serving, log, command=command))
             return engines[-1]
 
-        factory = engine_factory(config, tmp_path)
-        factory.make = make
-        newest, adapters = WeightStore(config).current, AdapterStore(config).loaded
-        serving.engines = EngineFleet(
-            config, tmp_path, events.append, factory=factory, newest=newest, adapters=adapters
-        )
+        serving.engines._factory.make = make
         async with serving.engines:
             yield serving, events, engines
 

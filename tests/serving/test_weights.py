@@ -96,6 +96,17 @@ async def test_weights_that_no_engine_loads_leave_the_previous_ones(serve, tmp_p
 
 
 @pytest.mark.slow
+async def test_a_restarted_trainer_serves_the_newest_weights_and_counts_on(serve, tmp_path):
+    new = save(tmp_path / "new", 1.0)
+    async with serve() as (serving, _, _):
+        await serving.update_weights(new)
+    async with serve() as (serving, _, _):
+        assert serving.weight_version == 1
+        assert await served(serving) == {("1", str(new))}
+        assert (await serving.update_weights(save(tmp_path / "newer", 2.0))).version == 2
+
+
+@pytest.mark.slow
 async def test_an_interrupted_update_restarts_the_engines_with_the_previous_weights(serve, tmp_path, until):
     async with serve("hangs", "hangs") as (serving, _, _):
         updating = asyncio.create_task(serving.update_weights(save(tmp_path / "new", 1.0)))
