@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 
+import openai
 import pytest
 
 from agent_wrapper.shared.trajectory import fetch_trajectory
@@ -132,6 +133,24 @@ async def test_a_gateway_out_of_restarts_ends_the_run(start):
         with pytest.raises(ServingError, match="does not answer"):
             await fleet.revoke([other])
     assert events[-1] == ("gateway-1", "gave_up")
+
+
+async def test_a_restarted_trainer_finds_its_sessions_at_the_same_address(start, claims):
+    with ScriptedEngine(lambda prompt: str(prompt.count("user"))) as engine:
+        first = await start(engine)
+        endpoint, messages = first.endpoint(claims()), []
+        await say(endpoint, messages, "Begin.")
+        await first.stop()
+        second = await start(engine)
+        assert second.identity == first.identity
+        with pytest.raises(openai.InternalServerError, match="retry later"):  # other weights may be served now
+            await say(endpoint, messages, "And then?")
+        await second.adopt(["s"])
+        await say(endpoint, messages, "And then?")
+        await kill(second)
+        await say(endpoint, messages, "And then?", retries=12)
+        [segment] = (await fetch_trajectory(endpoint, 120)).segments
+        assert len(segment.turns) == 3
 
 
 @pytest.mark.slow
