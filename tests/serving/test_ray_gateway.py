@@ -3,10 +3,11 @@
 import asyncio
 from types import SimpleNamespace
 
+import httpx
 import openai
 import pytest
 
-from builders import complete, eventually, run_config, session_of
+from builders import complete, eventually, listens, run_config, session_of
 from ray_cluster import machine, ray_machines
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import ServingError, StartupError
@@ -123,3 +124,4 @@ async def test_one_gateway_on_each_machine(machines, engine, tmp_path, claims):
             await fleet.stats()
     finally:
         await fleet.stop()
+    assert not any(listens(url.host, url.port) for url in map(httpx.URL, fleet.urls))
