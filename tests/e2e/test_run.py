@@ -1,3 +1,4 @@
+import asyncio
 import json
 import math
 
@@ -8,6 +9,7 @@ from agent_wrapper.contract import Outcome, Rollout
 from agent_wrapper.contract.keys import traceparent
 from builders import eventually
 from rollout_backend.core.tasks import Task
+from rollout_backend.errors import ServingError
 from rollout_backend.local.scripted import Fail
 from rollout_backend.serving.server_process import free_port
 from tests.emulators.otlp_receiver import OtlpReceiver
@@ -97,4 +99,15 @@ async def test_rollouts_are_validated_and_a_failed_agent_has_an_error_class_and_
         failure = failures[do.replace(" ", "-")]
         assert (failure.outcome, failure.reason) == (outcome, reason)
         assert message in failure.message
+    assert await no_session_is_open(run)
+
+
+async def test_a_gateway_that_cannot_restart_ends_the_run_and_leaves_no_session(open_run, held_back):
+    run = await open_run("serving.max_restarts=0", replies=held_back)
+    collecting = asyncio.create_task(run.manager.collect([Task("a", {})]))
+    await eventually(lambda: run.engine.requests)
+    [shard] = run.manager._run.serving.gateways._shards
+    shard._process._process.kill()
+    with pytest.raises(ServingError, match="the gateway ended with code"):
+        await collecting
     assert await no_session_is_open(run)
