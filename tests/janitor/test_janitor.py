@@ -350,6 +350,12 @@ def test_a_start_that_fails_after_a_kill_leaves_the_dead_runs_janitor_its_work(s
 
 
 @pytest.mark.slow
+def test_a_manager_that_is_killed_while_it_starts_leaves_no_queue(start, cloud):
+    start(begun=False).kill()
+    until(lambda: not cloud.queues, what="the queues are gone")
+
+
+@pytest.mark.slow
 def test_neither_signals_nor_an_inherited_pipe_prevent_the_cleanup(start, cloud):
     manager = start()
     [janitor] = janitors_of(manager.pid)
@@ -377,6 +383,28 @@ def test_evidence_stays(start, cloud):
     until(lambda: cloud.queues == {"-dlq"}, what="the queue is gone")
     until(lambda: not janitors_of(manager.pid), what="the janitor is gone")
     assert "1 messages that could not be handled are kept" in cloud.log
+
+
+@pytest.mark.slow
+def test_a_missing_bucket_leaves_everything_unchanged(start, cloud):
+    bucket = f"bucket-of-{cloud.settings['run_id']}"
+    cloud.s3.create_bucket(Bucket=bucket)
+    cloud.storage = StorageConfig(bucket=bucket)
+    manager = start(storage={"bucket": bucket})
+    cloud.s3.delete_object(Bucket=bucket, Key=f"runs/{cloud.settings['run_id']}/lease")
+    cloud.s3.delete_bucket(Bucket=bucket)
+    manager.kill()
+    until(lambda: not janitors_of(manager.pid), what="the janitor is gone")
+    assert "NoSuchBucket" in cloud.log
+    assert cloud.queues == {"", "-dlq"}
+
+
+@pytest.mark.slow
+def test_without_a_janitor_everything_is_left(start, cloud):
+    manager = start(janitor={"enabled": False})
+    assert not janitors_of(manager.pid)
+    manager.kill()
+    assert cloud.queues == {"", "-dlq"}
 
 
 async def test_a_run_continues_without_its_janitor(cloud, caplog, tmp_path):
