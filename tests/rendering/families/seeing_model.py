@@ -2,6 +2,7 @@
 
 seeing_model.py make FOLDER       makes it in a folder that has the tokenizer
 seeing_model.py retrain FOLDER    changes the weights of its image encoder
+seeing_model.py prompt FOLDER     tokens, by template and processor, of {"messages", "images": [base64]} on stdin
 seeing_model.py logprobs FOLDER   of the tokens of {"ids", "images": [[start, end, base64], ...]} on stdin
 """
 
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import torch
 from PIL import Image
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import AutoTokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
@@ -90,6 +91,17 @@ def retrain(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
+def prompt(folder: Path) -> None:
+    asked, tokenizer = json.load(sys.stdin), AutoTokenizer.from_pretrained(folder)
+    prepare = Qwen2VLImageProcessorPil.from_pretrained(folder)
+    images = [Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB") for data in asked["images"]]
+    text = tokenizer.apply_chat_template(asked["messages"], tokenize=False, add_generation_prompt=True)
+    before, *parts = text.split("<|image_pad|>")
+    for grid, part in zip(prepare(images=images, return_tensors="pt")["image_grid_thw"], parts, strict=True):
+        before += "<|image_pad|>" * (int(grid.prod()) // PIXELS["merge_size"] ** 2) + part
+    json.dump(tokenizer.encode(before, add_special_tokens=False), sys.stdout)
+
+
 def logprobs(folder: Path) -> None:
     asked = json.load(sys.stdin)
     model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
@@ -111,4 +123,4 @@ def logprobs(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"make": make, "retrain": retrain, "logprobs": logprobs}[sys.argv[1]](Path(sys.argv[2]))
+    {"make": make, "retrain": retrain, "prompt": prompt, "logprobs": logprobs}[sys.argv[1]](Path(sys.argv[2]))

@@ -14,10 +14,14 @@ import httpx
 import pytest
 from PIL import Image
 
+from builders import assistant, tool_result, user
 from rollout_backend.config import ModelConfig
+from rollout_backend.core.images import ImageLimits
+from rollout_backend.dialects.openai_chat import OpenAIChat
+from rollout_backend.gateway.sessions.conversations import Conversations
 from rollout_backend.rendering.renderer import load_renderer
 from rollout_backend.serving.install import find_engine
-from vocabularies import tokenizer_folder
+from vocabularies import model_folder, template, tokenizer_folder
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -153,3 +157,33 @@ def test_a_repeated_image_is_encoded_with_new_weights(serve, engine, model, tmp_
         reference = json.loads(in_engine("logprobs", folder, {"ids": ids, "images": images}))
         sampled = [i for i, mask in enumerate(segment.response_mask) if mask]
         assert max(abs(reference[i] - segment.logprobs[i]) for i in sampled) < TOLERANCE, folder
+
+
+@pytest.mark.parametrize(
+    ("renderer", "own"), [("qwen3-vl", "qwen3_vl"), ("qwen3.5", "qwen3_5_think"), ("qwen3.8", "qwen3_8")]
+)
+def test_prompts_with_images_are_those_of_the_template_and_the_image_processor(tmp_path, renderer, own):
+    """The engine's SGLang cannot run Qwen3.5 on a CPU."""
+    folder = model_folder(tmp_path / "model", "qwen3.5", template(own))
+    sizes = {"shortest_edge": 64**2, "longest_edge": 4096**2}
+    patches = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
+    settings = {"image_processor_type": "Qwen2VLImageProcessorFast", "size": sizes, **patches}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+
+    def conversation(arguments, of_image) -> list[dict]:
+        function = {"name": "show", "arguments": arguments}
+        return [
+            user([of_image(FIRST), of_image(SECOND), {"type": "text", "text": "Compare."}]),
+            assistant("", tool_calls=[{"id": "c1", "type": "function", "function": function}]),
+            tool_result("c1", [of_image(OTHER), {"type": "text", "text": "here"}]),
+        ]
+
+    images = [base64.b64encode(data).decode() for data in (FIRST, SECOND, OTHER)]
+    theirs = {"messages": conversation({}, lambda data: {"type": "image"}), "images": images}
+    bundle = load_renderer(ModelConfig(path=folder, name="m", context_length=4096))
+    assert bundle.name == renderer
+    asked = {"model": "m", "messages": conversation("{}", lambda data: shown(data, "")["content"][0])}
+    call = OpenAIChat(ImageLimits(16, 2**24)).parse(json.dumps(asked).encode())
+    prompt = Conversations(bundle).prepare(call.messages, call.tools, call.images)
+    assert len(prompt.images) == len(images)
+    assert list(prompt.ids) == json.loads(in_engine("prompt", folder, theirs))
