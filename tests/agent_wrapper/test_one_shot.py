@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,18 @@ def test_one_payload_is_run_and_published(sync_container, tmp_path):
     rollout = sync_container.await_result(block)
     assert process.wait(120) == 0
     assert (rollout.outcome, rollout.reward) == (Outcome.COMPLETED, 0.5)
+
+
+@pytest.mark.slow
+def test_sigterm_publishes_the_rollout_as_a_failure(sync_container, make_signal, tmp_path):
+    block, started = sync_container.request(), make_signal()
+    body = "open(context.payload['started'], 'w').write('!')\ntime.sleep(600)"
+    process = start(sync_container, tmp_path, {"_rollout": block, "body": body, "started": started.path})
+    started.wait()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 0
+    rollout = sync_container.await_result(block)
+    assert (rollout.outcome, rollout.failure.reason) == (Outcome.INFRA_ERROR, "terminated")
 
 
 @pytest.mark.slow
