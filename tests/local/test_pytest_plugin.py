@@ -143,3 +143,11 @@ def test_plugin_imports_nothing_until_used():
     ours = {name for name in loaded if name.startswith(("rollout_backend", "agent_wrapper"))}
     assert ours == {"rollout_backend", "rollout_backend.local", "rollout_backend.local.pytest_plugin"}
     assert not {"boto3", "aiohttp", "pydantic", "starlette"} & set(loaded)
+
+
+def test_pytest_runs_in_an_agents_image_which_has_no_training_side(tmp_path):
+    program = "import sys, pytest; sys.modules['rollout_backend'] = None; sys.exit(pytest.main(['--fixtures']))"
+    (tmp_path / "test_nothing.py").write_text("def test_nothing(): pass\n")
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "run_agent" not in done.stdout
