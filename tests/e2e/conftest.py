@@ -21,7 +21,7 @@ from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.manager import RolloutManager
 
 AGENT = r"""
-import asyncio, os, signal
+import asyncio
 from pathlib import Path
 from openai import AsyncOpenAI
 from agent_wrapper import RolloutApp
@@ -59,12 +59,6 @@ async def agent(context):
             return {"reward": float("7" in answer), "base_url": context.base_url}
         case "never call the model":
             return 1.0
-        case "never return":
-            await ask(context)
-            await asyncio.Event().wait()
-        case "die":
-            await ask(context)
-            os.kill(os.getpid(), signal.SIGKILL)
         case "raise":
             await ask(context)
             raise ValueError("no such answer")

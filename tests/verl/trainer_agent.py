@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +52,8 @@ async def agent(context: RolloutContext) -> dict[str, object]:
             history = await ask(f"{payload['name']} {segment}")
         (seen / str(context.rollout_id)).write_text(payload["name"])
         match payload.get("do", {}).get(number):
-            case "die":
-                os.kill(os.getpid(), signal.SIGKILL)
             case "raise":
                 raise ValueError("the tool is broken")
-            case "never return":
-                await asyncio.Event().wait()
             case str(wait) if wait.startswith("wait for "):
                 while not (seen / wait.removeprefix("wait for ")).exists():
                     assert context.remaining_s, f"timed out: {wait}"
