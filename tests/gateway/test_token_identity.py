@@ -9,7 +9,7 @@ from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.install import find_model
 
 ROLLOUTS = 6
-WORST_DIFFERENCE = 1e-4  # in probability, as in tests/serving/test_forward_pass.py
+WORST_DIFFERENCE = 1e-4  # in probability: both sides compute in float32, with different orders of summation
 
 
 @pytest.fixture

@@ -341,6 +341,3 @@ async def test_the_doctor_finds_every_permission_in_the_stacks_policy(deploy, si
         assert [action for action, level in judged.items() if level == "unchecked"] == [
             "bedrock-agentcore:InvokeAgentRuntime"
         ]
-
-
-# --- the proxy itself -------------------------------------------------------------------------------------

@@ -231,7 +231,7 @@ async def test_ended_leases_make_room_for_another_tag(start):
     assert {LEASE + "a", LEASE + "b"} <= record.tags.keys()
 
 
-async def test_the_tags_of_hundreds_of_runtimes_are_read_once_in_a_while(start):
+async def test_the_tags_of_runtimes_are_read_once_in_a_while(start):
     number = 20
     cloud = await start(max_runtimes=number + 1)
     run = await cloud.run("a")
