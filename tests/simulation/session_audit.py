@@ -48,6 +48,7 @@ class SessionAudit:
         if f'"{rollout_id}"' not in manifest.decode():
             self._evidence.unrecorded.append(rollout_id)
         self._holder.started(f"trainer-{self._gateway.keys[request.session_id].trainer_incarnation}", rollout_id)
+        self.died.pop(request.session_id, None)  # a repeated invoke has opened it again
         if request.session_id in self.stopped:
             self._evidence.used_twice.append(request.session_id)
         self.started.append((self._env.now(), request.key))
