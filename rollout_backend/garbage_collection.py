@@ -16,7 +16,7 @@ _STEPS_BETWEEN_FULL_RUNS = 20
 # gateway take 0.1 s to visit.
 _OF_A_SERVER = (5000, 1000, 10)
 _before: list[tuple[int, int, int]] = []  # the thresholds, for each block that is being executed
-_ends = itertools.count(1)  # of blocks, or of the last of those that overlapped
+_ends = itertools.count(1)  # counts the ends after which no block is being executed
 
 
 def exempt_loaded_objects() -> None:
@@ -41,6 +41,6 @@ def rare_full_collections() -> Iterator[None]:
         if not _before:
             if gc.isenabled() and before[0]:
                 # Without a run, a full one that is due would be made now, and delay the end of the step. A trainer
-                # that does little between its steps never reaches a threshold there, so some ends make a full run.
+                # that does little between its steps reaches no threshold there, so one end in 20 makes a full run.
                 gc.collect(1 if next(_ends) % _STEPS_BETWEEN_FULL_RUNS else 2)
             gc.set_threshold(*before)

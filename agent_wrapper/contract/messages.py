@@ -48,8 +48,8 @@ class ModelEndpoint(ContractObject):
     """A session's access to the model being trained."""
 
     base_url: str = Field(repr=False)
-    """OpenAI-compatible, ends in /v1. It contains the key with `gateway.key_in_path`. Without
-    heartbeats, the wrapper probes GET BASE_URL/models before the agent starts."""
+    """OpenAI-compatible, ends in /v1. It contains the key with `gateway.key_in_path`. Before
+    the agent starts, the wrapper sends the first heartbeat or, without heartbeats, GET BASE_URL/models."""
     api_key: str = Field(repr=False)  # opens this session only, until its deadline
     name: str
     trajectory_url: str  # POST seals the session and returns its Trajectory; with Accept: application/json, as JSON

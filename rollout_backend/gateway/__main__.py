@@ -54,7 +54,8 @@ def import_server() -> ModuleType:
     """Import the server without `openai`, which takes 0.7 s and 20 MB, and `torch`, which takes 4 s and 270 MB.
 
     The gateway uses neither: `renderers` imports `openai` only for its vLLM client, `transformers` imports `torch`
-    wherever it is installed. The code of a tokenizer or renderer can still import them.
+    wherever it is installed. The code of a tokenizer or renderer can still import both, but not those classes of
+    `transformers` that need torch.
     """
     unused = ModuleType("openai")
     unused.AsyncOpenAI = object  # type: ignore[attr-defined]

@@ -244,8 +244,8 @@ class ModelServing:
 class DialerProcess(Supervisor):
     """Keeps the dialer running, which carries the relay's calls to the gateways at `urls`.
 
-    It is a separate process, so that relayed traffic does not delay the manager's event loop. It ends for good if the
-    relay refuses it.
+    It is a separate process, so that relayed traffic does not delay the manager's event loop. A dialer that the relay
+    refuses is not started again.
     """
 
     def __init__(

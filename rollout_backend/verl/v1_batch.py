@@ -87,8 +87,8 @@ _TOKENS_TOGETHER = 1_000_000  # of the groups that one call writes: a token has 
 
 
 class QueueWriter:
-    """One thread that writes groups to TransferQueue, in order, and those that wait in one call: a call takes longer
-    than the rows of a group.
+    """One thread that writes groups to TransferQueue, in order. It writes those that wait in one call, because a call
+    takes longer than the rows of a group.
 
     The thread is a daemon: if TransferQueue ends first, a write blocks for ever and must not keep the process alive.
     """
