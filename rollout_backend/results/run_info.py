@@ -41,6 +41,8 @@ class RunStart(BaseModel, frozen=True):
     agent: dict[str, str] = {}
     """The agent: image, version and ARN of a runtime, or path, digest and git commit of an agent on this machine."""
     state: RunState = "running"
+    last_step_ended: bool = False
+    """Whether nothing but the end of the process is left. verl's process is then killed without notice."""
     error: str = ""
     ended_at: float | None = None
 
@@ -58,12 +60,15 @@ class RunStart(BaseModel, frozen=True):
     def current_state(self, seen_at: float) -> RunState:
         """Return the state of a run whose process renewed `run.json` at `seen_at`.
 
-        If nothing recorded its end, it is `killed` if its process is gone. A process on another machine cannot be
-        checked: it is `silent` if it has not renewed the file for a minute.
+        If nothing recorded its end, and its process is gone, it is `ended` after its last step, otherwise `killed`. A
+        process on another machine cannot be checked: it is `silent`, or `ended`, if it has not renewed the file for a
+        minute.
         """
-        if self.state != "running" or self.process.is_local:
-            return "killed" if self.state == "running" and self.process.is_dead() else self.state
-        return "silent" if time.time() > seen_at + RUNS_S else "running"
+        if self.state != "running":
+            return self.state
+        if self.process.is_dead() if self.process.is_local else time.time() > seen_at + RUNS_S:
+            return "ended" if self.last_step_ended else "killed" if self.process.is_local else "silent"
+        return "running"
 
 
 class RunInfo(BaseModel, frozen=True):

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from agent_wrapper.contract import Rollout
+from rollout_backend.core.earlier_batches import global_step_of
 from rollout_backend.core.staleness import AbandonedWeights
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import RolloutBackendError
@@ -58,6 +59,7 @@ from rollout_backend.verl.verl_settings import (
     engine_of,
     engine_urls,
     is_asynchronous,
+    last_global_step,
     resumes_steps,
     sampling_of,
     settings_of,
@@ -85,6 +87,7 @@ class CloudAgentLoopManager:
         self._legacy = not config.trainer.use_v1
         self._asynchronous = is_asynchronous(config.trainer)
         self._adapter = adapter_of(config.actor_rollout_ref.model)
+        self._last_global_step = last_global_step(config)
         self._step_numbers = StepNumbers(resumes_steps(config.trainer))
         self._row_uids = needs_row_uids(str(config.algorithm.adv_estimator))
         self._own_turns_only = takes_rows_for_rollouts(str(config.algorithm.adv_estimator))
@@ -326,7 +329,7 @@ class CloudAgentLoopManager:
     ) -> StepResult:
         async with self._engines_awake():
             await self._servers.begin_batch(version)
-            return await self._blocking.manager.collect(
+            result = await self._blocking.manager.collect(
                 tasks,
                 step=step,
                 weights="" if self._asynchronous else str(version),  # they change while the step runs
@@ -335,6 +338,9 @@ class CloudAgentLoopManager:
                 on_group=on_group,
                 adapter=self._adapter,
             )
+            if self._last_global_step is not None and global_step_of(step) >= self._last_global_step:
+                self._blocking.manager.archive.write_last_step_end()
+            return result
 
     @contextlib.asynccontextmanager
     async def _engines_awake(self) -> AsyncIterator[None]:

@@ -160,6 +160,16 @@ def is_asynchronous(trainer: Any) -> bool:
     return bool(trainer.get("use_v1", True)) and trainer.v1.trainer_mode != "sync"
 
 
+def last_global_step(config: Any) -> int | None:
+    """Return the number of the last global step; None if verl does not say it. `config` is verl's whole tree."""
+    trainer, optimizer = config.trainer, config.actor_rollout_ref.actor.get("optim") or {}
+    if trainer.get("total_training_steps") is not None:
+        return int(trainer.total_training_steps)
+    updates = int(optimizer.get("total_training_steps") or 0)  # verl writes them before it creates the manager
+    separate = is_asynchronous(trainer) and trainer.v1.trainer_mode == "separate_async"
+    return updates // (trainer.v1.separate_async.parameter_sync_step if separate else 1) if updates > 0 else None
+
+
 def adapter_of(model: Any) -> str:
     """Return the name of the LoRA adapter that verl loads into its servers; empty if it sends them whole weights.
 

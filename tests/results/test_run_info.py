@@ -73,6 +73,23 @@ def test_a_start_is_killed_if_its_process_ended_without_a_word(tmp_path):
     assert elsewhere.current_state(time.time() - 3600) == "silent"
 
 
+def test_a_run_whose_process_is_killed_after_the_last_step_has_ended(tmp_path):
+    config = run_config(run_id="a", output_dir=tmp_path)
+    archive = RunArchive(config.run_dir)
+    archive.write_start(config, RunStart.of(config, "verl", {}, None))
+    archive.write_last_step_end()
+    archive.close()
+    [start] = RunArchive(config.run_dir).read_info().starts
+    assert start.current_state(0.0) == "running"
+    dead, elsewhere = (
+        start.model_copy(update={"process": start.process.model_copy(update=of)})
+        for of in ({"started": 1}, {"machine": "another"})
+    )
+    assert dead.current_state(time.time()) == "ended"
+    assert elsewhere.current_state(time.time()) == "running"
+    assert elsewhere.current_state(time.time() - 3600) == "ended"
+
+
 def test_a_run_json_that_cannot_be_read_is_replaced(tmp_path, caplog):
     config = run_config(run_id="a", output_dir=tmp_path)
     config.run_dir.mkdir()

@@ -18,6 +18,7 @@ from rollout_backend.verl.early_checks import (
     set_streams,
 )
 from rollout_backend.verl.verl_settings import (
+    last_global_step,
     max_staleness_of,
     resumes_steps,
     sampling_of,
@@ -281,6 +282,19 @@ def test_verls_servers_sleep_between_batches_where_it_trains_on_their_devices():
     for asynchronous in (ASYNCHRONOUS, "trainer.v1.trainer_mode=colocate_async"):
         assert not sleeps_between_batches(verl_settings(asynchronous).trainer)
         assert sleeps_between_batches(verl_settings(asynchronous, "trainer.use_v1=False").trainer)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "step"),
+    [
+        (["trainer.total_training_steps=7"], 7),
+        (["actor_rollout_ref.actor.optim.total_training_steps=12"], 12),  # written by verl
+        ([ASYNCHRONOUS, "actor_rollout_ref.actor.optim.total_training_steps=12"], 3),  # four updates in a step
+        ([], None),
+    ],
+)
+def test_the_last_step_is_the_one_after_which_verl_ends(overrides, step):
+    assert last_global_step(verl_settings(*overrides)) == step
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,8 @@ async def test_lost_rollouts_do_not_reach_the_gradient(tmp_path: Path, training:
         names = run.groups()
         assert [names[group.task_id] for group in report.groups if not group.usable] == ["all-lost"]
         await run.leaves_nothing()
+        archive = RunArchive(run.run_dir)
+        assert archive.read_info().starts[-1].current_state(archive.info_renewed_at()) == "ended"
 
 
 async def test_each_step_trains_what_its_own_weights_have_sampled(tmp_path: Path, training: Any) -> None:
