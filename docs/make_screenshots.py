@@ -30,7 +30,7 @@ from agent_wrapper.contract import Outcome  # noqa: E402
 from chromium import run_chromium  # noqa: E402
 from made_runs import MadeRun, make_run  # noqa: E402
 from rollout_backend.core.ledger import Phase  # noqa: E402
-from rollout_backend.gateway.stats import Counters  # noqa: E402
+from rollout_backend.gateway.stats import GatewayStats  # noqa: E402
 from rollout_backend.results.cost import Prices, Usage  # noqa: E402
 from rollout_backend.results.findings import FailureCount  # noqa: E402
 from rollout_backend.results.page.report import write_report  # noqa: E402
@@ -76,7 +76,7 @@ def progress(part: float) -> Progress:
         phases={Phase.PLANNED: 47, Phase.DISPATCHING: 0, Phase.RUNNING: 96, Phase.SETTLED: ended},
         outcomes={Outcome.COMPLETED: ended - lost, Outcome.INFRA_ERROR: lost},
         open_sessions=96,
-        gateway=Counters().snapshot(0, 0, 0).model_copy(update=served),
+        gateway=GatewayStats(**served),
         rewards=ended - lost,
         mean_reward=0.25 + 0.3 * part,
         groups=39,

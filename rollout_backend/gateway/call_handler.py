@@ -34,7 +34,7 @@ from rollout_backend.gateway.sessions import journal as journals
 from rollout_backend.gateway.sessions.calls import InFlightCall, RequestKey
 from rollout_backend.gateway.sessions.registry import OpenSession, SessionRegistry
 from rollout_backend.gateway.sessions.share import SessionShare, is_brief, too_large
-from rollout_backend.gateway.stats import Counters, GatewayStats
+from rollout_backend.gateway.stats import GatewayStats
 
 _BYTES, _TOKEN_BYTES = 1024 * 1024, 32  # limit of a body without images: bytes, plus bytes per token of context
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -100,7 +100,7 @@ class CallHandler:
         registry: SessionRegistry,
         executor: ModelCallExecutor,
         admission: Admission,
-        counters: Counters,
+        stats: GatewayStats,
         traces: CallTraces | None = None,
         *,
         text_only: bool = False,
@@ -110,7 +110,7 @@ class CallHandler:
         self._registry = registry
         self._executor = executor
         self._admission = admission
-        self._counters = counters
+        self._stats = stats
         self._traces = traces
         self._adopted = set(settings.adopted)
         context = settings.model.context_tokens
@@ -124,17 +124,6 @@ class CallHandler:
     def adopt(self, session_ids: Iterable[str]) -> None:
         """Allow model calls from sessions that an earlier trainer started."""
         self._adopted.update(session_ids)
-
-    def stats(self) -> GatewayStats:
-        registry = self._registry
-        return self._counters.snapshot(
-            registry.open_count,
-            registry.closed_count,
-            self._admission.in_flight,
-            self._admission.loads,
-            registry.undelivered_replies,
-            registry.largest,
-        )
 
     def check_model(self, name: str) -> None:
         """Raise ApiError (404) unless `name` is the model that this gateway serves."""
@@ -184,7 +173,7 @@ class CallHandler:
                     self._start(session, running, request.headers.get("traceparent", ""))
                     session.state.retries.add(key, running)
                 else:
-                    self._counters.replayed += 1
+                    self._stats.replayed += 1
                     if isinstance(running, Answer):
                         call = await share.parse(body, dialect.parse, body)
                         running = InFlightCall.answered_before(call, running)
@@ -264,7 +253,7 @@ class CallHandler:
 
         def left() -> None:
             if self._leave(session, running, given_up=not response.is_cancelled):
-                self._counters.client_disconnects += 1
+                self._stats.client_disconnects += 1
 
         response.on_end(left)
         return response
@@ -290,7 +279,7 @@ class CallHandler:
         try:
             answer = running.outcome()
         except ApiError as error:
-            self._counters.errors[error.code] += 1
+            self._stats.errors[error.code] += 1
             if _is_retried(error):
                 session.state.retries.failed(running.question)
             yield b"".join(stream.failed(error))

@@ -36,7 +36,7 @@ from rollout_backend.gateway.sessions import journal as journals
 from rollout_backend.gateway.sessions.calls import InFlightCall
 from rollout_backend.gateway.sessions.conversations import Prompt, RecordedTurn
 from rollout_backend.gateway.sessions.registry import OpenSession
-from rollout_backend.gateway.stats import Counters, is_cache_break
+from rollout_backend.gateway.stats import GatewayStats, bounded_name, is_cache_break
 from rollout_backend.rendering.constrained_decoding import Constraints
 from rollout_backend.rendering.renderer import RendererBundle
 from rollout_backend.rendering.reply import StreamingParser, whole_deltas, with_logprobs
@@ -58,7 +58,7 @@ class ModelCallExecutor:
         self,
         settings: GatewaySettings,
         bundle: RendererBundle,
-        counters: Counters,
+        stats: GatewayStats,
         engines: Engines,
         protocol: EngineProtocol,
         adapters: AdapterVersions,
@@ -66,7 +66,7 @@ class ModelCallExecutor:
         self._settings = settings
         self._bundle = bundle
         self._records_experts = settings.model.routed_experts
-        self._counters = counters
+        self._stats = stats
         self._engine = EngineClient(
             settings.engine_url, settings.model_call_s, settings.engine_attempts, engines, protocol, adapters
         )
@@ -145,15 +145,15 @@ class ModelCallExecutor:
         sampled = await _all([self._sample(running, prompt, request, i) for i, request in enumerate(requests)])
         turns = [self._record(session, running, prompt, *each) for each in sampled]
         cached_tokens = sampled[0][0].cached_tokens
-        counters = self._counters
-        counters.constrained += len(sampled) if form else 0
-        counters.calls += 1
-        counters.prompt_tokens += len(prompt.ids)
+        stats = self._stats
+        stats.constrained += len(sampled) if form else 0
+        stats.calls += 1
+        stats.prompt_tokens += len(prompt.ids)
         if cached_tokens is None:
-            counters.cache_unknown_tokens += len(prompt.ids)
+            stats.cache_unknown_tokens += len(prompt.ids)
         else:
-            counters.cached_tokens += cached_tokens
-            counters.cache_breaks += is_cache_break(prompt.known, cached_tokens)
+            stats.cached_tokens += cached_tokens
+            stats.cache_breaks += is_cache_break(prompt.known, cached_tokens)
         answer = Answer(
             id=running.id,
             created=running.created,
@@ -174,7 +174,7 @@ class ModelCallExecutor:
             )
         )
         if running.left_out:
-            counters.left_out += len(turns)
+            stats.left_out += len(turns)
             state.left_out += running.replies
         return answer
 
@@ -184,7 +184,8 @@ class ModelCallExecutor:
         settings, state, claims = self._settings.gateway, session.state, session.claims
         cap = settings.session_tokens
         if cap is not None and state.sampled_tokens >= cap:
-            self._counters.runaways.update_to(claims.rollout_id, state.sampled_tokens)
+            runaways = self._stats.runaways
+            runaways[bounded_name(runaways, claims.rollout_id)] = state.sampled_tokens
         params, overridden = engine_params(
             call,
             claims.sampling,
@@ -199,8 +200,8 @@ class ModelCallExecutor:
             choice=choice,
         )
         if choice == 0:
-            self._counters.overridden.update(overridden)
-            self._counters.ignored.update(call.ignored)
+            self._stats.overridden.update(overridden)
+            self._stats.ignored.update(call.ignored)
         if prompt.images and self._bundle.vision is not None:
             params["logit_bias"] = {str(token): _NEVER for token in self._bundle.vision.reserved_ids}
         return params
@@ -212,17 +213,17 @@ class ModelCallExecutor:
         turn = session.conversations.record(branch, completion, choice.message)
         running.replies.append(session.conversations.recorded(turn))
         session.state.sampled_tokens += len(completion.token_ids)
-        counters = self._counters
-        counters.sampled_tokens += len(completion.token_ids)
+        stats = self._stats
+        stats.sampled_tokens += len(completion.token_ids)
         if choice.malformed_tool_calls:
-            counters.malformed[self._bundle.name] += choice.malformed_tool_calls
-        counters.extra_tool_calls += choice.extra_tool_calls
+            stats.malformed[self._bundle.name] += choice.malformed_tool_calls
+        stats.extra_tool_calls += choice.extra_tool_calls
         offered = {tool["function"]["name"] for tool in running.call.tools or ()}
         for called in choice.message.get("tool_calls") or ():
             if called["function"]["name"] not in offered:
-                counters.unknown_tools.add(called["function"]["name"])
+                stats.unknown_tools[bounded_name(stats.unknown_tools, called["function"]["name"])] += 1
         if turn.opened is not None:
-            counters.segments[turn.opened] += 1
+            stats.segments[turn.opened] += 1
         return turn
 
     # --- one choice ---------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ from rollout_backend.gateway.model_call_executor import ModelCallExecutor
 from rollout_backend.gateway.sessions.journal import SessionJournal
 from rollout_backend.gateway.sessions.registry import SessionRegistry
 from rollout_backend.gateway.sessions.share import read_body
-from rollout_backend.gateway.stats import Counters
+from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.rendering.renderer import RendererBundle, load_renderer
 
 SERVER_NAME = "rollout-backend"
@@ -113,7 +113,7 @@ class Gateway:
         self._journal = SessionJournal(settings.journal) if settings.journal is not None else None
         sealer = Sealer(settings.seal_secret) if settings.seal_secret is not None else None
         experts = settings.model.expert_shape
-        self._counters = Counters()
+        self._stats = GatewayStats()
         self._registry = SessionRegistry(
             bundle,
             self._model_name,
@@ -122,14 +122,14 @@ class Gateway:
             journal=self._journal,
             experts=experts,
             max_result_bytes=settings.max_result_bytes,
-            counters=self._counters,
+            stats=self._stats,
         )
         protocol: EngineProtocol = (
             SglangProtocol(experts, settings.router) if settings.engine_name == "sglang" else VllmProtocol()
         )
         self._engines = Engines(EngineCalls(paused=settings.paused), protocol.needs_direct_calls)
         self._adapters = AdapterVersions(settings.adapters)
-        self._executor = ModelCallExecutor(settings, bundle, self._counters, self._engines, protocol, self._adapters)
+        self._executor = ModelCallExecutor(settings, bundle, self._stats, self._engines, protocol, self._adapters)
         config = settings.gateway
         self._admission = Admission(
             config.max_concurrent_calls, config.max_queued_per_engine, config.max_session_calls
@@ -142,7 +142,7 @@ class Gateway:
             self._registry,
             self._executor,
             self._admission,
-            self._counters,
+            self._stats,
             self._traces,
             text_only=limits is None,
         )
@@ -288,7 +288,14 @@ class Gateway:
 
     async def stats(self, request: Request) -> Response:
         self._authenticator.require_control_key(request)
-        return JSONResponse(self._calls.stats().model_dump())
+        stats, registry, loads = self._stats, self._registry, self._admission.loads
+        stats.sessions_open, stats.sessions_closed = registry.open_count, registry.closed_count
+        stats.calls_in_flight, stats.largest = self._admission.in_flight, registry.largest
+        stats.engine_running = {load.url: load.running for load in loads}
+        stats.engine_waiting = {load.url: load.waiting for load in loads}
+        stats.engine_kv_used = {load.url: load.kv_used for load in loads}
+        stats.engine_kv_tokens = {load.url: load.kv_tokens for load in loads}
+        return JSONResponse(stats.model_dump())
 
     async def _session_ids(self, request: Request) -> list[str]:
         return (await self._parsed(request, _SessionIds, "{'session_ids': [...]}")).session_ids
@@ -306,7 +313,7 @@ class Gateway:
 
     async def _api_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        self._counters.errors[error.code] += 1
+        self._stats.errors[error.code] += 1
         dialect: Dialect | None = getattr(request.state, "dialect", None)
         dialect = dialect or dialect_of_client(self._dialects, request.url.path, request.headers)
         return JSONResponse(dialect.error_body(error), status_code=error.status, headers=error.headers)
@@ -320,7 +327,7 @@ class Gateway:
         return await self._api_error(request, ApiError(error.status_code, message, code=code))
 
     async def _client_disconnected(self, _: Request, error: Exception) -> Response:
-        self._counters.client_disconnects += 1
+        self._stats.client_disconnects += 1
         return Response(status_code=499)
 
     async def _unexpected(self, request: Request, error: Exception) -> Response:

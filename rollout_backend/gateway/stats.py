@@ -5,52 +5,49 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from rollout_backend.gateway.admission import EngineLoad
+Counts = Counter[str]
 
-_MAX_NAMES, _MAX_NAME_CHARS, _OTHERS = 100, 128, "(others)"  # containers choose the names
+_MAX_NAMES, _MAX_NAME_CHARS, _OTHERS = 100, 128, "(others)"
 _OF_ENGINES = ("engine_running", "engine_waiting", "engine_kv_used", "engine_kv_tokens")
 
 _CACHE_MIN_TOKENS, _CACHE_SHARE = 256, 0.5  # engines cache whole pages, but not the last page
 
 
 class GatewayStats(BaseModel):
-    """Counters since the gateway started, except for fields marked as current."""
+    """Counts of a gateway since it started, except for fields marked as current, which are set on each request."""
 
-    model_config = ConfigDict(frozen=True)
-
-    sessions_open: int  # current
-    sessions_closed: int  # current: sealed or revoked sessions, remembered until their keys expire
-    calls_in_flight: int  # current
-    calls: int  # answered calls
-    prompt_tokens: int
-    cached_tokens: int  # prompt tokens found in an engine's prefix cache
-    cache_unknown_tokens: int  # prompt tokens of calls whose engine does not report its cache hits
-    cache_breaks: int  # calls that continued a conversation but missed the engine's prefix cache
-    sampled_tokens: int
-    malformed: dict[str, int]  # tool calls that could not be parsed and were returned as text, by renderer
-    extra_tool_calls: int  # tool calls that were sampled but dropped, because parallel_tool_calls was false
-    constrained: int  # replies sampled under a grammar, whose logprobs cannot be trained
-    unknown_tools: dict[str, int]  # calls to tools that were not offered, by name
-    left_out: int  # replies excluded from training by `training.leave_out`
-    runaways: dict[str, int]  # tokens of rollouts whose session reached `gateway.session_tokens`
-    after_stop: dict[str, int]  # requests from stopped sessions, by session
-    largest: dict[str, int]  # current: the rollout whose open session sampled the most tokens, and how many
-    replayed: int  # retried requests that got the first request's answer
-    client_disconnects: int  # calls aborted because the client disconnected
-    undelivered: int  # replies dropped because no client received them and no later call continued them
-    segments: dict[str, int]  # opened segments, by reason
-    overridden: dict[str, int]  # sampling settings of agents that were ignored, by field
-    ignored: dict[str, int]  # calls with fields that only concern the provider, or names that no template renders
-    errors: dict[str, int]  # error responses, by code
-    engine_running: dict[str, int]  # current: requests in an engine's batch from all its clients, by the engine's URL
-    engine_waiting: dict[str, int]  # current: requests in its queue
-    engine_kv_used: dict[str, int]  # current: tokens in use in its KV cache; 0 if not reported
-    engine_kv_tokens: dict[str, int]  # capacity of its KV cache in tokens; 0 if not reported
+    sessions_open: int = 0  # current
+    sessions_closed: int = 0  # current: sealed or revoked sessions, remembered until their keys expire
+    calls_in_flight: int = 0  # current
+    calls: int = 0  # answered calls
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens found in an engine's prefix cache
+    cache_unknown_tokens: int = 0  # prompt tokens of calls whose engine does not report its cache hits
+    cache_breaks: int = 0  # calls that continued a conversation but missed the engine's prefix cache
+    sampled_tokens: int = 0
+    malformed: Counts = Counter()  # tool calls that could not be parsed and were returned as text, by renderer
+    extra_tool_calls: int = 0  # tool calls that were sampled but dropped, because parallel_tool_calls was false
+    constrained: int = 0  # replies sampled under a grammar, whose logprobs cannot be trained
+    unknown_tools: Counts = Counter()  # calls to tools that were not offered, by name
+    left_out: int = 0  # replies excluded from training by `training.leave_out`
+    runaways: Counts = Counter()  # tokens of rollouts whose session reached `gateway.session_tokens`
+    after_stop: Counts = Counter()  # requests from stopped sessions, by session
+    largest: dict[str, int] = {}  # current: the rollout whose open session sampled the most tokens, and how many
+    replayed: int = 0  # retried requests that got the first request's answer
+    client_disconnects: int = 0  # calls aborted because the client disconnected
+    undelivered: int = 0  # replies dropped because no client received them and no later call continued them
+    segments: Counts = Counter()  # opened segments, by reason
+    overridden: Counts = Counter()  # sampling settings of agents that were ignored, by field
+    ignored: Counts = Counter()  # calls with fields that only concern the provider, or names that no template renders
+    errors: Counts = Counter()  # error responses, by code
+    engine_running: dict[str, int] = {}  # current: requests in an engine's batch from all its clients, by its URL
+    engine_waiting: dict[str, int] = {}  # current: requests in its queue
+    engine_kv_used: dict[str, int] = {}  # current: tokens in use in its KV cache; 0 if not reported
+    engine_kv_tokens: dict[str, int] = {}  # capacity of its KV cache in tokens; 0 if not reported
 
     @property
     def cache_hit(self) -> float | None:
@@ -87,66 +84,10 @@ class GatewayStats(BaseModel):
         return cls.model_validate({**numbers, **tables})
 
 
-class NameCounter(Counter[str]):
-    """Counts names that containers choose, in bounded memory."""
-
-    def add(self, name: str) -> None:
-        self[self._kept(name)] += 1
-
-    def update_to(self, name: str, value: int) -> None:
-        self[self._kept(name)] = value
-
-    def _kept(self, name: str) -> str:
-        name = name[:_MAX_NAME_CHARS]
-        return name if name in self or len(self) < _MAX_NAMES else _OTHERS
-
-
-@dataclass
-class Counters:
-    """The running counts behind `GatewayStats`."""
-
-    calls: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    cache_unknown_tokens: int = 0
-    cache_breaks: int = 0
-    sampled_tokens: int = 0
-    malformed: Counter[str] = field(default_factory=Counter)
-    extra_tool_calls: int = 0
-    constrained: int = 0
-    unknown_tools: NameCounter = field(default_factory=NameCounter)
-    left_out: int = 0
-    runaways: NameCounter = field(default_factory=NameCounter)
-    after_stop: NameCounter = field(default_factory=NameCounter)
-    replayed: int = 0
-    client_disconnects: int = 0
-    segments: Counter[str] = field(default_factory=Counter)
-    overridden: Counter[str] = field(default_factory=Counter)
-    ignored: Counter[str] = field(default_factory=Counter)
-    errors: Counter[str] = field(default_factory=Counter)
-
-    def snapshot(
-        self,
-        sessions_open: int,
-        sessions_closed: int,
-        calls_in_flight: int,
-        loads: Iterable[EngineLoad] = (),
-        undelivered: int = 0,
-        largest: Mapping[str, int] | None = None,
-    ) -> GatewayStats:
-        loads = tuple(loads)
-        return GatewayStats(
-            sessions_open=sessions_open,
-            sessions_closed=sessions_closed,
-            calls_in_flight=calls_in_flight,
-            undelivered=undelivered,
-            largest=dict(largest or {}),
-            engine_running={load.url: load.running for load in loads},
-            engine_waiting={load.url: load.waiting for load in loads},
-            engine_kv_used={load.url: load.kv_used for load in loads},
-            engine_kv_tokens={load.url: load.kv_tokens for load in loads},
-            **vars(self),
-        )
+def bounded_name(counts: Counts, name: str) -> str:
+    """Return the key under which to count a name that a container chose, so that `counts` stays small."""
+    name = name[:_MAX_NAME_CHARS]
+    return name if name in counts or len(counts) < _MAX_NAMES else _OTHERS
 
 
 _ENOUGH = 5  # minimum number of samples with a queue for a capacity estimate

@@ -6,7 +6,7 @@ import pytest
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.ledger import Phase
-from rollout_backend.gateway.stats import Counters, GatewayStats
+from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.results.findings import FailureCount
 from rollout_backend.results.progress import LastResult, Progress
 from rollout_backend.results.step_report import CallRate
@@ -16,10 +16,6 @@ from rollout_backend.serving.model_serving import RunPhase
 
 RUNNING = {RunPhase.CHECK: 1.2, RunPhase.ENGINES: 27.0, RunPhase.GATEWAY: 3.0, RunPhase.ROLLOUTS: 40.0}
 HOSTILE = "[red]\x1b[2J\nline\u202e two\x07 \N{CJK UNIFIED IDEOGRAPH-4E2D}" * 9
-
-
-def gateway(**counts: Any) -> GatewayStats:
-    return Counters().snapshot(0, 0, 0).model_copy(update=counts)
 
 
 def progress(
@@ -59,7 +55,7 @@ BUSY = progress(
     {Outcome.COMPLETED: 229, Outcome.AGENT_ERROR: 4, Outcome.INFRA_ERROR: 8},
     running=96,
     planned=47,
-    gateway=gateway(
+    gateway=GatewayStats(
         sampled_tokens=9000,
         prompt_tokens=100,
         cached_tokens=88,
@@ -115,7 +111,7 @@ def test_before_the_first_result_a_frame_says_what_is_waited_for():
     for shown, words in (
         (progress(planned=8), "8 rollouts wait for their agents to start (40 s)"),
         (progress(running=8), "8 agents at work, none has called the model yet (40 s)"),
-        (progress(running=8, gateway=gateway(calls=5)), "8 agents at work, 5 model calls, no result yet (40 s)"),
+        (progress(running=8, gateway=GatewayStats(calls=5)), "8 agents at work, 5 model calls, no result yet (40 s)"),
     ):
         assert f" {words}" in text(snapshot(shown))
         assert plain_line(snapshot(shown)) == words
@@ -129,7 +125,7 @@ def test_no_line_is_wider_than_the_terminal_or_breaks(width):
         running=16_384,
         planned=16_384,
         warning=HOSTILE,
-        gateway=gateway(sampled_tokens=10**9, calls=1, errors={HOSTILE: 10**9}),
+        gateway=GatewayStats(sampled_tokens=10**9, calls=1, errors={HOSTILE: 10**9}),
         servers=tuple(ServerState(f"engine-{i}", f"http://e{i}", True, 10**6) for i in range(100)),
         rewards=1,
         mean_reward=-1234.5,
@@ -150,6 +146,6 @@ def test_a_restarted_or_silent_gateway_gives_no_negative_rate():
     history = History()
     assert history.tokens_per_s == 0
     for second, tokens in enumerate((0, 1000, None, 0, 500)):
-        counts = None if tokens is None else gateway(sampled_tokens=tokens)
+        counts = None if tokens is None else GatewayStats(sampled_tokens=tokens)
         history.add(100.0 + second, progress(gateway=counts))
     assert [point.tokens for point in history.points] == [0, 1000, 1000, 1000, 1500]

@@ -4,7 +4,7 @@ import pytest
 
 from agent_wrapper.contract import Outcome, Rollout
 from rollout_backend.core.ledger import PlannedRollout
-from rollout_backend.gateway.stats import Counters, GatewayStats
+from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.results.findings import FailureCount
 from rollout_backend.results.progress import FirstCall, StepTotals
 from rollouts import make_ledger, make_rollout
@@ -62,9 +62,7 @@ def test_failures_are_counted_by_reason_with_the_first_message():
 
 
 def stats(in_flight: int = 0, calls: int = 0, **errors: int) -> GatewayStats:
-    counters = Counters(calls=calls)
-    counters.errors.update(errors)
-    return counters.snapshot(0, 0, in_flight)
+    return GatewayStats(calls=calls, calls_in_flight=in_flight, errors=errors)
 
 
 @pytest.fixture

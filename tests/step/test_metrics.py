@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from agent_wrapper.contract import Failure
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import StartupError, Throttled
-from rollout_backend.gateway.stats import Counters
+from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.results.metrics import METRICS, RunMetrics, serve_metrics
 from rollout_backend.serving.engine_fleet import ServerState
 from rollout_backend.serving.supervisor import ServingEvent
@@ -44,7 +44,7 @@ async def test_a_steps_rollouts_calls_and_times_are_counted_once(open_bench):
             bench.services.dispatcher,
             bench.services.buffer,
             SERVERS,
-            Counters(calls=5, errors={"x": 1}).snapshot(1, 0, 2),
+            GatewayStats(sessions_open=1, calls_in_flight=2, calls=5, errors={"x": 1}),
         )
     metrics.end_step(step, step.records())
     assert value("rollout_rollouts_total", {"outcome": "completed", "reason": ""}) == 1
@@ -73,7 +73,7 @@ async def test_the_endpoint_serves_each_metric_with_its_type_and_labels(open_ben
             bench.services.dispatcher,
             bench.services.buffer,
             SERVERS,
-            Counters(errors={"x": 1}).snapshot(0, 0, 0),
+            GatewayStats(errors={"x": 1}),
         )
 
     async with serve_metrics(bench.config.observe, metrics, refresh) as url, httpx.AsyncClient(timeout=120) as client:

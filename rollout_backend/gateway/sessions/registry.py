@@ -30,7 +30,7 @@ from rollout_backend.gateway.sessions.calls import InFlightCall, RetryCache
 from rollout_backend.gateway.sessions.conversations import Conversations, RecordedReply
 from rollout_backend.gateway.sessions.journal import Record, SessionJournal
 from rollout_backend.gateway.sessions.share import SessionShare
-from rollout_backend.gateway.stats import Counters
+from rollout_backend.gateway.stats import GatewayStats, bounded_name
 from rollout_backend.rendering.renderer import RendererBundle
 
 _FETCHABLE_S = 600.0  # after the seal; the wrapper retries for 30 s once a restarted gateway is back
@@ -108,15 +108,14 @@ class SessionRegistry:
         journal: SessionJournal | None = None,
         experts: ExpertShape | None = None,
         max_result_bytes: int = MAX_OBJECT_BYTES,
-        counters: Counters | None = None,
+        stats: GatewayStats | None = None,
     ) -> None:
         """Without a `sealer`, trajectories carry no seal; without a `journal`, sessions end with this process.
         `experts` is the shape of the routing to record. A trajectory larger than `max_result_bytes` is not returned,
         because the trainer would refuse it.
         """
-        self._counters = counters or Counters()
+        self._stats = stats or GatewayStats()
         self._revoked: set[str] = set()  # the closed sessions that the trainer stopped
-        self.undelivered_replies = 0  # replies dropped from sealed sessions
         self._max_result_bytes = max_result_bytes
         self._experts = experts
         self._bundle = bundle
@@ -236,7 +235,8 @@ class SessionRegistry:
 
     def _refused_after_stop(self, name: str) -> None:
         if name in self._revoked:
-            self._counters.after_stop.add(name)
+            counts = self._stats.after_stop
+            counts[bounded_name(counts, name)] += 1
 
     def _find(self, claims: SessionClaims) -> SessionState:
         name = claims.session_id
@@ -292,7 +292,7 @@ class SessionRegistry:
         undelivered: Iterable[RecordedReply],
     ) -> None:
         state.conversations = None
-        self.undelivered_replies += len(conversations.drop(undelivered))
+        self._stats.undelivered += len(conversations.drop(undelivered))
         conversations.leave_out(state.left_out)
         state.forget_calls()
         state.sealed = asyncio.create_task(
