@@ -13,6 +13,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from rollout_backend.config import LeftOut
 from rollout_backend.core.api_error import ApiError, context_exceeded, not_adopted
 from rollout_backend.core.model_call import Answer, ModelCall
-from rollout_backend.dialects.base import Dialect
+from rollout_backend.dialects.base import Dialect, EventStream
 from rollout_backend.dialects.wire import to_json
 from rollout_backend.gateway.admission import Admission
 from rollout_backend.gateway.authentication import Authenticator
@@ -155,12 +156,10 @@ class CallHandler:
         with contextlib.ExitStack() as open_request:
             open_request.enter_context(share.request(self._max_requests))
             async with self._body(request, share) as body:
-                key = await share.parse(body, RequestKey, dialect.name, body, request.headers)
+                key, call, question = await share.parse(body, self._parse, session, dialect, body, request.headers)
                 session = self._registry.still_open(session)
                 running = session.state.retries.find(key)
                 if running is None:
-                    call, question = await share.parse(body, self._parse, session, dialect, body)
-                    session = self._registry.still_open(session)
                     self._admit(session, key, call, question)
                     running = InFlightCall(
                         call,
@@ -174,11 +173,9 @@ class CallHandler:
                     session.state.retries.add(key, running)
                 else:
                     self._stats.replayed += 1
-                    if isinstance(running, Answer):
-                        call = await share.parse(body, dialect.parse, body)
-                        running = InFlightCall.answered_before(call, running)
+            call = replace(call, messages=())  # a client may read its answer slowly
             try:
-                response = await self._respond(request, dialect, session, running)
+                response = await self._respond(request, dialect, session, call, running)
             except ApiError as error:
                 if _is_retried(error):
                     session.state.retries.failed(running.question)
@@ -189,11 +186,14 @@ class CallHandler:
     def _body(self, request: Request, share: SessionShare) -> AbstractAsyncContextManager[bytes]:
         return share.body(request, self._max_bytes, self._settings.body_s, self._too_large)
 
-    def _parse(self, session: OpenSession, dialect: Dialect, body: bytes) -> tuple[ModelCall, bytes]:
-        """Return the parsed call and the digest of what it asks."""
+    def _parse(
+        self, session: OpenSession, dialect: Dialect, body: bytes, headers: Mapping[str, str]
+    ) -> tuple[RequestKey, ModelCall, bytes]:
+        """Return the request's key, its call, and the digest of what it asks."""
+        key = RequestKey(dialect.name, body, headers)
         call = self._executor.shown(session.state.requests.parse(dialect, body))
         self.check_model(call.model)
-        return call, session.conversations.question(call.messages, call.tools)
+        return key, call, session.conversations.question(call.messages, call.tools)
 
     def _admit(self, session: OpenSession, key: RequestKey, call: ModelCall, question: bytes) -> None:
         refusal = self._admission.check(session.state.share.choices, call.n)
@@ -203,7 +203,7 @@ class CallHandler:
             session.state.retries.failed(question)
             raise refusal
 
-    def _start(self, session: OpenSession, running: InFlightCall, traceparent: str) -> InFlightCall:
+    def _start(self, session: OpenSession, running: InFlightCall, traceparent: str) -> None:
         choices, share = running.call.n, session.state.share
         share.choices += choices
         for _ in range(choices):
@@ -224,16 +224,14 @@ class CallHandler:
         session.state.calls.add(task)
         session.state.undelivered.add(running)
         task.add_done_callback(ended)
-        return running
 
     async def _respond(
-        self, request: Request, dialect: Dialect, session: OpenSession, running: InFlightCall
+        self, request: Request, dialect: Dialect, session: OpenSession, call: ModelCall, running: InFlightCall
     ) -> _Answer:
         """Return the complete answer, or start its stream.
 
         An error before the stream starts sets the response's status; a later one is sent as an event.
         """
-        call = running.call
         running.join()
         try:
             if call.stream:
@@ -243,7 +241,8 @@ class CallHandler:
             if not call.stream or running.done:
                 answer = running.outcome()
             if call.stream:
-                events = self._events(dialect, session, running)
+                stream = dialect.stream(call, running.id, running.created, self._settings.model.served_name)
+                events = self._events(stream, session, running)
                 response: _Answer = _Stream(events, media_type="text/event-stream", headers=_STREAM_HEADERS)
             else:
                 response = _Whole(request, running, dialect.body(call, answer))
@@ -258,8 +257,7 @@ class CallHandler:
         response.on_end(left)
         return response
 
-    async def _events(self, dialect: Dialect, session: OpenSession, running: InFlightCall) -> AsyncIterator[bytes]:
-        stream = dialect.stream(running.call, running.id, running.created, self._settings.model.served_name)
+    async def _events(self, stream: EventStream, session: OpenSession, running: InFlightCall) -> AsyncIterator[bytes]:
         sent, started = 0, False
         while True:
             events: list[bytes] = []

@@ -259,7 +259,7 @@ def test_one_session_does_not_take_every_call(play):
             go.wait(60)
         return "ok"
 
-    gateway = play(script, gateway={"max_concurrent_calls": 8, "max_session_calls": 2})
+    gateway = play(script, gateway={"max_concurrent_calls": 8, "max_session_calls": 2}, keepalive_s=0.05)
     held = {**CALL, "messages": [user("hold")], "stream": True, "n": 2}
     with gateway.stream(held, "busy") as _:
         refused = gateway.post(CALL, "busy")

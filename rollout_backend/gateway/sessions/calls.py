@@ -73,9 +73,9 @@ class InFlightCall:
         self._task: asyncio.Future[Answer] | None = None
 
     @classmethod
-    def answered_before(cls, call: ModelCall, answer: Answer) -> Self:
+    def answered_before(cls, question: bytes, answer: Answer) -> Self:
         """Return a call that an earlier process of this gateway answered."""
-        running = cls(replace(call, messages=()))
+        running = cls(ModelCall(answer.model, ()), question=question)
         running.id, running.created, running.prompt_tokens = answer.id, answer.created, answer.prompt_tokens
         running.delivered = True  # assumed: the earlier process may have delivered it
         running.emit(_deltas_of(answer))
@@ -183,9 +183,6 @@ class RetryCache:
 
     def __init__(self) -> None:
         self._calls: OrderedDict[bytes, list[InFlightCall]] = OrderedDict()  # by digest, latest last
-        self._before: OrderedDict[bytes, tuple[bytes, Answer]] = (
-            OrderedDict()
-        )  # of an earlier process, with questions
         self._failed: Counter[bytes] = Counter()  # attempts that failed and were not retried yet, by question
 
     def __len__(self) -> int:
@@ -193,13 +190,10 @@ class RetryCache:
 
     def remember(self, digest: bytes, question: bytes, answer: Answer) -> None:
         """Add an answer of an earlier process. Add them in order, oldest first."""
-        self._before[digest] = question, answer
-        self._before.move_to_end(digest)
-        if len(self._before) > _KEPT:
-            self._before.popitem(last=False)
+        self._keep(digest, InFlightCall.answered_before(question, answer))
 
-    def find(self, asked: RequestKey) -> InFlightCall | Answer | None:
-        """Return the call that this request retries, or its answer if the call is gone; None for a new request."""
+    def find(self, asked: RequestKey) -> InFlightCall | None:
+        """Return the call that this request retries; None for a new request."""
         calls = self._calls.get(asked.digest, [])
         for running in reversed(calls):
             if running.abandoned:
@@ -208,18 +202,16 @@ class RetryCache:
             return None
         for running in reversed(calls):
             if running.answered or not (running.done or running.aborted):
-                return None if self._is_lost(asked, running.question) else running
-        question, answer = self._before.get(asked.digest, (b"", None))
-        return None if self._is_lost(asked, question) else answer
-
-    def _is_lost(self, asked: RequestKey, question: bytes) -> bool:
-        """Return whether this may be a retry of an attempt that got no answer."""
-        return not asked.is_keyed and self._failed[question] > 0
+                # Without a key, this may be a retry of an attempt that got no answer.
+                return running if asked.is_keyed or not self._failed[running.question] else None
+        return None
 
     def add(self, asked: RequestKey, running: InFlightCall) -> None:
-        digest = asked.digest
         if asked.is_declared and self._failed[running.question]:
             self._failed[running.question] -= 1
+        self._keep(asked.digest, running)
+
+    def _keep(self, digest: bytes, running: InFlightCall) -> None:
         self._calls.setdefault(digest, []).append(running)
         self._calls.move_to_end(digest)
         running.task.add_done_callback(lambda _: self._settled(digest, running))
