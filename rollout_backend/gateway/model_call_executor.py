@@ -67,9 +67,7 @@ class ModelCallExecutor:
         self._bundle = bundle
         self._records_experts = settings.model.routed_experts
         self._stats = stats
-        self._engine = EngineClient(
-            settings.engine_url, settings.model_call_s, settings.engine_attempts, engines, protocol, adapters
-        )
+        self._engine = EngineClient(engines, settings.model_call_s, settings.engine_attempts, protocol, adapters)
         self._constraints = Constraints(bundle, settings.gateway.constrained_decoding == "allow")
         self._thread = RenderingThread(bundle, settings.gateway.session_image_bytes, settings.model.context_tokens)
 

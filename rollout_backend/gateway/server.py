@@ -57,7 +57,7 @@ from rollout_backend.gateway.admission import Admission
 from rollout_backend.gateway.authentication import Authenticator, PathKeys
 from rollout_backend.gateway.call_handler import CallHandler
 from rollout_backend.gateway.call_traces import CallTraces
-from rollout_backend.gateway.engine.engines import EngineCalls, EngineLoadPoller, Engines
+from rollout_backend.gateway.engine.engines import Engines
 from rollout_backend.gateway.engine.protocol import EngineProtocol
 from rollout_backend.gateway.engine.sglang import SglangProtocol
 from rollout_backend.gateway.engine.vllm import VllmProtocol
@@ -127,7 +127,7 @@ class Gateway:
         protocol: EngineProtocol = (
             SglangProtocol(experts, settings.router) if settings.engine_name == "sglang" else VllmProtocol()
         )
-        self._engines = Engines(EngineCalls(paused=settings.paused), protocol.needs_direct_calls)
+        self._engines = Engines(settings.engine_url, protocol.needs_direct_calls, paused=settings.paused)
         self._adapters = AdapterVersions(settings.adapters)
         self._executor = ModelCallExecutor(settings, bundle, self._stats, self._engines, protocol, self._adapters)
         config = settings.gateway
@@ -186,10 +186,8 @@ class Gateway:
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         await self._executor.start()
-        loads = EngineLoadPoller(
-            self._settings.engine_url, self._admission.observe, self._settings.load_poll_s, self._engines
-        )
-        background = [asyncio.create_task(self._sweep()), asyncio.create_task(loads.run())]
+        loads = self._engines.poll(self._admission.observe, self._settings.load_poll_s)
+        background = [asyncio.create_task(self._sweep()), asyncio.create_task(loads)]
         try:
             yield
         finally:
@@ -273,12 +271,12 @@ class Gateway:
 
     async def pause(self, request: Request) -> Response:
         self._authenticator.require_control_key(request)
-        await self._engines.calls.pause()
+        await self._engines.pause()
         return JSONResponse({"paused": True})
 
     async def resume(self, request: Request) -> Response:
         self._authenticator.require_control_key(request)
-        self._engines.calls.resume()
+        self._engines.resume()
         return JSONResponse({"paused": False})
 
     async def set_adapters(self, request: Request) -> Response:

@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from builders import Clock, eventually, served, until, user
 from rollout_backend.gateway.admission import Admission, EngineLoad
-from rollout_backend.gateway.engine.engines import EngineLoadPoller, Engines
+from rollout_backend.gateway.engine.engines import Engines
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.server_process import free_port
 
@@ -131,7 +131,7 @@ def loads(*ranks: tuple[int, int]) -> dict:
 
 async def first_look(url: str) -> list[EngineLoad]:
     seen: asyncio.Queue = asyncio.Queue()
-    polling = asyncio.create_task(EngineLoadPoller(url, seen.put_nowait, interval_s=0.01).run())
+    polling = asyncio.create_task(Engines(url).poll(seen.put_nowait, 0.01))
     try:
         return await asyncio.wait_for(seen.get(), 120)
     finally:
@@ -155,7 +155,7 @@ async def test_an_engine_without_a_load_is_asked_again(site, page, caplog):
     """It was only starting."""
     caplog.set_level("INFO", "rollout_backend.gateway.engine.engines")
     pages, looks = {"/v1/loads": page}, []
-    polling = asyncio.create_task(EngineLoadPoller(await site(pages), looks.append, interval_s=0.01).run())
+    polling = asyncio.create_task(Engines(await site(pages)).poll(looks.append, 0.01))
     await eventually(lambda: "gateway.max_concurrent_calls" in caplog.text)
     assert looks == []
     pages["/v1/loads"] = loads((1, 1))
@@ -168,8 +168,8 @@ async def test_an_engine_without_a_load_is_asked_again(site, page, caplog):
 async def test_the_known_engines_are_kept_while_the_router_does_not_answer(site):
     engine = await site({"/v1/loads": loads((1, 0))})
     pages = {"/workers": {"workers": [{"id": engine, "url": engine, "is_healthy": True}], "total": 1}}
-    looks, engines = [], Engines()
-    polling = asyncio.create_task(EngineLoadPoller(await site(pages), looks.append, 0.01, engines).run())
+    looks, engines = [], Engines(await site(pages))
+    polling = asyncio.create_task(engines.poll(looks.append, 0.01))
     await eventually(lambda: len(looks) > 0)
     assert engines.urls == [engine]
     pages["/workers"] = 500

@@ -2,11 +2,11 @@ import asyncio
 
 import pytest
 
-from rollout_backend.gateway.engine.engines import CallsPaused, EngineCalls
+from rollout_backend.gateway.engine.engines import CallsPaused, Engines
 
 
 async def test_a_pause_cancels_running_calls_and_waits_until_they_have_ended():
-    calls, ended = EngineCalls(), asyncio.Event()
+    calls, ended = Engines("http://engine"), asyncio.Event()
 
     async def call() -> None:
         try:
@@ -24,13 +24,13 @@ async def test_a_pause_cancels_running_calls_and_waits_until_they_have_ended():
         await running
     with pytest.raises(CallsPaused):
         await calls.run(call())
-    waiting = asyncio.create_task(calls.wait())
+    waiting = asyncio.create_task(calls.wait_resumed())
     calls.resume()
     await waiting
 
 
 async def test_a_cancelled_caller_does_not_pause_calls():
-    calls = EngineCalls()
+    calls = Engines("http://engine")
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0):
             await calls.run(asyncio.Event().wait())

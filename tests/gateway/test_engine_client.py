@@ -89,7 +89,8 @@ async def engine(monkeypatch):
             self, replies, ids=(1, 2), params=PARAMS, attempts=3, timeout_s=120.0, engines=None, adapters=None, **more
         ):
             self.replies, self.bodies, self.hosts, self.ended = list(replies), [], [], []
-            client = EngineClient(self.url, timeout_s, attempts, engines, adapters=adapters, after_abort_s=0.0)
+            engines = engines or Engines(self.url)
+            client = EngineClient(engines, timeout_s, attempts, adapters=adapters, after_abort_s=0.0)
             await client.start()
             try:
                 return await client.generate(EngineRequest(ids, params, "session-1", **more))
@@ -332,7 +333,7 @@ async def test_a_generation_that_cannot_be_resumed_starts_again(engine):
 @pytest.mark.parametrize("leaves", ["at a stop string", "as its call is cancelled"])
 async def test_an_engine_is_told_by_id_which_request_has_no_reader_left(engine, leaves):
     """SGLang 0.5.12 looks for closed connections every 2 s. A router forwards no abort, so the engines get it."""
-    routing = Engines()
+    routing = Engines(engine.url)
     routing.urls = (engine.url,)
     if leaves == "at a stop string":
         await engine.generate([[piece([7, 8, 9], 3), "run until aborted"]], engines=routing, stops=STOPS)
@@ -387,7 +388,7 @@ URLS = [f"http://10.0.0.{i}:30000" for i in range(8)]
 
 @pytest.fixture
 def engines() -> Engines:
-    engines = Engines()
+    engines = Engines("http://router")
     engines.urls = URLS
     return engines
 
@@ -419,7 +420,7 @@ def test_failed_engines_are_tried_last(engines):
 
 @pytest.mark.parametrize("failure", [(503, "starting"), "cut"])
 async def test_a_constrained_call_is_retried_at_another_engine(engine, failure):
-    engines = Engines()
+    engines = Engines(engine.url)
     same_server = engine.url.replace("127.0.0.1", "localhost")
     engines.urls = [engine.url, same_server]
     completion = await engine.generate([failure, reply([7])], params=FORCED, engines=engines)
@@ -429,7 +430,7 @@ async def test_a_constrained_call_is_retried_at_another_engine(engine, failure):
 
 
 async def test_an_engine_that_aborts_keeps_the_call(engine):
-    engines = Engines()
+    engines = Engines(engine.url)
     engines.urls = [engine.url, engine.url.replace("127.0.0.1", "localhost")]
     await engine.generate([reply([7], "abort"), reply([7])], params=FORCED, engines=engines, resumable=False)
     assert len(set(engine.hosts)) == 1
@@ -440,7 +441,8 @@ async def test_an_engine_that_aborts_keeps_the_call(engine):
 
 @pytest.mark.parametrize("lost", [False, True])
 async def test_a_call_waits_until_a_restarted_router_has_its_engines(lost):
-    engines, port = Engines(), free_port()
+    port = free_port()
+    engines = Engines(f"http://127.0.0.1:{port}")
     engines.urls = URLS[:3]
     listed, asked = [0], []
 
@@ -452,11 +454,11 @@ async def test_a_call_waits_until_a_restarted_router_has_its_engines(lost):
         asked.append(listed[-1])
         return web.json_response(reply([7]))
 
-    client = EngineClient(f"http://127.0.0.1:{port}", 120.0, engines=engines)
-    client.restart.limit_s = 0.2 if lost else 120.0
+    client = EngineClient(engines, 120.0)
+    engines.restart_limit_s = 0.2 if lost else 120.0
     await client.start()
     call = asyncio.create_task(client.generate(EngineRequest((1, 2), PARAMS, "session-1")))
-    await eventually(lambda: client.restart.waiting is not None)
+    await eventually(lambda: engines.restart is not None)
     async with served(handle, port=port):
         assert (await call).token_ids == (7,)
         await client.close()

@@ -8,6 +8,7 @@ from agent_wrapper.contract import VersionSpan
 from builders import user
 from rollout_backend.errors import ConfigError, EngineUnavailable
 from rollout_backend.gateway.engine.client import EngineClient, EngineRefused
+from rollout_backend.gateway.engine.engines import Engines
 from rollout_backend.gateway.engine.protocol import EngineRequest
 from rollout_backend.gateway.engine.vllm import VllmProtocol
 from rollout_backend.gateway.gateway_settings import GatewaySettings
@@ -28,7 +29,7 @@ def engine():
 @pytest.fixture
 def generate(engine):
     async def call(params=PARAMS, attempts=3, **more):
-        client = EngineClient(engine.url, 120.0, attempts, protocol=VllmProtocol(), after_abort_s=0.0)
+        client = EngineClient(Engines(engine.url), 120.0, attempts, protocol=VllmProtocol(), after_abort_s=0.0)
         await client.start()
         try:
             return await client.generate(EngineRequest([1, 2], params, "s", **more))
@@ -116,7 +117,7 @@ async def test_a_stop_string_ends_the_reply_at_the_engine(engine, generate):
 
 async def test_the_format_of_0_24():
     with ScriptedVllm(["one"], old_format=True) as engine:
-        client = EngineClient(engine.url, 120.0, 1, protocol=VllmProtocol())
+        client = EngineClient(Engines(engine.url), 120.0, 1, protocol=VllmProtocol())
         await client.start()
         completion = await client.generate(EngineRequest([1], PARAMS, "s"))
         await client.close()

@@ -16,6 +16,7 @@ from rollout_backend.config import RouterConfig
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.gateway.engine.client import EngineClient
+from rollout_backend.gateway.engine.engines import Engines
 from rollout_backend.gateway.engine.protocol import EngineRequest
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.router import Router, router_command
@@ -170,7 +171,7 @@ async def test_sessions_of_an_idle_killed_engine_move(router, start_engine):
 
 async def test_a_call_waits_for_the_first_engine(router):
     """smg answers 404 without an engine, and sglang-router 503."""
-    client = EngineClient(router.url, 120.0)
+    client = EngineClient(Engines(router.url), 120.0)
     await client.start()
     try:
         generating = asyncio.create_task(client.generate(EngineRequest((1, 2), {"max_new_tokens": 4}, "session")))

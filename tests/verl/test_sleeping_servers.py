@@ -67,9 +67,9 @@ async def version_of_a_token(server: SGLangServer) -> str:
 @pytest.mark.slow
 async def test_verl_may_release_memory_right_after_stop_strings(server: SGLangServer) -> None:
     """verl's asynchronous modes pause and release; the pause waits for requests whose stream is open alone."""
-    routing = Engines()
+    routing = Engines(url_of(server))
     routing.urls = (url_of(server),)
-    client = EngineClient(url_of(server), 60, engines=routing)
+    client = EngineClient(routing, 60)
     stops = StopStrings(["x"], dict.fromkeys(range(1000), b"x"))
     await client.start()
     try:

@@ -15,6 +15,7 @@ import pytest
 from adapters import save_adapter
 from rollout_backend.errors import EngineUnavailable
 from rollout_backend.gateway.engine.client import EngineClient, EngineRefused
+from rollout_backend.gateway.engine.engines import Engines
 from rollout_backend.gateway.engine.protocol import EngineRequest
 from rollout_backend.gateway.engine.vllm import VllmProtocol
 from rollout_backend.local.tiny_model import make_tiny_model
@@ -77,7 +78,7 @@ async def server(model: Path, vllm_python: Path, tmp_path: Path) -> AsyncIterato
     command = [str(vllm_python), str(script), *arguments, "--enforce-eager", "--enable-lora"]
     process = ServerProcess("vLLM", command, tmp_path / "vllm.log", environment)
     await process.start()
-    client = EngineClient(f"http://127.0.0.1:{port}", 120.0, 2, protocol=VllmProtocol())
+    client = EngineClient(Engines(f"http://127.0.0.1:{port}"), 120.0, 2, protocol=VllmProtocol())
     await client.start()
     try:
         async with aiohttp.ClientSession() as http:

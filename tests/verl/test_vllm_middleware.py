@@ -15,6 +15,7 @@ from agent_wrapper.contract import VersionSpan
 from rollout_backend.errors import EngineUnavailable, PreflightError
 from rollout_backend.gateway.engine import client as engine_client
 from rollout_backend.gateway.engine.client import EngineClient, EngineRefused
+from rollout_backend.gateway.engine.engines import Engines
 from rollout_backend.gateway.engine.protocol import EngineRequest
 from rollout_backend.gateway.engine.vllm import VllmProtocol
 from rollout_backend.serving.external_engine import check_vllm
@@ -81,7 +82,7 @@ async def client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
     clients = []
 
     async def generate(server: VerlServer, **more: Any) -> Any:
-        client = EngineClient(server.url, 120.0, 3, protocol=VllmProtocol())
+        client = EngineClient(Engines(server.url), 120.0, 3, protocol=VllmProtocol())
         clients.append(client)
         await client.start()
         return await client.generate(EngineRequest([1, 2], {**PARAMS, **more.pop("params", {})}, "s", **more))

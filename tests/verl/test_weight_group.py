@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from builders import eventually, run_config, served, skip
 from rollout_backend.errors import ServingError
 from rollout_backend.gateway.engine.client import EngineClient
+from rollout_backend.gateway.engine.engines import Engines
 from rollout_backend.gateway.engine.protocol import EngineRequest
 from rollout_backend.local.tiny_model import make_tiny_model
 from rollout_backend.serving import weight_group
@@ -153,7 +154,7 @@ async def test_a_real_server_samples_with_the_tensors_also_after_its_restart(tmp
     )
     serving = ModelServing(config, tmp_path)
     async with serving.engines, AsyncExitStack() as stack:
-        client = EngineClient(serving.engines.router_url, 240)
+        client = EngineClient(Engines(serving.engines.router_url), 240)
         await client.start()
         stack.push_async_callback(client.close)
         prompt = [72, 101, 108, 108, 111]

@@ -43,7 +43,7 @@ from agent_wrapper.contract import VersionSpan
 from rollout_backend.core.adapter import AdapterVersions, NamedAdapter
 from rollout_backend.core.routed_experts import ExpertRows
 from rollout_backend.errors import EngineUnavailable, ServingError
-from rollout_backend.gateway.engine.engines import CallsPaused, Engines, RouterRestart
+from rollout_backend.gateway.engine.engines import CallsPaused, Engines
 from rollout_backend.gateway.engine.protocol import EngineProtocol, EngineRequest, ReplyReader
 from rollout_backend.gateway.engine.sglang import SglangProtocol
 from rollout_backend.rendering.segments import Completion
@@ -91,6 +91,27 @@ class _Partial:
     routed: int = 0  # how many tokens of the prompt and of `token_ids` have known routing
     experts: list[NDArray[np.uint8]] = field(default_factory=list)  # the part of the routing that this call requested
 
+    def close_attempt(self, reader: ReplyReader, start: int, stop: Stop | None, adapter: NamedAdapter | None) -> None:
+        """Drop the tokens after `stop`, and add the versions of those that `reader` added, from number `start`."""
+        if stop is not None:
+            del self.token_ids[stop.tokens :], self.logprobs[stop.tokens :]
+        kept = len(self.token_ids) - start
+        if self.cached_tokens is None and reader.received:
+            self.cached_tokens = reader.cached_tokens
+        spans = reader.spans()
+        if spans is None and adapter is not None and adapter.version is not None:
+            spans = [("", 0, reader.received)]  # the request named the version
+        self.versions_known &= spans is not None
+        self.versions += [
+            VersionSpan(
+                version=version if adapter is None else adapter.label(version),
+                start=begin + start,
+                end=min(end, kept) + start,
+            )
+            for version, begin, end in spans or ()
+            if begin < kept
+        ]
+
     def add_experts(self, rows: NDArray[np.uint8] | None, processed: int) -> None:
         """Add the routing of the tokens from number `routed` up to `processed`."""
         if rows is not None and processed > self.routed:
@@ -112,80 +133,31 @@ class _Partial:
         )
 
 
-class _Attempt:
-    """One request to the engine. `add` appends tokens to `partial`; `close` adds their metadata."""
-
-    def __init__(
-        self, partial: _Partial, reader: ReplyReader, prompt_tokens: int, adapter: NamedAdapter | None
-    ) -> None:
-        self._partial = partial
-        self._reader = reader
-        self._adapter = adapter
-        self._start = len(partial.token_ids)
-        self._prompt_tokens = prompt_tokens
-
-    @property
-    def finish(self) -> Mapping[str, Any] | None:
-        return self._reader.finish
-
-    def add(self, reply: Mapping[str, Any]) -> None:
-        """Add a whole reply, or the next chunk of a stream."""
-        ids, logprobs = self._reader.read(reply)
-        self._partial.token_ids += ids
-        self._partial.logprobs += logprobs
-
-    def close(self, stop: Stop | None) -> None:
-        """Drop the tokens after `stop`, which counts them over all attempts."""
-        partial, reader = self._partial, self._reader
-        if stop is not None:
-            del partial.token_ids[stop.tokens :], partial.logprobs[stop.tokens :]
-        kept = len(partial.token_ids) - self._start
-        if partial.cached_tokens is None and reader.received:
-            partial.cached_tokens = reader.cached_tokens
-        spans = reader.spans()
-        if spans is None and self._adapter is not None and self._adapter.version is not None:
-            spans = [("", 0, reader.received)]  # the request named the version
-        partial.versions_known &= spans is not None
-        partial.versions += [
-            VersionSpan(
-                version=version if self._adapter is None else self._adapter.label(version),
-                start=start + self._start,
-                end=min(end, kept) + self._start,
-            )
-            for version, start, end in spans or ()
-            if start < kept
-        ]
-        partial.add_experts(reader.experts(), self._prompt_tokens + kept - 1)
-
-
 class EngineClient:
-    """Calls the router or engine at `url`, or one of `engines` directly if the router would reject the call or drop
-    some of its fields.
+    """Calls the router or engine at `engines.url`, or one of `engines` directly if the router would reject the call
+    or drop some of its fields.
 
     `timeout_s` bounds one call including its retries.
     """
 
     def __init__(
         self,
-        url: str,
+        engines: Engines,
         timeout_s: float,
         attempts: int = 10,
-        engines: Engines | None = None,
         protocol: EngineProtocol | None = None,
         adapters: AdapterVersions | None = None,
         *,
         after_abort_s: float = _AFTER_ABORT_S,
     ) -> None:
-        self._url = url.rstrip("/")
         self._after_abort_s = after_abort_s
         self._adapters = adapters or AdapterVersions()
-        self._engines = engines or Engines()
+        self._engines = engines
         self._protocol = protocol or SglangProtocol()
         self._timeout_s = timeout_s
         self._attempts = attempts
         self._http: aiohttp.ClientSession | None = None
         self._aborts: set[asyncio.Task[None]] = set()
-        self.restart = RouterRestart(self._url, self._engines)
 
     async def start(self) -> None:
         self._http = aiohttp.ClientSession(
@@ -195,7 +167,7 @@ class EngineClient:
         )
 
     async def close(self) -> None:
-        await self.restart.close()
+        await self._engines.close()
         await asyncio.gather(*self._aborts, return_exceptions=True)
         if self._http is not None:
             await self._http.close()
@@ -213,7 +185,7 @@ class EngineClient:
             async with asyncio.timeout(self._timeout_s):
                 partial = await self._sample(request)
         except TimeoutError:
-            paused = ": they are paused while the trainer has their memory" if self._engines.calls.paused else ""
+            paused = ": they are paused while the trainer has their memory" if self._engines.paused else ""
             raise EngineUnavailable(f"no engine answered within {self._timeout_s:g} s{paused}") from None
         return partial.completion(time.monotonic() - began, request.experts_from)
 
@@ -225,13 +197,13 @@ class EngineClient:
 
         async def attempt() -> _Partial:
             nonlocal partial, fruitless
-            await self._engines.calls.wait()
+            await self._engines.wait_resumed()
             if not request.resumable:
                 partial = _Partial(routed=request.experts_from or 0)
-            url = self._engines.for_direct_call(request.params, request.routing_key, failed) or self._url
+            url = self._engines.for_direct_call(request.params, request.routing_key, failed) or self._engines.url
             adapter = self._adapters.newest(request.adapter)
             try:
-                await self._engines.calls.run(self._advance(url, partial, request, adapter))
+                await self._engines.run(self._advance(url, partial, request, adapter))
             except CallsPaused:
                 raise _Interrupted("the engines were paused") from None
             except EngineRefused:
@@ -244,9 +216,9 @@ class EngineClient:
                 fruitless += 1
                 if not isinstance(error, _Aborted):
                     failed.add(url)
-                if url == self._url and isinstance(error, aiohttp.ClientConnectorError):
+                if url == self._engines.url and isinstance(error, aiohttp.ClientConnectorError):
                     assert self._http is not None
-                    await self.restart.wait(self._http)
+                    await self._engines.wait_for_router(self._http)
                 raise
             return partial
 
@@ -308,34 +280,36 @@ class EngineClient:
             partial.finish = {"type": "length"}
             return
         asked = _continued(request, partial, {**request.params, "max_new_tokens": left}, adapter)
-        attempt = _Attempt(partial, self._protocol.reader(asked), len(asked.prompt), adapter)
-        body = self._protocol.body(asked)
-        stop: Stop | None = None
+        reader, body = self._protocol.reader(asked), self._protocol.body(asked)
+        start, stop = len(partial.token_ids), None
         with _read_by(self._protocol):
             try:
                 async with contextlib.aclosing(self._post(url, body, request.routing_key)) as replies:
                     async for reply in replies:
                         searched = len(partial.token_ids)
-                        attempt.add(reply)
+                        ids, logprobs = reader.read(reply)
+                        partial.token_ids += ids
+                        partial.logprobs += logprobs
                         if stops is not None and stop is None:
                             stop = stops.find(partial.token_ids, searched)
-                        if stop is not None and attempt.finish is None:
+                        if stop is not None and reader.finish is None:
                             break
-                        if progress is not None and stop is None and attempt.finish is None:
+                        if progress is not None and stop is None and reader.finish is None:
                             progress(partial.token_ids, partial.logprobs)
             except (aiohttp.ClientError, _Retry):
-                if stop is None and attempt.finish is None:
+                if stop is None and reader.finish is None:
                     raise
             finally:
-                attempt.close(stop)
-            finish = attempt.finish if stop is None else {"type": "stop", "matched": stop.string}
+                partial.close_attempt(reader, start, stop, adapter)
+                partial.add_experts(reader.experts(), len(request.prompt) + len(partial.token_ids) - 1)
+            finish = reader.finish if stop is None else {"type": "stop", "matched": stop.string}
             if finish is None:
                 raise _Retry("the engine's stream was interrupted")
             kind = finish["type"]
         if kind == "abort":
             if finish.get("status_code") == 400:
                 raise EngineRefused(finish.get("message") or "no reason given")
-            resumes = request.resumable and len(partial.token_ids) > len(asked.prompt) - len(request.prompt)
+            resumes = request.resumable and len(partial.token_ids) > start
             kind_of_abort = _Interrupted if resumes else _Aborted
             raise kind_of_abort(f"generation was aborted: {finish.get('message') or 'no reason given'}")
         if kind not in ("stop", "length"):
@@ -346,7 +320,7 @@ class EngineClient:
         self, url: str, body: Mapping[str, Any], response: aiohttp.ClientResponse | None
     ) -> asyncio.Task[None] | None:
         """Abort a request. No router forwards aborts, so every engine gets it; all but one ignore it."""
-        engines = self._engines.urls if url == self._url else (url,)
+        engines = self._engines.urls if url == self._engines.url else (url,)
         if self._protocol.abort_path is None or self._http is None or not engines:
             return None
         urls = [engine + self._protocol.abort_path for engine in engines]
@@ -389,7 +363,7 @@ class EngineClient:
             if response.status != 200:
                 message = f"HTTP {response.status}: {_error_message(await response.text())}"
                 # smg answers 404 before its first engine is added; SGLang does not use this code.
-                no_engine = response.status == 404 and "model_not_found" in message and url == self._url
+                no_engine = response.status == 404 and "model_not_found" in message and url == self._engines.url
                 if response.status in _RETRIED or response.status >= 500 or no_engine:
                     raise _Retry(message)
                 raise EngineRefused(message)

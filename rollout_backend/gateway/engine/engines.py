@@ -11,7 +11,7 @@ Invariants:
 - All direct calls of a session go to the same engine while the router lists it, to hit its prefix cache.
 - If no engine is known, the call goes to the router.
 - An engine that does not report its load only causes one log line.
-- Once `EngineCalls.pause` has returned, no request to an engine is in flight, and none begins before `resume`.
+- Once `Engines.pause` has returned, no request to an engine is in flight, and none begins before `resume`.
 """
 
 import asyncio
@@ -28,7 +28,6 @@ from rollout_backend.gateway.admission import EngineLoad
 logger = logging.getLogger(__name__)
 
 _DROPPED = frozenset({"structural_tag", "logit_bias"})
-_POLL_S = 2.0
 _TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 _RESTART_S, _RESTART_POLL_S = 5.0, 0.2
 _T = TypeVar("_T")
@@ -38,14 +37,36 @@ class CallsPaused(Exception):
     """Raised when a pause interrupts a call."""
 
 
-class EngineCalls:
-    """The calls from one gateway process to its engines, which a trainer pauses while it uses their memory."""
+class Engines:
+    """The engines behind `url`, a router or an engine, and the calls of one gateway process to them.
 
-    def __init__(self, *, paused: bool = False) -> None:
+    `poll` updates `urls`. With `all_calls_direct`, every call bypasses the router.
+    """
+
+    def __init__(self, url: str, all_calls_direct: bool = False, *, paused: bool = False) -> None:
+        self.url = url.rstrip("/")
+        self.urls: Collection[str] = ()
+        self._all_calls_direct = all_calls_direct
         self._resumed = asyncio.Event()
         if not paused:
             self._resumed.set()
         self._running: set[asyncio.Task[Any]] = set()
+        self.restart_limit_s = _RESTART_S
+        self.restart: asyncio.Task[None] | None = None  # the wait for a restarted router
+
+    def for_direct_call(
+        self, params: Mapping[str, Any], routing_key: str, failed: Collection[str] = ()
+    ) -> str | None:
+        """Return the engine for a call with these sampling parameters, or None to use the router.
+
+        An engine in `failed` is selected only if all engines are in it.
+        """
+        if not (self._all_calls_direct or _DROPPED & params.keys()):
+            return None
+        ranked = sorted(self.urls, key=lambda url: hashlib.blake2b(f"{routing_key} {url}".encode()).digest())
+        return next((url for url in ranked if url not in failed), ranked[0] if ranked else None)
+
+    # --- pauses, while a trainer uses the engines' memory ---------------------------------------------------
 
     @property
     def paused(self) -> bool:
@@ -62,12 +83,11 @@ class EngineCalls:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
-    async def wait(self) -> None:
-        """Wait until calls are not paused."""
+    async def wait_resumed(self) -> None:
         await self._resumed.wait()
 
     async def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run `work` and return its result.
+        """Run `work`, a request to an engine, and return its result.
 
         Raises:
             CallsPaused: calls are paused, or were paused while `work` ran; `work` was cancelled.
@@ -86,27 +106,60 @@ class EngineCalls:
                 raise
             raise CallsPaused from None
 
+    # --- load -----------------------------------------------------------------------------------------------
 
-class Engines:
-    """The engines behind one router. `EngineLoadPoller` updates `urls`; `calls` are this process's calls to all of
-    them. With `all_calls_direct`, every call bypasses the router."""
+    async def poll(self, observe: Callable[[Sequence[EngineLoad]], None], interval_s: float) -> NoReturn:
+        """Update `urls`, and report the load of all engines to `observe`, until cancelled."""
+        warned = False
+        async with aiohttp.ClientSession(timeout=_TIMEOUT) as http:
+            while True:
+                listed = await _listed_engines(http, self.url)
+                if listed is None:  # the router did not answer this time, or `url` is an engine
+                    listed = [*self.urls] or [self.url]
+                self.urls = listed
+                found = await asyncio.gather(*(_load(http, engine) for engine in listed))
+                loads = [load for load in found if load is not None]
+                if loads:
+                    observe(loads)
+                elif listed and not warned:
+                    warned = True
+                    logger.info(
+                        "no engine has reported its load at /v1/loads (asked: %s): until one does, calls are bounded "
+                        "by gateway.max_concurrent_calls alone",
+                        ", ".join(listed),
+                    )
+                await asyncio.sleep(interval_s)
 
-    def __init__(self, calls: EngineCalls | None = None, all_calls_direct: bool = False) -> None:
-        self.urls: Collection[str] = ()
-        self.calls = calls or EngineCalls()
-        self._all_calls_direct = all_calls_direct
+    # --- restarts of the router -----------------------------------------------------------------------------
 
-    def for_direct_call(
-        self, params: Mapping[str, Any], routing_key: str, failed: Collection[str] = ()
-    ) -> str | None:
-        """Return the engine for a call with these sampling parameters, or None to use the router.
+    async def wait_for_router(self, http: aiohttp.ClientSession) -> None:
+        """Wait until the router lists all engines that it listed before, for at most `restart_limit_s`.
 
-        An engine in `failed` is selected only if all engines are in it.
+        sglang-router assigns each session to an engine at its first call and keeps the assignment. A restarted router
+        registers its engines one after another, so without this wait the first one would get most sessions. Returns
+        at once if no router is known at `url`.
         """
-        if not (self._all_calls_direct or _DROPPED & params.keys()):
-            return None
-        ranked = sorted(self.urls, key=lambda url: hashlib.blake2b(f"{routing_key} {url}".encode()).digest())
-        return next((url for url in ranked if url not in failed), ranked[0] if ranked else None)
+        before = frozenset(self.urls)
+        if not before - {self.url}:
+            return
+        if self.restart is None or self.restart.done():
+            self.restart = asyncio.create_task(self._wait_for(http, before))
+        await asyncio.shield(self.restart)
+
+    async def _wait_for(self, http: aiohttp.ClientSession, before: frozenset[str]) -> None:
+        try:
+            async with asyncio.timeout(self.restart_limit_s):
+                while True:
+                    if before.issubset(await _listed_engines(http, self.url) or ()):
+                        return
+                    await asyncio.sleep(_RESTART_POLL_S)
+        except TimeoutError:
+            pass  # an engine may have been lost as well
+
+    async def close(self) -> None:
+        if self.restart is not None:
+            self.restart.cancel()
+            await asyncio.gather(self.restart, return_exceptions=True)
 
 
 class _Rank(BaseModel):
@@ -130,71 +183,30 @@ class _Workers(BaseModel):
     workers: list[_Worker]
 
 
-class EngineLoadPoller:
-    """Polls the load of all engines behind `url`, a router or an engine, for `observe`. Updates `engines.urls`."""
-
-    def __init__(
-        self,
-        url: str,
-        observe: Callable[[Sequence[EngineLoad]], None],
-        interval_s: float = _POLL_S,
-        engines: Engines | None = None,
-    ) -> None:
-        self._url = url.rstrip("/")
-        self._observe = observe
-        self._known = engines or Engines()
-        self._interval_s = interval_s
-        self._warned = False
-
-    async def run(self) -> NoReturn:
-        async with aiohttp.ClientSession(timeout=_TIMEOUT) as http:
-            while True:
-                await self._poll(http)
-                await asyncio.sleep(self._interval_s)
-
-    async def _poll(self, http: aiohttp.ClientSession) -> None:
-        engines = self._known.urls = await self._engines(http)
-        found = await asyncio.gather(*(self._load(http, engine) for engine in engines))
-        loads = [load for load in found if load is not None]
-        if loads:
-            self._observe(loads)
-        elif engines and not self._warned:
-            self._warned = True
-            logger.info(
-                "no engine has reported its load at /v1/loads (asked: %s): until one does, calls are bounded by "
-                "gateway.max_concurrent_calls alone",
-                ", ".join(engines),
-            )
-
-    async def _engines(self, http: aiohttp.ClientSession) -> list[str]:
-        listed = await listed_engines(http, self._url)
-        if listed is None:  # the router did not answer this time, or `url` is an engine
-            return [*self._known.urls] or [self._url]
-        return listed
-
-    async def _load(self, http: aiohttp.ClientSession, engine: str) -> EngineLoad | None:
-        page = await _get(http, f"{engine}/v1/loads?include=core")
-        try:
-            ranks = _Loads.model_validate(page).loads
-        except ValidationError:
-            return None
-        return EngineLoad(
-            running=sum(rank.num_running_reqs for rank in ranks),
-            waiting=sum(rank.num_waiting_reqs for rank in ranks),
-            free=sum(max(0, rank.max_running_requests - rank.num_running_reqs) for rank in ranks),
-            url=engine,
-            kv_used=sum(rank.num_used_tokens for rank in ranks),
-            kv_tokens=sum(rank.max_total_num_tokens for rank in ranks),
-        )
-
-
-async def listed_engines(http: aiohttp.ClientSession, url: str) -> list[str] | None:
+async def _listed_engines(http: aiohttp.ClientSession, url: str) -> list[str] | None:
     """Return the healthy engines of the router at `url`; None if it does not answer, or is an engine."""
     workers = await _get(http, f"{url}/workers")
     try:
         return [worker.url for worker in _Workers.model_validate(workers).workers if worker.is_healthy]
     except ValidationError:
         return None
+
+
+async def _load(http: aiohttp.ClientSession, engine: str) -> EngineLoad | None:
+    """Return the load of an engine; None if it does not report it."""
+    page = await _get(http, f"{engine}/v1/loads?include=core")
+    try:
+        ranks = _Loads.model_validate(page).loads
+    except ValidationError:
+        return None
+    return EngineLoad(
+        running=sum(rank.num_running_reqs for rank in ranks),
+        waiting=sum(rank.num_waiting_reqs for rank in ranks),
+        free=sum(max(0, rank.max_running_requests - rank.num_running_reqs) for rank in ranks),
+        url=engine,
+        kv_used=sum(rank.num_used_tokens for rank in ranks),
+        kv_tokens=sum(rank.max_total_num_tokens for rank in ranks),
+    )
 
 
 async def _get(http: aiohttp.ClientSession, url: str) -> Any:
@@ -204,44 +216,3 @@ async def _get(http: aiohttp.ClientSession, url: str) -> Any:
             return await response.json(content_type=None) if response.status == 200 else None
     except (aiohttp.ClientError, TimeoutError, ValueError):
         return None
-
-
-class RouterRestart:
-    """Makes all calls of one gateway wait while the router at `url` restarts.
-
-    sglang-router assigns each session to an engine at its first call and keeps the assignment. A restarted router
-    registers its engines one after another, so without this wait the first one would get most sessions.
-    """
-
-    def __init__(self, url: str, engines: Engines) -> None:
-        self._url = url
-        self._engines = engines
-        self.limit_s = _RESTART_S
-        self.waiting: asyncio.Task[None] | None = None
-
-    async def wait(self, http: aiohttp.ClientSession) -> None:
-        """Wait until the router lists all engines that it listed before, for at most `limit_s`.
-
-        Returns at once if no router is known at `url`.
-        """
-        before = frozenset(self._engines.urls)
-        if not before - {self._url}:
-            return
-        if self.waiting is None or self.waiting.done():
-            self.waiting = asyncio.create_task(self._wait(http, before))
-        await asyncio.shield(self.waiting)
-
-    async def close(self) -> None:
-        if self.waiting is not None:
-            self.waiting.cancel()
-            await asyncio.gather(self.waiting, return_exceptions=True)
-
-    async def _wait(self, http: aiohttp.ClientSession, before: frozenset[str]) -> None:
-        try:
-            async with asyncio.timeout(self.limit_s):
-                while True:
-                    if before.issubset(await listed_engines(http, self._url) or ()):
-                        return
-                    await asyncio.sleep(_RESTART_POLL_S)
-        except TimeoutError:
-            pass  # an engine may have been lost as well
