@@ -136,7 +136,7 @@ class CallHandler:
         """Return the length of a prompt."""
         request.state.dialect = dialect
         session = self._registry.open(self._authenticator.session(request))
-        share = session.state.share
+        share = session.share
         with share.request(self._max_requests):
             async with self._body(request, share) as body:
                 call = await share.parse(body, dialect.parse_count, body)
@@ -152,13 +152,13 @@ class CallHandler:
         if not current and claims.session_id not in self._adopted:
             raise not_adopted()
         session = self._registry.open(claims)  # a closed session is refused before its body is read
-        share = session.state.share
+        share = session.share
         with contextlib.ExitStack() as open_request:
             open_request.enter_context(share.request(self._max_requests))
             async with self._body(request, share) as body:
                 key, call, question = await share.parse(body, self._parse, session, dialect, body, request.headers)
-                session = self._registry.still_open(session)
-                running = session.state.retries.find(key)
+                self._registry.check_open(session)
+                running = session.retries.find(key)
                 if running is None:
                     self._admit(session, key, call, question)
                     running = InFlightCall(
@@ -170,7 +170,7 @@ class CallHandler:
                         left_out=_is_left_out(call, request.headers, self._settings.leave_out),
                     )
                     self._start(session, running, request.headers.get("traceparent", ""))
-                    session.state.retries.add(key, running)
+                    session.retries.add(key, running)
                 else:
                     self._stats.replayed += 1
             call = replace(call, messages=())  # a client may read its answer slowly
@@ -178,7 +178,7 @@ class CallHandler:
                 response = await self._respond(request, dialect, session, call, running)
             except ApiError as error:
                 if _is_retried(error):
-                    session.state.retries.failed(running.question)
+                    session.retries.failed(running.question)
                 raise
             response.on_end(open_request.pop_all().close)
             return response
@@ -191,29 +191,29 @@ class CallHandler:
     ) -> tuple[RequestKey, ModelCall, bytes]:
         """Return the request's key, its call, and the digest of what it asks."""
         key = RequestKey(dialect.name, body, headers)
-        call = self._executor.shown(session.state.requests.parse(dialect, body))
+        call = self._executor.shown(session.requests.parse(dialect, body))
         self.check_model(call.model)
         return key, call, session.conversations.question(call.messages, call.tools)
 
     def _admit(self, session: OpenSession, key: RequestKey, call: ModelCall, question: bytes) -> None:
-        refusal = self._admission.check(session.state.share.choices, call.n)
+        refusal = self._admission.check(session.share.choices, call.n)
         if refusal is not None:
-            session.state.unanswered.add(question)
-            session.state.write(journals.asked(question, is_retry=key.is_declared))
-            session.state.retries.failed(question)
+            session.unanswered.add(question)
+            session.write(journals.asked(question, is_retry=key.is_declared))
+            session.retries.failed(question)
             raise refusal
 
     def _start(self, session: OpenSession, running: InFlightCall, traceparent: str) -> None:
-        choices, share = running.call.n, session.state.share
+        choices, share = running.call.n, session.share
         share.choices += choices
         for _ in range(choices):
             self._admission.began()
         began, began_at = time.monotonic(), time.time()
 
         def ended(task: asyncio.Task[Answer]) -> None:
-            session.state.calls.discard(task)
+            session.calls.discard(task)
             if not running.answered:
-                session.state.undelivered.discard(running)
+                session.undelivered.discard(running)
             share.choices -= choices
             for _ in range(choices):
                 self._admission.ended(time.monotonic() - began if running.answered else None)
@@ -221,8 +221,8 @@ class CallHandler:
                 self._traces.send(session.claims, running, began_at, traceparent)
 
         task = running.start(self._executor.answer(session, running))
-        session.state.calls.add(task)
-        session.state.undelivered.add(running)
+        session.calls.add(task)
+        session.undelivered.add(running)
         task.add_done_callback(ended)
 
     async def _respond(
@@ -279,7 +279,7 @@ class CallHandler:
         except ApiError as error:
             self._stats.errors[error.code] += 1
             if _is_retried(error):
-                session.state.retries.failed(running.question)
+                session.retries.failed(running.question)
             yield b"".join(stream.failed(error))
         else:
             yield b"".join(stream.end(answer))
@@ -289,9 +289,9 @@ class CallHandler:
         """Remove a listener. Return True if this aborted the call."""
         aborted = running.leave(given_up=given_up)
         if aborted:
-            session.state.retries.failed(running.question)
+            session.retries.failed(running.question)
         if running.delivered:
-            session.state.undelivered.discard(running)
+            session.undelivered.discard(running)
         return aborted
 
 

@@ -89,7 +89,7 @@ class ModelCallExecutor:
         return len((await self._prompt(session, call, brief)).ids)
 
     async def _prompt(self, session: OpenSession, call: ModelCall, brief: bool) -> Prompt:
-        share, conversations = session.state.share, session.conversations
+        share, conversations = session.share, session.conversations
         if brief and (prompt := self._thread.brief_prompt(conversations, call)) is not None:
             return prompt
         return await share.render(lambda: self._thread.run(self._thread.prepare, conversations, call))
@@ -100,37 +100,36 @@ class ModelCallExecutor:
         Raises:
             ApiError: status 400 if the call is invalid, 503 if no engine answers.
         """
-        state = session.state
         digest = running.question
-        state.write(journals.asked(digest, is_retry=running.is_retry))
+        session.write(journals.asked(digest, is_retry=running.is_retry))
         try:
             answer = await self._answer(session, running, digest)
         except asyncio.CancelledError:
-            if running.given_up and state.is_open:
-                state.write(journals.dropped(digest))
+            if running.given_up:
+                session.write(journals.dropped(digest))
             raise
         except Exception as error:
             if not isinstance(error, ApiError) or error.status >= 500:
-                state.unanswered.add(digest)
+                session.unanswered.add(digest)
             else:
-                state.write(journals.dropped(digest))
+                session.write(journals.dropped(digest))
             raise
-        state.unanswered.discard(digest)
+        session.unanswered.discard(digest)
         return answer
 
     async def _answer(self, session: OpenSession, running: InFlightCall, digest: bytes) -> Answer:
-        call, state = running.call, session.state
-        number = state.started + 1  # taken before any wait, so that choices are numbered in order of arrival
-        state.started += call.n
+        call = running.call
+        number = session.started + 1  # taken before any wait, so that choices are numbered in order of arrival
+        session.started += call.n
         prompt = await self._prompt(session, call, running.brief)
         form = {}
         if call.is_constrained:
-            form = await state.share.render(lambda: self._thread.run(self._constraints.params, call, prompt.ids))
+            form = await session.share.render(lambda: self._thread.run(self._constraints.params, call, prompt.ids))
         running.set_prompt_tokens(len(prompt.ids))
         request = EngineRequest(
             prompt.ids,
             form,
-            session.claims.routing_key or state.id,
+            session.claims.routing_key or session.claims.session_id,
             prompt.images,
             stops=await self._thread.run(self._thread.stop_strings, call) if call.stop else None,
             resumable=not form,
@@ -160,30 +159,30 @@ class ModelCallExecutor:
             prompt_tokens=len(prompt.ids),
             cached_tokens=cached_tokens,
         )
-        state.write(
+        session.write(
             journals.answered(
                 digest,
                 running.request,
                 turns,
                 answer,
-                state.started,
-                state.sampled_tokens,
+                session.started,
+                session.sampled_tokens,
                 left_out=running.left_out,
             )
         )
         if running.left_out:
             stats.left_out += len(turns)
-            state.left_out += running.replies
+            session.left_out += running.replies
         return answer
 
     def _params(
         self, session: OpenSession, call: ModelCall, prompt: Prompt, choice: int, number: int
     ) -> dict[str, Any]:
-        settings, state, claims = self._settings.gateway, session.state, session.claims
+        settings, claims = self._settings.gateway, session.claims
         cap = settings.session_tokens
-        if cap is not None and state.sampled_tokens >= cap:
+        if cap is not None and session.sampled_tokens >= cap:
             runaways = self._stats.runaways
-            runaways[bounded_name(runaways, claims.rollout_id)] = state.sampled_tokens
+            runaways[bounded_name(runaways, claims.rollout_id)] = session.sampled_tokens
         params, overridden = engine_params(
             call,
             claims.sampling,
@@ -191,7 +190,7 @@ class ModelCallExecutor:
             reply_limit(
                 len(prompt.ids),
                 self._settings.model.context_tokens,
-                None if cap is None else cap - state.sampled_tokens,
+                None if cap is None else cap - session.sampled_tokens,
             ),
             self._bundle.stop_token_ids,
             seed=reply_seed(claims.sampling.seed, claims.step, claims.rollout_id, number),
@@ -210,7 +209,7 @@ class ModelCallExecutor:
         branch = prompt if not running.replies else replace(prompt, split_reason="branched")
         turn = session.conversations.record(branch, completion, choice.message)
         running.replies.append(session.conversations.recorded(turn))
-        session.state.sampled_tokens += len(completion.token_ids)
+        session.sampled_tokens += len(completion.token_ids)
         stats = self._stats
         stats.sampled_tokens += len(completion.token_ids)
         if choice.malformed_tool_calls:

@@ -189,7 +189,7 @@ async def test_a_sealed_session_stays_sealed_and_a_revoked_one_revoked(bundle, o
 
     first = registry()
     for name in ("sealed", "revoked", "open"):
-        session = first.open(claims(name)).state
+        session = first.open(claims(name))
         session.write(journals.asked(b"lost", is_retry=False))
         session.unanswered.add(b"lost")
     sealed = await first.seal(claims("sealed"))
@@ -206,7 +206,7 @@ async def test_a_sealed_session_stays_sealed_and_a_revoked_one_revoked(bundle, o
 
 async def test_a_session_that_cannot_be_journaled_is_closed(bundle, folder, journal, claims):
     registry = SessionRegistry(bundle, "m", 50.0, journal=journal)
-    session = registry.open(claims()).state
+    session = registry.open(claims())
     (folder / "sessions").rmdir()
     with pytest.raises(ApiError, match="cannot write the journal") as caught:
         session.write({})
@@ -219,7 +219,7 @@ async def test_a_closed_session_is_freed_without_a_garbage_collection(bundle, jo
     registry = SessionRegistry(bundle, "m", 50.0, journal=journal)
     gc.disable()
     try:
-        freed = weakref.ref(registry.open(claims()).state)
+        freed = weakref.ref(registry.open(claims()))
         await registry.seal(claims())
         await registry.revoke(["s"])
         await eventually(lambda: freed() is None)  # the thread that sealed it may not have dropped it yet
@@ -229,7 +229,7 @@ async def test_a_closed_session_is_freed_without_a_garbage_collection(bundle, jo
 
 async def test_a_call_in_flight_does_not_reopen_a_revoked_session(bundle, folder, journal, claims):
     registry = SessionRegistry(bundle, "m", 50.0, journal=journal)
-    session = registry.open(claims()).state
+    session = registry.open(claims())
     await registry.revoke(["s"])
     session.write({"kind": "asked", "call": b"c"})
     assert list((folder / "sessions").iterdir()) == []

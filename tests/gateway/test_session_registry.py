@@ -27,7 +27,7 @@ def registry(bundle, clock) -> SessionRegistry:
 
 
 async def test_an_expired_session_is_removed_and_its_calls_are_aborted(registry, clock):
-    session = registry.open(claims()).state
+    session = registry.open(claims())
     registry.open(claims("other", 200.0))
     call = asyncio.create_task(asyncio.sleep(60))
     session.calls.add(call)
@@ -62,7 +62,7 @@ async def test_a_trajectory_that_the_trainer_would_refuse_is_not_returned(bundle
 
 
 async def test_revoking_a_session_ends_its_sealing(registry):
-    session = registry.open(claims()).state
+    session = registry.open(claims())
     stubborn = asyncio.create_task(asyncio.sleep(60))
     session.calls.add(stubborn)
     seal = asyncio.create_task(registry.seal(claims()))

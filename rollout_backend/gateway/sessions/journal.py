@@ -42,9 +42,7 @@ import struct
 import time
 import zlib
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +57,7 @@ from rollout_backend.core.routed_experts import ExpertRows
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.dialects.wire import to_json
 from rollout_backend.errors import ConfigError
-from rollout_backend.gateway.sessions.conversations import Conversations, RecordedReply, RecordedTurn
+from rollout_backend.gateway.sessions.conversations import RecordedReply, RecordedTurn
 from rollout_backend.rendering.segments import Completion, TurnPosition
 
 _PARTS = ("sessions", "closed", "journal_id")
@@ -279,50 +277,20 @@ def _lock(folder: Path, wait_s: float) -> Any:
 # --- records ------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class RestoredSession:
-    """State of a session after applying its records in order."""
-
-    conversations: Conversations
-    started: int = 0
-    sampled_tokens: int = 0
-    unanswered: Counter[bytes] = field(default_factory=Counter)  # attempts since the last answer, by question
-    attempts: Counter[bytes] = field(default_factory=Counter)  # without an answer, by call
-    answers: list[tuple[bytes, bytes, Answer]] = field(default_factory=list)  # request, call, answer; latest last
-    left_out: list[RecordedReply] = field(default_factory=list)
-    sealed_at: float | None = None
-    undelivered: Sequence[RecordedReply] = ()  # when it was sealed
-
-    def apply(self, record: Record) -> None:
-        match record["kind"]:
-            case "asked":
-                self.unanswered[record["call"]] += 1
-                if not record.get("is_retry"):  # a retry belongs to an attempt that is already counted
-                    self.attempts[record["call"]] += 1
-            case "dropped":
-                self.unanswered[record["call"]] -= 1
-                self.unanswered = +self.unanswered
-            case "answered":
-                for turn in turns(record):
-                    self.conversations.add(turn)
-                    if record.get("left_out"):
-                        self.left_out.append(self.conversations.recorded(turn))
-                del self.unanswered[record["call"]]
-                self.started, self.sampled_tokens = record["started"], record["sampled_tokens"]
-                self.attempts[record["call"]] -= 1
-                self.attempts = +self.attempts
-                answer = _answer_of(json.loads(record["answer"]))
-                self.answers.append((record["request"], record["call"], answer))
-            case "sealed":
-                self.sealed_at, self.unanswered = record["at"], Counter(record["unanswered"])
-                self.undelivered = [
-                    RecordedReply(TurnPosition(*place), end) for place, end in record.get("undelivered", ())
-                ]
-
-
 def turns(record: Record) -> list[RecordedTurn]:
     """Return the turns that a record adds; none unless the record is an answered call."""
     return [_turn_of(turn) for turn in record.get("turns", ())]
+
+
+def answer_of(record: Record) -> Answer:
+    """Return the answer of an answered call."""
+    fields = json.loads(record["answer"])
+    return Answer(**{**fields, "choices": tuple(Choice(**choice) for choice in fields["choices"])})
+
+
+def undelivered_of(record: Record) -> list[RecordedReply]:
+    """Return the replies that no client had received when the session was sealed."""
+    return [RecordedReply(TurnPosition(*place), end) for place, end in record.get("undelivered", ())]
 
 
 def asked(call: bytes, *, is_retry: bool) -> Record:
@@ -357,7 +325,7 @@ def answered(
         "call": call,
         "request": request,
         "turns": [_turn(turn) for turn in turns],
-        "answer": to_json(_answer(answer)),
+        "answer": to_json({**vars(answer), "choices": [vars(choice) for choice in answer.choices]}),
         "started": started,
         "sampled_tokens": sampled_tokens,
     }
@@ -415,11 +383,3 @@ def _turn_of(record: Record) -> RecordedTurn:
         spans=[ImageSpan(**span) for span in record.get("spans", ())],
         images=[Image(**image) for image in record.get("images", ())],
     )
-
-
-def _answer(answer: Answer) -> dict[str, Any]:
-    return {**vars(answer), "choices": [vars(choice) for choice in answer.choices]}
-
-
-def _answer_of(fields: dict[str, Any]) -> Answer:
-    return Answer(**{**fields, "choices": tuple(Choice(**choice) for choice in fields["choices"])})

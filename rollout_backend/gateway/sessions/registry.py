@@ -10,9 +10,12 @@ Invariants:
   written is revoked, because no later process could continue it.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,12 +44,11 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class SessionState:
-    """One session and its calls in flight. `conversations` is None once the session is sealed or revoked."""
+class OpenSession:
+    """One session that is not sealed or revoked yet, and its calls in flight, which may outlive that."""
 
-    id: str
-    expires_at: float
-    conversations: Conversations | None
+    claims: SessionClaims  # of its first key
+    conversations: Conversations
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
     started: int = 0  # choices started so far
     sampled_tokens: int = 0  # of answered calls
@@ -55,44 +57,36 @@ class SessionState:
     share: SessionShare = field(default_factory=SessionShare)
     unanswered: set[bytes] = field(default_factory=set)  # failed on our side and not repeated yet
     left_out: list[RecordedReply] = field(default_factory=list)  # replies that are not trained
-    rollout_id: str = ""
     undelivered: set[InFlightCall] = field(default_factory=set)  # answered, but received by no client yet
-    sealed: asyncio.Task[bytes] | None = None
-    sealed_at: float = 0.0
-    journal: Callable[[Record], None] | None = None  # appends to the session's part of the journal
-
-    @property
-    def is_open(self) -> bool:
-        return self.conversations is not None
-
-    def forget_calls(self) -> None:
-        """Free what only an open session needs."""
-        self.retries, self.requests, self.undelivered = RetryCache(), RequestMemo(), set()
+    expires_at: float = 0.0
+    journal: Callable[[OpenSession, Record], None] | None = None
+    is_open: bool = True
 
     def write(self, record: Record) -> None:
-        """Append a record to the journal, if there is one.
+        """Append a record to the journal, if there is one and the session is open.
 
         Raises:
             ApiError: status 503 if the record cannot be written; this also closes the session.
         """
-        if self.journal is not None:
-            self.journal(record)
+        if self.journal is not None and self.is_open:
+            self.journal(self, record)
+
+    def close(self) -> None:
+        """Abort the calls in flight. None of them records or journals anything afterwards."""
+        self.is_open = False
+        for call in self.calls:
+            call.cancel()
 
 
-@dataclass(frozen=True)
-class OpenSession:
-    """An open session as seen by one model call. A call that outlives the session still has its conversations."""
+@dataclass
+class _SealedSession:
+    trajectory: asyncio.Task[bytes]
+    share: SessionShare
+    at: float
+    expires_at: float
 
-    state: SessionState
-    conversations: Conversations
-    claims: SessionClaims
-
-
-async def _abort(sessions: Iterable[SessionState]) -> None:
-    calls = [call for session in sessions for call in session.calls]
-    for call in calls:
-        call.cancel()
-    await asyncio.gather(*calls, return_exceptions=True)
+    def close(self) -> None:
+        self.trajectory.cancel()
 
 
 class SessionRegistry:
@@ -123,21 +117,25 @@ class SessionRegistry:
         self._token_s = session_key_s
         self._clock = clock
         self._sealer = sealer
-        self._sessions: dict[str, SessionState] = {}
+        self._sessions: dict[str, OpenSession | _SealedSession] = {}
         self._journal = journal
         self._beats: set[str] = set()  # since the last call of `take_heartbeats`
         self._calls: set[str] = set()
         self._closed = dict(journal.closed) if journal is not None else {}  # name -> remembered until
 
     @property
+    def _open(self) -> list[OpenSession]:
+        return [session for session in self._sessions.values() if isinstance(session, OpenSession)]
+
+    @property
     def open_count(self) -> int:
-        return sum(session.is_open for session in self._sessions.values())
+        return len(self._open)
 
     @property
     def largest(self) -> dict[str, int]:
         """Return the rollout whose open session sampled the most tokens, with their number."""
-        largest = max((s for s in self._sessions.values() if s.is_open), key=lambda s: s.sampled_tokens, default=None)
-        return {largest.rollout_id: largest.sampled_tokens} if largest is not None else {}
+        largest = max(self._open, key=lambda session: session.sampled_tokens, default=None)
+        return {largest.claims.rollout_id: largest.sampled_tokens} if largest is not None else {}
 
     @property
     def closed_count(self) -> int:
@@ -168,18 +166,16 @@ class SessionRegistry:
             ApiError: status 410 if it is closed.
         """
         if not claims.is_recorded:
-            conversations = Conversations(self._bundle, self._experts)
-            return OpenSession(
-                SessionState(claims.session_id, claims.expires_at, conversations), conversations, claims
-            )
-        state = self._find(claims)
-        if state.conversations is None:
+            return OpenSession(claims, Conversations(self._bundle, self._experts))
+        session = self._find(claims)
+        if isinstance(session, _SealedSession):
             raise session_closed("sealed")
-        return OpenSession(state, state.conversations, claims)
+        return session
 
-    def still_open(self, session: OpenSession) -> OpenSession:
-        """Return the session as it is now. Raises ApiError (410) if it was closed in the meantime."""
-        return self.open(session.claims) if session.claims.is_recorded else session
+    def check_open(self, session: OpenSession) -> None:
+        """Raise ApiError (410) if the session was closed in the meantime."""
+        if not session.is_open:
+            self.open(session.claims)
 
     async def seal(self, claims: SessionClaims) -> bytes:
         """Close the session, abort its calls in flight, and return its encoded trajectory.
@@ -187,18 +183,16 @@ class SessionRegistry:
         Raises:
             ApiError: status 410 if the session was revoked; 413 if the trajectory is too large.
         """
-        state = self._find(claims)
-        if state.conversations is not None:
+        session = self._find(claims)
+        if isinstance(session, OpenSession):
             now = self._clock()
-            replies = [reply for running in state.undelivered if not running.delivered for reply in running.replies]
-            state.write(journals.sealed(now, state.unanswered, replies))
-            self._seal(state, state.conversations, claims, now, replies)
-        if state.sealed is None:
-            raise session_closed("revoked")
+            replies = [reply for running in session.undelivered if not running.delivered for reply in running.replies]
+            session.write(journals.sealed(now, session.unanswered, replies))
+            session = self._seal(session, now, replies)
         try:
-            return await asyncio.shield(state.sealed)
+            return await asyncio.shield(session.trajectory)
         except asyncio.CancelledError:
-            if state.sealed is None:  # revoked in the meantime
+            if session.trajectory.cancelled():  # revoked in the meantime
                 raise session_closed("revoked") from None
             raise
 
@@ -211,17 +205,17 @@ class SessionRegistry:
         session_ids = list(session_ids)
         until = self._clock() + self._token_s
         self._revoked.update(session_ids)
-        await _abort(self._close_all(dict.fromkeys(session_ids, until)))
+        await asyncio.gather(*self._close_all(dict.fromkeys(session_ids, until)), return_exceptions=True)
 
     async def sweep(self) -> None:
         """Remove sessions whose keys have expired, and the contents of sessions that were sealed long ago."""
         now = self._clock()
-        over = [
-            session
-            for session in self._sessions.values()
-            if session.expires_at <= now or (session.sealed is not None and session.sealed_at + _FETCHABLE_S <= now)
-        ]
-        self._close_all({session.id: session.expires_at for session in over})
+        over = {
+            name: session.expires_at
+            for name, session in self._sessions.items()
+            if session.expires_at <= now or (isinstance(session, _SealedSession) and session.at + _FETCHABLE_S <= now)
+        }
+        calls = self._close_all(over)
         self._closed = {name: until for name, until in self._closed.items() if until > now}
         self._revoked &= self._closed.keys()
         if len(self._calls) > _MAX_HEARD:  # the trainer does not poll
@@ -231,103 +225,101 @@ class SessionRegistry:
                 self._journal.sweep(self._closed, now, self._token_s)
             except OSError as error:
                 log.warning("the journal's expired sessions could not be removed: %s", error)
-        await _abort(over)
+        await asyncio.gather(*calls, return_exceptions=True)
 
     def _refused_after_stop(self, name: str) -> None:
         if name in self._revoked:
             counts = self._stats.after_stop
             counts[bounded_name(counts, name)] += 1
 
-    def _find(self, claims: SessionClaims) -> SessionState:
+    def _find(self, claims: SessionClaims) -> OpenSession | _SealedSession:
         name = claims.session_id
         if name in self._closed:
             self._closed[name] = max(self._closed[name], claims.expires_at)
             self._refused_after_stop(name)
             raise session_closed("revoked, or sealed long ago")
         self._calls.add(name)
-        state = self._sessions.get(name)
-        if state is None:
-            conversations = Conversations(self._bundle, self._experts)
-            state = SessionState(name, claims.expires_at, conversations, rollout_id=claims.rollout_id)
-            self._sessions[name] = state
+        if name not in self._sessions:
+            session = OpenSession(claims, Conversations(self._bundle, self._experts))
+            self._sessions[name] = session
             if self._journal is not None:
-                self._restore(OpenSession(state, conversations, claims), self._journal)
-        state.expires_at = max(state.expires_at, claims.expires_at)
-        return state
+                self._restore(session, self._journal)
+        found = self._sessions[name]
+        found.expires_at = max(found.expires_at, claims.expires_at)
+        return found
 
     def _restore(self, session: OpenSession, journal: SessionJournal) -> None:
         """Apply what an earlier process recorded of the session."""
-        state = session.state
-        restored = journals.RestoredSession(session.conversations)
-        for record in journal.read(state.id):
-            restored.apply(record)
-        state.started, state.sampled_tokens = restored.started, restored.sampled_tokens
-        state.unanswered, state.left_out = set(restored.unanswered), restored.left_out
-        state.journal = lambda record: self._write(state, record)
-        if restored.sealed_at is not None:
-            self._seal(state, restored.conversations, session.claims, restored.sealed_at, restored.undelivered)
-            return
-        for answered in restored.answers:
-            state.retries.remember(*answered)
-        for question, attempts in restored.attempts.items():
-            state.retries.failed(question, attempts)
+        unanswered: Counter[bytes] = Counter()  # attempts since the last answer, by question
+        attempts: Counter[bytes] = Counter()  # attempts without an answer, by question
+        session.journal = self._write
+        for record in journal.read(session.claims.session_id):
+            match record["kind"]:
+                case "asked":
+                    unanswered[record["call"]] += 1
+                    if not record.get("is_retry"):  # a retry belongs to an attempt that is already counted
+                        attempts[record["call"]] += 1
+                case "dropped":
+                    unanswered[record["call"]] -= 1
+                    unanswered = +unanswered
+                case "answered":
+                    for turn in journals.turns(record):
+                        session.conversations.add(turn)
+                        if record.get("left_out"):
+                            session.left_out.append(session.conversations.recorded(turn))
+                    del unanswered[record["call"]]
+                    attempts[record["call"]] -= 1
+                    attempts = +attempts
+                    session.started, session.sampled_tokens = record["started"], record["sampled_tokens"]
+                    session.retries.remember(record["request"], record["call"], journals.answer_of(record))
+                case "sealed":
+                    session.unanswered = set(record["unanswered"])
+                    self._seal(session, record["at"], journals.undelivered_of(record))
+                    return
+        session.unanswered = set(unanswered)
+        for question, failed in attempts.items():
+            session.retries.failed(question, failed)
 
-    def _write(self, state: SessionState, record: Record) -> None:
+    def _write(self, session: OpenSession, record: Record) -> None:
         assert self._journal is not None
-        if state.id in self._closed:
-            return  # revoked while this call was in flight
+        name = session.claims.session_id
         try:
-            self._journal.append(state.id, record)
+            self._journal.append(name, record)
         except OSError as error:
             log.exception("the journal of a session cannot be written: %s", error.strerror)
-            self._close_all({state.id: state.expires_at})
+            self._close_all({name: session.expires_at})
             raise journal_unwritable() from None
 
-    def _seal(
-        self,
-        state: SessionState,
-        conversations: Conversations,
-        claims: SessionClaims,
-        at: float,
-        undelivered: Iterable[RecordedReply],
-    ) -> None:
-        state.conversations = None
-        self._stats.undelivered += len(conversations.drop(undelivered))
-        conversations.leave_out(state.left_out)
-        state.forget_calls()
-        state.sealed = asyncio.create_task(
-            self._encode(OpenSession(state, conversations, claims), len(state.unanswered))
-        )
-        state.sealed_at = at
+    def _seal(self, session: OpenSession, at: float, undelivered: Iterable[RecordedReply]) -> _SealedSession:
+        session.close()
+        self._stats.undelivered += len(session.conversations.drop(undelivered))
+        session.conversations.leave_out(session.left_out)
+        trajectory = asyncio.create_task(self._encode(session, len(session.unanswered)))
+        sealed = _SealedSession(trajectory, session.share, at, session.expires_at)
+        self._sessions[session.claims.session_id] = sealed
+        return sealed
 
-    def _close_all(self, sessions: Mapping[str, float]) -> list[SessionState]:
-        """Keep only the names of these sessions, each until the given time or longer.
-
-        Returns:
-            The sessions that existed. The caller has to abort their calls.
-        """
-        states = [state for name, until in sessions.items() if (state := self._close(name, until)) is not None]
+    def _close_all(self, sessions: Mapping[str, float]) -> list[asyncio.Task[Any]]:
+        """Keep only the names of these sessions, each until the given time or longer. Return their calls, which end
+        soon."""
+        calls: list[asyncio.Task[Any]] = []
+        for name, until in sessions.items():
+            session = self._sessions.pop(name, None)
+            if session is not None:
+                session.close()
+                until = max(until, session.expires_at)
+            if isinstance(session, OpenSession):
+                calls += session.calls
+            self._closed[name] = max(until, self._closed.get(name, until))
         if self._journal is not None and sessions:
             try:
                 self._journal.close({name: self._closed[name] for name in sessions})
             except OSError as error:
                 log.warning("%d sessions are closed, but the journal does not record it: %s", len(sessions), error)
-        return states
-
-    def _close(self, session_id: str, until: float) -> SessionState | None:
-        state = self._sessions.pop(session_id, None)
-        if state is not None:
-            until = max(until, state.expires_at)
-            sealed, state.conversations, state.sealed = state.sealed, None, None
-            state.journal = None  # which refers to the state
-            state.forget_calls()
-            if sealed is not None:
-                sealed.cancel()
-        self._closed[session_id] = max(until, self._closed.get(session_id, until))
-        return state
+        return calls
 
     async def _encode(self, session: OpenSession, unanswered: int) -> bytes:
-        await _abort([session.state])
+        await asyncio.gather(*session.calls, return_exceptions=True)
 
         def encode() -> bytes:
             segments = session.conversations.recorder.segments()
