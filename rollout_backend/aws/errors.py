@@ -155,6 +155,15 @@ def preflight_error(error: BotoCoreError | ClientError, what: str, setting: str)
     return PreflightError(f"{what} cannot be used: {error}")
 
 
+@contextmanager
+def explained(what: str, setting: str) -> Iterator[None]:
+    """Raise a failed call's error as `preflight_error`."""
+    try:
+        yield
+    except (ClientError, BotoCoreError) as error:
+        raise preflight_error(error, what, setting) from error
+
+
 def _refusal(error: ClientError, what: str, setting: str) -> str:
     """Describe a service's error code, and what to do about it."""
     code, status = code_of(error), status_of(error)

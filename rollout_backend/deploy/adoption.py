@@ -10,11 +10,16 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from botocore.exceptions import BotoCoreError, ClientError
-
 from rollout_backend import aws
 from rollout_backend.errors import PreflightError
-from rollout_backend.runtimes.agentcore.control import ENDPOINT, control_client, pauses, wait_served
+from rollout_backend.runtimes.agentcore.control import (
+    ENDPOINT,
+    control_client,
+    named_endpoints,
+    pauses,
+    wait_served,
+    why_failed,
+)
 from rollout_backend.runtimes.agentcore.provision import DEFINITION
 
 _READ_ONLY = (
@@ -45,12 +50,11 @@ async def adopt(
         PreflightError: the runtime cannot be adopted, or a call was refused; says what to do.
     """
     try:
-        async with control_client(arn.split(":")[3], endpoint_url) as client, asyncio.timeout(timeout_s):
-            await _adopt(client, arn, echo, carry_out=carry_out)
+        with aws.explained(f"runtime {arn}", "--adopt"):
+            async with control_client(arn.split(":")[3], endpoint_url) as client, asyncio.timeout(timeout_s):
+                await _adopt(client, arn, echo, carry_out=carry_out)
     except TimeoutError:
         raise PreflightError(f"runtime {arn} was not ready after {timeout_s:g} s: see it in the console") from None
-    except (ClientError, BotoCoreError) as error:
-        raise aws.preflight_error(error, f"runtime {arn}", "--adopt") from error
 
 
 async def _adopt(client: Any, arn: str, echo: Callable[[str], object], *, carry_out: bool) -> None:
@@ -76,16 +80,14 @@ async def _adopt(client: Any, arn: str, echo: Callable[[str], object], *, carry_
             break
         await asyncio.sleep(pause)
     if described["status"] != "READY":
-        why = described.get("failureReason") or "AgentCore gives no reason"
-        raise PreflightError(f"runtime {arn} is {described['status']}: {why}")
+        raise PreflightError(f"runtime {arn} is {described['status']}: {why_failed(described)}")
     await wait_served(client, place["agentRuntimeId"], version)
-    async for page in client.get_paginator("list_agent_runtime_endpoints").paginate(**place):
-        for endpoint in page["runtimeEndpoints"]:
-            if endpoint["name"] != ENDPOINT and endpoint.get("liveVersion") != str(version):
-                echo(
-                    f"endpoint {endpoint['name']} serves version {endpoint.get('liveVersion', 'none')}: point it at "
-                    f"version {version}, or use the endpoint {ENDPOINT}"
-                )
+    for endpoint in await named_endpoints(client, place["agentRuntimeId"]):
+        if endpoint.get("liveVersion") != str(version):
+            echo(
+                f"endpoint {endpoint['name']} serves version {endpoint.get('liveVersion', 'none')}: point it at "
+                f"version {version}, or use the endpoint {ENDPOINT}"
+            )
     echo(f"set runtime.arn to {arn}")
 
 

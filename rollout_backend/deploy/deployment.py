@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import tempfile
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from botocore.exceptions import BotoCoreError, ClientError
 from pydantic import ValidationError
 
 from agent_wrapper.contract import (
@@ -44,7 +44,7 @@ from rollout_backend.deploy.image import CODEBUILD, build_image, push_image
 from rollout_backend.deploy.package import make_package
 from rollout_backend.deploy.target import PREFIX, Target, upload_once
 from rollout_backend.errors import ConfigError, InvokeRejected, NoCredentials, PreflightError, RuntimeCallError
-from rollout_backend.runtimes.agentcore.control import ENDPOINT, RuntimeMaker, control_client, pin_endpoint
+from rollout_backend.runtimes.agentcore.control import ENDPOINT, RuntimeMaker, pin_endpoint
 from rollout_backend.runtimes.agentcore.provision import TAG, CodeArtifact, RuntimeSpec
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
 
@@ -128,7 +128,7 @@ class Deployment:
             subnets=frozenset(subnets),
             security_groups=frozenset(security_groups),
         )
-        async with control_client(target.region, target.runtime_endpoint_url) as client:
+        async with target.control_client() as client:
             maker = RuntimeMaker(
                 spec, client, _READY_S, tags={TAG: "deploy"}, ecr_url=target.endpoint_url, on_status=echo
             )
@@ -299,18 +299,14 @@ async def _invoke(runtime: AgentCoreRuntime, session_id: str, body: bytes) -> No
 
 async def _read_result(target: Target, request: RolloutRequest, runtime: AgentCoreRuntime) -> Rollout:
     deadline = time.monotonic() + _RESULT_S
-    async with aws.client("s3", region=target.region, endpoint_url=target.endpoint_url, retries=4) as s3:
-        while time.monotonic() < deadline:
-            for key in (request.key_for(Outcome.INFRA_ERROR), request.key):
-                try:
-                    answer = await s3.get_object(Bucket=target.bucket, Key=key)
-                    return Rollout.decode(await answer["Body"].read())
-                except ClientError as error:
-                    if aws.code_of(error) != "NoSuchKey":
-                        raise aws.preflight_error(error, f"bucket {target.bucket}", "--stack") from error
-                except BotoCoreError as error:
-                    raise aws.preflight_error(error, f"bucket {target.bucket}", "--stack") from error
-            await asyncio.sleep(_POLL_S)
+    with aws.explained(f"bucket {target.bucket}", "--stack"):
+        async with target.client("s3") as s3:
+            while time.monotonic() < deadline:
+                for key in (request.key_for(Outcome.INFRA_ERROR), request.key):
+                    with contextlib.suppress(s3.exceptions.NoSuchKey):
+                        answer = await s3.get_object(Bucket=target.bucket, Key=key)
+                        return Rollout.decode(await answer["Body"].read())
+                await asyncio.sleep(_POLL_S)
     raise PreflightError(
         f"the smoke rollout was accepted but wrote no result within {_RESULT_S:g} s: check that the agents' role may "
         f"write to the bucket. The session's log: {runtime.log_location(request.session_id)}"

@@ -14,8 +14,7 @@ import base64
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -101,11 +100,9 @@ def _dockerfile(folder: Path, scratch: Path) -> Path:
 
 
 async def _registry_password(target: Target) -> str:
-    try:
-        async with aws.client("ecr", region=target.region, endpoint_url=target.endpoint_url, retries=4) as client:
+    with aws.explained("the image registry", "--build"):
+        async with target.client("ecr") as client:
             answer = await client.get_authorization_token()
-    except (ClientError, BotoCoreError) as error:
-        raise aws.preflight_error(error, "the image registry", "--build") from error
     token = answer["authorizationData"][0]["authorizationToken"]
     return base64.b64decode(token).decode().partition(":")[2]
 
@@ -145,9 +142,10 @@ async def build_image(
         key = f"{target.code_prefix}{digest}.source.zip"
         echo(f"uploading {archive.stat().st_size / 1e6:.1f} MB of source to s3://{target.bucket}/{key}")
         await upload_once(target, key, archive)
-    async with _explained(target), _client(target, "codebuild") as client:
-        await _ensure_project(client, target, echo, poll_s)
-        await _Build(client, target, f"{target.bucket}/{key}", image, echo, poll_s).run(limit_s)
+    with aws.explained(f"CodeBuild project {target.runtime_name}", "--build-role"):
+        async with target.client("codebuild", retries=_RETRIES) as client:
+            await _ensure_project(client, target, echo, poll_s)
+            await _Build(client, target, f"{target.bucket}/{key}", image, echo, poll_s).run(limit_s)
     return image
 
 
@@ -298,7 +296,7 @@ class _Build:
             return "It has no log"
         group, stream = place["groupName"], place["streamName"]
         try:
-            async with _client(self._target, "logs") as logs:
+            async with self._target.client("logs", retries=_RETRIES) as logs:
                 answer = await logs.get_log_events(logGroupName=group, logStreamName=stream, limit=_LOG_LINES)
         except (ClientError, BotoCoreError) as error:
             return f"Its log, {group} {stream} in CloudWatch, cannot be read: {error}"
@@ -311,15 +309,3 @@ def _describe_failure(build: Mapping[str, Any]) -> str:
     why = [context["message"] for phase in failed for context in phase.get("contexts", ()) if context.get("message")]
     where = f" in phase {failed[0]['phaseType']}" if failed else ""
     return f"build {build['id']} ended as {build['buildStatus']}{where}{': ' if why else ''}{'; '.join(why)}"
-
-
-def _client(target: Target, service: str) -> Any:
-    return aws.client(service, region=target.region, endpoint_url=target.endpoint_url, retries=_RETRIES)
-
-
-@asynccontextmanager
-async def _explained(target: Target) -> AsyncIterator[None]:
-    try:
-        yield
-    except (ClientError, BotoCoreError) as error:
-        raise aws.preflight_error(error, f"CodeBuild project {target.runtime_name}", "--build-role") from error

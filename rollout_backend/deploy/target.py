@@ -7,12 +7,13 @@
 import asyncio
 import os
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import botocore.session
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import ClientError
 
 from rollout_backend import aws
 from rollout_backend.config.gateway import AUTO
@@ -81,6 +82,14 @@ class Target:
     def is_pinned(self) -> bool:
         return self.qualifier != ENDPOINT
 
+    def client(self, service: str, **more: Any) -> AbstractAsyncContextManager[aws.Client]:
+        """Open a client of one of AWS's services around the runtime. `more` are arguments of `aws.client`."""
+        return aws.client(service, **{"region": self.region, "endpoint_url": self.endpoint_url, "retries": 4, **more})
+
+    def control_client(self) -> AbstractAsyncContextManager[Any]:
+        """Open a client of AgentCore's control plane."""
+        return control_client(self.region, self.runtime_endpoint_url)
+
     def settings(self) -> dict[str, Any]:
         """Return the part of a config that describes this target, with the runtime's ARN if it has one."""
         storage = {"bucket": self.bucket, "prefix": self.prefix, "presigned": self.presigned}
@@ -137,18 +146,17 @@ async def _describe(
     name: str, region: str, endpoint_url: str | None, template: str, wanted: frozenset[str]
 ) -> tuple[Mapping[str, str], Mapping[str, str]]:
     """Return a stack's parameters and outputs. Raises PreflightError."""
-    try:
+    with aws.explained(f"stack {name}", "--stack"):
         async with aws.client("cloudformation", region=region, endpoint_url=endpoint_url, retries=4) as client:
-            [stack] = (await client.describe_stacks(StackName=name))["Stacks"]
-    except ClientError as error:
-        if aws.code_of(error) == "ValidationError":  # CloudFormation's code for a missing stack
-            raise PreflightError(
-                f"there is no stack {name} in {region}: deploy {template}, which `rollout infra` writes, under that "
-                "name, or set AWS_REGION"
-            ) from error
-        raise aws.preflight_error(error, f"stack {name}", "--stack") from error
-    except BotoCoreError as error:
-        raise aws.preflight_error(error, f"stack {name}", "--stack") from error
+            try:
+                [stack] = (await client.describe_stacks(StackName=name))["Stacks"]
+            except ClientError as error:
+                if aws.code_of(error) != "ValidationError":  # CloudFormation's code for a missing stack
+                    raise
+                raise PreflightError(
+                    f"there is no stack {name} in {region}: deploy {template}, which `rollout infra` writes, under "
+                    "that name, or set AWS_REGION"
+                ) from error
     status = stack["StackStatus"]
     if not status.endswith("_COMPLETE") or status.startswith("DELETE"):
         raise PreflightError(f"stack {name} is {status}: wait until it is complete, or correct it")
@@ -189,11 +197,9 @@ async def find_deployed(target: Target) -> Target:
     """
     if target.arn is not None:
         return target
-    async with control_client(target.region, target.runtime_endpoint_url) as client:
-        try:
+    async with target.control_client() as client:
+        with aws.explained(f"runtime {target.runtime_name}", "--stack"):
             found = await find_runtime(client, target.runtime_name)
-        except (ClientError, BotoCoreError) as error:
-            raise aws.preflight_error(error, f"runtime {target.runtime_name}", "--stack") from error
     if found is None:
         raise PreflightError(
             f"stack {target.stack} has no runtime {target.runtime_name} yet: rollout deploy AGENT_DIR --stack "
@@ -217,13 +223,10 @@ async def upload_once(target: Target, key: str, path: Path) -> None:
         PreflightError: the bucket refuses the upload.
     """
     body = await asyncio.to_thread(path.read_bytes)
-    try:
-        async with aws.client(
-            "s3", region=target.region, endpoint_url=target.endpoint_url, read_timeout_s=300.0, retries=4
-        ) as s3:
-            await s3.put_object(Bucket=target.bucket, Key=key, Body=body, IfNoneMatch="*")
-    except ClientError as error:
-        if aws.status_of(error) != 412:
-            raise aws.preflight_error(error, f"bucket {target.bucket}", "--stack") from error
-    except BotoCoreError as error:
-        raise aws.preflight_error(error, f"bucket {target.bucket}", "--stack") from error
+    with aws.explained(f"bucket {target.bucket}", "--stack"):
+        async with target.client("s3", read_timeout_s=300.0) as s3:
+            try:
+                await s3.put_object(Bucket=target.bucket, Key=key, Body=body, IfNoneMatch="*")
+            except ClientError as error:
+                if aws.status_of(error) != 412:
+                    raise

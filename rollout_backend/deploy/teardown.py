@@ -10,9 +10,7 @@ Invariants:
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +22,18 @@ from rollout_backend.config import StorageConfig
 from rollout_backend.deploy.image import find_project, is_ours
 from rollout_backend.deploy.target import Target
 from rollout_backend.errors import PreflightError
-from rollout_backend.runtimes.agentcore.control import READ_PAUSE_S, control_client, list_runtimes, named_endpoints
+from rollout_backend.runtimes.agentcore.control import (
+    READ_PAUSE_S,
+    delete_runtime,
+    list_runtimes,
+    named_endpoints,
+    pauses,
+)
 from rollout_backend.runtimes.agentcore.provision import TAG
 
 _ORDER = ("runtime", "project", "queue", "objects")  # order of deletion
 _BATCH = 1000  # S3's limit for DeleteObjects
 _DELETE_S = 300.0
-_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Teardown:
     async def find(self) -> Inventory:
         """List the resources. Raises PreflightError."""
         target, ours, stays = self._target, list[Resource](), list[str]()
-        async with self._explained(), self._clients() as (control, s3, sqs):
+        async with self._clients() as (control, s3, sqs):
             async for runtime, why in self._runtimes(control):
                 if why is None:
                     ours.append(Resource("runtime", runtime["agentRuntimeName"], runtime["agentRuntimeId"]))
@@ -89,14 +92,14 @@ class Teardown:
 
     async def remove(self, resources: Sequence[Resource], echo: Callable[[str], object]) -> None:
         """Delete the resources. Raises PreflightError."""
-        async with self._explained(), self._clients() as (control, s3, sqs):
+        async with self._clients() as (control, s3, sqs):
             for resource in sorted(resources, key=lambda each: _ORDER.index(each.kind)):
                 echo(f"deleting {resource}")
                 match resource.kind:
                     case "runtime":
                         await self._delete_runtime(control, resource)
                     case "project":
-                        async with aws.client("codebuild", **self._place()) as codebuild:
+                        async with self._target.client("codebuild") as codebuild:
                             await codebuild.delete_project(name=resource.id)
                     case "queue":
                         await self._delete_queue(sqs, resource.id)
@@ -129,7 +132,7 @@ class Teardown:
         """Find the CodeBuild project. These credentials may belong to a stack without permission for it."""
         name = self._target.runtime_name
         try:
-            async with aws.client("codebuild", **self._place()) as codebuild:
+            async with self._target.client("codebuild") as codebuild:
                 project = await find_project(codebuild, name)
         except ClientError as error:
             if not aws.is_denied(error):
@@ -190,30 +193,22 @@ class Teardown:
 
     async def _delete_runtime(self, control: Any, resource: Resource) -> None:
         """Delete a runtime with its endpoints, and wait until it is gone. First wait for changes in progress."""
-        deadline = time.monotonic() + _DELETE_S
-        asked = False
-        while time.monotonic() < deadline:
-            try:
-                described = await control.get_agent_runtime(agentRuntimeId=resource.id)
-                if asked and described["status"] == "DELETE_FAILED":
-                    raise PreflightError(
-                        f"{resource} is DELETE_FAILED: {described.get('failureReason')}. Run rollout down again later"
-                    )
-                if not asked:
-                    await self._delete_endpoints(control, resource.id)
-                    await control.delete_agent_runtime(agentRuntimeId=resource.id)
-                    asked = True
-            except control.exceptions.ResourceNotFoundException:
-                return
-            except control.exceptions.ConflictException:
-                pass  # the runtime or one of its endpoints is being created, updated or deleted
-            await asyncio.sleep(_POLL_S)
-        raise PreflightError(f"{resource} was not deleted within {_DELETE_S:g} s: run rollout down again later")
-
-    async def _delete_endpoints(self, control: Any, runtime_id: str) -> None:
-        for name in await named_endpoints(control, runtime_id):
-            with contextlib.suppress(control.exceptions.ResourceNotFoundException):  # it was deleted in the meantime
-                await control.delete_agent_runtime_endpoint(agentRuntimeId=runtime_id, endpointName=name)
+        why, errors = "", control.exceptions
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DELETE_S):
+                for pause in pauses():
+                    # An endpoint may be in transition, or was deleted in the meantime.
+                    with contextlib.suppress(errors.ConflictException, errors.ResourceNotFoundException):
+                        for endpoint in await named_endpoints(control, resource.id):
+                            await control.delete_agent_runtime_endpoint(
+                                agentRuntimeId=resource.id, endpointName=endpoint["name"]
+                            )
+                    if not (why := await delete_runtime(control, resource.id, _DELETE_S)):
+                        return
+                    await asyncio.sleep(pause)
+        raise PreflightError(
+            f"{resource} was not deleted within {_DELETE_S:g} s ({why}): run rollout down again later"
+        )
 
     async def _delete_queue(self, sqs: Any, url: str) -> None:
         try:
@@ -230,25 +225,13 @@ class Teardown:
                 if errors := answer.get("Errors"):
                     raise PreflightError(f"s3://{bucket}/{errors[0]['Key']} was not deleted: {errors[0]['Message']}")
 
-    # --- calls --------------------------------------------------------------------------------------------
-
-    def _place(self) -> dict[str, Any]:
-        return {"region": self._target.region, "endpoint_url": self._target.endpoint_url, "retries": 4}
-
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def _clients(self) -> AsyncIterator[tuple[Any, Any, Any]]:
-        target, place = self._target, self._place()
-        async with (
-            control_client(target.region, target.runtime_endpoint_url) as control,
-            aws.client("s3", **place) as s3,
-            aws.client("sqs", **place) as sqs,
-        ):
-            yield control, s3, sqs
-
-    @asynccontextmanager
-    async def _explained(self) -> AsyncIterator[None]:
+        """Open clients, and explain the errors of their calls."""
+        target = self._target
         try:
-            yield
+            async with target.control_client() as control, target.client("s3") as s3, target.client("sqs") as sqs:
+                yield control, s3, sqs
         except (ClientError, BotoCoreError) as error:
             what = error.operation_name if isinstance(error, ClientError) else "AWS"
             raise aws.preflight_error(error, what, "--stack or CONFIG") from error

@@ -24,16 +24,15 @@ from rollout_backend.core.harbor import CONTAINER_FIELD, TaskContainer, containe
 from rollout_backend.errors import InvokeRejected, PreflightError, RuntimeNotReady, RuntimeUnavailable, Throttled
 from rollout_backend.local.agentcore_emulator import ROLE, AgentCoreEmulator
 from rollout_backend.runtimes.agentcore import images as images_module
-from rollout_backend.runtimes.agentcore.cleanup import session_stopper
+from rollout_backend.runtimes.agentcore.cleanup import remove_unused, session_stopper
 from rollout_backend.runtimes.agentcore.control import control_client, list_runtimes
 from rollout_backend.runtimes.agentcore.images import (
-    _MAKERS,
     LEASE,
     MADE_BY,
+    MAKERS,
     TagReader,
     _classify,
     lease_of,
-    remove_unused,
     spec_of,
 )
 from rollout_backend.runtimes.agentcore.provision import MARK, TAG
@@ -288,7 +287,7 @@ async def test_a_creation_that_has_waited_for_others_begins_with_a_whole_lease(s
     images, now = run.runtime._images, 1e9
     images._wall = lambda: now
     async with AsyncExitStack() as others:
-        for _ in range(_MAKERS):
+        for _ in range(MAKERS):
             await others.enter_async_context(images._makers)
         making = images._make_once(images._runtime_of(run.task(ONE)), "a")
         await asyncio.wait([making], timeout=0)
@@ -305,7 +304,7 @@ async def test_without_the_guard_of_leases_a_runtime_in_use_would_be_deleted(sta
         await other.use(TWO)
     assert await cloud.images() == [ONE]
     with monkeypatch.context() as unguarded:
-        unguarded.setattr(images_module, "_is_leased", lambda *of: False)
+        unguarded.setattr(images_module, "is_leased", lambda *of: False)
         await other.runtime.stop(await other.use(TWO))
     assert await cloud.images() == [TWO]
     await other.runtime.aclose()  # gives its leases up

@@ -29,10 +29,8 @@ from rollout_backend.runtimes.agentcore.account import needed_permissions
 from rollout_backend.runtimes.agentcore.control import (
     ReadyRuntime,
     control_client,
-    make_runtime,
     pauses,
     pin_endpoint,
-    preview_runtime,
 )
 from rollout_backend.runtimes.agentcore.provision import DEFINITION, MARK, Action, CodeArtifact, RuntimeSpec, plan
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
@@ -245,13 +243,15 @@ class Cloud:
         self.findings: Sequence[CheckResult] = ()
 
     def config(self, **more: object) -> AgentCoreConfig:
-        return config(endpoint_url=self.url, ready_timeout_s=120, **more)
+        return config(**{"endpoint_url": self.url, "ready_timeout_s": 120, **more})
 
-    async def make(self, **more: object) -> str:
-        return await make_runtime(self.config(**more), self.told.append)
+    async def make(self, on_status: Callable[[str], object] | None = None, **more: object) -> str:
+        runtime = await AgentCoreRuntime.open(self.config(**more), on_status or self.told.append)
+        await runtime.aclose()
+        return runtime.arn
 
-    async def preview(self, **more: object) -> str:
-        return await preview_runtime(self.config(**more))
+    async def preview(self, **more: object) -> str | None:
+        return await AgentCoreRuntime.preview(self.config(**more))
 
     async def describe(self, arn: str) -> dict[str, Any]:
         async with control_client("us-east-1", self.url) as client:
@@ -406,9 +406,7 @@ async def test_a_runtime_that_another_run_changes_is_reported(start_cloud):
     with pytest.raises(
         PreflightError, match=r"somebody else .*\(image, environment.*different values of runtime\.name"
     ):
-        await make_runtime(
-            cloud.config(image=NEWER), lambda text: others.append(asyncio.create_task(change_it_back()))
-        )
+        await cloud.make(lambda text: others.append(asyncio.create_task(change_it_back())), image=NEWER)
     await asyncio.gather(*others)
 
 
@@ -534,13 +532,13 @@ def test_a_runtime_that_an_update_would_harm_is_not_adopted(more, says):
 async def test_a_wait_has_an_end(start_cloud):
     cloud = await start_cloud(transition_s=60)
     with pytest.raises(PreflightError, match=r"not ready after 0\.5 s.*runtime\.ready_timeout_s"):
-        await make_runtime(cloud.config().model_copy(update={"ready_timeout_s": 0.5}))
+        await cloud.make(ready_timeout_s=0.5)
     assert await cloud.preview() == f"runtime {NAME}: CREATING"
 
 
 async def test_a_control_plane_that_does_not_answer(local_keys):
     with pytest.raises(PreflightError, match="cannot be reached"):
-        await skip_to_end(preview_runtime(config(endpoint_url="http://127.0.0.1:9")))
+        await skip_to_end(AgentCoreRuntime.preview(config(endpoint_url="http://127.0.0.1:9")))
 
 
 async def test_a_pinned_endpoint_serves_its_version_whatever_is_deployed_later(start_cloud):

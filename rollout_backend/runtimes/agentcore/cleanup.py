@@ -1,6 +1,10 @@
-"""Stop the sessions of a killed run from its janitor. See `CleanupSpec`."""
+"""Stop the sessions of a killed run, and delete the runtimes of images that only this run has used. The run's janitor
+calls this: see `CleanupSpec`."""
 
 import asyncio
+import contextlib
+import logging
+import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from threading import Lock
@@ -9,10 +13,25 @@ from typing import Any
 import boto3
 from botocore.config import Config
 
+from rollout_backend import aws
 from rollout_backend.local_keys import client_keys
-from rollout_backend.runtimes.agentcore.images import has_image, image_runtimes, may_have
+from rollout_backend.runtimes.agentcore.control import control_client, delete_runtime, id_of, pauses
+from rollout_backend.runtimes.agentcore.images import (
+    MADE_BY,
+    MAKERS,
+    TagReader,
+    has_image,
+    is_leased,
+    lease_of,
+    may_have,
+    runtimes_of_images,
+)
+from rollout_backend.runtimes.agentcore.provision import TAG
+
+log = logging.getLogger(__name__)
 
 _CONNECTIONS = 8
+_DELETE_S = 60.0  # until a deletion that AgentCore has accepted is repeated
 
 
 def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
@@ -31,7 +50,7 @@ def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
             max_pool_connections=_CONNECTIONS,
         ),
     )
-    of_images = cache(lambda: asyncio.run(image_runtimes(options["region"], options["endpoint_url"])))
+    of_images = cache(lambda: asyncio.run(_find_runtimes(options["region"], options["endpoint_url"])))
 
     def stop(session_id: str) -> bool:
         arns = [options["arn"]]
@@ -50,3 +69,54 @@ def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
         return True
 
     return stop
+
+
+async def _find_runtimes(region: str, endpoint_url: str | None) -> dict[str, str]:
+    async with control_client(region, endpoint_url) as client:
+        return await runtimes_of_images(client)
+
+
+def remove_unused(options: Mapping[str, Any], run_id: str, is_dead: Callable[[], bool]) -> None:
+    """Delete the runtimes of images that a killed run has left, unless another run leases them, while `is_dead`."""
+    try:
+        asyncio.run(_remove_unused(options["region"], options["endpoint_url"], lease_of(run_id), is_dead))
+    except aws.CALL_ERRORS as error:
+        log.warning("runtimes of images may be left: %s", aws.reason(error))
+
+
+async def _remove_unused(region: str, endpoint_url: str | None, own: str, is_dead: Callable[[], bool]) -> None:
+    at_once = asyncio.Semaphore(MAKERS)
+
+    async def remove(arn: str) -> bool:
+        async with at_once:
+            try:
+                tags = await reader.read(arn)
+                if tags.get(TAG) != MADE_BY or own not in tags or not is_dead():
+                    return False
+                await client.untag_resource(resourceArn=arn, tagKeys=[own])
+                if any(is_leased(tags, key, time.time()) for key in tags.keys() - {own}):
+                    return False
+                return await _delete_once_possible(client, arn, is_dead)
+            except aws.CALL_ERRORS as error:
+                log.warning("runtime %s may be left: %s", arn, aws.reason(error))
+                return False
+
+    async with control_client(region, endpoint_url) as client:
+        reader = TagReader(client)
+        removed = await asyncio.gather(*map(remove, (await runtimes_of_images(client)).values()))
+    log.info("deleted %d runtimes of images, which only the run of %s has used", sum(removed), own)
+
+
+async def _delete_once_possible(client: Any, arn: str, is_dead: Callable[[], bool]) -> bool:
+    """Delete a runtime that may be in transition, or have sessions that are still being stopped."""
+    why = ""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(2 * _DELETE_S):
+            for pause in pauses():
+                if not is_dead():
+                    return False
+                if not (why := await delete_runtime(client, id_of(arn), _DELETE_S)):
+                    return True
+                await asyncio.sleep(pause)
+    log.warning("runtime %s could not be deleted, and stays: %s", arn, why)
+    return False

@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -23,7 +24,6 @@ from typing import Any, NamedTuple
 from botocore.exceptions import BotoCoreError, ClientError
 
 from rollout_backend import aws
-from rollout_backend.config import AgentCoreConfig
 from rollout_backend.errors import PreflightError
 from rollout_backend.runtimes.agentcore.architecture import ask_ecr, describe_unfit
 from rollout_backend.runtimes.agentcore.provision import (
@@ -79,29 +79,17 @@ async def list_runtimes(client: Any) -> AsyncIterator[Mapping[str, Any]]:
             yield runtime
 
 
+def id_of(arn: str) -> str:
+    """Return the id of a runtime, which the control plane takes instead of the ARN."""
+    return arn.rpartition("/")[2]
+
+
 async def find_runtime(client: Any, name: str) -> Mapping[str, Any] | None:
     """Return the entry of ListAgentRuntimes with this name, or None."""
     async for runtime in list_runtimes(client):
         if runtime["agentRuntimeName"] == name:
             return runtime
     return None
-
-
-async def make_runtime(config: AgentCoreConfig, on_status: Callable[[str], object] = lambda text: None) -> str:
-    """Create or update the runtime for `runtime.image` if needed, and return its ARN.
-
-    Raises:
-        PreflightError: the runtime cannot be made; the message says what to change.
-    """
-    async with control_client(config.region, config.endpoint_url) as client:
-        spec, url = RuntimeSpec.of(config), config.endpoint_url
-        return (await RuntimeMaker(spec, client, config.ready_timeout_s, ecr_url=url, on_status=on_status).make()).arn
-
-
-async def preview_runtime(config: AgentCoreConfig) -> str:
-    """Describe what `make_runtime` would do. Raises PreflightError."""
-    async with control_client(config.region, config.endpoint_url) as client:
-        return await RuntimeMaker(RuntimeSpec.of(config), client, ecr_url=config.endpoint_url).preview()
 
 
 class QuotaOfRuntimes(PreflightError):
@@ -113,20 +101,23 @@ class RuntimeDelayed(PreflightError):
 
 
 class ReadyRuntime(NamedTuple):
-    """A runtime whose endpoint DEFAULT serves the wanted settings, and the version that it serves."""
+    """A runtime whose endpoint DEFAULT serves the wanted settings."""
 
     arn: str
     version: int
+    """The version that is served."""
+    created: bool = False
+    """Whether `RuntimeMaker.make` has created the runtime, with the tags."""
 
 
 class RuntimeMaker:
-    """Creates one runtime with `tags`. `on_status` receives a line for each change."""
+    """Creates or updates one runtime. `on_status` receives a line for each change."""
 
     def __init__(
         self,
         wanted: RuntimeSpec,
         client: Any,
-        ready_timeout_s: float = 600.0,
+        ready_timeout_s: float,
         *,
         tags: Mapping[str, str] = MADE_BY_RUN,
         ecr_url: str | None = None,
@@ -145,8 +136,7 @@ class RuntimeMaker:
         self._id: str | None = None  # id of the runtime with that name, once it is known
         self._version = 0  # the version we made: GetAgentRuntime may still return an older one
         self._asked: list[Action] = []
-        self.created = False
-        """Whether `make` has created the runtime, with the tags."""
+        self._created = False
 
     async def preview(self) -> str:
         """Describe what `make` would do, without changing anything.
@@ -182,7 +172,7 @@ class RuntimeMaker:
                 version = int(described["agentRuntimeVersion"])
                 with self._explained("GetAgentRuntimeEndpoint"):
                     await wait_served(self._client, str(self._id), version)
-                return ReadyRuntime(str(described["agentRuntimeArn"]), version)
+                return ReadyRuntime(str(described["agentRuntimeArn"]), version, self._created)
         except TimeoutError:
             raise RuntimeDelayed(
                 f"runtime {self._wanted.name} was not ready after {self._ready_timeout_s:g} s: look at it in "
@@ -245,7 +235,7 @@ class RuntimeMaker:
                         made = await self._client.create_agent_runtime(
                             agentRuntimeName=wanted.name, tags=self._tags, **wanted.definition()
                         )
-                    self.created = True
+                    self._created = True
                 case Action.UPDATE:
                     assert described is not None
                     self._on_status(f"updating runtime {wanted.name} ({', '.join(found.differs)})")
@@ -337,7 +327,7 @@ class RuntimeMaker:
             raise aws.preflight_error(error, name, "runtime.endpoint_url") from error
 
     def _failed(self, described: Mapping[str, Any]) -> PreflightError:
-        why = described.get("failureReason") or "AgentCore gives no reason"
+        why = why_failed(described)
         if described["status"] == "DELETE_FAILED":
             return RuntimeDelayed(
                 f"runtime {self._wanted.name} is DELETE_FAILED: {why}. Delete it in the AgentCore console, or set "
@@ -366,15 +356,10 @@ class RuntimeMaker:
 async def wait_served(client: Any, runtime_id: str, version: int) -> None:
     """Wait until the endpoint DEFAULT serves this version or a newer one. Raises PreflightError on failure."""
     for pause in pauses():
-        try:
-            endpoint = await client.get_agent_runtime_endpoint(agentRuntimeId=runtime_id, endpointName=ENDPOINT)
-        except client.exceptions.ResourceNotFoundException:
-            endpoint = {"status": "CREATING"}  # AgentCore creates the endpoint shortly after the runtime
-        if endpoint["status"] == "READY" and int(endpoint.get("liveVersion", 0)) >= version:
+        endpoint = await _describe_endpoint(client, runtime_id, ENDPOINT)  # created shortly after the runtime
+        if endpoint.get("status") == "READY" and int(endpoint.get("liveVersion", 0)) >= version:
             return
-        if endpoint["status"].endswith("_FAILED"):
-            why = endpoint.get("failureReason") or "AgentCore gives no reason"
-            raise PreflightError(f"endpoint {ENDPOINT} of {runtime_id} is {endpoint['status']}: {why}")
+        _raise_if_failed(endpoint, ENDPOINT, runtime_id)
         await asyncio.sleep(pause)
 
 
@@ -392,72 +377,78 @@ async def pin_endpoint(
     Raises:
         PreflightError: AgentCore refused the endpoint, or it did not serve the version in time.
     """
-    pinning = _Pinning(client, runtime, name, on_status)
     try:
-        async with asyncio.timeout(timeout_s):
-            await pinning.run()
+        with aws.explained(f"endpoint {name} of {runtime.arn}", "runtime.qualifier"):
+            async with asyncio.timeout(timeout_s):
+                await _pin(client, id_of(runtime.arn), str(runtime.version), name, on_status)
     except TimeoutError:
         raise PreflightError(
             f"endpoint {name} of {runtime.arn} did not serve version {runtime.version} after {timeout_s:g} s: see it "
             "in the AgentCore console, and deploy again"
         ) from None
-    except (ClientError, BotoCoreError) as error:
-        raise aws.preflight_error(error, f"endpoint {name} of {runtime.arn}", "runtime.qualifier") from error
 
 
-async def named_endpoints(client: Any, runtime_id: str) -> list[str]:
-    """Return the names of a runtime's endpoints except DEFAULT."""
+async def _pin(client: Any, runtime_id: str, version: str, name: str, on_status: Callable[[str], object]) -> None:
+    wanted, asked = {"agentRuntimeId": runtime_id, "agentRuntimeVersion": version}, False
+    for pause in pauses():
+        endpoint = await _describe_endpoint(client, runtime_id, name)
+        if endpoint.get("status") == "READY" and endpoint.get("liveVersion") == version:
+            return
+        if asked:
+            _raise_if_failed(endpoint, name, runtime_id)
+        elif not endpoint or endpoint["status"].endswith(("READY", "_FAILED")):
+            with contextlib.suppress(client.exceptions.ConflictException):  # the runtime or it is in transition
+                if endpoint:
+                    before = endpoint.get("liveVersion", "none")
+                    on_status(f"moving endpoint {name} from version {before} to {version}")
+                    await client.update_agent_runtime_endpoint(endpointName=name, **wanted)
+                else:
+                    on_status(f"making endpoint {name} for version {version}")
+                    await client.create_agent_runtime_endpoint(name=name, **wanted)
+                asked = True
+        await asyncio.sleep(pause)
+
+
+async def named_endpoints(client: Any, runtime_id: str) -> list[Mapping[str, Any]]:
+    """Return a runtime's endpoints except DEFAULT, as ListAgentRuntimeEndpoints returns them."""
     pages = client.get_paginator("list_agent_runtime_endpoints").paginate(agentRuntimeId=runtime_id)
-    names = [each["name"] async for page in pages for each in page["runtimeEndpoints"]]
-    return [name for name in names if name != ENDPOINT]
+    found = [endpoint async for page in pages for endpoint in page["runtimeEndpoints"]]
+    return [endpoint for endpoint in found if endpoint["name"] != ENDPOINT]
 
 
-class _Pinning:
-    def __init__(self, client: Any, runtime: ReadyRuntime, name: str, on_status: Callable[[str], object]) -> None:
-        self._client = client
-        self._place = {"agentRuntimeId": runtime.arn.rpartition("/")[2]}
-        self._version = str(runtime.version)
-        self._name = name
-        self._on_status = on_status
-        self._asked = False
+async def _describe_endpoint(client: Any, runtime_id: str, name: str) -> Mapping[str, Any]:
+    """Return the endpoint; an empty mapping if it does not exist."""
+    try:
+        return dict(await client.get_agent_runtime_endpoint(agentRuntimeId=runtime_id, endpointName=name))
+    except client.exceptions.ResourceNotFoundException:
+        return {}
 
-    async def run(self) -> None:
-        for pause in pauses():
-            endpoint = await self._describe()
-            if self._is_pinned(endpoint):
-                return
-            if not self._asked and (endpoint is None or endpoint["status"].endswith(("READY", "_FAILED"))):
-                self._asked = await self._ask(endpoint)
-            elif endpoint is not None and endpoint["status"].endswith("_FAILED"):
-                why = endpoint.get("failureReason") or "AgentCore gives no reason"
-                raise PreflightError(f"endpoint {self._name} is {endpoint['status']}: {why}")
-            await asyncio.sleep(pause)
 
-    def _is_pinned(self, endpoint: Mapping[str, Any] | None) -> bool:
-        if endpoint is None or endpoint["status"] != "READY":
-            return False
-        return bool(endpoint.get("liveVersion") == self._version)
+def _raise_if_failed(endpoint: Mapping[str, Any], name: str, runtime_id: str) -> None:
+    if endpoint and endpoint["status"].endswith("_FAILED"):
+        raise PreflightError(f"endpoint {name} of {runtime_id} is {endpoint['status']}: {why_failed(endpoint)}")
 
-    async def _describe(self) -> Mapping[str, Any] | None:
-        try:
-            described: dict[str, Any] = await self._client.get_agent_runtime_endpoint(
-                **self._place, endpointName=self._name
-            )
-        except self._client.exceptions.ResourceNotFoundException:
-            return None
-        return described
 
-    async def _ask(self, endpoint: Mapping[str, Any] | None) -> bool:
-        """Request the version. Return False if the runtime or the endpoint is in transition."""
-        what = {**self._place, "agentRuntimeVersion": self._version}
-        try:
-            if endpoint is None:
-                self._on_status(f"making endpoint {self._name} for version {self._version}")
-                await self._client.create_agent_runtime_endpoint(name=self._name, **what)
-            else:
-                before = endpoint.get("liveVersion", "none")
-                self._on_status(f"moving endpoint {self._name} from version {before} to {self._version}")
-                await self._client.update_agent_runtime_endpoint(endpointName=self._name, **what)
-        except self._client.exceptions.ConflictException:
-            return False
-        return True
+async def delete_runtime(client: Any, runtime_id: str, timeout_s: float) -> str:
+    """Delete a runtime, and wait until it is gone. Return why it stays, or an empty string."""
+    errors = client.exceptions
+    try:
+        async with asyncio.timeout(timeout_s):
+            await client.delete_agent_runtime(agentRuntimeId=runtime_id)
+            for pause in pauses():
+                described = await client.get_agent_runtime(agentRuntimeId=runtime_id)
+                if described["status"] == "DELETE_FAILED":
+                    return f"it is DELETE_FAILED: {why_failed(described)}"
+                await asyncio.sleep(pause)
+    except errors.ResourceNotFoundException:
+        return ""
+    except errors.ConflictException as error:  # it is in transition, or has sessions
+        return aws.reason(error)
+    except TimeoutError:
+        pass
+    return f"it was not deleted within {timeout_s:g} s"
+
+
+def why_failed(described: Mapping[str, Any]) -> str:
+    """Return the service's reason for the status of a runtime or endpoint."""
+    return described.get("failureReason") or "AgentCore gives no reason"

@@ -22,7 +22,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import logging
 import re
 import time
 from collections import Counter
@@ -48,13 +47,12 @@ from rollout_backend.runtimes.agentcore.control import (
     QuotaOfRuntimes,
     RuntimeDelayed,
     RuntimeMaker,
-    control_client,
+    delete_runtime,
+    id_of,
     list_runtimes,
     pauses,
 )
 from rollout_backend.runtimes.agentcore.provision import TAG, RuntimeSpec
-
-log = logging.getLogger(__name__)
 
 MADE_BY = "image"  # the value of TAG
 LEASE, USED = "rollout-backend-run:", "rollout-backend-used"
@@ -62,7 +60,7 @@ _NAME = re.compile(r"[A-Za-z]\w*_([0-9a-f]{12})_[0-9a-f]{8}")
 _SESSION = re.compile(r"rollout-[0-9a-f]{32}-([0-9a-f]{12})")
 _RUN_ID = 108  # characters of a run's id: a tag's key has 128
 _PREFIX = 26  # characters of a name, which has 48, before the two digests
-_MAKERS = 8  # runtimes created at once: AgentCore throttles its control plane at a few calls per second
+MAKERS = 8  # runtimes created at once: AgentCore throttles its control plane at a few calls per second
 _FAILED_S = 300.0  # after a failed creation, until the next
 _FREEING = 12  # creations after a deletion, over half a minute, before another runtime is deleted
 _SESSION_S = 3600.0  # until `session_s` is known
@@ -89,30 +87,23 @@ class ImageRuntime:
 
 
 class ImageRuntimes:
-    """The runtimes of one run's tasks. `wall` returns unix seconds."""
+    """The runtimes of one run's tasks."""
 
-    def __init__(
-        self,
-        config: AgentCoreConfig,
-        client: Any,
-        on_status: Callable[[str], object] = lambda text: None,
-        wall: Callable[[], float] = time.time,
-        tags_pause_s: float = READ_PAUSE_S,
-    ) -> None:
+    def __init__(self, config: AgentCoreConfig, client: Any, on_status: Callable[[str], object]) -> None:
         self.session_s = _SESSION_S  # how long a session can last
         self._config = config
         self._client = client
         self._on_status = on_status
-        self._wall = wall
+        self._wall = time.time  # unix seconds
         self._known: dict[str, ImageRuntime] = {}  # by name
         self._needed: Counter[str] = Counter()  # rollouts, by the key of their container
         self._own: set[str] = set()  # the tags of this run's leases
-        self._makers = asyncio.Semaphore(_MAKERS)
+        self._makers = asyncio.Semaphore(MAKERS)
         self._listing = asyncio.Lock()
         self._listed: tuple[float, Mapping[str, str]] = (float("-inf"), {})  # when, and the ARNs by name
         self._evicting = asyncio.Lock()
         self._candidates: list[tuple[str, str]] = []  # name and ARN, the least recently used last
-        self._tags = TagReader(client, tags_pause_s)
+        self._tags = TagReader(client)
         self._seen: dict[str, tuple[float, Mapping[str, str]]] = {}  # when tags were read, in unix seconds, by ARN
 
     @contextmanager
@@ -256,7 +247,7 @@ class ImageRuntimes:
                             f"runtime {spec.name} for {spec.image}: {error}, and every runtime of an image is in use"
                         ) from error
                 else:
-                    if maker.created:
+                    if made.created:
                         runtime.leases[lease_of(run_id)] = float(lease[lease_of(run_id)])
                     return made.arn
 
@@ -282,7 +273,7 @@ class ImageRuntimes:
             if aws.code_of(error) not in ("ServiceQuotaExceededException", "ValidationException"):
                 raise
             found, now = await self._tags.read(arn), self._wall()
-            if not (ended := [key for key in found if key.startswith(LEASE) and not _is_leased(found, key, now)]):
+            if not (ended := [key for key in found if key.startswith(LEASE) and not is_leased(found, key, now)]):
                 raise
             await self._client.untag_resource(resourceArn=arn, tagKeys=ended)
             await self._client.tag_resource(resourceArn=arn, tags=tags)
@@ -295,7 +286,7 @@ class ImageRuntimes:
 
     async def _id_of(self, name: str) -> str | None:
         arn = (await self._arns()).get(name)
-        return None if arn is None else arn.rpartition("/")[2]
+        return None if arn is None else id_of(arn)
 
     async def _arns(self) -> Mapping[str, str]:
         """Return the runtimes of images by name. Calls at the same time share one listing."""
@@ -304,7 +295,7 @@ class ImageRuntimes:
         async with self._listing:
             if self._listed[0] < called:
                 began = loop.time()
-                self._listed = began, await _arns_by_name(self._client)
+                self._listed = began, await runtimes_of_images(self._client)
             return self._listed[1]
 
     async def _evict(self) -> bool:
@@ -317,7 +308,7 @@ class ImageRuntimes:
                     if not self._is_used(name) and self._is_unused(name, await self._read_tags(arn)):
                         self._known.pop(name, None)
                         self._on_status(f"deleting runtime {name}, to create another one within the quota")
-                        if await delete_runtime(self._client, arn, self._config.ready_timeout_s):
+                        if not await delete_runtime(self._client, id_of(arn), self._config.ready_timeout_s):
                             return True
         return False
 
@@ -353,7 +344,7 @@ class ImageRuntimes:
         """Return whether no run uses the runtime. Leases of this run, also of an earlier process, do not count."""
         if tags.get(TAG) != MADE_BY or self._is_used(name):
             return False
-        return not any(_is_leased(tags, key, self._wall()) for key in tags.keys() - self._own)
+        return not any(is_leased(tags, key, self._wall()) for key in tags.keys() - self._own)
 
 
 def spec_of(config: AgentCoreConfig, container: TaskContainer, payload: Mapping[str, Any]) -> RuntimeSpec:
@@ -392,12 +383,12 @@ def _number(text: str | None) -> float:
         return 0.0
 
 
-def _is_leased(tags: Mapping[str, str], key: str, now: float) -> bool:
+def is_leased(tags: Mapping[str, str], key: str, now: float) -> bool:
     return key.startswith(LEASE) and _number(tags[key]) > now
 
 
-async def _arns_by_name(client: Any) -> dict[str, str]:
-    """Return the runtimes whose names are those of images' runtimes."""
+async def runtimes_of_images(client: Any) -> dict[str, str]:
+    """Return the ARNs of the runtimes of images, by name."""
     found = [(each["agentRuntimeName"], each["agentRuntimeArn"]) async for each in list_runtimes(client)]
     return {name: arn for name, arn in found if _NAME.fullmatch(name)}
 
@@ -421,23 +412,6 @@ class TagReader:
                 raise
             finally:
                 await asyncio.sleep(self._pause_s)
-
-
-async def delete_runtime(client: Any, arn: str, timeout_s: float) -> bool:
-    """Delete a runtime, and wait until it is gone. Return False if AgentCore refuses it, as for open sessions."""
-    place = {"agentRuntimeId": arn.rpartition("/")[2]}
-    exceptions = client.exceptions
-    try:
-        with contextlib.suppress(exceptions.ConflictException, TimeoutError):
-            await client.delete_agent_runtime(**place)
-            async with asyncio.timeout(timeout_s):
-                for pause in pauses():
-                    if (await client.get_agent_runtime(**place))["status"] == "DELETE_FAILED":
-                        break
-                    await asyncio.sleep(pause)
-    except exceptions.ResourceNotFoundException:
-        return True
-    return False
 
 
 @contextmanager
@@ -470,57 +444,3 @@ def _classify(cause: BaseException | None, text: str) -> RuntimeCallError:
     elif isinstance(cause, (BotoCoreError, *aws.NO_ANSWER)):
         return RuntimeNotReady(text)
     return InvokeRejected(text, reason="runtime_create_failed")
-
-
-# --- for the janitor --------------------------------------------------------------------------------------
-
-
-async def image_runtimes(region: str, endpoint_url: str | None) -> dict[str, str]:
-    """Return the ARNs of the runtimes of images by name."""
-    async with control_client(region, endpoint_url) as client:
-        return await _arns_by_name(client)
-
-
-def remove_unused(options: Mapping[str, Any], run_id: str, is_dead: Callable[[], bool]) -> None:
-    """Delete the runtimes of images that a killed run has left, unless another run leases them, while `is_dead`."""
-    try:
-        asyncio.run(_remove_unused(options["region"], options["endpoint_url"], lease_of(run_id), is_dead))
-    except aws.CALL_ERRORS as error:
-        log.warning("runtimes of images may be left: %s", aws.reason(error))
-
-
-async def _remove_unused(region: str, endpoint_url: str | None, own: str, is_dead: Callable[[], bool]) -> None:
-    at_once = asyncio.Semaphore(_MAKERS)
-
-    async def remove(arn: str) -> bool:
-        async with at_once:
-            try:
-                tags = await reader.read(arn)
-                if tags.get(TAG) != MADE_BY or own not in tags or not is_dead():
-                    return False
-                await client.untag_resource(resourceArn=arn, tagKeys=[own])
-                if any(_is_leased(tags, key, time.time()) for key in tags.keys() - {own}):
-                    return False
-                return await _delete_once_possible(client, arn, is_dead)
-            except aws.CALL_ERRORS as error:
-                log.warning("runtime %s may be left: %s", arn, aws.reason(error))
-                return False
-
-    async with control_client(region, endpoint_url) as client:
-        reader = TagReader(client)
-        removed = await asyncio.gather(*(remove(arn) for arn in (await _arns_by_name(client)).values()))
-    log.info("deleted %d runtimes of images, which only the run of %s has used", sum(removed), own)
-
-
-async def _delete_once_possible(client: Any, arn: str, is_dead: Callable[[], bool]) -> bool:
-    """Delete a runtime that may be in transition, or have sessions that are still being stopped."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_CLOSE_S * 2):
-            for pause in pauses():
-                if not is_dead():
-                    return False
-                if await delete_runtime(client, arn, _CLOSE_S):
-                    return True
-                await asyncio.sleep(pause)
-    log.warning("runtime %s could not be deleted, and stays", arn)
-    return False

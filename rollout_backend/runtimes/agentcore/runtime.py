@@ -39,8 +39,8 @@ from rollout_backend.runtimes.agentcore.account import (
     needed_permissions,
 )
 from rollout_backend.runtimes.agentcore.architecture import check_images, check_runtime
-from rollout_backend.runtimes.agentcore.control import ENDPOINT, control_client, make_runtime, preview_runtime
-from rollout_backend.runtimes.agentcore.images import ImageRuntimes, has_image, remove_unused
+from rollout_backend.runtimes.agentcore.control import ENDPOINT, RuntimeMaker, control_client, id_of
+from rollout_backend.runtimes.agentcore.images import ImageRuntimes, has_image
 from rollout_backend.runtimes.agentcore.provision import RuntimeSpec
 from rollout_backend.runtimes.base import AgentRuntime, CleanupSpec
 from rollout_backend.runtimes.http import read_answer
@@ -74,8 +74,9 @@ class AgentCoreRuntime(AgentRuntime):
 
     @classmethod
     async def open(cls, config: AgentCoreConfig, on_status: Callable[[str], object] = lambda text: None) -> Self:
-        arn = config.arn or await make_runtime(config, on_status)
         async with AsyncExitStack() as stack:
+            control = await stack.enter_async_context(control_client(config.region, config.endpoint_url))
+            arn = config.arn or (await _maker(config, control, on_status).make()).arn
             data = await stack.enter_async_context(
                 aws.client(
                     "bedrock-agentcore",
@@ -86,13 +87,14 @@ class AgentCoreRuntime(AgentRuntime):
                     connections=min(256, config.max_sessions),
                 )
             )
-            control = await stack.enter_async_context(control_client(config.region, config.endpoint_url))
-            kept = stack.pop_all()
-        return cls(config, arn, data, control, kept, on_status)
+            return cls(config, arn, data, control, stack.pop_all(), on_status)
 
     @classmethod
     async def preview(cls, config: AgentCoreConfig) -> str | None:
-        return None if config.image is None else await preview_runtime(config)
+        if config.image is None:
+            return None
+        async with control_client(config.region, config.endpoint_url) as control:
+            return await _maker(config, control).preview()
 
     @classmethod
     def permissions(cls, config: AgentCoreConfig) -> Sequence[Permission]:
@@ -128,7 +130,7 @@ class AgentCoreRuntime(AgentRuntime):
     async def check(self, session_s: float = 0.0) -> Sequence[CheckResult]:
         """Describe the runtime and its endpoint, and try to stop a session. Without permission to describe them, only
         try the stop."""
-        runtime_id, endpoint_name = self.arn.rsplit("/", 1)[1], self._config.qualifier
+        runtime_id, endpoint_name = id_of(self.arn), self._config.qualifier
         serving, endpoint = await self._describe(
             f"endpoint {endpoint_name!r} of runtime {self.arn}",
             "runtime.qualifier",
@@ -200,8 +202,7 @@ class AgentCoreRuntime(AgentRuntime):
         if (folder := self._config.session_logs) is not None:
             return str(folder if session_id is None else folder / f"{session_id}.log")
         arn = None if self._images is None or session_id is None else self._images.arn_of(session_id)
-        runtime_id = (arn or self.arn).rpartition("/")[2]
-        return f"CloudWatch, /aws/bedrock-agentcore/runtimes/{runtime_id}-{self._config.qualifier}"
+        return f"CloudWatch, /aws/bedrock-agentcore/runtimes/{id_of(arn or self.arn)}-{self._config.qualifier}"
 
     async def watch_sessions(self, run_id: str, on_end: Callable[[SessionEnd], None]) -> None:
         """Report sessions that ended without a stop. Only the local emulator lists them; AWS has no such call."""
@@ -219,9 +220,10 @@ class AgentCoreRuntime(AgentRuntime):
                 await asyncio.sleep(_POLL_S)
 
     def cleanup_spec(self) -> CleanupSpec:
+        module = "rollout_backend.runtimes.agentcore.cleanup"
         return CleanupSpec(
-            "rollout_backend.runtimes.agentcore.cleanup.session_stopper",
-            remover=f"{remove_unused.__module__}.{remove_unused.__name__}" if self._images is not None else None,
+            f"{module}.session_stopper",
+            remover=f"{module}.remove_unused" if self._images is not None else None,
             options={
                 "arn": self.arn,
                 "qualifier": self._config.qualifier,
@@ -310,6 +312,14 @@ class AgentCoreRuntime(AgentRuntime):
         if self._images is not None:
             await self._images.aclose()
         await self._stack.aclose()
+
+
+def _maker(
+    config: AgentCoreConfig, control: Any, on_status: Callable[[str], object] = lambda text: None
+) -> RuntimeMaker:
+    """Return what creates or updates the runtime of `runtime.image`."""
+    spec, timeout_s = RuntimeSpec.of(config), config.ready_timeout_s
+    return RuntimeMaker(spec, control, timeout_s, ecr_url=config.endpoint_url, on_status=on_status)
 
 
 def _check_definition(arn: str, described: Mapping[str, Any]) -> Iterator[CheckResult]:
