@@ -91,7 +91,6 @@ class KubernetesEmulator:
         self.denied: set[tuple[str, str]] = set()  # resource and verb
         self.calls: list[tuple[str, str]] = []  # method and path
         self.created: list[dict[str, Any]] = []  # what was posted
-        self.early: list[tuple[str, str]] = []  # calls that were repeated before the time of a Retry-After
         self.service_accounts = {"default"}
         self.watch_s = 60.0  # at most; then a watch ends with a bookmark
         self._tls = tls
@@ -103,7 +102,6 @@ class KubernetesEmulator:
         self._history: deque[tuple[int, str, dict[str, Any]]] = deque()  # of pods
         self._changed = asyncio.Event()
         self._cut = asyncio.Event()
-        self._retry_at: dict[tuple[str, str], float] = {}  # by method and path
         self._tokens: list[str] = []
         self._runner: web.AppRunner | None = None
         self._nodes = Nodes(self, images, folder)
@@ -228,10 +226,7 @@ class KubernetesEmulator:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        call = request.method, request.path
-        self.calls.append(call)
-        if asyncio.get_running_loop().time() < self._retry_at.pop(call, 0.0):
-            self.early.append(call)
+        self.calls.append((request.method, request.path))
         try:
             if request.headers.get("Authorization") not in [f"Bearer {token}" for token in self._tokens]:
                 raise Refusal(401, "Unauthorized", "Unauthorized")
@@ -249,8 +244,6 @@ class KubernetesEmulator:
         match kind:
             case "throttle":
                 message = "the server has received too many requests and has asked us to try again later"
-                at = asyncio.get_running_loop().time() + _RETRY_AFTER_S
-                self._retry_at[request.method, request.path] = at
                 raise Refusal(429, "TooManyRequests", message, {"Retry-After": str(_RETRY_AFTER_S)})
             case "unauthorized":
                 raise Refusal(401, "Unauthorized", "the token has expired")

@@ -14,7 +14,6 @@ from typing import Any, Self
 
 import aiohttp
 from pydantic_core import from_json
-from tenacity import RetryCallState, stop_after_attempt, wait_exponential_jitter
 
 from agent_wrapper.contract import REQUEST_FIELD, ContractError, Rollout, RolloutRequest
 from rollout_backend.config import KubernetesConfig
@@ -32,7 +31,6 @@ from rollout_backend.errors import (
     RuntimeUnavailable,
     Throttled,
 )
-from rollout_backend.retry import retry
 from rollout_backend.runtimes.base import CleanupSpec, VerifierEnd, VerifierRuntime
 from rollout_backend.runtimes.kubernetes.api import ApiError, KubernetesApi
 from rollout_backend.runtimes.kubernetes.manifests import (
@@ -65,8 +63,6 @@ RULES = (
 _NO_ANSWER = (aiohttp.ClientError, TimeoutError, OSError, ValueError)
 _POD_S = 10.0  # time for the Job controller to create a pod, unless something refuses it
 _ACCEPTED = b'{"status": "accepted"}'
-_TRIES = 6
-_BACK_OFF = wait_exponential_jitter(max=10)
 
 
 class KubernetesRuntime(VerifierRuntime):
@@ -411,21 +407,8 @@ def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
     async def delete(session_id: str) -> bool:
         api = await KubernetesApi.open(config)
         try:
-            return await retry(
-                lambda: delete_job(api, session_id), _is_transient, _wait, stop=stop_after_attempt(_TRIES)
-            )
+            return await delete_job(api, session_id)
         finally:
             await api.aclose()
 
     return lambda session_id: asyncio.run(delete(session_id))
-
-
-def _wait(state: RetryCallState) -> float:
-    error = state.outcome.exception() if state.outcome is not None else None
-    return max(_BACK_OFF(state), error.retry_after_s if isinstance(error, ApiError) else 0.0)
-
-
-def _is_transient(error: BaseException) -> bool:
-    if isinstance(error, ApiError):
-        return error.status in (401, 409, 429) or error.status >= 500
-    return isinstance(error, (NoCredentials, aiohttp.ClientError, OSError))
