@@ -11,54 +11,27 @@ Invariants:
 import asyncio
 import contextlib
 import hashlib
-import json
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
-from rollout_backend import errors
 from rollout_backend.config import RayConfig
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.errors import (
-    InvokeRejected,
     OutcomeUnknown,
     PreflightError,
-    QuotaExceeded,
-    RuntimeCallError,
     RuntimeUnavailable,
 )
-from rollout_backend.runtimes.base import AgentRuntime, CleanupSpec
-from rollout_backend.runtimes.process.control import KILL_S, SESSION_ID, pipe_of, send_stop
-from rollout_backend.runtimes.process.runtime import KEPT_ENDS, ProcessRuntime
-from rollout_backend.runtimes.process.session import ProcessSession, log_of
+from rollout_backend.runtimes.base import CleanupSpec
+from rollout_backend.runtimes.process.control import KILL_S, pipe_of, send_stop
+from rollout_backend.runtimes.process.runtime import CommandRuntime, ProcessRuntime
+from rollout_backend.runtimes.process.session import ProcessSession
 
 _CHECK_S = 30.0  # time limit for scheduling the check
-
-
-class _StartError(NamedTuple):
-    """An error at the start of a session, as its actor returns it."""
-
-    kind: str
-    message: str
-    options: dict[str, Any]
-
-    @classmethod
-    def of(cls, error: BaseException) -> Self:
-        options: dict[str, Any] = {}
-        if isinstance(error, RuntimeUnavailable):
-            options = {"never_opened": error.never_opened}
-        elif isinstance(error, InvokeRejected):
-            options = {"reason": error.reason}
-        return cls(type(error).__name__, str(error), options)
-
-    def raised(self) -> RuntimeCallError:
-        error: RuntimeCallError = getattr(errors, self.kind, OutcomeUnknown)(self.message, **self.options)
-        return error
 
 
 class _SessionActor:
@@ -68,15 +41,14 @@ class _SessionActor:
         self._config, self._folder, self._id, self._payload = config, folder, session_id, payload
         self._session: ProcessSession | None = None
 
-    async def start(self) -> _StartError | None:
-        """Start the agent. Return the error if it did not start."""
+    async def start(self) -> BaseException | None:
+        """Start the agent. Return the RuntimeCallError if it did not start; Ray would raise an error as its own."""
         argv = self._config.argv
         self._session = ProcessSession(
             self._config, self._folder, self._id, argv, self._payload, ends_with_starter=True
         )
         await asyncio.wait({self._session.started})
-        error = self._session.started.exception()
-        return None if error is None else _StartError.of(error)
+        return self._session.started.exception()
 
     async def wait(self) -> tuple[bool, str, str]:
         """Wait for the session's end. Return whether it was stopped, the reason, and a description."""
@@ -119,18 +91,16 @@ def _connect(address: str) -> None:
         ray.init(address=address, log_to_driver=False, logging_level="warning")
 
 
-class RayRuntime(AgentRuntime):
+class RayRuntime(CommandRuntime):
     """The sessions of one run."""
 
+    _config: RayConfig
+
     def __init__(self, config: RayConfig, folder: Path) -> None:
-        self._config = config
-        self._folder = folder
+        super().__init__(config, folder)
         self._namespace = f"rollouts-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
         self._actors: dict[str, Any] = {}
-        self._starts: dict[str, asyncio.Task[None]] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
-        self._finished: dict[str, None] = {}  # in order, at most KEPT_ENDS
-        self._ends: asyncio.Queue[SessionEnd] = asyncio.Queue()
 
     @classmethod
     async def open(cls, config: RayConfig, on_status: Callable[[str], object] = lambda text: None) -> Self:
@@ -179,15 +149,8 @@ class RayRuntime(AgentRuntime):
             options["runtime_env"] = dict(config.runtime_env)
         return options
 
-    def limits(self) -> RayConfig:
-        return self._config
-
-    def describe(self) -> dict[str, str]:
-        return {"command": shlex.join(self._config.argv), "working_dir": str(self._config.working_dir)}
-
     def log_location(self, session_id: str | None) -> str:
-        place = self._folder if session_id is None else log_of(self._folder, session_id)
-        return f"on the session's machine of the Ray cluster: {place}"
+        return f"on the session's machine of the Ray cluster: {super().log_location(session_id)}"
 
     def cleanup_spec(self) -> CleanupSpec:
         options = {"address": self._config.address, "namespace": self._namespace, "grace_s": self._config.grace_s}
@@ -195,22 +158,12 @@ class RayRuntime(AgentRuntime):
 
     # --- sessions -----------------------------------------------------------------------------------------
 
-    async def invoke(self, session_id: str, payload: bytes) -> bytes:
-        if not SESSION_ID.fullmatch(session_id):
-            raise InvokeRejected(f"the session id {session_id!r} is no file name")
-        if session_id in self._finished:
-            return _status("finished")
-        if session_id in self._starts:
-            await asyncio.shield(self._starts[session_id])
-            return _status("running")
-        if len(self._starts) >= self._config.max_sessions:
-            raise QuotaExceeded(f"{len(self._starts)} sessions run, as many as runtime.max_sessions allows")
-        start = self._starts[session_id] = asyncio.create_task(self._start(session_id, payload))
+    def _start(self, session_id: str, payload: bytes) -> asyncio.Future[None]:
+        start = asyncio.create_task(self._start_session(session_id, payload))
         start.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks the exception as retrieved
-        await asyncio.shield(start)  # after a cancellation the start continues until the session is stopped
-        return _status("accepted")
+        return start
 
-    async def _start(self, session_id: str, payload: bytes) -> None:
+    async def _start_session(self, session_id: str, payload: bytes) -> None:
         try:
             await self._start_actor(session_id, payload)
         except BaseException:
@@ -246,18 +199,14 @@ class RayRuntime(AgentRuntime):
         except (RayError, ValueError, ConnectionError) as error:
             raise OutcomeUnknown(f"the session's Ray actor was lost as it started: {_first_line(error)}") from None
         if failed is not None:
-            raise _StartError(*failed).raised()
+            raise failed
 
     async def _watch(self, session_id: str) -> None:
         stopped, reason, message = await _end_of(self._actors[session_id])
-        self._finished[session_id] = None
-        if len(self._finished) > KEPT_ENDS:
-            del self._finished[next(iter(self._finished))]
-        del self._starts[session_id], self._watches[session_id]
+        del self._watches[session_id]
         self._kill(session_id)
-        if not stopped:
-            text = f"session {session_id} ended without a result: {message}"
-            self._ends.put_nowait(SessionEnd(session_id, reason, text))
+        text = f"session {session_id} ended without a result: {message}"
+        self._finish(session_id, None if stopped else SessionEnd(session_id, reason, text))
 
     def _kill(self, session_id: str) -> None:
         actor = self._actors.pop(session_id, None)
@@ -342,7 +291,3 @@ def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _status(status: str) -> bytes:
-    return json.dumps({"status": status}).encode()

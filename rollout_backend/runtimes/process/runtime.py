@@ -12,6 +12,7 @@ import os
 import shlex
 import shutil
 import threading
+from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,21 +33,66 @@ from rollout_backend.runtimes.process.control import (
 )
 from rollout_backend.runtimes.process.session import ProcessSession, environment, log_of
 
-KEPT_ENDS = 10_000  # sessions that have ended; a repeated invoke follows within minutes
+_KEPT_ENDS = 10_000  # sessions that have ended; a repeated invoke follows within minutes
 _IMPORT_S = 120.0
 _POLL_S = 1.0  # interval of polling sessions that an earlier trainer started
 
 
-class ProcessRuntime(AgentRuntime):
-    """The processes of one run."""
+class CommandRuntime(AgentRuntime):
+    """A runtime that runs a command for each session of one run. `folder` is that of the sessions' logs."""
 
     def __init__(self, config: ProcessConfig, folder: Path) -> None:
         self._config = config
         self._folder = folder
-        self._sessions: dict[str, ProcessSession] = {}
-        self._finished: dict[str, None] = {}  # in order, at most KEPT_ENDS
-        self._earlier = {*open_sessions(folder)}
+        self._starts: dict[str, asyncio.Future[None]] = {}  # of the sessions that run
+        self._finished: dict[str, None] = {}  # in order, at most _KEPT_ENDS
         self._ends: asyncio.Queue[SessionEnd] = asyncio.Queue()
+
+    @abstractmethod
+    def _start(self, session_id: str, payload: bytes) -> asyncio.Future[None]:
+        """Start a session, which calls `_finish` at its end. The future holds the RuntimeCallError of a failed
+        start."""
+
+    def _finish(self, session_id: str, end: SessionEnd | None) -> None:
+        """Note that a session that had started has ended. Report `end`; None if the session was stopped."""
+        del self._starts[session_id]
+        self._finished[session_id] = None
+        if len(self._finished) > _KEPT_ENDS:
+            del self._finished[next(iter(self._finished))]
+        if end is not None:
+            self._ends.put_nowait(end)
+
+    async def invoke(self, session_id: str, payload: bytes) -> bytes:
+        if not SESSION_ID.fullmatch(session_id):
+            raise InvokeRejected(f"the session id {session_id!r} is no file name")
+        if session_id in self._finished:
+            return _status("finished")
+        if session_id in self._starts:
+            await asyncio.shield(self._starts[session_id])
+            return _status("running")
+        if len(self._starts) >= self._config.max_sessions:
+            raise QuotaExceeded(f"{len(self._starts)} sessions run, as many as runtime.max_sessions allows")
+        start = self._starts[session_id] = self._start(session_id, payload)
+        await asyncio.shield(start)  # after a cancellation the start continues until the session is stopped
+        return _status("accepted")
+
+    def limits(self) -> ProcessConfig:
+        return self._config
+
+    def describe(self) -> dict[str, str]:
+        return {"command": shlex.join(self._config.argv), "working_dir": str(self._config.working_dir)}
+
+    def log_location(self, session_id: str | None) -> str:
+        return str(self._folder if session_id is None else log_of(self._folder, session_id))
+
+
+class ProcessRuntime(CommandRuntime):
+    """The processes of one run."""
+
+    def __init__(self, config: ProcessConfig, folder: Path) -> None:
+        super().__init__(config, folder)
+        self._sessions: dict[str, ProcessSession] = {}
+        self._earlier = {*open_sessions(folder)}
         self._stop_other = session_stopper(self.cleanup_spec().options)
 
     @classmethod
@@ -94,15 +140,6 @@ class ProcessRuntime(AgentRuntime):
         if session.end is None or session.end["code"] != 0:
             raise PreflightError(f"runtime.app: {app} cannot be imported in {self._config.working_dir}: {how}")
 
-    def limits(self) -> ProcessConfig:
-        return self._config
-
-    def describe(self) -> dict[str, str]:
-        return {"command": shlex.join(self._config.argv), "working_dir": str(self._config.working_dir)}
-
-    def log_location(self, session_id: str | None) -> str:
-        return str(self._folder if session_id is None else log_of(self._folder, session_id))
-
     def cleanup_spec(self) -> CleanupSpec:
         return CleanupSpec(
             "rollout_backend.runtimes.process.control.session_stopper",
@@ -111,32 +148,21 @@ class ProcessRuntime(AgentRuntime):
 
     # --- sessions -----------------------------------------------------------------------------------------
 
-    async def invoke(self, session_id: str, payload: bytes) -> bytes:
-        if not SESSION_ID.fullmatch(session_id):
-            raise InvokeRejected(f"the session id {session_id!r} is no file name")
-        if session_id in self._finished:
-            return _status("finished")
-        if session_id in self._sessions:
-            await asyncio.shield(self._sessions[session_id].started)
-            return _status("running")
-        if len(self._sessions) >= self._config.max_sessions:
-            raise QuotaExceeded(f"{len(self._sessions)} processes run, as many as runtime.max_sessions allows")
+    def _start(self, session_id: str, payload: bytes) -> asyncio.Future[None]:
         session = ProcessSession(self._config, self._folder, session_id, self._config.argv, payload)
         self._sessions[session_id] = session
         session.task.add_done_callback(lambda _: self._on_end(session_id, session))
-        await asyncio.shield(session.started)  # after a cancellation the start continues until the session is stopped
-        return _status("accepted")
+        return session.started
 
     def _on_end(self, session_id: str, session: ProcessSession) -> None:
         del self._sessions[session_id]
         if session.task.cancelled() or session.started.exception() is not None:
-            return
-        self._finished[session_id] = None
-        if len(self._finished) > KEPT_ENDS:
-            del self._finished[next(iter(self._finished))]
-        if session.end is None or session.end["why"] != "stopped":
+            del self._starts[session_id]
+        elif session.end is not None and session.end["why"] == "stopped":
+            self._finish(session_id, None)
+        else:
             message = f"session {session_id} ended without a result: {session.describe_end()}. Log: {session.log}"
-            self._ends.put_nowait(SessionEnd(session_id, session.reason(), message))
+            self._finish(session_id, SessionEnd(session_id, session.reason(), message))
 
     async def stop(self, session_id: str) -> None:
         session = self._sessions.get(session_id)
