@@ -466,17 +466,9 @@ class RolloutApp:
     async def _publish(self, job: _Job, rollout: Rollout) -> None:
         request, body = job.request, rollout.encode()
         budget_s = _LAST_PUBLISH_S if job.stopping.is_set() else job.publish_s
-        written = await in_thread(
-            lambda: self._publisher.publish(
-                request.result,
-                request.key_for(rollout.outcome),
-                body,
-                budget_s,
-                request.url_for(rollout.outcome),
-            ),
-            "publish",
-        )
-        logger.info("rollout %s published as %s (written: %s)", rollout.rollout_id, rollout.outcome, written)
+        key, url = request.key_for(rollout.outcome), request.url_for(rollout.outcome)
+        await in_thread(lambda: self._publisher.publish(request.result, key, body, budget_s, url), "publish")
+        logger.info("rollout %s published as %s", rollout.rollout_id, rollout.outcome)
 
 
 def _fetch_s(result: AgentResult, left_s: float, least_s: float) -> float:

@@ -5,23 +5,27 @@ Invariants:
 - the object under a rollout's key never changes: the write fails if the key exists;
 - only an existing object is announced. An unannounced result still counts, because the backend lists the prefix. A
   repeated announcement has no effect and a missing one costs time, so an attempt that finds an existing object
-  announces it again.
+  announces it again;
+- a presigned URL grants access to the bucket, so it never appears in an error message or log record.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import re
 import threading
 from collections.abc import Callable
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agent_wrapper.contract import Announcement, ResultTarget
-from agent_wrapper.shared.presigned import is_transient, put_once, write_retry
+from agent_wrapper.contract import Announcement, ResultTarget, put_headers
+from agent_wrapper.shared.aws_errors import is_transient
+from agent_wrapper.shared.redaction import redact_logs, without_secrets
 
 if TYPE_CHECKING:
     import boto3
+    import httpx
+    import tenacity
     from botocore.loaders import Loader
     from mypy_boto3_s3 import S3Client
     from mypy_boto3_sqs import SQSClient
@@ -31,6 +35,7 @@ logger = logging.getLogger("agent_wrapper")
 _CONNECT_TIMEOUT_S = 5.0
 _READ_TIMEOUT_S = 20.0
 _CONNECTIONS = 32
+_CODE = re.compile(r"<Code>([\w.]{1,64})</Code>")
 # A retry may find the right credentials, or a corrected clock.
 _STALE_CREDENTIALS = ("ExpiredToken", "InvalidAccessKeyId", "InvalidClientTokenId", "InvalidToken", "Unrecognized")
 _T = TypeVar("_T")
@@ -40,13 +45,8 @@ class PublishError(Exception):
     """The result could not be written. The message says why and names the key."""
 
 
-class WriteOutcome(StrEnum):
-    """Which attempt wrote the object."""
-
-    NOW = "now"
-    BEFORE = "before"  # an earlier write of this attempt, whose response was lost
-    BY_ANOTHER = "by_another"  # another attempt of this rollout, whose result counts
-    UNSEEN = "unseen"  # BEFORE or BY_ANOTHER: the object could not be read
+class PutRefused(Exception):
+    """S3 refused the object or could not be reached in time. The message says why."""
 
 
 class Publisher:
@@ -64,26 +64,21 @@ class Publisher:
         if target.queue_url is not None:
             self._client("sqs", target.region)
 
-    def publish(
-        self, target: ResultTarget, key: str, body: bytes, budget_s: float, url: str | None = None
-    ) -> WriteOutcome:
+    def publish(self, target: ResultTarget, key: str, body: bytes, budget_s: float, url: str | None = None) -> None:
         """Write `body` under `key` as `write` does, and announce it. Each of the two takes at most about `budget_s`.
 
         Raises:
             PublishError: the key may not exist.
         """
-        written = self.write(target, key, body, budget_s, url)
+        self.write(target, key, body, budget_s, url)
         if target.queue_url is not None:
             try:
                 self._announce(target, key, budget_s)
             except Exception as error:
                 where = f"s3://{target.bucket}/{key}"
                 logger.warning("%s was written but could not be announced on %s: %s", where, target.queue_url, error)
-        return written
 
-    def write(
-        self, target: ResultTarget, key: str, body: bytes, budget_s: float, url: str | None = None
-    ) -> WriteOutcome:
+    def write(self, target: ResultTarget, key: str, body: bytes, budget_s: float, url: str | None = None) -> None:
         """Write `body` under `key` unless the key exists. Takes at most about `budget_s`.
 
         With `url`, a presigned URL for that key, the write needs no credentials.
@@ -94,23 +89,16 @@ class Publisher:
         where = f"s3://{target.bucket}/{key}"
         try:
             if url is not None:
-                written = WriteOutcome.NOW if put_once(url, body, budget_s) else WriteOutcome.UNSEEN
+                is_first = _put_by_url(url, body, budget_s)
             else:
-                written = self._write(target, key, body, budget_s)
+                is_first = self._put_once(target, key, body, budget_s)
         except Exception as error:
             raise PublishError(f"cannot write {where}: {type(error).__name__}: {error}") from error
-        match written:
-            case WriteOutcome.BEFORE:
-                logger.info("%s: an earlier write of this attempt had succeeded", where)
-            case WriteOutcome.BY_ANOTHER:
-                logger.warning("%s: another attempt wrote its result first; this result is dropped", where)
-            case WriteOutcome.UNSEEN:
-                logger.warning(
-                    "%s: the key exists, and the object could not be read to see which attempt wrote it", where
-                )
-        return written
+        if not is_first:  # an agent's role may not read the object, which would show whose it is
+            logger.warning("%s exists: another attempt wrote it, or this one, if the response was lost", where)
 
-    def _write(self, target: ResultTarget, key: str, body: bytes, budget_s: float) -> WriteOutcome:
+    def _put_once(self, target: ResultTarget, key: str, body: bytes, budget_s: float) -> bool:
+        """Write `body`. Return False if the key exists."""
         from botocore.exceptions import ClientError
 
         def put(s3: S3Client) -> None:
@@ -118,22 +106,13 @@ class Publisher:
                 Bucket=target.bucket, Key=key, Body=body, ContentType="application/octet-stream", IfNoneMatch="*"
             )
 
-        def read(s3: S3Client) -> bytes:
-            return s3.get_object(Bucket=target.bucket, Key=key)["Body"].read()
-
         try:
             self._retry("s3", target.region, budget_s, put)
         except ClientError as error:
             if _status(error) != 412:
                 raise
-        else:
-            return WriteOutcome.NOW
-        try:
-            there = self._retry("s3", target.region, budget_s, read)
-        except Exception:  # the role may lack s3:GetObject, and does not need it
-            logger.debug("cannot read %s", key, exc_info=True)
-            return WriteOutcome.UNSEEN
-        return WriteOutcome.BEFORE if there == body else WriteOutcome.BY_ANOTHER
+            return False
+        return True
 
     def _announce(self, target: ResultTarget, key: str, budget_s: float) -> None:
         message = Announcement(bucket=target.bucket, key=key).encode()
@@ -176,7 +155,50 @@ class Publisher:
                         self._clients.pop((service, region), None)  # unless another thread has replaced it
                 raise
 
-        return write_retry(tenacity.retry_if_exception(_is_transient), budget_s, reraise=True)(attempt)
+        return _retrying(tenacity.retry_if_exception(_is_transient), budget_s, reraise=True)(attempt)
+
+
+def _put_by_url(url: str, body: bytes, budget_s: float) -> bool:
+    """Write `body` with one PUT. Return False if the object exists.
+
+    Raises:
+        PutRefused: the retries used up `budget_s`, or the error is permanent.
+    """
+    import httpx  # imported on first use: see shared/trajectory.py
+    import tenacity
+
+    put = _retrying(
+        tenacity.retry_if_exception_type(httpx.TransportError)
+        | tenacity.retry_if_result(lambda response: is_transient(response.status_code, _code(response))),
+        budget_s,
+        retry_error_callback=lambda state: state.outcome.result() if state.outcome else None,  # as it was, last
+    )
+    verify = not url.startswith("http://")
+    timeout = httpx.Timeout(_READ_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
+    redact_logs()
+    try:
+        with httpx.Client(timeout=timeout, verify=verify) as client:
+            response: httpx.Response = put(client.put, url, content=body, headers=put_headers(body))
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise PutRefused(without_secrets(f"{type(error).__name__}: {error}")) from None
+    if response.status_code == 412:
+        return False
+    if not response.is_success:
+        raise PutRefused(f"S3 answered {response.status_code} {_code(response) or response.reason_phrase}")
+    return True
+
+
+def _code(response: httpx.Response) -> str:
+    code = _CODE.search(response.text) if response.is_error else None
+    return code[1] if code else ""
+
+
+def _retrying(when: tenacity.retry_base, budget_s: float, **more: Any) -> tenacity.Retrying:
+    """Return a retrier that repeats a write while `when` holds, for at most `budget_s`."""
+    import tenacity
+
+    wait = tenacity.wait_exponential_jitter(multiplier=0.2, max=8.0, jitter=0.5)
+    return tenacity.Retrying(retry=when, stop=tenacity.stop_before_delay(budget_s), wait=wait, **more)
 
 
 def _is_transient(error: BaseException) -> bool:

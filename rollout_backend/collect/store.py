@@ -21,7 +21,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from agent_wrapper.contract import MAX_PACKED_ARTIFACT_BYTES, ContractError, probe_key, quarantine_prefix
 from agent_wrapper.contract.codec import MAX_OBJECT_BYTES
-from agent_wrapper.shared.presigned import is_transient
+from agent_wrapper.shared.aws_errors import is_transient
 from rollout_backend import aws
 from rollout_backend.config import AwsConfig, StorageConfig
 from rollout_backend.errors import PreflightError, ResultMissing, StoreError, WriteConflict

@@ -1,15 +1,34 @@
-"""Results are written once and announced, to moto's S3 and SQS and to a scripted S3."""
+"""Results are written once and announced, with credentials or by URL, to moto's S3 and SQS and to a scripted S3."""
 
 import json
+import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from botocore.config import Config
 from botocore.exceptions import CredentialRetrievalError
 
-from agent_wrapper.contract import ResultTarget
-from agent_wrapper.publish import Publisher, PublishError, WriteOutcome
+from agent_wrapper.contract import Outcome, ResultTarget, RolloutRequest
+from agent_wrapper.publish import Publisher, PublishError
 from stub_server import HANG_UP, Request, StubServer
+
+BY_KEY_AND_BY_URL = pytest.mark.parametrize("by_url", [False, True], ids=["by key", "by URL"])
+NO_CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "",
+    "AWS_SECRET_ACCESS_KEY": "",
+    "AWS_ENDPOINT_URL": "",
+    "AWS_DEFAULT_REGION": "",
+    "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+    "AWS_CONFIG_FILE": "/dev/null",
+}
+
+
+def sign(cloud, key: str) -> str:
+    s3 = cloud.client("s3", config=Config(signature_version="s3v4", s3={"addressing_style": "path"}))
+    place = {"Bucket": cloud.bucket, "Key": key}
+    conditions = {"ContentType": "application/octet-stream", "IfNoneMatch": "*"}
+    return str(s3.generate_presigned_url("put_object", Params={**place, **conditions}))
 
 
 @pytest.fixture
@@ -29,54 +48,67 @@ def key(request) -> str:
     return f"publish/{request.node.name}"
 
 
-@pytest.mark.parametrize(("body", "written"), [(b"first", WriteOutcome.BEFORE), (b"second", WriteOutcome.BY_ANOTHER)])
-def test_the_first_write_wins_and_is_announced_again(publisher, cloud, target, key, body, written):
-    publisher.publish(target, key, b"first", budget_s=5)
-    assert cloud.receive(target.queue_url) == [key]
-    assert publisher.publish(target, key, body, budget_s=5) is written
-    assert cloud.receive(target.queue_url) == [key]
+@BY_KEY_AND_BY_URL
+def test_the_first_write_wins_and_is_announced_again(publisher, cloud, target, key, by_url, caplog):
+    for body in (b"first", b"second"):
+        publisher.publish(target, key, body, 5, sign(cloud, key) if by_url else None)
+        assert cloud.receive(target.queue_url) == [key]
     assert cloud.get(key) == b"first"
+    assert caplog.text.count("exists: another attempt wrote it, or this one, if the response was lost") == 1
 
 
-def test_one_of_many_writers_wins(publisher, cloud, target, key):
-    bodies = [f"writer {i}".encode() for i in range(8)]
+def test_one_of_many_writers_wins(publisher, target, key, caplog):
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda body: publisher.publish(target, key, body, budget_s=10), bodies))
-    assert sorted(found) == [WriteOutcome.BY_ANOTHER] * 7 + [WriteOutcome.NOW]
+        list(pool.map(lambda i: publisher.publish(target, key, b"%d" % i, 10), range(8)))
+    assert caplog.text.count("exists: another attempt wrote it") == 7
 
 
 def test_a_failed_announcement_does_not_lose_the_result(publisher, cloud, target, key, caplog):
     gone = target.model_copy(update={"queue_url": f"{target.queue_url}-gone"})
-    assert publisher.publish(gone, key, b"result", budget_s=1) is WriteOutcome.NOW
+    publisher.publish(gone, key, b"result", budget_s=1)
     assert cloud.get(key) == b"result"
     assert "was written but could not be announced" in caplog.text
+
+
+def test_with_urls_no_client_of_aws_is_made(cloud):
+    urls = {"result": "http://s3/r", "failure_marker": "http://s3/n"}
+    publisher = Publisher()
+    publisher.prepare(ResultTarget.parse({"bucket": cloud.bucket, "urls": urls}))
+    assert publisher._clients == {}
+
+
+@pytest.mark.parametrize(("body", "outcome"), [("good", Outcome.COMPLETED), ("cut", Outcome.INFRA_ERROR)])
+def test_a_container_without_credentials_publishes_its_result_or_its_failure_marker(
+    start_container, cloud, body, outcome
+):
+    container = start_container("async", **NO_CREDENTIALS)
+    block = container.request([(403, b"no")] if body == "cut" else None, result__queue_url=None)
+    request = RolloutRequest.parse(block)
+    keys = {"result": request.key_for(Outcome.COMPLETED), "failure_marker": request.key_for(Outcome.INFRA_ERROR)}
+    block["result"]["urls"] = {name: sign(cloud, key) for name, key in keys.items()}
+    assert container.invoke("return 1.0", block).status_code == 200
+    container.await_idle()
+    rollout = cloud.read(request.key_for(outcome))
+    assert rollout.outcome is outcome
+    listed = cloud.s3.list_objects_v2(Bucket=cloud.bucket, Prefix=request.key)
+    assert [item["Key"] for item in listed["Contents"]] == [request.key_for(outcome)]
 
 
 # --- a scripted S3 ----------------------------------------------------------------------------------------
 
 
 class ScriptedS3:
-    """Answers each PUT as the next cue says. It stores one body."""
+    """Answers each PUT with the next scripted status and error code, and then with 200."""
 
     def __init__(self) -> None:
-        self.cues: list[str] = []
-        self.stored: bytes | None = None
-        self.puts = 0
+        self.answers: list[str] = []
+        self.headers: list[dict[str, str]] = []
+        self.url = ""
 
     def handle(self, request: Request) -> tuple[int, bytes]:
-        if request.command == "GET":
-            readable = self.stored is not None and "403 on GET" not in self.cues
-            return (200, self.stored) if readable else (403, b"")
-        assert request.headers["If-None-Match"] == "*"
-        self.puts += 1
-        cue = self.cues.pop(0) if self.cues else "store"
-        status, _, code = cue.partition(" ")
-        if status.isdigit():
-            return int(status), f"<Error><Code>{code}</Code></Error>".encode() if code else b""
-        if self.stored is not None:
-            return 412, b""
-        self.stored = request.body
-        return HANG_UP if cue == "store and hang up" else 200, b""
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
+        status, _, code = (self.answers.pop(0) if self.answers else "200").partition(" ")
+        return int(status), f"<Error><Code>{code}</Code></Error>".encode() if code else b""
 
 
 @pytest.fixture
@@ -84,24 +116,59 @@ def faulty(publisher, monkeypatch) -> Iterator[ScriptedS3]:
     s3 = ScriptedS3()
     with StubServer(s3.handle) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.url)
+        s3.url = f"{server.url}/bucket/key?X-Amz-Signature=5ec7e7&X-Amz-Expires=9"
         yield s3
 
 
-@pytest.mark.parametrize(
-    "cues",
-    [
-        ["409"],
-        ["503", "500", "409"],
-        ["429"],
-        ["400 ThrottlingException", "400 RequestTimeout"],  # of KMS; a body that came too slowly
-        ["403 RequestTimeTooSkewed", "400 ExpiredToken", "403 InvalidAccessKeyId"],  # after a snapshot's restore
-    ],
-    ids=lambda cues: ", ".join(cues),
+TEMPORARY = (
+    ["409"],
+    ["503", "429"],
+    [f"{HANG_UP}"],
+    ["400 ThrottlingException", "400 KMS.ThrottlingException"],
+    ["400 RequestTimeout", "403 RequestTimeTooSkewed"],  # a body that came too slowly; after a snapshot's restore
 )
-def test_a_temporary_refusal_is_retried(faulty, publisher, cloud, target, key, cues):
-    faulty.cues = list(cues)
-    assert publisher.publish(target, key, b"result", budget_s=120) is WriteOutcome.NOW
-    assert faulty.puts == len(cues) + 1
+STALE = ["400 ExpiredToken", "403 InvalidAccessKeyId"]  # a later client may have other credentials
+
+
+@pytest.mark.parametrize(
+    ("by_url", "answers"), [(by_url, each) for by_url in (False, True) for each in TEMPORARY] + [(False, STALE)]
+)
+def test_a_temporary_refusal_is_retried(faulty, publisher, cloud, target, key, by_url, answers):
+    faulty.answers = [*answers]
+    publisher.publish(target, key, b"result", 120, faulty.url if by_url else None)
+    assert cloud.receive(target.queue_url) == [key]
+    assert len(faulty.headers) == len(answers) + 1
+    for sent in faulty.headers:
+        assert (sent["if-none-match"], sent["content-type"]) == ("*", "application/octet-stream")
+        if by_url:
+            assert sent["content-md5"] == "tKiEF7PQFw11TGR8MLchag==", "a bucket with Object Lock requires it"
+        assert ("authorization" in sent) is not by_url
+
+
+@BY_KEY_AND_BY_URL
+@pytest.mark.parametrize(("answer", "budget_s"), [("403 AccessDenied", 60), ("503 SlowDown", 0)])
+def test_retries_end(faulty, publisher, cloud, target, key, by_url, answer, budget_s, caplog):
+    caplog.set_level(logging.DEBUG)
+    faulty.answers = [answer] * 2
+    code = answer.partition(" ")[2]
+    with pytest.raises(PublishError, match=rf"^cannot write s3://{cloud.bucket}/.*{code}") as caught:
+        publisher.publish(target, key, b"result", budget_s, faulty.url if by_url else None)
+    assert len(faulty.headers) == 1
+    assert cloud.receive(target.queue_url, wait_s=0) == [], "nothing is stored, so nothing is announced"
+    assert not by_url or "PUT http://127.0.0.1" in caplog.text, "httpx logs it if the agent enables this"
+    assert "5ec7e7" not in caplog.text + str(caught.value)
+
+
+def test_an_absent_server_is_reported_without_the_url(publisher, target, dead_url):
+    with pytest.raises(PublishError, match="ConnectError") as caught:
+        publisher.publish(target, "k", b"result", 0.5, f"{dead_url}/bucket/key?X-Amz-Signature=5ec7e7")
+    assert "5ec7e7" not in str(caught.value)
+
+
+@BY_KEY_AND_BY_URL
+def test_a_result_whose_answer_is_lost_is_announced(faulty, publisher, cloud, target, key, by_url):
+    faulty.answers = [f"{HANG_UP}", "412 PreconditionFailed"]
+    publisher.publish(target, key, b"result", 30, faulty.url if by_url else None)
     assert cloud.receive(target.queue_url) == [key]
 
 
@@ -123,27 +190,5 @@ def test_credentials_that_come_late_lose_no_result(
     if late == "at the start":
         with pytest.raises(CredentialRetrievalError):
             publisher.prepare(target)
-    assert publisher.publish(target, key, b"result", budget_s=120) is WriteOutcome.NOW
+    publisher.publish(target, key, b"result", budget_s=120)
     assert cloud.receive(target.queue_url) == [key]
-
-
-def test_a_lost_answer_is_recognised(faulty, publisher, cloud, target, key):
-    faulty.cues = ["store and hang up"]
-    assert publisher.publish(target, key, b"result", budget_s=30) is WriteOutcome.BEFORE
-    assert cloud.receive(target.queue_url) == [key]
-
-
-def test_a_role_that_may_not_read_still_announces(faulty, publisher, cloud, target, key):
-    faulty.stored = b"another's"
-    faulty.cues = ["store", "403 on GET"]
-    assert publisher.publish(target, key, b"result", budget_s=5) is WriteOutcome.UNSEEN
-    assert cloud.receive(target.queue_url) == [key]
-
-
-@pytest.mark.parametrize(("status", "budget_s"), [("403", 60), ("503", 0)], ids=["permanent", "out of time"])
-def test_retries_end(faulty, publisher, cloud, target, key, status, budget_s):
-    faulty.cues = [status] * 2
-    with pytest.raises(PublishError, match=status):
-        publisher.publish(target, key, b"result", budget_s=budget_s)
-    assert faulty.puts == 1
-    assert cloud.receive(target.queue_url, wait_s=0) == [], "nothing is stored, so nothing is announced"
