@@ -46,7 +46,7 @@ from agent_wrapper.outcome import AgentResult, build_rollout, classify, describe
 from agent_wrapper.publish import Publisher, PublishError
 from agent_wrapper.runner import Agent, Returned, in_thread
 from agent_wrapper.shared.redaction import redact_logs
-from agent_wrapper.shared.trajectory import TrajectoryUnavailable, fetch_trajectory, load_http_client, preload
+from agent_wrapper.shared.trajectory import TrajectoryUnavailable, fetch_trajectory, preload
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -59,7 +59,6 @@ SESSION_HEADER = "X-Amzn-Bedrock-AgentCore-Runtime-Session-Id"
 LOCAL_PORT = "ROLLOUT_LOCAL_PORT"
 """Environment variable that replaces AgentCore's port 8080 where several containers share a machine."""
 _TOKEN = "ROLLOUT_AGENT_TOKEN"  # noqa: S105  # the environment variable that holds it; unset: anyone may call
-_UNAUTHORIZED = {"error": "Unauthorized", "message": f"the Authorization header is not `Bearer ${_TOKEN}`"}
 _REMEMBERED = 10_000  # number of finished attempts for which repeated invokes are answered
 
 # Limits after the agent's deadline: time to unwind, to fetch the trajectory and to write the result. Each is also
@@ -247,68 +246,60 @@ class RolloutApp:
     # --- HTTP ---------------------------------------------------------------------------------------------
 
     async def _ping(self, _: Request) -> JSONResponse:
-        from starlette.responses import JSONResponse
-
         busy, since = self._busy_since_change
         # The time of the last change, not of this ping: the runtime takes it for the start of an idle period.
-        return JSONResponse({"status": "HealthyBusy" if busy else "Healthy", "time_of_last_update": since})
+        return _respond({"status": "HealthyBusy" if busy else "Healthy", "time_of_last_update": since})
 
     async def invocations(self, request: Request) -> JSONResponse:
         from pydantic_core import from_json
-        from starlette.responses import JSONResponse
 
         if not _is_authorized(request):
-            return JSONResponse(_UNAUTHORIZED, 401)
+            return _unauthorized()
         try:
             payload = from_json(await request.body())
         except ValueError as error:
-            return JSONResponse(_error("ValueError", f"the body is not JSON: {error}"), 400)
+            return _refuse(400, "ValueError", f"the body is not JSON: {error}")
         if not isinstance(payload, dict):
-            return JSONResponse(_error("ValueError", "the body is not a JSON object"), 400)
+            return _refuse(400, "ValueError", "the body is not a JSON object")
         if REQUEST_FIELD not in payload:
             return await self._serve(payload)
         try:
             wanted = RolloutRequest.parse(payload.pop(REQUEST_FIELD), f"{REQUEST_FIELD}.")
         except ContractError as error:
-            return JSONResponse(_error("ContractError", str(error)) | {"field": error.field}, 400)
+            return _refuse(400, "ContractError", str(error), field=error.field)
         job = self._jobs.get((wanted.run_id, wanted.rollout_id, wanted.session_id))
         if job is not None:
-            return JSONResponse(job.answer())
+            return _respond(job.answer())
         if self._stopping.is_set():
-            return JSONResponse(_error("Stopping", "this process is stopping"), 503)
+            return _refuse(503, "Stopping", "this process is stopping")
         logger.info("rollout %s accepted in session %s", wanted.rollout_id, request.headers.get(SESSION_HEADER))
         self._accept(wanted, payload)
-        return JSONResponse({"status": "accepted", "rollout_id": wanted.rollout_id})
+        return _respond({"status": "accepted", "rollout_id": wanted.rollout_id})
 
     async def stop(self, request: Request) -> JSONResponse:
         """Stop the session that the header names, as a runtime with one container per session would."""
-        from starlette.responses import JSONResponse
-
         if not _is_authorized(request):
-            return JSONResponse(_UNAUTHORIZED, 401)
+            return _unauthorized()
         session_id = request.headers.get(SESSION_HEADER)
         jobs = [job for job in self._jobs.values() if job.request.session_id == session_id and job.is_running]
         if not jobs:
-            return JSONResponse(_error("SessionNotFound", f"no rollout runs in session {session_id}"), 404)
+            return _refuse(404, "SessionNotFound", f"no rollout runs in session {session_id}")
         for job in jobs:
             logger.info("rollout %s: session %s is stopped", job.request.rollout_id, session_id)
             job.stopping.set()
-        return JSONResponse({"status": "stopping"})
+        return _respond({"status": "stopping"})
 
     async def _serve(self, payload: dict[str, Any]) -> JSONResponse:
-        from starlette.responses import JSONResponse
-
         assert self._agent is not None
         call = self._agent.start(RolloutContext.from_environment(payload))
         result = await asyncio.wrap_future(call.future)
         if isinstance(result, Returned):
             try:
-                return JSONResponse(result.value)
+                return _respond(result.value)
             except (TypeError, ValueError) as error:
-                message = f"what the agent returned is not JSON: {error}"
-                return JSONResponse(_error(type(error).__name__, message), 500)
+                return _refuse(500, type(error).__name__, f"what the agent returned is not JSON: {error}")
         logger.error("the agent raised", exc_info=result.error)
-        return JSONResponse(_error(type(result.error).__name__, str(result.error)), 500)
+        return _refuse(500, type(result.error).__name__, str(result.error))
 
     # --- a rollout's life ---------------------------------------------------------------------------------
 
@@ -317,7 +308,9 @@ class RolloutApp:
         if not self._jobs:
             reseed(request.session_id)  # this process may have been restored from a snapshot
         job = _Job(request)
-        self._forget_oldest()
+        over = max(0, len(self._jobs) - _REMEMBERED)
+        for key in [key for key, other in self._jobs.items() if not other.is_running][:over]:
+            del self._jobs[key]
         self._jobs[request.run_id, request.rollout_id, request.session_id] = job
         task = asyncio.create_task(self._run_job(job, payload), name=f"rollout-{request.rollout_id}")
         self._tasks.add(task)
@@ -332,11 +325,6 @@ class RolloutApp:
     def _update_busy(self) -> None:
         if self.is_busy != self._busy_since_change[0]:
             self._busy_since_change = (self.is_busy, int(time.time()))
-
-    def _forget_oldest(self) -> None:
-        over = len(self._jobs) - _REMEMBERED
-        for key in [key for key, job in self._jobs.items() if not job.is_running][: max(0, over)]:
-            del self._jobs[key]
 
     async def _run_job(self, job: _Job, payload: dict[str, Any]) -> None:
         heartbeats = asyncio.create_task(self._send_heartbeats(job))
@@ -371,16 +359,17 @@ class RolloutApp:
 
     async def _run_rollout(self, job: _Job, payload: dict[str, Any]) -> Rollout:
         request, started_at = job.request, time.time()
-        loading = asyncio.create_task(in_thread(load_http_client, "load"))
         preparing = asyncio.create_task(self._prepare(request))
         context = RolloutContext.from_request(request, payload)
         if (failure := await self._probe_endpoint(job, context)) is not None:
             return build_rollout(request, failure, None, started_at, time.time())
-        await loading
         result = await self._run_agent(job, context)
         preparing.cancel()
         finished_at = time.time()
-        trajectory = await self._fetch_trajectory(job, _fetch_s(result, context.remaining_s, job.fetch_s))
+        # A completed rollout is worth retrying until the agent's deadline. An agent may have failed because the
+        # gateway is down.
+        fetch_s = max(job.fetch_s, context.remaining_s) if result.finished else job.fetch_s
+        trajectory = await self._fetch_trajectory(job, fetch_s)
         rollout = build_rollout(request, result, trajectory, started_at, finished_at)
         return await self._publish_artifacts(job, rollout, context)
 
@@ -471,12 +460,6 @@ class RolloutApp:
         logger.info("rollout %s published as %s", rollout.rollout_id, rollout.outcome)
 
 
-def _fetch_s(result: AgentResult, left_s: float, least_s: float) -> float:
-    """Return how long to retry fetching the trajectory. A completed rollout is worth retrying until the agent's
-    deadline. An agent may have failed because the gateway is down, so a failed one gets only `least_s`."""
-    return max(least_s, left_s) if result.finished else least_s
-
-
 def _is_authorized(request: Request) -> bool:
     """Return whether the caller has the token, if this server requires one."""
     token = os.environ.get(_TOKEN)
@@ -484,8 +467,18 @@ def _is_authorized(request: Request) -> bool:
     return not token or hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
 
 
-def _error(name: str, message: str) -> dict[str, Any]:
-    return {"error": name, "message": message}
+def _unauthorized() -> JSONResponse:
+    return _refuse(401, "Unauthorized", f"the Authorization header is not `Bearer ${_TOKEN}`")
+
+
+def _refuse(status: int, error: str, message: str, **more: str) -> JSONResponse:
+    return _respond({"error": error, "message": message, **more}, status)
+
+
+def _respond(content: Any, status: int = 200) -> JSONResponse:
+    from starlette.responses import JSONResponse  # imported on first use
+
+    return JSONResponse(content, status)
 
 
 def reseed(session_id: str) -> None:

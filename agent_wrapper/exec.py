@@ -54,25 +54,24 @@ logger = logging.getLogger("agent_wrapper")
 _PLACEHOLDER = re.compile(r"\{(payload(?:\.[^{}]+)?|task_file|dir|model|base_url)\}")
 _SHELLS = frozenset({"ash", "bash", "dash", "fish", "ksh", "sh", "zsh"})
 _MAX_REWARD_BYTES = 4 * 1024 * 1024
-_VERIFIER_TIMEOUT_S = 300.0
 _SCORE_S = 10.0  # reserved before the agent's deadline to publish the command's files
 
 
 @dataclass(frozen=True)
 class CommandAgent:
-    """A command and how its rollouts are scored."""
+    """A command and how its rollouts are scored, as the options of the command line say."""
 
     command: Sequence[str]
     reward: Literal["file", "stdout", "exit-code", "none"]
-    verifier: Sequence[str] = ()
-    stdin: str = ""
-    cwd: str | None = None
-    workspace: str = ""
-    timeout_s: float | None = None
-    verifier_timeout_s: float = _VERIFIER_TIMEOUT_S
-    score_failures: bool = False
-    artifacts: Sequence[str] = ()
-    keep_home: bool = False
+    verifier: Sequence[str]
+    stdin: str
+    cwd: str | None
+    workspace: str
+    timeout_s: float | None
+    verifier_timeout_s: float
+    score_failures: bool
+    artifacts: Sequence[str]
+    keep_home: bool
 
     async def run(self, context: RolloutContext) -> dict[str, Any]:
         """Run one rollout. Outside training, return the command's stdout without scoring it."""
@@ -311,12 +310,15 @@ def parse_arguments(arguments: Sequence[str]) -> CommandAgent:
         "runs; if it is '.', {dir} is the container's working directory. What the command leaves there is published "
         f"as the artifact {WORKSPACE}",
     )
-    parser.add_argument("--timeout", metavar="S", type=_seconds, help="kill the command after this many seconds")
+    parser.add_argument(
+        "--timeout", dest="timeout_s", metavar="S", type=_seconds, help="kill the command after this many seconds"
+    )
     parser.add_argument(
         "--verifier-timeout",
+        dest="verifier_timeout_s",
         metavar="S",
         type=_seconds,
-        default=_VERIFIER_TIMEOUT_S,
+        default=300.0,
         help="kill the verifier after this many seconds (default: %(default)g)",
     )
     parser.add_argument(
@@ -326,6 +328,7 @@ def parse_arguments(arguments: Sequence[str]) -> CommandAgent:
     )
     parser.add_argument(
         "--artifact",
+        dest="artifacts",
         metavar="FILE",
         action="append",
         default=[],
@@ -353,19 +356,8 @@ def parse_arguments(arguments: Sequence[str]) -> CommandAgent:
         parser.error("--score-failures does not go with --reward exit-code, where the code is the score")
     for words in (command, options.verifier):
         _refuse_script(parser, words)
-    return CommandAgent(
-        command=command,
-        reward=options.reward,
-        verifier=options.verifier,
-        stdin=options.stdin,
-        cwd=options.cwd or ("{dir}" if options.workspace else None),
-        workspace=options.workspace,
-        timeout_s=options.timeout,
-        verifier_timeout_s=options.verifier_timeout,
-        score_failures=options.score_failures,
-        artifacts=options.artifact,
-        keep_home=options.keep_home,
-    )
+    options.cwd = options.cwd or ("{dir}" if options.workspace else None)
+    return CommandAgent(command, **vars(options))
 
 
 def _seconds(text: str) -> float:

@@ -35,62 +35,47 @@ async def probe_endpoint(endpoint: ModelEndpoint, budget_s: float = PROBE_S, *, 
     """
     beat_url = endpoint.heartbeat_url if beat else None
     url = beat_url or f"{endpoint.base_url}/models"
+    # Loads httpx before the agent starts: openai 3 fails while another thread imports it.
+    verify = await in_thread(lambda: certificates(url.startswith("https://")), "load")
+    import httpx
+
+    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+    method = "GET" if beat_url is None else "POST"
     loop = asyncio.get_running_loop()
     deadline, pause_s = loop.time() + budget_s, _PAUSE_S
-    while True:
-        timeout_s = min(_TIMEOUT_S, max(_PAUSE_S, deadline - loop.time()))
-        problem = await _call(url, endpoint.api_key, timeout_s, "GET" if beat_url is None else "POST")
-        if problem is None:
-            return None
-        if loop.time() + pause_s > deadline:
-            return (
-                f"this container could not reach the model endpoint at {without_secrets(endpoint.base_url)} within "
-                f"{round(budget_s, 1):g} s ({problem}). Set gateway.public_url to an address that leads to the "
-                "gateway from where agents run"
+    async with httpx.AsyncClient(headers=headers, verify=verify, follow_redirects=True) as client:
+        while True:
+            timeout_s = min(_TIMEOUT_S, max(_PAUSE_S, deadline - loop.time()))
+            try:
+                async with asyncio.timeout(timeout_s):
+                    response = await client.request(method, url, timeout=None)
+                if response.is_success:
+                    return None
+                if response.status_code == 410 and beat_url is not None:
+                    raise SessionClosed
+                problem = f"it answered {response.status_code}: {response.text[:_SHOWN]}"
+            except TimeoutError:
+                problem = "timed out"
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                problem = f"{type(error).__name__}: {error}".removesuffix(": ")
+            if loop.time() + pause_s > deadline:
+                return (
+                    f"this container could not reach the model endpoint at {without_secrets(endpoint.base_url)} "
+                    f"within {round(budget_s, 1):g} s ({problem}). Set gateway.public_url to an address that leads "
+                    "to the gateway from where agents run"
+                )
+            left_s = deadline - loop.time()
+            logger.warning(
+                "%s is not reachable (%s); retrying for up to %.0f s", without_secrets(url), problem, left_s
             )
-        left_s = deadline - loop.time()
-        logger.warning("%s is not reachable (%s); retrying for up to %.0f s", without_secrets(url), problem, left_s)
-        await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-
-
-async def _call(url: str, api_key: str, timeout_s: float, method: str = "GET") -> str | None:
-    """Return None if the request succeeds, else a description of the failure. Raises SessionClosed."""
-    try:
-        async with asyncio.timeout(timeout_s + 1):  # name resolution has no timeout
-            return await in_thread(lambda: _request(url, api_key, timeout_s, method), "probe")
-    except TimeoutError:
-        return "timed out"
-
-
-def _request(url: str, api_key: str, timeout_s: float, method: str) -> str | None:
-    # Not httpx, whose import would delay the agent by 0.1 s.
-    import http.client
-    import urllib.error
-    import urllib.request
-
-    verify = certificates(True) if url.startswith("https://") else None
-    context = verify if isinstance(verify, ssl.SSLContext) else None
-    try:
-        headers = {"Authorization": f"Bearer {api_key}", **({"Content-Length": "0"} if method == "POST" else {})}
-        request = urllib.request.Request(url, headers=headers, method=method)  # noqa: S310
-        with urllib.request.urlopen(request, timeout=timeout_s, context=context):  # noqa: S310
-            return None
-    except urllib.error.HTTPError as error:
-        with error:
-            if error.code == 410 and method == "POST":
-                raise SessionClosed from None
-            return f"it answered {error.code}: {error.read(_SHOWN).decode(errors='replace')}"
-    except urllib.error.URLError as error:
-        return str(error.reason)
-    except (http.client.HTTPException, OSError, ValueError) as error:
-        return f"{type(error).__name__}: {error}".removesuffix(": ")
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
 
 async def send_heartbeats(url: str, api_key: str, every_s: float) -> None:
     """Send heartbeats after the first one. Return once the gateway answers that the session is permanently closed."""
     await asyncio.sleep(every_s)
-    verify = await asyncio.to_thread(certificates, url.startswith("https://"))
+    verify = await in_thread(lambda: certificates(url.startswith("https://")), "load")
     import httpx
 
     headers = {"Authorization": f"Bearer {api_key}"}
@@ -112,6 +97,7 @@ async def send_heartbeats(url: str, api_key: str, every_s: float) -> None:
 def certificates(https: bool) -> ssl.SSLContext | bool:
     """Return httpx's `verify` argument. Cached, and called in a thread: importing httpx and reading certificates take
     0.1 s each."""
+    import httpcore  # noqa: F401  (httpx imports it with the first client)
     import httpx
 
     return httpx.create_ssl_context() if https else False

@@ -36,7 +36,7 @@ def check_json_value(value: object, where: str, max_depth: int) -> None:
             case dict():
                 for key, each in item.items():
                     if not isinstance(key, str):
-                        raise ValueError(f"{place} has the key {_short(key)}, which is not a text")  # noqa: TRY004
+                        raise ValueError(f"{place} has the key {short(key)}, which is not a text")  # noqa: TRY004
                     _check_text(key, f"a key of {place}")
                     todo.append((each, f"{place}.{key}", depth + 1))
             case list() | tuple():
@@ -51,7 +51,7 @@ def check_json_value(value: object, where: str, max_depth: int) -> None:
                 pass
             case _:
                 raise ValueError(
-                    f"{place} is {_short(item)}, a {type(item).__name__}, which JSON does not know: write it as a "
+                    f"{place} is {short(item)}, a {type(item).__name__}, which JSON does not know: write it as a "
                     "text or a number"
                 )
 
@@ -65,14 +65,9 @@ def _check_text(text: str, place: str) -> None:
         ) from None
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}..."
-
-
 def read_extras(values: Mapping[Any, object]) -> dict[str, Any]:
     """Return the values as a result stores them. Raises ValueError, which names the value that is not JSON."""
-    extras = {_key(key): _json(key, value) for key, value in values.items()}
+    extras = {key: _json(key, value) for key, value in values.items()}
     check_packed(msgpack.packb(extras), share=2)  # the other half is reserved for the sampled tokens
     return extras
 
@@ -90,13 +85,9 @@ def finite_number(value: object) -> float:
     return number
 
 
-def _key(key: object) -> str:
+def _json(key: object, value: object) -> Any:
     if not isinstance(key, str):
         raise ValueError(f"the key {short(key)} is not a string")  # noqa: TRY004
-    return key
-
-
-def _json(key: object, value: object) -> Any:
     try:
         plain = json.loads(json.dumps(value, allow_nan=False))
         check_json_value(plain, "it", _EXTRAS_DEPTH)

@@ -14,11 +14,6 @@ class TrajectoryTooLarge(TrajectoryUnavailable):
     """The trajectory is larger than a result may be. A retry does not help."""
 
 
-def load_http_client() -> None:
-    """Import httpx before the agent starts, because openai 3 fails while another thread imports it."""
-    import httpx  # noqa: F401
-
-
 def preload() -> None:
     """Import what fetching a trajectory and writing to a presigned URL need. This takes 0.2 s of CPU."""
     import httpcore  # noqa: F401  (httpx imports it with the first client)
