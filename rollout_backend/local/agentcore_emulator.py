@@ -10,9 +10,8 @@ It does not verify signatures (it only requires its `access_key`) or isolate ses
 
     python -m rollout_backend.local.agentcore_emulator < settings.json
 
-`GET /_local/sessions` lists the sessions. After `PUT /_local/outage` with {"code": "ThrottlingException"}, every call
-of the data plane fails with that error until {"code": null}; with "after": true, invokes are executed first. `GET
-/_local/ends?after=N` lists the sessions that ended without a stop, except the first N. AWS has no such calls.
+`GET /_local/sessions` lists the sessions, and `GET /_local/ends?after=N` those that ended without a stop, except the
+first N. AWS has no such calls.
 """
 
 import asyncio
@@ -83,21 +82,6 @@ class EmulatorSettings(BaseModel, frozen=True, extra="forbid"):
     limits: EmulatorLimits = EmulatorLimits()
 
 
-class InjectedOutage(BaseModel, frozen=True, extra="forbid"):
-    """How every call of the data plane is refused. Without a code, no call is."""
-
-    code: str | None = None
-    after: bool = False
-    """Whether an invoke is executed before it is refused."""
-    stops: bool = True
-    """Whether stops are refused too. A quota of active sessions does not refuse stops."""
-
-    def refuse(self, *, carried_out: bool, stop: bool = False) -> None:
-        """Raise ServiceError if the outage applies to the call."""
-        if self.code is not None and (self.stops if stop else carried_out == self.after):
-            raise ServiceError(self.code, "An outage, as requested")
-
-
 class AgentCoreEmulator:
     """The two calls of the data plane, for every runtime of the control plane.
 
@@ -110,7 +94,6 @@ class AgentCoreEmulator:
         self._invokes = TokenBucket(settings.limits.invoke_per_s)
         self._stops = TokenBucket(settings.limits.stop_per_s)
         self._calls = TokenBucket(settings.limits.calls_per_s) if settings.limits.calls_per_s else None
-        self._outage = InjectedOutage()
         self._pools: dict[tuple[str, str], SessionPool] = {}  # by ARN of the runtime and name of its endpoint
         self._ends: deque[dict[str, Any]] = deque(maxlen=_ENDS_KEPT)
         region = settings.arn.split(":")[3]
@@ -136,7 +119,6 @@ class AgentCoreEmulator:
             *self._control.routes(),
             Route("/_local/sessions", self._sessions),
             Route("/_local/ends", self._list_ends),
-            Route("/_local/outage", self._set_outage, methods=["PUT"]),
         ]
         secret = self._settings.path_secret
         return Starlette(
@@ -232,12 +214,7 @@ class AgentCoreEmulator:
             raise ServiceError("RuntimeClientError", message) from None
         finally:
             pool.release(session)
-        self._outage.refuse(carried_out=True)
         return Response(content, headers=headers)
-
-    async def _set_outage(self, request: Request) -> Response:
-        self._outage = InjectedOutage.model_validate_json(await request.body())
-        return JSONResponse({})
 
     async def _stop(self, request: Request) -> Response:
         pool, session_id = self._check(request, self._stops)
@@ -269,7 +246,6 @@ class AgentCoreEmulator:
             raise ServiceError(
                 "ValidationException", f"runtimeSessionId has {len(session_id)} characters; it must have 33 to 256"
             )
-        self._outage.refuse(carried_out=False, stop=rate is self._stops)
         now = time.monotonic()
         if not (rate.try_take(now) and (self._calls is None or self._calls.try_take(now))):
             pool.counters["throttled"] += 1

@@ -24,7 +24,7 @@ from pathlib import Path
 from rollout_backend.atomic_file import write_file
 from rollout_backend.child_process import last_lines
 from rollout_backend.errors import StartupError
-from rollout_backend.local.cloud import LocalRuntime, LocalStorage
+from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine, ScriptedSums
 
 STATE = "cloud.json"
@@ -122,29 +122,28 @@ async def _serve(folder: Path) -> None:
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    storage = LocalStorage(run_dir=folder)
-    env = {**storage.environ, "AWS_ENDPOINT_URL": storage.endpoint_url}
-    runtime = LocalRuntime(None, run_dir=folder, env=env, access_key=storage.access_key)
-    async with storage, runtime:
-        with ScriptedEngine(ScriptedSums()) as engine:
-            cloud = BackgroundCloud(
-                folder=str(folder),
-                pid=os.getpid(),
-                region=storage.region,
-                bucket=storage.bucket,
-                role=runtime.role,
-                endpoint_url=storage.endpoint_url,
-                runtime_endpoint_url=runtime.endpoint_url,
-                engine_url=engine.url,
-                session_logs=str(runtime.session_logs),
-            )
-            write_file(folder / STATE, json.dumps(asdict(cloud)).encode(), private=True)
-            lost = [asyncio.create_task(part.process.wait()) for part in (storage, runtime)]
-            wanted = asyncio.create_task(ended.wait())
-            await asyncio.wait([*lost, wanted], return_when=asyncio.FIRST_COMPLETED)
-            for task in (*lost, wanted):
-                task.cancel()
-    (folder / STATE).unlink(missing_ok=True)
+    try:
+        async with LocalCloud(None, run_dir=folder) as cloud:
+            with ScriptedEngine(ScriptedSums()) as engine:
+                state = BackgroundCloud(
+                    folder=str(folder),
+                    pid=os.getpid(),
+                    region=cloud.storage.region,
+                    bucket=cloud.storage.bucket,
+                    role=cloud.runtime.role,
+                    endpoint_url=cloud.storage.endpoint_url,
+                    runtime_endpoint_url=cloud.runtime.endpoint_url,
+                    engine_url=engine.url,
+                    session_logs=str(cloud.runtime.session_logs),
+                )
+                write_file(folder / STATE, json.dumps(asdict(state)).encode(), private=True)
+                ends = {asyncio.create_task(ended.wait()), asyncio.create_task(cloud.wait_lost())}
+                done, pending = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                for task in pending:
+                    task.cancel()
+                done.pop().result()  # raises if a part of the cloud was lost
+    finally:
+        (folder / STATE).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -245,16 +245,6 @@ class LocalRuntime(_Startable):
         ):
             return json.loads(await response.read())
 
-    async def refuse(self, code: str | None, *, after: bool = False, stops: bool = True) -> None:
-        """Refuse every call with this AWS error until `refuse(None)`.
-
-        With `after`, invokes are executed first. `stops` is whether stops are refused too.
-        """
-        body = {"code": code, "after": after, "stops": stops}
-        url = f"{self.endpoint_url}/_local/outage"
-        async with aiohttp.ClientSession() as http, http.put(url, json=body) as response:
-            response.raise_for_status()
-
     async def kill(self, session_id: str, number: signal.Signals = signal.SIGKILL) -> None:
         """Kill a session's process like the out-of-memory killer, or freeze it with SIGSTOP."""
         [pid] = [each["pid"] for each in (await self.sessions())["sessions"] if each["id"] == session_id]
@@ -274,7 +264,7 @@ class LocalCloud(_Startable):
 
     def __init__(
         self,
-        agent: Path | str | Sequence[str],
+        agent: Path | str | Sequence[str] | None,
         *,
         run_dir: Path,
         bucket: str = "rollouts",

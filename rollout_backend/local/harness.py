@@ -165,41 +165,28 @@ class AgentHarness:
         async with AsyncExitStack() as stack:
             if watcher is not None:
                 endpoint = await stack.enter_async_context(self._watch(endpoint, claims.session_id, watcher))
-            return await self._run(agent, task, claims, endpoint, timeout_s, before_stop, watcher)
-
-    async def _run(
-        self,
-        agent: RolloutApp | BedrockAgentCoreApp | Path | str,
-        task: Mapping[str, Any],
-        claims: SessionClaims,
-        endpoint: ModelEndpoint,
-        timeout_s: float,
-        before_stop: Callable[[str], Awaitable[object]] | None,
-        watcher: Watcher | None,
-    ) -> Rollout:
-        request = RolloutRequest(
-            run_id=_RUN_ID,
-            step=0,
-            task_id="task",
-            rollout_id=claims.rollout_id,
-            attempt=1,
-            session_id=claims.session_id,
-            endpoint=endpoint,
-            sampling=claims.sampling,
-            deadline=time.time() + timeout_s,
-            result=ResultTarget(bucket=self._storage.bucket, region=self._storage.region),
-        )
-        payload = {**task, REQUEST_FIELD: request.model_dump(mode="json")}
-        with patch.dict(os.environ, self._environ):
+            request = RolloutRequest(
+                run_id=_RUN_ID,
+                step=0,
+                task_id="task",
+                rollout_id=claims.rollout_id,
+                attempt=1,
+                session_id=claims.session_id,
+                endpoint=endpoint,
+                sampling=claims.sampling,
+                deadline=time.time() + timeout_s,
+                result=ResultTarget(bucket=self._storage.bucket, region=self._storage.region),
+            )
+            payload = {**task, REQUEST_FIELD: request.model_dump(mode="json")}
+            stack.enter_context(patch.dict(os.environ, self._environ))
             if isinstance(agent, (Path, str)):
                 invoked = self._in_session(Path(agent), request.session_id, payload, watcher)
             else:
                 invoked = self._in_this_process(agent, payload)
-            async with invoked as check:
-                rollout = await self._result(request, check)
-                if before_stop is not None:
-                    await before_stop(request.session_id)
-                return rollout
+            rollout = await self._result(request, await stack.enter_async_context(invoked))
+            if before_stop is not None:
+                await before_stop(request.session_id)
+            return rollout
 
     async def score(
         self, rollout: Rollout, scorer: Scorer, task: Mapping[str, Any], private: Mapping[str, Any] | None = None
@@ -358,7 +345,9 @@ class AgentHarness:
                     await agentcore.stop_runtime_session(**session)
 
     async def _runtime(self, script: Path) -> LocalRuntime:
-        key = _seen_by_a_session(script)
+        # A runtime inherits this process's environment, which tests may change.
+        environ = frozenset((k, v) for k, v in os.environ.items() if not k.startswith("PYTEST_"))
+        key = script.absolute(), environ  # noqa: ASYNC240  # reads the current folder's name only
         if key not in self._runtimes:
             runtime = LocalRuntime(
                 script,
@@ -387,11 +376,6 @@ async def _follow(log: Path, on_line: Callable[[str], object]) -> None:
                 lines, rest = [*lines, rest], b""
             for line in lines:
                 on_line(line.decode(errors="replace"))
-
-
-def _seen_by_a_session(script: Path) -> tuple[Path, frozenset[tuple[str, str]]]:
-    """Return the key of a runtime, with the environment that it inherits, because tests may change it."""
-    return script.absolute(), frozenset((k, v) for k, v in os.environ.items() if not k.startswith("PYTEST_"))
 
 
 class CallProxy(HttpProxy):

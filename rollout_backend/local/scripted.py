@@ -114,10 +114,9 @@ class ScriptedEngine:
     `max_new_tokens` or a stop string cuts it. With `end=None`, for models with several end tokens, it ends with the
     first of the request's stop tokens, or at its limit. With `stream` each token is one event; `cumulative` events
     hold all tokens so far, like SGLang's without --incremental-streaming-output. `image_tokens` returns the number of
-    tokens of an image from its bytes, for vocabularies with `<|image_pad|>`; without it images get 400. With
-    `skip_tokenizer_init`, which verl sets on its servers, answers have no `text`, and `stop` gets 400 as in SGLang
-    0.5.23; `version` 0.5.12 crashes instead. `routing` gives the routed experts of requests for them. Without it they
-    get none, like those to a server without --enable-return-routed-experts.
+    tokens of an image from its bytes, for vocabularies with `<|image_pad|>`; without it images get 400. `routing`
+    gives the routed experts of requests for them. Without it they get none, like those to a server without
+    --enable-return-routed-experts.
     """
 
     cumulative = False
@@ -130,8 +129,6 @@ class ScriptedEngine:
         *,
         end: str | None = "<|im_end|>",
         image_tokens: Callable[[bytes], int] | None = None,
-        skip_tokenizer_init: bool = False,
-        version: str = "0.5.23",
         routing: Routing | None = None,
     ) -> None:
         file = model_path / "tokenizer.json"
@@ -146,9 +143,6 @@ class ScriptedEngine:
         self.routing = routing
         self.hierarchical_cache = False
         self.deterministic = True
-        self.crashed = False
-        self._skip_tokenizer_init = skip_tokenizer_init
-        self._version = version
         self._scripts: dict[str, Script] = {}
         self._model_path = model_path
         self._read: dict[str, int] = {}
@@ -245,7 +239,9 @@ class ScriptedEngine:
         body = await request.json()
         self.requests.append(body)
         try:
-            body = await self._translated(body)
+            body = {**body, "input_ids": self._prompt(body)}
+            if body.get("routed_experts_start_len", 0) > len(body["input_ids"]):
+                raise ValueError("routed_experts_start_len is higher than the number of input tokens")
         except ValueError as error:
             return JSONResponse({"error": {"message": str(error)}}, status_code=400)
         answer = asyncio.ensure_future(self._reply(request.headers.get("x-smg-routing-key", ""), body))
@@ -264,24 +260,9 @@ class ScriptedEngine:
             parts = reply.parts if isinstance(reply, Pieces) else (str(reply),)
             return StreamingResponse(self._events(parts, body), media_type="text/event-stream")
         text = await self._in_thread("".join, reply.parts) if isinstance(reply, Pieces) else str(reply)
-        return JSONResponse(self._whole(text, body))
-
-    async def _translated(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the request in SGLang's format, with the whole prompt. Raises ValueError if it is refused."""
-        if self._skip_tokenizer_init and (refusal := _needs_tokenizer(body.get("sampling_params", {}))):
-            if self._version == "0.5.12":
-                await self._crash()
-            raise ValueError(refusal)
-        prompt = self._prompt(body)
-        if body.get("routed_experts_start_len", 0) > len(prompt):
-            raise ValueError("routed_experts_start_len is higher than the number of input tokens")
-        return {**body, "input_ids": prompt}
-
-    def _whole(self, text: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the reply to a request that does not stream."""
         whole = self._completion(text, body)
         whole["meta_info"] |= self._routed(whole["output_ids"], body)
-        return whole
+        return JSONResponse(whole)
 
     def _routed(self, ids: list[int], body: dict[str, Any]) -> dict[str, Any]:
         """Return the routing that a request asks for. The last token has none, because it was not processed."""
@@ -290,12 +271,6 @@ class ScriptedEngine:
         processed = [*body["input_ids"], *ids][:-1]
         rows = self.routing(processed, self.weight_version)[body.get("routed_experts_start_len", 0) :]
         return {"routed_experts": base64.b64encode(rows.astype("<i4").tobytes()).decode()}
-
-    async def _crash(self) -> None:
-        """Crash like a server whose scheduler failed: answer no request in flight, and close the port."""
-        self.crashed = True
-        self._server.should_exit = self._server.force_exit = True
-        await asyncio.Event().wait()
 
     def _prompt(self, body: dict[str, Any]) -> list[int]:
         """Return the prompt as SGLang expands it, with an image's pad token repeated for each of its tokens."""
@@ -374,7 +349,7 @@ class ScriptedEngine:
             finish = {"type": "abort", "message": "scripted abort"}
         version = self.weight_version
         return _prompt_ids(body) | {
-            **({} if self._skip_tokenizer_init else {"text": self.tokenizer.decode(ids)}),
+            "text": self.tokenizer.decode(ids),
             "output_ids": ids,
             "meta_info": {
                 "id": body.get("rid", ""),
@@ -391,19 +366,6 @@ class ScriptedEngine:
 
 def _prompt_ids(body: dict[str, Any]) -> dict[str, Any]:
     return {"prompt_token_ids": body["input_ids"]} if body.get("return_prompt_token_ids") else {}
-
-
-def _needs_tokenizer(params: dict[str, Any]) -> str | None:
-    """Return SGLang 0.5.23's error for a parameter that needs a tokenizer, or None."""
-    if params.get("stop"):
-        strings = [params["stop"]] if isinstance(params["stop"], str) else params["stop"]
-        return (
-            f"stop={strings!r} is unavailable when skip_tokenizer_init=True "
-            "(requires tokenizer to decode tokens to text for matching)."
-        )
-    if "json_schema" in params or "structural_tag" in params:
-        return "Grammar-based generation is not supported when the server is launched with --grammar-backend none"
-    return None
 
 
 def event(data: dict[str, Any]) -> bytes:
