@@ -16,7 +16,6 @@ from rollout_backend import manager as manager_module
 from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import AwsConfig, RolloutConfig, StorageConfig
-from rollout_backend.core.ledger import PlannedRollout
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.tasks import Task
 from rollout_backend.dispatch.call_queue import CallQueue
@@ -224,7 +223,7 @@ class EndedStep:
 
     def records(self) -> list[RolloutRecord]:
         ledger = make_ledger(0)
-        ledger.plan([PlannedRollout("a.0", "a")])
+        ledger.plan("a.0", "a")
         return records_of(ledger, lambda entry: "")
 
     def release(self) -> None: ...

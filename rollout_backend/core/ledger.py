@@ -9,7 +9,7 @@ Invariants, checked by `reconcile`:
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from heapq import heappop, heappush
@@ -37,20 +37,15 @@ class Phase(StrEnum):
     SETTLED = "settled"
 
 
-@dataclass(frozen=True)
-class PlannedRollout:
-    rollout_id: str
-    task_id: str
-    is_replacement: bool = False  # replaces a rollout that the infrastructure lost
-
-
 @dataclass(eq=False)
 class LedgerEntry:
     """The state of one rollout: its methods record what happens to it, and its ledger counts that."""
 
-    planned: PlannedRollout
+    rollout_id: str
+    task_id: str
     ledger: "Ledger" = field(repr=False)
     planned_at: float  # this and the other times are by the ledger's clock
+    is_replacement: bool = False  # replaces a rollout that the infrastructure lost
     phase: Phase = Phase.PLANNED
     attempts: int = 0  # of this trainer
     attempt: int = 0  # the number of the current attempt among those of all trainers; 0: there is none
@@ -71,10 +66,6 @@ class LedgerEntry:
     accepted_at: float | None = None  # the agent accepted the last invoke
     arrived_at: float | None = None  # the result arrived
     settled_at: float | None = None
-
-    @property
-    def rollout_id(self) -> str:
-        return self.planned.rollout_id
 
     @property
     def awaits_result(self) -> bool:
@@ -112,7 +103,7 @@ class LedgerEntry:
     def describe(self) -> str:
         end = f"{self.outcome} {self.reason}".rstrip() if self.outcome else "open"
         return (
-            f"{self.planned.rollout_id}: {self.phase}, {end}, "
+            f"{self.rollout_id}: {self.phase}, {end}, "
             f"attempts {self.attempts}, session {self.last_session_id or 'none'}"
         )
 
@@ -277,16 +268,17 @@ class Ledger:
 
     # --- rollouts -----------------------------------------------------------------------------------------
 
-    def plan(self, rollouts: Iterable[PlannedRollout]) -> None:
-        """Plan rollouts of the groups."""
-        for rollout in rollouts:
-            if rollout.rollout_id in self.entries:
-                raise LedgerError(f"rollout {rollout.rollout_id!r} is planned twice in step {self.step}")
-            self.entries[rollout.rollout_id] = LedgerEntry(rollout, self, planned_at=self.now())
-            self._phases[Phase.PLANNED] += 1
-            group = self._group(rollout.task_id)
-            group.open[rollout.rollout_id] = None
-            group.replacements += rollout.is_replacement
+    def plan(self, rollout_id: str, task_id: str, *, is_replacement: bool = False) -> LedgerEntry:
+        """Plan a rollout of a group."""
+        if rollout_id in self.entries:
+            raise LedgerError(f"rollout {rollout_id!r} is planned twice in step {self.step}")
+        entry = LedgerEntry(rollout_id, task_id, self, self.now(), is_replacement)
+        self.entries[rollout_id] = entry
+        self._phases[Phase.PLANNED] += 1
+        group = self._group(task_id)
+        group.open[rollout_id] = None
+        group.replacements += is_replacement
+        return entry
 
     def count(self, entry: LedgerEntry, before: Phase) -> None:
         """Count an entry that has left the phase `before`."""
@@ -300,7 +292,7 @@ class Ledger:
             assert entry.outcome is not None
             self._outcomes[entry.outcome] += 1
             self.settled.append(entry)
-            group = self._group(entry.planned.task_id)
+            group = self._group(entry.task_id)
             group.open.pop(entry.rollout_id, None)
             group.trainable += entry.trainable
             group.lost += entry.lost

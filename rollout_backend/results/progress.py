@@ -102,9 +102,9 @@ class StepTotals:
             key = entry.outcome, entry.reason
             before = self.failures.get(key)
             number = before.number + 1 if before is not None else 1
-            first, message = (before.first, before.message) if before else (entry.planned.rollout_id, entry.message)
+            first, message = (before.first, before.message) if before else (entry.rollout_id, entry.message)
             self.failures[key] = FailureCount(*key, number, first, message)
-        task_id = entry.planned.task_id
+        task_id = entry.task_id
         group, rewards = self._ledger.groups[task_id], self._rewards.get(task_id, ())
         if group.usable and not group.open and len(rewards) > 1:
             self.spread[task_id] = len(set(rewards)) > 1
@@ -192,7 +192,7 @@ class Progress:
             for outcome, count in ledger.counts().items():
                 outcomes[outcome] = outcomes.get(outcome, 0) + count
             for entry in ledger.running.values():
-                running.append((entry.invoked_at or now(), entry.planned.rollout_id, entry.deadline))
+                running.append((entry.invoked_at or now(), entry.rollout_id, entry.deadline))
                 break
             rates.append((CallRate.of(ledger.invokes), CallRate.of(ledger.stops)))
         each = [totals for _, totals in steps]

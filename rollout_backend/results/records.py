@@ -118,10 +118,10 @@ def _record_of(
 ) -> RolloutRecord:
     return RolloutRecord(
         step=ledger.step,
-        rollout_id=entry.planned.rollout_id,
-        task_id=entry.planned.task_id,
-        group_usable=ledger.groups[entry.planned.task_id].usable,
-        is_replacement=entry.planned.is_replacement,
+        rollout_id=entry.rollout_id,
+        task_id=entry.task_id,
+        group_usable=ledger.groups[entry.task_id].usable,
+        is_replacement=entry.is_replacement,
         outcome=entry.outcome,
         reason=entry.reason,
         message=entry.message,
@@ -157,7 +157,7 @@ class RunningRecords:
             self._results[rollout.rollout_id] = ResultSummary.of(rollout)
         self._summarized = len(self._received)
         for entry in self._ledger.settled[len(self._settled) :]:
-            result = self._results.pop(entry.planned.rollout_id, None)
+            result = self._results.pop(entry.rollout_id, None)
             record = _record_of(self._ledger, entry, self._log_of, result)
             self._settled.append((record, record.model_dump_json()))
         for i, (record, _) in enumerate(self._settled):

@@ -201,7 +201,7 @@ def failures_of(ledger: Ledger, rollout_ids: Iterable[str] | None = None) -> tup
     return tuple(
         StepFailure(
             rollout_id=rollout_id,
-            task_id=entry.planned.task_id,
+            task_id=entry.task_id,
             outcome=entry.outcome,
             reason=entry.reason,
             message=entry.message,
@@ -242,7 +242,7 @@ def make_report(
         run_id=run_id,
         step=ledger.step,
         planned=len(entries),
-        replacements=sum(entry.planned.is_replacement for entry in entries),
+        replacements=sum(entry.is_replacement for entry in entries),
         outcomes=ledger.counts(),
         reasons=_reasons(entries),
         trainable=sum(entry.trainable for entry in entries),
@@ -285,7 +285,7 @@ def _outcomes_by_task(entries: Iterable[LedgerEntry]) -> dict[str, Counter[Outco
     counts: dict[str, Counter[Outcome]] = {}
     for entry in entries:
         if entry.outcome is not None:
-            counts.setdefault(entry.planned.task_id, Counter())[entry.outcome] += 1
+            counts.setdefault(entry.task_id, Counter())[entry.outcome] += 1
     return counts
 
 
@@ -311,9 +311,9 @@ _CUT_FOR_LENGTH = ("straggler", "target_reached", "collection_deadline", "agent_
 def _length_bias(entries: Iterable[LedgerEntry], rollouts: Sequence[Rollout]) -> LengthBias | None:
     took = {entry.rollout_id: entry.took for entry in entries if entry.took is not None}
     cut = [
-        (took[entry.planned.rollout_id], entry.reason)
+        (took[entry.rollout_id], entry.reason)
         for entry in entries
-        if not entry.by_result and entry.planned.rollout_id in took and entry.reason in _CUT_FOR_LENGTH
+        if not entry.by_result and entry.rollout_id in took and entry.reason in _CUT_FOR_LENGTH
     ]
     if not cut:
         return None

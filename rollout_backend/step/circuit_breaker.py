@@ -101,7 +101,7 @@ class CircuitBreaker:
         return (
             f"the run is stopped: {streak.count} rollouts in {streak.until - streak.since:.0f} s ended as "
             f"{last.outcome}, {last.reason}, and {meanwhile} meanwhile. The last one, "
-            f"{last.planned.rollout_id}: {last.message[:_MESSAGE] or 'no message'}. Its log: {self._log_of(last)}. "
+            f"{last.rollout_id}: {last.message[:_MESSAGE] or 'no message'}. Its log: {self._log_of(last)}. "
             f"What to try: {advice}; see {documented_at(last.reason)}. "
             f"{after} (setting: circuit_breaker.max_failures)"
         )

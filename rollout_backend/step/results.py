@@ -225,7 +225,7 @@ class StepResults:
         while self._archiving and self._archiving[0].done():
             self._count_archived()
         self.received.append(rollout)
-        self._groups[task.entry.planned.task_id].arrived.append(rollout)
+        self._groups[task.entry.task_id].arrived.append(rollout)
         task.settle_with(rollout)
 
     def on_invalid_result(self, rollout_id: str, error: ContractError) -> None:

@@ -85,7 +85,7 @@ class RolloutTask:
 
     def __init__(self, entry: LedgerEntry, task: Task, context: StepContext) -> None:
         self.entry = entry
-        self.rollout_id = entry.planned.rollout_id
+        self.rollout_id = entry.rollout_id
         self.result: Rollout | None = None
         self.running: asyncio.Task[None] | None = None  # None until it is started
         self.scoring: asyncio.Task[None] | None = None  # None until its result is in, and without a scorer

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any
 
 from agent_wrapper.contract import Outcome, Sampling
-from rollout_backend.core.ledger import TASK_BLOCKED, Ledger, LedgerEntry, Phase, PlannedRollout
+from rollout_backend.core.ledger import TASK_BLOCKED, Ledger, LedgerEntry, Phase
 from rollout_backend.core.policy import GroupPolicy, StragglerRule, Stragglers
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CircuitOpen, CloudLost, RunHeld
@@ -220,8 +220,8 @@ class Step:
         return self.ledger.open == 0
 
     def _add_rollout(self, group: Group, rollout_id: str, is_replacement: bool) -> RolloutTask:
-        self.ledger.plan([PlannedRollout(rollout_id, group.task.task_id, is_replacement)])
-        rollout = RolloutTask(self.ledger.entries[rollout_id], group.task, self._context)
+        entry = self.ledger.plan(rollout_id, group.task.task_id, is_replacement=is_replacement)
+        rollout = RolloutTask(entry, group.task, self._context)
         self.rollouts[rollout_id] = rollout
         group.rollouts.append(rollout)
         return rollout
@@ -246,7 +246,7 @@ class Step:
             return []
         entries = self.ledger.open_entries()
         silent = [each for each in entries if each.phase is Phase.RUNNING and each.session_id in session_ids]
-        return [self.rollouts[entry.planned.rollout_id] for entry in silent]
+        return [self.rollouts[entry.rollout_id] for entry in silent]
 
     def _is_running(self, rollout_id: str, began: float) -> bool:
         entry = self.ledger.entries[rollout_id]
@@ -317,7 +317,7 @@ class Step:
         return [task for task in tasks if task is not None]
 
     def _open_rollouts(self) -> list[RolloutTask]:
-        return [self.rollouts[entry.planned.rollout_id] for entry in self.ledger.open_entries()]
+        return [self.rollouts[entry.rollout_id] for entry in self.ledger.open_entries()]
 
     def _settle_open(self, reason: str, message: str) -> None:
         for rollout in self._open_rollouts():

@@ -103,10 +103,10 @@ class TaskBlocklist:
                 if 0 < len(before) < self._after:
                     await self._write(self._records[digest].model_copy(update={"losses": ()}))
                 continue
-            lost = [each.planned.rollout_id for each in found if each.lost]
+            lost = [each.rollout_id for each in found if each.lost]
             if lost and all(each.lost or each.reason == "group_doomed" for each in found):
                 loss = TaskLoss(step=ledger.step, resume_count=resume_count, failures=failures_of(ledger, lost))
-                task_id = found[0].planned.task_id
+                task_id = found[0].task_id
                 await self._write(BlocklistRecord(digest=digest, task_id=task_id, losses=(*before, loss)))
                 if (why := self._reason(digest)) is not None:
                     log.warning("task %s is blocked: %s", task_id, why)

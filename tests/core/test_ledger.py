@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_wrapper.contract import Outcome
-from rollout_backend.core.ledger import NO_RESULT, Ledger, Phase, PlannedRollout
+from rollout_backend.core.ledger import NO_RESULT, Ledger, Phase
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.errors import LedgerError
 from rollouts import make_ledger
@@ -15,7 +15,8 @@ IDS = ["a.0", "a.1", "b.0"]
 
 def planned(*ids: str) -> Ledger:
     ledger = make_ledger(3)
-    ledger.plan(PlannedRollout(rid, rid[0]) for rid in ids)
+    for rid in ids:
+        ledger.plan(rid, rid[0])
     return ledger
 
 
@@ -30,7 +31,7 @@ def test_each_attempt_has_a_session_that_must_be_closed():
     ledger.session_closed("s1")
     ledger.reconcile()
     with pytest.raises(LedgerError, match=r"'a\.0' is planned twice"):
-        ledger.plan([PlannedRollout("a.0", "a")])
+        ledger.plan("a.0", "a")
 
 
 def test_a_result_that_arrives_before_the_invokes_response_counts():
@@ -125,7 +126,7 @@ def play(ledger: Ledger, number: int, event: str, rid: str, outcome: Outcome) ->
         case "abandon_attempt":
             ledger.entries[rid].abandon_attempt()
         case "replace":
-            ledger.plan([PlannedRollout(f"{rid[0]}.{number + 2}", rid[0], is_replacement=True)])
+            ledger.plan(f"{rid[0]}.{number + 2}", rid[0], is_replacement=True)
 
 
 @given(EVENTS)
@@ -154,8 +155,8 @@ def test_counts_equal_a_full_recount(events):
         assert ledger.phases() == {each: sum(entry.phase is each for entry in entries) for each in Phase}
         assert ledger.open == len(list(ledger.open_entries()))
         for task_id, group in ledger.groups.items():
-            own = [entry for entry in entries if entry.planned.task_id == task_id]
-            assert list(group.open) == [entry.planned.rollout_id for entry in own if entry.outcome is None]
+            own = [entry for entry in entries if entry.task_id == task_id]
+            assert list(group.open) == [entry.rollout_id for entry in own if entry.outcome is None]
             assert group.trainable == sum(entry.trainable for entry in own)
             assert group.lost == sum(entry.lost for entry in own)
-            assert group.replacements == sum(entry.planned.is_replacement for entry in own)
+            assert group.replacements == sum(entry.is_replacement for entry in own)

@@ -12,7 +12,6 @@ from builders import Clock, run_config
 from made_runs import MadeRun, make_run
 from report_page import Page
 from rollout_backend.core.formats import dollars
-from rollout_backend.core.ledger import PlannedRollout
 from rollout_backend.errors import ConfigError
 from rollout_backend.results.cost import Cost, Prices, Usage
 from rollout_backend.results.export import export_run
@@ -84,7 +83,8 @@ def test_prices_follow_the_runtimes_platform(runtime, section, rates):
 def test_a_step_costs_the_same_in_a_display_and_by_its_records():
     clock = Clock(90.0)
     ledger, results = make_ledger(0, clock), []
-    ledger.plan([PlannedRollout(f"task-a.{i}", "task-a") for i in range(3)])
+    for i in range(3):
+        ledger.plan(f"task-a.{i}", "task-a")
     totals = StepTotals(ledger, results)
     ledger.entries["task-a.0"].start_attempt("lost", 1, 900)
     clock.now = 100.0

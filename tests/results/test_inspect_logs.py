@@ -12,7 +12,6 @@ import pytest
 from agent_wrapper.contract import ImageSpan, Outcome
 from builders import assistant, function_call, tool_result, user
 from made_runs import MadeRun, make_run
-from rollout_backend.core.ledger import PlannedRollout
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.records import records_of
 from rollouts import make_ledger, make_rollout, make_segment
@@ -58,7 +57,8 @@ def odd_run(run: Path, at: float = 1000.0) -> Path:
         make_rollout("odd.1", segments=[second]),
     ]
     archive, ledger = RunArchive(run), make_ledger(0, lambda: at)
-    ledger.plan([PlannedRollout(f"odd.{i}", "odd") for i in range(3)])
+    for i in range(3):
+        ledger.plan(f"odd.{i}", "odd")
     for rollout in rollouts:
         ledger.entries[rollout.rollout_id].deliver(rollout.outcome, trainable=True)
         archive.write_rollout(rollout, rollout.encode())

@@ -3,7 +3,6 @@
 import pytest
 
 from agent_wrapper.contract import Outcome, Rollout
-from rollout_backend.core.ledger import PlannedRollout
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.results.findings import FailureCount
 from rollout_backend.results.progress import FirstCall, StepTotals
@@ -16,7 +15,8 @@ class Step:
     def __init__(self, *ids: str) -> None:
         self.now = 100.0
         self.ledger = make_ledger(0, lambda: self.now)
-        self.ledger.plan([PlannedRollout(each, each.rpartition(".")[0]) for each in ids])
+        for each in ids:
+            self.ledger.plan(each, each.rpartition(".")[0])
         self.results: list[Rollout] = []
         self.totals = StepTotals(self.ledger, self.results)
 

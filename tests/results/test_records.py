@@ -1,7 +1,6 @@
 import pytest
 
 from agent_wrapper.contract import Outcome, Rollout, Segment, Turn
-from rollout_backend.core.ledger import PlannedRollout
 from rollout_backend.results.records import ResultSummary, RolloutRecord, RunningRecords, records_of
 from rollout_backend.results.summary import summarize
 from rollouts import make_ledger, make_rollout
@@ -30,7 +29,8 @@ def test_every_planned_rollout_has_one_record():
     times = iter(range(100, 200))
     ledger = make_ledger(3, lambda: next(times))
     names = ("done", "lost", "refused", "waiting")
-    ledger.plan(PlannedRollout(f"a.{name}", "a", is_replacement=name == "lost") for name in names)  # 100 to 103
+    for name in names:  # 100 to 103
+        ledger.plan(f"a.{name}", "a", is_replacement=name == "lost")
     ledger.entries["a.done"].start_attempt("s1", 1, 1.0)  # 104
     ledger.entries["a.done"].accept()  # 105
     ledger.entries["a.done"].deliver(Outcome.COMPLETED, trainable=True)  # 106
@@ -74,7 +74,8 @@ def test_every_planned_rollout_has_one_record():
 
 def test_the_records_of_a_running_step_follow_its_ledger():
     ledger, received = make_ledger(0, lambda: 1.0), [make_rollout("a.0", reward=0.5)]
-    ledger.plan(PlannedRollout(f"a.{i}", "a") for i in range(3))
+    for i in range(3):
+        ledger.plan(f"a.{i}", "a")
     running = RunningRecords(ledger, lambda entry: "log", received)
 
     def read() -> dict[str, RolloutRecord]:
@@ -97,7 +98,8 @@ def test_the_records_of_a_running_step_follow_its_ledger():
 def test_the_hit_rate_of_a_step_is_over_the_rollouts_whose_engine_reports_it():
     def hit(*rollouts: Rollout) -> float | None:
         ledger = make_ledger(0, lambda: 0.0)
-        ledger.plan(PlannedRollout(f"a.{i}", "a", is_replacement=False) for i in range(len(rollouts)))
+        for i in range(len(rollouts)):
+            ledger.plan(f"a.{i}", "a")
         named = [rollout.model_copy(update={"rollout_id": f"a.{i}"}) for i, rollout in enumerate(rollouts)]
         return summarize(records_of(ledger, lambda entry: "", named)).cache_hit
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from agent_wrapper.contract import Outcome
-from rollout_backend.core.ledger import PlannedRollout
 from rollout_backend.results.findings import Level, Verdict, judge
 from rollout_backend.results.step_report import StepResult, make_report
 from rollouts import make_ledger, make_rollout, make_segment
@@ -127,7 +126,7 @@ def test_some_replies_with_a_forced_format_are_counted(forced, level):
 )
 def test_only_rollouts_that_took_long_are_cut_off_for_their_length(outcome, reason, cut):
     ledger = make_ledger(0)
-    ledger.plan([PlannedRollout("a.0", "a")])
+    ledger.plan("a.0", "a")
     ledger.entries["a.0"].took = 5.0
     ledger.entries["a.0"].settle(outcome, reason)
     how = {"refused": 0, "seconds": 1.0, "deadline_reached": False}

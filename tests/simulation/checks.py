@@ -229,7 +229,7 @@ class Checks:
         ids = Counter(rollout.rollout_id for rollout in result.rollouts)
         _hold(all(count == 1 for count in ids.values()), f"rollouts were counted more than once: {ids}")
         for entry in step.ledger.entries.values():
-            key = self.key(step.step, entry.planned.rollout_id)
+            key = self.key(step.step, entry.rollout_id)
             refused = entry.reason == "invalid_result"
             _hold(not refused or key in self._bucket.objects, f"{key} is invalid, but there is no such result")
         for rollout in result.rollouts:

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from agent_wrapper.contract import Outcome
-from rollout_backend.core.ledger import Phase, PlannedRollout
+from rollout_backend.core.ledger import Phase
 from rollout_backend.errors import LedgerError
 from rollouts import make_ledger
 from tests.simulation.agents import calls_of
@@ -110,7 +110,7 @@ def test_a_result_that_comes_while_a_step_begins_again_stays_settled(
 
 def test_books_in_which_a_settled_rollout_runs_do_not_balance():
     ledger = make_ledger(0)
-    ledger.plan([PlannedRollout("a.0", "a")])
+    ledger.plan("a.0", "a")
     ledger.entries["a.0"].settle(Outcome.CANCELLED, "target_reached")
     ledger.entries["a.0"].adopt("session", 1, 0.0, 1.0)
     assert not ledger.entries["a.0"].adopted

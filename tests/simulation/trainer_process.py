@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.manifest_store import ManifestStore
-from rollout_backend.core.ledger import LedgerEntry, Phase, PlannedRollout
+from rollout_backend.core.ledger import LedgerEntry, Phase
 from rollout_backend.core.session_ends import Heartbeats
 from rollout_backend.core.tasks import Task
 from rollout_backend.dispatch.call_queue import CallQueue
@@ -172,10 +171,10 @@ class TrainerProcess:
         checks, ledger = self._checks, step.ledger
         count, plan = ledger.count, ledger.plan
 
-        def planned(rollouts: Iterable[PlannedRollout]) -> None:
+        def planned(*rollout: Any, **more: Any) -> LedgerEntry:
             if not ledger.entries:
                 checks.planned()
-            plan(rollouts)
+            return plan(*rollout, **more)
 
         def counted(entry: LedgerEntry, before: Phase) -> None:
             count(entry, before)

@@ -2,7 +2,7 @@ import pytest
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.config import CircuitBreakerConfig, RolloutConfig
-from rollout_backend.core.ledger import LedgerEntry, PlannedRollout
+from rollout_backend.core.ledger import LedgerEntry
 from rollout_backend.runtimes.base import open_runtime
 from rollout_backend.step.circuit_breaker import CircuitBreaker, describe_log
 from rollouts import make_ledger
@@ -12,7 +12,8 @@ ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/my_agent-0123456
 
 def entry(outcome=Outcome.INFRA_ERROR, reason="container_error", message="424", by_result=False):
     return LedgerEntry(
-        PlannedRollout("a.0", "a"),
+        "a.0",
+        "a",
         make_ledger(),
         planned_at=0.0,
         session_ids=["session-7"],

@@ -8,7 +8,6 @@ from tenacity import wait_none
 from agent_wrapper.contract import Sampling
 from builders import run_config
 from rollout_backend.collect.manifest_store import ManifestStore
-from rollout_backend.core.ledger import PlannedRollout
 from rollout_backend.core.policy import Stragglers
 from rollout_backend.core.tasks import Task
 from rollout_backend.dispatch.call_queue import CallQueue
@@ -66,5 +65,4 @@ async def make_rollouts(
         abort=abort,
     )
     ids = plan.manifest.tasks[0].rollouts
-    ledger.plan(PlannedRollout(rollout_id, "a") for rollout_id in ids)
-    return [RolloutTask(ledger.entries[rollout_id], task, context) for rollout_id in ids]
+    return [RolloutTask(ledger.plan(rollout_id, "a"), task, context) for rollout_id in ids]

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from agent_wrapper.contract import Failure, Outcome, Rollout, Segment, Turn, VersionSpan
 from builders import function_call
-from rollout_backend.core.ledger import PlannedRollout
+from rollout_backend.core.ledger import LedgerEntry
 from rollout_backend.core.tasks import Task
 from rollout_backend.gateway.stats import EngineUse
 from rollout_backend.local.scripted import BYTE_MODEL
@@ -105,8 +105,7 @@ class _Step:
 
     def run(self) -> float:
         names = [f"buy-{3 + i // len(FRUIT)}-{list(FRUIT)[i % len(FRUIT)]}" for i in range(self.made.tasks)]
-        planned = [PlannedRollout(f"{name}.{i}", name) for name in names for i in range(self.made.group)]
-        self.ledger.plan(planned)
+        planned = [self.ledger.plan(f"{name}.{i}", name) for name in names for i in range(self.made.group)]
         ease = {name: min(1.0, max(0.0, self.draw.gauss(self.skill, 0.42))) for name in names}
         end = self.began
         per_s = max(6.0, len(planned) / 60)
@@ -134,9 +133,9 @@ class _Step:
         self.archive.write_report(report)
         return end
 
-    def _rollout(self, number: int, each: PlannedRollout, ease: float) -> None:
+    def _rollout(self, number: int, each: LedgerEntry, ease: float) -> None:
         session = f"rollout-{self.draw.getrandbits(128):032x}"
-        self.ledger.entries[each.rollout_id].start_attempt(session, 1, self.now + 120)
+        each.start_attempt(session, 1, self.now + 120)
         fate = self.draw.random()
         if fate < self.made.lost / 2:
             self.now += self.draw.uniform(2, 20)
@@ -144,7 +143,7 @@ class _Step:
             self._settle(each, session, Outcome.INFRA_ERROR, "container_error", message)
             return
         self.now += self.draw.uniform(0.6, 3)
-        self.ledger.entries[each.rollout_id].accept()
+        each.accept()
         accepted = self.now
         if fate < self.made.lost * 0.75:
             self.now += 120
@@ -161,7 +160,7 @@ class _Step:
         fails = fate < self.made.lost
         rollout = self._result(each, session, accepted, work, None if fails else ease)
         self.rollouts.append(rollout)
-        self.ledger.entries[each.rollout_id].deliver(
+        each.deliver(
             rollout.outcome,
             trainable=rollout.trainable,
             reason=rollout.failure.reason if rollout.failure else "",
@@ -171,13 +170,11 @@ class _Step:
         if len(self.rollouts) <= self.made.stored:
             self.archive.write_rollout(rollout, rollout.encode())
 
-    def _settle(self, each: PlannedRollout, session: str, outcome: Outcome, reason: str, message: str) -> None:
-        self.ledger.entries[each.rollout_id].settle(outcome, reason, message)
+    def _settle(self, each: LedgerEntry, session: str, outcome: Outcome, reason: str, message: str) -> None:
+        each.settle(outcome, reason, message)
         self.ledger.session_closed(session)
 
-    def _result(
-        self, each: PlannedRollout, session: str, accepted: float, work: float, ease: float | None
-    ) -> Rollout:
+    def _result(self, each: LedgerEntry, session: str, accepted: float, work: float, ease: float | None) -> Rollout:
         _, amount, fruit = each.task_id.split("-")
         price, number = FRUIT[fruit], int(amount)
         right = ease is not None and self.draw.random() < ease

@@ -6,7 +6,6 @@ from typing import Any
 
 from agent_wrapper.contract import Outcome, Rollout
 from builders import run_config
-from rollout_backend.core.ledger import PlannedRollout
 from rollout_backend.core.tasks import Task
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.records import ResultSummary, RolloutRecord, records_of
@@ -81,8 +80,7 @@ def make_step(
     groups: dict[str, list[Rollout | None]] = {}
     for rollout_id, end in ends.items():
         task_id = rollout_id.rpartition(".")[0]
-        ledger.plan([PlannedRollout(rollout_id, task_id)])
-        entry = ledger.entries[rollout_id]
+        entry = ledger.plan(rollout_id, task_id)
         entry.start_attempt(f"session-{rollout_id}", 1, 100.0)
         ledger.session_closed(f"session-{rollout_id}")
         rollout = make_rollout(rollout_id, reward=end) if isinstance(end, float) else end
