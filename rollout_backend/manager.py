@@ -35,10 +35,10 @@ from agent_wrapper.contract import Sampling
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.harbor import describe_ignored, fit_to_runtime
 from rollout_backend.core.ledger import Phase
-from rollout_backend.core.manifest import Manifest
+from rollout_backend.core.manifest import Manifest, StepRequest
 from rollout_backend.core.tasks import Task, check_private, check_unique, planned_rollouts
 from rollout_backend.dispatch.ramp import check_ramp
-from rollout_backend.errors import CircuitOpen, ConfigError, RolloutBackendError, RunHeld, ServingError
+from rollout_backend.errors import CircuitOpen, ConfigError, RolloutBackendError, RunHeld, ServingError, StoreError
 from rollout_backend.garbage_collection import rare_full_collections
 from rollout_backend.logs import log_fields
 from rollout_backend.results.archive import RunArchive
@@ -47,6 +47,7 @@ from rollout_backend.results.records import RolloutRecord
 from rollout_backend.results.rollout_spans import rollout_spans
 from rollout_backend.results.run_info import RUNS_S, RunStart, RunState, StartedBy
 from rollout_backend.results.step_report import GroupResult, StepResult
+from rollout_backend.retry import at, log_retry, retry
 from rollout_backend.run_services import RunServices
 from rollout_backend.serving.adapters import AdapterUpdate
 from rollout_backend.serving.engine import reported_version
@@ -54,7 +55,6 @@ from rollout_backend.serving.engine_fleet import ServerState
 from rollout_backend.serving.model_serving import RunPhase
 from rollout_backend.serving.supervisor import ServingEvent
 from rollout_backend.serving.weights import WeightUpdate
-from rollout_backend.step.plan import StepPlan
 from rollout_backend.step.step import Step
 from rollout_backend.tracing import Span, SpanSender
 
@@ -318,53 +318,44 @@ class RolloutManager:
             LedgerError: the ledger does not reconcile.
         """
         with rare_full_collections(), log_fields(run=self.config.run_id):
-            work = self._collect(tasks, step, sampling, on_group, weights, same_weights, allow_subset, adapter)
-            collecting = asyncio.create_task(work)
+            served, wanted = self._started.serving, self._check_tasks(tasks)
+            number = self._next_step if step is None else step
+            self._next_step = max(self._next_step, number + 1)
+            request = StepRequest(
+                number,
+                wanted,
+                sampling or self.config.sampling,
+                weights=f"{self.config.model.path}@{weights or served.weight_version or ''}",
+                same_weights=same_weights,
+                allow_subset=allow_subset,
+                adapter=adapter,
+            )
+            if (named := served.named_adapter(adapter)) is not None:
+                request = replace(request, weights=f"{request.weights}+{named.engine_name}")
+            collecting = asyncio.create_task(self._collect(request, on_group))
             self._collecting.add(collecting)
             collecting.add_done_callback(self._collecting.discard)
             return await collecting
 
-    async def _collect(
-        self,
-        tasks: Iterable[Task],
-        step: int | None,
-        sampling: Sampling | None,
-        on_group: Callable[[GroupResult], None],
-        weights: str,
-        same_weights: bool,
-        allow_subset: bool,
-        adapter: str,
-    ) -> StepResult:
-        run, wanted = self._started, check_unique(tasks)
-        named = run.serving.named_adapter(adapter)
+    def _check_tasks(self, tasks: Iterable[Task]) -> tuple[Task, ...]:
+        """Return the tasks as this run's runtime runs them. Raises TaskFileError or ConfigError."""
+        wanted = check_unique(tasks)
         check_private(wanted, self.config.scoring.enabled)
         wanted = fit_to_runtime(wanted, self.config.runtime)
         if not self._said_ignored and (ignored := describe_ignored(wanted, self.config.runtime)):
             self._said_ignored = True
             log.warning("%s", ignored)
-        ramp, _ = check_ramp(self.config, run.limits, planned_rollouts(wanted, self.config.group))
+        ramp, _ = check_ramp(self.config, self._started.limits, planned_rollouts(wanted, self.config.group))
         log.info("%s", ramp)
-        number = self._next_step if step is None else step
+        return wanted
+
+    async def _collect(self, request: StepRequest, on_group: Callable[[GroupResult], None]) -> StepResult:
+        run, number = self._started, request.step
         if number in self._steps:
             raise ConfigError(f"step {number} is being collected: wait for it, or give this call another step")
-        self._next_step = max(self._next_step, number + 1)
-        version = run.serving.weight_version
-        served = f"{self.config.model.path}@{weights or version or ''}"
-        if named is not None:
-            served += f"+{named.engine_name}"
-        current = Step(
-            number,
-            wanted,
-            run.for_steps,
-            sampling,
-            on_group,
-            weights=served,
-            same_weights=same_weights,
-            allow_subset=allow_subset,
-            adapter=adapter,
-        )
+        current = Step(request, run.for_steps, on_group)
         self._steps[number] = current
-        self.archive.write_tasks(number, wanted)
+        self.archive.write_tasks(number, request.tasks)
         running = asyncio.create_task(current.run())
         result: StepResult | None = None
         try:
@@ -494,9 +485,11 @@ class RolloutManager:
             ManifestError: a manifest cannot be read.
             StoreError: S3 did not answer within `timeouts.collection_s`.
         """
-        plan = StepPlan(step, self._started.for_steps)
-        plan.deadline = asyncio.get_running_loop().time() + self.config.timeouts.collection_s
-        return await plan.retry(lambda: self._started.for_steps.manifests.read_from(step))
+        services = self._started.for_steps
+        until = asyncio.get_running_loop().time() + self.config.timeouts.collection_s
+        warn = log_retry(log, "the manifests from step %d cannot be read", step)
+        read = functools.partial(services.manifests.read_from, step)
+        return await retry(read, StoreError, services.pauses.store, stop=at(until), before_sleep=warn)
 
     async def follow_engines(self, urls: Sequence[str]) -> None:
         """Replace the list of engines, for `serving.kind=external` without `serving.follow_dns`."""

@@ -16,7 +16,7 @@ from rollout_backend import manager as manager_module
 from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import AwsConfig, RolloutConfig, StorageConfig
-from rollout_backend.core.manifest import Manifest
+from rollout_backend.core.manifest import StepRequest
 from rollout_backend.core.tasks import Task
 from rollout_backend.dispatch.call_queue import CallQueue
 from rollout_backend.errors import InvokeRejected, RunHeld, ServingError, StoreError, WriteConflict
@@ -25,7 +25,7 @@ from rollout_backend.results.records import RolloutRecord, records_of
 from rollout_backend.results.step_report import StepResult, make_report
 from rollout_backend.run_lease import FencedRuntime, LeaseHolder, RunLease
 from rollout_backend.testing.fault_proxy import Fault, Rule
-from rollouts import make_ledger
+from rollouts import make_ledger, make_manifest
 
 LONG = 600.0
 Open = Callable[..., RunLease]
@@ -213,8 +213,8 @@ async def test_agents_are_started_only_under_a_lease_that_is_sure(manager):
 class EndedStep:
     """A step that is over at once."""
 
-    def __init__(self, number: int, *_: Any, **__: Any) -> None:
-        self._number = number
+    def __init__(self, request: StepRequest, *_: Any) -> None:
+        self._number = request.step
 
     async def run(self) -> StepResult:
         how = {"refused": 0, "seconds": 0.0, "deadline_reached": False}
@@ -279,18 +279,14 @@ async def test_a_step_returns_though_s3_does_not_answer_for_minutes(manager, col
 # --- the manifests of a run with two managers -------------------------------------------------------------
 
 
-def manifest(run_id: str, **more: Any) -> Manifest:
-    return Manifest.plan(run_id, 0, [], now=0.0, deadline=1.0).model_copy(update=more)
-
-
 async def test_a_manager_that_has_lost_the_run_writes_no_manifest(store, run_id):
     old, new = ManifestStore(store, run_id, 1, "the old one"), ManifestStore(store, run_id, 2, "the new one")
     await old.read(0)
-    await old.write(manifest(run_id))
+    await old.write(make_manifest(run_id))
     before = await new.read(0)
     assert before is not None
     await new.write(before)
-    for call in (old.write(manifest(run_id, weights="late")), old.read(0)):
+    for call in (old.write(make_manifest(run_id, weights="late")), old.read(0)):
         with pytest.raises(RunHeld, match=r"taken over by another manager \(the new one\)"):
             await call
     assert (await new.read(0)).weights == ""  # type: ignore[union-attr]
@@ -300,20 +296,20 @@ async def test_what_the_former_holder_wrote_last_is_read_before_it_is_replaced(s
     old, new = ManifestStore(store, run_id, 1), ManifestStore(store, run_id, 2)
     await old.read(0)
     await new.read(0)
-    await old.write(manifest(run_id, weights="late"))
+    await old.write(make_manifest(run_id, weights="late"))
     with pytest.raises(WriteConflict):
-        await new.write(manifest(run_id))
+        await new.write(make_manifest(run_id))
     assert (await new.read(0)).weights == "late"  # type: ignore[union-attr]
-    await new.write(manifest(run_id))
+    await new.write(make_manifest(run_id))
 
 
 async def test_an_own_write_that_lands_late_is_replaced(store, run_id):
     manifests = ManifestStore(store, run_id, 1)
     await manifests.read(0)
-    await ManifestStore(store, run_id, 1).write(manifest(run_id, weights="late"))
+    await ManifestStore(store, run_id, 1).write(make_manifest(run_id, weights="late"))
     with pytest.raises(StoreError, match="arrived late"):
-        await manifests.write(manifest(run_id))
-    await manifests.write(manifest(run_id, weights="newest"))
+        await manifests.write(make_manifest(run_id))
+    await manifests.write(make_manifest(run_id, weights="newest"))
     assert (await manifests.read(0)).weights == "newest"  # type: ignore[union-attr]
 
 

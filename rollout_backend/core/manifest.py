@@ -14,15 +14,34 @@ import hashlib
 import json
 import secrets
 from collections import defaultdict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Self
 
 from pydantic import Field
 
 from agent_wrapper.contract import MAX_STEP, ContractObject, Identifier, Sampling
+from rollout_backend.config import GroupConfig
 from rollout_backend.core.harbor import container_key
-from rollout_backend.core.tasks import Task, rollout_id, sibling_id
+from rollout_backend.core.tasks import Task, planned_rollouts, rollout_id, sibling_id
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """The arguments of one step."""
+
+    step: int
+    tasks: tuple[Task, ...]
+    sampling: Sampling  # of tasks without their own
+    weights: str = ""
+    """Names the weights that are served now."""
+    same_weights: bool = True
+    """If False, results of an earlier trainer were sampled from other weights and are not used."""
+    allow_subset: bool = False
+    """The tasks may be some of those that an earlier trainer gave the step."""
+    adapter: str = ""
+    """The LoRA adapter that model calls name; empty for the model without an adapter."""
 
 
 class PlannedTask(ContractObject):
@@ -74,48 +93,45 @@ class Manifest(ContractObject):
     def plan(
         cls,
         run_id: str,
-        step: int,
-        tasks: Sequence[tuple[Task, int, Sampling]],
+        request: StepRequest,
+        group: GroupConfig,
         *,
         now: float,
         deadline: float,
-        weights: str = "",
         sealed_by: str = "",
         gateway: str = "",
         before: Manifest | None = None,
-        same_weights: bool = True,
-        allow_subset: bool = False,
     ) -> Self:
-        """Return the manifest of a step. `tasks` have their group sizes and sampling.
+        """Return the manifest of a step.
 
         `before` is the manifest in S3 under this step's number. If it describes the same step, the step is resumed
-        with its rollouts. Otherwise the rollouts get unused ids. If it has other `weights`, or `same_weights` is
-        False, the earlier results are not reused. With `allow_subset`, a step with a subset of the tasks is still the
-        same step.
+        with its rollouts. Otherwise the rollouts get unused ids, and the earlier results are not reused.
         """
-        groups = [
-            PlannedTask(
-                task_id=task.task_id,
-                digest=digest_of(task, size, sampling),
-                container=container_key(task.payload),
-                rollouts=tuple(rollout_id(task.task_id, i) for i in range(size)),
+        groups = []
+        for task in request.tasks:
+            size = planned_rollouts([task], group)
+            groups.append(
+                PlannedTask(
+                    task_id=task.task_id,
+                    digest=digest_of(task, size, task.sampling or request.sampling),
+                    container=container_key(task.payload),
+                    rollouts=tuple(rollout_id(task.task_id, i) for i in range(size)),
+                )
             )
-            for task, size, sampling in tasks
-        ]
         fields = {
             "run_id": run_id,
-            "step": step,
+            "step": request.step,
             "written_at": now,
             "deadline": deadline,
-            "weights": weights,
+            "weights": request.weights,
             "sealed_by": sealed_by,
             "gateway": gateway,
         }
         if before is None:
             return cls.model_validate({**fields, "tasks": groups})
         fields["replaced"] = before.replaced
-        same = same_weights and before.weights == weights
-        matched = before.matched(groups, allow_subset) if same else None
+        same = request.same_weights and before.weights == request.weights
+        matched = before.matched(groups, request.allow_subset) if same else None
         if matched is not None:
             taken, left_out = matched
             return cls.model_validate(
@@ -134,13 +150,13 @@ class Manifest(ContractObject):
             fields["replaced"] = (before.model_copy(update={"replaced": ()}), *before.replaced)
         generation = before.generation + 1
         renamed = []
-        for group in groups:
-            ids = tuple(rollout_id(group.task_id, i, generation) for i in range(len(group.rollouts)))
-            renamed.append(group.model_copy(update={"rollouts": ids}))
+        for planned in groups:
+            ids = tuple(rollout_id(planned.task_id, i, generation) for i in range(len(planned.rollouts)))
+            renamed.append(planned.model_copy(update={"rollouts": ids}))
         return cls.model_validate({**fields, "generation": generation, "tasks": renamed})
 
     def matched(
-        self, groups: Iterable[PlannedTask], allow_subset: bool = False
+        self, groups: Iterable[PlannedTask], allow_subset: bool
     ) -> tuple[list[PlannedTask], list[PlannedTask]] | None:
         """Return each group with this manifest's rollouts of the same content, and the tasks of this manifest that no
         group matches; None if this is not the same step.

@@ -15,11 +15,15 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from typing import TYPE_CHECKING
 
 from rollout_backend.config import GroupConfig
+
+if TYPE_CHECKING:
+    from rollout_backend.core.ledger import LedgerEntry
 
 
 @dataclass
@@ -50,16 +54,9 @@ class GroupState:
 
 
 @dataclass(frozen=True)
-class Cancellation:
-    rollout_id: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class Decision:
-    replace: tuple[tuple[str, int], ...]  # task id, number of new rollouts
-    cancel: tuple[Cancellation, ...]
-    done: bool  # once this decision is carried out, none of these groups has an open rollout
+    replace: Mapping[str, int]  # number of new rollouts, by task
+    cancel: Mapping[str, str]  # reason, by rollout
 
 
 @dataclass(frozen=True)
@@ -83,63 +80,45 @@ class GroupPolicy:
 
         Idempotent: once a decision is carried out, the next one is empty."""
         if self.target_reached(sum(group.complete for group in groups)):
-            rest = tuple(Cancellation(rid, "target_reached") for group in groups for rid in group.open)
-            return Decision(replace=(), cancel=rest, done=True)
-        replace: list[tuple[str, int]] = []
-        cancel: list[Cancellation] = []
-        still_open = False
+            return Decision({}, {rollout_id: "target_reached" for group in groups for rollout_id in group.open})
+        replace: dict[str, int] = {}
+        cancel: dict[str, str] = {}
         for group in groups:
-            if group.satisfied:
-                cancel += [Cancellation(rid, "target_reached") for rid in group.open]
-                continue
             fresh = max(0, min(group.lost - group.spare, self.max_replacements) - group.replacements)
-            if group.trainable + len(group.open) + fresh < group.needed:
-                cancel += [Cancellation(rid, "group_doomed") for rid in group.open]
-                continue
-            if fresh:
-                replace.append((group.task_id, fresh))
-            still_open = still_open or bool(group.open) or fresh > 0
-        return Decision(replace=tuple(replace), cancel=tuple(cancel), done=not still_open)
-
-
-@dataclass(frozen=True)
-class StragglerRule:
-    """Limit on the time of a rollout, relative to the finished rollouts of its step."""
-
-    after: float  # fraction of the rollouts that must have finished
-    factor: float
-
-    @classmethod
-    def from_config(cls, group: GroupConfig) -> StragglerRule | None:
-        return None if group.straggler_after is None else cls(group.straggler_after, group.straggler_factor)
-
-    def allowed_s(self, took: Sequence[float], still_open: int) -> float | None:
-        """Return the limit in seconds from a rollout's own start; None while too few rollouts have finished.
-
-        `took` holds the seconds of each finished rollout, sorted.
-        """
-        if not took or len(took) < self.after * (len(took) + still_open):
-            return None
-        return self.factor * percentile_95(took)
+            if group.satisfied:
+                cancel |= dict.fromkeys(group.open, "target_reached")
+            elif group.trainable + len(group.open) + fresh < group.needed:
+                cancel |= dict.fromkeys(group.open, "group_doomed")
+            elif fresh:
+                replace[group.task_id] = fresh
+        return Decision(replace, cancel)
 
 
 class Stragglers:
-    """The running rollouts of a step that may become stragglers; none without a rule."""
+    """The running rollouts of a step that may become stragglers; none without `group.straggler_after`."""
 
-    def __init__(self, rule: StragglerRule | None, is_running: Callable[[str, float], bool]) -> None:
-        """`is_running` returns whether the rollout still runs in the attempt that began at that time."""
-        self._rule = rule
-        self._is_running = is_running
-        self._took: list[float] = []  # sorted
-        self._running: list[tuple[float, str]] = []  # a heap of the start times of attempts
+    def __init__(self, group: GroupConfig, running: Mapping[str, LedgerEntry]) -> None:
+        """`running` holds the rollouts that run now, by id."""
+        self._after = group.straggler_after
+        self._factor = group.straggler_factor
+        self._running = running
+        self._took: list[float] = []  # seconds of each finished rollout, sorted
+        self._started: list[tuple[float, str]] = []  # a heap of the start times of attempts
 
     def started(self, rollout_id: str, began: float) -> None:
-        if self._rule is not None:
-            heappush(self._running, (began, rollout_id))
+        if self._after is not None:
+            heappush(self._started, (began, rollout_id))
 
     def delivered(self, took: float) -> None:
-        if self._rule is not None:
+        if self._after is not None:
             insort(self._took, took)
+
+    def allowed_s(self, still_open: int) -> float | None:
+        """Return the limit in seconds from a rollout's own start; None while too few rollouts have finished."""
+        finished = len(self._took)
+        if self._after is None or not finished or finished < self._after * (finished + still_open):
+            return None
+        return self._factor * percentile_95(self._took)
 
     def due(self, now: float, still_open: int) -> tuple[list[str], float]:
         """Remove and return the stragglers, and return when the next rollout becomes one.
@@ -147,14 +126,15 @@ class Stragglers:
         To test a rollout again, start it again.
         """
         due: list[str] = []
-        allowed = self._rule.allowed_s(self._took, still_open) if self._rule is not None else None
-        while allowed is not None and self._running:
-            began, rollout_id = self._running[0]
-            running = self._is_running(rollout_id, began)
-            if running and began + allowed > now:
+        allowed = self.allowed_s(still_open)
+        while allowed is not None and self._started:
+            began, rollout_id = self._started[0]
+            entry = self._running.get(rollout_id)
+            runs = entry is not None and entry.began == began  # and not in a later attempt
+            if runs and began + allowed > now:
                 return due, began + allowed
-            heappop(self._running)
-            due += [rollout_id] if running else []
+            heappop(self._started)
+            due += [rollout_id] if runs else []
         return due, math.inf
 
 

@@ -9,12 +9,11 @@ Invariants:
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import replace
 from typing import TypeVar
 
-from agent_wrapper.contract import Sampling
-from rollout_backend.core.manifest import Manifest
-from rollout_backend.core.tasks import Task
+from rollout_backend.core.manifest import Manifest, StepRequest
 from rollout_backend.errors import CredentialsExpired, StoreError, WriteConflict
 from rollout_backend.retry import at, log_retry, retry
 from rollout_backend.step.services import StepServices
@@ -29,42 +28,30 @@ class StepPlan:
 
     manifest: Manifest
 
-    def __init__(self, step: int, services: StepServices) -> None:
+    def __init__(self, request: StepRequest, services: StepServices) -> None:
         self.deadline = float("inf")  # of the step, in loop seconds
-        self.step = step
+        self.request = request
         self.services = services
         self._recorded: Manifest | None = None  # what S3 holds
         self._recording = asyncio.Lock()
 
-    async def write_first(
-        self,
-        tasks: Sequence[tuple[Task, int, Sampling]],
-        weights: str,
-        *,
-        same_weights: bool,
-        allow_subset: bool,
-    ) -> Manifest | None:
-        """Write the step's first manifest, for tasks with their group's size. Return the one that S3 held before.
-
-        `same_weights`: whether results of an earlier trainer were sampled from the weights that are served now.
-        `allow_subset`: whether the tasks may be some of the earlier trainer's.
-        """
-        services = self.services
+    async def write_first(self) -> Manifest | None:
+        """Write the step's first manifest. Return the one that S3 held before."""
+        services, request = self.services, self.request
         while True:
-            before = await self.retry(lambda: services.manifests.read(self.step))
+            before = await self.retry(lambda: services.manifests.read(self.request.step))
+            if not _can_verify_seals(before, services.sealed_by):
+                request = replace(request, same_weights=False)
             now, wall = asyncio.get_running_loop().time(), services.wall()
             self.manifest = Manifest.plan(
                 services.config.run_id,
-                self.step,
-                tasks,
+                request,
+                services.config.group,
                 now=wall,
                 deadline=wall + self.deadline - now,
-                weights=weights,
                 sealed_by=next(iter(services.sealed_by), ""),
                 gateway=services.gateways.identity,
                 before=before,
-                same_weights=same_weights and _can_verify_seals(before, services.sealed_by),
-                allow_subset=allow_subset,
             )
             try:
                 await self.retry(self.record)
@@ -101,12 +88,12 @@ class StepPlan:
                 await self.services.manifests.write(newest)
                 if not self._recorded or newest.attempts > self._recorded.attempts:
                     first, last = newest.attempts_before + 1, newest.attempts_before + newest.attempts
-                    self.services.in_flight.record_execution(self.step, newest.nonce, first, last)
+                    self.services.in_flight.record_execution(newest.step, newest.nonce, first, last)
                 self._recorded = newest
 
     async def retry(self, call: Callable[[], Awaitable[_T]]) -> _T:
         """Repeat a call to S3 with back-off until it is answered. Raises StoreError at the step's deadline."""
-        warn = log_retry(log, "step %d waits for S3", self.step)
+        warn = log_retry(log, "step %d waits for S3", self.request.step)
         return await retry(call, StoreError, self.services.pauses.store, stop=at(self.deadline), before_sleep=warn)
 
 

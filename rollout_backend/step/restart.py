@@ -14,8 +14,7 @@ are the same, by the caller (for verl, `verl.async_batches`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.fetcher import ResultSink
@@ -23,7 +22,8 @@ from rollout_backend.core.ledger import Phase
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.errors import StoreError
 from rollout_backend.step.in_flight import InFlightAttempt
-from rollout_backend.step.rollout_task import RolloutTask, StepContext
+from rollout_backend.step.results import StepResults
+from rollout_backend.step.rollout_task import StepContext
 
 log = logging.getLogger(__name__)
 
@@ -54,17 +54,7 @@ async def read_finished(buffer: RolloutBuffer, sink: ResultSink) -> None:
         raise StoreError(f"S3 did not give every result of step {sink.step}")
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """What a step reuses of earlier trainers."""
-
-    finished: int  # rollouts with a result
-    adopted: list[RolloutTask]  # rollouts whose agents still run
-
-
-async def resume(
-    before: Manifest | None, rollouts: Mapping[str, RolloutTask], sink: ResultSink, context: StepContext
-) -> Resumed:
+async def resume(before: Manifest | None, results: StepResults, context: StepContext) -> None:
     """Take the results of earlier trainers, adopt the attempts in flight, and close every other session that may be
     open: recorded ones, those of other weights, and those that a trainer on another machine may have invoked.
 
@@ -72,16 +62,18 @@ async def resume(
         StoreError: S3 did not give every result until the step's deadline.
     """
     services, sessions, manifest = context.services, context.sessions, context.plan.manifest
-    records = services.in_flight.running_attempts(context.step)
-    in_flight = services.in_flight.open_sessions(context.step, manifest.nonce).session_ids
+    step, rollouts = context.request.step, results.rollouts
+    records = services.in_flight.running_attempts(step)
+    in_flight = services.in_flight.open_sessions(step, manifest.nonce).session_ids
     attempts = resumable_attempts(before, manifest, records, services.wall())
     adopted = [rollouts[rollout_id] for rollout_id in attempts]
     for rollout in adopted:  # first, so that what they have published counts
         rollout.adopt(attempts[rollout.rollout_id])
     if manifest.resumed:
-        await context.plan.retry(lambda: read_finished(services.buffer, sink))
-    finished = len(context.ledger.settled) + context.ledger.phases()[Phase.SCORING]
+        await context.plan.retry(lambda: read_finished(services.buffer, results))
+    results.resumed = len(context.ledger.settled) + context.ledger.phases()[Phase.SCORING]
     adopted = [each for each in adopted if each.entry.adopted and each.entry.phase is Phase.RUNNING]
+    results.adopted = len(adopted)
     kept = {attempts[each.rollout_id].session_id: None for each in adopted}
     for session_id in kept:
         sessions.watch(session_id)
@@ -90,7 +82,7 @@ async def resume(
         for earlier in (() if before is None else (before, *before.replaced))
         # A session that has finished its rollout stays open as well.
         for session_id in earlier.open_sessions(
-            besides=services.in_flight.open_sessions(context.step, earlier.nonce).complete_attempts
+            besides=services.in_flight.open_sessions(step, earlier.nonce).complete_attempts
         )
     ]
     unused = [each for each in dict.fromkeys((*in_flight, *left_open)) if each not in kept]
@@ -104,12 +96,11 @@ async def resume(
         log.info(
             "step %d is resumed: of %d rollouts %d are finished and %d still run; the sessions of the others are "
             "closed",
-            context.step,
+            step,
             len(rollouts),
-            finished,
-            len(adopted),
+            results.resumed,
+            results.adopted,
         )
-    return Resumed(finished, adopted)
 
 
 async def _close_unused(session_ids: list[str], record: bool, context: StepContext) -> None:

@@ -17,15 +17,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 
-from tenacity import RetryCallState, wait_exponential_jitter
+from tenacity import wait_exponential_jitter
 
 from agent_wrapper.contract import ContractError, Rollout
 from rollout_backend.config import GroupConfig
 from rollout_backend.core.ledger import Ledger
 from rollout_backend.core.policy import GroupState
+from rollout_backend.core.reasons import SCORER_FAILED
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import RolloutBackendError, StoreError
 from rollout_backend.gateway.stats import EngineUseMeter
@@ -81,88 +82,13 @@ class Group:
         return set(came[: self.state.enough])
 
 
-class StepScoring:
-    """The results of one step that are being scored."""
-
-    def __init__(self, context: StepContext, deliver: Callable[[RolloutTask, Rollout, bytes], None]) -> None:
-        """`deliver` settles a rollout by a result and its encoded form."""
-        self._context = context
-        self._deliver = deliver
-        self._unscored: dict[RolloutTask, Rollout] = {}
-        self._last_error: dict[RolloutTask, ScoringError] = {}
-
-    def start(self, scorer: RolloutScorer, rollout_task: RolloutTask, rollout: Rollout, data: bytes) -> None:
-        """Score a result, which is `data` in its encoded form, in the background."""
-        self._unscored[rollout_task] = rollout
-        rollout_task.start_scoring(rollout, self._run(scorer, rollout_task, rollout, data))
-
-    def reach_step_deadline(self) -> None:
-        """Settle the rollouts whose results are not scored yet."""
-        for rollout_task in [*self._unscored]:
-            self._fail(rollout_task, "the step's time was up")
-
-    async def _run(self, scorer: RolloutScorer, rollout_task: RolloutTask, rollout: Rollout, data: bytes) -> None:
-        try:
-            score = await self._score(scorer, rollout_task, rollout, data)
-        except (ScoringError, StoreError) as error:
-            self._last_error[rollout_task] = error if isinstance(error, ScoringError) else ScoringError(str(error))
-            self._fail(rollout_task, f"{scorer.name} was retried until the limit (scoring.retry_s)")
-        except RolloutBackendError as error:  # no retry helps
-            self._context.abort(error)
-        else:
-            self._settle(rollout_task, scored(rollout, score))
-        finally:
-            self._unscored.pop(rollout_task, None)
-
-    async def _score(self, scorer: RolloutScorer, rollout_task: RolloutTask, rollout: Rollout, data: bytes) -> Score:
-        plan, task = self._context.plan, rollout_task.task
-        if plan.manifest.resumed:
-            recorded = await plan.retry(lambda: scorer.read(rollout, task))
-            if recorded is not None:
-                return recorded
-        score = await self._compute(scorer, rollout_task, rollout, data)
-        return await plan.retry(lambda: scorer.record(rollout, task, score))
-
-    async def _compute(
-        self, scorer: RolloutScorer, rollout_task: RolloutTask, rollout: Rollout, data: bytes
-    ) -> Score:
-        now = asyncio.get_running_loop().time()
-        until = min(now + self._context.services.config.scoring.retry_s, self._context.plan.deadline)
-
-        warn = log_retry(log, "rollout %s: scorer %s", rollout.rollout_id, scorer.name)
-
-        def record(state: RetryCallState) -> None:
-            error = state.outcome.exception() if state.outcome else None
-            if isinstance(error, ScoringError):
-                self._last_error[rollout_task] = error
-            warn(state)
-
-        return await retry(
-            lambda: scorer.compute(rollout, data, rollout_task.task),
-            ScoringError,
-            _BACK_OFF,
-            stop=at(until),
-            before_sleep=record,
-        )
-
-    def _fail(self, rollout_task: RolloutTask, why: str) -> None:
-        rollout = self._unscored.pop(rollout_task)
-        last = self._last_error.get(rollout_task) or ScoringError("the scorer had not answered")
-        rollout_task.stop_scoring()
-        self._settle(rollout_task, unscored(rollout, last.reason, f"{why}: {last}"))
-
-    def _settle(self, rollout_task: RolloutTask, rollout: Rollout) -> None:
-        if rollout_task.entry.outcome is None:
-            self._deliver(rollout_task, rollout, rollout.encode())
-
-
 class StepResults:
     """The results of one step, in the order of their arrival. It is the buffer's `ResultSink`."""
 
     def __init__(
         self, context: StepContext, rollouts: Mapping[str, RolloutTask], groups: Mapping[str, Group]
     ) -> None:
-        self.step = context.step
+        self.step = context.request.step
         self.rollouts = rollouts
         self.resumed = 0  # rollouts that an earlier trainer had finished
         self.adopted = 0  # rollouts whose agents an earlier trainer had started
@@ -170,7 +96,6 @@ class StepResults:
         self.deliveries: dict[str, Delivery] = {}  # of those received
         self._context = context
         self._groups = groups
-        self.scoring = StepScoring(context, self._settle)
         self._archiving: deque[Future[bool]] = deque()  # of results whose files may not be written yet
         self._unarchived = 0  # results that could not be written
         self.engine_use = EngineUseMeter()  # while the step runs
@@ -218,7 +143,42 @@ class StepResults:
         if services.scorer is None or not rollout.can_be_scored:
             self._settle(task, rollout, data)
         else:
-            self.scoring.start(services.scorer, task, rollout, data)
+            task.start_scoring(rollout, self._score(services.scorer, task, rollout, data))
+
+    async def _score(self, scorer: RolloutScorer, task: RolloutTask, rollout: Rollout, data: bytes) -> None:
+        """Settle a rollout by its result with the scorer's reward; without a reward if it is not scored in time."""
+        plan, retry_s = self._context.plan, self._context.services.config.scoring.retry_s
+        reason, last = SCORER_FAILED, "the scorer had not answered"
+
+        async def compute() -> Score:
+            nonlocal reason, last
+            try:
+                return await scorer.compute(rollout, data, task.task)
+            except ScoringError as error:
+                reason, last = error.reason, str(error)
+                raise
+
+        try:
+            async with asyncio.timeout_at(plan.deadline):
+                score: Score | None = None
+                if plan.manifest.resumed:
+                    score = await plan.retry(lambda: scorer.read(rollout, task.task))
+                if score is None:
+                    stop = at(asyncio.get_running_loop().time() + retry_s)
+                    warn = log_retry(log, "rollout %s: scorer %s", rollout.rollout_id, scorer.name)
+                    made = await retry(compute, ScoringError, _BACK_OFF, stop=stop, before_sleep=warn)
+                    score = await plan.retry(lambda: scorer.record(rollout, task.task, made))
+            result = scored(rollout, score)
+        except TimeoutError:
+            result = unscored(rollout, reason, f"the step's time was up: {last}")
+        except (ScoringError, StoreError) as error:
+            message = f"{scorer.name} was retried until the limit (scoring.retry_s): {error}"
+            result = unscored(rollout, reason, message)
+        except RolloutBackendError as error:  # no retry helps
+            self._context.abort(error)
+            return
+        if task.entry.outcome is None:
+            self._settle(task, result, result.encode())
 
     def _settle(self, task: RolloutTask, rollout: Rollout, data: bytes) -> None:
         self._archiving.append(self._context.services.archive.write_rollout(rollout, data))

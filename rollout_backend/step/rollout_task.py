@@ -18,12 +18,11 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 from typing import Any
 
 from tenacity import stop_after_attempt
 
-from agent_wrapper.contract import Failure, Outcome, Rollout, Sampling
+from agent_wrapper.contract import Failure, Outcome, Rollout
 from rollout_backend.core.ledger import (
     CONTAINER_LOST,
     NO_RESULT,
@@ -33,7 +32,8 @@ from rollout_backend.core.ledger import (
     LedgerEntry,
     Phase,
 )
-from rollout_backend.core.policy import Stragglers
+from rollout_backend.core.manifest import StepRequest
+from rollout_backend.core.policy import GroupState, Stragglers
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.core.tasks import Task
@@ -57,20 +57,25 @@ log = logging.getLogger(__name__)
 _RETRYABLE = (RuntimeUnavailable, OutcomeUnknown, ContainerStartTimeout)
 
 
-@dataclass
 class StepContext:
     """What the rollouts of one step share."""
 
-    step: int
-    services: StepServices
-    sampling: Sampling
-    ledger: Ledger
-    plan: StepPlan
-    sessions: StepSessions
-    stragglers: Stragglers
-    abort: Callable[[BaseException], None]  # ends the step with this error
-    adapter: str = ""  # the LoRA adapter that model calls name
-    changed: asyncio.Event = field(default_factory=asyncio.Event)  # wakes the step
+    def __init__(
+        self,
+        request: StepRequest,
+        services: StepServices,
+        groups: dict[str, GroupState],
+        abort: Callable[[BaseException], None],
+    ) -> None:
+        """`abort` ends the step with this error."""
+        self.request = request
+        self.services = services
+        self.abort = abort
+        self.ledger = Ledger(request.step, groups, services.wall, lambda: asyncio.get_running_loop().time())
+        self.plan = StepPlan(request, services)
+        self.sessions = StepSessions(services, self.ledger, abort)
+        self.stragglers = Stragglers(services.config.group, self.ledger.running)
+        self.changed = asyncio.Event()  # wakes the step
 
     def abort_on_failure(self, task: asyncio.Task[None]) -> None:
         """End the step with the error of a background task, which is not awaited. Otherwise a step without a queue
@@ -232,17 +237,17 @@ class RolloutTask:
         return True
 
     def _claims(self, attempt: int, session_id: str) -> SessionClaims:
-        config = self._services.config
+        config, request = self._services.config, self.context.request
         return SessionClaims(
             run_id=self.context.plan.manifest.run_id,
-            step=self.context.step,
+            step=request.step,
             rollout_id=self.rollout_id,
             attempt=attempt,
             session_id=session_id,
-            sampling=self.task.sampling or self.context.sampling,
+            sampling=self.task.sampling or request.sampling,
             expires_at=self._services.wall() + config.timeouts.session_key_s,
-            routing_key=f"{self.context.step}/{self.task.task_id}" if config.router.affinity == "group" else "",
-            adapter=self.context.adapter,
+            routing_key=f"{request.step}/{self.task.task_id}" if config.router.affinity == "group" else "",
+            adapter=request.adapter,
         )
 
     def _watch_agent(self) -> None:

@@ -27,14 +27,11 @@ class StepSessions:
     """The sessions of one step. While `leave_open` is set, none is closed: they belong to another manager, or the
     cloud has ended with them."""
 
-    def __init__(
-        self, step: int, services: StepServices, ledger: Ledger, abort: Callable[[BaseException], None]
-    ) -> None:
+    def __init__(self, services: StepServices, ledger: Ledger, abort: Callable[[BaseException], None]) -> None:
         """`abort` ends the step with an unexpected error of a task in the background."""
         self.known: dict[str, None] = {}  # those invoked or adopted, in order
         self.leave_open = False
         self.earlier_known = False  # the sessions of earlier trainers are adopted or being closed
-        self.step = step
         self.services = services
         self.ledger = ledger
         self._abort = abort
@@ -47,12 +44,12 @@ class StepSessions:
     def register(self, session_id: str) -> None:
         """Record a session that is about to be invoked, and watch for its heartbeats."""
         if session_id not in self.known:
-            self.services.in_flight.record_invoked(self.step, session_id)
+            self.services.in_flight.record_invoked(self.ledger.step, session_id)
         self.watch(session_id)
 
     def record_running(self, attempt: InFlightAttempt) -> None:
         """Record that the session's agent has accepted its rollout."""
-        self.services.in_flight.record_running(self.step, attempt)
+        self.services.in_flight.record_running(self.ledger.step, attempt)
 
     async def adopt(self, session_ids: Collection[str]) -> None:
         """Let the gateways serve sessions that an earlier trainer has started."""
@@ -98,13 +95,13 @@ class StepSessions:
         """Stop a session, and revoke its key: an agent that the stop does not reach must not sample further."""
         if self.leave_open:
             return
-        self.services.in_flight.record_closed(self.step, session_id)
+        self.services.in_flight.record_closed(self.ledger.step, session_id)
         self._unwatch([session_id])
         self._add_to_revoke([session_id])
         if self._to_revoke and self._revoke_timer is None:
             self._revoke_timer = asyncio.get_running_loop().call_later(_TOGETHER_S, self._revoke_later)
         if await self.services.dispatcher.close(session_id, self.ledger, call):
-            self.services.in_flight.record_stopped(self.step, session_id)
+            self.services.in_flight.record_stopped(self.ledger.step, session_id)
 
     async def revoke(self, session_ids: Iterable[str]) -> None:
         """Revoke each key once, and those that wait to be revoked."""

@@ -17,25 +17,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from typing import Any
 
-from agent_wrapper.contract import Outcome, Sampling
-from rollout_backend.core.ledger import TASK_BLOCKED, Ledger, LedgerEntry, Phase
-from rollout_backend.core.policy import GroupPolicy, StragglerRule, Stragglers
-from rollout_backend.core.tasks import Task
+from agent_wrapper.contract import Outcome
+from rollout_backend.core.ledger import TASK_BLOCKED, LedgerEntry, Phase
+from rollout_backend.core.manifest import StepRequest
+from rollout_backend.core.policy import GroupPolicy
 from rollout_backend.errors import CircuitOpen, CloudLost, RunHeld
 from rollout_backend.logs import bind_log_fields
 from rollout_backend.results.progress import StepTotals
 from rollout_backend.results.records import RolloutRecord, RunningRecords
 from rollout_backend.results.step_report import GroupResult, StepResult
 from rollout_backend.step.absence_check import AbsenceCheck
-from rollout_backend.step.plan import StepPlan
 from rollout_backend.step.restart import resume
 from rollout_backend.step.results import Group, StepResults
 from rollout_backend.step.rollout_task import RolloutTask, StepContext
 from rollout_backend.step.services import StepServices
-from rollout_backend.step.sessions import StepSessions
 
 log = logging.getLogger(__name__)
 
@@ -45,50 +43,24 @@ class Step:
 
     def __init__(
         self,
-        number: int,
-        tasks: Sequence[Task],
+        request: StepRequest,
         services: StepServices,
-        sampling: Sampling | None,
         on_group: Callable[[GroupResult], None] = lambda group: None,
-        *,
-        weights: str = "",
-        same_weights: bool = True,
-        allow_subset: bool = False,
-        adapter: str = "",
     ) -> None:
-        """`on_group` is called with each group once: when all of it is settled, or the step is over.
-
-        `weights` names the weights that are served now. If `same_weights` is False, results of an earlier trainer
-        were sampled from others and are not used. `allow_subset`: the tasks may be some of an earlier trainer's.
-        `adapter` is the LoRA adapter that model calls name; empty for the model without an adapter.
-        """
-        self.step = number
-        self.adapter = adapter
-        self.groups = {task.task_id: Group(task, services.config.group) for task in tasks}
-        states = {task_id: group.state for task_id, group in self.groups.items()}
-        self.ledger = Ledger(number, states, services.wall, lambda: asyncio.get_running_loop().time())
+        """`on_group` is called with each group once: when all of it is settled, or the step is over."""
+        self.step = request.step
+        self.adapter = request.adapter
+        self.groups = {task.task_id: Group(task, services.config.group) for task in request.tasks}
         self.rollouts: dict[str, RolloutTask] = {}
         self.deadline_reached = False
         self._services = services
-        self._weights = weights
-        self._same_weights = same_weights
-        self._allow_subset = allow_subset
         self._on_group = on_group
         self._policy = GroupPolicy.from_config(services.config.group)
-        self._plan = StepPlan(number, services)
-        self._sessions = StepSessions(number, services, self.ledger, self.abort)
-        stragglers = Stragglers(StragglerRule.from_config(services.config.group), self._is_running)
-        self._context = StepContext(
-            step=number,
-            services=services,
-            sampling=sampling or services.config.sampling,
-            ledger=self.ledger,
-            plan=self._plan,
-            sessions=self._sessions,
-            stragglers=stragglers,
-            abort=self.abort,
-            adapter=adapter,
-        )
+        states = {task_id: group.state for task_id, group in self.groups.items()}
+        self._context = StepContext(request, services, states, self.abort)
+        self.ledger = self._context.ledger
+        self._plan = self._context.plan
+        self._sessions = self._context.sessions
         self._changed = self._context.changed
         self.results = StepResults(self._context, self.rollouts, self.groups)
         self._running_records = RunningRecords(self.ledger, services.log_of, self.results.received)
@@ -165,20 +137,13 @@ class Step:
         if self._aborted is not None:
             return
         await self._plan.retry(self._services.blocklist.read)
-        groups, sampling = self.groups.values(), self._context.sampling
-        before = await self._plan.write_first(
-            [(group.task, group.planned, group.task.sampling or sampling) for group in groups],
-            weights=self._weights,
-            same_weights=self._same_weights,
-            allow_subset=self._allow_subset,
-        )
+        groups, before = self.groups.values(), await self._plan.write_first()
         for planned in self._plan.manifest.tasks:
             group = self.groups[planned.task_id]
             for i, rollout_id in enumerate(planned.rollouts):
                 self._add_rollout(group, rollout_id, is_replacement=i >= group.planned)
-        resumed = await resume(before, self.rollouts, self.results, self._context)
+        await resume(before, self.results, self._context)
         self._reported_to_breaker = len(self.ledger.settled)  # losses of an earlier trainer do not open it again
-        self.results.resumed, self.results.adopted = resumed.finished, len(resumed.adopted)
         if self._plan.manifest.resumed:
             self._apply_policy(groups)  # the results of the earlier trainer may be enough
         for group in groups:
@@ -211,12 +176,12 @@ class Step:
             (self._complete.add if group.state.complete else self._complete.discard)(group.task.task_id)
         groups = self.groups.values() if self._policy.target_reached(len(self._complete)) else changed
         decision = self._policy.decide([group.state for group in groups])
-        for task_id, count in decision.replace:
+        for task_id, count in decision.replace.items():
             for _ in range(count):
                 rollout_id = self._plan.add_rollout(task_id)
                 self._add_rollout(self.groups[task_id], rollout_id, is_replacement=True).start_once_recorded()
-        for cancellation in decision.cancel:
-            self.rollouts[cancellation.rollout_id].settle(Outcome.CANCELLED, cancellation.reason)
+        for rollout_id, reason in decision.cancel.items():
+            self.rollouts[rollout_id].settle(Outcome.CANCELLED, reason)
         return self.ledger.open == 0
 
     def _add_rollout(self, group: Group, rollout_id: str, is_replacement: bool) -> RolloutTask:
@@ -237,25 +202,16 @@ class Step:
         heartbeats = self._services.heartbeats
         if now >= self._silence_checked_at + heartbeats.poll_s:
             self._silence_checked_at = now
-            self._absence_check.start(self._silent(heartbeats.lost_sessions), RolloutTask.on_container_lost)
+            lost = heartbeats.lost_sessions
+            silent = [self.rollouts[name] for name, each in self.ledger.running.items() if each.session_id in lost]
+            self._absence_check.start(silent, RolloutTask.on_container_lost)
         return min(next_overdue, next_straggler, self._silence_checked_at + heartbeats.poll_s)
-
-    def _silent(self, session_ids: Collection[str]) -> list[RolloutTask]:
-        """Return the running rollouts of these sessions."""
-        if not session_ids:
-            return []
-        entries = self.ledger.open_entries()
-        silent = [each for each in entries if each.phase is Phase.RUNNING and each.session_id in session_ids]
-        return [self.rollouts[entry.rollout_id] for entry in silent]
-
-    def _is_running(self, rollout_id: str, began: float) -> bool:
-        entry = self.ledger.entries[rollout_id]
-        return entry.phase is Phase.RUNNING and entry.began == began
 
     async def _reach_deadline(self) -> None:
         self.deadline_reached = True
         unanswered = await self._absence_check.finish(self._open_rollouts(), RolloutTask.reach_step_deadline)
-        self.results.scoring.reach_step_deadline()
+        while scoring := [task for each in self._open_rollouts() if (task := each.scoring) and not task.done()]:
+            await asyncio.gather(*scoring, return_exceptions=True)  # they end at the deadline too
         for rollout in self._open_rollouts():
             rollout.reach_step_deadline(answered=rollout not in unanswered)
 
@@ -334,7 +290,6 @@ class Step:
         self.rollouts.clear()
         self.ledger.entries.clear()
         self.ledger.settled.clear()
-        vars(self.results.scoring).clear()
         vars(self).clear()
 
     # --- what it reports ----------------------------------------------------------------------------------

@@ -22,9 +22,9 @@ from agent_wrapper.contract.codec import MAX_OBJECT_BYTES
 from rollout_backend.collect.buffer import inventory
 from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.config import AwsConfig
-from rollout_backend.core.manifest import Manifest
 from rollout_backend.errors import ManifestError, PreflightError, ResultMissing, StoreError
 from rollout_backend.testing.fault_proxy import Fault, Rule
+from rollouts import make_manifest
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ async def test_the_cap_of_results_does_not_hold_for_what_only_trainers_write(ope
 
 async def test_a_manifest_that_could_not_be_read_again_is_not_written(open_store, run_id):
     manifests = ManifestStore(await open_store(), run_id)
-    large = Manifest.plan(run_id, 0, [], now=0, deadline=1, weights="x" * MAX_OBJECT_BYTES)
+    large = make_manifest(run_id, weights="x" * MAX_OBJECT_BYTES)
     with pytest.raises(ManifestError, match=r"with 0 rollouts, has 268,\d{3},\d{3} bytes, .* fewer tasks"):
         await manifests.write(large)
     assert await manifests.read(0) is None

@@ -1,6 +1,8 @@
 import dataclasses
 import math
 import statistics
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,10 +10,8 @@ from hypothesis import strategies as st
 
 from rollout_backend.config import GroupConfig
 from rollout_backend.core.policy import (
-    Cancellation,
     GroupPolicy,
     GroupState,
-    StragglerRule,
     Stragglers,
     percentile_95,
 )
@@ -23,37 +23,31 @@ def group(task_id="a", needed=2, open_=(), trainable=0, lost=0, replacements=0):
 
 def test_a_doomed_group_is_cancelled_and_the_others_continue():
     decision = GroupPolicy().decide([group(needed=2, open_=["a.3"], lost=3), group("b", open_=["b.0", "b.1"])])
-    assert decision.cancel == (Cancellation("a.3", "group_doomed"),)
-    assert not decision.done
+    assert (decision.replace, decision.cancel) == ({}, {"a.3": "group_doomed"})
 
 
 def test_strict_needs_every_planned_rollout():
     policies = ({"size": 1}, {"size": 4}, {"size": 4, "min_viable": 3}, {"size": 4, "policy": "strict"})
     assert [GroupConfig(**each).needed for each in policies] == [1, 2, 3, 4]
     decision = GroupPolicy().decide([group(needed=4, open_=["a.1"], trainable=2, lost=1)])
-    assert [c.rollout_id for c in decision.cancel] == ["a.1"]
-    assert decision.done
+    assert decision.cancel == {"a.1": "group_doomed"}
 
 
 def test_replace_plans_one_rollout_for_each_lost_one_up_to_its_limit():
     policy = GroupPolicy.from_config(GroupConfig(size=4, policy="replace", max_replacements=2))
-    assert policy.decide([group(trainable=3, lost=1)]).replace == (("a", 1),)
-    assert policy.decide([group(trainable=1, lost=3, replacements=1)]).replace == (("a", 1),)
-    assert policy.decide([group(trainable=3, lost=1, replacements=1)]).done
+    assert policy.decide([group(trainable=3, lost=1)]).replace == {"a": 1}
+    assert policy.decide([group(trainable=1, lost=3, replacements=1)]).replace == {"a": 1}
+    assert policy.decide([group(trainable=3, lost=1, replacements=1)]).replace == {}
     others = GroupPolicy.from_config(GroupConfig(size=4, policy="min_viable", max_replacements=2))
-    assert others.decide([group(trainable=3, lost=1)]).replace == ()
-    assert not policy.decide([group(trainable=3, lost=1)]).done
-    saved_by_none = policy.decide([group(needed=4, lost=5)])
-    assert (saved_by_none.replace, saved_by_none.done) == ((), True)
+    assert others.decide([group(trainable=3, lost=1)]).replace == {}
+    assert policy.decide([group(needed=4, lost=5)]).replace == {}, "no replacement would save it"
 
 
 def test_the_target_ends_a_step_early_and_counts_only_complete_groups():
     policy = GroupPolicy(target_groups=1)
     half = group("b", trainable=2, open_=["b.2"])
-    assert not policy.decide([half, group(open_=["a.0", "a.1"])]).done
-    decision = policy.decide([half, group(trainable=2)])
-    assert decision.done
-    assert decision.cancel == (Cancellation("b.2", "target_reached"),)
+    assert policy.decide([half, group(open_=["a.0", "a.1"])]).cancel == {}
+    assert policy.decide([half, group(trainable=2)]).cancel == {"b.2": "target_reached"}
 
 
 def test_an_oversampled_group_needs_only_its_size():
@@ -61,26 +55,30 @@ def test_an_oversampled_group_needs_only_its_size():
     assert not GroupPolicy().decide([found]).cancel
     enough = dataclasses.replace(found, trainable=3)
     decision = GroupPolicy().decide([enough])
-    assert decision.cancel == (Cancellation("a.3", "target_reached"), Cancellation("a.4", "target_reached"))
-    assert decision.done
-    assert GroupPolicy(target_groups=1).decide([enough, group("b", open_=["b.0"])]).done
+    assert decision.cancel == {"a.3": "target_reached", "a.4": "target_reached"}
+    assert "b.0" in GroupPolicy(target_groups=1).decide([enough, group("b", open_=["b.0"])]).cancel
 
 
 def test_oversampled_rollouts_are_used_before_replacements():
     policy = GroupPolicy(max_replacements=2)
     lost_one = dataclasses.replace(group(open_=["a.1", "a.2"], lost=1), enough=2, spare=1)
-    assert policy.decide([lost_one]).replace == ()
-    assert policy.decide([dataclasses.replace(lost_one, open=("a.2",), lost=2)]).replace == (("a", 1),)
+    assert policy.decide([lost_one]).replace == {}
+    assert policy.decide([dataclasses.replace(lost_one, open=("a.2",), lost=2)]).replace == {"a": 1}
 
 
 def test_a_stragglers_time_limit_follows_from_finished_rollouts():
-    rule = StragglerRule(after=0.75, factor=2.0)
-    assert rule.allowed_s([], 4) is None
-    assert rule.allowed_s([10.0, 10.0], 2) is None
-    assert rule.allowed_s([10.0, 10.0, 10.0], 1) == 20.0
-    assert rule.allowed_s([4.0], 0) == 8.0
-    assert rule.allowed_s([float(i) for i in range(101)], 1) == 190.0
-    assert StragglerRule.from_config(GroupConfig()) is None
+    def allowed_s(took: list[float], still_open: int, after: float | None = 0.75) -> float | None:
+        stragglers = Stragglers(GroupConfig(straggler_after=after, straggler_factor=2.0), {})
+        for seconds in took:
+            stragglers.delivered(seconds)
+        return stragglers.allowed_s(still_open)
+
+    assert allowed_s([], 4) is None
+    assert allowed_s([10.0, 10.0], 2) is None
+    assert allowed_s([10.0, 10.0, 10.0], 1) == 20.0
+    assert allowed_s([4.0], 0) == 8.0
+    assert allowed_s([float(i) for i in range(101)], 1) == 190.0
+    assert allowed_s([4.0], 0, after=None) is None
 
 
 @given(st.lists(st.floats(0, 1000), min_size=2, max_size=50))
@@ -96,20 +94,23 @@ def test_the_percentile_is_that_of_the_standard_library(seconds):
 )
 def test_stragglers_equal_a_full_recount(events, after):
     """Each event takes one second."""
-    rule = StragglerRule(after=after, factor=1.5)
     running, took = {}, []
-    stragglers = Stragglers(rule, lambda rollout_id, began: running.get(rollout_id) == began)
+    entries: dict[str, Any] = {}
+    stragglers = Stragglers(GroupConfig(straggler_after=after, straggler_factor=1.5), entries)
     for now, (event, number) in enumerate(events):
         rollout_id = str(number)
         if event == "start":
             running[rollout_id] = float(now)
+            entries[rollout_id] = SimpleNamespace(began=float(now))
             stragglers.started(rollout_id, float(now))
         elif rollout_id in running:
             began = running.pop(rollout_id)
+            del entries[rollout_id]
             if event == "deliver":
                 took.append(now - began)
                 stragglers.delivered(now - began)
-        allowed = rule.allowed_s(sorted(took), len(running))
+        enough = took and len(took) >= after * (len(took) + len(running))
+        allowed = 1.5 * percentile_95(sorted(took)) if enough else None
         expected = {rid for rid, began in running.items() if allowed is not None and began + allowed <= now}
         due, following = stragglers.due(now, len(running))
         assert set(due) == expected
@@ -138,7 +139,7 @@ STATES = st.builds(
 def test_an_applied_decision_has_no_further_actions(states, max_replacements):
     policy = GroupPolicy(max_replacements=max_replacements)
     decision = policy.decide(states)
-    fresh, cancelled = dict(decision.replace), {c.rollout_id for c in decision.cancel}
+    fresh, cancelled = decision.replace, decision.cancel.keys()
     after = []
     for state in states:
         new = {f"new.{i}": None for i in range(fresh.get(state.task_id, 0))}
@@ -149,6 +150,4 @@ def test_an_applied_decision_has_no_further_actions(states, max_replacements):
         assert not (state.satisfied and new)
         after.append(dataclasses.replace(state, open=kept | new, replacements=state.replacements + len(new)))
     again = policy.decide(after)
-    assert again.replace == ()
-    assert again.cancel == ()
-    assert again.done == decision.done == (not any(state.open for state in after))
+    assert (again.replace, again.cancel) == ({}, {})

@@ -243,7 +243,7 @@ async def test_a_submission_that_is_cancelled_in_mid_call_stops_its_session(roll
 
 
 @pytest.fixture
-def close(runtime, ledger):
+async def close(runtime, ledger):
     """Stop the session `s1`, and give up after some seconds."""
     ledger.entries["a.0"].start_attempt("s1", 1, 1.0)
 

@@ -12,6 +12,7 @@ import pytest
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.config import RolloutConfig
+from rollout_backend.core.manifest import StepRequest
 from rollout_backend.core.tasks import Task
 from rollout_backend.dispatch.call_queue import CallQueue
 from rollout_backend.dispatch.dispatcher import Dispatcher
@@ -82,8 +83,8 @@ class SimRun:
         )
 
     def step(self, tasks: int, number: int = 0) -> Step:
-        made = [Task(f"t{i}-{self.trainer.number}", {"q": f"{i}"}) for i in range(tasks)]
-        return Step(number, made, self.services, None)
+        made = tuple(Task(f"t{i}-{self.trainer.number}", {"q": f"{i}"}) for i in range(tasks))
+        return Step(StepRequest(number, made, self.config.sampling), self.services)
 
     async def killed_at(self, step: Step, seconds: float) -> None:
         """Run the step, and kill its trainer after `seconds`."""

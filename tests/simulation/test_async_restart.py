@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rollout_backend.core.manifest import Manifest
+from rollout_backend.core.manifest import Manifest, StepRequest
 from rollout_backend.core.tasks import Task
 from rollout_backend.results.step_report import StepResult
 from rollout_backend.step.step import Step
@@ -27,7 +27,9 @@ class Collector:
         self._services = run.services
 
     async def collect(self, tasks: Iterable[Task], *, step: int, **how: Any) -> StepResult:
-        return await Step(step, [*tasks], self._services, None, **how).run()
+        on_group = how.pop("on_group")
+        request = StepRequest(step, tuple(tasks), self.config.sampling, **how)
+        return await Step(request, self._services, on_group).run()
 
     async def manifests_from(self, step: int) -> list[Manifest]:
         return await self._services.manifests.read_from(step)

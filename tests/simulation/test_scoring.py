@@ -9,6 +9,7 @@ import msgpack
 import pytest
 
 from agent_wrapper.contract import REQUEST_FIELD, Failure, Outcome, Rollout
+from rollout_backend.core.manifest import StepRequest
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CircuitOpen
 from rollout_backend.scoring.rollout_scorer import RolloutScorer
@@ -39,8 +40,8 @@ def scored_step(run: Any, judge: Judge, tasks: int = 1, digest: str = SHA256) ->
     """Return a step of tasks with a private part, whose rollouts `judge` scores."""
     scorer = RolloutScorer(run.store, run.config.run_id, judge, "judge", digest)
     services = {**vars(run.services), "scorer": scorer}
-    made = [Task(f"t{i}", {"q": f"{i}"}, private={"answer": f"secret-{i}"}) for i in range(tasks)]
-    return Step(0, made, type(run.services)(**services), None)
+    made = tuple(Task(f"t{i}", {"q": f"{i}"}, private={"answer": f"secret-{i}"}) for i in range(tasks))
+    return Step(StepRequest(0, made, run.config.sampling), type(run.services)(**services))
 
 
 def test_the_scorer_replaces_the_agents_reward(play, make_run, make_config):
@@ -86,7 +87,7 @@ def test_what_an_agent_left_unscored_is_trained_with_the_scorers_reward_only(pla
             return make_result(*args, **more).model_copy(update=update)
 
         run.world.agents.make_result = leave_unscored
-        step = scored_step(run, Judge()) if has_scorer else Step(0, [Task("t0", {"q": "0"})], run.services, None)
+        step = scored_step(run, Judge()) if has_scorer else run.step(1)
         return await step.run()
 
     result = play(work())

@@ -14,6 +14,7 @@ from typing import Any
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.core.ledger import LedgerEntry, Phase
+from rollout_backend.core.manifest import StepRequest
 from rollout_backend.core.session_ends import Heartbeats
 from rollout_backend.core.tasks import Task
 from rollout_backend.dispatch.call_queue import CallQueue
@@ -145,8 +146,8 @@ class TrainerProcess:
     async def _collect_step(self, number: int, services: StepServices) -> None:
         world, checks, trainer = self._world, self._checks, self._trainer
         # A restarted trainer gives its tasks new ids.
-        tasks = [Task(f"{task.task_id}-{trainer.number}", task.payload) for task in self._scenario.steps[number]]
-        step = Step(number, tasks, services, None)
+        tasks = tuple(Task(f"{task.task_id}-{trainer.number}", task.payload) for task in self._scenario.steps[number])
+        step = Step(StepRequest(number, tasks, services.config.sampling), services)
         self._watch(step)
         began, finished_before = world.now(), checks.finished(number)
         left_out = checks.blocked()

@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 
-from agent_wrapper.contract import Failure, Outcome, Sampling, failure_marker_key
+from agent_wrapper.contract import Failure, Outcome, failure_marker_key
 from builders import eventually
-from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.tasks import Task, rollout_id
 from rollout_backend.errors import CircuitOpen
 from rollout_backend.step.circuit_breaker import CircuitBreaker
+from rollouts import make_manifest
 from step_bench import Agents, only
 
 
@@ -82,8 +82,7 @@ def test_tasks_of_any_names_share_no_rollout():
 
 
 def plan(name, before=None):
-    tasks = [(Task(name, {"q": name}), 2, Sampling())]
-    return Manifest.plan("r", 0, tasks, now=0, deadline=1, before=before)
+    return make_manifest("r", Task(name, {"q": name}), before=before)
 
 
 def test_a_step_planned_again_shares_no_rollout_with_the_one_before():

@@ -12,7 +12,7 @@ from rollout_backend.core.manifest import Manifest, digest_of
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ManifestError, OutcomeUnknown
-from rollouts import make_claims
+from rollouts import make_claims, make_manifest
 from step_bench import Agents, only
 
 
@@ -135,7 +135,7 @@ async def test_the_sessions_of_a_replaced_step_are_closed_even_by_the_trainer_af
     bench = await open_bench()
     await begin_and_die(bench, "a")
     first = Manifest.parse(await bench.manifest())
-    second = Manifest.plan(first.run_id, 0, [(Task("a", {}), 2, Sampling())], now=0, deadline=1, before=first)
+    second = make_manifest(first.run_id, Task("a", {}), before=first)
     await bench.put(bench.manifest_key, second.model_dump_json().encode())  # killed before it closed a session
     await bench.run("b")
     assert {*first.open_sessions(), *second.open_sessions()} <= {*bench.agents.stopped}

@@ -5,9 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 from agent_wrapper.contract import Failure, Outcome, Rollout, Sampling, Segment, Turn, VersionSpan
+from rollout_backend.config import GroupConfig
 from rollout_backend.core.ledger import Ledger
+from rollout_backend.core.manifest import Manifest, StepRequest
 from rollout_backend.core.policy import GroupState
 from rollout_backend.core.session_key import SessionClaims
+from rollout_backend.core.tasks import Task
 
 
 class _Groups(dict[str, GroupState]):
@@ -19,6 +22,12 @@ class _Groups(dict[str, GroupState]):
 
 def make_ledger(step: int = 0, now: Callable[[], float] = lambda: 0.0) -> Ledger:
     return Ledger(step, _Groups(), now)
+
+
+def make_manifest(run_id: str = "r", *tasks: Task, before: Manifest | None = None, **more: Any) -> Manifest:
+    """Return the manifest of step 0. Each task has two rollouts."""
+    request = StepRequest(0, tasks, Sampling(), **more)
+    return Manifest.plan(run_id, request, GroupConfig(size=2), now=0, deadline=1, before=before)
 
 
 def make_turn(start: int, end: int, version: str | None = "7") -> Turn:

@@ -22,13 +22,14 @@ from rollout_backend.collect.queue import AnnouncementQueue, queue_name
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.ledger import Ledger
+from rollout_backend.core.manifest import StepRequest
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.core.tasks import Task
 from rollout_backend.dispatch.call_queue import CallQueue
 from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.errors import ServingError
 from rollout_backend.manager import RolloutManager
-from rollout_backend.results.step_report import StepResult
+from rollout_backend.results.step_report import GroupResult, StepResult
 from rollout_backend.run_lease import RunLease
 from rollout_backend.step.circuit_breaker import CircuitBreaker, describe_log
 from rollout_backend.step.services import Pauses, StepServices
@@ -252,18 +253,25 @@ class Bench:
     # --- steps --------------------------------------------------------------------------------------------
 
     def step(
-        self, *tasks: str | Task, number: int = 0, behave: Behaviour | None = None, before: Any = None, **more: Any
+        self,
+        *tasks: str | Task,
+        number: int = 0,
+        behave: Behaviour | None = None,
+        before: Any = None,
+        on_group: Callable[[GroupResult], None] = lambda group: None,
+        **more: Any,
     ) -> Step:
         """Make a step of tasks, or of their ids. A task's payload is its id up to a colon."""
         if behave is not None:
             self.agents.behave = behave
         if before is not None:
             self.agents.before = before
-        made = [
+        made = tuple(
             task if isinstance(task, Task) else Task(task.replace(":", "-"), {"q": task.partition(":")[0]})
             for task in tasks or ("task-a",)
-        ]
-        step = Step(number, made, self.services, None, **more)
+        )
+        request = StepRequest(number, made, self.config.sampling, **more)
+        step = Step(request, self.services, on_group)
         self.ledger = step.ledger
         return step
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from unittest.mock import patch
 
-from rollout_backend.core.policy import StragglerRule
+from rollout_backend.core.policy import Stragglers
 from rollout_backend.step.absence_check import AbsenceCheck
 from rollout_backend.step.circuit_breaker import CircuitBreaker
 from rollout_backend.step.rollout_task import RolloutTask
@@ -35,12 +35,12 @@ def stragglers_cut_off_unasked() -> Patch:
 @mutant
 def stragglers_get_no_time() -> Patch:
     """Once enough rollouts are finished, the others are cut off at once."""
-    allowed = StragglerRule.allowed_s
+    allowed = Stragglers.allowed_s
 
-    def broken(self: StragglerRule, took: Sequence[float], still_open: int) -> float | None:
-        return None if allowed(self, took, still_open) is None else 0.0
+    def broken(self: Stragglers, still_open: int) -> float | None:
+        return None if allowed(self, still_open) is None else 0.0
 
-    return patch.object(StragglerRule, "allowed_s", broken)
+    return patch.object(Stragglers, "allowed_s", broken)
 
 
 @mutant
