@@ -8,7 +8,6 @@ Invariants:
 """
 
 import asyncio
-import functools
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
@@ -43,7 +42,7 @@ from rollout_backend.scoring.worker_pool import WorkerPool
 from rollout_backend.serving.model_serving import ModelServing, RunPhase
 from rollout_backend.serving.run_secret import revealed, run_secret
 from rollout_backend.serving.supervisor import OnEvent
-from rollout_backend.step.circuit_breaker import CircuitBreaker, describe_log
+from rollout_backend.step.circuit_breaker import CircuitBreaker
 from rollout_backend.step.in_flight import InFlightLog, StepFiles
 from rollout_backend.step.services import StepServices
 from rollout_backend.step.task_blocklist import TaskBlocklist
@@ -151,7 +150,6 @@ class RunServices:
             sealed_by=sealer.fingerprints if sealer is not None else (),
             breaker=CircuitBreaker(
                 config.circuit_breaker,
-                functools.partial(describe_log, config, session_log=runtime.log_location),
                 getattr(config.runtime, "ready_timeout_s", 600.0),
             ),
             in_flight=InFlightLog(StepFiles(config.run_dir / "steps")),

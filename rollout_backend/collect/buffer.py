@@ -12,6 +12,7 @@ Steps `attach` and `detach`; the receivers run for the whole run.
 """
 
 import asyncio
+import contextlib
 import functools
 import logging
 import re
@@ -182,12 +183,10 @@ class RolloutBuffer:
             )
         finally:
             hiding.cancel()
-        finished = [message for message, state in zip(messages, done, strict=True) if state is MessageStatus.DONE]
-        others = [
-            message for message, state in zip(messages, done, strict=True) if state is MessageStatus.OF_ANOTHER_RUN
-        ]
+        states = [*zip(messages, done, strict=True)]
+        others = [message for message, state in states if state is MessageStatus.OF_ANOTHER_RUN]
         assert self._deleter is not None
-        await self._deleter.delete(finished)
+        await self._deleter.delete([message for message, state in states if state is MessageStatus.DONE])
         try:
             await queue.release(others)
         except AWS_ERRORS as error:
@@ -307,17 +306,26 @@ class RolloutBuffer:
         """
         if sink.step in self._flooded:
             return None
-        found = await inventory(self._store, self._run_id, sink.step, sink.is_wanted)
-        if found is None:
-            log.warning(
-                "more than %d objects are stored for step %d, more than this run's agents write: from now on open "
-                "results are fetched by key, which takes longer. Set storage.presigned=true so that agents can write "
-                "only their own result",
-                MAX_KEYS,
-                sink.step,
-            )
-            self._flooded.add(sink.step)
-        return found
+        prefix, listed = self._store.config.prefix, 0
+        results: dict[str, ResultName] = {}
+        failure_markers: dict[str, ResultName] = {}
+        async for key in self._store.keys(step_prefix(prefix, self._run_id, sink.step)):
+            listed += 1
+            if listed > MAX_KEYS:
+                log.warning(
+                    "more than %d objects are stored for step %d, more than this run's agents write: from now on "
+                    "open results are fetched by key, which takes longer. Set storage.presigned=true so that agents "
+                    "can write only their own result",
+                    MAX_KEYS,
+                    sink.step,
+                )
+                self._flooded.add(sink.step)
+                return None
+            with contextlib.suppress(ContractError):  # neither a result nor a failure marker
+                name = parse_result_key(prefix, self._run_id, key)
+                if sink.is_wanted(name.rollout_id, name.attempt):
+                    (results if name.attempt is None else failure_markers)[key] = name
+        return results, failure_markers
 
     async def fetch_by_key(self, sink: ResultSink, rollout_id: str, attempt: int) -> bool:
         """Fetch a rollout's result by key or, if there is none, this attempt's failure marker.
@@ -355,29 +363,3 @@ async def log_defects(what: str, work: Callable[[], Awaitable[_T]], failed: _T) 
     except Exception:
         log.exception("handling %s failed; it is retried", what)
         return failed
-
-
-async def inventory(
-    store: ObjectStore, run_id: str, step: int, is_wanted: Callable[[str, int | None], bool]
-) -> tuple[dict[str, ResultName], dict[str, ResultName]] | None:
-    """Return the step's wanted results, and its wanted failure markers, by key; None if there are too many keys.
-
-    Other keys are skipped.
-
-    Raises:
-        StoreError: S3 did not answer.
-    """
-    prefix, listed = store.config.prefix, 0
-    results: dict[str, ResultName] = {}
-    failure_markers: dict[str, ResultName] = {}
-    async for key in store.keys(step_prefix(prefix, run_id, step)):
-        listed += 1
-        if listed > MAX_KEYS:
-            return None
-        try:
-            name = parse_result_key(prefix, run_id, key)
-        except ContractError:
-            continue  # neither a result nor a failure marker
-        if is_wanted(name.rollout_id, name.attempt):
-            (results if name.attempt is None else failure_markers)[key] = name
-    return results, failure_markers

@@ -14,6 +14,8 @@ Invariants:
 
 import asyncio
 import contextlib
+import hashlib
+import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable
@@ -22,7 +24,7 @@ from enum import Enum
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from agent_wrapper.contract import ContractError, Outcome, ResultName, Rollout
+from agent_wrapper.contract import ContractError, Outcome, ResultName, Rollout, quarantine_prefix
 from agent_wrapper.contract.codec import ExpandedBeyondCap, unpacked_size
 from rollout_backend.collect.store import ObjectStore
 from rollout_backend.errors import ResultMissing, StoreError
@@ -32,6 +34,7 @@ log = logging.getLogger(__name__)
 
 # Decoding takes 5 ms per MB in the compact form and 30 ms in JSON; a hostile object of 64 KiB takes up to 20 ms.
 _LARGE_BYTES = 64 * 1024
+_EVIDENCE_BYTES = 4096
 
 
 class ResultSink(Protocol):
@@ -125,9 +128,22 @@ class Quarantine:
         self._run_id = run_id
 
     async def record(self, what: str, error: ContractError, evidence: bytes) -> bool:
-        """Record an object or message. Return False if S3 did not store the record: retry later."""
+        """Record an object's key or a message's id, why it is unusable, and the first 4 KiB of its content.
+
+        The record's key is derived from its content, so a repeated record is stored once. Return False if S3 did not
+        store it: retry later.
+        """
+        record = {
+            "what": what,
+            "reason": str(error),
+            "bytes": len(evidence),
+            "sha256": hashlib.sha256(evidence).hexdigest(),
+            "begins": evidence[:_EVIDENCE_BYTES].decode("utf-8", errors="backslashreplace"),
+        }
+        body = json.dumps(record, indent=1).encode()
+        folder = quarantine_prefix(self._store.config.prefix, self._run_id)
         try:
-            await self._store.quarantine(self._run_id, what, str(error), evidence)
+            await self._store.put(f"{folder}{hashlib.sha256(body).hexdigest()[:24]}.json", body)
         except StoreError as failure:
             log.warning("%s; it is retried", failure)
             return False

@@ -1,12 +1,10 @@
-"""Read, list and write a run's objects in S3, the source of truth, and quarantine unusable ones.
+"""Read, list and write a run's objects in S3, the source of truth.
 
 Each call may also raise CredentialsExpired.
 """
 
 import asyncio
 import contextlib
-import hashlib
-import json
 import random
 import secrets
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
@@ -19,7 +17,7 @@ from typing import Any, Protocol, Self
 import aiohttp
 from botocore.exceptions import BotoCoreError, ClientError
 
-from agent_wrapper.contract import MAX_PACKED_ARTIFACT_BYTES, ContractError, probe_key, quarantine_prefix
+from agent_wrapper.contract import MAX_PACKED_ARTIFACT_BYTES, ContractError, probe_key
 from agent_wrapper.contract.codec import MAX_OBJECT_BYTES
 from agent_wrapper.shared.aws_errors import is_transient
 from rollout_backend import aws
@@ -28,7 +26,6 @@ from rollout_backend.errors import PreflightError, ResultMissing, StoreError, Wr
 
 # S3 answers 409 if another write of the key is in progress, and 404 if the key was deleted.
 _CONFLICTS = frozenset({"ConditionalRequestConflict", "NoSuchKey", "PreconditionFailed"})
-_EVIDENCE_BYTES = 4096
 _TRUNCATED = (aiohttp.ClientError, ConnectionError)  # errors while a body is read; botocore retries earlier errors
 _PAUSES_S = (0.1, 0.2)  # before an object with a truncated body is read again
 _GET_S = 300.0  # per object, so that an endless body does not block a fetch slot forever
@@ -64,8 +61,6 @@ class ObjectStore(Protocol):
     async def put_if_match(self, key: str, body: bytes, etag: str | None) -> str: ...
 
     def keys(self, prefix: str) -> AsyncIterator[str]: ...
-
-    async def quarantine(self, run_id: str, what: str, reason: str, evidence: bytes) -> str: ...
 
 
 class ResultStore:
@@ -319,29 +314,6 @@ class ResultStore:
         except aws.CALL_ERRORS as error:
             aws.raise_if_expired(error, "S3")
             raise StoreError(f"listing {prefix!r} in S3 failed: {aws.reason(error)}") from error
-
-    async def quarantine(self, run_id: str, what: str, reason: str, evidence: bytes) -> str:
-        """Store a record of an unusable object or message and return the record's key.
-
-        The key is derived from the content, so a repeated record is stored once.
-
-        Args:
-            run_id: The run.
-            what: The object's key or the message's id.
-            reason: Why it is unusable.
-            evidence: Its content, of which the first 4 KiB are kept.
-        """
-        record = {
-            "what": what,
-            "reason": reason,
-            "bytes": len(evidence),
-            "sha256": hashlib.sha256(evidence).hexdigest(),
-            "begins": evidence[:_EVIDENCE_BYTES].decode("utf-8", errors="backslashreplace"),
-        }
-        body = json.dumps(record, indent=1).encode()
-        key = f"{quarantine_prefix(self.config.prefix, run_id)}{hashlib.sha256(body).hexdigest()[:24]}.json"
-        await self.put(key, body)
-        return key
 
     async def aclose(self) -> None:
         await self._stack.aclose()

@@ -59,21 +59,14 @@ class Decision:
     cancel: Mapping[str, str]  # reason, by rollout
 
 
-@dataclass(frozen=True)
 class GroupPolicy:
-    max_replacements: int = 0  # per group; 0 unless the policy is `replace`
-    target_groups: int | None = None
-
-    @classmethod
-    def from_config(cls, group: GroupConfig) -> GroupPolicy:
-        return cls(
-            max_replacements=group.max_replacements if group.policy == "replace" else 0,
-            target_groups=group.target_groups,
-        )
+    def __init__(self, group: GroupConfig) -> None:
+        self._max_replacements = group.max_replacements if group.policy == "replace" else 0
+        self._target_groups = group.target_groups
 
     def target_reached(self, complete: int) -> bool:
         """Return whether this many complete groups end the step."""
-        return self.target_groups is not None and complete >= self.target_groups
+        return self._target_groups is not None and complete >= self._target_groups
 
     def decide(self, groups: Collection[GroupState]) -> Decision:
         """Decide which rollouts to replace and to cancel in these groups: all of the step, or the changed ones.
@@ -84,7 +77,7 @@ class GroupPolicy:
         replace: dict[str, int] = {}
         cancel: dict[str, str] = {}
         for group in groups:
-            fresh = max(0, min(group.lost - group.spare, self.max_replacements) - group.replacements)
+            fresh = max(0, min(group.lost - group.spare, self._max_replacements) - group.replacements)
             if group.satisfied:
                 cancel |= dict.fromkeys(group.open, "target_reached")
             elif group.trainable + len(group.open) + fresh < group.needed:

@@ -93,12 +93,6 @@ def planned_id(rollout_id: str) -> str:
     return rollout_id.removesuffix(match[3] or "") if match is not None else rollout_id
 
 
-def task_of(rollout_id: str) -> str:
-    """Return the id of the task after which the rollout was named."""
-    match = _ROLLOUT_ID.fullmatch(rollout_id)
-    return match[1] if match is not None else rollout_id
-
-
 def check_private(tasks: Iterable[Task], scored: bool) -> None:
     """Raise ConfigError if a task has a private part but no scorer is configured (`scored`) to read it."""
     given = next((task for task in tasks if task.private is not None), None)

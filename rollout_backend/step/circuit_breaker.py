@@ -39,29 +39,24 @@ class _Streak:
     since: float
     until: float
     last: LedgerEntry
+    log: str  # of the last one
     count: int = 1
 
 
 class CircuitBreaker:
     """A run has one breaker for all its steps. `opened` is None or the diagnosis. An open breaker stays open."""
 
-    def __init__(
-        self,
-        settings: CircuitBreakerConfig | None = None,
-        log_of: Callable[[LedgerEntry], str] = lambda entry: f"that of session {entry.last_session_id}",
-        creation_s: float = 600.0,
-    ) -> None:
-        """Without settings it never opens. `log_of` returns the location of a lost rollout's log. `creation_s` is how
-        long the creation of an image's runtime may take."""
-        self._settings = settings or CircuitBreakerConfig(max_failures=None)
-        self._log_of = log_of
+    def __init__(self, settings: CircuitBreakerConfig, creation_s: float = 600.0) -> None:
+        """`creation_s` is how long the creation of an image's runtime may take."""
+        self._settings = settings
         self._creation_s = creation_s
         self._streaks: dict[str, _Streak] = {}
         self._running: dict[int, int] = {}  # by step
         self.opened: str | None = None
 
-    def record_settled(self, entry: LedgerEntry, now: float) -> None:
-        """Record a settled rollout, in the order of settlement. `now` is in seconds of any monotonic clock."""
+    def record_settled(self, entry: LedgerEntry, now: float, log: str) -> None:
+        """Record a settled rollout, in the order of settlement. `now` is in seconds of any monotonic clock. `log`
+        says where its log is."""
         unrewarded = entry.delivered and entry.reason in _WITHOUT_REWARD
         if entry.delivered:  # a rollout that we ended proves nothing about the infrastructure
             for reason in self._streaks.keys() - (_WITHOUT_REWARD if unrewarded else ()):
@@ -71,9 +66,9 @@ class CircuitBreaker:
             entry = replace(entry, ledger=Ledger(entry.ledger.step, {}))  # which would keep all entries of its step
             streak = self._streaks.get(entry.reason)
             if streak is None:
-                self._streaks[entry.reason] = _Streak(now, now, entry)
+                self._streaks[entry.reason] = _Streak(now, now, entry, log)
             else:
-                streak.until, streak.last, streak.count = now, entry, streak.count + 1
+                streak.until, streak.last, streak.log, streak.count = now, entry, log, streak.count + 1
 
     def evaluate(self, step: int, running: int) -> None:
         """Open if the failures suffice. `running` is the number of the step's rollouts whose agents run."""
@@ -101,7 +96,7 @@ class CircuitBreaker:
         return (
             f"the run is stopped: {streak.count} rollouts in {streak.until - streak.since:.0f} s ended as "
             f"{last.outcome}, {last.reason}, and {meanwhile} meanwhile. The last one, "
-            f"{last.rollout_id}: {last.message[:_MESSAGE] or 'no message'}. Its log: {self._log_of(last)}. "
+            f"{last.rollout_id}: {last.message[:_MESSAGE] or 'no message'}. Its log: {streak.log}. "
             f"What to try: {advice}; see {documented_at(last.reason)}. "
             f"{after} (setting: circuit_breaker.max_failures)"
         )

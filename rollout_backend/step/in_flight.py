@@ -135,17 +135,6 @@ class StepFiles:
         return self._folder / f"{step:08d}{SUFFIX}"
 
 
-class NoLines:
-    """Keeps nothing: every session that a manifest names may be open."""
-
-    def append(self, step: int, line: str) -> None: ...
-
-    def read(self, step: int) -> list[str]:
-        return []
-
-    def delete(self, step: int) -> None: ...
-
-
 class InFlightLog:
     """The records of a run."""
 

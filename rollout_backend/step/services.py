@@ -21,16 +21,16 @@ from agent_wrapper.contract import (
     RolloutRequest,
 )
 from rollout_backend.collect.buffer import RolloutBuffer
+from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.ledger import LedgerEntry
-from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.session_ends import Heartbeats, SessionEnds
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.core.tasks import Task
 from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.scoring.rollout_scorer import RolloutScorer
 from rollout_backend.step.circuit_breaker import CircuitBreaker, describe_log
-from rollout_backend.step.in_flight import InFlightLog, NoLines
+from rollout_backend.step.in_flight import InFlightLog
 from rollout_backend.step.task_blocklist import TaskBlocklist
 
 
@@ -55,16 +55,6 @@ class ModelEndpoints(Protocol):
     async def revoke(self, session_ids: Iterable[str]) -> None: ...
 
     async def adopt(self, session_ids: Collection[str]) -> None: ...
-
-
-class Manifests(Protocol):
-    """The manifests of a run. See `ManifestStore`."""
-
-    async def read(self, step: int) -> Manifest | None: ...
-
-    async def read_from(self, first: int) -> list[Manifest]: ...
-
-    async def write(self, manifest: Manifest) -> None: ...
 
 
 class ResultArchive(Protocol):
@@ -104,16 +94,16 @@ class StepServices:
     dispatcher: Dispatcher
     gateways: ModelEndpoints
     buffer: RolloutBuffer
-    manifests: Manifests
+    manifests: ManifestStore
     blocklist: TaskBlocklist
     archive: ResultArchive
+    breaker: CircuitBreaker
+    in_flight: InFlightLog
     queue_url: str | None = None  # where agents announce results; None: S3 announces them, or nothing does
     presigner: UrlSigner | None = None  # None: agents write with their own credentials
     sealed_by: tuple[str, ...] = ()
     """Fingerprints of the secrets behind the seals that the buffer accepts, that of new seals first. Empty: it checks
     none."""
-    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
-    in_flight: InFlightLog = field(default_factory=lambda: InFlightLog(NoLines()))
     heartbeats: Heartbeats = field(default_factory=lambda: Heartbeats(math.inf))  # none are sent
     session_ends: SessionEnds = field(default_factory=SessionEnds)  # as the runtime reports them
     scorer: RolloutScorer | None = None  # computes the rewards; None: the agents' own count

@@ -55,7 +55,7 @@ class Step:
         self.deadline_reached = False
         self._services = services
         self._on_group = on_group
-        self._policy = GroupPolicy.from_config(services.config.group)
+        self._policy = GroupPolicy(services.config.group)
         states = {task_id: group.state for task_id, group in self.groups.items()}
         self._context = StepContext(request, services, states, self.abort)
         self.ledger = self._context.ledger
@@ -317,7 +317,7 @@ class Step:
         breaker, now = self._services.breaker, asyncio.get_running_loop().time()
         settled = self.ledger.settled
         for i in range(self._reported_to_breaker, len(settled)):
-            breaker.record_settled(settled[i], now)
+            breaker.record_settled(settled[i], now, self._services.log_of(settled[i]))
         self._reported_to_breaker = len(settled)
         breaker.evaluate(self.step, self.ledger.phases()[Phase.RUNNING])
         if breaker.opened is not None and self._aborted is None:

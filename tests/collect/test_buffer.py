@@ -258,7 +258,7 @@ async def test_a_result_beyond_the_cap_is_rejected(open_run, packed):
 
 async def test_a_result_that_cannot_be_quarantined_is_neither_rejected_nor_deleted(open_run, until_logged):
     class Full(ResultStore):
-        async def quarantine(self, *args: object) -> str:
+        async def put(self, key: str, body: bytes) -> None:
             raise StoreError("S3 is full")
 
     sink = Sink("task-a.0")

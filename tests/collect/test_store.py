@@ -10,7 +10,6 @@ from aiohttp.test_utils import TestServer
 
 from agent_wrapper.contract import (
     ContractError,
-    ResultName,
     artifacts_key,
     lease_key,
     manifest_key,
@@ -19,7 +18,9 @@ from agent_wrapper.contract import (
     step_prefix,
 )
 from agent_wrapper.contract.codec import MAX_OBJECT_BYTES
-from rollout_backend.collect.buffer import inventory
+from collect_bench import Sink
+from rollout_backend.collect.buffer import RolloutBuffer
+from rollout_backend.collect.fetcher import Quarantine
 from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.config import AwsConfig
 from rollout_backend.errors import ManifestError, PreflightError, ResultMissing, StoreError
@@ -229,7 +230,7 @@ async def test_a_missing_key_is_missing_even_if_s3_answers_403(open_store, fault
     assert not isinstance(caught.value, ResultMissing)
 
 
-# --- keys and the inventory -------------------------------------------------------------------------------
+# --- listing ---------------------------------------------------------------------------------------------
 
 
 async def test_every_key_is_listed_over_all_pages(open_store, put, run_id):
@@ -243,8 +244,6 @@ async def test_a_failed_listing_raises(lost, open_store, nowhere):
     for store in (lost, await open_store(nowhere)):
         with pytest.raises(StoreError, match="listing 'p/' in S3 failed"):
             _ = [key async for key in store.keys("p/")]
-    with pytest.raises(StoreError, match=r"listing .* in S3 failed"):
-        await inventory(lost, "run", 0, lambda *_: True)
 
 
 @pytest.mark.parametrize("fault", [Fault.CUT_BODY, Fault.RESET_BODY, Fault.NO_LENGTH, Fault.TRUNCATE])
@@ -269,40 +268,41 @@ async def test_an_empty_response_is_not_an_empty_listing(open_store):
 
 
 @pytest.mark.parametrize("prefix", ["", "team/a/"])
-async def test_the_inventory_holds_only_the_steps_results(open_store, put, run_id, prefix):
+async def test_only_a_steps_results_and_failure_markers_are_listed(open_store, put, run_id, prefix):
     here = step_prefix(prefix, run_id, 3)
-    results = {
-        here + rollout_id: ResultName(3, rollout_id, None) for rollout_id in ("task-a.0", "task-a.1", "x.y_z-1.10")
-    }
-    failure_markers = {here + "task-a.0~12": ResultName(3, "task-a.0", 12)}
-    for key in (*failure_markers, *results):
+    wanted = ("task-a.0", "task-a.1", "x.y_z-1.10")
+    for key in (here + "task-a.0~1", *(here + rollout_id for rollout_id in wanted[1:])):
         await put(key)
-    for other in (
+    others = (
         step_prefix(prefix, run_id, 2) + "task-a.2",
         step_prefix(prefix, f"{run_id}-more", 3) + "task-a.3",
         step_prefix(f"{prefix}x/", run_id, 3) + "task-a.4",
         here + "deeper/task-a.5",
         here + ".hidden",
         here + "with space",
-        here + "task-a.0~0",
+        here + "task-a.6~0",
         here + "x" * 129,
         f"{prefix}runs/{run_id}/quarantine/0.json",
-    ):
-        await put(other)
-    store = await open_store(prefix=prefix)
-    assert await inventory(store, run_id, 3, lambda *_: True) == (results, failure_markers)
-    assert await inventory(store, run_id, 4, lambda *_: True) == ({}, {})
+    )
+    for key in others:
+        await put(key)
+    buffer = RolloutBuffer(run_id, await open_store(prefix=prefix), None, 4)
+    names = {key.rpartition("/")[2].partition("~")[0] for key in others}
+    assert await buffer.list_results(Sink(*wanted, *names, step=3)) == {*wanted}
+    assert await buffer.list_results(Sink(*wanted, step=4)) == set()
 
 
 # --- quarantine -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prefix", ["", "team/a/"])
-async def test_quarantine_stores_the_reason_and_the_first_bytes(open_store, run_id, prefix):
+async def test_quarantine_stores_the_reason_and_the_first_bytes_once(open_store, run_id, prefix):
     store = await open_store(prefix=prefix)
-    evidence = b"<broken>\xff\x00" + b"x" * 5000
-    key = await store.quarantine(run_id, "message m-1", "body: not JSON", evidence)
-    assert key.startswith(f"{prefix}runs/{run_id}/quarantine/")
+    quarantine, folder = Quarantine(store, run_id), f"{prefix}runs/{run_id}/quarantine/"
+    evidence, error = b"<broken>\xff\x00" + b"x" * 5000, ContractError("body", "not JSON")
+    assert await quarantine.record("message m-1", error, evidence)
+    assert await quarantine.record("message m-1", error, evidence)
+    [key] = [key async for key in store.keys(folder)]
     assert json.loads(await store.get(key)) == {
         "what": "message m-1",
         "reason": "body: not JSON",
@@ -310,19 +310,11 @@ async def test_quarantine_stores_the_reason_and_the_first_bytes(open_store, run_
         "sha256": hashlib.sha256(evidence).hexdigest(),
         "begins": "<broken>\\xff\x00" + "x" * (4096 - 10),
     }
+    for what, why, other in (("b", error, evidence), ("a", ContractError("x", "y"), evidence), ("a", error, b"more")):
+        assert await quarantine.record(what, why, other)
+    assert len([key async for key in store.keys(folder)]) == 4
 
 
-async def test_a_repeated_quarantine_record_is_stored_once(open_store, run_id):
-    store = await open_store()
-    first = await store.quarantine(run_id, "a", "why", b"evidence")
-    assert await store.quarantine(run_id, "a", "why", b"evidence") == first
-    others = [("b", "why", b"evidence"), ("a", "another", b"evidence"), ("a", "why", b"more")]
-    keys = {first, *[await store.quarantine(run_id, *other) for other in others]}
-    assert len(keys) == 4
-    assert {key async for key in store.keys(f"runs/{run_id}/quarantine/")} == keys
-
-
-async def test_quarantine_raises_if_s3_does_not_answer(lost, open_store, nowhere):
+async def test_without_an_answer_nothing_is_quarantined(lost, open_store, nowhere):
     for store in (lost, await open_store(nowhere)):
-        with pytest.raises(StoreError, match="writing 'runs/run/quarantine/"):
-            await store.quarantine("run", "a", "why", b"")
+        assert not await Quarantine(store, "run").record("a", ContractError("x", "y"), b"")

@@ -22,29 +22,31 @@ def group(task_id="a", needed=2, open_=(), trainable=0, lost=0, replacements=0):
 
 
 def test_a_doomed_group_is_cancelled_and_the_others_continue():
-    decision = GroupPolicy().decide([group(needed=2, open_=["a.3"], lost=3), group("b", open_=["b.0", "b.1"])])
+    decision = GroupPolicy(GroupConfig()).decide(
+        [group(needed=2, open_=["a.3"], lost=3), group("b", open_=["b.0", "b.1"])]
+    )
     assert (decision.replace, decision.cancel) == ({}, {"a.3": "group_doomed"})
 
 
 def test_strict_needs_every_planned_rollout():
     policies = ({"size": 1}, {"size": 4}, {"size": 4, "min_viable": 3}, {"size": 4, "policy": "strict"})
     assert [GroupConfig(**each).needed for each in policies] == [1, 2, 3, 4]
-    decision = GroupPolicy().decide([group(needed=4, open_=["a.1"], trainable=2, lost=1)])
+    decision = GroupPolicy(GroupConfig()).decide([group(needed=4, open_=["a.1"], trainable=2, lost=1)])
     assert decision.cancel == {"a.1": "group_doomed"}
 
 
 def test_replace_plans_one_rollout_for_each_lost_one_up_to_its_limit():
-    policy = GroupPolicy.from_config(GroupConfig(size=4, policy="replace", max_replacements=2))
+    policy = GroupPolicy(GroupConfig(policy="replace", max_replacements=2))
     assert policy.decide([group(trainable=3, lost=1)]).replace == {"a": 1}
     assert policy.decide([group(trainable=1, lost=3, replacements=1)]).replace == {"a": 1}
     assert policy.decide([group(trainable=3, lost=1, replacements=1)]).replace == {}
-    others = GroupPolicy.from_config(GroupConfig(size=4, policy="min_viable", max_replacements=2))
+    others = GroupPolicy(GroupConfig(policy="min_viable", max_replacements=2))
     assert others.decide([group(trainable=3, lost=1)]).replace == {}
     assert policy.decide([group(needed=4, lost=5)]).replace == {}, "no replacement would save it"
 
 
 def test_the_target_ends_a_step_early_and_counts_only_complete_groups():
-    policy = GroupPolicy(target_groups=1)
+    policy = GroupPolicy(GroupConfig(target_groups=1))
     half = group("b", trainable=2, open_=["b.2"])
     assert policy.decide([half, group(open_=["a.0", "a.1"])]).cancel == {}
     assert policy.decide([half, group(trainable=2)]).cancel == {"b.2": "target_reached"}
@@ -52,15 +54,15 @@ def test_the_target_ends_a_step_early_and_counts_only_complete_groups():
 
 def test_an_oversampled_group_needs_only_its_size():
     found = dataclasses.replace(group(open_=["a.3", "a.4"], trainable=2), enough=3, spare=2)
-    assert not GroupPolicy().decide([found]).cancel
+    assert not GroupPolicy(GroupConfig()).decide([found]).cancel
     enough = dataclasses.replace(found, trainable=3)
-    decision = GroupPolicy().decide([enough])
+    decision = GroupPolicy(GroupConfig()).decide([enough])
     assert decision.cancel == {"a.3": "target_reached", "a.4": "target_reached"}
-    assert "b.0" in GroupPolicy(target_groups=1).decide([enough, group("b", open_=["b.0"])]).cancel
+    assert "b.0" in GroupPolicy(GroupConfig(target_groups=1)).decide([enough, group("b", open_=["b.0"])]).cancel
 
 
 def test_oversampled_rollouts_are_used_before_replacements():
-    policy = GroupPolicy(max_replacements=2)
+    policy = GroupPolicy(GroupConfig(policy="replace", max_replacements=2))
     lost_one = dataclasses.replace(group(open_=["a.1", "a.2"], lost=1), enough=2, spare=1)
     assert policy.decide([lost_one]).replace == {}
     assert policy.decide([dataclasses.replace(lost_one, open=("a.2",), lost=2)]).replace == {"a": 1}
@@ -137,7 +139,7 @@ STATES = st.builds(
 
 @given(st.lists(STATES, max_size=4, unique_by=lambda state: state.task_id), st.integers(0, 3))
 def test_an_applied_decision_has_no_further_actions(states, max_replacements):
-    policy = GroupPolicy(max_replacements=max_replacements)
+    policy = GroupPolicy(GroupConfig(policy="replace", max_replacements=max_replacements))
     decision = policy.decide(states)
     fresh, cancelled = decision.replace, decision.cancel.keys()
     after = []

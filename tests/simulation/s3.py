@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 from collections.abc import AsyncIterator, Callable
 
-from agent_wrapper.contract import quarantine_prefix
 from rollout_backend.collect.store import StoredObject
 from rollout_backend.config import StorageConfig
 from rollout_backend.errors import ResultMissing, StoreError, WriteConflict
@@ -99,12 +97,6 @@ class SimStore:
         self._bucket.listed_at[prefix] = self._env.now()
         for key in sorted(key for key in self._bucket.objects if key.startswith(prefix)):
             yield key
-
-    async def quarantine(self, run_id: str, what: str, reason: str, evidence: bytes) -> str:
-        key = f"{quarantine_prefix('', run_id)}{self._env.number('quarantine')}"
-        await self._call("PUT")
-        self._bucket.objects[key] = json.dumps([what, reason]).encode()
-        return key
 
     async def _call(self, kind: str) -> None:
         """Raises StoreError, or Killed."""

@@ -25,11 +25,9 @@ def entry(outcome=Outcome.INFRA_ERROR, reason="container_error", message="424", 
 
 
 def opened(entries, max_failures=3, min_span_s=0.0, every_s=1.0, running=0):
-    breaker = CircuitBreaker(
-        CircuitBreakerConfig(max_failures=max_failures, min_span_s=min_span_s), lambda entry: "the log"
-    )
+    breaker = CircuitBreaker(CircuitBreakerConfig(max_failures=max_failures, min_span_s=min_span_s))
     for i, each in enumerate(entries):
-        breaker.record_settled(each, i * every_s)
+        breaker.record_settled(each, i * every_s, "the log")
         breaker.evaluate(0, running)
     return breaker.opened
 
@@ -109,7 +107,7 @@ def test_it_stays_closed_while_more_rollouts_run_than_failed():
     breaker = CircuitBreaker(CircuitBreakerConfig(max_failures=3, min_span_s=0))
     breaker.evaluate(0, running=5)
     for i in range(4):
-        breaker.record_settled(entry(), i)
+        breaker.record_settled(entry(), i, "")
         breaker.evaluate(1, running=0)
     assert breaker.opened is None, "those of another step count"
     breaker.evaluate(0, running=0)
@@ -135,10 +133,10 @@ def test_images_that_cannot_run_stop_no_run_while_others_may(reason, failures, e
 def test_it_can_be_disabled_and_once_open_stays_open():
     assert opened([entry()] * 1000, max_failures=None) is None
     breaker = CircuitBreaker(CircuitBreakerConfig(max_failures=1, min_span_s=0))
-    breaker.record_settled(entry(message="the first"), 0.0)
+    breaker.record_settled(entry(message="the first"), 0.0, "")
     breaker.evaluate(0, 0)
-    breaker.record_settled(entry(Outcome.COMPLETED, "", by_result=True), 1.0)
-    breaker.record_settled(entry(message="the second"), 2.0)
+    breaker.record_settled(entry(Outcome.COMPLETED, "", by_result=True), 1.0, "")
+    breaker.record_settled(entry(message="the second"), 2.0, "")
     breaker.evaluate(0, 0)
     assert "the first" in breaker.opened
 

@@ -14,6 +14,7 @@ from rollout_backend.core.tasks import Task
 from rollout_backend.dispatch.call_queue import CallQueue
 from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.runtimes.base import SessionCalls
+from rollout_backend.step.in_flight import InFlightLog
 from rollout_backend.step.rollout_task import RolloutTask, StepContext
 from rollout_backend.step.services import Pauses, StepServices, UrlSigner
 from step_bench import Agents, Gateways
@@ -42,6 +43,8 @@ async def make_rollouts(
         manifests=manifests,
         blocklist=unused,
         archive=unused,
+        breaker=unused,
+        in_flight=create_autospec(InFlightLog, instance=True),
         presigner=presigner,
         pauses=Pauses(attempt=wait_none(), refusal=wait_none()),
     )

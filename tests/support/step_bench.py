@@ -31,7 +31,8 @@ from rollout_backend.errors import ServingError
 from rollout_backend.manager import RolloutManager
 from rollout_backend.results.step_report import GroupResult, StepResult
 from rollout_backend.run_lease import RunLease
-from rollout_backend.step.circuit_breaker import CircuitBreaker, describe_log
+from rollout_backend.step.circuit_breaker import CircuitBreaker
+from rollout_backend.step.in_flight import InFlightLog
 from rollout_backend.step.services import Pauses, StepServices
 from rollout_backend.step.step import Step
 from rollout_backend.step.task_blocklist import TaskBlocklist
@@ -71,7 +72,7 @@ class Agents:
     async def wait_ready(self, payload: Mapping[str, Any], run_id: str) -> None: ...
 
     def log_location(self, session_id: str | None) -> str:
-        return ""
+        return "the agents' log"
 
     def adopt(self, session_id: str, payload: Callable[[], bytes]) -> None: ...
 
@@ -174,6 +175,17 @@ class Gateways:
         self.adopted += session_ids
 
 
+class NoLines:
+    """Keeps no records, as a machine that was lost: every session that a manifest names may be open."""
+
+    def append(self, step: int, line: str) -> None: ...
+
+    def read(self, step: int) -> list[str]:
+        return []
+
+    def delete(self, step: int) -> None: ...
+
+
 class Bench:
     """One run's services, and steps over them."""
 
@@ -207,9 +219,8 @@ class Bench:
             blocklist=TaskBlocklist(store, config.run_id, config.group.block_task_after),
             archive=bench,
             queue_url=queue_url,
-            breaker=CircuitBreaker(
-                config.circuit_breaker, lambda entry: describe_log(config, entry, lambda session: config.runtime.url)
-            ),
+            breaker=CircuitBreaker(config.circuit_breaker),
+            in_flight=InFlightLog(NoLines()),
             pauses=Pauses(no_wait, no_wait, no_wait),
         )
         return bench
