@@ -79,8 +79,9 @@ Medians over the steps after the first. Trainer, engine, gateway, emulated AWS a
 which other programs ran as well: CPU seconds vary less than the time that has passed.
 
 `gen` took {ours:.2f} s a step; with verl's own agent loop, {verl:.2f} s. One run does not show which is faster: the
-engine empties its cache before verl puts it to sleep, in some runs in 0.02 s, in others in 0.36 s, and we do not know
-why. From our records:
+engine empties its cache when we pause it, which shows that it is idle, and again when verl puts it to sleep. On the
+CPU SGLang collects garbage then, in some runs in 0.02 s, in others in 0.36 s: it exempts what it loads at its start,
+but may have tried that too early. The example's servers now do it again, later than in this run. From our records:
 """
 _PARTS_CALLS = """\
 Of an agent's {agent_s:.2f} s, its one model call was {model_s:.2f} s at router and engine. The rest is its own
