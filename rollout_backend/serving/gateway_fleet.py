@@ -13,6 +13,7 @@ Invariants:
 """
 
 import asyncio
+import functools
 import hashlib
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -268,32 +269,31 @@ class GatewayFleet:
         return GatewayStats.total(await asyncio.gather(*(shard.stats() for shard in self._shards)))
 
     async def _make(self) -> list[Shard]:
-        config = self._config
-        numbers = range(config.gateway.processes)
-        logs = [self._log_dir / f"{name}.log" for name in self._names]
-        # With another number of processes, sessions map to other shards, so the journals are separate.
-        journals = [
-            self._journals.absolute() / f"{i}-of-{len(numbers)}" if self._journals is not None else None
-            for i in numbers
-        ]
-        if config.gateway.kind == "ray":
-            from rollout_backend.serving.ray_servers import ray_shards  # ray is slow to import
+        config, count = self._config, self._config.gateway.processes
+        log_dir, router_url = self._log_dir, self._router_url
+        on_ray = config.gateway.kind == "ray"
+        if on_ray:
+            from rollout_backend.serving import ray_servers  # ray is slow to import
 
-            both = self._secret, self._seal_secret
-            return [*await ray_shards(config, self._router_url, logs, both, journals, self._trainer_incarnation)]
-        return [
-            GatewayProcess(
+            log_dir, router_url = log_dir.absolute(), await ray_servers.router_url_in_cluster(config, router_url)
+        makes = [
+            functools.partial(
+                GatewayProcess,
                 config,
-                self._router_url,
-                logs[i],
+                router_url,
+                log_dir / f"{name}.log",
                 self._secret,
                 seal_secret=self._seal_secret,
                 shard=i,
-                journal=journals[i],
+                # With another number of processes, sessions map to other shards, so the journals are separate.
+                journal=self._journals.absolute() / f"{i}-of-{count}" if self._journals is not None else None,
                 trainer_incarnation=self._trainer_incarnation,
             )
-            for i in numbers
+            for i, name in enumerate(self._names)
         ]
+        if on_ray:
+            return [ray_servers.RayGateway(config.gateway, i, make) for i, make in enumerate(makes)]
+        return [make() for make in makes]
 
 
 async def _instruct(gateway: _GatewaySupervisor, send: Callable[[Shard], Awaitable[None]]) -> None:

@@ -334,48 +334,22 @@ def _free_resources() -> list[Mapping[str, float]]:
     return [*available_resources_per_node().values()]
 
 
-async def ray_shards(
-    config: RolloutConfig,
-    router_url: str,
-    logs: Sequence[Path],
-    secrets: tuple[str, str | None],
-    journals: Sequence[Path | None],
-    trainer_incarnation: str,
-) -> list[RayGateway]:
-    """Join the Ray cluster, unless this process already has, and create one gateway per log.
-
-    `secrets`: the secret of the session keys, and the secret of the seals.
-    """
+async def router_url_in_cluster(config: RolloutConfig, router_url: str) -> str:
+    """Join the Ray cluster, unless this process has. Return the URL at which its machines reach the router."""
     import ray.util
 
     await join_cluster()
-    if config.router.host in ("0.0.0.0", "::"):  # noqa: S104 - `router_url` is then a loopback address
-        parts = urlsplit(router_url)
-        router_url = parts._replace(netloc=f"{ray.util.get_node_ip_address()}:{parts.port}").geturl()
-    secret, seal_secret = secrets
-
-    def make(shard: int) -> Callable[[str], GatewayProcess]:
-        log, journal = logs[shard].absolute(), journals[shard]
-        return lambda node_ip: GatewayProcess(
-            config,
-            router_url,
-            log,
-            secret,
-            seal_secret=seal_secret,
-            shard=shard,
-            node_ip=node_ip,
-            journal=journal,
-            trainer_incarnation=trainer_incarnation,
-        )
-
-    return [RayGateway(config.gateway, shard, make(shard)) for shard in range(len(logs))]
+    if config.router.host not in ("0.0.0.0", "::"):  # noqa: S104 - `router_url` is a loopback address otherwise
+        return router_url
+    parts = urlsplit(router_url)
+    return parts._replace(netloc=f"{ray.util.get_node_ip_address()}:{parts.port}").geturl()
 
 
 class RayGateway(RayActor):
     """A gateway on a machine of the cluster with a free CPU."""
 
-    def __init__(self, config: GatewayConfig, shard: int, make: Callable[[str], GatewayProcess]) -> None:
-        super().__init__(gateway_name(config, shard), make)
+    def __init__(self, config: GatewayConfig, shard: int, make: Callable[..., GatewayProcess]) -> None:
+        super().__init__(gateway_name(config, shard), lambda node_ip: make(node_ip=node_ip))
         self._config = config
         self.url = ""
         self.journal_id = ""

@@ -91,12 +91,8 @@ async def test_an_actor_that_is_killed_for_its_memory_has_died():
 def test_the_router_is_reached_at_this_machines_address(machines, tmp_path):
     import ray
 
-    from rollout_backend.serving.ray_servers import ray_shards
-
     settings = run_config(gateway={"kind": "ray"}, router={"host": "0.0.0.0"})
-    (shard,) = asyncio.run(
-        ray_shards(settings, "http://127.0.0.1:4321", [tmp_path / "log"], ("s" * 32, None), [None], "life")
-    )
+    [shard] = asyncio.run(GatewayFleet(settings, "http://127.0.0.1:4321", tmp_path)._make())
     assert shard._make("192.0.2.2")._engine_url == f"http://{ray.util.get_node_ip_address()}:4321"
 
 
