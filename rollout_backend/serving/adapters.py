@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 from pydantic import TypeAdapter, ValidationError
 
 from agent_wrapper.contract import Identifier
@@ -27,10 +26,10 @@ from rollout_backend.atomic_file import write_file
 from rollout_backend.config import EngineName, RolloutConfig, ServingConfig
 from rollout_backend.core.adapter import NamedAdapter
 from rollout_backend.errors import ConfigError, ServingError, WeightsMismatch
+from rollout_backend.serving.engine import control
 from rollout_backend.serving.weights import ModelFolder, Shape, Weights, tensor_shapes
 
 _TIMEOUT_S = 120.0
-_MESSAGE_CHARS = 500
 _NAMES: TypeAdapter[str] = TypeAdapter(Identifier)
 _PATHS: Mapping[EngineName, tuple[str, str]] = {
     "sglang": ("/load_lora_adapter", "/unload_lora_adapter"),
@@ -180,30 +179,14 @@ async def load_on_engine(url: str, adapter: Adapter, engine: EngineName) -> None
     """
     await asyncio.to_thread(adapter.weights.check_unchanged)
     body = {"lora_name": adapter.engine_name, "lora_path": str(adapter.folder)}
-    await _post(url + _PATHS[engine][0], body, f"load the adapter {adapter.engine_name}")
+    await control(url + _PATHS[engine][0], body, f"load the adapter {adapter.engine_name}", _TIMEOUT_S)
     await asyncio.to_thread(adapter.weights.check_unchanged)
 
 
 async def unload_from_engine(url: str, adapter: Adapter, engine: EngineName) -> None:
     """Make a server unload one version of an adapter, once no request uses it. Raises ServingError on failure."""
     body = {"lora_name": adapter.engine_name}
-    await _post(url + _PATHS[engine][1], body, f"unload the adapter {adapter.engine_name}")
-
-
-async def _post(url: str, body: Mapping[str, Any], what: str) -> None:
-    try:
-        async with (
-            asyncio.timeout(_TIMEOUT_S),
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http,
-            http.post(url, json=body) as reply,
-        ):
-            text = await reply.text()
-    except TimeoutError:
-        raise ServingError(f"it did not {what} within {_TIMEOUT_S:g} s") from None
-    except aiohttp.ClientError as error:
-        raise ServingError(f"it did not {what}: {str(error) or type(error).__name__}") from None
-    if reply.status != 200:
-        raise ServingError(f"it answered {reply.status} to the request to {what}: {text[:_MESSAGE_CHARS]}")
+    await control(url + _PATHS[engine][1], body, f"unload the adapter {adapter.engine_name}", _TIMEOUT_S)
 
 
 CONFIG = "adapter_config.json"

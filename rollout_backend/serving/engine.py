@@ -24,6 +24,7 @@ _VERSIONS: Mapping[EngineName, str] = {"sglang": "/server_info", "vllm": "/versi
 _PROBE_S = 5.0
 _TIMEOUT_S = 60.0  # timeout of calls that control generation
 _POLL_S = 0.1
+_MESSAGE_CHARS = 500
 
 
 class Engine(Protocol):
@@ -109,7 +110,7 @@ async def is_healthy(url: str) -> bool:
     return await _is_ok(f"{url}/health", _PROBE_S)
 
 
-async def reported_version(url: str, engine: EngineName = "sglang") -> str | None:
+async def reported_version(url: str, engine: EngineName) -> str | None:
     """Return the engine version that a server reports; None if it does not answer."""
     try:
         async with (
@@ -134,8 +135,10 @@ async def _is_ok(url: str, timeout_s: float) -> bool:
         return False
 
 
-async def pause_generation(url: str, engine: EngineName = "sglang") -> None:
-    """Abort all generation, make the server queue new requests, and return once its scheduler is idle.
+async def pause_generation(url: str, engine: EngineName, *, keep_cache: bool = False) -> None:
+    """Abort all generation, make the server queue new requests until `resume_generation`, and return once it is idle.
+
+    With `keep_cache`, its prefix cache is kept, and its scheduler may still work on what it has aborted.
 
     SGLang takes seconds to notice that a client has disconnected, and an aborted request runs until the end of its
     batch. `/flush_cache` succeeds only if the scheduler is idle, which SGLang also asserts when its memory is
@@ -146,57 +149,46 @@ async def pause_generation(url: str, engine: EngineName = "sglang") -> None:
     Raises:
         ServingError: the server did not answer, or was not idle in time.
     """
-    async with _control("pause its generation and become idle") as http:
-        if engine == "vllm":
-            if not await _post(http, f"{url}/pause?mode=abort"):
-                raise ServingError("it refused to pause: vLLM needs VLLM_SERVER_DEV_MODE=1 for that")
-            return
-        if not await _post(http, f"{url}/pause_generation", {"mode": "abort"}):
-            raise ServingError("it refused to pause its generation")
-        while not await _post(http, f"{url}/flush_cache"):  # noqa: ASYNC110
-            await asyncio.sleep(_POLL_S)
+    if engine == "vllm":
+        clear = "false" if keep_cache else "true"
+        what = "pause its generation (vLLM needs VLLM_SERVER_DEV_MODE=1 for that)"
+        await control(f"{url}/pause?mode=abort&clear_cache={clear}", {}, what)
+        return
+    await control(f"{url}/pause_generation", {"mode": "abort"}, "pause its generation")
+    if not keep_cache:
+        async with control_client("become idle") as http:
+            while not await _flush_cache(http, url):  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_S)
 
 
-async def abort_generation(url: str, engine: EngineName = "sglang") -> None:
-    """Abort all generation, and make the server queue new requests until `resume_generation`. Keeps its prefix cache.
-
-    Both engines answer the pause once no request is running.
-
-    Raises:
-        ServingError: the server did not do so in time.
-    """
-    path = "/pause?mode=abort&clear_cache=false" if engine == "vllm" else "/pause_generation"
-    async with _control("pause its generation") as http:
-        if not await _post(http, url + path, {"mode": "abort"}):
-            raise ServingError("it refused to pause its generation")
+async def _flush_cache(http: aiohttp.ClientSession, url: str) -> bool:
+    async with http.post(f"{url}/flush_cache", json={}) as reply:
+        return reply.status == 200
 
 
-async def resume_generation(url: str, engine: EngineName = "sglang") -> None:
-    """Undo `pause_generation` or `abort_generation`. Raises ServingError on failure."""
-    async with _control("resume its generation") as http:
-        if not await _post(http, f"{url}/{'resume' if engine == 'vllm' else 'continue_generation'}"):
-            raise ServingError("it refused to resume its generation")
+async def resume_generation(url: str, engine: EngineName) -> None:
+    """Undo `pause_generation`. Raises ServingError on failure."""
+    await control(f"{url}/{'resume' if engine == 'vllm' else 'continue_generation'}", {}, "resume its generation")
 
 
-async def set_weight_version(url: str, version: str) -> None:
-    """Set the weight version that a server reports. Raises ServingError if it refuses."""
-    async with _control("set the version of its weights") as http:
-        if not await _post(http, f"{url}/update_weight_version", {"new_version": version}):
-            raise ServingError("it refused to set the version of its weights")
+async def control(url: str, body: Mapping[str, object], what: str, timeout_s: float = _TIMEOUT_S) -> None:
+    """Make a server do `what` by a POST. Raises ServingError unless it answers 200 in time."""
+    async with control_client(what, timeout_s) as http, http.post(url, json=body) as reply:
+        if reply.status != 200:
+            text = await reply.text()
+            raise ServingError(f"it answered {reply.status} to the request to {what}: {text[:_MESSAGE_CHARS]}")
 
 
 @contextlib.asynccontextmanager
-async def _control(what: str) -> AsyncIterator[aiohttp.ClientSession]:
-    """Open an HTTP client for a call that makes the server do `what`. Raises ServingError if it does not answer."""
+async def control_client(what: str, timeout_s: float = _TIMEOUT_S) -> AsyncIterator[aiohttp.ClientSession]:
+    """Open an HTTP client that makes a server do `what`. Raises ServingError if it does not do so in time."""
     try:
-        async with asyncio.timeout(_TIMEOUT_S), aiohttp.ClientSession() as http:
+        async with (
+            asyncio.timeout(timeout_s),
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http,
+        ):
             yield http
     except TimeoutError:
-        raise ServingError(f"it did not {what} within {_TIMEOUT_S:g} s") from None
+        raise ServingError(f"it did not {what} within {timeout_s:g} s") from None
     except aiohttp.ClientError as error:
         raise ServingError(f"it did not {what}: {str(error) or type(error).__name__}") from None
-
-
-async def _post(http: aiohttp.ClientSession, url: str, body: object = None) -> bool:
-    async with http.post(url, json=body if body is not None else {}) as reply:
-        return reply.status == 200

@@ -21,14 +21,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Self
 
 from rollout_backend.config import ENGINE_KINDS, RolloutConfig
 from rollout_backend.config.section import import_path
-from rollout_backend.errors import ConfigError, ServingError, StartupError
+from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.serving.adapters import Adapter
 from rollout_backend.serving.engine import Engine, EngineFactory, MakeEngine, ReservingEngine, is_responding
 from rollout_backend.serving.engine_routing import EngineRouter, EngineRouting, RoutedEngine
@@ -66,7 +66,7 @@ class ServerState:
 
 
 class EngineFleet:
-    """Manages the engines. Enter it, or `start` and `stop` it, once."""
+    """Manages the engines. Enter it, or `start` and `stop` it, once. Its `routing` loads new weights and adapters."""
 
     def __init__(
         self,
@@ -100,8 +100,8 @@ class EngineFleet:
                 health_check_s=math.ceil(2 * self._probing.interval_s),
             )
         )
-        self._routing = EngineRouting(self._router, config.serving, newest, adapters)
-        self._router_supervisor = RouterSupervisor(self._routing, self._limits, on_event, self._probing)
+        self.routing = EngineRouting(self._router, config.serving, newest, adapters)
+        self._router_supervisor = RouterSupervisor(self.routing, self._limits, on_event, self._probing)
         self._engines: list[EngineSupervisor] = []
         self._supervisors = SupervisorGroup()
         self._next_number = 0
@@ -119,7 +119,7 @@ class EngineFleet:
 
     def snapshot(self) -> tuple[ServerState, ...]:
         """Return the current state of the router, followed by the engines."""
-        router, paused = self._router_supervisor, self._routing.paused
+        router, paused = self._router_supervisor, self.routing.paused
         return (
             ServerState(router.name, self._router.url, router.serving, router.restarts),
             *(
@@ -190,48 +190,16 @@ class EngineFleet:
         they have it back crashes them. Generation is therefore paused too, so that late requests wait in the server.
         Until `resume` no engine is probed or added to the router, which would request `/health`.
         """
-        await self._routing.pause([engine.url for engine in self._engines])
+        await self.routing.pause([engine.url for engine in self._engines])
 
     async def resume(self) -> None:
         """Serve again after `pause`."""
-        await self._routing.resume([engine.url for engine in self._engines])
+        await self.routing.resume([engine.url for engine in self._engines])
 
     @property
     def takes_weights(self) -> bool:
-        """True if `update_weights` and `load_adapter` work with engines of this kind."""
+        """True if engines of this kind load new weights and adapters."""
         return self._factory.takes_weights
-
-    async def update_weights(self, weights: Weights, commit: Callable[[], None]) -> Mapping[str, str]:
-        """Serve these weights from now on. Return the engines that did not load them, with the reasons; these
-        restart.
-
-        Tokens of calls in flight keep the version that sampled them. If an engine loaded the weights, `commit` is
-        called before it samples with them, and engines that start later load them too. If none did, all restart with
-        the previous weights.
-
-        Raises:
-            ServingError: the engines are paused, or `commit` raised it; all then restart with the previous weights.
-        """
-        if self._routing.paused:
-            raise ServingError("the engines are paused: call resume_engines before update_weights")
-        return await self._routing.update(weights, commit)
-
-    async def load_adapter(
-        self, adapter: Adapter, commit: Callable[[], None], announce: Callable[[], Awaitable[None]]
-    ) -> Mapping[str, str]:
-        """Serve this version of an adapter from now on. Return the engines that did not load it, with the reasons.
-
-        If an engine loaded it, `commit` is called, then `announce`, which has model calls name this version. Engines
-        that did not load it are restarted. If no engine did, nothing changes.
-
-        Raises:
-            ServingError: `commit` or `announce` raised it, and all engines restart with the committed adapters.
-        """
-        return await self._routing.load_adapter(adapter, commit, announce)
-
-    async def unload_adapter(self, name: str) -> None:
-        """Remove an adapter that no model call uses any more."""
-        await self._routing.unload_adapter(name)
 
     async def stop(self) -> None:
         """Stop all servers. May be called twice, and after a failed start."""
@@ -288,7 +256,7 @@ class EngineFleet:
 
     def _supervisor(self, number: int, make: MakeEngine) -> EngineSupervisor:
         return EngineSupervisor(
-            number, make, self._routing, self._engines, self._limits, self._on_engine_event, self._probing
+            number, make, self.routing, self._engines, self._limits, self._on_engine_event, self._probing
         )
 
     def _join(self, url: str) -> EngineSupervisor:
@@ -358,21 +326,7 @@ class EngineSupervisor(Supervisor):
 
     async def wait_ended(self) -> str:
         assert self._routed is not None, "not started"
-        return await first_of(self.server.wait(), self._unfit(self._routed), self._refused(self._routed))
-
-    async def _unfit(self, engine: RoutedEngine) -> str:
-        await engine.unfit.wait()
-        return engine.why_unfit
-
-    async def _refused(self, engine: RoutedEngine) -> str:
-        """Return why the router did not accept the engine, even at a second attempt."""
-        while True:
-            await engine.refused.wait()
-            engine.refused.clear()
-            try:
-                await self._routing.add(engine)
-            except StartupError as error:
-                return str(error)
+        return await first_of(self.server.wait(), self._routed.wait_unfit())
 
     async def is_responding(self) -> bool:
         return self._routing.paused or await is_responding(self.url, self._routing.engine, self._probe_timeout_s)

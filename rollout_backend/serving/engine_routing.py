@@ -19,12 +19,7 @@ from typing import Protocol, TypeVar
 from rollout_backend.config import ServingConfig
 from rollout_backend.errors import ServingError, StartupError
 from rollout_backend.serving.adapters import Adapter, load_on_engine, unload_from_engine
-from rollout_backend.serving.engine import (
-    Engine,
-    abort_generation,
-    pause_generation,
-    resume_generation,
-)
+from rollout_backend.serving.engine import Engine, pause_generation, resume_generation
 from rollout_backend.serving.weights import Weights, load_weights
 
 log = logging.getLogger(__name__)
@@ -62,13 +57,22 @@ class RoutedEngine:
     server: Engine
     weights: Weights | None = None
     adapters: dict[str, Adapter] = field(default_factory=dict)
-    refused: asyncio.Event = field(default_factory=asyncio.Event)  # set if a restarted router does not accept it
-    unfit: asyncio.Event = field(default_factory=asyncio.Event)  # set if the engine must be restarted
-    why_unfit: str = ""
+    _unfit: asyncio.Event = field(default_factory=asyncio.Event)
+    _why: str = ""
 
     @property
     def url(self) -> str:
         return self.server.url
+
+    def restart(self, why: str) -> None:
+        """Have the engine's supervisor restart it."""
+        self._why = why
+        self._unfit.set()
+
+    async def wait_unfit(self) -> str:
+        """Wait until the engine must be restarted, and return why."""
+        await self._unfit.wait()
+        return self._why
 
 
 class EngineRouting:
@@ -166,12 +170,19 @@ class EngineRouting:
                 log.warning("the server %s: %s", url, failure)
         await self._resume_additions()
 
-    async def update(self, weights: Weights, commit: Callable[[], None]) -> Mapping[str, str]:
-        """Make these weights the newest, and return the reason of each engine that did not load them.
+    async def update_weights(self, weights: Weights, commit: Callable[[], None]) -> Mapping[str, str]:
+        """Serve these weights from now on. Return the engines that did not load them, with the reasons; these
+        restart.
 
-        Calls in flight are aborted and return their tokens; new ones wait in the engines. If an engine loaded the
-        weights, `commit` is called before it samples with them. If none did, the previous weights remain the newest.
+        Calls in flight are aborted and return their tokens, with the version that sampled them; new ones wait in the
+        engines. If an engine loaded the weights, `commit` is called before it samples with them, and engines that
+        start later load them too. If none did, all restart with the previous weights.
+
+        Raises:
+            ServingError: the engines are paused, or `commit` raised it; all then restart with the previous weights.
         """
+        if self.paused:
+            raise ServingError("the engines are paused: call resume_engines before update_weights")
 
         async def replace(engine: RoutedEngine) -> None:
             await pause_generation(engine.url, self.engine)
@@ -194,11 +205,15 @@ class EngineRouting:
     async def load_adapter(
         self, adapter: Adapter, commit: Callable[[], None], announce: Callable[[], Awaitable[None]]
     ) -> Mapping[str, str]:
-        """Make this version of an adapter the newest, and return the reason of each engine that did not load it.
+        """Serve this version of an adapter from now on. Return the engines that did not load it, with the reasons.
 
         The engines continue to sample while they load it. If one of them loaded it, `commit` is called, then
         `announce`, after which model calls name this version. Each engine then pauses, aborts its calls in flight,
-        which return their tokens, and unloads the previous version. If none loaded it, nothing changes.
+        which return their tokens, and unloads the previous version; engines that did not load it restart. If none
+        loaded it, nothing changes.
+
+        Raises:
+            ServingError: `commit` or `announce` raised it, and all engines restart with the committed adapters.
         """
 
         async def load(engine: RoutedEngine) -> None:
@@ -206,7 +221,7 @@ class EngineRouting:
 
         async def switch(engine: RoutedEngine) -> None:
             if before is not None:
-                await abort_generation(engine.url, self.engine)
+                await pause_generation(engine.url, self.engine, keep_cache=True)
                 await unload_from_engine(engine.url, before, self.engine)
                 await self._resume(engine)
 
@@ -245,8 +260,7 @@ class EngineRouting:
         """Remove the engines that failed to load something, and restart them."""
         for engine, why in failed.items():
             await self.remove(engine)
-            engine.why_unfit = f"{what}: {why}"
-            engine.unfit.set()
+            engine.restart(f"{what}: {why}")
 
     async def _resume(self, engine: RoutedEngine) -> None:
         await resume_generation(engine.url, self.engine)
@@ -289,19 +303,17 @@ class EngineRouting:
                 log.info("the engines are added when the router has restarted: %s", error)
 
     async def _add_all(self) -> None:
-        """Add every engine that serves. Mark engines that the router does not accept as refused."""
+        """Add every engine that serves. Those that the router does not accept, even at a second attempt, restart."""
 
         async def add(engine: RoutedEngine) -> None:
-            try:
-                await self.router.add(engine.url)
-            except StartupError as error:
-                if engine in self.engines and self.router.running:  # a lost engine is added after its restart
-                    log.warning("%s: %s", engine.name, error)
-                    engine.refused.set()
+            await self.router.add(engine.url)
 
-        await asyncio.gather(*(add(engine) for engine in [*self.engines]))
+        refused = await _on_each(self.engines, add)
+        refused = await _on_each((engine for engine in refused if engine in self.engines), add)
         if not self.router.running:
             raise StartupError("the router ended while its engines were added")
+        for engine, why in refused.items():
+            engine.restart(why)
 
 
 async def _on_each(targets: Iterable[_T], act: Callable[[_T], Awaitable[None]]) -> dict[_T, str]:

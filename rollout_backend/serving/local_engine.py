@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollout_backend.config import EngineName, ModelConfig, RolloutConfig, ServingConfig
 from rollout_backend.errors import ServingError, StartupError
-from rollout_backend.serving.engine import EngineFactory, is_healthy, set_weight_version
+from rollout_backend.serving.engine import EngineFactory, control, is_healthy
 from rollout_backend.serving.engine_commands import Command, ServerNode, sglang_command, vllm_command
 from rollout_backend.serving.server_process import ServerProcess, free_port
 
@@ -95,7 +95,8 @@ class LocalEngine:
         await self._process.wait_healthy(lambda: is_healthy(self.url), timeout_s)
         if self._serving.engine == "vllm":
             try:
-                await set_weight_version(self.url, "0")  # as SGLang's `--weight-version`
+                body = {"new_version": "0"}  # as SGLang's `--weight-version`
+                await control(f"{self.url}/update_weight_version", body, "set the version of its weights")
             except ServingError as error:
                 raise StartupError(f"{self._name}: {error}. {self._process.log_tail()}") from None
 

@@ -172,7 +172,7 @@ class ModelServing:
             weights = await asyncio.to_thread(self._weights.prepare, source)
             began = time.monotonic()
             try:
-                failed = await self.engines.update_weights(weights, lambda: self._weights.commit(weights))
+                failed = await self.engines.routing.update_weights(weights, lambda: self._weights.commit(weights))
             finally:
                 paused_s = time.monotonic() - began
                 await asyncio.to_thread(self._weights.prune)
@@ -214,7 +214,7 @@ class ModelServing:
         async with self._updating:
             adapter = await asyncio.to_thread(self._adapters.prepare, name, folder)
 
-            failed = await self.engines.load_adapter(
+            failed = await self.engines.routing.load_adapter(
                 adapter,
                 lambda: self._adapters.commit(adapter),
                 lambda: self.gateways.set_adapters(self.adapters),
@@ -234,7 +234,7 @@ class ModelServing:
             check_unused()
             self._adapters.remove(name)
             await self.gateways.set_adapters(self.adapters)
-            await self.engines.unload_adapter(name)
+            await self.engines.routing.unload_adapter(name)
 
     def snapshot(self) -> tuple[ServerState, ...]:
         """Return the state of the router and of each engine."""

@@ -21,13 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-import aiohttp
 from safetensors import SafetensorError, safe_open
 
 from rollout_backend.atomic_file import write_file
 from rollout_backend.config import RolloutConfig, ServingConfig
 from rollout_backend.errors import ConfigError, ServingError, WeightsMismatch
-from rollout_backend.serving.engine import PROBE
+from rollout_backend.serving.engine import PROBE, control_client
 from rollout_backend.serving.local_engine import weight_bytes
 from rollout_backend.serving.weight_group import send_tensors
 
@@ -191,36 +190,31 @@ async def load_weights(url: str, weights: Weights, serving: ServingConfig) -> No
     await asyncio.to_thread(weights.check_unchanged)
     version = str(weights.version)
     timeout_s = serving.startup_s(await asyncio.to_thread(weights.size))
-    try:
-        async with (
-            asyncio.timeout(timeout_s),
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http,
-        ):
+    async with control_client("load new weights", timeout_s) as http:
 
-            async def post(path: str, body: Mapping[str, object]) -> None:
-                async with http.post(url + path, json=body) as reply:
-                    text = await reply.text()
-                if reply.status != 200 or not _succeeded(text):
-                    raise ServingError(f"it answered {reply.status} to new weights: {text[:_MESSAGE_CHARS]}")
+        async def post(path: str, body: Mapping[str, object]) -> None:
+            async with http.post(url + path, json=body) as reply:
+                text = await reply.text()
+            if reply.status != 200 or not _succeeded(text):
+                raise ServingError(f"it answered {reply.status} to new weights: {text[:_MESSAGE_CHARS]}")
 
-            if weights.folder is not None:
-                source = {"model_path": str(weights.folder), "weight_version": version, "flush_cache": True}
-                await post("/update_weights_from_disk", source)
-            else:
-                await send_tensors(post, url, version, weights.tensors, serving.tensor_parallel, timeout_s)
-            async with http.get(url + PROBE) as reply:
-                reported = json.loads(await reply.text()).get("weight_version")
-    except TimeoutError:
-        raise ServingError(f"it did not load new weights within {timeout_s:g} s") from None
-    except (aiohttp.ClientError, ValueError, AttributeError) as error:
-        raise ServingError(f"it did not answer to new weights: {str(error) or type(error).__name__}") from None
+        if weights.folder is not None:
+            source = {"model_path": str(weights.folder), "weight_version": version, "flush_cache": True}
+            await post("/update_weights_from_disk", source)
+        else:
+            await send_tensors(post, url, version, weights.tensors, serving.tensor_parallel, timeout_s)
+        async with http.get(url + PROBE) as reply:
+            reported = (await reply.json()).get("weight_version")
     if reported != version:
         raise ServingError(f"it reports version {reported!r} of its weights after loading {version}")
     await asyncio.to_thread(weights.check_unchanged)
 
 
 def _succeeded(text: str) -> bool:
-    answer = json.loads(text)
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        return False
     return isinstance(answer, dict) and answer.get("success") is True
 
 

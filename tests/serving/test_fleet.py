@@ -114,6 +114,24 @@ async def test_killed_router_restarts_with_all_engines(make_fleet, until, kind):
         assert kinds(events, "engine-0") == ["started"]
 
 
+async def test_an_engine_that_the_router_does_not_take_again_is_restarted(make_fleet, until, monkeypatch):
+    fleet, events, engines = make_fleet()
+    async with fleet:
+        refused, add = engines[0].url, fleet._router.add
+
+        async def refuse(url):
+            if url == refused:
+                raise StartupError("the router did not take it")
+            await add(url)
+
+        monkeypatch.setattr(fleet._router, "add", refuse)
+        await fleet.pause()
+        await fleet.resume()
+        await until(lambda: kinds(events, "engine-0") == ["started", "died", "restarted"])
+        assert next(event.detail for event in events if event.kind == "died") == "the router did not take it"
+        assert await routed_to(fleet, engines[1].url)
+
+
 async def test_last_engine_out_of_restarts_ends_the_run(make_fleet, until):
     fleet, events, engines = make_fleet(
         mode=lambda started: "healthy" if started == 0 else "broken", serving={"max_restarts": 2}

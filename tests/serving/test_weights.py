@@ -55,7 +55,7 @@ def all_serve(serving, restarts):
     [
         ("lies", "answered 200 to new weights"),
         pytest.param("refuses", "answered 400 to new weights", marks=pytest.mark.slow),
-        pytest.param("dies", "did not answer to new weights", marks=pytest.mark.slow),
+        pytest.param("dies", "did not load new weights: ", marks=pytest.mark.slow),
         pytest.param("mislabels", "reports version '0'", marks=pytest.mark.slow),
     ],
 )
