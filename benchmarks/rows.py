@@ -77,7 +77,7 @@ def to_transfer_queue(rollouts: list[Rollout], lengths: tuple[int, int]) -> list
             for row in rows_of(rollout, *lengths):
                 base = {"uid": rollout.task_id, "session_id": session, "payload": "{}", "global_steps": 1}
                 fields.append(v1_fields(row, base))
-                tags.append(v1_tag(row, 1))
+                tags.append(v1_tag(row, 1, 0))
         written.append((list_of_dict_to_tensordict(fields), tags))
     return written
 

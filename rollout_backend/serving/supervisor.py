@@ -58,6 +58,28 @@ class RestartLimits:
         return f"{self.max_restarts} restarts{within} (serving.max_restarts)"
 
 
+class RestartBudget:
+    """The restarts of one server. A restart counts for `limits.window_s` seconds."""
+
+    def __init__(self, limits: RestartLimits) -> None:
+        self._limits = limits
+        self._at: deque[float] = deque(maxlen=limits.max_restarts)
+
+    def wait_s(self) -> float:
+        """Return the seconds until the next restart is allowed: 0 if now, infinity if never."""
+        if len(self._at) < self._limits.max_restarts:
+            return 0.0
+        return max(0.0, self._at[0] + self._limits.window_s - _now()) if self._at else float("inf")
+
+    def spend(self) -> None:
+        """Count a restart at this time."""
+        self._at.append(_now())
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
 class Supervisor(ABC):
     """Keeps one server running. A subclass defines how to start, watch and release the server."""
 
@@ -71,7 +93,7 @@ class Supervisor(ABC):
         self.tried = asyncio.Event()  # set after the first start, successful or not
         self.last_words = ""  # why the server was last lost
         self.gone = f"{name} is gone after {limits}"
-        self._budget = RestartBudget(limits.max_restarts, limits.window_s, lambda: asyncio.get_running_loop().time())
+        self._budget = RestartBudget(limits)
         self._on_event = on_event
         self._probing = probing
 
@@ -234,23 +256,3 @@ async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class RestartBudget:
-    """The restarts of one server. A restart counts for `window_s` seconds."""
-
-    def __init__(self, max_restarts: int, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._max = max_restarts
-        self._window_s = window_s
-        self._clock = clock
-        self._at: deque[float] = deque(maxlen=max_restarts)
-
-    def wait_s(self) -> float:
-        """Return the seconds until the next restart is allowed: 0 if now, infinity if never."""
-        if len(self._at) < self._max:
-            return 0.0
-        return max(0.0, self._at[0] + self._window_s - self._clock()) if self._at else float("inf")
-
-    def spend(self) -> None:
-        """Count a restart at this time."""
-        self._at.append(self._clock())

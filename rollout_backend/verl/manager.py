@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -44,7 +45,7 @@ from rollout_backend.verl.dataset import TaskIds, payload_of, private_of
 from rollout_backend.verl.metrics import TALLY, as_metrics, count_group, staleness
 from rollout_backend.verl.row_images import load_vision_inputs
 from rollout_backend.verl.rows import Rows, mask_group, rows_of
-from rollout_backend.verl.server_list import ServerList, VersionLabels, VllmServers
+from rollout_backend.verl.server_list import ServerList, VllmServers
 from rollout_backend.verl.unsupported import refuse_unsupported
 from rollout_backend.verl.v1_batch import (
     QueueRow,
@@ -63,7 +64,6 @@ from rollout_backend.verl.verl_settings import (
     resumes_steps,
     sampling_of,
     settings_of,
-    sleeps_between_batches,
 )
 
 log = logging.getLogger(__name__)
@@ -78,14 +78,16 @@ class CloudAgentLoopManager:
 
     def __init__(self, config: Any, llm_client: Any) -> None:
         self._rollout = config.actor_rollout_ref.rollout
-        self._load_balancer = verl_api.load_balancer(llm_client)
+        load_balancer = verl_api.load_balancer(llm_client)
         on_vllm = engine_of(self._rollout) == "vllm"
-        self._vllm_servers = VllmServers(self._load_balancer) if on_vllm else None
+        self._addresses: Callable[[], list[str]] = (
+            VllmServers(load_balancer).addresses if on_vllm else partial(verl_api.server_addresses, load_balancer)
+        )
         addresses = self._addresses()
         self.settings = settings_of(config, addresses)
         early_checks.check_images(config, self.settings)
         self._legacy = not config.trainer.use_v1
-        self._asynchronous = is_asynchronous(config.trainer)
+        self._asynchronous = is_asynchronous(config.trainer)  # otherwise the servers sleep between batches
         self._adapter = adapter_of(config.actor_rollout_ref.model)
         self._last_global_step = last_global_step(config)
         self._step_numbers = StepNumbers(resumes_steps(config.trainer))
@@ -98,10 +100,7 @@ class CloudAgentLoopManager:
         self._blocking = BlockingRolloutManager(self.settings, _ServingLog(), started_by="verl")
         manager = self._blocking.manager
         self._async_batches = AsyncBatches(self._blocking, self.settings, config.trainer)
-        self._servers = ServerList(
-            engine_urls(addresses), self._urls, manager.follow_engines, VersionLabels(exact=on_vllm)
-        )
-        self._sleeps = sleeps_between_batches(config.trainer)
+        self._servers = ServerList(engine_urls(addresses), self._urls, manager.follow_engines, labelled=on_vllm)
         self._batches_in_flight = 0
         self._pausing = asyncio.Lock()
         self._failure: BaseException | None = None
@@ -110,7 +109,7 @@ class CloudAgentLoopManager:
         self._blocking.__enter__()
         # `atexit` runs too late: no thread pool accepts work by then, and a step that ends needs several.
         threading._register_atexit(self.close)  # type: ignore[attr-defined]
-        if self._sleeps:
+        if not self._asynchronous:
             self._blocking.wait_for(self._pause())
         self._follow = self._blocking.submit(self._follow_servers())
 
@@ -345,7 +344,7 @@ class CloudAgentLoopManager:
     @contextlib.asynccontextmanager
     async def _engines_awake(self) -> AsyncIterator[None]:
         """Send model calls to verl's servers while a batch is in flight; hold them while the servers sleep."""
-        if not self._sleeps:
+        if self._asynchronous:
             yield
             return
         manager = self._blocking.manager
@@ -395,18 +394,13 @@ class CloudAgentLoopManager:
             )
         return made
 
-    def _addresses(self) -> list[str]:
-        if self._vllm_servers is not None:
-            return self._vllm_servers.addresses()
-        return verl_api.server_addresses(self._load_balancer)
-
     async def _urls(self) -> list[str]:
         return engine_urls(await asyncio.to_thread(self._addresses))
 
     async def _follow_servers(self) -> None:
         while True:
             await asyncio.sleep(_FOLLOW_EVERY_S)
-            if self._sleeps and not self._batches_in_flight:
+            if not self._asynchronous and not self._batches_in_flight:
                 continue  # the servers sleep
             try:
                 await self._servers.refresh()

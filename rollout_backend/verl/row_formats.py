@@ -61,13 +61,8 @@ def v1_fields(
     }
 
 
-def v1_tag(row: Row, global_steps: int, fallback: int | None = None) -> dict[str, Any]:
-    """Return a row's tag.
-
-    verl needs the weight versions as numbers, so `fallback` replaces unknown ones. Its default is the version that a
-    synchronous step samples with: the servers hold the weights of the step before.
-    """
-    version = max(0, global_steps - 1) if fallback is None else fallback
+def v1_tag(row: Row, global_steps: int, version: int) -> dict[str, Any]:
+    """Return a row's tag. verl needs the weight versions as numbers, so `version` replaces unknown ones."""
     tokens, mean, oldest = row.versions(version)
     return {
         "status": "success",
@@ -108,8 +103,6 @@ class LegacyBatch:
     missing: NDArray[np.bool_]  # [B], True where a rollout has no row
     left_out_tokens: int  # trainable tokens of the segments that were not chosen
     moved_turn_rewards: int  # rewards other than 0 of turns in them, which are on the chosen row's last token
-    truncated_tokens: int
-    unknown_logprobs: int
 
 
 def legacy_batch(
@@ -190,8 +183,6 @@ def legacy_batch(
         missing=missing,
         left_out_tokens=left_out,
         moved_turn_rewards=moved,
-        truncated_tokens=sum(rows.truncated_tokens for rows in slots if rows is not None),
-        unknown_logprobs=sum(rows.unknown_logprobs for rows in slots if rows is not None),
     )
 
 

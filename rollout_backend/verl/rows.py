@@ -92,7 +92,6 @@ class Rows(Sequence[Row]):
     rows: tuple[Row, ...] = ()
     truncated_tokens: int = 0
     unknown_logprobs: int = 0
-    empty_segments: int = 0
     moved_turn_rewards: int = 0  # rewards other than 0 of turns without a trained token
     masked: str | None = None  # why the rollout is left out: a value of `training.mask`, or `routed_experts`
 
@@ -160,7 +159,7 @@ def rows_of(
         scores[-1] += math.fsum((rollout.reward, *others))
         row = _row(segment, cut, rollout, index, scores.astype(np.float32), own)
         rows.append(row if experts is None else replace(row, routed_experts=_routed(segment, cut)))
-    return Rows(tuple(rows), truncated, unknown, len(rollout.segments) - len(rows), moved)
+    return Rows(tuple(rows), truncated, unknown, moved)
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,11 +40,11 @@ class VersionLabels:
     verl updates an SGLang server's weights without a version and counts versions in its own actor, so over HTTP such
     a server always reports "default". This process knows the version anyway: verl updates its servers at the end of a
     step, and hands out prompts with the step's number after that. A server that reports a number itself is left
-    alone, such as those of `examples/train_arithmetic/verl_cpu`; with `exact`, all do.
+    alone, such as those of `examples/train_arithmetic/verl_cpu`; if they are `labelled`, all do.
     """
 
-    def __init__(self, exact: bool = False) -> None:
-        self._exact = exact
+    def __init__(self, labelled: bool) -> None:
+        self._labelled = labelled
         self._writable: dict[str, bool] = {}  # by URL; False if the server reports a number itself
         self._labels: dict[str, str] = {}  # by URL: the label that was set last
 
@@ -65,7 +65,7 @@ class VersionLabels:
         await self._set_all([url for url in urls if url in self._labels], UNKNOWN)
 
     async def _set_all(self, urls: Collection[str], label: str) -> None:
-        if self._exact:
+        if self._labelled:
             return
         async with aiohttp.ClientSession(timeout=_TIMEOUT) as http:
             await asyncio.gather(*(self._set(http, url, label) for url in urls))
@@ -105,12 +105,13 @@ class ServerList:
         urls: Sequence[str],
         list_servers: Callable[[], Awaitable[Sequence[str]]],
         follow: Callable[[Sequence[str]], Awaitable[None]],
-        labels: VersionLabels | None = None,
+        labelled: bool = False,
     ) -> None:
+        """`labelled`: all servers report the version of their weights themselves."""
         self._serving = list(urls)
         self._list_servers = list_servers
         self._follow = follow
-        self._labels = labels or VersionLabels()
+        self._labels = VersionLabels(labelled)
         self._mislabelled: list[str] = []  # servers that report a wrong weight version
         self._version = 0
         self._changing = asyncio.Lock()

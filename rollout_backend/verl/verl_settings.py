@@ -156,7 +156,9 @@ def resumes_steps(trainer: Any) -> bool:
 
 
 def is_asynchronous(trainer: Any) -> bool:
-    """Return whether sampling continues while the weights change. `trainer` is verl's section."""
+    """Return whether sampling continues while verl trains; it then pauses its servers itself. Otherwise it releases
+    their memory as soon as a batch is complete. `trainer` is verl's section.
+    """
     return bool(trainer.get("use_v1", True)) and trainer.v1.trainer_mode != "sync"
 
 
@@ -186,14 +188,6 @@ def max_staleness_of(trainer: Any) -> int | None:
     if limit is None and span is not None and sampler.max_off_policy_strategy == "drop":
         limit = span - 1
     return None if limit is None else int(limit)
-
-
-def sleeps_between_batches(trainer: Any) -> bool:
-    """Return whether verl releases its servers' memory as soon as a batch is complete. `trainer` is verl's section.
-
-    False in asynchronous modes: generation continues while verl trains, and verl pauses its servers itself.
-    """
-    return not is_asynchronous(trainer)
 
 
 def _user_settings(rollout: Any) -> tuple[str | None, dict[str, Any]]:

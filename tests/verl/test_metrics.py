@@ -230,7 +230,7 @@ class Trainer:
         self.queue.kv_put(key=uid, partition_id="train", tag=tag)
         for session, version in reversed(list(enumerate(versions))):
             (row,) = rows_of(rollout(session, str(version)), 8, 8)
-            self.queue.kv_put(key=f"{uid}_{session}_0", partition_id="train", tag=v1_tag(row, step) | order)
+            self.queue.kv_put(key=f"{uid}_{session}_0", partition_id="train", tag=v1_tag(row, step, step - 1) | order)
         self.queue.kv_put(key=uid, partition_id="train", tag={"status": status})
 
     def left(self) -> set[str]:
@@ -372,7 +372,7 @@ def test_a_batch_of_many_rows_is_padded_for_as_many_steps_as_one_of_few(queue: A
             ]
             base = {"uid": uid, "session_id": 0, "payload": "{}"}
             fields = list_of_dict_to_tensordict([v1_fields(row, base) for _, row in rows])
-            tags = [v1_tag(row, 10) for _, row in rows]
+            tags = [v1_tag(row, 10, 9) for _, row in rows]
             queue.kv_batch_put(keys=[key for key, _ in rows], partition_id="train", fields=fields, tags=tags)
             tag = {"is_prompt": True, "status": "finished", "global_steps": 10}
             queue.kv_put(key=uid, partition_id="train", tag=tag)

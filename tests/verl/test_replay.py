@@ -47,7 +47,7 @@ def plain(value: Any) -> Any:
 
 def v1_rows(rollouts: Sequence[Rollout], response: int) -> list[Any]:
     rows = [row for rollout in rollouts for row in rows_of(rollout, PROMPT, response, experts=SHAPE)]
-    return [(plain(v1_fields(row, {"uid": "u"})), v1_tag(row, 3)) for row in rows]
+    return [(plain(v1_fields(row, {"uid": "u"})), v1_tag(row, 3, 2)) for row in rows]
 
 
 def legacy_columns(rollouts: Sequence[Rollout], response: int) -> Any:

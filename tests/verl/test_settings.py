@@ -18,12 +18,12 @@ from rollout_backend.verl.early_checks import (
     set_streams,
 )
 from rollout_backend.verl.verl_settings import (
+    is_asynchronous,
     last_global_step,
     max_staleness_of,
     resumes_steps,
     sampling_of,
     settings_of,
-    sleeps_between_batches,
 )
 from trainings import composed, verl_settings
 
@@ -278,10 +278,10 @@ def test_rollouts_are_resumed_only_if_verl_would_not_drop_them(overrides, limit)
 
 
 def test_verls_servers_sleep_between_batches_where_it_trains_on_their_devices():
-    assert sleeps_between_batches(verl_settings().trainer)
+    assert not is_asynchronous(verl_settings().trainer)
     for asynchronous in (ASYNCHRONOUS, "trainer.v1.trainer_mode=colocate_async"):
-        assert not sleeps_between_batches(verl_settings(asynchronous).trainer)
-        assert sleeps_between_batches(verl_settings(asynchronous, "trainer.use_v1=False").trainer)
+        assert is_asynchronous(verl_settings(asynchronous).trainer)
+        assert not is_asynchronous(verl_settings(asynchronous, "trainer.use_v1=False").trainer)
 
 
 @pytest.mark.parametrize(

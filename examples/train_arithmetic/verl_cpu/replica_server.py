@@ -78,8 +78,8 @@ class SGLangServer:
         await self._engine.start()
         self._http = aiohttp.ClientSession()
         self._died = asyncio.create_task(self._engine.wait())
-        # On the CPU, SGLang collects garbage whenever it empties its cache. It exempts what it has loaded, but without
-        # a warm-up it may try that before it listens, and then each collection takes .3 s of the scheduler.
+        # On the CPU, SGLang collects garbage whenever it empties its cache. It exempts what it has loaded, but
+        # without a warm-up it may try that before it listens, and each collection takes the scheduler .3 s.
         await self._post("/freeze_gc", {}, _CONTROL_S)
         return self.address()
 
