@@ -1,7 +1,6 @@
 """Check the keys that requests carry.
 
-A verified session key is cached; only its expiry is checked again. A revoked key stays valid here, because the
-registry refuses its session.
+A revoked key stays valid here, because the registry refuses its session.
 
 Keys are accepted in `Authorization: Bearer`, in `x-api-key`, and in paths.
 
@@ -24,7 +23,6 @@ from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.sessions.journal import check_journal
 from rollout_backend.logs import bind_log_fields
 
-_MAX_VERIFIED = 1024  # size of the cache of verified keys
 _KEY_PATH = re.compile(r"/k/([A-Za-z0-9._-]+)(/v1/.*)", re.DOTALL)
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 
@@ -59,7 +57,6 @@ class Authenticator:
     def __init__(self, settings: GatewaySettings, journal_id: str) -> None:
         self._settings = settings
         self._journal_id = journal_id
-        self._verified: dict[str, SessionClaims] = {}  # by key, oldest first
 
     def session(self, request: Request) -> SessionClaims:
         """Return the claims of the request's session key.
@@ -70,25 +67,15 @@ class Authenticator:
             ApiError: status 401 if the key is not valid, 421 if its session belongs to another gateway, 410 if the
                 journal of its session is lost.
         """
-        claims = self._verify(_bearer(request) or request.headers.get("x-api-key", ""))
-        bind_log_fields(run=claims.run_id, step=claims.step, rollout=claims.rollout_id, session=claims.session_id)
-        return claims
-
-    def _verify(self, key: str) -> SessionClaims:
-        now = time.time()
-        known = self._verified.get(key)
-        if known is not None and known.expires_at > now:
-            return known
+        key = _bearer(request) or request.headers.get("x-api-key", "")
         try:
-            claims = verify(self._settings.secret, key, now, self._settings.previous_secret)
+            claims = verify(self._settings.secret, key, time.time(), self._settings.previous_secret)
         except KeyRefused as error:
             advice = "use the api_key of this rollout's request, or set gateway.key_in_path for agents that cannot"
             raise ApiError(401, f"{error}; {advice}", code="invalid_api_key") from None
         self._check_shard(claims.session_id)
         check_journal(claims, self._journal_id)
-        if len(self._verified) >= _MAX_VERIFIED:
-            del self._verified[next(iter(self._verified))]
-        self._verified[key] = claims
+        bind_log_fields(run=claims.run_id, step=claims.step, rollout=claims.rollout_id, session=claims.session_id)
         return claims
 
     def _check_shard(self, session_id: str) -> None:

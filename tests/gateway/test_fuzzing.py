@@ -502,24 +502,6 @@ def next_turn(path: str, body: dict, answer: str) -> dict:
     return {**body, "messages": [*body["messages"], reply, more]}
 
 
-def test_a_session_gets_no_answer_of_another_session(send):
-    """Not even for an equal body with an equal idempotency key, declared as a retry."""
-    body = json.dumps(BASES["/v1/chat/completions"]).encode()
-
-    def ask(session: str) -> str:
-        headers = {
-            "authorization": f"Bearer {key(session)}",
-            "idempotency-key": "same",
-            "x-stainless-retry-count": "1",
-        }
-        answer = send("POST", "/v1/chat/completions", body, headers)
-        check(answer, "/v1/chat/completions")
-        return answer.json()["id"]
-
-    assert ask("twin-1") == ask("twin-1")
-    assert ask("twin-1") != ask("twin-2")
-
-
 # --- over HTTP --------------------------------------------------------------------------------------------
 
 

@@ -57,8 +57,9 @@ def test_another_body_session_or_dialect_is_another_call(counting):
     assert said(post(counting)) == "1"
     assert said(post(counting, RETRY, body={**BODY, "max_tokens": 7})) == "2"
     assert said(post(counting, RETRY, session="s2")) == "3"
+    assert [said(post(counting, {"Idempotency-Key": "k"}, session=each)) for each in ("s1", "s2")] == ["4", "5"]
     answer = counting.post({**BODY, "max_tokens": 9}, headers=RETRY, path="/v1/messages")
-    assert answer.json()["content"][0]["text"] == "4"
+    assert answer.json()["content"][0]["text"] == "6"
 
 
 async def test_a_retry_of_a_call_that_is_being_aborted_is_a_new_call():

@@ -366,9 +366,12 @@ def test_the_trainers_sampling_overrides_the_agents(play):
 
 def test_an_agent_sets_what_the_settings_allow(play):
     gateway = play(lambda _: "x", gateway={"agent_sampling_overrides": ["temperature", "seed"]})
-    ask(gateway.client(), temperature=0.1, top_p=0.5, seed=3)
-    params = gateway.engine.requests[0]["sampling_params"]
-    assert (params["temperature"], params["top_p"], params["sampling_seed"]) == (0.1, 1.0, 3)
+    ask(gateway.client(), temperature=0.1, top_p=0.5, seed=3, n=2)
+    params = [request["sampling_params"] for request in gateway.engine.requests]
+    assert {(each["temperature"], each["top_p"], each["sampling_seed"]) for each in params} == {
+        (0.1, 1.0, 3),
+        (0.1, 1.0, 4),
+    }
     assert gateway.stats().overridden == {"top_p": 1}
 
 
@@ -401,6 +404,15 @@ def test_a_key_reaches_only_its_own_session(play):
     ask(gateway.client("s1"))
     assert gateway.trajectory("s2").segments == ()
     assert len(gateway.trajectory("s1").segments) == 1
+
+
+def test_keys_of_the_previous_secret_are_accepted_and_none_older(serve):
+    gateway = serve(previous_secret="the-previous-secret-" * 2)
+    keys = [gateway.key(), *(gateway.key(secret=f"the-{age}-secret-" * 2) for age in ("previous", "oldest"))]
+    statuses = [
+        httpx.get(f"{gateway.url}/v1/models", headers={"x-api-key": key}, timeout=120).status_code for key in keys
+    ]
+    assert statuses == [200, 200, 401]
 
 
 def test_a_sealed_session_is_closed_and_returns_the_same_trajectory_again(play):
