@@ -149,7 +149,7 @@ class Dialer(Exchange):
         hello = make_hello(key, challenge, self._settings.dialer_id)
         await link.send_now(hello)
         welcome = await link.receive()
-        if not isinstance(welcome, Welcome) or not verify_relay(key, challenge, hello, welcome.proof):
+        if not isinstance(welcome, Welcome) or not verify_relay(key, challenge, hello, welcome):
             raise RelayRefused(f"{self._settings.url} does not know the key: it is not the expected relay")
         return challenge.relay_id
 

@@ -167,30 +167,28 @@ def new_nonce() -> bytes:
 
 
 def prove(
-    key: str, side: Literal["dialer", "relay"], relay_id: str, relay_nonce: bytes, dialer_id: str, dialer_nonce: bytes
+    key: str, side: Literal["dialer", "relay"], challenge: Challenge, dialer_id: str, dialer_nonce: bytes
 ) -> bytes:
     """Return a proof, valid for this handshake only, that a side knows the key."""
-    parts = (b"rollout-relay", str(VERSION).encode(), side.encode(), relay_id.encode(), dialer_id.encode())
+    parts = (b"rollout-relay", str(VERSION).encode(), side.encode(), challenge.relay_id.encode(), dialer_id.encode())
     digest = hmac.new(key.encode(), digestmod=hashlib.sha256)
-    for part in (*parts, relay_nonce, dialer_nonce):
+    for part in (*parts, challenge.nonce, dialer_nonce):
         digest.update(len(part).to_bytes(4, "big") + part)
     return digest.digest()
 
 
 def make_hello(key: str, challenge: Challenge, dialer_id: str) -> Hello:
     nonce = new_nonce()
-    proof = prove(key, "dialer", challenge.relay_id, challenge.nonce, dialer_id, nonce)
-    return Hello(VERSION, dialer_id, nonce, proof)
+    return Hello(VERSION, dialer_id, nonce, prove(key, "dialer", challenge, dialer_id, nonce))
 
 
 def verify_dialer(key: str, challenge: Challenge, hello: Hello) -> bool:
-    wanted = prove(key, "dialer", challenge.relay_id, challenge.nonce, hello.dialer_id, hello.nonce)
-    return hmac.compare_digest(wanted, hello.proof)
+    return hmac.compare_digest(prove(key, "dialer", challenge, hello.dialer_id, hello.nonce), hello.proof)
 
 
-def relay_proof(key: str, challenge: Challenge, hello: Hello) -> bytes:
-    return prove(key, "relay", challenge.relay_id, challenge.nonce, hello.dialer_id, hello.nonce)
+def make_welcome(key: str, challenge: Challenge, hello: Hello) -> Welcome:
+    return Welcome(prove(key, "relay", challenge, hello.dialer_id, hello.nonce))
 
 
-def verify_relay(key: str, challenge: Challenge, hello: Hello, proof: bytes) -> bool:
-    return hmac.compare_digest(relay_proof(key, challenge, hello), proof)
+def verify_relay(key: str, challenge: Challenge, hello: Hello, welcome: Welcome) -> bool:
+    return hmac.compare_digest(make_welcome(key, challenge, hello).proof, welcome.proof)

@@ -44,11 +44,10 @@ from rollout_backend.relay.protocol import (
     Headers,
     Hello,
     Open,
-    Welcome,
     encode,
+    make_welcome,
     new_id,
     new_nonce,
-    relay_proof,
     verify_dialer,
 )
 from rollout_backend.relay.relay_settings import RelaySettings
@@ -137,7 +136,7 @@ class Relay(Exchange):
                     raise _DialerRefused(Close.WRONG_KEY, "wrong key")
                 if hello.dialer_id in self._replaced:
                     raise _DialerRefused(Close.REPLACED, "another dialer has taken over")
-                await link.send_now(Welcome(relay_proof(key, challenge, hello)))
+                await link.send_now(make_welcome(key, challenge, hello))
         except FrameError as error:
             raise _DialerRefused(Close.BROKEN_FRAME, str(error)) from None
         except (LinkClosed, TimeoutError):

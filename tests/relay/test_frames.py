@@ -25,10 +25,11 @@ from rollout_backend.relay.protocol import (
     Hello,
     Open,
     Resume,
+    Welcome,
     decode,
     encode,
     make_hello,
-    relay_proof,
+    make_welcome,
     verify_dialer,
     verify_relay,
 )
@@ -91,11 +92,11 @@ CHALLENGE = Challenge(1, "r" * 32, b"1" * 32)
 
 def test_both_sides_prove_that_they_know_the_key():
     said = make_hello(K, CHALLENGE, "d" * 32)
-    proof = relay_proof(K, CHALLENGE, said)
+    welcome = make_welcome(K, CHALLENGE, said)
     assert verify_dialer(K, CHALLENGE, said)
-    assert verify_relay(K, CHALLENGE, said, proof)
-    assert proof != said.proof  # otherwise a relay could reflect it
-    assert K.encode() not in encode(said) + proof
+    assert verify_relay(K, CHALLENGE, said, welcome)
+    assert welcome.proof != said.proof  # otherwise a relay could reflect it
+    assert K.encode() not in encode(said) + welcome.proof
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_proof_is_valid_for_one_handshake(other):
     assert not verify_dialer("x" * 32, CHALLENGE, said)
     assert not verify_dialer(K, CHALLENGE._replace(nonce=b"9" * 32), said)
     assert not verify_dialer(K, CHALLENGE._replace(relay_id="s" * 32), said)
-    assert not verify_relay(K, CHALLENGE, said, said.proof)
+    assert not verify_relay(K, CHALLENGE, said, Welcome(said.proof))
 
 
 # --- routes -----------------------------------------------------------------------------------------------

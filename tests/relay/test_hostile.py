@@ -17,11 +17,10 @@ from rollout_backend.relay.protocol import (
     Hello,
     Open,
     Resume,
-    Welcome,
     decode,
     encode,
     make_hello,
-    relay_proof,
+    make_welcome,
 )
 from rollout_backend.relay.relay_server import _HANDSHAKES
 
@@ -110,7 +109,7 @@ class FalseRelay:
         challenge = Challenge(VERSION, self.id, b"n" * 32)
         await socket.send_bytes(encode(challenge))
         said = decode((await socket.receive()).data)
-        await socket.send_bytes(encode(Welcome(relay_proof(self._key, challenge, said))))
+        await socket.send_bytes(encode(make_welcome(self._key, challenge, said)))
         await socket.send_bytes(encode(Resume(self.calls)))
         self.told.append(decode((await socket.receive()).data))
         self.sockets.put_nowait(socket)
