@@ -73,20 +73,17 @@ class RenderingThread:
 
     def brief_prompt(self, conversations: Conversations, call: ModelCall) -> Prompt | None:
         """Return the call's prompt if the event loop can render it quickly; None if the thread must `prepare` it."""
-        is_long = call.images or call.prompt is not None
-        return None if self._is_busy() or is_long else self._extend(conversations, call)
+        if self._is_busy() or call.images or call.prompt is not None:
+            return None
+        try:
+            return conversations.extend(call.messages, call.tools, max_chars=_BRIEF_CHARS)
+        except Exception:  # `prepare` raises it again
+            return None
 
     def _is_busy(self) -> bool:
         while self._jobs and self._jobs[0].done():  # the thread completes a job even if its call was cancelled
             self._jobs.popleft()
         return bool(self._jobs)
-
-    def _extend(self, conversations: Conversations, call: ModelCall) -> Prompt | None:
-        """Return the prompt if it is brief work; None otherwise, or if it fails: `prepare` raises the error."""
-        try:
-            return conversations.extend(call.messages, call.tools, max_chars=_BRIEF_CHARS)
-        except Exception:
-            return None
 
     def prepare(self, conversations: Conversations, call: ModelCall) -> Prompt:
         """Return the call's prompt.

@@ -301,7 +301,7 @@ class Gateway:
     async def _parsed(self, request: Request, model: type[_Body], form: str) -> _Body:
         """Parse the body as a `model`. Raise ApiError (400), which names the expected `form`, if it fails."""
         self._authenticator.require_control_key(request)
-        body = await read_body(request, self._settings.gateway.max_body_bytes)
+        body = await read_body(request, self._settings.gateway.max_body_bytes, self._settings.body_s)
         try:
             return model.model_validate_json(body)
         except ValidationError as error:

@@ -182,26 +182,25 @@ class Conversations:
 
     def question(self, messages: Sequence[Message], tools: Tools) -> bytes:
         """Return a digest of a call's messages and tools, which identifies a repeated question."""
-        tools_digest, defaults = self._digest_tools(tools)
-        return b"".join([tools_digest, *self._chain(messages, tools_digest, defaults)[-1:]])
+        tools_digest, _, chain = self._digests(messages, tools)
+        return b"".join([tools_digest, *chain[-1:]])
 
     def prepare(self, messages: Sequence[Message], tools: Tools, images: Mapping[str, Image] | None = None) -> Prompt:
         """Return the prompt for `messages`, which refer only to `images`. Propagates the renderer's exceptions."""
         extended = self.extend(messages, tools, images)
         if extended is not None:
             return extended
-        tools_digest, defaults = self._digest_tools(tools)
-        chain = self._chain(messages, tools_digest, defaults)
         named = _with_tool_names(messages) if self._bundle.needs_tool_names else messages
         ids, placed = self._rendered(named, tools, images or {})
-        why = self._split_reason(messages, chain, tools_digest)
-        return Prompt(ids, messages, tools_digest, chain, why, defaults=defaults, images=placed)
+        return self.prompt_of(ids, messages, tools, placed)
 
-    def prompt_of(self, ids: IntArray, messages: Sequence[Message]) -> Prompt:
-        """Return the prompt for these tokens. `messages` are only for display."""
-        tools_digest, _ = self._digest_tools(None)
-        chain = self._chain(messages, tools_digest, {})
-        return Prompt(ids, messages, tools_digest, chain, self._split_reason(messages, chain, tools_digest))
+    def prompt_of(
+        self, ids: IntArray, messages: Sequence[Message], tools: Tools = None, images: Sequence[PlacedImage] = ()
+    ) -> Prompt:
+        """Return the prompt for these tokens, which extend no recorded conversation."""
+        tools_digest, defaults, chain = self._digests(messages, tools)
+        why = self._split_reason(messages, chain, tools_digest)
+        return Prompt(ids, messages, tools_digest, chain, why, defaults=defaults, images=images)
 
     def extend(
         self,
@@ -214,8 +213,7 @@ class Conversations:
 
         Propagates the renderer's exceptions.
         """
-        tools_digest, defaults = self._digest_tools(tools)
-        chain = self._chain(messages, tools_digest, defaults)
+        tools_digest, defaults, chain = self._digests(messages, tools)
         for n in range(len(chain) - 1, 0, -1):  # look for a recorded reply followed by new messages
             place = self._turns.get((tools_digest, chain[n - 1]))
             if place is None:
@@ -323,18 +321,15 @@ class Conversations:
         self._replies.add(turn.end)
         self._seen.update(turn.seen)
 
-    def _digest_tools(self, tools: Tools) -> tuple[_Digest, _Defaults]:
-        """Return the digest of the tools, and the defaults of their arguments."""
+    def _digests(self, messages: Sequence[Message], tools: Tools) -> tuple[_Digest, _Defaults, list[_Digest]]:
+        """Return the digest of the tools, the defaults of their arguments, and for each message the digest of the
+        conversation up to it."""
         text, digest, defaults = self._offered
         if text != (text := to_json(tools)):
             digest, defaults = _digest(b"tools", tools or []), _defaults(tools)
             self._offered = text, digest, defaults
-        return digest, defaults
-
-    def _chain(self, messages: Sequence[Message], tools_digest: _Digest, defaults: _Defaults) -> list[_Digest]:
-        """Return, for each message, the digest of the conversation up to it."""
         step = partial(_compared_digest, defaults=defaults, with_ids=self._bundle.renders_call_ids)
-        return self._prepared.chain(messages, step, tools_digest)
+        return digest, defaults, self._prepared.chain(messages, step, digest)
 
     def _split_reason(self, messages: Sequence[Message], chain: list[_Digest], tools_digest: _Digest) -> str:
         if not self._seen:
@@ -413,12 +408,14 @@ def _arguments(text: str, defaults: Mapping[str, Any]) -> object:
     except (TypeError, ValueError, RecursionError):
         return text
     if isinstance(value, dict):
-        return [{name: item for name, item in value.items() if not _is_default(item, name, defaults)}]
+        return [
+            {
+                name: item
+                for name, item in value.items()
+                if name not in defaults or (type(item), item) != (type(defaults[name]), defaults[name])
+            }
+        ]
     return [value]
-
-
-def _is_default(item: object, name: str, defaults: Mapping[str, Any]) -> bool:
-    return name in defaults and type(item) is type(defaults[name]) and item == defaults[name]
 
 
 def _number(text: str) -> float:

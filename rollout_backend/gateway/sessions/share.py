@@ -28,7 +28,6 @@ _T = TypeVar("_T")
 _BRIEF_BYTES, _BRIEF_OBJECTS = 128 * 1024, 512  # a larger body takes milliseconds to parse
 _PAUSE = 4  # seconds of pause after each second of parsing
 _RETRY_S = 1
-_MAX_DIGITS = 15  # Python refuses to convert thousands of digits
 _GZIP, _ZLIB, _RAW_DEFLATE = 31, 15, -15  # zlib's window bits
 _MAX_WINDOW_BYTES = 8 * 2**20  # the largest window that RFC 9659 allows
 _ENCODINGS = ("gzip", "deflate", "zstd")
@@ -149,16 +148,11 @@ def too_large(max_bytes: int) -> ApiError:
     return ApiError(413, f"the body is larger than {max_bytes} bytes", code="request_too_large")
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the body. Raises ApiError (413) if it is larger than `max_bytes`."""
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and (len(length) > _MAX_DIGITS or int(length) > max_bytes):
-        raise too_large(max_bytes)
+async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
+    """Return the body. Raises ApiError: 413 if it is larger than `max_bytes`, 408 if it does not arrive in time."""
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise too_large(max_bytes)
+    if not await _read(request.stream(), body, max_bytes, timeout_s):
+        raise too_large(max_bytes)
     return bytes(body)
 
 
