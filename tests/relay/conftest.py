@@ -67,13 +67,9 @@ class RelayProcess(RelayServer):
         await self.process.start()
         await self.process.wait_healthy(self.healthy, 120.0)
 
-    def kill(self) -> None:
-        assert self.process._process is not None
-        self.process._process.kill()
 
-
-def relay_process(log: Path, *options: object, port: int = 0) -> RelayProcess:
-    port = port or free_port()
+def relay_process(log: Path, *options: object) -> RelayProcess:
+    port = free_port()
     argv = [sys.executable, "-m", "rollout_backend.relay", "--port", str(port), *map(str, options)]
     return RelayProcess(port, ServerProcess("the relay", argv, log, {**os.environ, "ROLLOUT__RELAY__KEY": KEY}))
 
@@ -93,8 +89,8 @@ async def start_relay(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[R
     """Start `python -m rollout_backend.relay`; further arguments are its options."""
     async with AsyncExitStack() as stack:
 
-        async def start(*options: object, port: int = 0) -> RelayProcess:
-            relay = relay_process(tmp_path / "relay.log", *options, port=port)
+        async def start(*options: object) -> RelayProcess:
+            relay = relay_process(tmp_path / "relay.log", *options)
             stack.push_async_callback(relay.process.stop)
             await relay.start()
             return relay
