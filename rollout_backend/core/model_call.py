@@ -4,7 +4,7 @@ Invariant: a conversation yields the same messages in every dialect, so a sessio
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rollout_backend.core.images import Image
@@ -47,6 +47,11 @@ class ModelCall:
     """Names of ignored fields, which only concern the provider or are not rendered by the template."""
     dialect_data: Any = None
     """Private data that the dialect needs to write the response."""
+
+    @property
+    def offers_tools(self) -> bool:
+        """Whether the reply may contain tool calls."""
+        return bool(self.tools) and self.tool_choice != "none"
 
     @property
     def is_constrained(self) -> bool:
@@ -98,3 +103,18 @@ class Delta:
     tool_call: Mapping[str, Any] | None = None  # one entry of `Message["tool_calls"]`
     choice: int = 0
     logprobs: Sequence[Mapping[str, Any]] = ()  # if requested: logprobs of the tokens since the previous delta
+
+
+def whole_deltas(said: Message, choice: int = 0, logprobs: Sequence[Mapping[str, Any]] = ()) -> list[Delta]:
+    """Return the deltas of a whole message, with the logprobs of all its tokens."""
+    deltas = [
+        Delta("reasoning", said.get("reasoning_content") or "", choice=choice),
+        Delta("text", said.get("content") or "", choice=choice),
+        *(Delta("tool_call", tool_call=call, choice=choice) for call in said.get("tool_calls") or ()),
+    ]
+    return with_logprobs([delta for delta in deltas if delta.text or delta.tool_call], logprobs)
+
+
+def with_logprobs(deltas: list[Delta], logprobs: Sequence[Mapping[str, Any]]) -> list[Delta]:
+    """Return the deltas with these logprobs on the last. Without a delta, the end of the answer has them."""
+    return [*deltas[:-1], replace(deltas[-1], logprobs=logprobs)] if deltas and logprobs else deltas

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from rollout_backend.core.adapter import AdapterVersions
 from rollout_backend.core.api_error import ApiError, context_exceeded
-from rollout_backend.core.model_call import Answer, Choice, ModelCall
+from rollout_backend.core.model_call import Answer, Choice, ModelCall, whole_deltas, with_logprobs
 from rollout_backend.errors import EngineUnavailable
 from rollout_backend.gateway.engine.client import EngineClient, EngineRefused
 from rollout_backend.gateway.engine.engines import Engines
@@ -39,7 +39,7 @@ from rollout_backend.gateway.sessions.registry import OpenSession
 from rollout_backend.gateway.stats import GatewayStats, bounded_name, is_cache_break
 from rollout_backend.rendering.constrained_decoding import Constraints
 from rollout_backend.rendering.renderer import RendererBundle
-from rollout_backend.rendering.reply import StreamingParser, whole_deltas, with_logprobs
+from rollout_backend.rendering.reply import StreamingParser
 from rollout_backend.rendering.segments import Completion
 from rollout_backend.rendering.token_bytes import StopStrings
 
@@ -238,7 +238,7 @@ class ModelCallExecutor:
             logprobs = await self._logprobs(call, completion)
             running.emit(whole_deltas(choice.message, index, logprobs or ()))
         else:
-            parser = await thread.run_brief(0, thread.stream_parser, call, prompt, index)
+            parser = await thread.run_brief(0, StreamingParser, self._bundle, prompt.ids, call, index)
             completion = await self._stream(running, request, parser)
             choice = await self._read(call, prompt, completion)
             rest, choice = await thread.run_brief(len(completion.token_ids), parser.end, choice)

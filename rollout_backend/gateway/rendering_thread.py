@@ -21,7 +21,7 @@ from rollout_backend.core.images import check_pixels
 from rollout_backend.core.model_call import Choice, Message, ModelCall
 from rollout_backend.gateway.sessions.conversations import Conversations, Prompt
 from rollout_backend.rendering.renderer import RendererBundle
-from rollout_backend.rendering.reply import StreamingParser, logprob_entry, read_reply
+from rollout_backend.rendering.reply import logprob_entry, read_reply
 from rollout_backend.rendering.segments import Completion
 from rollout_backend.rendering.token_bytes import StopStrings
 
@@ -94,7 +94,7 @@ class RenderingThread:
         """
         if call.prompt is not None:
             return self._prepare_prompt(conversations, call, call.prompt)
-        if _tools_offered(call) and not self.bundle.reads_tool_calls:
+        if call.offers_tools and not self.bundle.reads_tool_calls:
             raise ApiError(400, f"no tools can be offered: {NO_TOOL_PARSER}", code="no_tool_parser", param="tools")
         self._check_length(call)
         self._check_images(conversations, call)
@@ -165,16 +165,6 @@ class RenderingThread:
             except ValueError as error:
                 raise ApiError(400, f"an image ({image.media_type}, {len(image.data)} bytes) {error}") from None
 
-    def stream_parser(self, call: ModelCall, prompt: Prompt, choice: int) -> StreamingParser:
-        return StreamingParser(
-            self.bundle,
-            prompt.ids,
-            tools=call.tools,
-            tools_offered=_tools_offered(call),
-            parallel=call.parallel_tool_calls,
-            choice=choice,
-        )
-
     def stop_strings(self, call: ModelCall) -> StopStrings:
         # The text of a completion has the names of special tokens; a renderer removes them.
         silent = self.bundle.silent_token_ids if call.prompt is None else self.bundle.stop_token_ids
@@ -193,15 +183,7 @@ class RenderingThread:
             except Exception:  # sampling again would bias training towards replies that this parser can read
                 logger.exception("the renderer could not parse a reply; it is returned as text")
                 parsed, broken = ParsedResponse(content=text), True
-        choice = read_reply(
-            parsed,
-            text,
-            sampled_tokens=len(ids),
-            finish_reason=completion.finish_reason,
-            matched_stop=completion.matched,
-            tools_offered=_tools_offered(call),
-            parallel=call.parallel_tool_calls,
-        )
+        choice = read_reply(parsed, text, call, completion)
         if reasoning := choice.message.get("reasoning_content"):
             tokens = len(self.bundle.tokenizer.encode(reasoning, add_special_tokens=False))
             choice = replace(choice, reasoning_tokens=min(tokens, len(ids)))
@@ -226,7 +208,3 @@ def _texts(message: Message) -> Iterator[str]:
     yield message.get("reasoning_content") or ""
     for call in message.get("tool_calls") or ():
         yield call["function"]["arguments"]
-
-
-def _tools_offered(call: ModelCall) -> bool:
-    return bool(call.tools) and call.tool_choice != "none"

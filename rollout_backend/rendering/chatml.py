@@ -23,6 +23,7 @@ from renderers import (
     trim_to_turn_close,
 )
 
+from rollout_backend.rendering.token_bytes import decode
 from rollout_backend.rendering.tool_call_reader import HERMES, read_calls
 
 Message = Mapping[str, Any]
@@ -93,7 +94,7 @@ class ChatMLRenderer:
         ids = list(token_ids)
         if self._end in ids:
             ids = ids[: ids.index(self._end)]
-        before, start, rest = self._decode(ids).partition(HERMES.start)
+        before, start, rest = decode(self._tokenizer, ids).partition(HERMES.start)
         said, calls = read_calls(HERMES, start + rest)
         content = before + said
         if calls:  # strip the text around the calls, except before the first one: a stream has sent that already
@@ -123,17 +124,6 @@ class ChatMLRenderer:
             indices += [index] * len(turn)
         prompt = self._generation_prompt()
         return _rendered(ids + prompt, indices + [-1] * len(prompt), new_messages)
-
-    def continuation(
-        self, previous_completion_ids: Sequence[int], new_messages: Sequence[Message]
-    ) -> list[int] | None:
-        """Return what `bridge_to_next_turn` appends to a reply. It does not depend on anything before the reply."""
-        given = list(previous_completion_ids)
-        bridged = self.bridge_to_next_turn([self._start], given, new_messages)
-        if bridged is None or bridged.token_ids[1 : len(given) + 1] != given:
-            return None
-        added: list[int] = bridged.token_ids[len(given) + 1 :]
-        return added
 
     def _turns(self, messages: Sequence[Message]) -> Iterator[tuple[int, list[int]]]:
         """Yield each turn with the index of its last message. Consecutive tool results form one user turn."""
@@ -167,10 +157,6 @@ class ChatMLRenderer:
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         return ids
-
-    def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
 
     def _special(self, token: str) -> int:
         found = self._tokenizer.convert_tokens_to_ids(token)

@@ -83,7 +83,7 @@ class Constraints:
                 f"{where}: the model is sampled freely here (gateway.constrained_decoding=refuse); {advice}",
                 param=where,
             )
-        calls = self._calls(call, where) if forced or (call.tools and call.tool_choice != "none") else None
+        calls = self._calls(call, where) if forced or call.offers_tools else None
         reply: dict[str, Any] = {"type": "json_schema", "json_schema": call.json_schema}
         if forced:
             assert calls is not None

@@ -24,7 +24,8 @@ from renderers import ParsedResponse, ParsedToolCall, RenderedTokens, ToolCallPa
 from tokenizers import pre_tokenizers
 
 from rollout_backend.rendering.chatml import ChatMLRenderer
-from rollout_backend.rendering.tool_call_reader import FORMATS, CallFormat, loads, read_calls
+from rollout_backend.rendering.token_bytes import decode
+from rollout_backend.rendering.tool_call_reader import FORMATS, USABLE, CallFormat, loads, read_calls
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
@@ -55,13 +56,12 @@ _ANALYSIS = re.compile(
     r"(?:\A|<\|channel\|>analysis<\|message\|>).*?(?=<\|(?:end|call|start|return)\|>|\Z)", re.DOTALL
 )
 _HEADER = re.compile(r"<\|start\|>assistant(?:<\|channel\|>\w+)?<\|message\|>")
-_USABLE = (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
 _WORD = "zqxj"  # ordinary text that no template contains
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class GuardedRenderer:
-    """Implements the `renderers.Renderer` protocol on top of another renderer, `inner`.
+    """Renders and parses with another renderer, `inner`, which implements the `renderers.Renderer` protocol.
 
     `stop_token_ids` are all tokens that end a reply, even if `inner` does not know them. If `encodes_text`, `inner`
     never turns content into control tokens, so content is passed unchanged.
@@ -88,15 +88,6 @@ class GuardedRenderer:
         self._marks = not encodes_text
         if self._marks:
             _drop_marks(tokenizer)
-
-    @property
-    def is_prefix_stable(self) -> bool:
-        return bool(self.inner.is_prefix_stable)
-
-    def render(
-        self, messages: Sequence[Message], *, tools: Tools = None, add_generation_prompt: bool = False
-    ) -> RenderedTokens:
-        return self._render(messages, tools, add_generation_prompt=add_generation_prompt)
 
     def render_ids(
         self, messages: Sequence[Message], *, tools: Tools = None, add_generation_prompt: bool = False
@@ -143,7 +134,8 @@ class GuardedRenderer:
             {"role": role, "content": _WORD if role == "system" else "a"} for role in ("user", "assistant", "system")
         ]
         try:
-            return _WORD in self._decode(self.inner.render_ids([*said, said[0]], add_generation_prompt=True))
+            ids = self.inner.render_ids([*said, said[0]], add_generation_prompt=True)
+            return _WORD in decode(self._tokenizer, ids)
         except Exception:  # templates raise any exception to refuse a conversation
             return False
 
@@ -168,7 +160,7 @@ class GuardedRenderer:
         self, token_ids: Sequence[int], *, tools: Tools = None, prompt_ids: Sequence[int] | None = None
     ) -> ParsedResponse:
         parsed = self._parse(token_ids, tools, prompt_ids, whole=True)
-        if any(call.status in _USABLE for call in parsed.tool_calls) or parsed.reasoning_complete is False:
+        if any(call.status in USABLE for call in parsed.tool_calls) or parsed.reasoning_complete is False:
             return parsed
         return self._kept(parsed, list(token_ids), bool(tools))
 
@@ -195,8 +187,8 @@ class GuardedRenderer:
 
     def _with_rest(self, parsed: ParsedResponse, ids: list[int]) -> ParsedResponse:
         """Add the text after the calls, which Kimi's parser drops."""
-        ends = [call.token_span[1] for call in parsed.tool_calls if call.token_span and call.status in _USABLE]
-        rest = self._visible(self._decode(ids[max(ends) :])) if ends else ""
+        ends = [call.token_span[1] for call in parsed.tool_calls if call.token_span and call.status in USABLE]
+        rest = self._visible(decode(self._tokenizer, ids[max(ends) :])) if ends else ""
         if not rest or parsed.content.rstrip().endswith(rest):
             return parsed
         return replace(parsed, content=f"{parsed.content}\n{rest}" if parsed.content else rest)
@@ -207,8 +199,8 @@ class GuardedRenderer:
         """Parse the calls again, from the text after the start of the first one."""
         begin = parsed.tool_calls[0].token_span[0]
         end = next((i for i in range(begin, len(ids)) if ids[i] in self._stops), len(ids))
-        said, calls = read_calls(form, self._decode(ids[begin:end]), tools, whole=whole)
-        before = form.frame.sub("", self._decode(ids[:begin]))
+        said, calls = read_calls(form, decode(self._tokenizer, ids[begin:end]), tools, whole=whole)
+        before = form.frame.sub("", decode(self._tokenizer, ids[:begin]))
         content = parsed.content
         if form is FORMATS["glm"] and not before.rstrip().endswith(content.rstrip()):  # it has the text after a call
             content = self._after_reasoning(before, parsed.reasoning_content or "").strip()
@@ -216,29 +208,6 @@ class GuardedRenderer:
             between = before[len(before.rstrip()) :]
             content = f"{content}{between}{said}".rstrip() if content else said.strip()
         return replace(parsed, content=content, tool_calls=calls)
-
-    def get_stop_token_ids(self) -> list[int]:
-        return list(self.inner.get_stop_token_ids())
-
-    def bridge_to_next_turn(
-        self,
-        previous_prompt_ids: list[int],
-        previous_completion_ids: list[int],
-        new_messages: Sequence[Message],
-        *,
-        tools: Tools = None,
-        places: bool = False,
-    ) -> RenderedTokens | None:
-        """Extend a conversation. With `places`, each image is a single token in all arguments and in the result."""
-        extended = self.inner.bridge_to_next_turn(
-            previous_prompt_ids,
-            previous_completion_ids,
-            self._marked(new_messages),
-            tools=self._marked_tools(tools),
-            **({"process_multimodal": False} if places else {}),
-        )
-        before = [*previous_prompt_ids, *previous_completion_ids]
-        return extended if extended is not None and extended.token_ids[: len(before)] == before else None
 
     def continuation(
         self,
@@ -249,17 +218,29 @@ class GuardedRenderer:
         tools: Tools = None,
         places: bool = False,
     ) -> list[int] | None:
-        """Return the tokens that `bridge_to_next_turn` appends; None if it cannot extend the conversation."""
-        if isinstance(self.inner, ChatMLRenderer):
-            return self.inner.continuation(previous_completion_ids, self._marked(new_messages))
-        prompt, completion = list(previous_prompt_ids), list(previous_completion_ids)
-        extended = self.bridge_to_next_turn(prompt, completion, new_messages, tools=tools, places=places)
-        return None if extended is None else extended.token_ids[len(prompt) + len(completion) :]
+        """Return the tokens that extend a conversation by new messages; None if it cannot be extended.
+
+        With `places`, each image is a single token in all arguments and in the result.
+        """
+        # In ChatML, what follows a reply does not depend on the prompt, and copying a long prompt takes milliseconds.
+        prompt = list(previous_prompt_ids[:1] if isinstance(self.inner, ChatMLRenderer) else previous_prompt_ids)
+        completion = list(previous_completion_ids)
+        extended = self.inner.bridge_to_next_turn(
+            prompt,
+            completion,
+            self._marked(new_messages),
+            tools=self._marked_tools(tools),
+            **({"process_multimodal": False} if places else {}),
+        )
+        before = [*prompt, *completion]
+        if extended is None or extended.token_ids[: len(before)] != before:
+            return None
+        return list(extended.token_ids[len(before) :])
 
     def _kept(self, parsed: ParsedResponse, ids: list[int], tools: bool) -> ParsedResponse:
         """Return a reply without a usable call, with its complete text if the parser dropped any of it."""
         said = ids[:-1] if ids and ids[-1] in self._stops else ids
-        text = self._after_reasoning(self._decode(said), parsed.reasoning_content)
+        text = self._after_reasoning(decode(self._tokenizer, said), parsed.reasoning_content)
         if parsed.tool_calls:  # parsers drop text after a malformed call
             read = parsed.content + "".join(call.raw for call in parsed.tool_calls)
             dropped = tools and len(_letters(self._visible(text))) > len(_letters(self._visible(read)))
@@ -270,10 +251,6 @@ class GuardedRenderer:
         text = text.strip()
         calls = [ParsedToolCall(raw=text, status=ToolCallParseStatus.MALFORMED_STRUCTURE)] if begins_call else []
         return replace(parsed, content=text, tool_calls=calls)
-
-    def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
 
     def _after_reasoning(self, text: str, reasoning: str | None) -> str:
         if self._is_harmony:
@@ -379,7 +356,7 @@ def _plainly_named(call: ParsedToolCall) -> ParsedToolCall:
 
 
 def _checked(call: ParsedToolCall) -> ParsedToolCall:
-    if call.status not in _USABLE:
+    if call.status not in USABLE:
         return call
     if not isinstance(call.name, str) or not call.name or _SURROGATE.search(call.name):
         return replace(call, name=None, status=ToolCallParseStatus.MISSING_NAME)

@@ -30,7 +30,6 @@ from renderers.default import DefaultRenderer, _decode_tool_call_arguments
 from renderers.qwen3 import Qwen3Renderer
 from renderers.tagged import DEEPSEEK_V4_GRAMMAR, TaggedGrammar, scan_tagged_response
 from transformers import AutoTokenizer
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from rollout_backend.config import ModelConfig
@@ -39,7 +38,7 @@ from rollout_backend.rendering.chatml import ChatMLConfig, ChatMLRenderer
 from rollout_backend.rendering.guarded_renderer import GuardedRenderer
 from rollout_backend.rendering.image_positions import Vision, load_vision
 from rollout_backend.rendering.selection import Choice, Create, KnownModels, choose, complete
-from rollout_backend.rendering.token_bytes import token_bytes
+from rollout_backend.rendering.token_bytes import decode, token_bytes
 from rollout_backend.rendering.tool_call_reader import FORMATS, CallFormat
 
 logger = logging.getLogger(__name__)
@@ -143,8 +142,7 @@ class RendererBundle:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of the ids, including the names of special tokens."""
-        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+        return decode(self.tokenizer, ids)
 
 
 def load_renderer(model: ModelConfig) -> RendererBundle:
@@ -297,12 +295,9 @@ def _vocabulary_of(tokenizer: Any) -> Iterator[None]:
 
 def _tiktoken(tokenizer: Any) -> str:
     """Return the plain tokens in tiktoken's format: each token's bytes in base64, and its rank."""
-    byte_of = {char: byte for byte, char in bytes_to_unicode().items()}
-    added = {token.content for token in tokenizer.added_tokens_decoder.values()}
-    plain = sorted((rank, token) for token, rank in tokenizer.get_vocab().items() if token not in added)
-    return "".join(
-        f"{base64.b64encode(bytes(byte_of[char] for char in token)).decode()} {rank}\n" for rank, token in plain
-    )
+    added = tokenizer.added_tokens_decoder
+    plain = sorted((rank, spelled) for rank, spelled in token_bytes(tokenizer).items() if rank not in added)
+    return "".join(f"{base64.b64encode(spelled).decode()} {rank}\n" for rank, spelled in plain)
 
 
 def _longer(rendered: RenderedTokens, header: Sequence[int]) -> RenderedTokens:
@@ -387,8 +382,7 @@ class _DeepSeekV4(DeepSeekV4Renderer):  # type: ignore[misc]  # the package carr
         )
 
     def _opens(self, ids: list[int], i: int) -> bool:
-        around = self._tokenizer.decode(ids[i - 1 : i + 4], skip_special_tokens=False)
-        return re.search("<\uff5cDSML\uff5c(?:invoke|tool)", around) is not None
+        return re.search("<\uff5cDSML\uff5c(?:invoke|tool)", decode(self._tokenizer, ids[i - 1 : i + 4])) is not None
 
 
 class _OwnTemplate(DefaultRenderer):  # type: ignore[misc]  # the package carries no types
@@ -451,17 +445,13 @@ class _CallFinder:
         self._start = re.compile(f"(?:{form.frame.pattern})|{re.escape(form.start)}")
 
     def extract(self, ids: list[int]) -> tuple[list[int], list[ParsedToolCall]]:
-        start = self._start.search(self._decode(ids))
+        start = self._start.search(decode(self._tokenizer, ids))
         if start is None:
             return ids, []
         tokens = range(len(ids) + 1)
-        at = bisect_right(tokens, start.start(), key=lambda n: len(self._decode(ids[:n]))) - 1
+        at = bisect_right(tokens, start.start(), key=lambda n: len(decode(self._tokenizer, ids[:n]))) - 1
         span = (at, len(ids))
         return ids[:at], [ParsedToolCall(raw="", token_span=span, status=ToolCallParseStatus.UNCLOSED_BLOCK)]
-
-    def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
 
 
 def _organisation_and_name(path: Path) -> tuple[str, str]:

@@ -28,8 +28,10 @@ from dataclasses import replace
 from typing import Any, Literal
 from uuid import uuid4
 
-from rollout_backend.core.model_call import Choice, Delta, Message
+from rollout_backend.core.model_call import Choice, Delta, Message, ModelCall
 from rollout_backend.rendering.renderer import RendererBundle
+from rollout_backend.rendering.segments import Completion
+from rollout_backend.rendering.tool_call_reader import USABLE
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +73,6 @@ _KNOWN = frozenset(
 _LONGEST = max(map(len, _MARKERS))
 
 Channel = Literal["reasoning", "text"]
-_OK_STATUSES = frozenset({"ok", "unknown_tool"})  # the agent itself reports a tool that does not exist
 _CLOSED_REASONING = re.compile(
     r"\A\s*(<think[^<>\s]*>\s*)?</think[^<>\s]*>\s*"
 )  # remains of reasoning markup in the text
@@ -80,38 +81,29 @@ _CLOSED_REASONING = re.compile(
 # --- whole replies --------------------------------------------------------------------------------------------
 
 
-def read_reply(
-    parsed: Any,
-    text: str,
-    *,
-    sampled_tokens: int = 0,
-    finish_reason: str,
-    matched_stop: str | None = None,
-    tools_offered: bool = False,
-    parallel: bool = True,
-) -> Choice:
+def read_reply(parsed: Any, text: str, call: ModelCall, completion: Completion) -> Choice:
     """Build the message from a `renderers.ParsedResponse`. `text` is the whole completion without its end token."""
-    content, reasoning = content_and_reasoning(parsed, text, tools_offered)
+    content, reasoning = content_and_reasoning(parsed, text, call.offers_tools)
     calls, malformed = [], 0
-    for call in parsed.tool_calls if tools_offered else ():
-        if is_complete(call):
-            calls.append(tool_call(call))
+    for found in parsed.tool_calls if call.offers_tools else ():
+        if found.status in USABLE:
+            calls.append(tool_call(found))
         else:
             malformed += 1
-            if call.raw not in content:
-                content = f"{content}\n{call.raw}" if content else call.raw
-    if matched_stop is not None:
+            if found.raw not in content:
+                content = f"{content}\n{found.raw}" if content else found.raw
+    if completion.matched is not None:
         if content:
-            content = _before(matched_stop, content)
+            content = _before(completion.matched, content)
         elif not calls:  # the stop string ended the reasoning
-            reasoning = _before(matched_stop, reasoning)
-    kept = calls if parallel else calls[:1]
-    reason: Any = "tool_calls" if calls and finish_reason == "stop" else finish_reason
+            reasoning = _before(completion.matched, reasoning)
+    kept = calls if call.parallel_tool_calls else calls[:1]
+    reason: Any = "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
     return Choice(
         message(content, reasoning, kept),
         reason,
-        sampled_tokens,
-        matched_stop,
+        len(completion.token_ids),
+        completion.matched,
         malformed_tool_calls=malformed,
         extra_tool_calls=len(calls) - len(kept),
     )
@@ -150,12 +142,8 @@ def _before(stop: str, text: str) -> str:
     return text.removesuffix(stop.rstrip())
 
 
-def is_complete(call: Any) -> bool:
-    return str(call.status) in _OK_STATUSES and bool(call.name)
-
-
 def tool_call(call: Any) -> dict[str, Any]:
-    arguments = call.arguments if call.arguments is not None else {}
+    arguments = call.arguments
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {
@@ -179,39 +167,13 @@ def logprob_entry(token: bytes, logprob: float | None) -> Mapping[str, Any]:
 # --- streams ------------------------------------------------------------------------------------------------
 
 
-def whole_deltas(said: Message, choice: int = 0, logprobs: Sequence[Mapping[str, Any]] = ()) -> list[Delta]:
-    """Return the deltas of a whole message, with the logprobs of all its tokens."""
-    texts: list[tuple[Channel, Any]] = [("reasoning", said.get("reasoning_content")), ("text", said.get("content"))]
-    deltas = [
-        *(Delta(channel, text, choice=choice) for channel, text in texts if text),
-        *(Delta("tool_call", tool_call=call, choice=choice) for call in said.get("tool_calls") or ()),
-    ]
-    return with_logprobs(deltas, logprobs)
-
-
-def with_logprobs(deltas: list[Delta], logprobs: Sequence[Mapping[str, Any]]) -> list[Delta]:
-    """Return the deltas with these logprobs on the last. Without a delta, the end of the answer has them."""
-    return [*deltas[:-1], replace(deltas[-1], logprobs=logprobs)] if deltas and logprobs else deltas
-
-
 class StreamingParser:
     """Parses one choice of a call. Use it in one thread at a time."""
 
-    def __init__(
-        self,
-        bundle: RendererBundle,
-        prompt_ids: Sequence[int],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tools_offered: bool = False,
-        parallel: bool = True,
-        choice: int = 0,
-    ) -> None:
+    def __init__(self, bundle: RendererBundle, prompt_ids: Sequence[int], call: ModelCall, choice: int = 0) -> None:
         self._bundle = bundle
         self._prompt_ids = prompt_ids
-        self._tools = tools
-        self._tools_offered = tools_offered
-        self._parallel = parallel
+        self._call = call
         self._choice = choice
         self._text = _GrowingText(bundle.decode)
         self._added = bundle.added_token_ids
@@ -307,7 +269,7 @@ class StreamingParser:
             deltas += self._send("reasoning", _beyond(self._sent["reasoning"], reasoning))
             if _PROBE not in text:  # otherwise the text contains an open call
                 deltas += self._take("text", text)
-        deltas += self._send_calls([tool_call(call) for call in calls if is_complete(call)])
+        deltas += self._send_calls([tool_call(call) for call in calls if call.status in USABLE])
         if self._channel is not None and not (self._sent[self._channel] or self._held.strip()):
             self._stale = True  # some parsers drop whitespace before the first word: parse again when the word comes
         return deltas
@@ -317,12 +279,12 @@ class StreamingParser:
         ids = [*ids, *more]
         self._parsed_tokens += len(ids)
         try:
-            parsed = self._bundle.renderer.parse_beginning(ids, tools=self._tools, prompt_ids=self._prompt_ids)
+            parsed = self._bundle.renderer.parse_beginning(ids, tools=self._call.tools, prompt_ids=self._prompt_ids)
         except Exception:  # parsers expect whole replies; parsing the whole may still succeed
             logger.debug("the renderer cannot parse an incomplete reply", exc_info=True)
             return None
-        text, reasoning = content_and_reasoning(parsed, self._bundle.decode(ids), self._tools_offered)
-        return text, reasoning, parsed.tool_calls if self._tools_offered else []
+        text, reasoning = content_and_reasoning(parsed, self._bundle.decode(ids), self._call.offers_tools)
+        return text, reasoning, parsed.tool_calls if self._call.offers_tools else []
 
     def _reasoning_is_over(self, reasoning: str, calls: bool) -> bool:
         """Return whether the reasoning cannot continue.
@@ -347,7 +309,7 @@ class StreamingParser:
     def _release(self, channel: Channel) -> list[Delta]:
         """Send the part of the held text whose meaning can no longer change."""
         held = self._held
-        bare_json = self._tools_offered and self._bundle.name in _BARE_JSON
+        bare_json = self._call.offers_tools and self._bundle.name in _BARE_JSON
         if channel == "text" and bare_json and (self._sent["text"] + held).lstrip().startswith("{"):
             return []
         safe = len(held)
@@ -368,8 +330,7 @@ class StreamingParser:
 
     def _send_calls(self, calls: list[dict[str, Any]]) -> list[Delta]:
         """Send new calls. `calls` are all calls so far."""
-        more = calls[len(self._calls) :] if self._parallel or not self._calls else []
-        more = more if self._parallel else more[:1]
+        more = (calls if self._call.parallel_tool_calls else calls[:1])[len(self._calls) :]
         self._calls += more
         return [Delta("tool_call", tool_call=call, choice=self._choice) for call in more]
 

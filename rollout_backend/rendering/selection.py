@@ -17,7 +17,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from renderers.base import MODEL_RENDERER_MAP
 
 from rollout_backend.errors import ConfigError
 from rollout_backend.rendering.guarded_renderer import GuardedRenderer
+from rollout_backend.rendering.token_bytes import decode
 from rollout_backend.rendering.tool_call_reader import FORMATS
 
 logger = logging.getLogger(__name__)
@@ -198,12 +199,12 @@ def _render_all(tokenizer: Any, own: Any, cpu_s: float) -> _Template:
     def render() -> None:
         for name, conversation in CONVERSATIONS.items():
             try:
-                template.texts[name] = _text(tokenizer, _prompt(own, conversation))
+                template.texts[name] = decode(tokenizer, _prompt(own, conversation))
             except Exception as error:  # templates raise any exception to refuse a conversation
                 template.failure = template.failure or f"{type(error).__name__}: {error}"
         with suppress(Exception):
             turn = call_turn(own)
-            template.call_turn = turn if "four" in _text(tokenizer, turn[1]) else None
+            template.call_turn = turn if "four" in decode(tokenizer, turn[1]) else None
         with suppress(Exception):
             template.start = _start(tokenizer, own)
         with suppress(Exception):
@@ -222,14 +223,10 @@ def _prompt(renderer: Any, conversation: _Conversation) -> list[int]:
     return list(renderer.render_ids(messages, tools=tools, add_generation_prompt=True))
 
 
-def _text(tokenizer: Any, ids: Iterable[int]) -> str:
-    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
 def _start(tokenizer: Any, renderer: Any) -> str:
     """Return the text with which a prompt starts the reply."""
     before, after = (
-        _text(tokenizer, renderer.render_ids([_ASKED], add_generation_prompt=asks)) for asks in (False, True)
+        decode(tokenizer, renderer.render_ids([_ASKED], add_generation_prompt=asks)) for asks in (False, True)
     )
     return after.removeprefix(before)
 
@@ -271,7 +268,7 @@ def _score(tokenizer: Any, template: _Template, name: str, options: Mapping[str,
     for what, conversation in template.compared():
         theirs = _DATES.sub("DATE", template.texts[what])
         try:
-            ours = _DATES.sub("DATE", _text(tokenizer, _prompt(renderer, conversation)))
+            ours = _DATES.sub("DATE", decode(tokenizer, _prompt(renderer, conversation)))
         except Exception:  # a renderer may refuse a conversation that the template renders
             ours = ""
         words = Counter(_WORDS.findall(theirs))
@@ -294,7 +291,7 @@ def _reads(tokenizer: Any, template: _Template, renderer: Any) -> bool:
         return True
     try:
         # The guard marks nothing here, because that would change the tokenizer.
-        guarded = GuardedRenderer(renderer, tokenizer, renderer.get_stop_token_ids(), encodes_text=True)
+        guarded = GuardedRenderer(renderer, tokenizer, encodes_text=True)
         return read_calls_of(guarded, template.call_turn) == [CALL]
     except Exception:  # a parser may raise any exception on another format
         return False

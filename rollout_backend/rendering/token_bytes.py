@@ -1,4 +1,4 @@
-"""Compute the bytes of each token, decode sampled tokens one by one, and find stop strings in a reply.
+"""Decode tokens, compute the bytes of each, and find stop strings in a reply.
 
 The gateway never sends stop strings to SGLang. verl's servers run without a tokenizer (`skip_tokenizer_init`), where
 SGLang 0.5.23 answers `stop` with 400 and 0.5.12 crashes.
@@ -21,6 +21,11 @@ from typing import Any, NamedTuple, Self
 from rollout_backend.config.model import local_folder
 
 _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")  # a byte in a SentencePiece vocabulary
+
+
+def decode(tokenizer: Any, ids: Iterable[int]) -> str:
+    """Return the text of the ids, including the names of special tokens."""
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def token_bytes(tokenizer: Any) -> Mapping[int, bytes]:

@@ -24,6 +24,7 @@ from renderers import ParsedToolCall, ToolCallParseStatus
 
 Tools = Sequence[Mapping[str, Any]] | None
 
+USABLE = (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)  # the agent reports a tool that does not exist
 _UNIONS = ("anyOf", "oneOf", "allOf")
 _DEPTH = 16  # limit on nested references and unions in a schema
 _LITERALS = {"True": True, "False": False, "None": None}  # printed by the templates of Qwen3.5 and Nemotron 3

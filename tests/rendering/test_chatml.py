@@ -56,7 +56,7 @@ def test_a_tool_conversation_renders_in_the_hermes_form(bundle, renderer):
         tool_result("call_1", "one"),
         tool_result("call_1", "two"),
     ]
-    rendered = renderer.render(messages, tools=TOOLS, add_generation_prompt=True)
+    rendered = renderer.inner.render(messages, tools=TOOLS, add_generation_prompt=True)
     text = bundle.decode(rendered.token_ids)
     assert text.startswith("<|im_start|>system\nS\n\n# Tools\n\n")
     assert text.endswith(
@@ -112,39 +112,35 @@ def test_no_completion_breaks_the_parser(bundle, renderer, ids):
     renderer.parse_response(ids)
 
 
-def test_the_bridge_extends_the_sampled_tokens(bundle, renderer):
+def test_a_continuation_is_what_a_new_rendering_has_after_the_reply(bundle, renderer):
     messages = [user("U")]
     prompt = renderer.render_ids(messages, tools=TOOLS, add_generation_prompt=True)
     reply = f"ok\n{ToolCall('add', {'a': 1})}"
     completion = ids_of(bundle, f"{reply}<|im_end|>")
     new = [tool_result("call_1", "1"), user("and?")]
-    bridged = renderer.bridge_to_next_turn(prompt, completion, new, tools=TOOLS)
-    assert bridged.token_ids[: len(prompt) + len(completion)] == prompt + completion
+    added = renderer.continuation(prompt, completion, new, tools=TOOLS)
     full = [*messages, assistant("ok", tool_calls=[CALL]), *new]
-    assert bridged.token_ids == renderer.render_ids(full, tools=TOOLS, add_generation_prompt=True)
+    assert prompt + completion + added == renderer.render_ids(full, tools=TOOLS, add_generation_prompt=True)
 
 
-def test_the_bridge_closes_a_turn_that_was_cut(bundle, renderer):
+NEXT = "\n<|im_start|>user\nnext<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "added"),
+    [
+        *(("7<|im_end|>", NEXT), ("a<|im_end|><|im_end|>", NEXT)),
+        *(("cut off in the mid", f"<|im_end|>{NEXT}"), ("", f"<|im_end|>{NEXT}")),
+        ("7<|im_end|>8", None),
+    ],
+)
+def test_a_continuation_closes_a_turn_that_was_cut_and_drops_no_token(bundle, renderer, said, added):
     prompt = renderer.render_ids([user("U")], add_generation_prompt=True)
-    completion = ids_of(bundle, "cut off in the mid")
-    bridged = renderer.bridge_to_next_turn(prompt, completion, [user("next")])
-    rest = bundle.decode(bridged.token_ids[len(prompt) + len(completion) :])
-    assert bridged.token_ids[: len(prompt) + len(completion)] == prompt + completion
-    assert rest == "<|im_end|>\n<|im_start|>user\nnext<|im_end|>\n<|im_start|>assistant\n"
+    found = renderer.continuation(prompt, ids_of(bundle, said), [user("next")])
+    assert (None if found is None else bundle.decode(found)) == added
 
 
-def test_the_bridge_returns_none_if_it_cannot_extend(bundle, renderer):
+@pytest.mark.parametrize("new", [[], [assistant("B")]])
+def test_there_is_no_continuation_without_new_messages_or_by_another_reply(bundle, renderer, new):
     prompt = renderer.render_ids([user("U")], add_generation_prompt=True)
-    completion = ids_of(bundle, "A<|im_end|>")
-    assert renderer.bridge_to_next_turn(prompt, completion, []) is None
-    assert renderer.bridge_to_next_turn(prompt, completion, [assistant("B")]) is None
-
-
-@pytest.mark.parametrize("said", ["7<|im_end|>", "7", "", "7<|im_end|>8", "a<|im_end|><|im_end|>"])
-@pytest.mark.parametrize("extends", [[user("Hi")], [tool_result("c", "1"), tool_result("d", "2")], [assistant("no")]])
-def test_a_continuation_is_what_the_bridge_appends(renderer, bundle, said, extends):
-    prompt = renderer.render_ids([system("Be brief."), user("What is 3 + 4?")], add_generation_prompt=True)
-    completion = ids_of(bundle, said)
-    bridged = renderer.bridge_to_next_turn(prompt, completion, extends)
-    added = renderer.continuation(prompt, completion, extends)
-    assert added == (None if bridged is None else bridged.token_ids[len(prompt) + len(completion) :])
+    assert renderer.continuation(prompt, ids_of(bundle, "A<|im_end|>"), new) is None

@@ -53,7 +53,7 @@ def test_a_custom_renderer_serves_a_conversation_with_tools(own, play):
     assert len(segment.turns) == 3
     assert gateway.stats().malformed_tool_calls == 1
     prompt = gateway.engine.requests[-1]["input_ids"]
-    end = bundle.renderer.get_stop_token_ids()[0]
+    end = bundle.stop_token_ids[0]
     assert prompt.count(end) == 6  # system, user, call, result, call, user: the result's text ended nothing
 
 
@@ -73,14 +73,14 @@ def test_a_wrong_bridge_and_a_parser_that_raises_do_not_end_a_conversation(tmp_p
         "    def parse_response(self, token_ids, **more):\n"
         "        raise RuntimeError('a bug')\n"
         "    def bridge_to_next_turn(self, prompt, completion, new, **more):\n"
-        "        return super().bridge_to_next_turn(prompt[1:], completion, new, **more)\n"
+        "        return super().bridge_to_next_turn(prompt, completion[1:], new, **more)\n"
     )
     model = ModelConfig(path=BYTE_MODEL, renderer=f"{file}:Bad", name="m", context_length=4096)
     bundle = load_renderer(model)
     gateway = play(["one", "two"], model=model, bundle=bundle)
     first = ask(gateway, [USER])
     assert first.content == "one"
-    assert ask(gateway, [USER, first.model_dump(exclude_none=True), user("more")]).content == "two"
-    prompt = gateway.engine.requests[-1]["input_ids"]
-    assert prompt[0] == bundle.tokenizer.convert_tokens_to_ids("<|im_start|>")
+    messages = [USER, first.model_dump(exclude_none=True), user("more")]
+    assert ask(gateway, messages).content == "two"
+    assert gateway.engine.requests[-1]["input_ids"] == bundle.render(messages, None)
     assert gateway.stats().malformed_tool_calls == 2

@@ -1,8 +1,14 @@
+from dataclasses import replace
+
 import pytest
 from renderers import ParsedResponse, ParsedToolCall, ToolCallParseStatus
 
+from rollout_backend.core.model_call import ModelCall
 from rollout_backend.rendering.reply import read_reply
+from rollout_backend.rendering.segments import Completion
 
+SAMPLED = Completion((1, 2), (None, None))
+OFFERS = ModelCall("m", [], tools=[{}])
 GOOD = ParsedToolCall(raw="{}", name="f", arguments={"a": "ü"})
 BAD = ParsedToolCall(raw='{"name": "f"', status=ToolCallParseStatus.UNCLOSED_BLOCK)
 UNKNOWN = ParsedToolCall(raw="{}", name="g", arguments={}, status=ToolCallParseStatus.UNKNOWN_TOOL, id="own")
@@ -10,7 +16,7 @@ UNKNOWN = ParsedToolCall(raw="{}", name="g", arguments={}, status=ToolCallParseS
 
 def test_a_reply_has_parsed_calls_and_the_text_of_broken_ones():
     parsed = ParsedResponse(content="text", reasoning_content="why", tool_calls=[GOOD, BAD, UNKNOWN])
-    reply = read_reply(parsed, "all of it", finish_reason="stop", tools_offered=True)
+    reply = read_reply(parsed, "all of it", OFFERS, SAMPLED)
     assert reply.message["content"] == 'text\n{"name": "f"'
     assert reply.message["reasoning_content"] == "why"
     assert [call["function"]["name"] for call in reply.message["tool_calls"]] == ["f", "g"]
@@ -21,7 +27,7 @@ def test_a_reply_has_parsed_calls_and_the_text_of_broken_ones():
 
 def test_a_reply_with_only_a_broken_call_is_not_empty():
     parsed = ParsedResponse(content="", tool_calls=[BAD])
-    reply = read_reply(parsed, "", finish_reason="stop", tools_offered=True)
+    reply = read_reply(parsed, "", OFFERS, SAMPLED)
     assert reply.message == {"role": "assistant", "content": '{"name": "f"'}
     assert reply.finish_reason == "stop"
 
@@ -36,14 +42,14 @@ def test_a_reply_with_only_a_broken_call_is_not_empty():
 )
 def test_without_tools_the_text_is_the_content(text, content, reasoning):
     parsed = ParsedResponse(content=content, reasoning_content=reasoning, tool_calls=[GOOD])
-    reply = read_reply(parsed, text, finish_reason="stop")
+    reply = read_reply(parsed, text, ModelCall("m", []), SAMPLED)
     assert reply.message["content"] == text.rpartition("</think>")[2].strip()
     assert reply.message.get("reasoning_content") == (reasoning or None)
 
 
 def test_without_parallel_calls_the_first_is_returned():
     parsed = ParsedResponse(content="", tool_calls=[UNKNOWN, GOOD, GOOD])
-    reply = read_reply(parsed, "", finish_reason="stop", tools_offered=True, parallel=False)
+    reply = read_reply(parsed, "", replace(OFFERS, parallel_tool_calls=False), SAMPLED)
     assert [call["id"] for call in reply.message["tool_calls"]] == ["own"]
     assert reply.extra_tool_calls == 2
 
@@ -53,5 +59,5 @@ def test_without_parallel_calls_the_first_is_returned():
 )
 def test_a_stop_string_is_not_part_of_the_reply(content, reasoning, wanted):
     parsed = ParsedResponse(content=content, reasoning_content=reasoning)
-    reply = read_reply(parsed, "", finish_reason="stop", matched_stop=" two")
+    reply = read_reply(parsed, "", OFFERS, replace(SAMPLED, matched=" two"))
     assert (reply.message["content"], reply.message.get("reasoning_content")) == wanted

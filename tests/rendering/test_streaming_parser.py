@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from builders import function_tool
 from rollout_backend.config import ModelConfig
-from rollout_backend.core.model_call import Choice, Delta
+from rollout_backend.core.model_call import Choice, Delta, ModelCall
 from rollout_backend.rendering.renderer import load_renderer
 from rollout_backend.rendering.reply import StreamingParser, read_reply
+from rollout_backend.rendering.segments import Completion
 from rollout_backend.rendering.token_bytes import StopStrings
 from vocabularies import byte_vocabulary
 
@@ -45,7 +46,8 @@ class Streamed:
         stops = StopStrings(stop, bundle.token_bytes)
         found = stops.find(ids)
         ids = ids[: found.tokens] if found else ids
-        increments = StreamingParser(bundle, [1, 2], tools=tools, tools_offered=bool(tools), parallel=parallel)
+        call = ModelCall("m", [], tools=tools, parallel_tool_calls=parallel)
+        increments = StreamingParser(bundle, [1, 2], call)
         self.early: list[Delta] = []
         at, fed, sizes = 0, 0, list(sizes) or [1]
         while (at := at + sizes[0]) < len(ids):
@@ -54,14 +56,8 @@ class Streamed:
             self.early += feed(increments, ids[fed:clear])
             fed = clear
         parsed = bundle.renderer.parse_response(list(ids), tools=tools, prompt_ids=[1, 2])
-        self.whole: Choice = read_reply(
-            parsed,
-            bundle.decode(ids),
-            finish_reason="stop",
-            matched_stop=found.string if found else None,
-            tools_offered=bool(tools),
-            parallel=parallel,
-        )
+        completion = Completion(tuple(ids), (), matched=found.string if found else None)
+        self.whole: Choice = read_reply(parsed, bundle.decode(ids), call, completion)
         late, self.reply = increments.end(self.whole)
         self.deltas = [*self.early, *late]
 
@@ -143,7 +139,7 @@ def test_a_reply_is_streamed_while_it_is_sampled(any_bundle, reasoning, size):
 
 
 def test_incomplete_characters_and_tags_are_held_back(bundle):
-    increments = StreamingParser(bundle, [1], tools=TOOLS, tools_offered=True)
+    increments = StreamingParser(bundle, [1], ModelCall("m", [], tools=TOOLS))
 
     def sent(text: str, part: slice = slice(None)) -> str:
         ids = bundle.tokenizer.encode(text, add_special_tokens=False)[part]
@@ -191,7 +187,7 @@ def test_the_work_that_grows_with_the_reply_is_announced(bundle, monkeypatch, un
         bundle.renderer, "parse_beginning", lambda ids, **more: (parsed.append(len(ids)), parse(ids, **more))[1]
     )
     ids = bundle.tokenizer.encode(unit * 200, add_special_tokens=False)
-    parser = StreamingParser(bundle, [], tools=TOOLS, tools_offered=True)
+    parser = StreamingParser(bundle, [], ModelCall("m", [], tools=TOOLS))
     for at in range(0, len(ids), 40):
         done = len(parsed)
         parser.add(ids[at : at + 40])

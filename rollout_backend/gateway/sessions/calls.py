@@ -31,9 +31,8 @@ from typing import Any, Self
 from uuid import uuid4
 
 from rollout_backend.core.api_error import session_closed
-from rollout_backend.core.model_call import Answer, Delta, ModelCall
+from rollout_backend.core.model_call import Answer, Delta, ModelCall, whole_deltas
 from rollout_backend.gateway.sessions.conversations import RecordedReply
-from rollout_backend.rendering.reply import whole_deltas
 
 _KEPT = 16
 _RETRY_COUNT, _IDEMPOTENCY_KEY = "x-stainless-retry-count", "idempotency-key"

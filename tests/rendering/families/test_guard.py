@@ -14,6 +14,7 @@ from rollout_backend.core.model_call import ModelCall
 from rollout_backend.gateway.rendering_thread import RenderingThread
 from rollout_backend.rendering.renderer import load_renderer
 from rollout_backend.rendering.reply import read_reply
+from rollout_backend.rendering.segments import Completion
 from vocabularies import tokenizer_folder
 
 FRAMES = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<arg_key>")
@@ -82,7 +83,7 @@ def test_a_bridge_makes_no_control_token_of_content(family, bundle, tools):
 
     def bridged(text: str) -> list[int]:
         result = {"role": "tool", "tool_call_id": "c1", "name": "write", "content": text}
-        return bundle.renderer.bridge_to_next_turn(prompt, said, [result], tools=tools).token_ids
+        return bundle.renderer.continuation(prompt, said, [result], tools=tools)
 
     evil = (
         "x" + "y".join(names_of(bundle)) + "z"
@@ -141,7 +142,7 @@ def test_no_stop_string_matches_in_a_token_that_is_not_shown(family, bundle):
 def read(bundle, tools, prompt, ids):
     parsed = bundle.renderer.parse_response(ids, tools=tools, prompt_ids=prompt)
     spoken = ids[:-1] if ids and ids[-1] in bundle.stop_token_ids else ids
-    return read_reply(parsed, bundle.decode(spoken), finish_reason="stop", tools_offered=bool(tools))
+    return read_reply(parsed, bundle.decode(spoken), ModelCall("m", [], tools=tools), Completion(tuple(ids), ()))
 
 
 def is_well_formed(reply) -> bool:
@@ -207,8 +208,6 @@ def check_reply_and_next_turn(family, bundle, tools, ids) -> None:
         for call in calls
     ]
     new = results or [{"role": "user", "content": "and?"}]
-    extended = bundle.renderer.bridge_to_next_turn(prompt, ids, new, tools=tools)
-    if extended is not None:
-        assert extended.token_ids[: len(prompt) + len(ids)] == prompt + ids
+    bundle.renderer.continuation(prompt, ids, new, tools=tools)
     if len(calls) < 2 or family.parallel:
         assert bundle.render([*user, {**reply.message, "content": reply.message["content"] or ""}, *new], tools)

@@ -16,11 +16,13 @@ from renderers import hy3
 from builders import assistant, function_tool, system, tool_result, user
 from rollout_backend.config import ModelConfig
 from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.model_call import ModelCall
 from rollout_backend.dialects.openai_chat import OpenAIChat
 from rollout_backend.gateway.rendering_thread import RenderingThread
 from rollout_backend.gateway.sessions.conversations import Conversations
 from rollout_backend.rendering.renderer import RendererBundle, known_renderers, load_renderer
 from rollout_backend.rendering.reply import StreamingParser, read_reply
+from rollout_backend.rendering.segments import Completion
 from vocabularies import tokenizer_folder
 
 WIDE = (pytest.mark.slow, pytest.mark.release)
@@ -31,6 +33,7 @@ TOOLS = [
     function_tool("note", "Does note.", v={"anyOf": [TEXT, {"type": "null"}]}, w={"type": ["string", "null"]}),
     function_tool("bash", "Does bash.", command=TEXT),
 ]
+CALL = ModelCall("m", [], tools=TOOLS)
 
 
 # --- the formats ----------------------------------------------------------------------------------------------
@@ -187,12 +190,12 @@ def read(family: Family, text: str):
     prompt = bundle.render([user("Go.")], TOOLS)
     ids = family.ids(text)
     parsed = bundle.renderer.parse_response(ids, tools=TOOLS, prompt_ids=prompt)
-    reply = read_reply(parsed, bundle.decode(ids[:-1]), finish_reason="stop", tools_offered=True)
+    reply = read_reply(parsed, bundle.decode(ids[:-1]), CALL, Completion(tuple(ids), ()))
     calls = [
         (call["function"]["name"], json.loads(call["function"]["arguments"]))
         for call in reply.message.get("tool_calls", ())
     ]
-    stream = StreamingParser(bundle, prompt, tools=TOOLS, tools_offered=True)
+    stream = StreamingParser(bundle, prompt, CALL)
     sent = []
     for token in ids[:-1]:
         deltas = stream.add([token])
