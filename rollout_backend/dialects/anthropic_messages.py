@@ -27,7 +27,7 @@ from rollout_backend.core.images import Image, message_content
 from rollout_backend.core.model_call import Answer, Choice, Delta, Message, ModelCall
 from rollout_backend.dialects import wire
 from rollout_backend.dialects.base import Dialect, EventStream
-from rollout_backend.dialects.wire import Body, ImageReader, JsonObject, ignored, refuse, refused
+from rollout_backend.dialects.wire import Body, HostedTool, ImageReader, JsonObject, ignored, refuse, refused
 
 _TEXT_ONLY = "image blocks cannot be read: this model takes text only, so send what it says as text"
 _INVALID = "INVALID_JSON"
@@ -75,10 +75,6 @@ def _is_text(block: object) -> object:
     if isinstance(block, dict) and block.get("type") == "image":
         raise ValueError("image blocks cannot be read: this field takes text only")
     return _is_readable(block)
-
-
-def _as_blocks(content: object) -> object:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 _NoToolset = Annotated[Any, refuse("there are no toolsets here; leave it out")]
@@ -129,14 +125,14 @@ class _ToolReference(Body):
         return self.tool_name
 
 
-_Texts = Annotated[list[Annotated[_Text, BeforeValidator(_is_text)]], BeforeValidator(_as_blocks)]
+_Texts = Annotated[list[Annotated[_Text, BeforeValidator(_is_text)]], BeforeValidator(wire.as_texts)]
 _Shown = Annotated[
     list[
         Annotated[
             Annotated[_Text | _Image | _ToolReference, Field(discriminator="type")], BeforeValidator(_is_readable)
         ]
     ],
-    BeforeValidator(_as_blocks),
+    BeforeValidator(wire.as_texts),
 ]
 
 
@@ -156,7 +152,7 @@ _Block = Annotated[
 
 class _Message(Body):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[_Block], BeforeValidator(_as_blocks)]
+    content: Annotated[list[_Block], BeforeValidator(wire.as_texts)]
     clear_at: Annotated[Any, refuse("messages are shown until you leave them out", "never")] = None
     output_config: Any = None
 
@@ -173,10 +169,6 @@ class _Tool(Body):
     strict: bool | None = None
     allowed_callers: Annotated[Any, refuse("only the model itself calls tools here; leave it out", ["direct"])] = None
     input_examples: Annotated[Any, refuse("are not shown to the model; put them into the description", [])] = None
-
-
-class _HostedTool(Body):
-    type: str
 
 
 class _ToolChoice(Body):
@@ -207,7 +199,7 @@ class _Conversation(Body):
     tools: (
         list[
             Annotated[
-                Annotated[_Tool, Tag("custom")] | Annotated[_HostedTool, Tag(_LEFT_OUT)], Discriminator(_tool_kind)
+                Annotated[_Tool, Tag("custom")] | Annotated[HostedTool, Tag(_LEFT_OUT)], Discriminator(_tool_kind)
             ]
         ]
         | None
@@ -257,9 +249,7 @@ class AnthropicMessages(Dialect):
             max_new_tokens=request.max_tokens,
             stop=request.stop_sequences or (),
             stream=bool(request.stream),
-            ignored=ignored(body, request.model_extra).union(
-                tool.type for tool in request.tools or () if isinstance(tool, _HostedTool)
-            ),
+            ignored=ignored(body, request.model_extra, request.tools or ()),
             sampling=wire.sampling_of(request, ("temperature", "top_p", "top_k", "thinking"))
             | ({"reasoning_effort": True} if effort else {}),
         )
@@ -294,7 +284,7 @@ def _call(request: _Conversation, images: ImageReader, **more: Any) -> ModelCall
         raise refused("tool_choice.name", "is missing; name the tool that must be called")
     output_format = (request.output_config and request.output_config.format) or request.output_format
     tools = [tool for tool in request.tools or () if isinstance(tool, _Tool)]
-    left_out = [tool.type for tool in request.tools or () if isinstance(tool, _HostedTool)]
+    left_out = [tool.type for tool in request.tools or () if isinstance(tool, HostedTool)]
     if not tools and (run_by_the_agent := [kind for kind in left_out if _RUN_BY_AGENTS.fullmatch(kind)]):
         raise refused(
             "tools",

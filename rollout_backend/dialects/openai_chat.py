@@ -58,13 +58,9 @@ class _ToolCall(_Body):
     function: _Function
 
 
-def _as_parts(content: object) -> object:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
 class _Message(_Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[_Part] | None, BeforeValidator(_as_parts)] = None
+    content: Annotated[list[_Part] | None, BeforeValidator(wire.as_texts)] = None
     refusal: str | None = None
     audio: Annotated[JsonValue, refuse("this model has no audio; send what was said as content")] = None
     function_call: Annotated[JsonValue, refuse("functions are tools here; send the call as tool_calls")] = None
@@ -91,14 +87,6 @@ _Tool = Annotated[dict[str, JsonValue], AfterValidator(_is_tool)]  # unchanged, 
 
 class _ToolChoiceFunction(_Body):
     name: str = Field(min_length=1)
-
-
-def _as_choice(choice: object) -> object:
-    if isinstance(choice, str):
-        return {"type": choice}
-    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        raise ValueError("allowed_tools are not supported; send only those tools")
-    return choice
 
 
 class _ToolChoice(_Body):
@@ -146,7 +134,7 @@ class _Request(SamplingFields, _Body):
     model: str
     messages: Annotated[list[_Message], Field(min_length=1)]
     tools: list[_Tool] | None = None
-    tool_choice: Annotated[_ToolChoice | None, BeforeValidator(_as_choice)] = None
+    tool_choice: Annotated[_ToolChoice | None, BeforeValidator(wire.as_choice)] = None
     parallel_tool_calls: bool | None = None
     response_format: _ResponseFormat | None = None
     max_tokens: int | None = Field(default=None, ge=1)
@@ -223,13 +211,10 @@ class OpenAIChat(Dialect):
 
 
 def _schema(wanted: _ResponseFormat | None) -> Mapping[str, Any] | None:
-    if wanted is None or wanted.type == "text":
+    if wanted is None:
         return None
-    if wanted.type == "json_object":
-        return {"type": "object"}
-    if wanted.json_schema is None or wanted.json_schema.json_schema is None:
-        raise refused("response_format.json_schema.schema", "is missing")
-    return wanted.json_schema.json_schema
+    schema = wanted.json_schema.json_schema if wanted.json_schema else None
+    return wire.schema_of(wanted.type, schema, "response_format.json_schema.schema")
 
 
 def _plain(message: _Message, where: str, images: ImageReader) -> Message:

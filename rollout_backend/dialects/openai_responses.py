@@ -15,17 +15,17 @@ Invariants:
 """
 
 import json
-from dataclasses import replace
+from collections import deque
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from rollout_backend.core.images import Image, message_content
-from rollout_backend.core.model_call import Answer, Delta, Message, ModelCall
+from rollout_backend.core.model_call import Answer, Message, ModelCall, whole_deltas
 from rollout_backend.dialects import wire
 from rollout_backend.dialects.base import Dialect, EventStream
-from rollout_backend.dialects.openai_responses_stream import ResponseEcho, ResponseEvents, ResponseWriter
-from rollout_backend.dialects.wire import Body, ImageReader, JsonObject, ignored, refuse, refused
+from rollout_backend.dialects.openai_responses_stream import ResponseEcho, ResponseEvents
+from rollout_backend.dialects.wire import Body, HostedTool, ImageReader, JsonObject, ignored, refuse, refused
 
 _TEXT_ONLY = "input_image cannot be read: this model takes text only, so send what it says as input_text"
 _NOT_STORED = "are not stored here; send the whole conversation as input"
@@ -210,10 +210,6 @@ class _Namespace(Body):
     tools: list[Annotated[_Tool | _CustomTool, Field(discriminator="type")]]
 
 
-class _HostedTool(Body):
-    type: str
-
-
 def _tool_kind(tool: object) -> str | None:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if not isinstance(kind, str):
@@ -225,7 +221,7 @@ _AnyTool = Annotated[
     Annotated[_Tool, Tag("function")]
     | Annotated[_CustomTool, Tag("custom")]
     | Annotated[_Namespace, Tag("namespace")]
-    | Annotated[_HostedTool, Tag(_LEFT_OUT)],
+    | Annotated[HostedTool, Tag(_LEFT_OUT)],
     Discriminator(_tool_kind),
 ]
 
@@ -235,15 +231,6 @@ def _flat_name(name: str, namespace: str | None) -> str:
     if not namespace:
         return name
     return namespace + name if namespace.endswith("_") else f"{namespace}__{name}"
-
-
-def _as_choice(choice: object) -> object:
-    if isinstance(choice, str):
-        return {"type": choice}
-    kind = choice.get("type") if isinstance(choice, dict) else None
-    if kind == "allowed_tools":
-        raise ValueError("allowed_tools are not supported; send only those tools")
-    return choice
 
 
 class _ToolChoice(Body):
@@ -271,7 +258,7 @@ class _Request(Body):
     input: Annotated[list[_Item], BeforeValidator(_as_items)] | None = None
     instructions: str | None = None
     tools: list[_AnyTool] | None = None
-    tool_choice: Annotated[_ToolChoice, BeforeValidator(_as_choice)] | None = None
+    tool_choice: Annotated[_ToolChoice, BeforeValidator(wire.as_choice)] | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=10)
@@ -313,6 +300,7 @@ class OpenAIResponses(Dialect):
         names_tool = choice.type in ("function", "custom")
         if names_tool and choice.name is None:
             raise refused("tool_choice.name", "is missing; name the function that must be called")
+        wanted = request.text and request.text.format
         tools, echo = _tools(request)
         images = ImageReader(self._images, _TEXT_ONLY)
         call = ModelCall(
@@ -323,15 +311,13 @@ class OpenAIResponses(Dialect):
             tool_choice="required" if choice.type == "function" or choice.type == "custom" else choice.type,
             tool_name=_flat_name(choice.name, choice.namespace) if names_tool and choice.name else None,
             parallel_tool_calls=request.parallel_tool_calls is not False,
-            json_schema=_json_schema(request),
+            json_schema=wanted and wire.schema_of(wanted.type, wanted.json_schema, "text.format.schema"),
             max_new_tokens=request.max_output_tokens,
             stream=bool(request.stream),
             sampling=wire.sampling_of(request, ("temperature", "top_p", "reasoning"))
             | ({"verbosity": True} if request.text and request.text.verbosity else {}),
-            ignored=ignored(body, request.model_extra).union(
-                tool.type for tool in request.tools or () if isinstance(tool, _HostedTool)
-            ),
-            dialect_data=replace(echo, fields=_echo(request)),
+            ignored=ignored(body, request.model_extra, request.tools or ()),
+            dialect_data=echo,
         )
         if call.tool_choice == "required":
             wire.check_forced(call.tool_name, call.tools)
@@ -340,31 +326,23 @@ class OpenAIResponses(Dialect):
         return call
 
     def body(self, call: ModelCall, answer: Answer) -> dict[str, Any]:
-        message = answer.choices[0].message
-        writer = ResponseWriter(call, answer.id, answer.created, answer.model)
-        deltas = [
-            Delta("reasoning", message.get("reasoning_content") or ""),
-            Delta("text", message.get("content") or ""),
-            *(Delta("tool_call", tool_call=tool_call) for tool_call in message.get("tool_calls") or ()),
-        ]
-        for delta in deltas:
-            for _ in writer.delta(delta):
-                pass
-        *_, last = writer.end(answer)
-        response: dict[str, Any] = last["response"]
-        return response
+        events = ResponseEvents(call, answer.id, answer.created, answer.model)
+        for delta in whole_deltas(answer.choices[0].message):
+            deque(events.delta(delta), maxlen=0)
+        deque(events.end(answer), maxlen=0)
+        return events.response
 
     def stream(self, call: ModelCall, answer_id: str, created: int, model: str) -> EventStream:
-        return ResponseEvents(ResponseWriter(call, answer_id, created, model))
+        return ResponseEvents(call, answer_id, created, model)
 
 
 def _tools(request: _Request) -> tuple[list[dict[str, Any]], ResponseEcho]:
-    """Return the tools offered to the model, and how their calls are written."""
+    """Return the tools offered to the model, and what the answer repeats of the request."""
     offered, echoed, custom, namespaces = [], [], [], {}
     for declared in request.tools or ():
         space = declared if isinstance(declared, _Namespace) else None
         for tool in [declared] if space is None else space.tools:
-            if isinstance(tool, (_Namespace, _HostedTool)):
+            if isinstance(tool, (_Namespace, HostedTool)):
                 continue
             name = _flat_name(tool.name, space.name if space is not None else None)
             if space is not None:
@@ -377,9 +355,9 @@ def _tools(request: _Request) -> tuple[list[dict[str, Any]], ResponseEcho]:
             if space is not None and space.description:
                 function = offered[-1]["function"]
                 function["description"] = f"{space.description}\n\n{function.get('description', '')}".rstrip()
-        if not isinstance(declared, _HostedTool):
+        if not isinstance(declared, HostedTool):
             echoed.append(declared.model_dump(by_alias=True, exclude_unset=True))
-    return offered, ResponseEcho({}, echoed, custom, namespaces)
+    return offered, ResponseEcho(_echo(request), echoed, custom, namespaces)
 
 
 def _messages(request: _Request, images: ImageReader) -> list[Message]:
@@ -436,17 +414,6 @@ def _content(
         if text_of is not None:
             raise refused(f"{where}.{i}", f"a message of the {text_of} cannot hold an image")
     return message_content(pieces)
-
-
-def _json_schema(request: _Request) -> dict[str, Any] | None:
-    wanted = request.text and request.text.format
-    if not wanted or wanted.type == "text":
-        return None
-    if wanted.type == "json_object":
-        return {"type": "object"}
-    if wanted.json_schema is None:
-        raise refused("text.format.schema", "is missing")
-    return wanted.json_schema
 
 
 def _echo(request: _Request) -> dict[str, Any]:

@@ -8,7 +8,7 @@ Invariants:
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal
 
@@ -17,7 +17,6 @@ from rollout_backend.core.model_call import Answer, Delta, ModelCall
 from rollout_backend.dialects import wire
 from rollout_backend.dialects.base import EventStream
 
-Event = dict[str, Any]
 _TOOL = {"type": "function", "description": None, "parameters": None, "strict": None}
 
 
@@ -26,23 +25,23 @@ class ResponseEcho:
     """The parts of a request that its answer repeats, and which calls are not plain function calls."""
 
     fields: Mapping[str, Any]
-    tools: Sequence[Mapping[str, Any]] = ()
-    custom: Sequence[str] = ()
-    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # and the tool's name within it
+    tools: Sequence[Mapping[str, Any]]
+    custom: Sequence[str]
+    namespaces: Mapping[str, tuple[str, str]]  # and the tool's name within it
 
 
-class ResponseWriter:
-    """Builds an answer's items, and the events that stream them, as plain values."""
+class ResponseEvents(EventStream):
+    """Writes an answer's items as events. `response` repeats them; it is final after `end`."""
 
     def __init__(self, call: ModelCall, answer_id: str, created: int, model: str) -> None:
         self._id = answer_id
-        self._echo: ResponseEcho = call.dialect_data or ResponseEcho({})
+        self._echo: ResponseEcho = call.dialect_data
         self._numbers = count()
         self._items: list[dict[str, Any]] = []
         self._open: Literal["reasoning", "text"] | None = None  # type of the last item while it is open
         self._pieces: list[str] = []
         self._started = False
-        self._response = {
+        self.response: dict[str, Any] = {
             "id": f"resp_{answer_id}",
             "object": "response",
             "created_at": created,
@@ -62,12 +61,12 @@ class ResponseWriter:
             **self._echo.fields,
         }
 
-    def start(self) -> Iterator[Event]:
+    def start(self, prompt_tokens: int) -> Iterator[bytes]:
         self._started = True
-        yield self._event("response.created", response=self._now("in_progress"))
-        yield self._event("response.in_progress", response=self._now("in_progress"))
+        yield self._status("created", "in_progress")
+        yield self._status("in_progress", "in_progress")
 
-    def delta(self, delta: Delta) -> Iterator[Event]:
+    def delta(self, delta: Delta) -> Iterator[bytes]:
         if delta.kind == "tool_call":
             assert delta.tool_call is not None
             yield from self._function_call(delta.tool_call)
@@ -78,7 +77,7 @@ class ResponseWriter:
             self._pieces.append(delta.text)
             yield self._in_part("delta", delta=delta.text)
 
-    def end(self, answer: Answer) -> Iterator[Event]:
+    def end(self, answer: Answer) -> Iterator[bytes]:
         cut = answer.choices[0].finish_reason == "length"
         status = "incomplete" if cut else "completed"
         if all(item["type"] == "reasoning" for item in self._items) and self._open != "text":
@@ -86,23 +85,22 @@ class ResponseWriter:
             yield from self._begin("text")  # an empty reply needs an item too, or the history would lack the turn
         yield from self._close(status)
         more = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {}
-        yield self._event(f"response.{status}", response=self._now(status, usage=_usage(answer), **more))
+        yield self._status(status, status, usage=_usage(answer), **more)
 
-    def failed(self, error: ApiError) -> Iterator[Event]:
+    def failed(self, error: ApiError) -> Iterator[bytes]:
         if not self._started:
-            yield from self.start()
+            yield from self.start(0)
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         if error.status < 500 and error.status != 429:
             code = error.code
-        yield self._event(
-            "response.failed", response=self._now("failed", error={"code": code, "message": error.message})
-        )
+        yield self._status("failed", "failed", error={"code": code, "message": error.message})
 
-    def _now(self, status: str, **more: Any) -> dict[str, Any]:
+    def _status(self, event: str, status: str, **more: Any) -> bytes:
         items = self._items[:-1] if self._open else self._items
-        return {**self._response, "status": status, "output": list(items), **more}
+        self.response |= {"status": status, "output": list(items), **more}
+        return self._event(f"response.{event}", response=self.response)
 
-    def _begin(self, kind: Literal["reasoning", "text"]) -> Iterator[Event]:
+    def _begin(self, kind: Literal["reasoning", "text"]) -> Iterator[bytes]:
         if kind == "text":
             yield self._add("msg", type="message", role="assistant", content=[])
         else:
@@ -110,7 +108,7 @@ class ResponseWriter:
         self._open, self._pieces = kind, []
         yield self._in_item("response.content_part.added", content_index=0, part=self._part())
 
-    def _close(self, status: str = "completed") -> Iterator[Event]:
+    def _close(self, status: str = "completed") -> Iterator[bytes]:
         if self._open is None:
             return
         part = self._part()
@@ -119,7 +117,7 @@ class ResponseWriter:
         self._open = None
         yield self._done(status, content=[part])
 
-    def _function_call(self, call: Mapping[str, Any]) -> Iterator[Event]:
+    def _function_call(self, call: Mapping[str, Any]) -> Iterator[bytes]:
         yield from self._close()
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         text = _custom_input(arguments) if name in self._echo.custom else None
@@ -143,44 +141,25 @@ class ResponseWriter:
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
-    def _add(self, prefix: str, **fields: Any) -> Event:
+    def _add(self, prefix: str, **fields: Any) -> bytes:
         self._items.append({"id": f"{prefix}_{self._id}{len(self._items):02x}", "status": "in_progress", **fields})
         return self._event("response.output_item.added", output_index=len(self._items) - 1, item=self._items[-1])
 
-    def _done(self, status: str, **fields: Any) -> Event:
+    def _done(self, status: str, **fields: Any) -> bytes:
         self._items[-1] = {**self._items[-1], "status": status, **fields}
         return self._event("response.output_item.done", output_index=len(self._items) - 1, item=self._items[-1])
 
-    def _in_part(self, what: Literal["delta", "done"], **fields: Any) -> Event:
+    def _in_part(self, what: Literal["delta", "done"], **fields: Any) -> bytes:
         if self._open == "reasoning":
             return self._in_item(f"response.reasoning_text.{what}", content_index=0, **fields)
         return self._in_item(f"response.output_text.{what}", content_index=0, logprobs=[], **fields)
 
-    def _in_item(self, kind: str, **fields: Any) -> Event:
+    def _in_item(self, kind: str, **fields: Any) -> bytes:
         place = {"output_index": len(self._items) - 1, "item_id": self._items[-1]["id"]}
         return self._event(kind, **place, **fields)
 
-    def _event(self, kind: str, **fields: Any) -> Event:
-        return {"type": kind, "sequence_number": next(self._numbers), **fields}
-
-
-class ResponseEvents(EventStream):
-    """Encodes the events of a `ResponseWriter`."""
-
-    def __init__(self, writer: ResponseWriter) -> None:
-        self._writer = writer
-
-    def start(self, prompt_tokens: int) -> Iterator[bytes]:
-        return map(_encoded, self._writer.start())
-
-    def delta(self, delta: Delta) -> Iterator[bytes]:
-        return map(_encoded, self._writer.delta(delta))
-
-    def end(self, answer: Answer) -> Iterator[bytes]:
-        return map(_encoded, self._writer.end(answer))
-
-    def failed(self, error: ApiError) -> Iterator[bytes]:
-        return map(_encoded, self._writer.failed(error))
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        return wire.event(kind, {"type": kind, "sequence_number": next(self._numbers), **fields})
 
 
 def _custom_input(arguments: str) -> str | None:
@@ -188,10 +167,6 @@ def _custom_input(arguments: str) -> str | None:
     value = wire.read_object(arguments)
     text = value["input"] if value is not None and value.keys() == {"input"} else None
     return text if isinstance(text, str) else None
-
-
-def _encoded(event: Event) -> bytes:
-    return wire.event(event["type"], event)
 
 
 def _usage(answer: Answer) -> dict[str, Any]:

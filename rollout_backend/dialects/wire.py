@@ -190,10 +190,17 @@ def refuse_unknown(fields: Mapping[str, Any] | None, harmless: Collection[str]) 
             raise refused(name, advice)
 
 
-def ignored(body: bytes, fields: Mapping[str, Any] | None) -> frozenset[str]:
-    """Return the names of the harmless fields in a request that `refuse_unknown` accepted."""
+class HostedTool(Body):
+    """A tool that the provider runs, or on which it trains its models. It is left out and counted."""
+
+    type: str
+
+
+def ignored(body: bytes, fields: Mapping[str, Any] | None, tools: Iterable[object] = ()) -> frozenset[str]:
+    """Return the harmless fields in a request that `refuse_unknown` accepted, and the types of its hosted tools."""
     given = {name for name, value in (fields or {}).items() if value is not None and name not in _EXTENSIONS}
-    return frozenset(given.union(name for name, (key, on) in _NESTED.items() if key in body and on.search(body)))
+    nested = (name for name, (key, on) in _NESTED.items() if key in body and on.search(body))
+    return frozenset(given.union(nested, (tool.type for tool in tools if isinstance(tool, HostedTool))))
 
 
 # --- images, tools, answers ------------------------------------------------------------------------------------
@@ -254,6 +261,25 @@ def sampling_of(request: BaseModel, names: Iterable[str]) -> dict[str, float | i
         for name, value in given.items()
         if value is not None
     }
+
+
+def as_choice(choice: object) -> object:
+    """Return a `tool_choice` of OpenAI's APIs as an object."""
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        raise ValueError("allowed_tools are not supported; send only those tools")
+    return {"type": choice} if isinstance(choice, str) else choice
+
+
+def as_texts(content: object) -> object:
+    """Return the content of a message as a list of parts."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def schema_of(kind: str, schema: Mapping[str, Any] | None, where: str) -> Mapping[str, Any] | None:
+    """Return the JSON schema of a reply whose form OpenAI's APIs call text, json_object or json_schema."""
+    if kind == "json_schema" and schema is None:
+        raise refused(where, "is missing")
+    return {"text": None, "json_object": {"type": "object"}}.get(kind, schema)
 
 
 def check_forced(tool_name: str | None, tools: Sequence[Mapping[str, Any]] | None) -> None:
