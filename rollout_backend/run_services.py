@@ -16,8 +16,12 @@ from typing import Any, NoReturn, TypeVar
 from agent_wrapper.contract import RolloutRequest, Trajectory
 from agent_wrapper.shared.trajectory import fetch_trajectory
 from rollout_backend.agent_protocols.base import PolledResults, WrittenResults
-from rollout_backend.agent_protocols.registry import agent_protocol
-from rollout_backend.agent_protocols.translator import BucketTranslator, PollingTranslator, TranslatorOptions
+from rollout_backend.agent_protocols.translator import (
+    BucketTranslator,
+    PollingTranslator,
+    TranslatorOptions,
+    agent_protocol,
+)
 from rollout_backend.checks.preflight import Preflight
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.manifest_store import ManifestStore

@@ -1,23 +1,4 @@
-"""Run agents that are wrapped in `AgentCoreRLApp` of agentcore-rl-toolkit 0.2.0, and those of its predecessor.
-
-The invoke's `_rollout` block has `exp_id`, `input_id`, `s3_bucket`, `base_url`, `api_key` and `model_id`. Agents made
-for the toolkit's main branch send the key; older ones send a fixed text, and need it in the path of `base_url`. The
-agent answers `{"status": "processing"}` at once, and writes one JSON object:
-
-    EXP_ID/INPUT_ID/SESSION_ID.json
-    {"rewards": [1.0], "status_code": 200, "stop_reason": "end_turn", "input_id": ..., "payload": ..., ...}
-
-The agent may overwrite the object, so it must not be the rollout's own. `payload` repeats the invoke, with its key.
-
-The toolkit developed from verl's pull request 4216. Its agents get a `_training` block with `exp_id`, `session_id`,
-`input_id`, `sqs_url` and `s3_bucket`, write the toolkit's result under another key, and announce it. If the
-announcement fails, they replace the result by an error:
-
-    EXP_ID/INPUT_ID_SESSION_ID.json
-
-The buffer drops the announcement, because results of other protocols are found by listing. The block also names the
-model's address. An agent that reads it from its environment has one address for all sessions, and cannot be run.
-"""
+"""Run agents that are wrapped in an app of agentcore-rl-toolkit 0.2.0, or of its predecessor."""
 
 import json
 import re
@@ -28,19 +9,37 @@ from agent_wrapper.contract import REQUEST_FIELD, ContractError, Outcome, Rollou
 from agent_wrapper.contract.codec import unpack
 from agent_wrapper.outcome import SDK_ERRORS, AgentResult, classify, failed
 from agent_wrapper.runner import Returned
-from rollout_backend.agent_protocols.base import WrittenResults, results_prefix
+from rollout_backend.agent_protocols.base import PolledResults, WrittenResults, results_prefix
 from rollout_backend.core.ledger import TERMINATED
 from rollout_backend.errors import InvokeRejected
+from rollout_backend.runtimes.http import MAX_BYTES
 
 # Fields that the app adds, and tokens that an older app reports: only the gateway's tokens count.
 _NOT_THE_AGENTS = frozenset({"status_code", "input_id", "s3_bucket", "result_key", "payload", "rollout_data"})
 _INFRASTRUCTURE = frozenset({408, 429, 502, 503, 504})
 _STOPPED = frozenset({"CancelledError", "GeneratorExit", "KeyboardInterrupt", "SystemExit"})  # by SIGTERM, mostly
 _ERROR_LINE = re.compile(r"^(?:\w+\.)*(\w+)(?::|$)", re.MULTILINE)
+_VERSION = 1
+_CONFIG, _ENVELOPE = "_config", "_agentcore_runtime"
+_ENDED = {
+    "interrupted": "the agent's server was restarted while it ran",
+    "not_found": "the session's container was replaced by a new one, which does not know the invocation",
+}
 
 
 class AgentCoreRlToolkit(WrittenResults):
-    """The payload, the answer, the key layout and the result of `AgentCoreRLApp`."""
+    """Agents in `AgentCoreRLApp`.
+
+    The invoke's `_rollout` block has `exp_id`, `input_id`, `s3_bucket`, `base_url`, `api_key` and `model_id`. Agents
+    made for the toolkit's main branch send the key; older ones send a fixed text, and need it in the path of
+    `base_url`. The agent answers `{"status": "processing"}` at once, and writes one JSON object:
+
+        EXP_ID/INPUT_ID/SESSION_ID.json
+        {"rewards": [1.0], "status_code": 200, "stop_reason": "end_turn", "input_id": ..., "payload": ..., ...}
+
+    The agent may overwrite the object, so it must not be the rollout's own. `payload` repeats the invoke, with its
+    key.
+    """
 
     names_key = True
     """Whether the answer names the result's key."""
@@ -97,7 +96,18 @@ class AgentCoreRlToolkit(WrittenResults):
 
 
 class Verl4216(AgentCoreRlToolkit):
-    """The protocol of verl's pull request 4216: another block, and another key, which the answer does not name."""
+    """Agents for verl's pull request 4216, from which the toolkit developed.
+
+    They get a `_training` block with `exp_id`, `session_id`, `input_id`, `sqs_url` and `s3_bucket`, write the
+    toolkit's result under another key, and announce it. If the announcement fails, they replace the result by an
+    error:
+
+        EXP_ID/INPUT_ID_SESSION_ID.json
+
+    The buffer drops the announcement, because results of other protocols are found by listing. The block also names
+    the model's address. An agent that reads it from its environment has one address for all sessions, and cannot be
+    run.
+    """
 
     names_key = False
 
@@ -127,3 +137,77 @@ def _error(status: int, message: str, trace: object) -> AgentResult:
 def _last(rewards: object) -> object:
     """Return the reward of a rollout: agents write a number, or a list whose last entry is the rollout's."""
     return rewards[-1] if isinstance(rewards, list) and rewards else rewards
+
+
+class AgentCoreRuntimeApp(PolledResults):
+    """Agents in `AgentCoreRuntimeApp`.
+
+    The invoke's `_config` block has `base_url`, `api_key` and `model_id`. Its `_agentcore_runtime` block starts the
+    agent in the background under an invocation id, here the session's, and later asks for the state of that
+    invocation:
+
+        {"version": 1, "operation": "start", "invocation_id": ..., "background": true}
+        {"version": 1, "operation": "get", "invocation_id": ...}
+
+    The app answers both with the state, which contains the agent's return value or its error once it has completed:
+
+        {"version": 1, "invocation_id": ..., "status": "in_progress" | "completed" | "interrupted" | "not_found", ...}
+
+    The app keeps states only in files of its container. A repeated start has no effect.
+    """
+
+    def payload(self, task: Mapping[str, Any], request: RolloutRequest) -> dict[str, Any]:
+        reserved = task.keys() & {_CONFIG, _ENVELOPE}
+        if reserved:
+            raise InvokeRejected(
+                f"the task's payload has the field {min(reserved)!r}, which the toolkit reserves: rename it"
+            )
+        endpoint = request.endpoint
+        config = {"base_url": endpoint.base_url, "model_id": endpoint.name, "api_key": endpoint.api_key}
+        return {**task, _CONFIG: config, _ENVELOPE: {**_envelope("start", request), "background": True}}
+
+    def check_accepted(self, answer: bytes, request: RolloutRequest) -> None:
+        if _status(answer, request) is None:
+            raise InvokeRejected(
+                f"the agent answered {answer[:200]!r} instead of the invocation's state: is it wrapped in "
+                "AgentCoreRuntimeApp of agentcore-rl-toolkit 0.2.0, with @app.entrypoint? For an agent in "
+                "AgentCoreRLApp, set runtime.agent_protocol=agentcore-rl-toolkit; for one in RolloutApp, omit it",
+                reason="not_a_rollout_app",
+            )
+
+    def poll(self, request: RolloutRequest) -> dict[str, Any]:
+        return {_ENVELOPE: _envelope("get", request)}
+
+    def has_ended(self, answer: bytes, request: RolloutRequest) -> bool:
+        if len(answer) >= MAX_BYTES:  # only the state of a completed invocation is so long
+            return True
+        return _status(answer, request) not in (None, "in_progress")
+
+    def read_result(self, data: bytes, max_bytes: int) -> AgentResult:
+        if len(data) >= MAX_BYTES:
+            raise ContractError(
+                "result",
+                f"has more than {MAX_BYTES // 1024} KiB, the limit of an answer: return less",
+            )
+        state = unpack(data, max_bytes)
+        if state["status"] in _ENDED:
+            return failed(Outcome.INFRA_ERROR, TERMINATED, _ENDED[state["status"]])
+        if "error" in state:
+            return failed(Outcome.AGENT_ERROR, "invocation_error", f"the agent raised: {state['error']}")
+        return classify(Returned(state.get("result")), "")
+
+
+def _envelope(operation: str, request: RolloutRequest) -> dict[str, Any]:
+    return {"version": _VERSION, "operation": operation, "invocation_id": request.session_id}
+
+
+def _status(answer: bytes, request: RolloutRequest) -> str | None:
+    """Return the status in the state of the request's invocation; None if the answer is no such state."""
+    try:
+        state = json.loads(answer)
+        if (state["version"], state["invocation_id"]) != (_VERSION, request.session_id):
+            return None
+        status = state["status"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return status if status in ("in_progress", "completed", *_ENDED) else None

@@ -14,7 +14,7 @@ import json
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypedDict, TypeVar, Unpack
@@ -22,6 +22,7 @@ from typing import Generic, TypedDict, TypeVar, Unpack
 from agent_wrapper.contract import REQUEST_FIELD, ContractError, Outcome, RolloutRequest, Trajectory
 from agent_wrapper.outcome import build_rollout, failed
 from agent_wrapper.shared.trajectory import TrajectoryUnavailable
+from rollout_backend.agent_protocols.agentcore_rl_toolkit import AgentCoreRlToolkit, AgentCoreRuntimeApp, Verl4216
 from rollout_backend.agent_protocols.base import AgentProtocol, PolledResults, WrittenResults, results_prefix
 from rollout_backend.collect.buffer import MAX_KEYS, log_defects
 from rollout_backend.collect.store import ObjectStore
@@ -36,6 +37,17 @@ _ACCEPTED = b'{"status": "accepted"}'
 _POLL_ARRIVES_S = 5.0  # a poll that a runtime receives after the session's stop would start a new container
 
 _P = TypeVar("_P", bound=AgentProtocol)
+
+_PROTOCOLS: Mapping[str, Callable[[], AgentProtocol]] = {
+    "agentcore-rl-toolkit": AgentCoreRlToolkit,
+    "agentcore-runtime-app": AgentCoreRuntimeApp,
+    "verl-4216": Verl4216,
+}
+
+
+def agent_protocol(name: str) -> AgentProtocol | None:
+    """Return the protocol that `runtime.agent_protocol` names; None for `rollout`, which needs no translation."""
+    return None if name == "rollout" else _PROTOCOLS[name]()
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ import pytest
 from agent_wrapper.contract import ContractError, Outcome
 from agent_wrapper.outcome import AgentResult
 from protocol_requests import KEY, make_request
-from rollout_backend.agent_protocols.agentcore_rl_toolkit import AgentCoreRlToolkit, Verl4216
-from rollout_backend.agent_protocols.agentcore_runtime_app import AgentCoreRuntimeApp
+from rollout_backend.agent_protocols.agentcore_rl_toolkit import AgentCoreRlToolkit, AgentCoreRuntimeApp, Verl4216
 from rollout_backend.errors import InvokeRejected
 
 TOOLKIT, VERL = AgentCoreRlToolkit(), Verl4216()

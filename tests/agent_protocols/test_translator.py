@@ -11,8 +11,7 @@ import pytest
 from agent_wrapper.contract import REQUEST_FIELD, Outcome, Rollout, RolloutRequest, Trajectory
 from agent_wrapper.shared.trajectory import TrajectoryUnavailable
 from protocol_requests import KEY, make_request
-from rollout_backend.agent_protocols.agentcore_rl_toolkit import AgentCoreRlToolkit
-from rollout_backend.agent_protocols.agentcore_runtime_app import AgentCoreRuntimeApp
+from rollout_backend.agent_protocols.agentcore_rl_toolkit import AgentCoreRlToolkit, AgentCoreRuntimeApp
 from rollout_backend.agent_protocols.translator import BucketTranslator, PollingTranslator, Translator
 from rollout_backend.collect.buffer import MAX_KEYS
 from rollout_backend.collect.store import StoredObject
