@@ -167,7 +167,12 @@ def load_renderer(model: ModelConfig) -> RendererBundle:
 
 def known_renderers() -> list[str]:
     """Return the names that `model.renderer` accepts besides the import path of a class."""
-    return sorted({*_CONFIG_BY_NAME, "chatml"})
+    return sorted(_configs())
+
+
+def _configs() -> dict[str, Any]:
+    """Return the classes of the options of each renderer."""
+    return {**_CONFIG_BY_NAME, "qwen3": _Qwen3Config, "chatml": ChatMLConfig}
 
 
 def _load_tokenizer(model: ModelConfig) -> Any:
@@ -197,10 +202,8 @@ def _has_own_code(path: Path) -> bool:
 
 def _make_renderer(tokenizer: Any, model: ModelConfig) -> tuple[Choice, Any]:
     names = _organisation_and_name(model.folder)
-    known = KnownModels(*names).exact
-    tokenizer.name_or_path = (
-        known[0] if known else tokenizer.name_or_path
-    )  # some renderers infer the model's size from it
+    if known := KnownModels(*names).exact:
+        tokenizer.name_or_path = known[0]  # some renderers infer the model's size from it
     name = model.renderer
 
     def create(name: str, options: Mapping[str, Any]) -> Any:
@@ -229,19 +232,15 @@ def _choose(tokenizer: Any, names: tuple[str, str], options: Mapping[str, Any], 
     seen = [names, options, tokenizer.chat_template, tokenizer.special_tokens_map, len(tokenizer)]
     key = repr([*seen, sorted((id, str(token)) for id, token in tokenizer.added_tokens_decoder.items())])
     if key not in _choices:
-        candidates = [name for name in _CONFIG_BY_NAME if name not in ("auto", "default")]
-        _choices[key] = choose(tokenizer, names, options, create, [*candidates, "chatml"])
+        candidates = [name for name in _configs() if name not in ("auto", "default")]
+        _choices[key] = choose(tokenizer, names, options, create, candidates)
     return _choices[key]
 
 
 def _create(name: str, tokenizer: Any, path: Path, options: Mapping[str, Any]) -> Any:
     try:
-        if name == "chatml":
-            config: Any = ChatMLConfig(**options)
-        elif name == "qwen3":
-            config = _Qwen3Config(**options)
-        elif name in _CONFIG_BY_NAME:
-            config = _CONFIG_BY_NAME[name](**options)
+        if name in _configs():
+            config: Any = _configs()[name](**options)
         elif "." in name or ":" in name:
             config = CustomRendererConfig(import_path=name, **options)
         else:
@@ -256,16 +255,11 @@ def _create(name: str, tokenizer: Any, path: Path, options: Mapping[str, Any]) -
         if not options:
             raise
         raise ConfigError(f"model.renderer_options: {name} does not take them: {error}") from None
-    if name == "chatml":
-        return ChatMLRenderer(tokenizer, config)
     if name == "default" and not tokenizer.chat_template:
         raise ConfigError(f"model.renderer: default needs a chat template, and {path} has none")
-    if name == "default":
-        return _OwnTemplate(tokenizer, config)
-    if name == "qwen3":
-        return _Qwen3(tokenizer, config)
-    if name == "deepseek-v4":
-        return _DeepSeekV4(tokenizer, config)
+    ours = {"chatml": ChatMLRenderer, "default": _OwnTemplate, "qwen3": _Qwen3, "deepseek-v4": _DeepSeekV4}
+    if name in ours:
+        return ours[name](tokenizer, config)
     with _vocabulary_of(tokenizer) if name == "gpt-oss" else nullcontext():
         return renderers.create_renderer(tokenizer, config)
 

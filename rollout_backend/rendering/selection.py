@@ -193,7 +193,7 @@ def read_calls_of(renderer: Any, turn: tuple[list[int], list[int]]) -> list[tupl
     return [(call.name, call.arguments) for call in parsed.tool_calls]
 
 
-def _render_all(tokenizer: Any, own: Any, cpu_s: float) -> _Template:
+def _render_all(tokenizer: Any, own: Any) -> _Template:
     template = _Template()
 
     def render() -> None:
@@ -211,7 +211,7 @@ def _render_all(tokenizer: Any, own: Any, cpu_s: float) -> _Template:
             template.default_system = _default_system(template.texts, tokenizer, own)
 
     try:
-        bounded(render, cpu_s)
+        bounded(render)
     except TimeoutError as error:
         template.is_slow, template.failure = True, str(error)
     return template
@@ -321,7 +321,6 @@ def choose(
     options: Mapping[str, Any],
     create: Create,
     candidates: Sequence[str],
-    cpu_s: float = TEMPLATE_CPU_S,
 ) -> Choice:
     """Select one of `candidates`, or `default` with the parser that reads the template's calls.
 
@@ -333,7 +332,7 @@ def choose(
     known = KnownModels(*names)
     template = _Template()
     if tokenizer.chat_template:
-        template = _render_all(tokenizer, create("default", options), cpu_s)
+        template = _render_all(tokenizer, create("default", options))
     if not template.texts:
         why = f"its chat template fails ({template.failure})" if template.failure else "it has no chat template"
         return Choice(
@@ -387,9 +386,7 @@ def choose(
     return Choice("default", {}, f"{why}, and no tool_parser reads its tool calls", warns=True)
 
 
-def complete(
-    tokenizer: Any, name: str, options: Mapping[str, Any], create: Create, cpu_s: float = TEMPLATE_CPU_S
-) -> Mapping[str, Any]:
+def complete(tokenizer: Any, name: str, options: Mapping[str, Any], create: Create) -> Mapping[str, Any]:
     """Return the options of a named renderer, with defaults that depend on the model taken from the chat template.
 
     Raises:
@@ -397,7 +394,7 @@ def complete(
     """
     if name in ("default", _LAST):
         try:
-            bounded(lambda: create(name, options).render_ids([_ASKED], add_generation_prompt=True), cpu_s)
+            bounded(lambda: create(name, options).render_ids([_ASKED], add_generation_prompt=True))
         except TimeoutError as error:
             raise ConfigError(f"model.path: the chat template is too slow ({error}): correct it") from None
         except Exception:
@@ -409,7 +406,7 @@ def complete(
     found = list(_variants(getattr(renderer, "config", None), options, _Template(), open_only=True))
     if not found:
         return {}
-    template = _render_all(tokenizer, create("default", {}), cpu_s)
+    template = _render_all(tokenizer, create("default", {}))
     scores = [_score(tokenizer, template, name, {}, renderer)]
     scores += [_score(tokenizer, template, name, more, create(name, {**options, **more})) for more in found]
     return min(scores, key=lambda score: score.distance).options
