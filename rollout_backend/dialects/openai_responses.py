@@ -300,7 +300,7 @@ class OpenAIResponses(Dialect):
         names_tool = choice.type in ("function", "custom")
         if names_tool and choice.name is None:
             raise refused("tool_choice.name", "is missing; name the function that must be called")
-        wanted = request.text and request.text.format
+        wanted = request.text.format if request.text else None
         tools, echo = _tools(request)
         images = ImageReader(self._images, _TEXT_ONLY)
         call = ModelCall(
@@ -311,7 +311,7 @@ class OpenAIResponses(Dialect):
             tool_choice="required" if choice.type == "function" or choice.type == "custom" else choice.type,
             tool_name=_flat_name(choice.name, choice.namespace) if names_tool and choice.name else None,
             parallel_tool_calls=request.parallel_tool_calls is not False,
-            json_schema=wanted and wire.schema_of(wanted.type, wanted.json_schema, "text.format.schema"),
+            json_schema=wire.schema_of(wanted.type, wanted.json_schema, "text.format.schema") if wanted else None,
             max_new_tokens=request.max_output_tokens,
             stream=bool(request.stream),
             sampling=wire.sampling_of(request, ("temperature", "top_p", "reasoning"))
