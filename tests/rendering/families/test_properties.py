@@ -6,24 +6,20 @@ docs/models.md says which family is exact in what.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import pytest
-from renderers import hy3
 
 from builders import assistant, function_tool, system, tool_result, user
-from rollout_backend.config import ModelConfig
+from families import FAMILIES, GEMMA, HERMES, Family
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.model_call import ModelCall
 from rollout_backend.dialects.openai_chat import OpenAIChat
 from rollout_backend.gateway.rendering_thread import RenderingThread
 from rollout_backend.gateway.sessions.conversations import Conversations
-from rollout_backend.rendering.renderer import RendererBundle, known_renderers, load_renderer
+from rollout_backend.rendering.renderer import known_renderers
 from rollout_backend.rendering.reply import StreamingParser, read_reply
 from rollout_backend.rendering.segments import Completion
-from vocabularies import tokenizer_folder
 
 WIDE = (pytest.mark.slow, pytest.mark.release)
 QUICK = ("qwen3", "qwen3.5", "glm-5", "minimax-m2", "nemotron-3", "default+qwen3.5")
@@ -34,140 +30,6 @@ TOOLS = [
     function_tool("bash", "Does bash.", command=TEXT),
 ]
 CALL = ModelCall("m", [], tools=TOOLS)
-
-
-# --- the formats ----------------------------------------------------------------------------------------------
-
-
-def _qwen(name: str, values: dict[str, str]) -> str:
-    pairs = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
-    return f"<tool_call>\n<function={name}>\n{pairs}</function>\n</tool_call>"
-
-
-def _glm(name: str, values: dict[str, str]) -> str:
-    pairs = "".join(f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>" for key, value in values.items())
-    return f"<tool_call>{name}{pairs}</tool_call>"
-
-
-def _glm_lines(name: str, values: dict[str, str]) -> str:
-    pairs = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values.items())
-    return f"<tool_call>{name}\n{pairs}</tool_call>"
-
-
-def _minimax(name: str, values: dict[str, str]) -> str:
-    pairs = "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in values.items())
-    return f'<minimax:tool_call>\n<invoke name="{name}">\n{pairs}</invoke>\n</minimax:tool_call>'
-
-
-def _hunyuan(name: str, values: dict[str, str]) -> str:
-    pairs = "".join(
-        f"{hy3._ARG_KEY}{key}{hy3._ARG_KEY_END}\n{hy3._ARG_VALUE}{value}{hy3._ARG_VALUE_END}\n"
-        for key, value in values.items()
-    )
-    call = f"{hy3._TOOL_CALL}{name}{hy3._TOOL_SEP}\n{pairs}{hy3._TOOL_CALL_END}"
-    return f"{hy3._TOOL_CALLS}\n{call}\n{hy3._TOOL_CALLS_END}"
-
-
-def _dsml(name: str, values: dict[str, str]) -> str:
-    d = "\uff5cDSML\uff5c"
-    pairs = "".join(
-        f'<{d}parameter name="{key}" string="true">{value}</{d}parameter>\n' for key, value in values.items()
-    )
-    return f'\n\n<{d}tool_calls>\n<{d}invoke name="{name}">\n{pairs}</{d}invoke>\n</{d}tool_calls>'
-
-
-def _hermes(name: str, values: dict[str, str]) -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(values)}}}\n</tool_call>'
-
-
-def _llama(name: str, values: dict[str, str]) -> str:
-    return f'{{"name": "{name}", "parameters": {json.dumps(values)}}}'
-
-
-def _gpt_oss(name: str, values: dict[str, str]) -> str:
-    head = f"<|start|>assistant to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>"
-    return f"<|end|>{head}{json.dumps(values)}"
-
-
-def _deepseek(name: str, values: dict[str, str]) -> str:
-    marks = {mark: f"<\uff5c{mark.replace(' ', chr(0x2581))}\uff5c>" for mark in (
-        "tool calls begin", "tool call begin", "tool sep", "tool call end", "tool calls end")}  # fmt: skip
-    call = f"function{marks['tool sep']}{name}\n```json\n{json.dumps(values)}\n```"
-    section = f"{marks['tool call begin']}{call}{marks['tool call end']}"
-    return f"{marks['tool calls begin']}{section}{marks['tool calls end']}"
-
-
-def _kimi(name: str, values: dict[str, str]) -> str:
-    head = f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>"
-    return f"<|tool_calls_section_begin|>{head}{json.dumps(values)}<|tool_call_end|><|tool_calls_section_end|>"
-
-
-def _gemma(name: str, values: dict[str, str]) -> str:
-    pairs = ",".join(f'{key}:<|"|>{value}<|"|>' for key, value in values.items())
-    return f"<|tool_call>call:{name}{{{pairs}}}<tool_call|>"
-
-
-def _inkling(name: str, values: dict[str, str]) -> str:
-    call = json.dumps({"name": name, "args": values})
-    return f"<|content_text|><|end_message|><|message_model|>{name}<|content_invoke_tool_json|>{call}<|end_message|>"
-
-
-@dataclass(frozen=True)
-class Family:
-    """`name` is the renderer, or `default+PARSER` for the model's own template with a tool parser."""
-
-    name: str
-    tokenizer: str
-    call: Any
-    end: str = "<|im_end|>"
-    thinks: str = ""  # how a reasoning of one word ends, if the prompt begins one
-
-    @property
-    def is_json(self) -> bool:
-        return self.call in (_hermes, _llama, _gpt_oss, _deepseek, _kimi, _inkling)
-
-    @cache  # noqa: B019  # a few families
-    def bundle(self) -> RendererBundle:
-        renderer, _, parser = self.name.partition("+")
-        options = {"tool_parser": parser} if parser else {}
-        return load_renderer(
-            ModelConfig(path=tokenizer_folder(self.tokenizer), renderer=renderer, renderer_options=options)
-        )
-
-    def ids(self, text: str) -> list[int]:
-        said = (f"t{self.thinks}" if self.thinks else "") + text + self.end
-        return list(self.bundle().tokenizer.encode(said, add_special_tokens=False))
-
-
-_THINK = "\n</think>\n\n"
-_END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
-FAMILIES = [
-    Family("qwen3", "qwen3", _hermes),
-    Family("qwen3-vl", "qwen3", _hermes),
-    Family("chatml", "qwen3", _hermes),
-    Family("default+qwen3", "qwen3", _hermes),
-    Family("default+qwen3.5", "qwen3", _qwen),
-    Family("default+glm", "glm-4.7", _glm, "<|user|>", "</think>"),
-    Family("default+deepseek-v3", "deepseek-v3", _deepseek, _END),
-    Family("prime-qwen3", "qwen3", _qwen),
-    *(Family(name, "qwen3.5", _qwen, thinks=_THINK) for name in ("qwen3.5", "qwen3.6", "qwen3.8")),
-    *(Family(name, "qwen3", _qwen, thinks=_THINK) for name in ("nemotron-3", "nemotron-3-ultra", "nemotron-3.5")),
-    Family("glm-4.5", "glm-4.5", _glm_lines, "<|observation|>", "</think>\n"),
-    *(Family(name, "glm-4.7", _glm, "<|observation|>", "</think>") for name in ("glm-5", "glm-5.1", "glm-5.3")),
-    *(Family(name, "laguna", _glm_lines, "</assistant>") for name in ("laguna-xs.2", "laguna-m.1", "laguna-xs-2.1")),
-    Family("laguna-s-2.1", "laguna", _glm_lines, "</assistant>", "</think>"),
-    Family("minimax-m2", "minimax-m2", _minimax, "[e~[", _THINK),
-    Family("hy3", "hy3", _hunyuan, hy3._EOS),
-    Family("gpt-oss", "gpt-oss", _gpt_oss, "<|call|>", ""),
-    Family("llama-3", "llama-3", _llama, "<|eot_id|>"),
-    Family("deepseek-v3", "deepseek-v3", _deepseek, _END),
-    Family("deepseek-r1", "deepseek-r1", _deepseek, _END, "</think>"),
-    Family("deepseek-v4", "deepseek-v4", _dsml, _END),
-    Family("kimi-k2", "kimi-k2", _kimi),
-    Family("kimi-k2.5", "kimi-k2", _kimi, thinks="</think>"),
-    Family("gemma4", "gemma4", _gemma, "<|tool_response>"),
-    Family("inkling", "inkling", _inkling, "<|content_model_end_sampling|>"),
-]
 
 
 def test_every_renderer_of_the_package_is_a_family_here():
@@ -245,7 +107,7 @@ def test_a_closing_tag_in_a_value_belongs_to_it(family, tag):
 
 
 def test_a_call_that_is_quoted_in_a_value_belongs_to_it(family):
-    if (family.is_json and family.call is not _hermes) or family.call is _gemma:
+    if (family.is_json and family.write is not HERMES) or family.write is GEMMA:
         pytest.skip("quoted in JSON, the tokens of this format end its call, which is then text")
     quoted = f"Like {family.call('bash', {'command': 'rm'}).strip()} this."
     assert read(family, family.call("put", {"a": quoted, "b": "2"}))[1] == [("put", {"a": quoted, "b": "2"})]
@@ -278,7 +140,7 @@ def broken(family: Family) -> dict[str, str]:
 
 
 def test_what_is_no_whole_call_is_text(family):
-    after = "" if family.is_json and family.call is not _hermes else " After."  # which the package's parser drops
+    after = "" if family.is_json and family.write is not HERMES else " After."  # which the package's parser drops
     for what, text in broken(family).items():
         reply, calls = read(family, text + after)
         assert calls == [], what
@@ -288,7 +150,7 @@ def test_what_is_no_whole_call_is_text(family):
 
 
 def test_text_around_calls_is_kept(family):
-    if family.is_json and family.call is not _hermes:
+    if family.is_json and family.write is not HERMES:
         pytest.skip("the package's parser drops it")
     one, two = family.call("bash", {"command": "ls"}), family.call("bash", {"command": "pwd"})
     reply, calls = read(family, f"Before.\n{one} Between. {two}\nAfter.")

@@ -42,7 +42,7 @@ class Agent:
 
 def gateway_of(family, bundle, engine: ScriptedEngine, **options):
     model = ModelConfig(
-        path=tokenizer_folder(family.tokenizer), renderer=family.renderer, name="m", context_length=8192, **options
+        path=tokenizer_folder(family.tokenizer), renderer=family.name, name="m", context_length=8192, **options
     )
     return make_gateway(engine.url, model, bundle or load_renderer(model), engine=engine)
 
@@ -127,7 +127,7 @@ def test_arguments_are_parsed_and_can_be_sent_back(family, bundle, start, case):
         "a surrogate": r'{"text": "\ud800"}',
         "the name of a stop token": f'{{"text": "{end[0]}\u2063{end[1:]}"}}',  # in letters: it ends nothing
     }[case]
-    if case == "a surrogate" and not family.carries_broken_json:
+    if case == "a surrogate" and not family.is_json:
         pytest.skip("this format writes strings without JSON")
     agent = start(family.say(None, "", [("write", arguments)]), family.say(None, "Done.", []))
     message = agent.ask().message
@@ -188,7 +188,7 @@ def test_a_call_cut_by_the_limit_is_text(family, start):
     ids=["comma", "open", "list", "string", "nan", "deep"],
 )
 def test_broken_arguments_are_text_and_counted(family, start, arguments):
-    if not family.carries_broken_json:
+    if not family.is_json:
         pytest.skip("this format writes arguments without JSON around them")
     text, finish = text_of_broken_call(family, start, family.say(None, "", [("add", arguments)]))
     assert finish == "stop"
