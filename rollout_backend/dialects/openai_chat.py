@@ -289,29 +289,26 @@ def _logprobs(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 class _Events(EventStream):
     def __init__(self, call: ModelCall, head: Mapping[str, Any]) -> None:
         self._include_usage: bool = call.dialect_data
-        self._n = call.n
         self._head = head
         self._calls = [0] * call.n  # tool calls written so far, by choice
-        self._logprobs = [0] * call.n
+        self._given = [0] * call.n  # logprobs
 
     def start(self, prompt_tokens: int) -> Iterator[bytes]:
-        for i in range(self._n):
+        for i in range(len(self._calls)):
             yield self._chunk(i, {"role": "assistant", "content": ""})
 
     def delta(self, delta: Delta) -> Iterator[bytes]:
-        if delta.kind == "tool_call":
-            assert delta.tool_call is not None
-            index = self._calls[delta.choice]
+        if delta.tool_call is not None:
+            call = {"index": self._calls[delta.choice], **delta.tool_call}
             self._calls[delta.choice] += 1
-            yield self._piece(delta, {"tool_calls": [{"index": index, **delta.tool_call}]})
+            yield self._chunk(delta.choice, {"tool_calls": [call]}, delta.logprobs)
         elif delta.text:
             field = "reasoning_content" if delta.kind == "reasoning" else "content"
-            yield self._piece(delta, {field: delta.text})
+            yield self._chunk(delta.choice, {field: delta.text}, delta.logprobs)
 
     def end(self, answer: Answer) -> Iterator[bytes]:
         for i, choice in enumerate(answer.choices):
-            rest = _logprobs((choice.logprobs or ())[self._logprobs[i] :])
-            yield self._chunk(i, {}, finish_reason=choice.finish_reason, logprobs=rest)
+            yield self._chunk(i, {}, (choice.logprobs or ())[self._given[i] :], choice.finish_reason)
         if self._include_usage:
             yield wire.data_event({**self._head, "choices": [], "usage": usage(answer)})
         yield b"data: [DONE]\n\n"
@@ -319,10 +316,9 @@ class _Events(EventStream):
     def failed(self, error: ApiError) -> Iterator[bytes]:
         yield wire.data_event(wire.openai_error(error))
 
-    def _piece(self, delta: Delta, said: Mapping[str, Any]) -> bytes:
-        self._logprobs[delta.choice] += len(delta.logprobs)
-        return self._chunk(delta.choice, said, logprobs=_logprobs(delta.logprobs))
-
-    def _chunk(self, index: int, delta: Mapping[str, Any], **more: Any) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+    def _chunk(
+        self, i: int, said: Mapping[str, Any], logprobs: Sequence[Mapping[str, Any]] = (), reason: str | None = None
+    ) -> bytes:
+        self._given[i] += len(logprobs)
+        choice = {"index": i, "delta": said, "logprobs": _logprobs(logprobs), "finish_reason": reason}
         return wire.data_event({**self._head, "choices": [choice]})

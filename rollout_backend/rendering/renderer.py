@@ -179,7 +179,9 @@ def _load_tokenizer(model: ModelConfig) -> Any:
     path = model.folder
     if not path.is_dir():
         raise ConfigError(f"model.path: there is no folder {path}")
-    if not model.trust_remote_code and _has_own_code(path):
+    file = path / "tokenizer_config.json"
+    has_own_code = file.is_file() and "AutoTokenizer" in json.loads(file.read_text()).get("auto_map", {})
+    if has_own_code and not model.trust_remote_code:
         raise ConfigError(
             f"model.path: the tokenizer in {path} is Python code of the model. Read it; if you trust it with "
             "this process's keys and credentials, set model.trust_remote_code=true"
@@ -193,11 +195,6 @@ def _load_tokenizer(model: ModelConfig) -> Any:
             f"model.path: {path} holds no tokenizer that loads (tokenizer.json and tokenizer_config.json are "
             f"needed): {error}"
         ) from None
-
-
-def _has_own_code(path: Path) -> bool:
-    file = path / "tokenizer_config.json"
-    return file.is_file() and "AutoTokenizer" in json.loads(file.read_text()).get("auto_map", {})
 
 
 def _make_renderer(tokenizer: Any, model: ModelConfig) -> tuple[Choice, Any]:

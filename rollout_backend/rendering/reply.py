@@ -194,8 +194,9 @@ class StreamingParser:
     @property
     def tokens_to_parse(self) -> int:
         """The number of tokens that `parse` would parse to find more deltas; 0 if it would find none."""
-        added = len(self._probe_ids) + len(self._close_ids)
-        return self._text.read + added if self._marked and self._may_parse() else 0
+        read, added = self._text.read, len(self._probe_ids) + len(self._close_ids)
+        may_parse = self._parsed_tokens + read <= _PARSES * read + _FREE_TOKENS
+        return read + added if self._marked and may_parse else 0
 
     def add(self, ids: Sequence[int]) -> list[Delta]:
         """Return the deltas that can be sent after these new ids, without work proportional to the whole reply.
@@ -239,10 +240,6 @@ class StreamingParser:
         whole = message(self._sent["text"], self._sent["reasoning"], self._calls)
         reason = "tool_calls" if self._calls and reply.finish_reason == "stop" else reply.finish_reason
         return deltas, replace(reply, message=whole, finish_reason=reason)
-
-    def _may_parse(self) -> bool:
-        tokens = self._text.read
-        return self._parsed_tokens + tokens <= _PARSES * tokens + _FREE_TOKENS
 
     def parse(self) -> list[Delta]:
         """Parse the tokens so far, return what can be sent, and determine which part later text belongs to."""
