@@ -24,6 +24,7 @@ from rollout_backend.errors import (
     OutcomeUnknown,
     PreflightError,
     QuotaExceeded,
+    RuntimeCallError,
     RuntimeConflict,
     RuntimeUnavailable,
     Throttled,
@@ -118,48 +119,22 @@ class HttpRuntime(AgentRuntime):
             raise RuntimeUnavailable(f"the agent server cannot be reached: {error}", never_opened=True) from error
         except (aiohttp.ClientError, OSError) as error:
             raise OutcomeUnknown(f"the invoke was cut off: {str(error) or type(error).__name__}") from error
-        text = f"{reply.status}: {body[:500].decode(errors='replace')}"
-        match reply.status:
-            case 200 | 202:
-                return body
-            case 429:
-                raise Throttled(text)
-            case 402:
-                raise QuotaExceeded(text)
-            case 409:
-                raise RuntimeConflict(text)
-            case 401 | 403:
-                raise InvokeRejected(text, reason="access_denied")
-            case 408 | 502 | 503 | 504:  # from a proxy in front of the server, or from an overloaded server
-                raise RuntimeUnavailable(text, refused=reply.status in (408, 503))
-            case status if 300 <= status < 400:
-                raise InvokeRejected(_redirected(reply), reason="container_error")
-            case _:
-                raise InvokeRejected(text, reason="container_error")
+        if reply.status not in (200, 202):
+            raise _to_call_error(reply, body[:500])
+        return body
 
     async def stop(self, session_id: str) -> None:
         if not self._config.can_stop:
             return
         try:
             async with self._post("/stop", session_id) as reply:
-                text = f"{reply.status}: {(await reply.content.read(500)).decode(errors='replace')}"
+                body = await reply.content.read(500)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise RuntimeUnavailable(f"the stop was not answered: {str(error) or type(error).__name__}") from error
-        match reply.status:
-            case status if status < 300 or status == 404:
-                return
-            case status if status < 400:
-                raise InvokeRejected(_redirected(reply))
-            case 429:
-                raise Throttled(text)
-            case 409:
-                raise RuntimeConflict(text)
-            case 401 | 403:
-                raise InvokeRejected(text, reason="access_denied")
-            case status if status == 408 or (status >= 500 and status != 501):
-                raise RuntimeUnavailable(text)
-            case _:
-                raise InvokeRejected(text)
+        if reply.status == 500:  # a repeated stop may succeed, unlike an invoke that the agent's code has failed
+            raise RuntimeUnavailable(f"500: {body.decode(errors='replace')}")
+        if reply.status >= 300 and reply.status != 404:
+            raise _to_call_error(reply, body)
 
     def _post(self, path: str, session_id: str, payload: bytes | None = None) -> _Post:
         headers = {SESSION_HEADER: session_id}
@@ -178,6 +153,25 @@ def _headers(config: HttpConfig) -> dict[str, str]:
 def _redirected(reply: aiohttp.ClientResponse) -> str:
     place = reply.headers.get("Location", "")[:500]
     return f"{reply.url} redirects to {place!r}: redirects are not followed, so set runtime.url to the final address"
+
+
+def _to_call_error(reply: aiohttp.ClientResponse, body: bytes) -> RuntimeCallError:
+    text = f"{reply.status}: {body.decode(errors='replace')}"
+    match reply.status:
+        case 429:
+            return Throttled(text)
+        case 402:
+            return QuotaExceeded(text)
+        case 409:
+            return RuntimeConflict(text)
+        case 401 | 403:
+            return InvokeRejected(text, reason="access_denied")
+        case 408 | 502 | 503 | 504:  # from a proxy in front of the server, or from an overloaded server
+            return RuntimeUnavailable(text, refused=reply.status in (408, 503))
+        case status if 300 <= status < 400:
+            return InvokeRejected(_redirected(reply), reason="container_error")
+        case _:
+            return InvokeRejected(text, reason="container_error")
 
 
 def _is_session_not_found(body: bytes) -> bool:
