@@ -11,7 +11,6 @@ import json
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, cast
 
@@ -141,22 +140,6 @@ def _drop_html(*, response_dict: dict[str, Any], operation_model: Any, **_: Any)
 def _log_call(*, parsed: Mapping[str, Any], model: Any, http_response: Any, **_: Any) -> None:
     code = str(parsed.get("Error", {}).get("Code", ""))
     log_call(model.service_model.signing_name, model.name, http_response.status_code, code)
-
-
-@dataclass(frozen=True)
-class CredentialsFound:
-    """The credentials used by this process's clients."""
-
-    source: str
-    temporary: bool
-    expires_at: datetime | None
-
-
-async def credentials(endpoint_url: str | None = None) -> CredentialsFound:
-    """Find this process's credentials for an endpoint. Raises one of `UNSIGNED`."""
-    found = Credentials(endpoint_url)
-    frozen = await found.get_frozen_credentials()
-    return CredentialsFound(str(found.method), frozen.token is not None, found.expires_at)
 
 
 @functools.cache

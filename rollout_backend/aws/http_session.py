@@ -63,7 +63,8 @@ class _S3Auth(_Auth, S3SigV4Auth):
     pass
 
 
-_AUTHS: dict[str, Any] = {"v4": _Auth, "s3v4": _S3Auth}
+AUTHS: dict[str, Any] = {"v4": _Auth, "s3v4": _S3Auth}
+"""The supported signature versions, by botocore's names."""
 
 
 @functools.lru_cache(maxsize=16)
@@ -82,24 +83,8 @@ def _path_and_query(kind: Any, url: str) -> tuple[str, str]:
 
 
 def authorize(request: Request, credentials: Any, version: str, service: str, region: str) -> None:
-    """Add the signature to the headers. `version` is botocore's name for a supported signature version."""
-    _AUTHS[version](credentials, service, region).add_auth(request)
-
-
-class Signer:
-    """Signs requests to one service in one region with a client's credentials, renewed as by the client."""
-
-    def __init__(self, of_client: Any, version: str, service: str, region: str) -> None:
-        """`of_client` is the client's botocore signer, `version` its name for a signature version."""
-        self.supported = version in _AUTHS
-        self._of_client = of_client
-        self._version = version
-        self._scope = (service, region)
-
-    async def sign(self, request: Request) -> None:
-        """Add the signature to the headers. Raises botocore's credential errors."""
-        found = await self._of_client.get_auth_instance(*self._scope, self._version)
-        authorize(request, found.credentials, self._version, *self._scope)
+    """Add the signature to the headers. `version` is one of `AUTHS`."""
+    AUTHS[version](credentials, service, region).add_auth(request)
 
 
 class HTTPSession(AIOHTTPSession):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Self
 
-from rollout_backend.aws.clients import client, credentials
+from rollout_backend.aws.clients import client
 
 _STRICTEST_FIRST = ("explicitDeny", "implicitDeny", "allowed")
 _STATIC = frozenset({"env", "shared-credentials-file", "config-file"})  # botocore's names for these sources
@@ -34,13 +34,14 @@ class Identity:
         """
         async with client("sts", region=region, endpoint_url=endpoint_url, retries=1) as sts:
             caller = await sts.get_caller_identity()
-        found = await credentials(endpoint_url)
+            found = sts.credentials
+            frozen = await found.get_frozen_credentials()
         return cls(
             arn=str(caller["Arn"]),
             account=str(caller["Account"]),
-            source=found.source,
-            temporary=found.temporary,
-            renewed=found.source not in _STATIC,
+            source=str(found.method),
+            temporary=frozen.token is not None,
+            renewed=found.method not in _STATIC,
             expires_at=found.expires_at,
         )
 

@@ -30,7 +30,7 @@ from botocore.serialize import create_serializer
 from multidict import CIMultiDict
 
 from rollout_backend.aws.errors import CALL_ERRORS, is_html, log_call, status_of
-from rollout_backend.aws.http_session import HTTPSession, Request, Route, Signer
+from rollout_backend.aws.http_session import AUTHS, HTTPSession, Request, Route, authorize
 
 _FINAL = (403, 404)  # statuses that aiobotocore does not retry
 
@@ -42,7 +42,8 @@ class _Template:
     endpoint: str
     headers: dict[str, str]  # except headers that depend on the arguments
     context: dict[str, Any]  # botocore's context for the signer
-    signer: Signer
+    signer: Any  # botocore's, which renews the client's credentials
+    scope: tuple[str, str, str]  # service, region and version of signatures
     route: Route
 
 
@@ -93,7 +94,7 @@ class RepeatedCall:
             template = self._template or await self._prepare(arguments)
             if isinstance(template, dict):
                 return template
-            if not template.signer.supported:
+            if template.scope[2] not in AUTHS:
                 return await self._call(arguments)
             response = await self._send(template, arguments)
             if response.status < 300:
@@ -149,7 +150,8 @@ class RepeatedCall:
             endpoint=request.url.partition("?")[0].removesuffix(given["url_path"]),
             headers={"Host": yarl.URL(request.url).host_port_subcomponent or "", **more},
             context=request.context,
-            signer=Signer(request_signer, signature_version, service, region),
+            signer=request_signer,
+            scope=(service, region, signature_version),
             route=await self._http.route(request.url),
         )
 
@@ -161,7 +163,9 @@ class RepeatedCall:
         prepare_request_dict(given, template.endpoint, context)
         headers = CIMultiDict({**template.headers, **given["headers"]})
         request = Request(given["method"], given["url"], headers, given["body"], context)
-        await template.signer.sign(request)
+        service, region, version = template.scope
+        found = await template.signer.get_auth_instance(*template.scope)
+        authorize(request, found.credentials, version, service, region)
         request.headers["amz-sdk-invocation-id"] = str(uuid4())
         request.headers["amz-sdk-request"] = "attempt=1"
         request.headers["Accept-Encoding"] = "identity"
