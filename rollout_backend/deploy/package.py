@@ -20,6 +20,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 import agent_wrapper
 from rollout_backend.child_process import find_uv, run_child
 from rollout_backend.deploy import CONSTRAINTS, INFRA
@@ -99,12 +102,9 @@ async def make_package(
 
 def requirements() -> list[str]:
     """Return the wrapper's requirements in an agent's container."""
-    found = []
-    for line in importlib.metadata.requires("rollout-backend") or []:
-        requirement, _, marker = line.partition(";")
-        if not marker or re.search(r"extra == ['\"]agent['\"]", marker):
-            found.append(requirement.strip())
-    return found
+    found = map(Requirement, importlib.metadata.requires("rollout-backend") or [])
+    wanted = (each for each in found if each.marker is None or each.marker.evaluate({"extra": "agent"}))
+    return [f"{each.name}{each.specifier}" for each in wanted]
 
 
 async def _install(folder: Path, content: Path, python: str, *, native: bool) -> None:
@@ -134,14 +134,10 @@ async def _install(folder: Path, content: Path, python: str, *, native: bool) ->
 
 def _pins(own: str) -> Iterator[str]:
     """Yield the versions of this environment, except those that the agent's requirements determine."""
-    decided = {_canonical(name) for name in re.findall(r"^\s*([A-Za-z0-9][\w.-]*)", own, flags=re.M)}
+    decided = {canonicalize_name(name) for name in re.findall(r"^\s*([A-Za-z0-9][\w.-]*)", own, flags=re.M)}
     for name, version in sorted({(each.name, each.version) for each in importlib.metadata.distributions()}):
-        if "+" not in version and _canonical(name) not in decided | {"rollout-backend"}:
+        if "+" not in version and canonicalize_name(name) not in decided | {"rollout-backend"}:
             yield f"{name}=={version}"
-
-
-def _canonical(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def copy_agent(folder: Path, content: Path) -> None:

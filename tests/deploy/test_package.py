@@ -12,8 +12,18 @@ from rollout_backend.deploy import package
 from rollout_backend.deploy.package import make_package, requirements
 from rollout_backend.errors import ConfigError
 
-SECRETS = [".env", "config/.env.local", ".aws/credentials", "tls/server.key", ".ssh/id_rsa", ".git/config"]
-WANTED = ["agent.py", "requirements.txt", "tools/search.py", "data/tasks.jsonl", "environment.py"]
+SECRETS = [
+    *(".env", ".env.local", "config/.env", ".aws/credentials", "credentials.json", "tls/server.key", "client.pem"),
+    *(".ssh/id_ed25519", "id_rsa", ".netrc", ".git/config", ".venv/bin/python"),
+]
+WANTED = [
+    "agent.py",
+    "requirements.txt",
+    "tools/search.py",
+    "prompts/system.md",
+    "data/tasks.jsonl",
+    "environment.py",
+]
 UV = """#!{python} -IS
 import pathlib, sys
 target = pathlib.Path(sys.argv[sys.argv.index("--target") + 1])
