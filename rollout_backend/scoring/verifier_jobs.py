@@ -20,6 +20,7 @@ import json
 import logging
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tenacity import wait_exponential_jitter
@@ -35,7 +36,7 @@ from rollout_backend.dispatch.call_queue import CallKind, CallQueue
 from rollout_backend.errors import RuntimeCallError
 from rollout_backend.retry import at, log_retry, retry
 from rollout_backend.runtimes.base import VerifierEnd, VerifierRuntime
-from rollout_backend.scoring.scorer import ScoreInput, Scorer, ScoringError, load_scorer
+from rollout_backend.scoring.scorer import ScoreInput, ScoringError, load_scorer
 
 log = logging.getLogger(__name__)
 
@@ -97,8 +98,7 @@ class VerifierJobs:
         try:
             async with self._slots:
                 reward = await self._verify_unless_refused(given)
-            scorer = Scorer(self._scorer.name, self._scorer.file, self._scorer.sha256, lambda given: reward)
-            return scorer.score(given).model_dump()
+            return replace(self._scorer, function=lambda given: reward).score(given).model_dump()
         except (ScoringError, RuntimeCallError, ValueError) as error:
             return {"error": str(error)}
 

@@ -24,7 +24,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 import yaml
@@ -42,8 +42,11 @@ _MAX_RETRY_AFTER_S = 60.0
 _WATCH_S = 60  # seconds until the server ends a watch; a silently dropped connection is noticed soon after
 
 
-class Credentials(Protocol):
-    """How calls are authenticated."""
+class Credentials:
+    """How calls are authenticated: by a token in the kubeconfig, or by a client certificate."""
+
+    def __init__(self, fixed: str | None) -> None:
+        self._token = fixed
 
     async def token(self, refused: str | None = None) -> str | None:
         """Return the bearer token; None if a client certificate authenticates. `refused` is a token that got a 401.
@@ -51,33 +54,23 @@ class Credentials(Protocol):
         Raises:
             NoCredentials: no token is available.
         """
-        ...
+        return self._token
 
 
-@dataclass(frozen=True)
-class FixedCredentials:
-    """A token in the kubeconfig, or a client certificate."""
-
-    value: str | None = None
-
-    async def token(self, refused: str | None = None) -> str | None:
-        return self.value
-
-
-@dataclass(frozen=True)
-class TokenFile:
+class TokenFile(Credentials):
     """A token in a file that another process replaces."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self._path = path
 
     async def token(self, refused: str | None = None) -> str | None:
         try:
-            return self.path.read_text().strip()
+            return self._path.read_text().strip()
         except OSError as error:
-            raise NoCredentials(f"the token file {self.path} cannot be read: {error}") from error
+            raise NoCredentials(f"the token file {self._path} cannot be read: {error}") from error
 
 
-class ExecPlugin:
+class ExecPlugin(Credentials):
     """A command that prints a token, such as `aws eks get-token`."""
 
     def __init__(self, spec: Mapping[str, Any], folder: Path) -> None:
@@ -86,7 +79,7 @@ class ExecPlugin:
         info = {"apiVersion": spec["apiVersion"], "kind": "ExecCredential", "spec": {"interactive": False}}
         self._env = {each["name"]: each["value"] for each in spec.get("env") or ()}
         self._env["KUBERNETES_EXEC_INFO"] = json.dumps(info)
-        self._token: str | None = None
+        super().__init__(None)
         self._expires_at = 0.0
         self._running = asyncio.Lock()
 
@@ -211,7 +204,7 @@ def _credentials(user: Mapping[str, Any], folder: Path) -> Credentials:
         return ExecPlugin(spec, folder)
     if file := user.get("tokenFile"):
         return TokenFile(folder / file)
-    return FixedCredentials(user.get("token"))
+    return Credentials(user.get("token"))
 
 
 class ApiError(Exception):

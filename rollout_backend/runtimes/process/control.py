@@ -62,8 +62,8 @@ def is_open(pipe: Path) -> bool:
 
 def stop_all(folder: Path) -> None:
     """Make every session in a folder end."""
-    for session_id in open_sessions(folder):
-        send_stop(pipe_of(folder, session_id))
+    for pipe in folder.glob("*.stop"):
+        send_stop(pipe)
 
 
 def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
