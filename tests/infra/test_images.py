@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 AGENT = ROOT / "infra" / "agent.Dockerfile"
 AGENTS = [AGENT, *sorted((ROOT / "examples").glob("*/Dockerfile"))]
 NAMES = [str(path.relative_to(ROOT)) for path in AGENTS]
-IN_PYTHON = pytest.mark.parametrize("dockerfile", [path for path in AGENTS if path.parent.name != "node_agent"])
+PYTHON_AGENTS = [path for path in AGENTS if path.parent.name != "node_agent"]
 
 
 def instructions(dockerfile: Path) -> list[list[str]]:
@@ -55,7 +55,7 @@ def test_an_examples_image_names_each_file_that_it_takes(dockerfile: Path) -> No
             assert (dockerfile.parent / path).is_file(), path
 
 
-@IN_PYTHON
+@pytest.mark.parametrize("dockerfile", PYTHON_AGENTS)
 def test_the_wrapper_is_installed_at_pinned_versions(dockerfile: Path) -> None:
     taken = {path: target for paths, target in copies(dockerfile, "wrapper") for path in paths}
     assert set(taken) == {"pyproject.toml", "README.md", "constraints/agent.txt", "agent_wrapper"}
@@ -66,7 +66,9 @@ def test_the_wrapper_is_installed_at_pinned_versions(dockerfile: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@IN_PYTHON
+@pytest.mark.parametrize(
+    "dockerfile", [AGENT, *(pytest.param(path, marks=pytest.mark.release) for path in PYTHON_AGENTS[1:])]
+)
 def test_the_installs_of_an_agents_image_work(dockerfile: Path, tmp_path: Path) -> None:
     """The pip lines of a Dockerfile, in a new environment; then pytest and the agent's import."""
     environment, wrapper = tmp_path / "venv", tmp_path / "wrapper"

@@ -50,6 +50,7 @@ def test_the_lock_resolves_and_is_up_to_date(engine: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_without_the_overrides_verl_and_its_sglang_cannot_be_installed_together(tmp_path: Path) -> None:
     """Once this resolves, trainer-overrides.txt has served its time."""
     done = resolve(tmp_path / "requirements.txt", "sglang", "--override", "infra/trainer-overrides.txt")

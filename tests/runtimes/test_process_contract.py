@@ -160,6 +160,12 @@ class TestRayRuntime(RuntimeContract):
     def _in_cluster(self, cluster: Any) -> None:
         self.address = cluster.address
 
+    @pytest.mark.parametrize("turns", [0, 30])
+    def test_an_invoke_that_is_cancelled_leaks_nothing_once_its_session_is_stopped(
+        self, tmp_path: Path, turns: int
+    ) -> None:
+        super().test_an_invoke_that_is_cancelled_leaks_nothing_once_its_session_is_stopped(tmp_path, turns)
+
     @asynccontextmanager
     async def serve(self, folder: Path) -> AsyncIterator[Service]:
         service = RayService(folder, self.address)
