@@ -50,7 +50,6 @@ class Artifacts:
 
     def __init__(self) -> None:
         self._files: dict[str, bytes] = {}
-        self._listed: list[Artifact] = []  # the same files, as the result lists them
         self._lock = threading.Lock()
 
     def add(self, name: str, content: bytes | str | Path) -> None:
@@ -73,7 +72,7 @@ class Artifacts:
                 f"{name!r} has {len(data)} bytes, more than the {MAX_ARTIFACT_BYTES} of all artifacts"
             )
         try:
-            artifact = Artifact.of(name, data)
+            Artifact.of(name, data)
         except ContractError:
             raise ArtifactError(
                 f"{name!r} cannot be an artifact's name: use up to 128 letters, digits, '.', '_' and '-', and begin "
@@ -88,7 +87,6 @@ class Artifacts:
             if total > MAX_ARTIFACT_BYTES:
                 raise ArtifactError(f"with {name!r} the artifacts have {total} bytes, more than {MAX_ARTIFACT_BYTES}")
             self._files[name] = data
-            self._listed.append(artifact)
 
     def __bool__(self) -> bool:
         return bool(self._files)
@@ -96,7 +94,7 @@ class Artifacts:
     def listed(self) -> tuple[Artifact, ...]:
         """Return the entries for the result."""
         with self._lock:
-            return tuple(self._listed)
+            return tuple(Artifact.of(name, data) for name, data in self._files.items())
 
     def pack(self) -> bytes:
         """Return the object that holds all artifacts."""

@@ -56,6 +56,7 @@ _DEFINITION = (
 )
 _MICROVM_S, _INSTANCE_S = 28_800, 1_209_600  # maximum lifetime of a session
 _MAX_ENDPOINTS, _MAX_TAGS = 10, 50
+_DEFAULT = "DEFAULT"  # the endpoint that every runtime has
 _TRANSITIONS = ("CREATING", "UPDATING", "DELETING")
 
 
@@ -79,7 +80,7 @@ class ControlLimits(BaseModel, frozen=True, extra="forbid"):
 
 @dataclass
 class EndpointRecord:
-    """A named endpoint. `target` is the version that it is set to, `live` the version that it serves."""
+    """An endpoint. `target` is the version that it is set to, `live` the version that it serves."""
 
     name: str
     target: int
@@ -90,7 +91,7 @@ class EndpointRecord:
 
 @dataclass
 class RuntimeRecord:
-    """One runtime. `definition` belongs to its newest version; `live` is the version that DEFAULT serves."""
+    """One runtime. `definition` belongs to its newest version."""
 
     arn: str
     definition: dict[str, Any]
@@ -98,10 +99,9 @@ class RuntimeRecord:
     visible_at: float = 0.0  # on the monotonic clock
     status: str = "CREATING"
     version: int = 1
-    live: int | None = None
     versions: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Definition of each version that became ready."""
-    endpoints: dict[str, EndpointRecord] = field(default_factory=dict)
+    endpoints: dict[str, EndpointRecord] = field(default_factory=lambda: {_DEFAULT: EndpointRecord(_DEFAULT, 1)})
     why: str = ""
     made: str = field(default_factory=lambda: _now())
     changed: str = field(default_factory=lambda: _now())
@@ -118,11 +118,15 @@ class RuntimeRecord:
         self.why, self.status = "", "READY"
         self.versions[self.version] = self.definition
 
-    def served(self, endpoint: str) -> dict[str, Any] | None:
+    def go_live(self, version: int) -> None:
+        """Let the endpoint DEFAULT serve a version."""
+        default = self.endpoints[_DEFAULT]
+        default.live, default.status = version, "READY" if default.target == version else "UPDATING"
+
+    def served(self, name: str) -> dict[str, Any] | None:
         """Return the definition that an endpoint serves, or None."""
-        named = self.endpoints.get(endpoint)
-        version = self.live if endpoint == "DEFAULT" else named.live if named is not None else None
-        return self.versions[version] if version is not None else None
+        endpoint = self.endpoints.get(name)
+        return self.versions[endpoint.live] if endpoint is not None and endpoint.live is not None else None
 
 
 class ControlPlane:
@@ -177,7 +181,7 @@ class ControlPlane:
         """Add a runtime that is ready from the start."""
         record = self.runtimes[arn] = RuntimeRecord(arn, definition)
         record.be_ready()
-        record.live = record.version
+        record.go_live(record.version)
         return record
 
     async def close(self) -> None:
@@ -217,6 +221,8 @@ class ControlPlane:
             raise ServiceError("ConflictException", f"Agent {record.id} is {record.status}")
         record.definition, record.version = definition, record.version + 1
         record.status, record.changed = "UPDATING", _now()
+        default = record.endpoints[_DEFAULT]
+        default.target, default.status = record.version, "CREATING" if default.live is None else "UPDATING"
         self._begin(self._become_ready(record, "UPDATE_FAILED"))
         return JSONResponse(_brief(record), 202)
 
@@ -224,8 +230,8 @@ class ControlPlane:
         record = self._named(request)
         if record.status in _TRANSITIONS:
             raise ServiceError("ConflictException", f"Agent {record.id} is {record.status}")
-        if record.endpoints:
-            raise ServiceError("ConflictException", f"Agent {record.id} has endpoints {sorted(record.endpoints)}")
+        if named := sorted(record.endpoints.keys() - {_DEFAULT}):
+            raise ServiceError("ConflictException", f"Agent {record.id} has endpoints {named}")
         if self._limits.keeps_runtimes_with_sessions and self._sessions_of(record.arn):
             raise ServiceError("ConflictException", f"Agent {record.id} has open sessions")
         record.status = "DELETING"
@@ -254,28 +260,25 @@ class ControlPlane:
 
     async def _list_endpoints(self, request: Request) -> Response:
         record = self._named(request)
-        named = [_named_endpoint(record, endpoint) for endpoint in record.endpoints.values()]
-        return JSONResponse({"runtimeEndpoints": [_endpoint(record), *named]})
+        return JSONResponse({"runtimeEndpoints": [_endpoint(record, each) for each in record.endpoints.values()]})
 
     async def _get_endpoint(self, request: Request) -> Response:
         record = self._named(request)
-        if request.path_params["name"] == "DEFAULT":
-            return JSONResponse(_endpoint(record))
-        return JSONResponse(_named_endpoint(record, self._endpoint_of(record, request)))
+        return JSONResponse(_endpoint(record, self._endpoint_of(record, request)))
 
     async def _create_endpoint(self, request: Request) -> Response:
         asked = await self._body(request)
         record, name = self._named(request), asked.get("name", "")
         if not re.fullmatch(_NAME, name):
             raise ServiceError("ValidationException", f"name {name!r} does not match {_NAME}")
-        if name == "DEFAULT" or name in record.endpoints:
+        if name in record.endpoints:
             raise ServiceError("ConflictException", f"An endpoint with the name {name} already exists")
-        if len(record.endpoints) + 1 >= _MAX_ENDPOINTS:
+        if len(record.endpoints) >= _MAX_ENDPOINTS:
             raise ServiceError("ServiceQuotaExceededException", f"Agent {record.id} has {_MAX_ENDPOINTS} endpoints")
         endpoint = EndpointRecord(name, self._version(record, asked))
         record.endpoints[name] = endpoint
         self._begin(self._serve_endpoint(record, endpoint))
-        return JSONResponse(_named_endpoint(record, endpoint), 202)
+        return JSONResponse(_endpoint(record, endpoint), 202)
 
     async def _update_endpoint(self, request: Request) -> Response:
         asked = await self._body(request)
@@ -285,7 +288,7 @@ class ControlPlane:
             raise ServiceError("ConflictException", f"Endpoint {endpoint.name} is {endpoint.status}")
         endpoint.target, endpoint.status = self._version(record, asked), "UPDATING"
         self._begin(self._serve_endpoint(record, endpoint))
-        return JSONResponse(_named_endpoint(record, endpoint), 202)
+        return JSONResponse(_endpoint(record, endpoint), 202)
 
     async def _delete_endpoint(self, request: Request) -> Response:
         record = self._named(request)
@@ -298,7 +301,7 @@ class ControlPlane:
 
     def _endpoint_of(self, record: RuntimeRecord, request: Request) -> EndpointRecord:
         name = request.path_params["name"]
-        if name not in record.endpoints:
+        if name not in record.endpoints or (name == _DEFAULT and request.method != "GET"):
             raise ServiceError("ResourceNotFoundException", f"No endpoint {name}")
         return record.endpoints[name]
 
@@ -342,21 +345,20 @@ class ControlPlane:
         await asyncio.sleep(self._limits.transition_s)
         record.changed = _now()
         artifact = record.definition["agentRuntimeArtifact"]
-        if code := artifact.get("codeConfiguration"):
-            try:
+        try:
+            if code := artifact.get("codeConfiguration"):
                 await self._code.install(code)
-            except BuildFailed as error:
-                record.why, record.status = str(error), failed
-                return
-        elif (image := artifact["containerConfiguration"]["containerUri"]) not in self._images:
-            record.why = f"The specified image identifier does not exist: {image}"
-            record.status = failed
+            elif (image := artifact["containerConfiguration"]["containerUri"]) not in self._images:
+                raise BuildFailed(f"The specified image identifier does not exist: {image}")
+        except BuildFailed as error:
+            record.why, record.status = str(error), failed
+            record.endpoints[_DEFAULT].status = "READY"
             return
         record.be_ready()
         version = record.version
         await asyncio.sleep(self._limits.transition_s / 2)  # the endpoint changes later
-        record.live = version
-        await self._on_live(record, "DEFAULT")
+        record.go_live(version)
+        await self._on_live(record, _DEFAULT)
 
     async def _serve_endpoint(self, record: RuntimeRecord, endpoint: EndpointRecord) -> None:
         await asyncio.sleep(self._limits.transition_s)
@@ -375,7 +377,7 @@ class ControlPlane:
             record.status, record.why = "DELETE_FAILED", "The network interfaces could not be released"
             return
         del self.runtimes[record.arn]
-        await self._on_gone(record, "DEFAULT")
+        await self._on_gone(record, _DEFAULT)
 
     def _admit(self, request: Request) -> None:
         check_signed(request, self._access_key)
@@ -442,22 +444,7 @@ def _brief(record: RuntimeRecord) -> dict[str, Any]:
     }
 
 
-def _endpoint(record: RuntimeRecord) -> dict[str, Any]:
-    behind = record.live != record.version and not record.status.endswith("_FAILED")
-    return {
-        "name": "DEFAULT",
-        "id": "DEFAULT-0123456789",
-        "agentRuntimeArn": record.arn,
-        "agentRuntimeEndpointArn": f"{record.arn}/runtime-endpoint/DEFAULT",
-        "status": ("CREATING" if record.live is None else "UPDATING") if behind else "READY",
-        "targetVersion": str(record.version),
-        **({"liveVersion": str(record.live)} if record.live is not None else {}),
-        "createdAt": record.made,
-        "lastUpdatedAt": record.changed,
-    }
-
-
-def _named_endpoint(record: RuntimeRecord, endpoint: EndpointRecord) -> dict[str, Any]:
+def _endpoint(record: RuntimeRecord, endpoint: EndpointRecord) -> dict[str, Any]:
     return {
         "name": endpoint.name,
         "endpointName": endpoint.name,  # the name in CreateAgentRuntimeEndpoint
