@@ -1,5 +1,6 @@
 import asyncio
 import json
+import os
 import signal
 import socket
 import stat
@@ -11,7 +12,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import aioboto3
-import aiohttp
 import boto3
 import httpx
 import pytest
@@ -20,7 +20,7 @@ from botocore.exceptions import ClientError
 from builders import eventually, processes_with
 from rollout_backend import aws
 from rollout_backend.config import load_config
-from rollout_backend.errors import ConfigError, StartupError
+from rollout_backend.errors import CloudLost, ConfigError, StartupError
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.runtimes.base import open_runtime
 
@@ -88,6 +88,9 @@ async def test_cloud_leaves_no_process(app, tmp_path, mark):
         assert [(s["id"], s["pid"], s["status"]) for s in state["sessions"]] == [(SESSION, seen["pid"], "Healthy")]
         assert state["counters"]["started"] == 1
         assert seen["pid"] in processes_with(f"MARK={mark}")
+        os.kill(cloud.storage.process.pid, signal.SIGKILL)
+        with pytest.raises(CloudLost, match=r"^moto \(local S3 and SQS\) ended with code -9, so this run cannot"):
+            await cloud.wait_lost()
         await cloud.stop()  # idempotent
     assert not processes_with(f"MARK={mark}")
     assert log == str(run_dir / "sessions" / f"{SESSION}.log")
@@ -154,39 +157,6 @@ def test_a_write_whose_body_is_cut_stores_nothing(storage, run_id):
     assert httpx.get(f"{storage.endpoint_url}{path}", timeout=60).status_code == 404
 
 
-async def test_only_the_url_of_the_cloud_lets_a_caller_run_code(app, tmp_path):
-    """Every user of the machine can reach its ports, and sign with any credentials."""
-    async with LocalCloud(app, run_dir=tmp_path) as cloud:
-        settings = cloud.settings()["runtime"]
-        port, _, secret = settings["endpoint_url"].rpartition("/")
-        runtime = {
-            "agentRuntimeName": "other",
-            "roleArn": cloud.runtime.role,
-            "networkConfiguration": {"networkMode": "PUBLIC"},
-            "agentRuntimeArtifact": {"containerConfiguration": {"containerUri": cloud.runtime.image}},
-        }
-        session = {"agentRuntimeArn": settings["arn"], "runtimeSessionId": SESSION}
-        for guess in (port, f"{port}/{'0' * len(secret)}"):
-            async with (
-                client("bedrock-agentcore-control", cloud, guess) as control,
-                client("bedrock-agentcore", cloud, guess) as agentcore,
-                aiohttp.ClientSession() as http,
-                http.get(f"{guess}/_local/sessions") as sessions,
-            ):
-                assert sessions.status == 404
-                for call in (
-                    control.create_agent_runtime(**runtime),
-                    control.list_agent_runtimes(),
-                    agentcore.invoke_agent_runtime(**session, payload=b"{}"),
-                    agentcore.stop_runtime_session(**session),
-                ):
-                    with pytest.raises(ClientError) as refused:
-                        await call
-                    assert refused.value.response["ResponseMetadata"]["HTTPStatusCode"] == 404
-        assert (await cloud.sessions())["counters"]["started"] == 0
-        assert (await invoke(cloud))["calls"] == 1
-
-
 async def test_a_cloud_serves_its_own_user_only(app, tmp_path, monkeypatch):
     """Every user of the machine reaches its ports. This user's clients need no credentials in the environment, so
     settings of `rollout deploy --local` work in any program, and send real credentials nowhere."""
@@ -209,22 +179,38 @@ async def test_a_cloud_serves_its_own_user_only(app, tmp_path, monkeypatch):
         def read(path: str) -> int:
             return httpx.get(path, timeout=120).status_code
 
-        def of_others(keys: dict[str, str]) -> Iterator[Callable[[], object]]:
+        def of_others(keys: dict[str, str], runtime_url: str) -> Iterator[Callable[[], object]]:
+            agentcore, control = (
+                boto3.client(name, "us-east-1", endpoint_url=runtime_url, **keys)
+                for name in ("bedrock-agentcore", "bedrock-agentcore-control")
+            )
+            yield lambda: agentcore.invoke_agent_runtime(**session, payload=b"{}")
+            yield lambda: agentcore.stop_runtime_session(**session)
+            yield control.list_agent_runtimes
+
+        def of_others_at_storage(keys: dict[str, str]) -> Iterator[Callable[[], object]]:
             s3, sqs = (boto3.client(name, "us-east-1", endpoint_url=url, **keys) for name in ("s3", "sqs"))
             yield lambda: s3.put_object(Bucket=cloud.storage.bucket, Key="code.zip", Body=b"")
             yield sqs.list_queues
-            agentcore = boto3.client("bedrock-agentcore", "us-east-1", endpoint_url=place["endpoint_url"], **keys)
-            yield lambda: agentcore.invoke_agent_runtime(**session, payload=b"{}")
-            yield lambda: agentcore.stop_runtime_session(**session)
+
+        async def refused(calls: Iterator[Callable[[], object]], status: int) -> None:
+            for call in calls:
+                with pytest.raises(ClientError) as refused:
+                    await asyncio.to_thread(call)
+                assert refused.value.response["ResponseMetadata"]["HTTPStatusCode"] == status
 
         assert await asyncio.to_thread(read, signed) == 200
         for path in ("", "/rollouts/key", "/moto-api/data.json", "/rollouts/key?X-Amz-Credential=other%2F2026"):
             assert await asyncio.to_thread(read, f"{url}{path}") == 403
         for keys in ({}, {"aws_access_key_id": "local", "aws_secret_access_key": "local"}):
-            for call in of_others(keys):
-                with pytest.raises(ClientError) as refused:
-                    await asyncio.to_thread(call)
-                assert refused.value.response["ResponseMetadata"]["HTTPStatusCode"] == 403
+            await refused(of_others_at_storage(keys), 403)
+            await refused(of_others(keys, place["endpoint_url"]), 403)
+        port, _, secret = place["endpoint_url"].rpartition("/")
+        own = {"aws_access_key_id": cloud.storage.access_key, "aws_secret_access_key": "local"}
+        for guess in (port, f"{port}/{'0' * len(secret)}"):
+            assert await asyncio.to_thread(read, f"{guess}/_local/sessions") == 404
+            await refused(of_others(own, guess), 404)
+        assert (await cloud.sessions())["counters"]["started"] == 1
         files = [*(tmp_path / "cache" / "local-keys").iterdir()]
         assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [0o600, 0o600]
     assert not [*(tmp_path / "cache" / "local-keys").iterdir()]
