@@ -14,7 +14,7 @@ import pytest
 from agent_wrapper import AgentFailure, CommandError, CommandNotStarted, RolloutContext
 from agent_wrapper.contract import Outcome, unpack_artifacts
 from agent_wrapper.errors import RewardError
-from agent_wrapper.exec import make_app, parse_arguments
+from agent_wrapper.exec import parse_arguments
 from agent_wrapper.outcome import classify
 from agent_wrapper.runner import Raised
 from agent_wrapper.shared.workspace import WORKSPACE, pack_folder, unpack_folder
@@ -314,23 +314,3 @@ def test_a_verifier_that_fails_is_an_infrastructure_failure(verifier, message):
     outcome, found = ending("--reward", "stdout", *timeout, "--verifier", verifier, "--", "true")
     assert outcome == (Outcome.INFRA_ERROR, "verifier_failed")
     assert message in found
-
-
-# --- whole rollouts ---------------------------------------------------------------------------------------
-
-SOLVE = """
-import json, os, sys, urllib.request
-body = {"model": os.environ["ANTHROPIC_MODEL"], "messages": [{"role": "user", "content": sys.argv[1]}]}
-headers = {"Authorization": "Bearer " + os.environ["CODEX_API_KEY"], "Content-Type": "application/json"}
-url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
-    print(json.load(answer)["choices"][0]["message"]["content"])
-"""
-SCORED = ["--reward", "stdout", "--verifier", 'sh -c \'grep -cx "$1" "$ROLLOUT_OUTPUT_FILE"\' - {payload.answer}']
-
-
-def test_a_rollout_of_a_command_holds_its_tokens_and_the_verifiers_reward(run_agent):
-    app = make_app(parse_arguments([*SCORED, "--", sys.executable, "-c", SOLVE, "{payload.question}"]))
-    rollout = run_agent(app, PAYLOAD, replies=["4"])
-    assert (rollout.reward, len(rollout.segments), rollout.sampled_tokens) == (1.0, 1, 2)
-    assert [message["content"] for message in rollout.segments[0].messages] == ["2 + 2?", "4"]

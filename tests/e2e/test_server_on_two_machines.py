@@ -1,7 +1,5 @@
 """A real SGLang server on two machines of Ray's test cluster, one pipeline stage on each, on the CPU."""
 
-import os
-import subprocess
 from pathlib import Path
 
 import httpx
@@ -12,19 +10,14 @@ from ray_cluster import machine, ray_machines
 from rollout_backend.serving.engine_fleet import EngineFleet
 from rollout_backend.serving.install import find_engine
 from rollout_backend.testing.forward_pass import reference_logprobs
+from tiny_engine import make_models
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.release, pytest.mark.timeout(600)]
-
-MAKE = (
-    "import sys; from pathlib import Path; from rollout_backend.local.tiny_model import make_tiny_model\n"
-    "make_tiny_model(Path(sys.argv[1]), tied=False)"
-)
 
 
 async def test_one_server_computes_on_two_machines(repository: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
-    env = {**os.environ, "PYTHONPATH": str(repository)}
-    subprocess.run([find_engine(), "-c", MAKE, model], env=env, check=True, capture_output=True)
+    make_models(find_engine(), repository, model, options="heads=4, tied=False")
     config = run_config(
         model={"path": str(model), "renderer": "chatml"},
         serving={

@@ -13,8 +13,6 @@ from textwrap import dedent
 import pytest
 
 from agent_wrapper.contract import Rollout
-from rollout_backend.config import load_config
-from rollout_backend.core.harbor import VERIFIER
 from rollout_backend.core.tasks import read_tasks
 from rollout_backend.local.cloud import LocalRuntime, LocalStorage
 from rollout_backend.local.control_plane import ControlLimits
@@ -27,7 +25,7 @@ from tests.emulators.kubernetes_images import FolderImage, can_make_containers
 from token_exact import is_token_exact, recorded_calls
 
 MODEL = f"model={{path: {BYTE_MODEL}, renderer: chatml, context_length: 32768}}"
-FIXED, GIVEN_UP = "chunks", "clamp"  # the first two tasks
+GIVEN_UP = "clamp"  # the second task
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +48,6 @@ def test_each_of_the_ten_tasks_has_one_bug_that_its_hidden_tests_find(made, tmp_
         assert passes(bug.code.replace(bug.wrong, bug.right), bug.name, bug.cases), bug.name
         if bug.name != "gcd":  # does not end
             assert not passes(bug.code, bug.name, bug.cases), bug.name
-
-
-def test_the_settings_are_valid(examples):
-    settings = load_config(examples / "swe_agent" / "config.yaml", env={})
-    assert (settings.runtime.kind, settings.scoring.function) == ("process", VERIFIER)
-    settings = load_config(examples / "swe_agent" / "agentcore.yaml", env={})
-    assert (settings.runtime.kind, settings.scoring.function) == ("agentcore", VERIFIER)
 
 
 def script(bugs):
@@ -213,7 +204,7 @@ async def test_the_ten_tasks_as_processes_and_on_kubernetes_sample_the_same_toke
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_the_ten_tasks_in_two_images_on_agentcore(examples, made, tmp_path, storage, local_keys):
+async def test_four_tasks_in_two_images_on_agentcore(examples, made, tmp_path, storage, local_keys):
     made.make_tasks(tmp_path / "tasks")
     found, folders = {}, {}
     for i, task in enumerate(sorted((tmp_path / "tasks").iterdir())):
@@ -240,11 +231,11 @@ async def test_the_ten_tasks_in_two_images_on_agentcore(examples, made, tmp_path
         )
         async with local:
             argv = on_agentcore(examples / "swe_agent", engine, local, storage)
-            records = await run(argv, tmp_path, examples.parent, 10, **storage.environ)
+            records = await run(argv, tmp_path, examples.parent, 4, **storage.environ)
             async with control_client("us-east-1", local.endpoint_url) as client:
                 names = [each["agentRuntimeName"] async for each in list_runtimes(client)]
             sessions = await local.sessions()
     check_run(records, tmp_path, engine, made.BUGS)
     assert len([each for each in names if each.startswith("rollout_agent_")]) == len(found) == 2
     assert sessions["sessions"] == []
-    assert sessions["counters"]["started"] == 10
+    assert sessions["counters"]["started"] == 4

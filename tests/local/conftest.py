@@ -14,6 +14,7 @@ import pytest
 from botocore.config import Config
 
 from agent_servers import serve_emulator
+from builders import session_id
 from rollout_backend.local.agentcore_emulator import AgentCoreEmulator
 from rollout_backend.local.session_pool import EmulatorLimits
 
@@ -111,7 +112,7 @@ class Runtime:
     async def invoke(self, session: str, payload: bytes = b"{}", **more: Any) -> dict[str, Any]:
         """An answer with its body."""
         answer = await self.client.invoke_agent_runtime(
-            agentRuntimeArn=ARN, runtimeSessionId=sid(session), payload=payload, **more
+            agentRuntimeArn=ARN, runtimeSessionId=session_id(session), payload=payload, **more
         )
         answer["body"] = await answer["response"].read()
         return dict(answer)
@@ -121,7 +122,7 @@ class Runtime:
         return json.loads((await self.invoke(session, payload, **more))["body"])
 
     async def stop(self, session: str) -> dict[str, Any]:
-        return dict(await self.client.stop_runtime_session(agentRuntimeArn=ARN, runtimeSessionId=sid(session)))
+        return dict(await self.client.stop_runtime_session(agentRuntimeArn=ARN, runtimeSessionId=session_id(session)))
 
     @property
     def counters(self) -> dict[str, int]:
@@ -139,10 +140,6 @@ class Runtime:
     def pass_time(self, seconds: float) -> None:
         """Let the emulator's clock jump."""
         self._clock.ahead_s += seconds
-
-
-def sid(name: str) -> str:
-    return f"{name}-{'0' * 40}"[:40]
 
 
 @pytest.fixture

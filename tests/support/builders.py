@@ -83,6 +83,11 @@ def session_of(shard: int, nth: int = 0) -> str:
     return [name for name in (f"session-{i}" for i in range(100)) if shard_of(name, 2) == shard][nth]
 
 
+def session_id(name: str) -> str:
+    """Return an id that AgentCore accepts, which has 33 characters at least."""
+    return f"{name}-{'0' * 40}"[:40]
+
+
 def listens(host: str, port: int) -> bool:
     """Return whether a server accepts connections at this address."""
     with socket.socket() as probe:

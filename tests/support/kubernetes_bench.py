@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_wrapper.contract import PAYLOAD_VARIABLE, REQUEST_FIELD
+from protocol_requests import make_request
 from rollout_backend.config import KubernetesConfig
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.runtimes.kubernetes.runtime import KubernetesRuntime
@@ -91,20 +92,8 @@ class Bench:
 
 def request_block(session_id: str) -> dict[str, Any]:
     """Return the request of an attempt, as plain values."""
-    return {
-        "run_id": "run",
-        "step": 0,
-        "task_id": "task",
-        "rollout_id": "task.0",
-        "attempt": 1,
-        "session_id": session_id,
-        "endpoint": {"base_url": "http://g/v1", "api_key": "secret", "name": "m", "trajectory_url": "http://g/t"},
-        "sampling": {},
-        "deadline": time.time() + 600,
-        "remaining_s": 60,
-        "publish_grace_s": 30,
-        "result": {"bucket": "b"},
-    }
+    times = {"deadline": time.time() + 600, "remaining_s": 60, "publish_grace_s": 30}
+    return make_request(run_id="run", session_id=session_id, **times).model_dump(mode="json")
 
 
 def payload(session_id: str, **more: Any) -> bytes:

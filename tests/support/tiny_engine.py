@@ -19,7 +19,7 @@ from rollout_backend.results.step_report import StepResult
 
 _MAKE = (
     "import sys; from pathlib import Path; from rollout_backend.local.tiny_model import make_tiny_model\n"
-    "for seed, folder in enumerate(sys.argv[1:]): make_tiny_model(Path(folder), seed, heads=2)"
+    "for seed, folder in enumerate(sys.argv[1:]): make_tiny_model(Path(folder), seed, {})"
 )
 
 _RUNNING: dict[EngineName, tuple[str, str]] = {
@@ -42,10 +42,10 @@ def cpu_config(cloud: LocalCloud, model: Path, output: Path, *overrides: str, **
     return load_config(base=base, overrides=overrides, env={}, top=cloud.settings())
 
 
-def make_models(python: Path, repository: Path, *folders: Path) -> None:
+def make_models(python: Path, repository: Path, *folders: Path, options: str = "heads=2") -> None:
     """Make a model in each folder, with other weights; `python` is an engine's interpreter."""
     env = {**os.environ, "PYTHONPATH": str(repository)}
-    subprocess.run([str(python), "-c", _MAKE, *map(str, folders)], env=env, check=True)
+    subprocess.run([str(python), "-c", _MAKE.format(options), *map(str, folders)], env=env, check=True)
 
 
 def engine_url(manager: RolloutManager) -> str:
