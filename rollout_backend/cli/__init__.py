@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.logging import RichHandler
 
-from rollout_backend.cli.common import console, errors
+from rollout_backend.cli.common import as_command, console, errors
 from rollout_backend.cli.demo import demo
 from rollout_backend.cli.deploy import deploy, down, infra
 from rollout_backend.cli.dev import dev, init
@@ -51,11 +51,11 @@ for command in (
     rescore,
     serve,
 ):
-    app.command()(command)
+    app.command()(as_command(command))
 app.command("relay", rich_help_panel="Advanced")(relay)
-app.command(rich_help_panel="Advanced")(infra)
+app.command(rich_help_panel="Advanced")(as_command(infra))
 engine_app = typer.Typer(no_args_is_help=True, help="Install an engine for machines without a GPU.")
-engine_app.command("install")(engine_install)
+engine_app.command("install")(as_command(engine_install))
 app.add_typer(engine_app, name="engine")
 
 

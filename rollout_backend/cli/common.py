@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import glob
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 from rich.console import Console
@@ -23,9 +24,9 @@ from rollout_backend.results.terminal.keys import restore_terminals
 
 if TYPE_CHECKING:
     from rollout_backend.core.tasks import Task
-    from rollout_backend.deploy.target import Target
     from rollout_backend.results.terminal.run_output import RunOutput
 
+_P = ParamSpec("_P")
 _PIPE_WIDTH = 1000  # a pipe has no width, and tools that read it need whole lines
 
 
@@ -101,7 +102,7 @@ Stack = Annotated[
 ]
 
 
-def load_settings(config: Path | None, overrides: Sequence[str], stack: str | None) -> RolloutConfig:
+async def load_settings(config: Path | None, overrides: Sequence[str], stack: str | None) -> RolloutConfig:
     """Read the settings of a run. Those of a stack replace the file's, and the overrides replace both.
 
     Raises:
@@ -112,10 +113,7 @@ def load_settings(config: Path | None, overrides: Sequence[str], stack: str | No
         return load_config(config, overrides)
     from rollout_backend.deploy.target import find_deployed, read_stack
 
-    async def read() -> Target:
-        return await find_deployed(await read_stack(stack))
-
-    top = asyncio.run(read()).settings()
+    top = (await find_deployed(await read_stack(stack))).settings()
     merge_overrides(top, overrides)
     return load_config(config, top=top)
 
@@ -167,6 +165,22 @@ def find_run(name: str | None) -> Path:
     if not found:
         raise ConfigError(f"there is no run {name!r}: {(RUNS / name).absolute()} is no folder")
     return found[0]
+
+
+def as_command(function: Callable[_P, object]) -> Callable[_P, None]:
+    """Return a function for the command line: it prints this package's errors and exits with their codes.
+
+    A coroutine runs in an event loop; its result is the exit code.
+    """
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **options: _P.kwargs) -> None:
+        with exit_codes():
+            work = function(*args, **options)
+            if asyncio.iscoroutine(work):
+                run_async(work)
+
+    return run
 
 
 def run_async(work: Coroutine[Any, Any, int]) -> None:

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from rollout_backend.cli.common import Json, Overrides, Quiet, Verbose, console, exit_codes, run_async, run_output
+from rollout_backend.cli.common import Json, Overrides, Quiet, Verbose, console, run_output
 from rollout_backend.cli.local_model import load_local_config, local_model
 from rollout_backend.cli.run import collect_step
-from rollout_backend.config import EngineName, load_config
+from rollout_backend.config import load_config
 from rollout_backend.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rollout_backend.results.terminal.run_output import RunOutput
 
 EXAMPLE = Path(__file__).parents[1] / "local" / "demo"
 """`examples/arithmetic`, which the installed package includes."""
 _TAKEN = 16
 
 
-def demo(
+async def demo(
     agent: Annotated[
         Path | None,
         typer.Option(help="Python file that starts the agent's app. Default: an agent that adds numbers."),
@@ -47,46 +44,24 @@ def demo(
     quiet: Quiet = False,
     verbose: Verbose = False,
     as_json: Json = False,
-) -> None:
+) -> int:
     """Run an agent on this machine: a real engine on the CPU, local S3, SQS and AgentCore.
 
     The first time, this installs the engine and a small model, which takes about two minutes; with --scripted or
     --endpoint it does not. Exit codes as for `rollout run`.
     """
-    with exit_codes():
-        output = run_output(quiet, verbose, as_json)
-        if scripted and endpoint is not None:
-            raise ConfigError("--scripted answers without a server: leave out --scripted or --endpoint")
-        if agent is not None:
-            _check_agent(agent)
-        script, file = agent or EXAMPLE / "agent.py", tasks or EXAMPLE / "tasks.jsonl"
-        run_async(_demo(script, file, limit, scripted, engine, endpoint, config, servers, override or [], output))
-
-
-def _check_agent(agent: Path) -> None:
-    """Raise PreflightError if the file cannot be imported."""
     from rollout_backend.checks.machine import check_agent
     from rollout_backend.core.check_result import raise_problems
-
-    raise_problems([check_agent(agent)])
-
-
-async def _demo(
-    agent: Path,
-    tasks: Path,
-    limit: int,
-    scripted: bool,
-    engine: EngineName,
-    endpoint: str | None,
-    config: Path | None,
-    servers: int,
-    overrides: Sequence[str],
-    output: RunOutput,
-) -> int:
     from rollout_backend.core.tasks import read_tasks
     from rollout_backend.local.cloud import LocalCloud
     from rollout_backend.results.run_info import agent_of
 
+    output, overrides = run_output(quiet, verbose, as_json), override or []
+    if scripted and endpoint is not None:
+        raise ConfigError("--scripted answers without a server: leave out --scripted or --endpoint")
+    if agent is not None:
+        raise_problems([await asyncio.to_thread(check_agent, agent)])
+    agent, tasks = agent or EXAMPLE / "agent.py", tasks or EXAMPLE / "tasks.jsonl"
     found = read_tasks(tasks)
     wanted = found[:limit]
     async with local_model(scripted, endpoint, servers, output.status, engine) as model:

@@ -6,9 +6,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,8 +16,6 @@ from rollout_backend.cli.common import (
     Stack,
     console,
     echo,
-    exit_codes,
-    run_async,
 )
 from rollout_backend.config import AgentCoreConfig, load_config
 from rollout_backend.errors import ConfigError
@@ -33,14 +30,7 @@ CONFIG = Path("rollout.yaml")
 _TASKS = "tasks.jsonl"
 
 
-class Build(StrEnum):
-    CODE = "code"
-    CODEBUILD = "codebuild"
-    DOCKER = "docker"
-    PODMAN = "podman"
-
-
-def deploy(
+async def deploy(
     folder: Annotated[
         Path | None,
         typer.Argument(
@@ -52,11 +42,11 @@ def deploy(
         bool, typer.Option("--local", help="Deploy to S3, SQS and AgentCore on this machine, until `rollout down`.")
     ] = False,
     build: Annotated[
-        Build,
+        Literal["code", "codebuild", "docker", "podman"],
         typer.Option(
             help="Upload the code, or build and push an image, in AWS CodeBuild or locally. Images need --stack."
         ),
-    ] = Build.CODE,
+    ] = "code",
     build_role: Annotated[
         str | None,
         typer.Option(metavar="ARN", help="Role for CodeBuild, with --build codebuild. Default: the stack's."),
@@ -83,78 +73,13 @@ def deploy(
     config: Annotated[Path, typer.Option(help="Config file to write.")] = CONFIG,
     yes: Annotated[bool, typer.Option("--yes", help="Carry out the plan. Without it, nothing changes.")] = False,
     override: Overrides = None,
-) -> None:
+) -> int:
     """Check an agent on this machine, upload it, create or update its runtime, and write the config of its runs.
 
     The check starts the agent, runs one rollout on a scripted model, and stops it. Then the command prints its plan
     and its AWS calls, and with --yes carries them out. --local needs no account and no --yes. --override changes the
     written config.
     """
-    with exit_codes():
-        if adopt is not None:
-            if folder is not None or stack is not None or local:
-                raise ConfigError("--adopt takes a runtime as it is: omit AGENT_DIR, --stack and --local")
-            run_async(_adopt(adopt, yes))
-            return
-        if folder is None:
-            raise ConfigError("name the agent's folder AGENT_DIR, or a runtime with --adopt")
-        if local == (stack is not None):
-            raise ConfigError("name the account's --stack, or deploy to this machine with --local")
-        if local and build is not Build.CODE:
-            raise ConfigError(
-                f"--build {build.value}: --local runs the agent's code as processes of this machine, and no image: "
-                "omit it here, and give it with --stack"
-            )
-        if local and (subnets or security_groups):
-            raise ConfigError(
-                "--subnet, --security-group: --local runs the agent in this machine's network: omit them here, and "
-                "give them with --stack"
-            )
-        if build_role is not None and build is not Build.CODEBUILD:
-            raise ConfigError("--build-role belongs to --build codebuild")
-        if bool(subnets) != bool(security_groups):
-            raise ConfigError("--subnet and --security-group belong together: set both, or neither")
-        if not folder.is_dir():
-            raise ConfigError(f"there is no folder {folder}: name the agent's, which has agent.py")
-        payload = _first_payload(tasks or folder / _TASKS)
-        run_async(
-            _deploy(
-                folder,
-                stack,
-                build.value,
-                build_role,
-                (subnets or [], security_groups or []),
-                payload,
-                config,
-                yes,
-                override or [],
-            )
-        )
-
-
-async def _adopt(arn: str, yes: bool) -> int:
-    from rollout_backend.config import AgentCoreConfig
-    from rollout_backend.deploy.adoption import adopt
-
-    try:
-        AgentCoreConfig(arn=arn)
-    except ValueError:
-        raise ConfigError(f"--adopt {arn} is no ARN of an AgentCore runtime") from None
-    await adopt(arn, echo, carry_out=yes)
-    return 0
-
-
-async def _deploy(
-    folder: Path,
-    stack: str | None,
-    build: str,
-    build_role: str | None,
-    network: tuple[Sequence[str], Sequence[str]],
-    payload: Mapping[str, Any],
-    config: Path,
-    yes: bool,
-    overrides: Sequence[str],
-) -> int:
     from rollout_backend.child_process import find_uv
     from rollout_backend.cli.doctor import print_finding
     from rollout_backend.deploy.contract_check import check_contract
@@ -163,9 +88,34 @@ async def _deploy(
     from rollout_backend.deploy.target import Target, read_stack
     from rollout_backend.local.background import start_background_cloud
 
+    if adopt is not None:
+        if folder is not None or stack is not None or local:
+            raise ConfigError("--adopt takes a runtime as it is: omit AGENT_DIR, --stack and --local")
+        return await _adopt(adopt, yes)
+    if folder is None:
+        raise ConfigError("name the agent's folder AGENT_DIR, or a runtime with --adopt")
+    if local == (stack is not None):
+        raise ConfigError("name the account's --stack, or deploy to this machine with --local")
+    if local and build != "code":
+        raise ConfigError(
+            f"--build {build}: --local runs the agent's code as processes of this machine, and no image: "
+            "omit it here, and give it with --stack"
+        )
+    if local and (subnets or security_groups):
+        raise ConfigError(
+            "--subnet, --security-group: --local runs the agent in this machine's network: omit them here, and "
+            "give them with --stack"
+        )
+    if build_role is not None and build != "codebuild":
+        raise ConfigError("--build-role belongs to --build codebuild")
+    if bool(subnets) != bool(security_groups):
+        raise ConfigError("--subnet and --security-group belong together: set both, or neither")
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}: name the agent's, which has agent.py")
+    payload, overrides = _first_payload(tasks or folder / _TASKS), override or []
     replaced: dict[str, Any] = {}
     runtime = runtime_settings(folder, overrides)
-    if build == Build.CODE:
+    if build == "code":
         find_uv()
     else:
         check_builder(build)
@@ -176,7 +126,7 @@ async def _deploy(
                 f"stack {stack} is for agents of {target.agent_protocol} (its parameter AgentProtocol), and rollout "
                 "deploy for agents in RolloutApp: deploy your image by the stack's parameter ImageUri"
             )
-        if build == Build.CODEBUILD:
+        if build == "codebuild":
             target = replace(target, build_role=build_role or target.build_role)
             if target.build_role is None:
                 raise ConfigError(
@@ -201,15 +151,26 @@ async def _deploy(
         print_finding(finding)
     if any(finding.level == "problem" for finding in findings):
         return 2
-    subnets, security_groups = network
     target = replace(target, qualifier=runtime.qualifier)
-    deployment = Deployment(folder, target, build, stack is None, tuple(subnets), tuple(security_groups), runtime)
+    network = tuple(subnets or ()), tuple(security_groups or ())
+    deployment = Deployment(folder, target, build, stack is None, *network, runtime)
     _print_plan(deployment, config)
     if stack is not None and not yes:
         echo("nothing was changed; --yes carries out this plan")
         return 0
     deployed = await deployment.deploy(payload, echo)
     _write_config(deployment, deployed.settings(), config, replaced, overrides)
+    return 0
+
+
+async def _adopt(arn: str, yes: bool) -> int:
+    from rollout_backend.deploy.adoption import adopt
+
+    try:
+        AgentCoreConfig(arn=arn)
+    except ValueError:
+        raise ConfigError(f"--adopt {arn} is no ARN of an AgentCore runtime") from None
+    await adopt(arn, echo, carry_out=yes)
     return 0
 
 
@@ -257,30 +218,25 @@ def _write_config(
     echo(f"next: rollout doctor {name}, then rollout run {name} --tasks {tasks}, and at the end rollout down {name}")
 
 
-def down(
+async def down(
     config: Annotated[Path | None, typer.Argument(help="Config file written by `rollout deploy`.")] = None,
     stack: Stack = None,
     delete_results: Annotated[
         bool, typer.Option("--delete-results", help="Also delete the results of all runs in the bucket.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it, nothing changes.")] = False,
-) -> None:
+) -> int:
     """Remove the runtime, the uploaded code and the queues of runs, and list what stays and why.
 
     Stop your runs first. Without --yes, only list. A runtime is deleted only if its tag names this backend, and a
     queue only if its run is in the bucket. Also stops the local cloud of `rollout deploy --local`.
     """
-    with exit_codes():
-        if (config is None) == (stack is None):
-            raise ConfigError("name the config that `rollout deploy` has written, or --stack")
-        run_async(_down(config, stack, delete_results, yes))
-
-
-async def _down(config: Path | None, stack: str | None, delete_results: bool, yes: bool) -> int:
     from rollout_backend.deploy.target import read_stack
     from rollout_backend.deploy.teardown import Teardown
     from rollout_backend.local.background import read_background_cloud, stop_background_cloud
 
+    if (config is None) == (stack is None):
+        raise ConfigError("name the config that `rollout deploy` has written, or --stack")
     target = await read_stack(stack) if stack is not None else _read_config(config)
     cloud = read_background_cloud(LOCAL_CLOUD.absolute())
     if cloud is not None and cloud.endpoint_url != target.endpoint_url:
@@ -339,15 +295,12 @@ def infra(
     """
     from rollout_backend.deploy import INFRA
 
-    with exit_codes():
-        files = {
-            folder / path.name: path.read_text()
-            for path in sorted(INFRA.iterdir())
-            if path.suffix in (".yaml", ".json")
-        }
-        if changed := [str(path) for path, text in files.items() if path.exists() and path.read_text() != text]:
-            raise ConfigError(f"{', '.join(changed)} differs from this version's: move it, or name another folder")
-        folder.mkdir(parents=True, exist_ok=True)
-        for path, text in files.items():
-            path.write_text(text)
-            echo(f"wrote {path}")
+    files = {
+        folder / path.name: path.read_text() for path in sorted(INFRA.iterdir()) if path.suffix in (".yaml", ".json")
+    }
+    if changed := [str(path) for path, text in files.items() if path.exists() and path.read_text() != text]:
+        raise ConfigError(f"{', '.join(changed)} differs from this version's: move it, or name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, text in files.items():
+        path.write_text(text)
+        echo(f"wrote {path}")

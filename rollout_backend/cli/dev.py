@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeGuard
 
 import typer
 
-from rollout_backend.cli.common import Overrides, console, exit_codes, run_async
+from rollout_backend.cli.common import Overrides, console, echo
 from rollout_backend.cli.local_model import load_local_config, local_model
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import ConfigError, TaskFileError
@@ -36,19 +36,18 @@ def init(
     ] = "openai",
 ) -> None:
     """Create an agent from a template: its code and test, tasks, settings and Dockerfile."""
-    with exit_codes():
-        _copy(template, folder)
-        place = shlex.quote(str(folder))
-        for line in (
-            f"{folder} holds an agent ({template}): {', '.join(sorted(path.name for path in folder.iterdir()))}",
-            "Next:",
-            f"  cd {place} && pip install -r requirements.txt pytest",
-            "  pytest",
-            "  rollout dev agent.py",
-            "config.yaml is for a run on AWS. This lists what to fill in, and then everything that would stop a run:",
-            "  rollout doctor config.yaml --agent agent.py",
-        ):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    _copy(template, folder)
+    place = shlex.quote(str(folder))
+    for line in (
+        f"{folder} holds an agent ({template}): {', '.join(sorted(path.name for path in folder.iterdir()))}",
+        "Next:",
+        f"  cd {place} && pip install -r requirements.txt pytest",
+        "  pytest",
+        "  rollout dev agent.py",
+        "config.yaml is for a run on AWS. This lists what to fill in, and then everything that would stop a run:",
+        "  rollout doctor config.yaml --agent agent.py",
+    ):
+        echo(line)
 
 
 def _copy(template: Template, folder: Path) -> None:
@@ -61,7 +60,7 @@ def _copy(template: Template, folder: Path) -> None:
         shutil.copytree(TEMPLATES / source, folder, ignore=ignored, dirs_exist_ok=True)
 
 
-def dev(
+async def dev(
     app: Annotated[Path, typer.Argument(help="Python file that starts the agent's app.")],
     tasks: Annotated[
         Path | None,
@@ -79,7 +78,7 @@ def dev(
         str | None, typer.Option(metavar="URL", help="Use this running SGLang or vLLM server.")
     ] = None,
     override: Overrides = None,
-) -> None:
+) -> int:
     """Run an agent on one task, show each of its model calls as it happens, and run it again after each change of its
     source.
 
@@ -87,40 +86,28 @@ def dev(
     and AgentCore, as in `rollout demo`. A Harbor task is scored by its tests. An error shows the traceback of the
     agent's own files. Press Ctrl-C to stop.
     """
-    with exit_codes():
-        if engine and endpoint is not None:
-            raise ConfigError("--engine starts a server: leave out --engine or --endpoint")
-        if task is not None and limit > 1:
-            raise ConfigError("--task names one task: leave out --task or --limit")
-        if not app.is_file() or app.suffix != ".py":
-            raise ConfigError(f"there is no agent at {app}: name the Python file that starts its app")
-        app = app.absolute()
-        file = tasks if _is_harbor(tasks) else (tasks or app.parent / _TASKS).absolute()
-        find_tasks(file, task, limit)  # refuse an invalid file now; it is read again after each change
-        run_async(_dev(app, file, task, limit, engine, endpoint, override or []))
-
-
-async def _dev(
-    app: Path,
-    file: Path,
-    task: str | None,
-    limit: int,
-    engine: bool,
-    endpoint: str | None,
-    overrides: Sequence[str],
-) -> int:
     from rollout_backend.core.harbor import fit_to_runtime
     from rollout_backend.local.dev import DevRunner, run_after_changes, source_changes
     from rollout_backend.local.harness import AgentHarness
 
-    def echo(text: str) -> None:
+    if engine and endpoint is not None:
+        raise ConfigError("--engine starts a server: leave out --engine or --endpoint")
+    if task is not None and limit > 1:
+        raise ConfigError("--task names one task: leave out --task or --limit")
+    if not app.is_file() or app.suffix != ".py":
+        raise ConfigError(f"there is no agent at {app}: name the Python file that starts its app")
+    app = app.absolute()
+    file = tasks if _is_harbor(tasks) else (tasks or app.parent / _TASKS).absolute()
+    find_tasks(file, task, limit)  # refuse an invalid file now; it is read again after each change
+
+    def show(text: str) -> None:
         console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
     with tempfile.TemporaryDirectory(prefix="rollout-dev-") as folder:
-        async with local_model(not engine and endpoint is None, endpoint, 1, echo) as model:
+        async with local_model(not engine and endpoint is None, endpoint, 1, show) as model:
             base = {"sampling": {"temperature": 1.0, "max_tokens": 512}, "timeouts": {"agent_s": 600}, **model}
-            settings = load_local_config(None, overrides, base)
-            echo(f"starting the gateway, S3 and AgentCore on this machine; logs: {folder}")
+            settings = load_local_config(None, override or [], base)
+            show(f"starting the gateway, S3 and AgentCore on this machine; logs: {folder}")
             async with (
                 _serve(settings, Path(folder)) as url,
                 AgentHarness(run_dir=Path(folder), config=settings, engine_url=url) as harness,
@@ -131,12 +118,12 @@ async def _dev(
                     try:
                         wanted = fit_to_runtime(find_tasks(file, task, limit), settings.runtime)
                     except (ConfigError, TaskFileError) as error:  # the next change may fix it
-                        echo(str(error))
+                        show(str(error))
                         return
                     for each in wanted:
                         await runner.run(each)
 
-                await run_after_changes(run, source_changes(app.parent, file), echo)
+                await run_after_changes(run, source_changes(app.parent, file), show)
     return 0
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from rollout_backend.cli.common import console, exit_codes
+from rollout_backend.cli.common import console
 from rollout_backend.config import EngineName, RolloutConfig, load_config
 from rollout_backend.errors import ConfigError
 
@@ -100,7 +100,6 @@ def engine_install(
     """Install SGLang or vLLM for the CPU in a separate environment, and a small real model, in the cache folder."""
     from rollout_backend.serving.install import cache_dir, install_cpu_engine, prepare_model
 
-    with exit_codes():
-        python = install_cpu_engine(cache_dir(), engine, torch_index_url=torch_index_url, echo=console.print)
-        model = prepare_model(cache_dir(), engine, echo=console.print)
-        console.print(f"engine: {python}\nmodel: {model}", soft_wrap=True)
+    python = install_cpu_engine(cache_dir(), engine, torch_index_url=torch_index_url, echo=console.print)
+    model = prepare_model(cache_dir(), engine, echo=console.print)
+    console.print(f"engine: {python}\nmodel: {model}", soft_wrap=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rollout_backend.cli.common import RUNS, NewestRun, RunName, complete_run, console, errors, exit_codes, find_run
+from rollout_backend.cli.common import RUNS, NewestRun, RunName, complete_run, console, echo, errors, find_run
 from rollout_backend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,11 +30,6 @@ def ls(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
     """List the runs, the newest first: when they began, their state, what completed, and the mean reward."""
-    with exit_codes():
-        _ls(runs, as_json)
-
-
-def _ls(runs: Path, as_json: bool) -> None:
     from rich.text import Text
 
     from rollout_backend.results.run_data import describe_state, list_runs
@@ -83,27 +78,26 @@ def report(
     With --serve, a browser shows the page and renews it as rollouts and steps end. Anyone who can reach the address
     can read the report, so it listens on 127.0.0.1 by default.
     """
-    with exit_codes():
-        folder = find_run(run)
-        other = find_run(against) if against is not None else None
-        if serve:
-            with contextlib.suppress(KeyboardInterrupt):
-                asyncio.run(_serve(folder, other, host, port))
-            return
-        from rollout_backend.results.page.report import write_report
+    from rollout_backend.results.page.report import write_report
 
-        try:
-            path = write_report(folder, other)
-        except OSError as error:
-            raise ConfigError(f"the report of {folder} cannot be written: {error}") from None
-        console.print(f"report: {path}", markup=False, highlight=False, soft_wrap=True)
+    folder = find_run(run)
+    other = find_run(against) if against is not None else None
+    if serve:
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(_serve(folder, other, host, port))
+        return
+    try:
+        path = write_report(folder, other)
+    except OSError as error:
+        raise ConfigError(f"the report of {folder} cannot be written: {error}") from None
+    echo(f"report: {path}")
 
 
 async def _serve(folder: Path, against: Path | None, host: str, port: int) -> None:
     from rollout_backend.results.page.report import ReportServer, serve_report
 
     async with serve_report(ReportServer(folder, against), host, port) as url:
-        console.print(f"report: {url}", markup=False, highlight=False, soft_wrap=True)
+        echo(f"report: {url}")
         await asyncio.Event().wait()  # until Ctrl-C
 
 
@@ -116,11 +110,6 @@ def compare(
 
     The difference of the mean rewards is paired by task, with a 95% confidence interval.
     """
-    with exit_codes():
-        _compare(first, second, as_json)
-
-
-def _compare(first: str, second: str, as_json: bool) -> None:
     from rollout_backend.results.comparison import compare_runs
     from rollout_backend.results.terminal.comparison_view import print_comparison
 
@@ -144,16 +133,15 @@ def export(
     With --to inspect, write a log for each step, for `inspect view`. docs/file-formats.md describes the columns and
     the logs. Files of an earlier export are replaced.
     """
-    with exit_codes():
-        folder = find_run(run)
-        default = folder / ("inspect" if to == "inspect" else "tables")
-        try:
-            if out is not None and out.startswith("s3://"):
-                _print_counts(_export_to_s3(folder, to, out))
-            else:
-                _print_counts(_export(folder, to, default if out is None else Path(out)))
-        except OSError as error:
-            raise ConfigError(f"the export of {folder} cannot be written: {error}") from None
+    folder = find_run(run)
+    default = folder / ("inspect" if to == "inspect" else "tables")
+    try:
+        if out is not None and out.startswith("s3://"):
+            _print_counts(_export_to_s3(folder, to, out))
+        else:
+            _print_counts(_export(folder, to, default if out is None else Path(out)))
+    except OSError as error:
+        raise ConfigError(f"the export of {folder} cannot be written: {error}") from None
 
 
 def _export(folder: Path, to: ExportFormat, out: Path) -> dict[Path, int]:
@@ -184,7 +172,7 @@ def _export_to_s3(folder: Path, to: ExportFormat, url: str) -> dict[str, int]:
 def _print_counts(written: Mapping[Path, int] | Mapping[str, int]) -> None:
     for place, number in written.items():
         unit = "samples" if str(place).endswith(".eval") else "rows"
-        console.print(f"{place}: {number:,} {unit}", markup=False, highlight=False, soft_wrap=True)
+        echo(f"{place}: {number:,} {unit}")
 
 
 def replay(
@@ -200,11 +188,6 @@ def replay(
     It checks every result, and prints a digest of each rollout's rows and of the step's. The exit code is 1 if a
     result fails its check; then no rows are written.
     """
-    with exit_codes():
-        _replay(run, step, out, as_json)
-
-
-def _replay(run: str | None, step: int | None, out: Path | None, as_json: bool) -> None:
     from rollout_backend.atomic_file import write_file
     from rollout_backend.results.replay import replay_step, rows_as_parquet
 
@@ -224,7 +207,7 @@ def _replay(run: str | None, step: int | None, out: Path | None, as_json: bool) 
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from None
     if not as_json:
-        console.print(f"rows: {out}", markup=False, highlight=False, soft_wrap=True)
+        echo(f"rows: {out}")
 
 
 def _print_digests(found: ReplayedStep) -> None:
@@ -237,7 +220,7 @@ def _print_digests(found: ReplayedStep) -> None:
     if not found.failures:
         lines += [f"digest of the step: {step_digest(found.rollouts)}", found.seals]
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        echo(line)
 
 
 def _print_digests_as_json(found: ReplayedStep) -> None:
@@ -268,16 +251,11 @@ def rescore(
     The new rewards are written to RUN/rescored/NAME. Nothing else in the run's folder changes. A rollout that cannot
     be scored has no new reward, and the exit code is then 1.
     """
-    with exit_codes():
-        _rescore(run, scorer, name, as_json)
-
-
-def _rescore(run: str | None, scorer: str, name: str | None, as_json: bool) -> None:
-    from rollout_backend.results.rescoring import rescore
+    from rollout_backend.results.rescoring import rescore as compute
     from rollout_backend.results.terminal.comparison_view import print_rescoring
     from rollout_backend.scoring.scorer import load_scorer
 
-    found = rescore(find_run(run), load_scorer(scorer), name)
+    found = compute(find_run(run), load_scorer(scorer), name)
     print(found.model_dump_json()) if as_json else print_rescoring(console, found)
     if found.failures:
         raise typer.Exit(1)

@@ -22,11 +22,9 @@ from rollout_backend.cli.common import (
     Verbose,
     complete_run,
     console,
-    exit_codes,
     find_run,
     load_settings,
     read_limited,
-    run_async,
     run_output,
 )
 from rollout_backend.config import ENV_PREFIX, ProcessConfig, RolloutConfig, load_config
@@ -45,7 +43,7 @@ _RESTARTS = {
 }
 
 
-def run(
+async def run(
     config: Annotated[Path | None, typer.Argument(help="Settings in YAML.")] = None,
     tasks: TaskFile = None,
     limit: Limit = None,
@@ -68,7 +66,7 @@ def run(
     quiet: Quiet = False,
     verbose: Verbose = False,
     as_json: Json = False,
-) -> None:
+) -> int:
     """Run every task once without a trainer, as an evaluation, and report.
 
     The summary at the end begins with the verdict, which explains the exit code.
@@ -83,30 +81,27 @@ def run(
     """
     from rollout_backend.core.harbor import SUPPORTED_PREFIX
 
-    with exit_codes():
-        output = run_output(quiet, verbose, as_json)
-        if resume is not None:
-            if config is not None or tasks is not None or limit is not None or stack is not None or local:
-                raise ConfigError(
-                    "--resume uses the run's settings and tasks: leave out CONFIG, --tasks, --limit, --stack and "
-                    "--local"
-                )
-            settings, wanted = _read_run(find_run(resume), override or [])
-        elif (config is None and stack is None) or tasks is None:
-            raise ConfigError("name the settings or --stack, and --tasks, or a run to --resume")
-        elif local:
-            if config is None or stack is not None:
-                raise ConfigError("--local needs CONFIG, and no --stack")
-            run_async(_run_on_local_storage(config, override or [], tasks, limit, output, min_completed))
-            return
-        else:
-            settings = load_settings(config, override or [], stack)
-            wanted = read_limited(tasks, limit, settings.runtime)
-        leave_out = str(tasks).startswith(SUPPORTED_PREFIX)
-        resumed = resume is not None
-        run_async(
-            collect_step(settings, wanted, output, min_completed=min_completed, leave_out=leave_out, resumed=resumed)
-        )
+    output = run_output(quiet, verbose, as_json)
+    if resume is not None:
+        if config is not None or tasks is not None or limit is not None or stack is not None or local:
+            raise ConfigError(
+                "--resume uses the run's settings and tasks: leave out CONFIG, --tasks, --limit, --stack and --local"
+            )
+        settings, wanted = _read_run(find_run(resume), override or [])
+    elif (config is None and stack is None) or tasks is None:
+        raise ConfigError("name the settings or --stack, and --tasks, or a run to --resume")
+    elif local:
+        if config is None or stack is not None:
+            raise ConfigError("--local needs CONFIG, and no --stack")
+        return await _run_on_local_storage(config, override or [], tasks, limit, output, min_completed)
+    else:
+        settings = await load_settings(config, override or [], stack)
+        wanted = read_limited(tasks, limit, settings.runtime)
+    leave_out = str(tasks).startswith(SUPPORTED_PREFIX)
+    resumed = resume is not None
+    return await collect_step(
+        settings, wanted, output, min_completed=min_completed, leave_out=leave_out, resumed=resumed
+    )
 
 
 async def _run_on_local_storage(

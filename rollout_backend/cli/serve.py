@@ -9,14 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from rollout_backend.cli.common import Overrides, echo, exit_codes, run_async
+from rollout_backend.cli.common import Overrides, echo
 from rollout_backend.config import RolloutConfig, load_config, merge_overrides
 from rollout_backend.errors import ConfigError
 
 _DAY_S = 86_400.0
 
 
-def serve(
+async def serve(
     checkpoint: Annotated[
         Path, typer.Argument(help="Model folder with weights and tokenizer, as `from_pretrained` reads it.")
     ],
@@ -25,15 +25,13 @@ def serve(
     ] = None,
     days: Annotated[float, typer.Option(min=0.01, help="Days for which the printed key is valid.")] = 30.0,
     override: Overrides = None,
-) -> None:
+) -> int:
     """Serve a checkpoint to a deployed agent, with the engine, renderer and APIs of its training, until Ctrl-C.
 
     It prints the address and a key, which stays valid after a restart. Calls are sampled with the settings of the
     training, and nothing is recorded.
     """
-    with exit_codes():
-        settings = serving_config(checkpoint, config, override or [])
-        run_async(serve_model(settings, days, echo))
+    return await serve_model(serving_config(checkpoint, config, override or []), days, echo)
 
 
 def serving_config(checkpoint: Path, config: Path | None, overrides: Sequence[str]) -> RolloutConfig:

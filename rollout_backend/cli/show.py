@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agent_wrapper.contract import ContractError, Rollout
-from rollout_backend.cli.common import RUNS, complete_run, console, exit_codes, find_run
+from rollout_backend.cli.common import RUNS, complete_run, console, find_run
 from rollout_backend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -68,11 +68,6 @@ def show(
     and reasons. For a rollout: its conversation, attempts, sessions and log, or how and why it ended without a
     result. For a turn: messages in and out, tokens, log probabilities, time and weight version.
     """
-    with exit_codes():
-        _show(name, run, step, turn, as_json)
-
-
-def _show(name: str | None, run: str | None, step: int | None, turn: int | None, as_json: bool) -> None:
     if turn is not None and name is None:
         raise ConfigError("--turn shows a turn of one rollout: name the rollout")
     folder = _run_named(name) if name is not None and run is None else None

@@ -80,7 +80,7 @@ def test_a_pipe_gets_whole_lines(capsys):
     assert errors.stderr
 
 
-def test_an_override_wins_over_the_stack(tmp_path, monkeypatch):
+async def test_an_override_wins_over_the_stack(tmp_path, monkeypatch):
     arn = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/my_agent-0123456789"
     network = Network("my-network", ("subnet-1",), ("sg-1",), "https://rollouts.example.com/s/{shard}")
     deployed = Target("us-east-1", "stacks-bucket", "my_agent", arn=arn, network=network)
@@ -92,5 +92,5 @@ def test_an_override_wins_over_the_stack(tmp_path, monkeypatch):
     monkeypatch.setattr(target_module, "find_deployed", found)
     file = tmp_path / "base.yaml"
     file.write_text("{model: {path: /m}, storage: {bucket: mine}, gateway: {port: 9000}}")
-    settings = load_settings(file, ["gateway.port=9001"], "my-agent")
+    settings = await load_settings(file, ["gateway.port=9001"], "my-agent")
     assert (settings.storage.bucket, settings.gateway.port) == ("stacks-bucket", 9001)
