@@ -10,8 +10,8 @@ Invariants:
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -30,89 +30,8 @@ from rollout_backend.serving.engine_fleet import ServerState
 from rollout_backend.serving.server_process import require_port
 from rollout_backend.serving.supervisor import ServingEvent
 
-Kind = Literal["counter", "gauge", "histogram"]
-
-SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-MINUTES = (1, 5, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200)
-
-
-@dataclass(frozen=True)
-class Metric:
-    """One metric. `labels` are those of each of its series."""
-
-    name: str
-    kind: Kind
-    help: str
-    labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
-
-    @property
-    def samples(self) -> tuple[str, ...]:
-        """Return the names of its samples."""
-        if self.kind == "histogram":
-            return tuple(f"{self.name}_{suffix}" for suffix in ("bucket", "sum", "count"))
-        return (self.name,)
-
-
-RUN = Metric("rollout_run_info", "gauge", "1; the labels name the run.", ("run_id", "model"))
-ROLLOUTS = Metric("rollout_rollouts_total", "counter", "Settled rollouts.", ("outcome", "reason"))
-OPEN_ROLLOUTS = Metric("rollout_open_rollouts", "gauge", "Rollouts that are not settled.", ("phase",))
-OPEN_SESSIONS = Metric("rollout_open_sessions", "gauge", "Sessions that may be open.")
-DURATION = Metric(
-    "rollout_duration_seconds",
-    "histogram",
-    "From a rollout's last invoke until its result settled it.",
-    buckets=MINUTES,
-)
-DELIVERY = Metric(
-    "rollout_delivery_seconds",
-    "histogram",
-    "From a result's announcement, which follows its PUT at once, until the result was validated.",
-    buckets=SECONDS,
-)
-EXTRA_RESULTS = Metric(
-    "rollout_extra_results_total", "counter", "Results and announcements that settled no rollout.", ("kind",)
-)
-STEP_DURATION = Metric(
-    "rollout_step_duration_seconds",
-    "histogram",
-    "From a step's first plan until its last rollout was settled.",
-    buckets=MINUTES,
-)
-PHASE_SECONDS = Metric(
-    "rollout_phase_seconds_total", "counter", "Seconds of rollouts by phase; added when their step ends.", ("phase",)
-)
-RUNTIME_CALLS = Metric(
-    "rollout_runtime_calls_total", "counter", "Calls to the agents' runtime that it answered.", ("call", "answer")
-)
-INVOKE_RATE = Metric("rollout_invoke_rate_per_second", "gauge", "Invokes that are admitted per second at most.")
-QUEUE_UP = Metric("rollout_queue_up", "gauge", "1 if the queue answers; 0 if results are found by listing.")
-BAD_MESSAGES = Metric(
-    "rollout_queue_bad_messages_total", "counter", "Messages of the queue that led to no result.", ("kind",)
-)
-SERVERS_UP = Metric("rollout_servers_up", "gauge", "Servers that serve.", ("server",))
-SERVER_EVENTS = Metric(
-    "rollout_server_events_total", "counter", "Starts, losses and restarts of servers.", ("server", "event")
-)
-GATEWAY_UP = Metric("rollout_gateway_up", "gauge", "1 if all gateways answered the last scrape.")
-GATEWAY_IN_FLIGHT = Metric("rollout_gateway_calls_in_flight", "gauge", "Model calls that have no answer yet.")
-GATEWAY_CALLS = Metric("rollout_gateway_calls_total", "counter", "Answered model calls.")
-GATEWAY_TOKENS = Metric(
-    "rollout_gateway_tokens_total",
-    "counter",
-    "Tokens of model calls; all but the sampled ones are prompt tokens.",
-    ("kind",),
-)
-GATEWAY_CACHE_BREAKS = Metric(
-    "rollout_gateway_cache_breaks_total",
-    "counter",
-    "Calls that continued a conversation which the engine's prefix cache no longer held.",
-)
-GATEWAY_ERRORS = Metric("rollout_gateway_errors_total", "counter", "Error responses to model calls.", ("code",))
-
-METRICS = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
-
-
+_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_MINUTES = (1, 5, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200)
 _OTHER = "other"  # replaces reasons that agents chose
 _SHUTDOWN_S = 1.0
 
@@ -143,16 +62,63 @@ class RunMetrics:
 
     def __init__(self, config: RolloutConfig) -> None:
         self.registry = CollectorRegistry()
-        self._metrics = {metric: _make(metric, self.registry) for metric in METRICS}
+        counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        run = gauge("rollout_run_info", "1; the labels name the run.", ("run_id", "model"))
+        run.labels(config.run_id, config.model.served_name).set(1)
+        self._rollouts = counter("rollout_rollouts_total", "Settled rollouts.", ("outcome", "reason"))
+        self._open_rollouts = gauge("rollout_open_rollouts", "Rollouts that are not settled.", ("phase",))
+        self._open_sessions = gauge("rollout_open_sessions", "Sessions that may be open.")
+        self._duration = histogram(
+            "rollout_duration_seconds", "From a rollout's last invoke until its result settled it.", buckets=_MINUTES
+        )
+        self._delivery = histogram(
+            "rollout_delivery_seconds",
+            "From a result's announcement, which follows its PUT at once, until the result was validated.",
+            buckets=_SECONDS,
+        )
+        self._extra_results = counter(
+            "rollout_extra_results_total", "Results and announcements that settled no rollout.", ("kind",)
+        )
+        self._step_duration = histogram(
+            "rollout_step_duration_seconds",
+            "From a step's first plan until its last rollout was settled.",
+            buckets=_MINUTES,
+        )
+        self._phase_seconds = counter(
+            "rollout_phase_seconds_total", "Seconds of rollouts by phase; added when their step ends.", ("phase",)
+        )
+        self._runtime_calls = counter(
+            "rollout_runtime_calls_total", "Calls to the agents' runtime that it answered.", ("call", "answer")
+        )
+        self._invoke_rate = gauge("rollout_invoke_rate_per_second", "Invokes that are admitted per second at most.")
+        self._queue_up = gauge("rollout_queue_up", "1 if the queue answers; 0 if results are found by listing.")
+        self._bad_messages = counter(
+            "rollout_queue_bad_messages_total", "Messages of the queue that led to no result.", ("kind",)
+        )
+        self._servers_up = gauge("rollout_servers_up", "Servers that serve.", ("server",))
+        self._server_events = counter(
+            "rollout_server_events_total", "Starts, losses and restarts of servers.", ("server", "event")
+        )
+        self._gateway_up = gauge("rollout_gateway_up", "1 if all gateways answered the last scrape.")
+        self._gateway_in_flight = gauge("rollout_gateway_calls_in_flight", "Model calls that have no answer yet.")
+        self._gateway_calls = counter("rollout_gateway_calls_total", "Answered model calls.")
+        self._gateway_tokens = counter(
+            "rollout_gateway_tokens_total",
+            "Tokens of model calls; all but the sampled ones are prompt tokens.",
+            ("kind",),
+        )
+        self._gateway_cache_breaks = counter(
+            "rollout_gateway_cache_breaks_total",
+            "Calls that continued a conversation which the engine's prefix cache no longer held.",
+        )
+        self._gateway_errors = counter("rollout_gateway_errors_total", "Error responses to model calls.", ("code",))
         self._steps: dict[int, _Seen] = {}
         self._services, self._gateways = _Seen(), _Seen()
-        self._set(RUN, 1, config.run_id, config.model.served_name)
-        self._count(ROLLOUTS, 0, Outcome.COMPLETED, "")
+        self._rollouts.labels(Outcome.COMPLETED, "")  # series that exist from the start
         for call in ("invoke", "stop"):
             for answer in ("granted", "throttled"):
-                self._count(RUNTIME_CALLS, 0, call, answer)
-
-    # --- what it reads ------------------------------------------------------------------------------------
+                self._runtime_calls.labels(call, answer)
 
     def update(
         self,
@@ -168,16 +134,16 @@ class RunMetrics:
         ledgers = [step.ledger for step in steps]
         phases = [ledger.phases() for ledger in ledgers]
         for phase in (Phase.PLANNED, Phase.DISPATCHING, Phase.RUNNING, Phase.SCORING):
-            self._set(OPEN_ROLLOUTS, sum(each[phase] for each in phases), phase)
-        self._set(OPEN_SESSIONS, sum(len(ledger.open_sessions) for ledger in ledgers))
-        self._set(INVOKE_RATE, dispatcher.invoke_per_s)
-        self._set(QUEUE_UP, not buffer.queue_down)
+            self._open_rollouts.labels(phase).set(sum(each[phase] for each in phases))
+        self._open_sessions.set(sum(len(ledger.open_sessions) for ledger in ledgers))
+        self._invoke_rate.set(dispatcher.invoke_per_s)
+        self._queue_up.set(not buffer.queue_down)
         for kind in ("refused", "stale", "dangling"):
-            self._count(BAD_MESSAGES, self._services.growth(kind, getattr(buffer, kind)), kind)
+            self._bad_messages.labels(kind).inc(self._services.growth(kind, getattr(buffer, kind)))
         up = [server.name.partition("-")[0] for server in servers if server.serving]
         for server in ("engine", "router"):
-            self._set(SERVERS_UP, up.count(server), server)
-        self._set(GATEWAY_UP, gateway is not None)
+            self._servers_up.labels(server).set(up.count(server))
+        self._gateway_up.set(gateway is not None)
         if gateway is not None:
             self._read_gateway(gateway)
 
@@ -187,39 +153,39 @@ class RunMetrics:
         del self._steps[step.ledger.step]
         if records:
             began, ended = span(records)
-            self._observe(STEP_DURATION, ended - began)
+            self._step_duration.observe(ended - began)
         for phase, seconds in vars(add(seconds_of(record) for record in records)).items():
-            self._count(PHASE_SECONDS, seconds, phase)
+            self._phase_seconds.labels(phase).inc(seconds)
 
     def record_event(self, event: ServingEvent) -> None:
         """Count an event of an engine, the router or a gateway."""
-        self._count(SERVER_EVENTS, 1, event.server.partition("-")[0], event.kind)
+        self._server_events.labels(event.server.partition("-")[0], event.kind).inc()
 
     def _read_step(self, step: MeteredStep) -> None:
         seen, ledger = self._steps.setdefault(step.ledger.step, _Seen()), step.ledger
         for entry in _last(ledger.settled, seen.growth("settled", len(ledger.settled))):
             assert entry.outcome is not None
             reason = entry.reason if entry.reason in WHAT_TO_DO or not entry.reason else _OTHER
-            self._count(ROLLOUTS, 1, entry.outcome, reason)
+            self._rollouts.labels(entry.outcome, reason).inc()
             seconds = duration(entry)
             if entry.delivered and seconds is not None:
-                self._observe(DURATION, seconds)
+                self._duration.observe(seconds)
         for seconds in _last(step.latencies, seen.growth("latencies", len(step.latencies))):
-            self._observe(DELIVERY, seconds)
+            self._delivery.observe(seconds)
         for kind, value in (("duplicate", ledger.duplicates), ("late", ledger.late), ("unknown", ledger.unknown)):
-            self._count(EXTRA_RESULTS, seen.growth(kind, value), kind)
+            self._extra_results.labels(kind).inc(seen.growth(kind, value))
         self._read_calls(seen, "invoke", ledger.invokes)
         self._read_calls(seen, "stop", ledger.stops)
 
     def _read_calls(self, seen: _Seen, call: str, tally: CallTally) -> None:
         for answer, value in (("granted", tally.grants), ("throttled", tally.refusals)):
-            self._count(RUNTIME_CALLS, seen.growth((call, answer), value), call, answer)
+            self._runtime_calls.labels(call, answer).inc(seen.growth((call, answer), value))
 
     def _read_gateway(self, stats: GatewayStats) -> None:
         growth = self._gateways.growth
-        self._set(GATEWAY_IN_FLIGHT, stats.calls_in_flight)
-        self._count(GATEWAY_CALLS, growth("calls", stats.calls))
-        self._count(GATEWAY_CACHE_BREAKS, growth("breaks", stats.cache_breaks))
+        self._gateway_in_flight.set(stats.calls_in_flight)
+        self._gateway_calls.inc(growth("calls", stats.calls))
+        self._gateway_cache_breaks.inc(growth("breaks", stats.cache_breaks))
         tokens = {
             "prompt": stats.prompt_tokens,
             "cached": stats.cached_tokens,
@@ -227,34 +193,9 @@ class RunMetrics:
             "sampled": stats.sampled_tokens,
         }
         for kind, value in tokens.items():
-            self._count(GATEWAY_TOKENS, growth(kind, value), kind)
+            self._gateway_tokens.labels(kind).inc(growth(kind, value))
         for code, value in stats.errors.items():
-            self._count(GATEWAY_ERRORS, growth((code,), value), code)
-
-    # --- what it writes -----------------------------------------------------------------------------------
-
-    def _series(self, metric: Metric, labels: tuple[str, ...]) -> Any:
-        made = self._metrics[metric]
-        return made.labels(*labels) if labels else made
-
-    def _set(self, metric: Metric, value: float, *labels: str) -> None:
-        self._series(metric, labels).set(value)
-
-    def _count(self, metric: Metric, growth: float, *labels: str) -> None:
-        self._series(metric, labels).inc(growth)
-
-    def _observe(self, metric: Metric, value: float, *labels: str) -> None:
-        self._series(metric, labels).observe(value)
-
-
-def _make(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
-    match metric.kind:
-        case "counter":
-            return Counter(metric.name, metric.help, metric.labels, registry=registry)
-        case "gauge":
-            return Gauge(metric.name, metric.help, metric.labels, registry=registry)
-        case "histogram":
-            return Histogram(metric.name, metric.help, metric.labels, registry=registry, buckets=metric.buckets)
+            self._gateway_errors.labels(code).inc(growth((code,), value))
 
 
 def _last(items: Sequence[Any], number: float) -> Sequence[Any]:

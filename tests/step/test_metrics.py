@@ -1,4 +1,8 @@
-"""The metrics of a run's steps, as Prometheus reads them."""
+"""The metrics of a run's steps: as Prometheus reads them, as documented, and in the dashboard."""
+
+import json
+import re
+from pathlib import Path
 
 import httpx
 import pytest
@@ -8,11 +12,17 @@ from agent_wrapper.contract import Failure
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import StartupError, Throttled
 from rollout_backend.gateway.stats import GatewayStats
-from rollout_backend.results.metrics import METRICS, RunMetrics, serve_metrics
+from rollout_backend.results.metrics import RunMetrics, serve_metrics
 from rollout_backend.serving.engine_fleet import ServerState
 from rollout_backend.serving.supervisor import ServingEvent
 from step_bench import Agents, only
 
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "metrics.md").read_text()
+DOCUMENTED = {
+    name: (kind, {*re.findall(r"`(\w+)`", labels)})
+    for name, kind, labels in re.findall(r"^\| `(rollout_\w+)` \| (\w+) \| (.*?) \|", PAGE, flags=re.M)
+}
 SERVERS = (
     ServerState("router", "http://r", serving=True, restarts=0),
     ServerState("engine-0", "http://0", serving=True, restarts=0),
@@ -84,12 +94,14 @@ async def test_the_endpoint_serves_each_metric_with_its_type_and_labels(open_ben
         with pytest.raises(StartupError, match=r"observe\.metrics_port"):
             async with serve_metrics(config, metrics, refresh):
                 pass
-    for metric in METRICS:
-        family = families[metric.name.removesuffix("_total")]
-        samples = [sample for sample in family.samples if sample.name in metric.samples]
-        assert family.type == metric.kind
-        assert {*samples[0].labels} - {"le"} == {*metric.labels}, metric.name
-        assert {sample.name for sample in samples} == {*metric.samples}
+    served = {name for name in families if not name.endswith("_created")}
+    assert served == {name.removesuffix("_total") for name in DOCUMENTED}
+    for name, (kind, labels) in DOCUMENTED.items():
+        family = families[name.removesuffix("_total")]
+        found = [sample for sample in family.samples if sample.name in samples_of(name)]
+        assert family.type == kind
+        assert {*found[0].labels} - {"le"} == labels, name
+        assert {sample.name for sample in found} == samples_of(name)
 
 
 async def test_metrics_that_fail_do_not_end_a_step(open_bench, tmp_path, monkeypatch, caplog):
@@ -101,3 +113,43 @@ async def test_metrics_that_fail_do_not_end_a_step(open_bench, tmp_path, monkeyp
     result = await bench.manager().collect([Task("task-a", {})])
     assert len(result.rollouts) == 1
     assert "metrics or traces of step 0 are incomplete" in caplog.text
+
+
+def samples_of(name: str) -> set[str]:
+    """Return the names of a documented metric's samples."""
+    kind, _ = DOCUMENTED[name]
+    return {f"{name}_{suffix}" for suffix in ("bucket", "sum", "count")} if kind == "histogram" else {name}
+
+
+LABELS = {
+    sample: {*labels, "instance", "le"} for name, (_, labels) in DOCUMENTED.items() for sample in samples_of(name)
+}
+
+
+def check_expression(text: str) -> None:
+    """Check the metrics of a PromQL expression, and the labels that it selects and groups by."""
+    used = re.findall(r"(rollout_\w+)(?:\{(.*?)\})?", text)
+    assert used, text
+    assert {name for name, _ in used} <= LABELS.keys(), text
+    for name, selectors in used:
+        assert set(re.findall(r"(\w+)[=!]", selectors)) <= LABELS[name], text
+    common = set.intersection(*(LABELS[name] for name, _ in used))
+    for grouped in re.findall(r"\b(?:by|ignoring) \((.*?)\)", text):
+        assert set(grouped.split(", ")) <= common, text
+
+
+def test_the_alerts_name_metrics_that_exist():
+    found = re.findall(r"\| `(.*)` \|$", PAGE.partition("## Alerts")[2], flags=re.M)
+    assert len(found) >= 4
+    for expression in found:
+        check_expression(expression)
+
+
+def test_the_dashboard_shows_each_metric_and_no_other():
+    dashboard = json.loads((ROOT / "infra" / "grafana-dashboard.json").read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    for expression in expressions:
+        check_expression(expression)
+        assert 'instance=~"$instance"' in expression
+    shown = set(re.findall(r"rollout_\w+", " ".join(expressions)))
+    assert [name for name in DOCUMENTED if shown.isdisjoint(samples_of(name))] == []
