@@ -28,6 +28,15 @@ class Usage:
 
 
 NO_USAGE = Usage()
+
+
+def usage_of(record: RolloutRecord) -> tuple[Usage, Usage]:
+    """Return what a rollout used, and what its attempts before the one that delivered the result used."""
+    spent = seconds_of(record)
+    lost = spent.lost if record.result is not None else 0.0
+    return Usage(spent.session - lost, spent.model, int(record.result is not None)), Usage(lost)
+
+
 _RATES = {"V1": (0.0895, 0.00945), "V2": (0.1276, 0.0169)}  # per vCPU-hour and GB-hour, by AgentCore platform
 LEFT_OUT = "storage, logs, data transfer, NAT and load balancers"
 
@@ -133,13 +142,11 @@ class Prices:
         """Return the cost of a step from its records. Rollouts that are not trained count as wasted."""
         trained = wasted = NO_USAGE
         for record in records:
-            spent = seconds_of(record)
-            lost = spent.lost if record.result is not None else 0.0
-            usage = Usage(spent.session - lost, spent.model, int(record.result is not None))
+            usage, lost = usage_of(record)
             if record.trained:
                 trained += usage
             else:
                 wasted += usage
-            wasted += Usage(lost)  # attempts before the one that delivered the result
+            wasted += lost
         began, ended = span(records)
         return self.cost(trained, wasted, ended - began)

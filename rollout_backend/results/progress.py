@@ -1,28 +1,29 @@
 """Compute the totals of running steps, and the state of a run at one moment, for a display.
 
-Invariant: `StepTotals.update` reads each result and each settled rollout once; its cost does not grow with the step.
+Invariant: `StepTotals.update` reads each settled rollout once; its cost does not grow with the step.
 """
 
 import time
 from bisect import insort
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from typing import Self
 
 from agent_wrapper.contract import Outcome, Rollout
-from rollout_backend.core.ledger import Ledger, LedgerEntry, Phase
+from rollout_backend.core.ledger import Ledger, Phase
 from rollout_backend.gateway.stats import GatewayStats
-from rollout_backend.results.cost import NO_USAGE, Usage
+from rollout_backend.results.cost import NO_USAGE, Usage, usage_of
 from rollout_backend.results.findings import (
     FailureCount,
     Finding,
     Level,
+    count_failures,
     cut_replies,
     failure_findings,
     forced_formats,
     rate_findings,
 )
-from rollout_backend.results.records import ResultSummary
+from rollout_backend.results.records import RolloutRecord, StepRecords
 from rollout_backend.results.step_report import CallRate
 from rollout_backend.results.summary import duration
 from rollout_backend.serving.engine_fleet import ServerState
@@ -42,8 +43,9 @@ class LastResult:
 
 
 class StepTotals:
-    def __init__(self, ledger: Ledger, results: Sequence[Rollout]) -> None:
-        """`results` are those that have settled rollouts of the ledger; more are appended while the step runs."""
+    """The totals of a running step."""
+
+    def __init__(self, records: StepRecords) -> None:
         self.failures: dict[tuple[Outcome, str], FailureCount] = {}
         self.rewards = 0
         self.reward_sum = 0.0
@@ -53,61 +55,46 @@ class StepTotals:
         self.sampled_tokens = self.trained_tokens = 0
         self.spread: dict[str, bool] = {}  # whether the rewards of each task's settled, usable group differ
         self.seconds: list[float] = []  # sorted durations of the rollouts that delivered a result
-        self._ledger = ledger
-        self._results = results
-        self._seen_results = 0
-        self._seen_settled = 0
+        self._records = records
+        self._seen = 0  # of the settled rollouts
         self._rewards: dict[str, list[float]] = {}  # by task
 
     def update(self) -> None:
-        """Add everything that arrived or was settled since the last call."""
-        for rollout in self._results[self._seen_results :]:
-            self._add_result(rollout)
-        self._seen_results = len(self._results)
-        for entry in self._ledger.settled[self._seen_settled :]:
-            self._add_settled(entry)
-        self._seen_settled = len(self._ledger.settled)
+        """Add everything that was settled since the last call."""
+        self._records.update()
+        ledger, new = self._records.ledger, self._records.settled[self._seen :]
+        for record in new:
+            self._add(record, delivered=ledger.entries[record.rollout_id].delivered)
+        self._seen += len(new)
+        for task_id in {record.task_id for record in new}:
+            group, rewards = ledger.groups[task_id], self._rewards.get(task_id, ())
+            if group.usable and not group.open and len(rewards) > 1:
+                self.spread[task_id] = len(set(rewards)) > 1
 
-    def _add_result(self, rollout: Rollout) -> None:
-        summary = ResultSummary.of(rollout)
-        self.turns += summary.turns
-        self.cut_replies += summary.cut_replies
-        self.sampled_tokens += summary.sampled_tokens
-        self.trained_tokens += summary.trained_tokens or 0
-        self._add_usage(self._ledger.entries[rollout.rollout_id], summary)
-        if rollout.reward is not None:
-            self.rewards += 1
-            self.reward_sum += rollout.reward
-            if rollout.trainable:
-                self._rewards.setdefault(rollout.task_id, []).append(rollout.reward)
-
-    def _add_usage(self, entry: LedgerEntry, result: ResultSummary | None = None) -> None:
-        session_s = duration(entry) or 0.0
-        model_s = min(session_s, result.model_s) if result is not None else 0.0
-        usage = Usage(session_s, model_s, int(result is not None))
-        if entry.trainable:
+    def _add(self, record: RolloutRecord, *, delivered: bool) -> None:
+        usage, lost = usage_of(record)
+        if record.trainable:
             self.trainable += usage
         else:
             self.wasted += usage
-        if entry.invoked_at is not None and entry.first_invoked_at is not None:
-            self.wasted += Usage(max(0.0, entry.invoked_at - entry.first_invoked_at))  # usage of earlier attempts
-
-    def _add_settled(self, entry: LedgerEntry) -> None:
-        if not entry.by_result:
-            self._add_usage(entry)
-        seconds = duration(entry)
-        if entry.delivered and seconds is not None:
+        self.wasted += lost
+        if record.result is not None:
+            self.turns += record.result.turns
+            self.cut_replies += record.result.cut_replies
+            self.sampled_tokens += record.result.sampled_tokens
+            self.trained_tokens += record.result.trained_tokens or 0
+        if record.reward is not None:
+            self.rewards += 1
+            self.reward_sum += record.reward
+            if record.trainable:
+                self._rewards.setdefault(record.task_id, []).append(record.reward)
+        seconds = duration(record)
+        if delivered and seconds is not None:
             insort(self.seconds, seconds)
-        if entry.outcome is not None and entry.outcome is not Outcome.COMPLETED:
-            key = entry.outcome, entry.reason
-            before = self.failures.get(key)
-            number = before.number + 1 if before is not None else 1
-            first, message = (before.first, before.message) if before else (entry.rollout_id, entry.message)
-            self.failures[key] = FailureCount(*key, number, first, message)
-        task_id = entry.task_id
-        group, rewards = self._ledger.groups[task_id], self._rewards.get(task_id, ())
-        if group.usable and not group.open and len(rewards) > 1:
-            self.spread[task_id] = len(set(rewards)) > 1
+        for failure in count_failures([record]):  # none, if the rollout completed
+            key = failure.outcome, failure.reason
+            first = self.failures.get(key)
+            self.failures[key] = failure if first is None else replace(first, number=first.number + 1)
 
     @property
     def p95_s(self) -> float | None:
@@ -120,11 +107,11 @@ class StepTotals:
             LastResult(
                 rollout.rollout_id,
                 rollout.reward,
-                duration(self._ledger.entries[rollout.rollout_id]),
+                duration(self._records.ledger.entries[rollout.rollout_id]),
                 rollout.sampled_tokens,
                 _last_reply(rollout),
             )
-            for rollout in reversed(self._results[-_LAST:])
+            for rollout in reversed(self._records.received[-_LAST:])
         ]
 
 

@@ -140,34 +140,41 @@ def _record_of(
     )
 
 
-class RunningRecords:
+class StepRecords:
     """The records of a running step. A settled rollout is encoded again only if its group becomes usable."""
 
     def __init__(self, ledger: Ledger, log_of: Callable[[LedgerEntry], str], received: Sequence[Rollout]) -> None:
-        self._ledger = ledger
+        """`received` are the results that have settled rollouts; more are appended while the step runs."""
+        self.ledger = ledger
+        self.received = received
+        self.settled: list[RolloutRecord] = []  # in the order of settlement
         self._log_of = log_of
-        self._received = received
-        self._settled: list[tuple[RolloutRecord, str]] = []  # each with its encoded line
+        self._lines: list[str] = []  # of the settled rollouts
         self._results: dict[str, ResultSummary] = {}
         self._summarized = 0  # of those received
 
+    def update(self) -> None:
+        """Add the rollouts that were settled since the last call."""
+        for rollout in self.received[self._summarized :]:
+            self._results[rollout.rollout_id] = ResultSummary.of(rollout)
+        self._summarized = len(self.received)
+        for entry in self.ledger.settled[len(self.settled) :]:
+            result = self._results.pop(entry.rollout_id, None)
+            self.settled.append(_record_of(self.ledger, entry, self._log_of, result))
+
     def lines(self, ends_at: Callable[[LedgerEntry], float]) -> list[str]:
         """Return the records as JSON. `ends_at` returns the Unix time at which an open rollout ends at the latest."""
-        for rollout in self._received[self._summarized :]:
-            self._results[rollout.rollout_id] = ResultSummary.of(rollout)
-        self._summarized = len(self._received)
-        for entry in self._ledger.settled[len(self._settled) :]:
-            result = self._results.pop(entry.rollout_id, None)
-            record = _record_of(self._ledger, entry, self._log_of, result)
-            self._settled.append((record, record.model_dump_json()))
-        for i, (record, _) in enumerate(self._settled):
-            usable = self._ledger.groups[record.task_id].usable
+        self.update()
+        for i, record in enumerate(self.settled):
+            usable = self.ledger.groups[record.task_id].usable
             if record.group_usable is not usable:  # later rollouts determine this field
-                record = record.model_copy(update={"group_usable": usable})
-                self._settled[i] = record, record.model_dump_json()
-        entries = self._ledger.open_entries()
-        still_open = (_record_of(self._ledger, each, self._log_of, deadline=ends_at(each)) for each in entries)
-        return [*(line for _, line in self._settled), *(record.model_dump_json() for record in still_open)]
+                record = self.settled[i] = record.model_copy(update={"group_usable": usable})
+            elif i < len(self._lines):
+                continue
+            self._lines[i : i + 1] = [record.model_dump_json()]
+        entries = self.ledger.open_entries()
+        still_open = (_record_of(self.ledger, each, self._log_of, deadline=ends_at(each)) for each in entries)
+        return [*self._lines, *(record.model_dump_json() for record in still_open)]
 
 
 # --- messages in the OpenAI format ------------------------------------------------------------------------

@@ -197,19 +197,15 @@ def seconds_of(record: RolloutRecord) -> Seconds:
         return Seconds(waiting=max(0.0, end - record.planned_at))
     first = record.invoked_at if record.first_invoked_at is None else record.first_invoked_at
     waiting, before = max(0.0, first - record.planned_at), max(0.0, record.invoked_at - first)
-    if record.accepted_at is None or record.result is None:
-        accepted = record.accepted_at if record.accepted_at is not None else record.invoked_at
-        return Seconds(
-            waiting=waiting,
-            starting=max(0.0, accepted - record.invoked_at),
-            lost=before + max(0.0, end - accepted),
-        )
-    work = max(0.0, end - record.accepted_at)
+    accepted = record.invoked_at if record.accepted_at is None else record.accepted_at  # by an earlier manager
+    starting, work = max(0.0, accepted - record.invoked_at), max(0.0, end - accepted)
+    if record.result is None:
+        return Seconds(waiting=waiting, starting=starting, lost=before + work)
     agent = min(work, work if record.result.agent_s is None else record.result.agent_s)
     model = min(agent, record.result.model_s)
     return Seconds(
         waiting=waiting,
-        starting=max(0.0, record.accepted_at - record.invoked_at),
+        starting=starting,
         model=model,
         own=agent - model,
         publishing=work - agent,

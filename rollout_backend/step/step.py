@@ -27,7 +27,7 @@ from rollout_backend.core.policy import GroupPolicy
 from rollout_backend.errors import CircuitOpen, CloudLost, RunHeld
 from rollout_backend.logs import bind_log_fields
 from rollout_backend.results.progress import StepTotals
-from rollout_backend.results.records import RolloutRecord, RunningRecords
+from rollout_backend.results.records import RolloutRecord, StepRecords
 from rollout_backend.results.step_report import GroupResult, StepResult
 from rollout_backend.step.absence_check import AbsenceCheck
 from rollout_backend.step.restart import resume
@@ -63,8 +63,8 @@ class Step:
         self._sessions = self._context.sessions
         self._changed = self._context.changed
         self.results = StepResults(self._context, self.rollouts, self.groups)
-        self._running_records = RunningRecords(self.ledger, services.log_of, self.results.received)
-        self.totals = StepTotals(self.ledger, self.results.received)
+        self._running_records = StepRecords(self.ledger, services.log_of, self.results.received)
+        self.totals = StepTotals(self._running_records)
         self._absence_check = AbsenceCheck(self._context, self.results)
         self._complete: set[str] = set()  # groups
         self._reported_to_breaker = 0  # of the ledger's settled rollouts

@@ -17,7 +17,7 @@ from rollout_backend.results.cost import Cost, Prices, Usage
 from rollout_backend.results.export import export_run
 from rollout_backend.results.page.report import write_report
 from rollout_backend.results.progress import StepTotals
-from rollout_backend.results.records import records_of
+from rollout_backend.results.records import StepRecords, records_of
 from rollout_backend.results.run_data import read_config, read_run
 from rollouts import make_ledger, make_rollout, make_segment
 
@@ -85,7 +85,7 @@ def test_a_step_costs_the_same_in_a_display_and_by_its_records():
     ledger, results = make_ledger(0, clock), []
     for i in range(3):
         ledger.plan(f"task-a.{i}", "task-a")
-    totals = StepTotals(ledger, results)
+    totals = StepTotals(StepRecords(ledger, lambda entry: "", results))
     ledger.entries["task-a.0"].start_attempt("lost", 1, 900)
     clock.now = 100.0
     ledger.entries["task-a.0"].abandon_attempt()

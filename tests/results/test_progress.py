@@ -6,6 +6,7 @@ from agent_wrapper.contract import Outcome, Rollout
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.results.findings import FailureCount
 from rollout_backend.results.progress import FirstCall, StepTotals
+from rollout_backend.results.records import StepRecords
 from rollouts import make_ledger, make_rollout
 
 
@@ -18,7 +19,7 @@ class Step:
         for each in ids:
             self.ledger.plan(each, each.rpartition(".")[0])
         self.results: list[Rollout] = []
-        self.totals = StepTotals(self.ledger, self.results)
+        self.totals = StepTotals(StepRecords(self.ledger, lambda entry: "", self.results))
 
     def start(self, rollout_id: str) -> None:
         self.now += 1

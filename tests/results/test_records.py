@@ -1,7 +1,7 @@
 import pytest
 
 from agent_wrapper.contract import Outcome, Rollout, Segment, Turn
-from rollout_backend.results.records import ResultSummary, RolloutRecord, RunningRecords, records_of
+from rollout_backend.results.records import ResultSummary, RolloutRecord, StepRecords, records_of
 from rollout_backend.results.summary import summarize
 from rollouts import make_ledger, make_rollout
 
@@ -76,7 +76,7 @@ def test_the_records_of_a_running_step_follow_its_ledger():
     ledger, received = make_ledger(0, lambda: 1.0), [make_rollout("a.0", reward=0.5)]
     for i in range(3):
         ledger.plan(f"a.{i}", "a")
-    running = RunningRecords(ledger, lambda entry: "log", received)
+    running = StepRecords(ledger, lambda entry: "log", received)
 
     def read() -> dict[str, RolloutRecord]:
         lines = running.lines(lambda entry: entry.deadline or 900.0)

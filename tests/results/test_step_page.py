@@ -204,6 +204,8 @@ def test_what_a_task_teaches():
 def test_each_second_of_a_rollout_is_in_one_phase():
     spent = seconds_of(make_record("a.0", result=make_summary(1.0)))
     assert vars(spent) == {"waiting": 1, "starting": 1, "model": 3, "own": 4, "publishing": 1, "lost": 0}
+    adopted = seconds_of(make_record("a.0", accepted_at=None, result=make_summary(1.0)))  # by an earlier manager
+    assert vars(adopted) == {"waiting": 1, "starting": 0, "model": 3, "own": 4, "publishing": 2, "lost": 0}
     lost = seconds_of(make_record("a.0", outcome=Outcome.INFRA_ERROR))
     assert vars(lost) == {"waiting": 1, "starting": 1, "model": 0, "own": 0, "publishing": 0, "lost": 8}
     never = seconds_of(make_record("a.0", outcome=Outcome.CANCELLED, invoked_at=None, accepted_at=None))
