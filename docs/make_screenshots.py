@@ -106,8 +106,7 @@ def shoot_live_view() -> None:
     shown = Snapshot(
         run_id="run-20261122-141205-9c1e",
         what="shop/agent.py on Qwen3-4B",
-        elapsed_s=72.0,
-        phases={RunPhase.CHECK: 1.2, RunPhase.ENGINES: 27.0, RunPhase.GATEWAY: 3.0, RunPhase.ROLLOUTS: 45.0},
+        phases={RunPhase.CHECK: 1.2, RunPhase.ENGINES: 22.8, RunPhase.GATEWAY: 3.0, RunPhase.ROLLOUTS: 45.0},
         progress=progress(1.0),
         history=history,
         limit_s=600.0,

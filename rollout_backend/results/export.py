@@ -299,7 +299,7 @@ def rollout_row(run_id: str, record: RolloutRecord, rollout: Rollout | None) -> 
         "attempts": record.attempts,
         "session_id": record.session_ids[-1] if record.session_ids else None,
         "log": record.log,
-        **{f"{name}_at": _time(at) for name, at in _times(record).items()},
+        **{f"{event}_at": _time(at) for event, at in record.times.items()},
         **(record.result.model_dump() if record.result is not None else {}),
         "stored": rollout is not None,
         "extras": json.dumps(rollout.extras, ensure_ascii=False) if rollout is not None else None,
@@ -334,10 +334,10 @@ def turn_rows(run_id: str, record: RolloutRecord, rollout: Rollout) -> Iterator[
 
 def event_rows(run_id: str, record: RolloutRecord) -> Iterator[Row]:
     """Yield the events of a planned rollout, in order."""
-    at = _times(record)
+    at = record.times
     events: list[Row] = [{"event": "planned"}]
     events += [{"event": "session", "session_id": each} for each in record.session_ids]
-    events += [{"event": name} for name in ("invoked", "accepted", "result") if at[name] is not None]
+    events += [{"event": event} for event in at if event in ("invoked", "accepted", "result")]
     if record.outcome is not None:
         events.append({"event": "settled", **_ending(record)})
     for number, event in enumerate(events):
@@ -403,15 +403,5 @@ def _ending(record: RolloutRecord) -> Row:
     return {"outcome": record.outcome, "reason": record.reason or None, "message": record.message or None}
 
 
-def _times(record: RolloutRecord) -> dict[str, float | None]:
-    return {
-        "planned": record.planned_at,
-        "invoked": record.invoked_at,
-        "accepted": record.accepted_at,
-        "result": record.result_at,
-        "settled": record.settled_at,
-    }
-
-
-def _time(seconds: float | None) -> datetime | None:
-    return datetime.fromtimestamp(seconds, UTC) if seconds is not None else None
+def _time(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)

@@ -82,6 +82,12 @@ class RolloutRecord(BaseModel, frozen=True):
         return self.result.reward if self.result is not None else None
 
     @property
+    def times(self) -> dict[str, float]:
+        """Return when each event of the rollout happened, in order, without those that did not."""
+        events = ("planned", "invoked", "accepted", "result", "settled")
+        return {event: at for event in events if (at := getattr(self, f"{event}_at")) is not None}
+
+    @property
     def trained(self) -> bool:
         """Return whether the trainer gets the rollout: it is trainable, and its group is usable."""
         return self.trainable and self.group_usable

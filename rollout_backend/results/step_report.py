@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import quantiles
 
 from pydantic import BaseModel
 
@@ -15,7 +14,7 @@ from rollout_backend.core.ledger import CallTally, Ledger, LedgerEntry
 from rollout_backend.core.tasks import Task
 from rollout_backend.gateway.stats import EngineUse
 from rollout_backend.results.records import RolloutRecord
-from rollout_backend.results.summary import mean
+from rollout_backend.results.summary import mean, percentiles
 
 # Of a segment; any other text in a result without a seal is the agent's.
 _REASONS = ("first_call", "rerendered", "tools_changed", "history_rewritten", "branched", "new_conversation")
@@ -360,7 +359,5 @@ def _staleness(tokens_of: Mapping[str, int]) -> Staleness | None:
 def _latency(seconds: Sequence[float]) -> Latency | None:
     if not seconds:
         return None
-    if len(seconds) == 1:
-        return Latency(p50=seconds[0], p99=seconds[0], max=seconds[0])
-    cuts = quantiles(seconds, n=100, method="inclusive")
-    return Latency(p50=cuts[49], p99=cuts[98], max=max(seconds))
+    p50, p99 = percentiles(seconds, 50, 99)
+    return Latency(p50=p50, p99=p99, max=max(seconds))

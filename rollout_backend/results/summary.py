@@ -10,6 +10,8 @@ from enum import StrEnum
 from statistics import NormalDist, fmean, stdev
 from typing import Protocol
 
+import numpy as np
+
 from agent_wrapper.contract import Outcome
 from rollout_backend.results.records import RolloutRecord
 
@@ -235,6 +237,11 @@ class Timed(Protocol):
 def mean(values: Sequence[float]) -> float | None:
     """Return the mean; None without values."""
     return fmean(values) if values else None
+
+
+def percentiles(values: Sequence[float], *wanted: float) -> tuple[float, ...]:
+    """Return percentiles of one or more values, interpolated linearly."""
+    return tuple(np.percentile(values, wanted).tolist())
 
 
 def duration(rollout: Timed) -> float | None:

@@ -35,7 +35,6 @@ def snapshot(progress: Progress | None = None, history: History | None = None, *
     fields = {
         "run_id": "run-1",
         "what": "agent.py on Qwen3-4B",
-        "elapsed_s": 71.2,
         "phases": RUNNING,
         "limit_s": 600.0,
     }

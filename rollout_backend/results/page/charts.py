@@ -4,11 +4,11 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import correlation, quantiles
+from statistics import correlation
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.results.records import RolloutRecord
-from rollout_backend.results.summary import Learning, TaskRewards, duration, span
+from rollout_backend.results.summary import Learning, TaskRewards, duration, percentiles, span
 
 WIDTH = 1110  # width of a full-width chart
 SHADES = 10  # shades for rewards, besides the one for the lowest
@@ -277,7 +277,6 @@ def histogram(values: Sequence[float]) -> Histogram | None:
     for value in values:
         counts[min(_BINS - 1, int((value - low) / (high - low) * _BINS))] += 1
     width = (high - low) / _BINS
-    cuts = quantiles(values, n=20, method="inclusive") if len(values) > 1 else [values[0]] * 19
     return Histogram(
         tuple(
             (number / max(counts), number, f"{low + i * width:,.4g} to {low + (i + 1) * width:,.4g}")
@@ -285,8 +284,7 @@ def histogram(values: Sequence[float]) -> Histogram | None:
         ),
         low,
         high,
-        cuts[9],
-        cuts[18],
+        *percentiles(values, 50, 95),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import reduce
 from itertools import pairwise
-from statistics import fmean, quantiles
+from statistics import fmean
 from typing import Any
 
 from rollout_backend.results.comparison import shown_comparison
@@ -15,17 +15,10 @@ from rollout_backend.results.cost import Cost, Prices
 from rollout_backend.results.findings import Level
 from rollout_backend.results.page.charts import SHADES, nice
 from rollout_backend.results.run_data import RunData, StepData, changed_settings
-from rollout_backend.results.summary import Learning, add, span
+from rollout_backend.results.summary import Learning, add, percentiles, span
 
 WIDTH, HEIGHT = 500.0, 150.0
 _MAX_TASKS, _FINDINGS = 200, 8
-LEARNING = {
-    "never": Learning.NEVER,
-    "mixed": Learning.MIXED,
-    "always": Learning.ALWAYS,
-    "flat": Learning.FLAT,
-    "unknown": Learning.UNKNOWN,
-}
 
 
 @dataclass(frozen=True)
@@ -34,8 +27,8 @@ class StepEntry:
 
     data: StepData
     link: str | None
-    spread: tuple[float, float] | None  # 10th and 90th percentile of its tasks' mean rewards
-    lengths: tuple[float, float] | None  # mean and 95th percentile of the number of sampled tokens
+    spread: tuple[float, ...] | None  # 10th and 90th percentile of its tasks' mean rewards
+    lengths: tuple[float, ...] | None  # mean and 90th percentile of the number of sampled tokens
     left_out: Mapping[str, int]  # untrained rollouts by reason
     cost: Cost | None
 
@@ -88,8 +81,8 @@ def entry_of(step: StepData, link: str | None, prices: Prices | None) -> StepEnt
     return StepEntry(
         step,
         link,
-        _percentiles(means, 0, 8),
-        (fmean(tokens), spread[1]) if (spread := _percentiles(tokens, 0, 8)) is not None else None,
+        percentiles(means, 10, 90) if means else None,
+        (fmean(tokens), *percentiles(tokens, 90)) if tokens else None,
         Counter(
             (record.reason or "completed") if not record.trainable else "group not usable"
             for record in step.records
@@ -97,13 +90,6 @@ def entry_of(step: StepData, link: str | None, prices: Prices | None) -> StepEnt
         ),
         step.cost(prices),
     )
-
-
-def _percentiles(values: Sequence[float], low: int, high: int) -> tuple[float, float] | None:
-    if not values:
-        return None
-    cuts = quantiles(values, n=10, method="inclusive") if len(values) > 1 else [values[0]] * 9
-    return cuts[low], cuts[high]
 
 
 def training_context(run: RunData, links: Mapping[int, str], against: RunData | None = None) -> dict[str, Any]:
@@ -170,7 +156,7 @@ def _findings(steps: Sequence[StepEntry]) -> list[tuple[StepEntry, Any]]:
 
 
 def _curve(
-    steps: Sequence[StepEntry], values: Sequence[float | None], bands: Sequence[tuple[float, float] | None]
+    steps: Sequence[StepEntry], values: Sequence[float | None], bands: Sequence[tuple[float, ...] | None]
 ) -> Curve | None:
     known = [value for value in values if value is not None]
     if not known:
@@ -215,9 +201,9 @@ def _stack(step: StepEntry, parts: Sequence[tuple[str, float, str]]) -> Column:
 
 def _learning(step: StepEntry) -> Column:
     of = len(step.data.summary.tasks) or 1
-    found = [(css, step.data.summary.tasks_of(learning), learning) for css, learning in LEARNING.items()]
+    found = [(learning, step.data.summary.tasks_of(learning)) for learning in Learning]
     return _stack(
-        step, [(css, number / of, f"{learning}: {number} of {of} tasks") for css, number, learning in found]
+        step, [(each.name.lower(), number / of, f"{each}: {number} of {of} tasks") for each, number in found]
     )
 
 

@@ -107,9 +107,8 @@ class History:
 class Snapshot:
     """A run at one moment. `phases` maps the phases so far to their seconds; the last one is the current phase."""
 
-    run_id: str
-    what: str  # the agent and the model
-    elapsed_s: float
+    run_id: str = ""
+    what: str = ""  # the agent and the model
     phases: dict[RunPhase, float] = field(default_factory=dict)
     progress: Progress | None = None
     history: History = field(default_factory=History)
@@ -118,6 +117,10 @@ class Snapshot:
     keys: bool = False  # whether the terminal's keys are read
     details: bool = False  # whether details of engines and gateways are shown
     failures: bool = False  # whether failures are shown
+
+    @property
+    def elapsed_s(self) -> float:
+        return sum(self.phases.values())
 
     @property
     def left_s(self) -> float | None:

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +28,6 @@ from rollout_backend.results.progress import Progress
 from rollout_backend.results.records import RolloutRecord
 from rollout_backend.results.terminal.keys import Keys
 from rollout_backend.results.terminal.live_view import (
-    History,
     Snapshot,
     frame,
     load_of,
@@ -68,28 +67,24 @@ class RunOutput:
         self.style = style
         self._live: Live | None = None
         self._keys = Keys(self._on_key)
-        self._details = self._show_failures = self._stopping = False
-        self._run_id = self._what = ""
-        self._limit_s = 0.0
-        self._prices: Prices | None = None
+        self._stopping = False
         self._began: dict[RunPhase, float] = {}
-        self._progress: Progress | None = None
-        self._history = History()
+        self._shown = Snapshot()  # but for its phases
         self._failures: set[tuple[Outcome, str]] = set()
 
     def begin(self, config: RolloutConfig, *, tasks: int, rollouts: int, agent: Mapping[str, str] | None) -> None:
         """Print what will be run."""
-        self._run_id, self._limit_s = config.run_id, config.timeouts.collection_s
-        self._prices = Prices.of(config)
         path = Path((agent or {}).get("path", ""))
-        self._what = f"{path.name} on {config.model.path.name}" if path.name else config.model.path.name
+        what = f"{path.name} on {config.model.path.name}" if path.name else config.model.path.name
+        limit_s, prices = config.timeouts.collection_s, Prices.of(config)
+        self._shown = Snapshot(config.run_id, what, limit_s=limit_s, prices=prices)
         line = f"run {config.run_id}: {tasks:,} tasks, {rollouts:,} rollouts"
         fields = {"run_id": config.run_id, "folder": str(config.run_dir), "tasks": tasks, "rollouts": rollouts}
         self._print("run", line, **fields)
 
     def started(self, config: RolloutConfig) -> None:
         """Use the settings with which the run has started, because they include the runtime's prices."""
-        self._prices = Prices.of(config)
+        self._shown = replace(self._shown, prices=Prices.of(config))
 
     # --- what a run reports -------------------------------------------------------------------------------
 
@@ -189,21 +184,25 @@ class RunOutput:
             if [*self._began][-1:] == [RunPhase.ROLLOUTS]:
                 progress = await read()
                 if progress.planned:  # the step has begun and not ended
-                    self._progress, now = progress, time.monotonic()
-                    self._history.add(now, progress)
+                    now = time.monotonic()
+                    self._shown = replace(self._shown, progress=progress)
+                    self._shown.history.add(now, progress)
                     self.failures(progress.failures)
                     next_line = next_line or now + self._lines_s
                     if now >= next_line:
                         next_line = now + self._lines_s
-                        self._print_progress(progress)
+                        snapshot = self._snapshot()
+                        self.event("progress", **_fields(snapshot, progress))
+                        if self._live is None and self.style in ("normal", "verbose"):
+                            self._write(plain_line(snapshot))
             self._refresh()
             await asyncio.sleep(self._read_s)
 
     def _on_key(self, key: str) -> None:
         if key == "d":
-            self._details = not self._details
+            self._shown = replace(self._shown, details=not self._shown.details)
         elif key == "f":
-            self._show_failures = not self._show_failures
+            self._shown = replace(self._shown, failures=not self._shown.failures)
         elif key == "q" and not self._stopping:  # a second interrupt would skip the clean-up
             self._stopping = True
             os.kill(os.getpid(), signal.SIGINT)
@@ -216,28 +215,7 @@ class RunOutput:
                 self._live.update(Group(*lines), refresh=True)
 
     def _snapshot(self) -> Snapshot:
-        began = self._began.values()
-        elapsed = time.monotonic() - min(began, default=time.monotonic())
-        phases = dict(self.seconds())
-        return Snapshot(
-            self._run_id,
-            self._what,
-            elapsed,
-            phases,
-            self._progress,
-            self._history,
-            self._limit_s,
-            self._prices,
-            keys=self._keys.reading,
-            details=self._details,
-            failures=self._show_failures,
-        )
-
-    def _print_progress(self, progress: Progress) -> None:
-        snapshot = self._snapshot()
-        self.event("progress", **_fields(snapshot, progress))
-        if self._live is None and self.style in ("normal", "verbose"):
-            self._write(plain_line(snapshot))
+        return replace(self._shown, phases=dict(self.seconds()), keys=self._keys.reading)
 
     # --- its end ------------------------------------------------------------------------------------------
 

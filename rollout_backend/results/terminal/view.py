@@ -210,13 +210,7 @@ def print_record(console: Console, record: RolloutRecord, *, with_outcome: bool)
     if record.log is not None:
         lines.append(f"log: {plain(record.log)}")
     times = [f"planned {when(record.planned_at)}"]
-    later = {
-        "invoked": record.invoked_at,
-        "accepted": record.accepted_at,
-        "result": record.result_at,
-        "settled": record.settled_at,
-    }
-    times += [f"{name} {at - record.planned_at:+.1f} s" for name, at in later.items() if at is not None]
+    times += [f"{event} {at - record.planned_at:+.1f} s" for event, at in record.times.items() if event != "planned"]
     print_text(console, "\n".join([*lines, ", ".join(times)]))
 
 
