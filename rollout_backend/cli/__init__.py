@@ -13,11 +13,9 @@ import typer
 from rich.logging import RichHandler
 
 from rollout_backend.cli.common import as_command, console, errors
-from rollout_backend.cli.demo import demo
 from rollout_backend.cli.deploy import deploy, down, infra
-from rollout_backend.cli.dev import dev, init
 from rollout_backend.cli.doctor import doctor
-from rollout_backend.cli.local_model import engine_install
+from rollout_backend.cli.laptop import demo, dev, engine_install, init
 from rollout_backend.cli.results import compare, export, ls, replay, report, rescore
 from rollout_backend.cli.run import run
 from rollout_backend.cli.serve import serve

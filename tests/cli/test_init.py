@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from builders import load_module, refused
-from rollout_backend.cli.dev import Template
+from rollout_backend.cli.laptop import Template
 from rollout_backend.config import load_config
 from rollout_backend.core.tasks import read_tasks
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from agent_wrapper.contract import Rollout, readable
 from agent_wrapper.shared.workspace import WORKSPACE, pack_folder
 from builders import assistant, eventually, function_call, processes_with, user
-from rollout_backend.cli.dev import find_tasks
+from rollout_backend.cli.laptop import find_tasks
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.model_call import ModelCall
 from rollout_backend.core.tasks import Task
