@@ -1,7 +1,7 @@
 """Checks before a run: `rollout doctor` makes all of them, a run those of `preflight` before it spends anything.
 
 Each line says what was found and what to do. `machine` and `model` check this machine, `account` and `public_address`
-what only doctor asks, and `token_capture` makes one model call.
+what only doctor asks.
 
 Invariants:
 

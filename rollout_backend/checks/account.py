@@ -86,7 +86,7 @@ def needed_permissions(config: RolloutConfig, identity: Identity) -> Sequence[Pe
     if config.aws.endpoint_of("s3") == config.aws.endpoint_url:
         found += _of_bucket(config, f"arn:{partition}:s3:::{config.storage.bucket}")
     if config.uses_queue and config.aws.endpoint_of("sqs") == config.aws.endpoint_url:
-        found += _of_queue(config, f"arn:{partition}:sqs:{{}}:{{}}:{{}}".format, identity.account)
+        found += _of_queue(config, f"arn:{partition}:sqs", identity.account)
     return found
 
 
@@ -121,15 +121,15 @@ def _of_bucket(config: RolloutConfig, bucket: str) -> list[Permission]:
     return found
 
 
-def _of_queue(config: RolloutConfig, arn: object, account: str) -> list[Permission]:
-    assert callable(arn)
+def _of_queue(config: RolloutConfig, arn: str, account: str) -> list[Permission]:
     url, region = config.queue.url, config.aws.region
     used = ("GetQueueAttributes", "ReceiveMessage", "DeleteMessage", "ChangeMessageVisibility")
     if url is not None:
         *_, owner, name = url.split("/")
-        return [Permission(f"sqs:{name_of}", (arn(region_of_queue(url) or region, owner, name),)) for name_of in used]
-    name = queue_name(config.storage, config.run_id)
-    both = (arn(region, account, name), arn(region, account, f"{name}-dlq"))
+        queue = f"{arn}:{region_of_queue(url) or region}:{owner}:{name}"
+        return [Permission(f"sqs:{name_of}", (queue,)) for name_of in used]
+    queue = f"{arn}:{region}:{account}:{queue_name(config.storage, config.run_id)}"
+    both = (queue, f"{queue}-dlq")
     made = ("CreateQueue", "DeleteQueue", "GetQueueUrl")
     return [Permission(f"sqs:{name_of}", both) for name_of in (*used, *made)]
 

@@ -13,10 +13,9 @@ from rollout_backend.checks.account import (
     region_of_queue,
 )
 from rollout_backend.checks.machine import check_engine_version, check_open_files, check_packages
-from rollout_backend.checks.model import check_tools
+from rollout_backend.checks.model import check_capture, check_tools
 from rollout_backend.checks.preflight import Preflight
 from rollout_backend.checks.public_address import check_public_address
-from rollout_backend.checks.token_capture import check_capture
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.check_result import CheckResult

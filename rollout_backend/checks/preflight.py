@@ -52,10 +52,15 @@ class Preflight:
         checks: list[Awaitable[list[CheckResult]]] = [self._check_bucket(), self._check_runtime(stack)]
         if machine:
             checks.append(asyncio.to_thread(check_machine, config, engines=engines))
-        answers = await asyncio.gather(*checks, return_exceptions=True)  # none outlives what `stack` closes
-        self.findings = [finding for found in answers for finding in _or_raise(found)]
+        for found in await asyncio.gather(*checks, return_exceptions=True):  # none outlives what `stack` closes
+            if isinstance(found, BaseException):
+                raise found
+            self.findings += found
         if config.uses_queue and (queue or any(finding.level == "problem" for finding in self.findings)):
-            self.findings.append(await self._check_queue())
+            try:
+                self.findings.append(await check_queue(config.queue, config.aws))
+            except RolloutBackendError as error:
+                self.findings.append(CheckResult("problem", "queue.url", str(error)))
 
     async def _check_bucket(self) -> list[CheckResult]:
         storage = self._config.storage
@@ -87,12 +92,6 @@ class Preflight:
                 f"needs s3:PutObject on {place}. Deploy the stack with AgentProtocol="
                 f"{self._config.runtime.agent_protocol}: {error}"
             ) from error
-
-    async def _check_queue(self) -> CheckResult:
-        try:
-            return await check_queue(self._config.queue, self._config.aws)
-        except RolloutBackendError as error:
-            return CheckResult("problem", "queue.url", str(error))
 
     async def _check_runtime(self, stack: AsyncExitStack) -> list[CheckResult]:
         config, session_s = self._config.run_runtime, self._config.timeouts.session_s
@@ -157,12 +156,6 @@ async def check_tasks(
         for name, why in refused.items()
     ]
     return [task for task in tasks if resumed or task.task_id not in refused], [*found, *lines]
-
-
-def _or_raise(answer: list[CheckResult] | BaseException) -> list[CheckResult]:
-    if isinstance(answer, BaseException):
-        raise answer
-    return answer
 
 
 async def _finding(setting: str, check: Callable[[], Awaitable[str]]) -> CheckResult:

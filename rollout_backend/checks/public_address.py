@@ -10,7 +10,7 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -38,7 +38,9 @@ async def check_public_address(config: RolloutConfig) -> list[CheckResult]:
     if gateway.public_url is None and (gateway.kind == "ray" or is_loopback(gateway.host)):
         return []
     setting = "relay.public_url" if config.relay is not None else "gateway.public_url"
-    urls = [public_url(gateway, shard, _own_url(gateway)) for shard in range(gateway.processes)]
+    own = own_address() if gateway.host in ("0.0.0.0", "::") else gateway.host  # noqa: S104  # compared
+    own_url = f"{'https' if gateway.tls_certificate else 'http'}://{own}:{gateway.port}"
+    urls = [public_url(gateway, shard, own_url) for shard in range(gateway.processes)]
     if config.relay is not None:
         urls = [config.relay.agents_url]
     host = urlsplit(urls[0]).hostname or ""
@@ -48,13 +50,11 @@ async def check_public_address(config: RolloutConfig) -> list[CheckResult]:
         if urls[0].startswith("https://"):
             found.append(await asyncio.to_thread(_check_certificate, setting, urls[0], gateway))
         if found[0].level != "problem":
-            found.append(_worst(await asyncio.gather(*[_ask(setting, url, token) for url in urls])))
-    return [*found, _probe_command(urls[0])]
-
-
-def _own_url(gateway: GatewayConfig) -> str:
-    host = own_address() if gateway.host in ("0.0.0.0", "::") else gateway.host  # noqa: S104  # compared
-    return f"{'https' if gateway.tls_certificate else 'http'}://{host}:{gateway.port}"
+            answers = await asyncio.gather(*[_ask(setting, url, token) for url in urls])
+            found.append(min(answers, key=lambda each: ("problem", "warning", "ok").index(each.level)))
+    code = f"import urllib.request as r; print(r.urlopen('{urls[0]}/health', timeout=10).read())"
+    text = f'to see whether a container reaches it, run this in one during a run: python -c "{code}"'
+    return [*found, CheckResult("unchecked", "gateway probe", text, "gateway-probe")]
 
 
 async def _check_name(config: RolloutConfig, setting: str, host: str, *, plain: bool) -> CheckResult:
@@ -203,14 +203,3 @@ async def _ask(setting: str, url: str, token: str | None) -> CheckResult:
         return CheckResult("problem", setting, f"{url} leads to the gateway of another machine: correct it", name)
     text = f"another server answers at {url} (status {status}): it must lead to gateway.host and gateway.port"
     return CheckResult("problem", setting, text, name)
-
-
-def _worst(found: Sequence[CheckResult]) -> CheckResult:
-    order = ("problem", "warning", "unchecked", "ok")
-    return min(found, key=lambda each: order.index(each.level))
-
-
-def _probe_command(url: str) -> CheckResult:
-    code = f"import urllib.request as r; print(r.urlopen('{url}/health', timeout=10).read())"
-    text = f'to see whether a container reaches it, run this in one during a run: python -c "{code}"'
-    return CheckResult("unchecked", "gateway probe", text, "gateway-probe")

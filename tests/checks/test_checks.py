@@ -19,11 +19,10 @@ import trustme
 from agent_wrapper.contract import Trajectory
 from builders import run_config
 from rollout_backend.aws import Identity
-from rollout_backend.checks import token_capture
 from rollout_backend.checks.account import describe_credentials
 from rollout_backend.checks.examination import check_forced_formats, estimate_cost, examine
 from rollout_backend.checks.machine import check_engine_version, check_open_files, check_packages
-from rollout_backend.checks.model import check_context, check_parallel
+from rollout_backend.checks.model import check_capture, check_context, check_parallel, judge_capture, judge_room
 from rollout_backend.checks.preflight import check_run, check_tasks
 from rollout_backend.checks.public_address import _check_name, check_public_address
 from rollout_backend.config import AgentCoreConfig, RolloutConfig
@@ -538,9 +537,9 @@ def test_what_a_sampled_token_lacks():
         ({"logprobs": [math.nan] * len(segment.token_ids)}, "problem", "not every log-probability"),
         ({"turns": unlabelled}, "warning", "without a weight version"),
     ):
-        found = token_capture.judge(Trajectory(model="m", segments=(segment.model_copy(update=changes),)))
+        found = judge_capture(Trajectory(model="m", segments=(segment.model_copy(update=changes),)))
         assert (found.level, words in found.text) == (level, True)
-    found = token_capture.judge(Trajectory(model="m", segments=()))
+    found = judge_capture(Trajectory(model="m", segments=()))
     assert (found.level, "no sampled token was recorded" in found.text) == ("problem", True)
 
 
@@ -555,7 +554,7 @@ def test_what_a_sampled_token_lacks():
 def test_the_room_for_conversations(tokens, level, words):
     runtime = {"kind": "http", "url": "http://127.0.0.1:9", "max_sessions": 8}
     config = run_config(runtime=runtime, model={"path": "m", "context_length": 32_768})
-    found = token_capture.judge_room(config, [EngineSample(0, 0, 0, each) for each in tokens])
+    found = judge_room(config, [EngineSample(0, 0, 0, each) for each in tokens])
     assert (found.level, found.name) == (level, "engine-room")
     assert words in found.text
 
@@ -575,6 +574,6 @@ async def test_a_model_call_through_the_router(reply, level, words):
             timeouts={"model_call_s": 120},
             gateway={"public_url": "https://gateway.invalid"},
         )
-        found, *_ = await token_capture.check_capture(config)
+        found, *_ = await check_capture(config)
     assert words in found.text
     assert found.level == level
