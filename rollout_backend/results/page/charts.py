@@ -4,7 +4,10 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from statistics import correlation
+
+import numpy as np
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.results.records import RolloutRecord
@@ -136,6 +139,15 @@ def timeline(records: Sequence[RolloutRecord], place: dict[str, int]) -> Timelin
     )
 
 
+def polyline(points: Iterable[tuple[float, float | None]]) -> str:
+    """Return the path of a line, which is interrupted where a point has no y."""
+    out, pen = [], "M"
+    for x, y in points:
+        out.append("" if y is None else f"{pen}{x:.1f} {y:.1f}")
+        pen = "M" if y is None else "L"
+    return "".join(out)
+
+
 @dataclass(frozen=True)
 class Line:
     """A named line of a series. `values` has None for unknown values."""
@@ -145,18 +157,12 @@ class Line:
     values: tuple[float | None, ...]
     top: float
     unit: str = ""
-    path: str = ""
 
     def drawn(self, width: float, height: float) -> str:
         """Return the line's path."""
-        step, out, pen = width / max(len(self.values) - 1, 1), [], "M"
-        for number, value in enumerate(self.values):
-            if value is None:
-                pen = "M"
-                continue
-            out.append(f"{pen}{number * step:.1f} {height - height * value / self.top:.1f}")
-            pen = "L"
-        return "".join(out)
+        step = width / max(len(self.values) - 1, 1)
+        heights = [None if value is None else height - height * value / self.top for value in self.values]
+        return polyline((number * step, y) for number, y in enumerate(heights))
 
 
 @dataclass(frozen=True)
@@ -196,7 +202,7 @@ def activity(records: Sequence[RolloutRecord]) -> Series:
             if record.accepted_at is not None:
                 work[bin_of(record.settled_at)] -= 1
     top = nice(max(len(records), 1))
-    at_work, finished = _running_sum(work), _running_sum(done)
+    at_work, finished = tuple(accumulate(work)), tuple(accumulate(done))
     return Series((Line("at work", "a", at_work, top), Line("finished", "b", finished, top)), seconds)
 
 
@@ -220,20 +226,12 @@ def throughput(records: Sequence[RolloutRecord]) -> Series:
         if record.result.cached_tokens is not None:
             prompts[last] += record.result.prompt_tokens
             cached[last] += record.result.cached_tokens
-    tokens = tuple(max(0.0, value) for value in _running_sum(rates)[:-1])
+    tokens = tuple(max(0.0, value) for value in accumulate(rates[:-1]))
     hits = tuple(100 * hit / all_ if all_ else None for hit, all_ in zip(cached, prompts, strict=True))
     lines = [Line("tokens/s", "a", tokens, nice(max([*tokens, 1.0])))]
     if any(prompts):
         lines.append(Line("cache hits", "c", _bridged(hits), 100.0, " %"))
     return Series(tuple(lines), seconds)
-
-
-def _running_sum(changes: Iterable[float]) -> tuple[float, ...]:
-    total, out = 0.0, []
-    for change in changes:
-        total += change
-        out.append(total)
-    return tuple(out)
 
 
 def _bridged(values: Sequence[float | None]) -> tuple[float | None, ...]:
@@ -273,14 +271,11 @@ def histogram(values: Sequence[float]) -> Histogram | None:
         return None
     low, high = min(values), max(values)
     high = high if high > low else low + 1
-    counts = [0] * _BINS
-    for value in values:
-        counts[min(_BINS - 1, int((value - low) / (high - low) * _BINS))] += 1
-    width = (high - low) / _BINS
+    counts, edges = np.histogram(values, _BINS, (low, high))
     return Histogram(
         tuple(
-            (number / max(counts), number, f"{low + i * width:,.4g} to {low + (i + 1) * width:,.4g}")
-            for i, number in enumerate(counts)
+            (number / max(counts), number, f"{start:,.4g} to {end:,.4g}")
+            for number, (start, end) in zip(counts.tolist(), pairwise(edges), strict=True)
         ),
         low,
         high,

@@ -87,24 +87,19 @@ def _slowest(
     return [(record, seconds, seconds_of(record).parts) for record, seconds in found if seconds > 0]
 
 
-class _Numbers:
-    """Numbers values in the order of first use."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-
-    def of(self, value: str) -> int:
-        return self._numbers.setdefault(value, len(self._numbers))
-
-    def values(self) -> list[str]:
-        return list(self._numbers)
+def _numbered(values: Sequence[str]) -> tuple[list[str], list[int]]:
+    """Return the distinct values in the order of first use, and the index of each value among them."""
+    numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
+    return list(numbers), [numbers[value] for value in values]
 
 
 def _data(
     run: RunData, records: Sequence[RolloutRecord], summary: StepSummary, talks: dict[str, Any], began: float
 ) -> dict[str, Any]:
     """Return the page's data: one column of values per field, and each repeated value once."""
-    tasks, reasons, messages = _Numbers(), _Numbers(), _Numbers()
+    tasks, task = _numbered([record.task_id for record in records])
+    reasons, reason = _numbered([record.reason for record in records])
+    messages, message = _numbered([record.message[:_MAX_MESSAGE] for record in records])
     spent = [seconds_of(record) for record in records]
     times = [duration(record) for record in records]
     results = [record.result for record in records]
@@ -112,10 +107,10 @@ def _data(
         "runDir": str(run.run_dir),
         "outcomes": [str(outcome or "not settled") for outcome in OUTCOMES],
         "id": [record.rollout_id for record in records],
-        "task": [tasks.of(record.task_id) for record in records],
+        "task": task,
         "outcome": [OUTCOMES.index(record.outcome) for record in records],
-        "reason": [reasons.of(record.reason) for record in records],
-        "message": [messages.of(record.message[:_MAX_MESSAGE]) for record in records],
+        "reason": reason,
+        "message": message,
         "reward": [record.reward for record in records],
         "seconds": [None if seconds is None else round(seconds, 1) for seconds in times],
         "tokens": [result.sampled_tokens if result else None for result in results],
@@ -130,11 +125,11 @@ def _data(
             for record in records
             if record.failed or record.rollout_id in talks
         },
-        "tasks": tasks.values(),
-        "reasons": reasons.values(),
-        "messages": messages.values(),
-        "advice": {reason: what_to_do(reason) for reason in reasons.values() if reason},
-        "documented": {reason: documented_at(reason) for reason in reasons.values() if reason},
+        "tasks": tasks,
+        "reasons": reasons,
+        "messages": messages,
+        "advice": {each: what_to_do(each) for each in reasons if each},
+        "documented": {each: documented_at(each) for each in reasons if each},
         "talks": talks,
     }
 

@@ -13,7 +13,7 @@ from typing import Any
 from rollout_backend.results.comparison import shown_comparison
 from rollout_backend.results.cost import Cost, Prices
 from rollout_backend.results.findings import Level
-from rollout_backend.results.page.charts import SHADES, nice
+from rollout_backend.results.page.charts import SHADES, nice, polyline
 from rollout_backend.results.run_data import RunData, StepData, changed_settings
 from rollout_backend.results.summary import Learning, add, percentiles, span
 
@@ -171,17 +171,13 @@ def _curve(
     def x(number: int) -> float:
         return round(WIDTH * (number + 0.5) / len(steps), 1)
 
-    line, pen = [], "M"
-    for number, value in enumerate(values):
-        line.append("" if value is None else f"{pen}{x(number)} {y(value)}")
-        pen = "M" if value is None else "L"
     drawn = [(x(number), band) for number, band in enumerate(bands) if band is not None]
     edge = [*((at, y(band[1])) for at, band in drawn), *((at, y(band[0])) for at, band in reversed(drawn))]
     return Curve(
         top,
         low,
-        "".join(line),
-        "M" + "L".join(f"{at} {height}" for at, height in edge) + "z" if edge else "",
+        polyline((x(number), None if value is None else y(value)) for number, value in enumerate(values)),
+        f"{polyline(edge)}z" if edge else "",
         tuple(
             (x(number), y(value), f"step {steps[number].data.name}: {value:.4g}", steps[number].link)
             for number, value in enumerate(values)
