@@ -3,9 +3,9 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import correlation
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,43 +13,17 @@ from agent_wrapper.contract import Outcome
 from rollout_backend.results.records import RolloutRecord
 from rollout_backend.results.summary import Learning, TaskRewards, duration, percentiles, span
 
-WIDTH = 1110  # width of a full-width chart
+WIDTH = 1110  # of a full-width chart
+SERIES_WIDTH, HEIGHT = 500.0, 150.0  # of a chart over time or steps
 SHADES = 10  # shades for rewards, besides the one for the lowest
 _BINS, _POINTS, _DOTS = 24, 160, 2000
 
 
-@dataclass(frozen=True)
-class HeatmapColumn:
-    """The name of a task, below its column."""
+def heatmap(tasks: Sequence[TaskRewards], place: dict[str, int]) -> dict[str, Any]:
+    """Lay out the rewards of a step, with one column per task and one cell per rollout; columns wrap into bands.
 
-    task_id: str
-    x: float
-    teaches: bool
-
-
-@dataclass(frozen=True)
-class Heatmap:
-    """Rewards with one column per task and one cell per rollout; `cells[row][column]` is a rollout's index or -1.
-
-    Columns wrap into bands. `paths` has one path per class: a shade, or how a rollout without a reward ended.
+    `place` maps each rollout to its index in the page's data.
     """
-
-    paths: tuple[tuple[str, str], ...]
-    columns: tuple[HeatmapColumn, ...]  # columns with names; empty if there are too many
-    rows: int
-    per_band: int
-    bands: int
-    pitch: float
-    size: float
-    band_height: float
-    height: float
-    low: float
-    high: float
-    cells: tuple[tuple[int, ...], ...]  # indices of the rollouts of each task
-
-
-def heatmap(tasks: Sequence[TaskRewards], place: dict[str, int]) -> Heatmap:
-    """Lay out the rewards of a step. `place` maps each rollout to its index in the page's data."""
     rewards = [reward for task in tasks for reward in task.rewards]
     low, high = min([0.0, *rewards]), max(rewards, default=1.0)
     high = high if high > low else low + 1
@@ -64,26 +38,25 @@ def heatmap(tasks: Sequence[TaskRewards], place: dict[str, int]) -> Heatmap:
         for row, record in enumerate(task.records):
             cell = f"M{x:g} {top + row * pitch:g}h{size:g}v{size:g}h-{size:g}z"
             paths[_shade(record, low, high)].append(cell)
-    bands = math.ceil(len(tasks) / per_band)
-    return Heatmap(
-        paths=tuple((name, "".join(cells)) for name, cells in sorted(paths.items())),
-        columns=tuple(
-            HeatmapColumn(task.task_id, number * pitch + size / 2, task.learning is Learning.MIXED)
-            for number, task in enumerate(tasks)
-        )
-        if named
-        else (),
-        rows=rows,
-        per_band=per_band,
-        bands=bands,
-        pitch=pitch,
-        size=size,
-        band_height=band_height,
-        height=bands * band_height,
-        low=low,
-        high=high,
-        cells=tuple(tuple(place[record.rollout_id] for record in task.records) for task in tasks),
-    )
+    return {
+        # One path per class: a shade, or how a rollout without a reward ended.
+        "paths": [(name, "".join(cells)) for name, cells in sorted(paths.items())],
+        "columns": [  # with names, unless there are too many
+            {"task_id": task.task_id, "x": number * pitch + size / 2, "teaches": task.learning is Learning.MIXED}
+            for number, task in enumerate(tasks if named else ())
+        ],
+        "size": size,
+        "height": math.ceil(len(tasks) / per_band) * band_height,
+        "low": low,
+        "high": high,
+        "grid": {  # by which a script finds the rollout at a place
+            "cells": [[place[record.rollout_id] for record in task.records] for task in tasks],
+            "pitch": pitch,
+            "size": size,
+            "perBand": per_band,
+            "band": band_height,
+        },
+    }
 
 
 def _shade(record: RolloutRecord, low: float, high: float) -> str:
@@ -92,21 +65,8 @@ def _shade(record: RolloutRecord, low: float, high: float) -> str:
     return f"miss {record.outcome or 'open'}"
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """One line per rollout from its invoke to its end, ordered by invoke."""
-
-    paths: tuple[tuple[str, str], ...]  # a class and its lines
-    order: tuple[int, ...]  # indices of the rollouts, from top to bottom
-    pitch: float
-    height: float
-    seconds: float
-    ramp: float  # x at which the last rollout was invoked
-    tail: float  # x at which 95 % of the rollouts had ended
-
-
-def timeline(records: Sequence[RolloutRecord], place: dict[str, int]) -> Timeline:
-    """Lay out when each rollout started, worked and ended."""
+def timeline(records: Sequence[RolloutRecord], place: dict[str, int]) -> dict[str, Any]:
+    """Lay out when each rollout started, worked and ended: one line per rollout, ordered by invoke."""
     began, ended = span(records)
     seconds = max(ended - began, 1e-6)
     shown = sorted((each for each in records if each.invoked_at is not None), key=lambda each: each.invoked_at or 0.0)
@@ -128,15 +88,15 @@ def timeline(records: Sequence[RolloutRecord], place: dict[str, int]) -> Timelin
             start = accepted
         paths[css].append(f"M{at(start):g} {y}H{max(at(end), at(start) + 0.8):g}")
     ends = sorted(each.settled_at for each in shown if each.settled_at is not None)
-    return Timeline(
-        paths=tuple((name, "".join(lines)) for name, lines in sorted(paths.items())),
-        order=tuple(place[record.rollout_id] for record in shown),
-        pitch=pitch,
-        height=height,
-        seconds=seconds,
-        ramp=at(max((each.invoked_at or began for each in shown), default=began)),
-        tail=at(ends[max(0, int(len(ends) * 0.95) - 1)] if ends else ended),
-    )
+    return {
+        "paths": [(name, "".join(lines)) for name, lines in sorted(paths.items())],  # a class and its lines
+        "pitch": pitch,
+        "height": height,
+        "seconds": seconds,
+        "ramp": at(max((each.invoked_at or began for each in shown), default=began)),  # x of the last invoke
+        "tail": at(ends[max(0, int(len(ends) * 0.95) - 1)] if ends else ended),  # x at which 95 % had ended
+        "grid": {"lines": [place[record.rollout_id] for record in shown], "linePitch": pitch},
+    }
 
 
 def polyline(points: Iterable[tuple[float, float | None]]) -> str:
@@ -148,44 +108,41 @@ def polyline(points: Iterable[tuple[float, float | None]]) -> str:
     return "".join(out)
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A named line of a series. `values` has None for unknown values."""
 
     name: str
     css: str
-    values: tuple[float | None, ...]
+    values: Sequence[float | None]
     top: float
     unit: str = ""
 
-    def drawn(self, width: float, height: float) -> str:
+    @property
+    def path(self) -> str:
         """Return the line's path."""
-        step = width / max(len(self.values) - 1, 1)
-        heights = [None if value is None else height - height * value / self.top for value in self.values]
+        step = SERIES_WIDTH / max(len(self.values) - 1, 1)
+        heights = [None if value is None else HEIGHT - HEIGHT * value / self.top for value in self.values]
         return polyline((number * step, y) for number, y in enumerate(heights))
 
 
-@dataclass(frozen=True)
-class Series:
-    """Lines over the same period."""
-
-    lines: tuple[Line, ...]
-    seconds: float
-
-    def points(self, width: float) -> list[tuple[float, str]]:
-        """Return the x coordinate of each point, with its values as text."""
-        every = max(len(self.lines[0].values) - 1, 1)
-        return [
-            (round(width * number / every, 1), f"after {self.seconds * number / every:.4g} s: {self._words(number)}")
-            for number in range(len(self.lines[0].values))
-        ]
-
-    def _words(self, number: int) -> str:
-        known = ((line, value) for line in self.lines if (value := line.values[number]) is not None)
-        return ", ".join(f"{line.name} {value:,.4g}{line.unit}" for line, value in known)
+def _series(lines: Sequence[Line], seconds: float) -> dict[str, Any]:
+    """Lay out lines over the same period. `points` are the x coordinates of the values, with the values as text."""
+    every = max(len(lines[0].values) - 1, 1)
+    points = []
+    for number, values in enumerate(zip(*(line.values for line in lines), strict=True)):
+        known = ((line, value) for line, value in zip(lines, values, strict=True) if value is not None)
+        words = ", ".join(f"{line.name} {value:,.4g}{line.unit}" for line, value in known)
+        x, after = round(SERIES_WIDTH * number / every, 1), seconds * number / every
+        points.append((x, f"after {after:.4g} s: {words}"))
+    return {
+        "lines": lines,
+        "seconds": seconds,
+        "points": points,
+        "peak": max(each or 0.0 for each in lines[0].values),
+    }
 
 
-def activity(records: Sequence[RolloutRecord]) -> Series:
+def activity(records: Sequence[RolloutRecord]) -> dict[str, Any]:
     """Return the number of working and of finished rollouts over time."""
     began, ended = span(records)
     seconds = max(ended - began, 1e-6)
@@ -203,10 +160,10 @@ def activity(records: Sequence[RolloutRecord]) -> Series:
                 work[bin_of(record.settled_at)] -= 1
     top = nice(max(len(records), 1))
     at_work, finished = tuple(accumulate(work)), tuple(accumulate(done))
-    return Series((Line("at work", "a", at_work, top), Line("finished", "b", finished, top)), seconds)
+    return _series([Line("at work", "a", at_work, top), Line("finished", "b", finished, top)], seconds)
 
 
-def throughput(records: Sequence[RolloutRecord]) -> Series:
+def throughput(records: Sequence[RolloutRecord]) -> dict[str, Any]:
     """Return sampled tokens per second and cache hits over time.
 
     A rollout's tokens are spread evenly over its working time, because results do not record when each was sampled;
@@ -231,7 +188,7 @@ def throughput(records: Sequence[RolloutRecord]) -> Series:
     lines = [Line("tokens/s", "a", tokens, nice(max([*tokens, 1.0])))]
     if any(prompts):
         lines.append(Line("cache hits", "c", _bridged(hits), 100.0, " %"))
-    return Series(tuple(lines), seconds)
+    return _series(lines, seconds)
 
 
 def _bridged(values: Sequence[float | None]) -> tuple[float | None, ...]:
@@ -250,54 +207,28 @@ def nice(top: float) -> float:
     return next(each * unit for each in (1, 2, 2.5, 4, 5, 8, 10) if each * unit >= top * (1 - 1e-9))
 
 
-@dataclass(frozen=True)
-class Histogram:
-    """Counts in bins of equal width, with two percentiles."""
-
-    bars: tuple[tuple[float, float, str], ...]  # height from 0 to 1, count, range
-    low: float
-    high: float
-    p50: float
-    p95: float
-
-    def at(self, value: float) -> float:
-        """Return the position of a value, from 0 to 1."""
-        return (value - self.low) / (self.high - self.low)
-
-
-def histogram(values: Sequence[float]) -> Histogram | None:
-    """Return the distribution of the values, or None without values."""
+def histogram(values: Sequence[float]) -> dict[str, Any] | None:
+    """Return the distribution of the values in bins of equal width, with two percentiles; None without values."""
     if not values:
         return None
     low, high = min(values), max(values)
     high = high if high > low else low + 1
     counts, edges = np.histogram(values, _BINS, (low, high))
-    return Histogram(
-        tuple(
+    return {
+        "bars": [  # height from 0 to 1, count, range
             (number / max(counts), number, f"{start:,.4g} to {end:,.4g}")
             for number, (start, end) in zip(counts.tolist(), pairwise(edges), strict=True)
-        ),
-        low,
-        high,
-        *percentiles(values, 50, 95),
-    )
+        ],
+        "low": low,
+        "high": high,
+        "marks": [  # name, value, and its position from 0 to 1
+            (name, value, (value - low) / (high - low))
+            for name, value in zip(("p50", "p95"), percentiles(values, 50, 95), strict=True)
+        ],
+    }
 
 
-@dataclass(frozen=True)
-class Scatter:
-    """Reward against sampled tokens."""
-
-    path: str
-    dots: int
-    of: int
-    shortest: float
-    longest: float
-    low: float
-    high: float
-    correlation: float | None
-
-
-def scatter(records: Sequence[RolloutRecord]) -> Scatter | None:
+def scatter(records: Sequence[RolloutRecord]) -> dict[str, Any] | None:
     """Lay out rewards against lengths, of a bounded number of rollouts; None without a reward."""
     pairs = [(each.result.sampled_tokens, each.reward) for each in records if each.result and each.reward is not None]
     if not pairs:
@@ -312,16 +243,16 @@ def scatter(records: Sequence[RolloutRecord]) -> Scatter | None:
         for i, (x, y) in enumerate(pairs[::every])
     ]
     varied = len(set(tokens)) > 1 and len(set(rewards)) > 1
-    return Scatter(
-        "".join(f"M{x:.1f} {y:.1f}h0" for x, y in dots),
-        len(dots),
-        len(pairs),
-        shortest,
-        longest,
-        low,
-        high,
-        correlation(tokens, rewards) if varied else None,
-    )
+    return {
+        "path": "".join(f"M{x:.1f} {y:.1f}h0" for x, y in dots),
+        "dots": len(dots),
+        "of": len(pairs),
+        "shortest": shortest,
+        "longest": longest,
+        "low": low,
+        "high": high,
+        "correlation": correlation(tokens, rewards) if varied else None,
+    }
 
 
 def durations(records: Iterable[RolloutRecord]) -> list[float]:

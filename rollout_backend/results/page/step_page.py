@@ -37,7 +37,6 @@ def step_context(
     summary = step.summary
     place = {record.rollout_id: number for number, record in enumerate(records)}
     talks = embedded(run, records, summary.tasks, text)
-    throughput = charts.throughput(records)
     other = matching_step(against, step) if against is not None else None
     began = span(records)[0]
     return {
@@ -54,8 +53,7 @@ def step_context(
         "phases": summary.spent.parts,
         "slowest": _slowest(records),
         "activity": charts.activity(records),
-        "throughput": throughput,
-        "peak": max(value or 0.0 for value in throughput.lines[0].values),
+        "throughput": charts.throughput(records),
         "durations": charts.histogram(charts.durations(records)),
         "lengths": charts.histogram([each.result.sampled_tokens for each in records if each.result]),
         "scatter": charts.scatter(records),

@@ -13,11 +13,10 @@ from typing import Any
 from rollout_backend.results.comparison import shown_comparison
 from rollout_backend.results.cost import Cost, Prices
 from rollout_backend.results.findings import Level
-from rollout_backend.results.page.charts import SHADES, nice, polyline
+from rollout_backend.results.page.charts import HEIGHT, SERIES_WIDTH, SHADES, nice, polyline
 from rollout_backend.results.run_data import RunData, StepData, changed_settings
 from rollout_backend.results.summary import Learning, add, percentiles, span
 
-WIDTH, HEIGHT = 500.0, 150.0
 _MAX_TASKS, _FINDINGS = 200, 8
 
 
@@ -67,7 +66,7 @@ def points_of(columns: Sequence[Column]) -> list[tuple[float, str]]:
     """Return the x coordinate of each column's middle, with its parts as text."""
     return [
         (
-            round(WIDTH * (number + 0.5) / len(columns), 1),
+            round(SERIES_WIDTH * (number + 0.5) / len(columns), 1),
             f"{column.name}: {'; '.join(words for *_, words in column.parts) or 'none'}",
         )
         for number, column in enumerate(columns)
@@ -169,7 +168,7 @@ def _curve(
         return round(HEIGHT - HEIGHT * (value - low) / (top - low), 1)
 
     def x(number: int) -> float:
-        return round(WIDTH * (number + 0.5) / len(steps), 1)
+        return round(SERIES_WIDTH * (number + 0.5) / len(steps), 1)
 
     drawn = [(x(number), band) for number, band in enumerate(bands) if band is not None]
     edge = [*((at, y(band[1])) for at, band in drawn), *((at, y(band[0])) for at, band in reversed(drawn))]
