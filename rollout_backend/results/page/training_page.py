@@ -2,7 +2,7 @@
 
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import reduce
@@ -37,42 +37,6 @@ class StepEntry:
         return report.staleness.mean if report is not None and report.staleness is not None else None
 
 
-@dataclass(frozen=True)
-class Column:
-    """The stacked parts of one step: a class, a height from 0 to 1, and a label."""
-
-    link: str | None
-    name: str
-    parts: tuple[tuple[str, float, float, str], ...]  # class, top, height, label
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Values over steps, with a band around them."""
-
-    top: float
-    low: float
-    line: str
-    band: str
-    dots: tuple[tuple[float, float, str, str | None], ...]  # x, y, label, link
-
-    @property
-    def points(self) -> list[tuple[float, str]]:
-        """Return the x coordinate of each value, with its label."""
-        return [(x, words) for x, _, words, _ in self.dots]
-
-
-def points_of(columns: Sequence[Column]) -> list[tuple[float, str]]:
-    """Return the x coordinate of each column's middle, with its parts as text."""
-    return [
-        (
-            round(SERIES_WIDTH * (number + 0.5) / len(columns), 1),
-            f"{column.name}: {'; '.join(words for *_, words in column.parts) or 'none'}",
-        )
-        for number, column in enumerate(columns)
-    ]
-
-
 def entry_of(step: StepData, link: str | None, prices: Prices | None) -> StepEntry:
     """Return the numbers of one step."""
     means = [task.mean for task in step.summary.tasks if task.mean is not None]
@@ -100,7 +64,10 @@ def training_context(run: RunData, links: Mapping[int, str], against: RunData | 
     began, ended = span(records)
     left_out: Counter[str] = sum((Counter(step.left_out) for step in steps), Counter())
     gaps = [max(0.0, span(after.records)[0] - span(before.records)[1]) for before, after in pairwise(trained)]
+    timed = [*zip(steps, [*gaps, 0.0], strict=True)]  # each step, with the time until the next
+    longest = max(step.data.summary.seconds + gap for step, gap in timed) or 1.0
     reasons = [reason for reason, _ in left_out.most_common()]
+    most_lost = max(sum(step.left_out.values()) for step in steps)
     costs = [step.cost for step in steps if step.cost is not None]
     return {
         "run": run,
@@ -128,14 +95,13 @@ def training_context(run: RunData, links: Mapping[int, str], against: RunData | 
             [None if step.lengths is None else (0.0, step.lengths[1]) for step in steps],
         ),
         "staleness": _curve(steps, [step.staleness for step in steps], [None] * len(steps)),
-        "points_of": points_of,
-        "learning": [_learning(step) for step in steps],
+        "learning": _stacks(steps, map(_learning, steps)),
         "left_out": left_out,
         "reasons": reasons,
-        "losses": _losses(steps, reasons),
-        "most_lost": max((sum(step.left_out.values()) for step in steps), default=0),
-        "phases": _phases(steps, gaps),
-        "longest": _longest(steps, gaps),
+        "losses": _stacks(steps, [_losses(step, reasons, most_lost) for step in steps]),
+        "most_lost": most_lost,
+        "phases": _stacks(steps, [_phases(step, gap, longest) for step, gap in timed]),
+        "longest": longest,
         "spent": add(step.data.summary.spent for step in steps).parts,
         "tasks": _tasks(steps),
         **shown_comparison(run, records, against, others),
@@ -156,7 +122,8 @@ def _findings(steps: Sequence[StepEntry]) -> list[tuple[StepEntry, Any]]:
 
 def _curve(
     steps: Sequence[StepEntry], values: Sequence[float | None], bands: Sequence[tuple[float, ...] | None]
-) -> Curve | None:
+) -> dict[str, Any] | None:
+    """Lay out values over steps, with a band around them; None without values."""
     known = [value for value in values if value is not None]
     if not known:
         return None
@@ -172,69 +139,58 @@ def _curve(
 
     drawn = [(x(number), band) for number, band in enumerate(bands) if band is not None]
     edge = [*((at, y(band[1])) for at, band in drawn), *((at, y(band[0])) for at, band in reversed(drawn))]
-    return Curve(
-        top,
-        low,
-        polyline((x(number), None if value is None else y(value)) for number, value in enumerate(values)),
-        f"{polyline(edge)}z" if edge else "",
-        tuple(
-            (x(number), y(value), f"step {steps[number].data.name}: {value:.4g}", steps[number].link)
-            for number, value in enumerate(values)
-            if value is not None
-        ),
-    )
+    dots = [  # x, y, label, link
+        (x(number), y(value), f"step {steps[number].data.name}: {value:.4g}", steps[number].link)
+        for number, value in enumerate(values)
+        if value is not None
+    ]
+    return {
+        "top": top,
+        "low": low,
+        "line": polyline((x(number), None if value is None else y(value)) for number, value in enumerate(values)),
+        "band": f"{polyline(edge)}z" if edge else "",
+        "dots": dots,
+        "points": [(at, words) for at, _, words, _ in dots],
+    }
 
 
-def _stack(step: StepEntry, parts: Sequence[tuple[str, float, str]]) -> Column:
-    top, out = 1.0, []
-    for css, part, words in parts:
-        if part > 0:
-            top -= part
-            out.append((css, top, part, words))
-    return Column(step.link, f"step {step.data.name}", tuple(out))
+def _stacks(steps: Sequence[StepEntry], parts: Iterable[Sequence[tuple[str, float, str]]]) -> dict[str, Any]:
+    """Lay out a column per step, of parts with a class, a height from 0 to 1, and a label.
+
+    `points` are the x coordinates of the columns' middles, with their parts as text.
+    """
+    columns, points = [], []
+    for number, (step, of_step) in enumerate(zip(steps, parts, strict=True)):
+        top, stacked, name = 1.0, [], f"step {step.data.name}"
+        for css, height, words in of_step:
+            if height > 0:
+                top -= height
+                stacked.append((css, top, height, f"{name}: {words}"))
+        columns.append(stacked)
+        listed = "; ".join(words for _, height, words in of_step if height > 0) or "none"
+        points.append((round(SERIES_WIDTH * (number + 0.5) / len(steps), 1), f"{name}: {listed}"))
+    return {"columns": columns, "points": points}
 
 
-def _learning(step: StepEntry) -> Column:
+def _learning(step: StepEntry) -> list[tuple[str, float, str]]:
     of = len(step.data.summary.tasks) or 1
     found = [(learning, step.data.summary.tasks_of(learning)) for learning in Learning]
-    return _stack(
-        step, [(each.name.lower(), number / of, f"{each}: {number} of {of} tasks") for each, number in found]
-    )
+    return [(each.name.lower(), number / of, f"{each}: {number} of {of} tasks") for each, number in found]
 
 
-def _losses(steps: Sequence[StepEntry], reasons: Sequence[str]) -> list[Column]:
-    most = max((sum(step.left_out.values()) for step in steps), default=0) or 1
-    return [
-        _stack(
-            step,
-            [
-                (
-                    f"k{reasons.index(reason) % 6}",
-                    step.left_out.get(reason, 0) / most,
-                    f"{reason}: {step.left_out.get(reason, 0)}",
-                )
-                for reason in reasons
-            ],
-        )
-        for step in steps
+def _losses(step: StepEntry, reasons: Sequence[str], most: int) -> list[tuple[str, float, str]]:
+    lost = [(number, reason, step.left_out.get(reason, 0)) for number, reason in enumerate(reasons)]
+    return [(f"k{number % 6}", left_out / (most or 1), f"{reason}: {left_out}") for number, reason, left_out in lost]
+
+
+def _phases(step: StepEntry, gap: float, longest: float) -> list[tuple[str, float, str]]:
+    """Split the seconds of a step into the phases of its rollouts, plus the time until the next step."""
+    summary = step.data.summary
+    parts = [
+        (key, share * summary.seconds / longest, f"{name}: {share:.0%}")
+        for key, name, _, share in summary.spent.parts
     ]
-
-
-def _phases(steps: Sequence[StepEntry], gaps: Sequence[float]) -> list[Column]:
-    """Split the seconds of each step into the phases of its rollouts, plus the time until the next step."""
-    longest, out = _longest(steps, gaps), []
-    for step, gap in zip(steps, [*gaps, 0.0], strict=True):
-        parts = [
-            (key, share * step.data.summary.seconds / longest, f"{name}: {share:.0%}")
-            for key, name, _, share in step.data.summary.spent.parts
-        ]
-        out.append(_stack(step, [*parts, ("between", gap / longest, f"until the next step: {gap:.0f} s")]))
-    return out
-
-
-def _longest(steps: Sequence[StepEntry], gaps: Sequence[float]) -> float:
-    """Return the duration of the longest step, including the time until the next."""
-    return max(step.data.summary.seconds + gap for step, gap in zip(steps, [*gaps, 0.0], strict=True)) or 1.0
+    return [*parts, ("between", gap / longest, f"until the next step: {gap:.0f} s")]
 
 
 def _tasks(steps: Sequence[StepEntry]) -> dict[str, Any]:
