@@ -1,6 +1,5 @@
 """Bad input at the command line: a clear error that says what to do, before anything is started."""
 
-import json
 import os
 
 from anyio.from_thread import start_blocking_portal
@@ -21,21 +20,17 @@ def test_without_credentials(rollout, settings, tasks, monkeypatch, tmp_path):
         refused(rollout(*command), "there are no AWS credentials", "AWS_PROFILE")
 
 
-def test_a_bucket_that_does_not_exist(rollout, settings, tasks):
+def test_services_that_are_missing_or_do_not_answer(rollout, settings):
     config = settings(storage={"bucket": "no-such-bucket"})
-    refused(rollout("run", config, "--tasks", tasks), "bucket 'no-such-bucket' does not exist", "storage.bucket")
-    refused(rollout("doctor", config), "bucket 'no-such-bucket' does not exist")
-
-
-def test_a_storage_that_does_not_answer(rollout, settings, tasks):
-    config = settings(aws={"endpoint_url": "http://127.0.0.1:9"})
-    refused(rollout("run", config, "--tasks", tasks), "cannot be reached", "aws.endpoint_url")
-
-
-def test_a_runtime_that_does_not_answer(rollout, settings, tasks):
     refused(
-        rollout("run", settings(), "--tasks", tasks), "no agent server answers at http://127.0.0.1:9", "runtime.url"
+        rollout("doctor", config, "--services"),
+        "bucket 'no-such-bucket' does not exist",
+        "storage.bucket",
+        "no agent server answers at http://127.0.0.1:9",
+        "runtime.url",
     )
+    config = settings(aws={"endpoint_url": "http://127.0.0.1:9"})
+    refused(rollout("doctor", config, "--services"), "cannot be reached", "aws.endpoint_url")
 
 
 def test_a_check_reports_the_runtime_of_an_image_and_creates_nothing(rollout, settings, tmp_path):
@@ -93,27 +88,6 @@ def test_a_run_that_another_manager_holds_is_refused(rollout, settings, tasks, a
         assert engine.requests == []
         portal.call(lease.release)
         portal.call(lease._store.aclose)
-
-
-def test_a_run_over_http_is_shown_and_read_again(rollout, settings, tasks, agent_server, tmp_path):
-    with ScriptedEngine(["It is 7."]) as engine:
-        config = settings(
-            runtime={"kind": "http", "url": agent_server},
-            serving={"kind": "external", "urls": [engine.url]},
-            queue={"wait_s": 1},
-            run_id="shown",
-        )
-        code, output = rollout("run", config, "--tasks", tasks)
-    assert code == 0, output
-    assert "✓ 1 of 1 rollouts completed, 1 of 1 groups usable ledger 1 = 1 completed; it reconciles" in output
-    folder = tmp_path / "runs" / "shown"
-    code, output = rollout("show", "task-00000.0", "--run", folder)
-    assert code == 0
-    for part in ("completed, reward 1", "What is 3 + 4?", "It is 7.", "mean logprob -0.500"):
-        assert part in output
-    code, output = rollout("show", "task-00000.0", "--run", folder, "--json")
-    assert json.loads(output)["outcome"] == "completed"
-    refused(rollout("show", "task-9", "--run", folder), "holds no task and no rollout 'task-9'")
 
 
 def test_a_deployment_without_a_folder_names_the_folder(rollout, tmp_path):

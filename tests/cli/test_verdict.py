@@ -48,7 +48,9 @@ def run_groups(rollout, settings, agent, run_id, tmp_path):
     return run
 
 
-def test_a_run_names_losses_of_every_kind_and_exits_with_3_if_too_few_rollouts_complete(run_groups, tmp_path, run_id):
+def test_a_run_names_losses_of_every_kind_and_exits_with_3_if_too_few_rollouts_complete(
+    rollout, run_groups, tmp_path, run_id
+):
     groups = [[0, 1], [1, 1], *([what, what] for what in ("long", "silent", "raise", "lost"))]
     code, verdict = run_groups(*groups, options=("--min-completed", 7), group={"size": 2, "min_viable": 1})
     assert verdict == (
@@ -63,6 +65,13 @@ def test_a_run_names_losses_of_every_kind_and_exits_with_3_if_too_few_rollouts_c
     report = (tmp_path / "runs" / run_id / "report.html").read_text()
     assert "groups without spread in their rewards: 2 of 3" in report
     assert "6 / 12" in report
+
+    shown = ("show", "task-00000.1", "--run", tmp_path / "runs" / run_id)
+    code, output = rollout(*shown)
+    assert code == 0
+    for part in ("completed, reward 1", "do 1", "short", "mean logprob -0.500"):
+        assert part in output
+    assert json.loads(rollout(*shown, "--json")[1])["outcome"] == "completed"
 
 
 def test_more_completed_rollouts_than_planned_cannot_be_asked_for(run_groups):

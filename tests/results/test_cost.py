@@ -1,6 +1,5 @@
 """What a step costs: the arithmetic, and that a display and a report agree."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet
@@ -8,7 +7,7 @@ import pytest
 import yaml
 
 from agent_wrapper.contract import Outcome
-from builders import Clock, run_config
+from builders import run_config
 from made_runs import MadeRun, make_run
 from report_page import Page
 from rollout_backend.core.formats import dollars
@@ -16,10 +15,8 @@ from rollout_backend.errors import ConfigError
 from rollout_backend.results.cost import Cost, Prices, Usage
 from rollout_backend.results.export import export_run
 from rollout_backend.results.page.report import write_report
-from rollout_backend.results.progress import StepTotals
-from rollout_backend.results.records import StepRecords, records_of
 from rollout_backend.results.run_data import read_config, read_run
-from rollouts import make_ledger, make_rollout, make_segment
+from run_folders import make_record, make_summary
 
 AGENTS = {"vcpu_hour": 3600, "gb_hour": 360, "session_vcpus": 0.5, "session_gb": 2}
 FREE = {"s3_put_million": 0, "s3_get_million": 0, "sqs_million": 0}
@@ -80,38 +77,17 @@ def test_prices_follow_the_runtimes_platform(runtime, section, rates):
     assert ("EC2 instances" in found.left_out) is ("capacity_provider" in runtime)
 
 
-def test_a_step_costs_the_same_in_a_display_and_by_its_records():
-    clock = Clock(90.0)
-    ledger, results = make_ledger(0, clock), []
-    for i in range(3):
-        ledger.plan(f"task-a.{i}", "task-a")
-    totals = StepTotals(StepRecords(ledger, lambda entry: "", results))
-    ledger.entries["task-a.0"].start_attempt("lost", 1, 900)
-    clock.now = 100.0
-    ledger.entries["task-a.0"].abandon_attempt()
-    for i in range(3):
-        ledger.entries[f"task-a.{i}"].start_attempt(f"session-{i}", 1, 900)
-        ledger.entries[f"task-a.{i}"].accept()
-    clock.now = 110.0
-    segment = make_segment()
-    turn = replace(segment.turns[0], seconds=4.0)
-    rollout = make_rollout(
-        "task-a.0", segments=[segment.model_copy(update={"turns": (turn,)})], started_at=1, finished_at=10
-    )
-    results.append(rollout)
-    ledger.entries["task-a.0"].deliver(Outcome.COMPLETED, trainable=True)
-    totals.update()
-    clock.now = 120.0
-    ledger.entries["task-a.1"].settle(Outcome.INFRA_ERROR, "container_lost", "")
-    ledger.entries["task-a.2"].settle(Outcome.CANCELLED, "step_over", "")
-    totals.update()
-    assert (totals.trainable, totals.wasted) == (Usage(10, 4, 1), Usage(50, 0, 0))
-    records = records_of(ledger, lambda entry: "", results)
-    usable = [record.model_copy(update={"group_usable": True}) for record in records]
+def test_a_step_is_paid_by_the_time_of_its_sessions_and_what_is_not_trained_is_wasted():
+    times = {"planned_at": 90.0, "invoked_at": 100.0, "accepted_at": 100.0}
+    result = make_summary(1.0, model_s=4.0, agent_s=9.0)
+    records = [
+        make_record("a.0", **times, first_invoked_at=90.0, settled_at=110.0, result=result, trainable=True),
+        make_record("a.1", **times, settled_at=120.0, outcome=Outcome.INFRA_ERROR),
+        make_record("a.2", **times, settled_at=120.0, outcome=Outcome.CANCELLED),
+    ]
     found = prices(**AGENTS, **FREE)
-    assert found.cost(totals.trainable, totals.wasted, 30) == found.cost_of(usable)
     # 0.2 dollars a second for memory, and 0.5 outside model calls
-    assert found.cost_of(usable) == Cost(pytest.approx(12 + 28), 0, 0, pytest.approx(10 + 25))
+    assert found.cost_of(records) == Cost(pytest.approx(12 + 28), 0, 0, pytest.approx(10 + 25))
     rejected = [record.model_copy(update={"group_usable": False}) for record in records]
     assert found.cost_of(rejected).wasted == found.cost_of(rejected).total
 

@@ -4,6 +4,7 @@ import pytest
 
 from agent_wrapper.contract import Outcome, Rollout
 from rollout_backend.gateway.stats import GatewayStats
+from rollout_backend.results.cost import Usage
 from rollout_backend.results.findings import FailureCount
 from rollout_backend.results.progress import FirstCall, StepTotals
 from rollout_backend.results.records import StepRecords
@@ -34,6 +35,8 @@ class Step:
 
 def test_results_and_groups_are_added_once():
     step = Step("a.0", "a.1", "b.0", "b.1")
+    step.start("a.0")
+    step.ledger.entries["a.0"].abandon_attempt()
     for rollout_id, reward in {"a.0": 0.0, "a.1": 1.0, "b.0": 1.0}.items():
         step.start(rollout_id)
         step.finish(rollout_id, reward)
@@ -42,6 +45,7 @@ def test_results_and_groups_are_added_once():
     totals = step.totals
     assert (totals.rewards, totals.reward_sum, totals.turns, totals.spread) == (3, 2.0, 3, {"a": True})
     assert (totals.sampled_tokens, totals.trained_tokens) == (6, 6)
+    assert (totals.trainable, totals.wasted) == (Usage(3.0, 0.0, 3), Usage(1.0))
     assert totals.seconds == [1.0, 1.0, 1.0]
     assert totals.p95_s is None
     step.finish("b.1", 1.0)
