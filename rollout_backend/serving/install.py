@@ -171,13 +171,3 @@ def _run(what: str, argv: Sequence[str]) -> None:
     if done.returncode:
         tail = "\n".join(f"    {line}" for line in done.stdout.splitlines()[-_TAIL_LINES:])
         raise StartupError(f"{what} failed with code {done.returncode}. The end of its output:\n{tail}")
-
-
-def main() -> None:
-    cache = cache_dir()
-    print(install_cpu_engine(cache))
-    print(prepare_model(cache))
-
-
-if __name__ == "__main__":
-    main()
