@@ -239,9 +239,7 @@ class ScriptedEngine:
         body = await request.json()
         self.requests.append(body)
         try:
-            body = {**body, "input_ids": self._prompt(body)}
-            if body.get("routed_experts_start_len", 0) > len(body["input_ids"]):
-                raise ValueError("routed_experts_start_len is higher than the number of input tokens")
+            body = await self._translated(body)
         except ValueError as error:
             return JSONResponse({"error": {"message": str(error)}}, status_code=400)
         answer = asyncio.ensure_future(self._reply(request.headers.get("x-smg-routing-key", ""), body))
@@ -260,9 +258,20 @@ class ScriptedEngine:
             parts = reply.parts if isinstance(reply, Pieces) else (str(reply),)
             return StreamingResponse(self._events(parts, body), media_type="text/event-stream")
         text = await self._in_thread("".join, reply.parts) if isinstance(reply, Pieces) else str(reply)
+        return JSONResponse(self._whole(text, body))
+
+    async def _translated(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the request in SGLang's format, with the whole prompt. Raises ValueError if it is refused."""
+        body = {**body, "input_ids": self._prompt(body)}
+        if body.get("routed_experts_start_len", 0) > len(body["input_ids"]):
+            raise ValueError("routed_experts_start_len is higher than the number of input tokens")
+        return body
+
+    def _whole(self, text: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the reply to a request that does not stream."""
         whole = self._completion(text, body)
         whole["meta_info"] |= self._routed(whole["output_ids"], body)
-        return JSONResponse(whole)
+        return whole
 
     def _routed(self, ids: list[int], body: dict[str, Any]) -> dict[str, Any]:
         """Return the routing that a request asks for. The last token has none, because it was not processed."""

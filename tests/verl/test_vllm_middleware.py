@@ -45,7 +45,7 @@ class Engine:
 class VerlServer(ScriptedVllm):
     """A vLLM 0.24.0 server with the middleware, and verl's actor in the same process, which has `global_steps`.
 
-    The engine ends if a request needs an adapter that it does not have, as vLLM's does.
+    The engine has crashed if a request needs an adapter that it does not have, as vLLM's would.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class VerlServer(ScriptedVllm):
     ) -> None:
         self.global_steps: int | None = None
         self.engine = Engine(logprobs_mode, loaded)
+        self.crashed = False
         super().__init__(replies, old_format=True)
 
     def _app(self) -> Any:
@@ -65,7 +66,8 @@ class VerlServer(ScriptedVllm):
     async def _translated(self, body: dict[str, Any]) -> dict[str, Any]:
         named = self.adapters.get(body.get("model", ""))
         if named is not None and named.lora_int_id not in (self.engine.loaded or ()):
-            await self._crash()
+            self.crashed = True
+            raise ValueError("the engine has no such adapter")
         return await super()._translated(body)
 
 
