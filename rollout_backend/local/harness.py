@@ -55,7 +55,7 @@ from rollout_backend.local.http_proxy import HOP_BY_HOP, HttpProxy
 from rollout_backend.local.scripted import BYTE_MODEL, Script, ScriptedEngine
 from rollout_backend.scoring.rollout_scorer import scored
 from rollout_backend.scoring.scorer import ScoreInput, Scorer
-from rollout_backend.serving.gateway_process import GatewayProcess
+from rollout_backend.serving.gateway_fleet import GatewayFleet
 
 if TYPE_CHECKING:
     from agent_wrapper import RolloutApp
@@ -103,16 +103,17 @@ class AgentHarness:
         self._run_dir = run_dir
         self._storage = LocalStorage(run_dir=run_dir)
         self._engine = ScriptedEngine([]) if engine_url is None else None
-        self._journal = run_dir / "journal"
+        journals = run_dir / "journal"
+        self._journal = journals / "0-of-1"
         seal_secret = secrets.token_urlsafe(48)
         self.sealer = Sealer(seal_secret)
         """Verifies the seals of this harness's rollouts."""
-        self._gateway = GatewayProcess(
+        self._gateways = GatewayFleet(
             config or self._config(),
             self._engine.url if self._engine is not None else engine_url or "",
-            run_dir / "gateway.log",
-            journal=self._journal,
+            run_dir,
             seal_secret=seal_secret,
+            journals=journals,
         )
         self._environ = {**self._storage.environ, "AWS_ENDPOINT_URL": self._storage.endpoint_url}
         self._runtimes: dict[tuple[Path, frozenset[tuple[str, str]]], LocalRuntime] = {}
@@ -124,9 +125,9 @@ class AgentHarness:
         async with AsyncExitStack() as stack:
             if self._engine is not None:
                 stack.enter_context(self._engine)
-            for part in (self._storage, self._gateway):
+            for part in (self._storage, self._gateways):
                 stack.push_async_callback(part.stop)
-            await asyncio.gather(self._storage.start(), self._gateway.start())
+            await asyncio.gather(self._storage.start(), self._gateways.start())
             self._s3 = await stack.enter_async_context(self._storage.s3())
             self._stack = stack.pop_all()
         return self
@@ -244,14 +245,13 @@ class AgentHarness:
             session_id=f"test-{number}-{uuid.uuid4()}",
             sampling=sampling or Sampling(),
             expires_at=time.time() + lifetime_s,
-            journal_id=self._gateway.journal_id,
         )
 
     def _endpoint(self, claims: SessionClaims, replies: Script | None) -> ModelEndpoint:
         if replies is not None:
             assert self._engine is not None, "replies are for the scripted model"
             self._engine.script(claims.session_id, replies)
-        return self._gateway.endpoint(claims)
+        return self._gateways.endpoint(claims)
 
     @asynccontextmanager
     async def _watch(

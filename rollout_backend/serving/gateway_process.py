@@ -18,16 +18,14 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from agent_wrapper.contract import ModelEndpoint
 from rollout_backend.config import GatewayConfig, RolloutConfig
 from rollout_backend.config.gateway import AUTO
 from rollout_backend.core.session_ends import HeartbeatReport
-from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.errors import ConfigError, ServingError, StartupError
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.sessions import journal as journals
 from rollout_backend.gateway.stats import GatewayStats
-from rollout_backend.serving.run_secret import key_secret, model_endpoint, revealed
+from rollout_backend.serving.run_secret import key_secret, revealed
 from rollout_backend.serving.server_process import ServerProcess, free_port, require_port
 
 __all__ = ["GatewayProcess", "GatewayStats"]
@@ -40,10 +38,9 @@ class GatewayProcess:
     """One gateway between agents and the engine (or router) at `engine_url`.
 
     With a folder for its `journal`, the gateway can be restarted after it ended, at the same address and with the
-    same sessions. `secret` signs the session keys; pass one if keys must outlive this process or work at several
-    gateways. The default is random. `seal_secret` seals trajectories; without it they carry no seal. `shard` is the
-    gateway's number among `gateway.processes`: it refuses the sessions of other shards. `node_ip` is this machine's
-    address for other machines.
+    same sessions. `secret` signs the session keys. `seal_secret` seals trajectories; without it they carry no seal.
+    `shard` is the gateway's number among `gateway.processes`: it refuses the sessions of other shards. `node_ip` is
+    this machine's address for other machines.
     """
 
     def __init__(
@@ -51,7 +48,7 @@ class GatewayProcess:
         config: RolloutConfig,
         engine_url: str,
         log: Path,
-        secret: str | None = None,
+        secret: str,
         *,
         seal_secret: str | None = None,
         shard: int = 0,
@@ -69,7 +66,7 @@ class GatewayProcess:
         self._config = config
         self._engine_url = engine_url
         self._log = log
-        self._secret = secret or secrets.token_urlsafe(48)
+        self._secret = secret
         self._seal_secret = seal_secret
         self._control_key = secrets.token_urlsafe(48)
         self._shard = shard
@@ -86,11 +83,6 @@ class GatewayProcess:
     def url(self) -> str:
         """The gateway's URL on this machine; empty before `start`."""
         return self._url
-
-    @property
-    def public_url(self) -> str:
-        """The URL that agents use."""
-        return public_url(self._config.gateway, self._shard, self._url)
 
     async def start(self) -> None:
         """Start the gateway and wait until it is healthy.
@@ -182,16 +174,6 @@ class GatewayProcess:
         """Return the end of the log, for an error message."""
         assert self._process is not None, "not started"
         return self._process.log_tail()
-
-    def endpoint(self, claims: SessionClaims) -> ModelEndpoint:
-        """Return a session's model endpoint: URL and key."""
-        return model_endpoint(
-            self.public_url,
-            self._config.model.served_name,
-            self._secret,
-            claims,
-            key_in_path=self._config.gateway.key_in_path,
-        )
 
     async def revoke(self, session_ids: Iterable[str]) -> None:
         """Close these sessions: abort their calls and refuse their keys.

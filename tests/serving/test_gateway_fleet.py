@@ -20,7 +20,7 @@ from rollout_backend.errors import ConfigError, ServingError, StartupError
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.gateway_fleet import GatewayFleet
-from rollout_backend.serving.gateway_process import GatewayProcess, is_loopback, own_address, public_gateway_config
+from rollout_backend.serving.gateway_process import is_loopback, own_address, public_gateway_config, public_url
 from rollout_backend.serving.server_process import free_port
 
 
@@ -67,10 +67,9 @@ def test_inconsistent_settings_are_refused(gateway, match):
         ("http://gw.example:{port}", ("http://gw.example:8000", "http://gw.example:8001")),
     ],
 )
-def test_the_public_url_names_the_shard(template, urls, tmp_path):
-    settings = run_config(gateway={"processes": 2, "port": 8000, "public_url": template})
-    shards = [GatewayProcess(settings, "http://e", tmp_path / "log", shard=i) for i in range(2)]
-    assert tuple(shard.public_url for shard in shards) == urls
+def test_the_public_url_names_the_shard(template, urls):
+    config = run_config(gateway={"processes": 2, "port": 8000, "public_url": template}).gateway
+    assert tuple(public_url(config, shard, "") for shard in range(2)) == urls
 
 
 @pytest.mark.parametrize(
@@ -79,14 +78,14 @@ def test_the_public_url_names_the_shard(template, urls, tmp_path):
 )
 async def test_agents_reach_a_gateway_at_the_address_that_the_run_found(public_url, port, tmp_path, claims):
     settings = run_config(gateway={"public_url": public_url, "port": port and free_port()})
-    gateway = GatewayProcess(public_gateway_config(settings), "http://e", tmp_path / "log")
-    await gateway.start()
+    fleet = GatewayFleet(public_gateway_config(settings), "http://e", tmp_path)
+    await fleet.start()
     try:
-        endpoint = gateway.endpoint(claims())
+        endpoint = fleet.endpoint(claims())
         assert not is_loopback(urlsplit(endpoint.base_url).hostname or "")
         assert await probe_endpoint(endpoint) is None
     finally:
-        await gateway.stop()
+        await fleet.stop()
 
 
 def test_behind_a_relay_the_address_is_the_relays():
@@ -172,7 +171,9 @@ async def test_ports_are_consecutive_and_one_failure_stops_all(engine, tmp_path)
                 bound = True
         taken.listen()
         fleet = GatewayFleet(run_config(gateway={"processes": 2, "port": port}), engine.url, tmp_path)
-        with pytest.raises(StartupError, match=rf"gateway 1 of 2 cannot listen on 127\.0\.0\.1:{port + 1}"):
+        with pytest.raises(
+            StartupError, match=rf"gateway 1 of 2 cannot listen on 127\.0\.0\.1:{port + 1} .*gateway\.port"
+        ):
             await fleet.start()
     assert not listens("127.0.0.1", port)
 

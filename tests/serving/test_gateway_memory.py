@@ -10,7 +10,7 @@ from aiohttp import web
 
 from agent_wrapper.contract import Trajectory
 from builders import run_config, served
-from rollout_backend.serving.gateway_process import GatewayProcess
+from rollout_backend.serving.gateway_fleet import GatewayFleet
 
 FEW, MANY = 2_000, 8_000
 AT_ONCE = 16
@@ -51,14 +51,14 @@ async def test_closed_sessions_use_no_memory(tmp_path, claims):
         await gateway.revoke(f"session-{number}" for number in new)  # as a step does at its end
 
     async with served(generate) as url:
-        gateway = GatewayProcess(run_config(), url, tmp_path / "log")
+        gateway = GatewayFleet(run_config(), url, tmp_path)
         try:
             await gateway.start()
-            sizes = [rss_bytes(gateway._process.pid)]
+            sizes = [rss_bytes(gateway._shards[0]._process.pid)]
             for first, last in ((0, FEW), (FEW, FEW + MANY)):
                 for begin in range(first, last, 1000):
                     await serve(range(begin, begin + 1000))
-                sizes.append(rss_bytes(gateway._process.pid))
+                sizes.append(rss_bytes(gateway._shards[0]._process.pid))
             stats = await gateway.stats()
         finally:
             await gateway.stop()

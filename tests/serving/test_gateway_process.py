@@ -1,7 +1,6 @@
 import json
 import resource
 import signal
-import socket
 import subprocess
 import sys
 
@@ -14,37 +13,38 @@ from rollout_backend.core.seal import Sealer
 from rollout_backend.errors import ServingError, StartupError
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving import gateway_process
-from rollout_backend.serving.gateway_process import GatewayProcess
+from rollout_backend.serving.gateway_fleet import GatewayFleet
 from rollout_backend.serving.server_process import ServerProcess
 
 
 async def test_a_gateway_process_serves_seals_revokes_and_logs_nothing_private(tmp_path, claims, monkeypatch):
     monkeypatch.setenv("ROLLOUT_LOG_FORMAT", "json")  # as `rollout --log-json` does
     monkeypatch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # as the command line does
-    log, secret = tmp_path / "logs" / "gateway.log", "the secret of the settings " * 2
+    folder, secret = tmp_path / "logs", "the secret of the settings " * 2
     with ScriptedEngine(["a very private answer"]) as engine:
-        gateway = GatewayProcess(run_config(gateway={"secret": secret}), engine.url, log, seal_secret=secret)
-        await gateway.stop()  # does nothing before the start
-        await gateway.start()
+        fleet = GatewayFleet(run_config(gateway={"secret": secret}), engine.url, folder, secret, secret)
+        await fleet.stop()  # does nothing before the start
+        await fleet.start()
         try:
-            endpoint = gateway.endpoint(claims())
-            assert endpoint.trajectory_url == f"{gateway.url}/v1/rollout/trajectory"
+            endpoint = fleet.endpoint(claims())
+            assert endpoint.trajectory_url == f"{fleet.urls[0]}/v1/rollout/trajectory"
             assert await complete(endpoint, "a very private question") == "a very private answer"
-            stats = await gateway.stats()
+            stats = await fleet.stats()
             assert (stats.calls, stats.sessions_open) == (1, 1)
-            other = gateway.endpoint(claims("other"))
+            other = fleet.endpoint(claims("other"))
             await complete(other, "a very private question")
             trajectory = await fetch_trajectory(other, budget_s=120)
             assert trajectory.seal == Sealer(secret).seal(trajectory, claims("other")).seal
-            await gateway.revoke(["s"])
+            await fleet.revoke(["s"])
             with pytest.raises(openai.APIStatusError, match="closed"):
                 await complete(endpoint)
         finally:
-            await gateway.stop()
+            await fleet.stop()
+        [gateway] = fleet._shards
     assert f"the gateway ended with code {-signal.SIGTERM}." in await gateway.wait()
     with pytest.raises(ServingError, match="not running"):
-        await gateway.stats()
-    logged = log.read_text()
+        await fleet.stats()
+    logged = (folder / "gateway.log").read_text()
     assert endpoint.api_key not in logged
     assert secret not in logged
     assert "private" not in logged
@@ -61,34 +61,15 @@ async def test_a_gateway_process_knows_the_kind_of_router(tmp_path, monkeypatch)
         raise StartupError("not started")
 
     monkeypatch.setattr(gateway_process, "ServerProcess", record)
-    gateway = GatewayProcess(run_config(router={"kind": "smg"}), "http://e", tmp_path / "log")
     with pytest.raises(StartupError, match="not started"):
-        await gateway.start()
-    await gateway.stop()
+        await GatewayFleet(run_config(router={"kind": "smg"}), "http://e", tmp_path).start()
     assert given == ["smg"]
-
-
-def test_endpoints_use_the_public_url(tmp_path, claims):
-    settings = run_config(gateway={"public_url": "https://lb.example/gw/"})
-    endpoint = GatewayProcess(settings, "http://e", tmp_path / "log").endpoint(claims())
-    assert endpoint.base_url == "https://lb.example/gw/v1"
-    assert endpoint.trajectory_url == "https://lb.example/gw/v1/rollout/trajectory"
-
-
-async def test_a_taken_port_is_reported_with_its_setting(tmp_path):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        settings = run_config(gateway={"port": taken.getsockname()[1]})
-        with pytest.raises(StartupError, match=r"gateway\.port"):
-            await GatewayProcess(settings, "http://e", tmp_path / "log").start()
 
 
 @pytest.mark.slow
 async def test_an_unusable_model_is_reported(tmp_path):
-    gateway = GatewayProcess(run_config(model={"path": str(tmp_path)}), "http://e", tmp_path / "log")
     with pytest.raises(StartupError, match="holds no tokenizer"):
-        await gateway.start()
+        await GatewayFleet(run_config(model={"path": str(tmp_path)}), "http://e", tmp_path).start()
 
 
 FILES = """
