@@ -59,18 +59,11 @@ class Artifacts:
             ArtifactError: the name is invalid or taken, or there are too many artifacts or bytes.
             OSError: the file cannot be read.
         """
-        if isinstance(content, Path):
-            size = content.stat().st_size
-            if size > MAX_ARTIFACT_BYTES:
-                raise ArtifactError(
-                    f"{content} has {size} bytes, more than the {MAX_ARTIFACT_BYTES} of all artifacts"
-                )
-            content = content.read_bytes()
-        data = content.encode() if isinstance(content, str) else bytes(content)
-        if len(data) > MAX_ARTIFACT_BYTES:
-            raise ArtifactError(
-                f"{name!r} has {len(data)} bytes, more than the {MAX_ARTIFACT_BYTES} of all artifacts"
-            )
+        content = content.encode() if isinstance(content, str) else content
+        size = content.stat().st_size if isinstance(content, Path) else len(content)
+        if size > MAX_ARTIFACT_BYTES:
+            raise ArtifactError(f"{name!r} has {size} bytes, more than the {MAX_ARTIFACT_BYTES} of all artifacts")
+        data = content.read_bytes() if isinstance(content, Path) else bytes(content)
         try:
             Artifact.of(name, data)
         except ContractError:
