@@ -1,55 +1,26 @@
 """A whole run whose agents reach only a relay, not a gateway."""
 
 import asyncio
-import os
-import sys
 
-import aiohttp
 import pytest
 
 from agent_wrapper.contract import Outcome
+from relays import KEY, relay_process
 from rollout_backend.core.tasks import Task
-from rollout_backend.serving.server_process import ServerProcess, free_port
 
 PATIENT = {"do": "ask patiently"}
-KEY = "a-key-that-both-sides-know-" * 2
-
-
-class Relay:
-    def __init__(self, log) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._log = log
-        self._process: ServerProcess | None = None
-
-    async def start(self) -> None:
-        argv = [sys.executable, "-m", "rollout_backend.relay", "--port", str(self.port)]
-        self._process = ServerProcess("the relay", argv, self._log, {**os.environ, "ROLLOUT__RELAY__KEY": KEY})
-        await self._process.start()
-        await self._process.wait_healthy(self._healthy, 120.0)
-
-    async def stop(self) -> None:
-        assert self._process is not None
-        await self._process.stop()
-
-    async def _healthy(self) -> bool:
-        try:
-            async with aiohttp.ClientSession() as http, http.get(f"{self.url}/health") as answer:
-                return answer.status == 200
-        except aiohttp.ClientError:
-            return False
 
 
 @pytest.fixture
 async def relay(tmp_path):
-    relay = Relay(tmp_path / "relay.log")
+    relay = relay_process(tmp_path / "relay.log")
     await relay.start()
     yield relay
-    await relay.stop()
+    await relay.process.stop()
 
 
 @pytest.mark.slow
-async def test_a_run_through_a_relay(open_run, relay, held_back, monkeypatch):
+async def test_a_run_through_a_relay(open_run, relay, held_back, tmp_path, monkeypatch):
     monkeypatch.setenv("ROLLOUT__RELAY__KEY", KEY)
     holding, asked = False, asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -73,8 +44,9 @@ async def test_a_run_through_a_relay(open_run, relay, held_back, monkeypatch):
     collecting = asyncio.create_task(run.manager.collect([Task("a", PATIENT)]))
     async with asyncio.timeout(120):
         await asked.wait()
-    await relay.stop()
+    await relay.process.stop()
     holding = False
+    relay.process = relay_process(tmp_path / "relay.log", port=relay.port).process
     await relay.start()
     result = await collecting
     assert result.report.outcomes[Outcome.COMPLETED] == 2

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -18,12 +16,11 @@ from aiohttp import web
 from anyio.from_thread import start_blocking_portal
 
 from builders import eventually, served
+from relays import KEY, RelayProcess, RelayServer, relay_process
 from rollout_backend.relay.dialer import Dialer
 from rollout_backend.relay.relay_server import Relay
 from rollout_backend.relay.relay_settings import DialerSettings, RelaySettings
-from rollout_backend.serving.server_process import ServerProcess, free_port
-
-KEY = "a-key-that-both-sides-know-" * 2
+from rollout_backend.serving.server_process import free_port
 
 
 @pytest.fixture
@@ -34,44 +31,6 @@ def until() -> Callable[..., Awaitable[None]]:
 @pytest.fixture
 def key() -> str:
     return KEY
-
-
-@dataclass
-class RelayServer:
-    port: int
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    async def health(self) -> dict[str, Any]:
-        async with aiohttp.ClientSession() as http, http.get(f"{self.url}/health") as response:
-            return dict(await response.json())
-
-    async def healthy(self) -> bool:
-        try:
-            return (await self.health())["status"] == "ok"
-        except aiohttp.ClientError:
-            return False
-
-    async def dialled(self, dialer_id: str | None = None) -> bool:
-        said = (await self.health())["dialer"]
-        return said is not None and dialer_id in (None, said)
-
-
-@dataclass
-class RelayProcess(RelayServer):
-    process: ServerProcess
-
-    async def start(self) -> None:
-        await self.process.start()
-        await self.process.wait_healthy(self.healthy, 120.0)
-
-
-def relay_process(log: Path, *options: object) -> RelayProcess:
-    port = free_port()
-    argv = [sys.executable, "-m", "rollout_backend.relay", "--port", str(port), *map(str, options)]
-    return RelayProcess(port, ServerProcess("the relay", argv, log, {**os.environ, "ROLLOUT__RELAY__KEY": KEY}))
 
 
 @pytest.fixture(scope="session")
