@@ -15,9 +15,8 @@ import msgpack
 import zstandard
 
 from agent_wrapper.contract import Outcome, Rollout, RolloutRequest, Sampling, Segment, Trajectory, Turn, VersionSpan
-from rollout_backend.core import signed_claims
 from rollout_backend.core.seal import SealClaims, Sealer
-from rollout_backend.core.session_key import SessionClaims
+from rollout_backend.core.session_key import SessionClaims, read_claims, sign_claims
 
 MODEL = "scripted"
 _VOCABULARY = 150_000
@@ -62,7 +61,7 @@ class ReadyMadeResults:
         """Return an encoded result in two parts; the second is the same object for all of them."""
         identity = {name: getattr(request, name) for name in _IDENTITY}
         sealed = self._seal.model_copy(update={name: identity[name] for name in _SEALED})
-        seal = signed_claims.sign(self._key, sealed)
+        seal = sign_claims(self._key, sealed)
         varying = {**identity, "seal": seal, "reward": 1.0, "finished_at": finished_at}
         head = b"\xde" + self._fields.to_bytes(2, "big") + b"".join(_packed(*item) for item in varying.items())
         assert len(head) <= _LARGEST_BLOCK
@@ -77,7 +76,7 @@ def _template_of_seal(sealer: Sealer, trajectory: Trajectory) -> SealClaims:
     )
     seal = sealer.seal(trajectory, claims).seal
     assert seal is not None
-    return signed_claims.read(seal, SealClaims)
+    return read_claims(seal, SealClaims)
 
 
 def _packed(name: str, value: Any) -> bytes:

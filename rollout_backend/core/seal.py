@@ -22,8 +22,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from agent_wrapper.contract import ContractError, Rollout, Segment, Trajectory
-from rollout_backend.core import signed_claims
-from rollout_backend.core.session_key import SessionClaims
+from rollout_backend.core.session_key import ClaimsRefused, SessionClaims, read_claims, sign_claims, verify_claims
 
 _HASHED_AS_THEY_ARE: Mapping[str, Any] = {
     "token_ids": True,
@@ -74,7 +73,7 @@ class Sealer:
             segments=digest_of(trajectory.segments),
             unanswered_calls=trajectory.unanswered_calls,
         )
-        return trajectory.model_copy(update={"seal": signed_claims.sign(self._keys[0], seal)})
+        return trajectory.model_copy(update={"seal": sign_claims(self._keys[0], seal)})
 
     def check(self, rollout: Rollout) -> None:
         """Verify the seal of a rollout that is trainable, or will be with a scorer's reward. Others need none.
@@ -82,7 +81,7 @@ class Sealer:
         Raises:
             ContractError: for the field `seal`; says how the rollout differs from the gateway's trajectory.
         """
-        _check(rollout, lambda seal: signed_claims.verify(self._keys, seal, SealClaims))
+        _check(rollout, lambda seal: verify_claims(self._keys, seal, SealClaims))
 
 
 def check_without_secret(rollout: Rollout) -> None:
@@ -91,7 +90,7 @@ def check_without_secret(rollout: Rollout) -> None:
     Raises:
         ContractError: as for `Sealer.check`.
     """
-    _check(rollout, lambda seal: signed_claims.read(seal, SealClaims))
+    _check(rollout, lambda seal: read_claims(seal, SealClaims))
 
 
 def _check(rollout: Rollout, read: Callable[[str], SealClaims]) -> None:
@@ -105,7 +104,7 @@ def _check(rollout: Rollout, read: Callable[[str], SealClaims]) -> None:
         )
     try:
         seal = read(rollout.seal)
-    except (signed_claims.BadSignature, signed_claims.Malformed):
+    except ClaimsRefused:
         raise ContractError("seal", "is not one that this run's gateway made") from None
     for field in _OF_THE_ROLLOUT:
         sealed, found = getattr(seal, field), getattr(rollout, field)

@@ -1,20 +1,70 @@
-"""Session keys: signed claims about what one session may do, and until when.
+"""Sign claims, and session keys: signed claims about what one session may do, and until when.
+
+Signed claims are readable, tamper-proof text: their JSON and a signature (HMAC-SHA256), each in URL-safe base64. The
+text has no header, so an attacker cannot choose another algorithm, and takes a third of the CPU time of a JWT.
 
 A key contains its claims, so no registration is needed before a dispatch, and every process that knows the secret can
 verify a key. Holders of a key can read its claims but cannot alter them. Keys and secrets never appear in logs or
 messages. `serving.run_secret` issues keys, `gateway.authentication` checks them.
 """
 
+import functools
 import hashlib
-from typing import Literal
+import hmac
+from collections.abc import Iterable
+from typing import Literal, TypeVar
 
-from pydantic import BaseModel, Field
+from itsdangerous import BadData, Signer
+from itsdangerous.encoding import base64_decode, base64_encode
+from pydantic import BaseModel, Field, ValidationError
 
 from agent_wrapper.contract import Identifier, Sampling
-from rollout_backend.core import signed_claims
 from rollout_backend.errors import RolloutBackendError
 
 MIN_SECRET_CHARS = 32
+_SEPARATOR = "."
+
+_Claims = TypeVar("_Claims", bound=BaseModel)
+
+
+class ClaimsRefused(ValueError):
+    """A text that contains no such claims, or is not signed with one of the keys."""
+
+    def __init__(self, reason: Literal["malformed", "bad_signature"]) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@functools.lru_cache(maxsize=16)
+def _signer(key: bytes) -> Signer:
+    return Signer(key, sep=_SEPARATOR, key_derivation="none", digest_method=hashlib.sha256)
+
+
+def sign_claims(key: bytes, claims: BaseModel) -> str:
+    """Return the signed text for these claims."""
+    return _signer(key).sign(base64_encode(claims.model_dump_json())).decode()
+
+
+def verify_claims(keys: Iterable[bytes], text: str, kind: type[_Claims]) -> _Claims:
+    """Return the claims of a text that was signed with one of these keys.
+
+    Only the exact text that was signed is accepted, although base64 has several spellings of the same bytes. Raises
+    ClaimsRefused.
+    """
+    encoded, separator, _ = text.rpartition(_SEPARATOR)
+    if not separator:
+        raise ClaimsRefused("malformed")
+    if not any(hmac.compare_digest(_signer(key).sign(encoded), text.encode()) for key in keys):
+        raise ClaimsRefused("bad_signature")
+    return read_claims(text, kind)
+
+
+def read_claims(text: str, kind: type[_Claims]) -> _Claims:
+    """Return the claims of a signed text without verifying its signature. Raises ClaimsRefused."""
+    try:
+        return kind.model_validate_json(base64_decode(text.rpartition(_SEPARATOR)[0]))
+    except (BadData, ValidationError):
+        raise ClaimsRefused("malformed") from None
 
 
 class SessionClaims(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
@@ -47,7 +97,7 @@ class KeyRefused(RolloutBackendError):
 
 def issue(secret: str, claims: SessionClaims) -> str:
     """Sign a key for these claims."""
-    return signed_claims.sign(secret.encode(), claims)
+    return sign_claims(secret.encode(), claims)
 
 
 def verify(secret: str, key: str, now: float, previous_secret: str | None = None) -> SessionClaims:
@@ -59,11 +109,9 @@ def verify(secret: str, key: str, now: float, previous_secret: str | None = None
     """
     try:
         keys = [each.encode() for each in (secret, previous_secret) if each is not None]
-        claims = signed_claims.verify(keys, key, SessionClaims)
-    except signed_claims.BadSignature:
-        raise KeyRefused("bad_signature") from None
-    except signed_claims.Malformed:
-        raise KeyRefused("malformed") from None
+        claims = verify_claims(keys, key, SessionClaims)
+    except ClaimsRefused as error:
+        raise KeyRefused(error.reason) from None
     if claims.expires_at <= now:
         raise KeyRefused("expired")
     return claims

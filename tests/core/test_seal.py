@@ -17,9 +17,8 @@ from agent_wrapper.contract import (
     Turn,
     VersionSpan,
 )
-from rollout_backend.core import signed_claims
 from rollout_backend.core.seal import SealClaims, Sealer, digest_of
-from rollout_backend.core.session_key import SessionClaims, issue
+from rollout_backend.core.session_key import SessionClaims, issue, read_claims, sign_claims
 
 SECRET = "a-seal-secret-" * 4
 SEALER = Sealer(SECRET)
@@ -140,8 +139,8 @@ def test_the_trajectory_of_another_model_is_refused():
 
 def test_a_seal_with_another_secret_or_none_is_refused():
     assert "not one that this run's gateway made" in refusal(seal=sealed(sealer=Sealer("x" * 48)))
-    claims = signed_claims.read(sealed(), SealClaims)
-    assert "not one that this" in refusal(seal=signed_claims.sign(SECRET.encode(), claims))  # the key is derived
+    claims = read_claims(sealed(), SealClaims)
+    assert "not one that this" in refusal(seal=sign_claims(SECRET.encode(), claims))  # the key is derived
     assert "not one that this" in refusal(seal=sealed().partition(".")[0])
     assert "not one that this" in refusal(seal="no.seal.atall")
     assert "gateway.require_seal" in refusal(seal=None)

@@ -5,8 +5,7 @@ import pytest
 from pydantic import RootModel
 
 from agent_wrapper.contract import Sampling
-from rollout_backend.core import signed_claims
-from rollout_backend.core.session_key import KeyRefused, SessionClaims, issue, verify
+from rollout_backend.core.session_key import KeyRefused, SessionClaims, issue, sign_claims, verify
 
 SECRET = "s" * 48
 CLAIMS = SessionClaims(
@@ -65,4 +64,4 @@ def test_a_malformed_key_is_refused():
     for key in ("", "sk-1234", "\x00"):
         assert refused(SECRET, key) == "malformed"
     for claims in ({}, {**CLAIMS.model_dump(mode="json"), "more": 1}):
-        assert refused(SECRET, signed_claims.sign(SECRET.encode(), RootModel(claims))) == "malformed"
+        assert refused(SECRET, sign_claims(SECRET.encode(), RootModel(claims))) == "malformed"
