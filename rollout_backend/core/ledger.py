@@ -9,7 +9,7 @@ Invariants, checked by `reconcile`:
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from heapq import heappop, heappush
@@ -246,7 +246,7 @@ class CallTally:
 @dataclass
 class Ledger:
     step: int
-    groups: dict[str, GroupState]  # by task, with counts that are current
+    groups: Mapping[str, GroupState]  # by task, with counts that are current
     now: Callable[[], float] = lambda: 0.0  # unix seconds
     clock: Callable[[], float] = lambda: 0.0  # seconds of the event loop's clock
     entries: dict[str, LedgerEntry] = field(default_factory=dict)
@@ -339,10 +339,10 @@ class Ledger:
         self._changed[task_id] = None
         return self.groups[task_id]
 
-    def take_changed_groups(self) -> list[GroupState]:
-        """Return the groups whose counts changed since the last call."""
+    def take_changed_groups(self) -> list[str]:
+        """Return the tasks of the groups whose counts changed since the last call."""
         changed, self._changed = self._changed, {}
-        return [self.groups[task_id] for task_id in changed]
+        return list(changed)
 
     @property
     def open(self) -> int:

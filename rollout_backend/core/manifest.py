@@ -236,12 +236,14 @@ class Manifest(ContractObject):
 
 def digest_of(task: Task, size: int, sampling: Sampling) -> str:
     """Return a digest of payload, sampling and group size."""
-    content = {"payload": task.payload, "sampling": sampling.model_dump(mode="json"), "rollouts": size}
-    text = json.dumps(content, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return _digest({"payload": task.payload, "sampling": sampling.model_dump(mode="json"), "rollouts": size})
 
 
 def payload_digest(task: Task) -> str:
     """Return a digest of the payload, which identifies the task across the steps of a run."""
-    text = json.dumps(task.payload, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return _digest(task.payload)
+
+
+def _digest(content: object) -> str:
+    text = json.dumps(content, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -14,12 +14,11 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 from tenacity import RetryCallState, wait_exponential_jitter
 from tenacity.wait import WaitBaseT
 
-from rollout_backend.core.ledger import CallTally, Ledger
+from rollout_backend.core.ledger import Ledger
 from rollout_backend.dispatch.call_queue import CallKind, CallQueue
 from rollout_backend.errors import (
     InvokeRejected,
@@ -63,28 +62,15 @@ class Dispatcher:
     ) -> None:
         """`stop_retry_s` counts from a session's first stop that failed; `stop_wait` is the pause between tries."""
         self._runtime = runtime
-        self._calls = calls
+        self.calls = calls
         self._stop_retry_s = stop_retry_s
         self._stop_wait = stop_wait
         self.slots = asyncio.Semaphore(max_sessions)
 
-    @property
-    def invoke_per_s(self) -> float:
-        """Return how many invokes are sent per second at most, at this moment."""
-        return self._calls.invoke_per_s
-
     # --- invokes ------------------------------------------------------------------------------------------
 
-    async def turn(self) -> None:
-        """Wait until one invoke may be sent."""
-        await self._calls.admit(CallKind.INVOKE)
-
-    def track(self, tally: CallTally) -> AbstractContextManager[None]:
-        """Adapt the rate to the outcome of the invoke in this block."""
-        return self._calls.track(CallKind.INVOKE, tally)
-
     async def submit(self, session_id: str, payload: bytes) -> None:
-        """Start the agent in a session.
+        """Start the agent in a session. `calls` has admitted the invoke.
 
         Raises:
             RuntimeCallError: no agent runs, or nothing is known of it.
@@ -131,6 +117,6 @@ class Dispatcher:
 
     async def stop_once(self, session_id: str, ledger: Ledger, call: CallKind) -> None:
         """Send one stop, when it is its turn. Raises RuntimeCallError."""
-        await self._calls.admit(call)
-        with self._calls.track(call, ledger.stops):
+        await self.calls.admit(call)
+        with self.calls.track(call, ledger.stops):
             await self._runtime.stop(session_id)

@@ -136,7 +136,7 @@ class RunMetrics:
         for phase in (Phase.PLANNED, Phase.DISPATCHING, Phase.RUNNING, Phase.SCORING):
             self._open_rollouts.labels(phase).set(sum(each[phase] for each in phases))
         self._open_sessions.set(sum(len(ledger.open_sessions) for ledger in ledgers))
-        self._invoke_rate.set(dispatcher.invoke_per_s)
+        self._invoke_rate.set(dispatcher.calls.invoke_per_s)
         self._queue_up.set(not buffer.queue_down)
         for kind in ("refused", "stale", "dangling"):
             self._bad_messages.labels(kind).inc(self._services.growth(kind, getattr(buffer, kind)))

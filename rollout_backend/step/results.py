@@ -43,26 +43,22 @@ log = logging.getLogger(__name__)
 _BACK_OFF = wait_exponential_jitter(multiplier=1.0, max=30.0)
 
 
-class Group:
-    """The rollouts of one task. The ledger keeps `state` current."""
+class Group(GroupState):
+    """The rollouts of one task. The ledger keeps the counts."""
 
     def __init__(self, task: Task, config: GroupConfig) -> None:
-        self.task = task
-        self.size = task.rollouts or config.size
-        self.state = GroupState(
+        size = task.rollouts or config.size
+        super().__init__(
             task_id=task.task_id,
-            needed=self.size if config.policy == "strict" else min(config.needed, self.size),
-            enough=self.size if config.oversample else None,
+            needed=size if config.policy == "strict" else min(config.needed, size),
+            enough=size if config.oversample else None,
             spare=config.oversample,
         )
+        self.task = task
+        self.planned = size + config.oversample  # at first
         self.rollouts: list[RolloutTask] = []  # in the order in which they were planned
         self.arrived: list[Rollout] = []  # in the order of their arrival
         self.reported = False
-
-    @property
-    def planned(self) -> int:
-        """Return how many rollouts are planned at first."""
-        return self.size + self.state.spare
 
     def result(self, ledger: Ledger) -> GroupResult:
         """Return what has arrived of the group."""
@@ -71,7 +67,7 @@ class Group:
         return GroupResult(
             self.task,
             tuple(result for result in results if result.rollout_id in trained),
-            usable=self.state.usable,
+            usable=self.usable,
             planned=len(self.rollouts),
             failures=failures_of(ledger, [rollout.rollout_id for rollout in self.rollouts]),
         )
@@ -79,7 +75,7 @@ class Group:
     def _trained(self) -> set[str]:
         """Return the trainable rollouts; in an oversampled group the first that arrived, up to its size."""
         came = [rollout.rollout_id for rollout in self.arrived if rollout.trainable]
-        return set(came[: self.state.enough])
+        return set(came[: self.enough])
 
 
 class StepResults:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from tenacity import stop_after_attempt
@@ -37,6 +37,7 @@ from rollout_backend.core.policy import GroupState, Stragglers
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.core.tasks import Task
+from rollout_backend.dispatch.call_queue import CallKind
 from rollout_backend.errors import (
     ContainerStartTimeout,
     OutcomeUnknown,
@@ -64,7 +65,7 @@ class StepContext:
         self,
         request: StepRequest,
         services: StepServices,
-        groups: dict[str, GroupState],
+        groups: Mapping[str, GroupState],
         abort: Callable[[BaseException], None],
     ) -> None:
         """`abort` ends the step with this error."""
@@ -202,10 +203,10 @@ class RolloutTask:
             StoreError: S3 refused until the step's deadline to record that there is one more attempt.
         """
         context, ledger, dispatcher = self.context, self.context.ledger, self._services.dispatcher
-        await dispatcher.turn()
+        await dispatcher.calls.admit(CallKind.INVOKE)
         if not self.entry.awaits_result:
             return False
-        with dispatcher.track(ledger.invokes):
+        with dispatcher.calls.track(CallKind.INVOKE, ledger.invokes):
             await context.plan.allow_attempt(self.entry.attempts + 1)
             claims = self._claims(attempt, session_id)
             presigner = self._services.presigner
@@ -256,15 +257,14 @@ class RolloutTask:
         assert entry.session_id is not None
         assert entry.began is not None
         assert entry.deadline is not None
-        self.context.sessions.record_running(
-            InFlightAttempt(
-                session_id=entry.session_id,
-                rollout_id=self.rollout_id,
-                attempt=entry.attempt,
-                began=entry.began + to_wall,
-                deadline=entry.deadline + to_wall,
-            )
+        attempt = InFlightAttempt(
+            session_id=entry.session_id,
+            rollout_id=self.rollout_id,
+            attempt=entry.attempt,
+            began=entry.began + to_wall,
+            deadline=entry.deadline + to_wall,
         )
+        self._services.in_flight.record_running(self.context.request.step, attempt)
         self.watch_time()
         self._services.session_ends.watch(entry.session_id, self._on_session_end)
 

@@ -15,7 +15,6 @@ from typing import Any
 from rollout_backend.core.ledger import Ledger
 from rollout_backend.dispatch.call_queue import CallKind
 from rollout_backend.errors import ServingError
-from rollout_backend.step.in_flight import InFlightAttempt
 from rollout_backend.step.services import StepServices
 
 log = logging.getLogger(__name__)
@@ -46,10 +45,6 @@ class StepSessions:
         if session_id not in self.known:
             self.services.in_flight.record_invoked(self.ledger.step, session_id)
         self.watch(session_id)
-
-    def record_running(self, attempt: InFlightAttempt) -> None:
-        """Record that the session's agent has accepted its rollout."""
-        self.services.in_flight.record_running(self.ledger.step, attempt)
 
     async def adopt(self, session_ids: Collection[str]) -> None:
         """Let the gateways serve sessions that an earlier trainer has started."""

@@ -56,8 +56,7 @@ class Step:
         self._services = services
         self._on_group = on_group
         self._policy = GroupPolicy(services.config.group)
-        states = {task_id: group.state for task_id, group in self.groups.items()}
-        self._context = StepContext(request, services, states, self.abort)
+        self._context = StepContext(request, services, self.groups, self.abort)
         self.ledger = self._context.ledger
         self._plan = self._context.plan
         self._sessions = self._context.sessions
@@ -120,8 +119,8 @@ class Step:
         if self._aborted is not None:
             raise self._aborted
         self.ledger.reconcile()
-        groups = [(group.task, [each.rollout_id for each in group.rollouts]) for group in self.groups.values()]
-        await self._services.blocklist.record_step(self.ledger, self._plan.manifest.resume_count, groups)
+        resume_count, tasks = self._plan.manifest.resume_count, self._context.request.tasks
+        await self._services.blocklist.record_step(self.ledger, resume_count, tasks)
         ended = asyncio.get_running_loop().time()
         return await self.results.summarize(
             seconds=ended - began,
@@ -157,7 +156,7 @@ class Step:
         while self._aborted is None:
             self._changed.clear()
             self._report_to_breaker()
-            changed = [self.groups[state.task_id] for state in self.ledger.take_changed_groups()]
+            changed = [self.groups[task_id] for task_id in self.ledger.take_changed_groups()]
             if self._aborted is not None or self._apply_policy(changed):
                 return
             self._report_groups(changed)
@@ -173,9 +172,9 @@ class Step:
     def _apply_policy(self, changed: Collection[Group]) -> bool:
         """Replace and cancel rollouts of these groups. Return True if no rollout of the step is open any more."""
         for group in changed:
-            (self._complete.add if group.state.complete else self._complete.discard)(group.task.task_id)
+            (self._complete.add if group.complete else self._complete.discard)(group.task_id)
         groups = self.groups.values() if self._policy.target_reached(len(self._complete)) else changed
-        decision = self._policy.decide([group.state for group in groups])
+        decision = self._policy.decide(groups)
         for task_id, count in decision.replace.items():
             for _ in range(count):
                 rollout_id = self._plan.add_rollout(task_id)
@@ -185,7 +184,7 @@ class Step:
         return self.ledger.open == 0
 
     def _add_rollout(self, group: Group, rollout_id: str, is_replacement: bool) -> RolloutTask:
-        entry = self.ledger.plan(rollout_id, group.task.task_id, is_replacement=is_replacement)
+        entry = self.ledger.plan(rollout_id, group.task_id, is_replacement=is_replacement)
         rollout = RolloutTask(entry, group.task, self._context)
         self.rollouts[rollout_id] = rollout
         group.rollouts.append(rollout)
@@ -288,6 +287,7 @@ class Step:
         for rollout in self.rollouts.values():
             rollout.running = rollout.scoring = None  # the traceback of an exception refers to the rollout
         self.rollouts.clear()
+        self.groups.clear()
         self.ledger.entries.clear()
         self.ledger.settled.clear()
         vars(self).clear()
@@ -325,6 +325,6 @@ class Step:
 
     def _report_groups(self, groups: Iterable[Group]) -> None:
         for group in groups:
-            if not group.reported and not group.state.open:
+            if not group.reported and not group.open:
                 group.reported = True
                 self._on_group(group.result(self.ledger))

@@ -9,7 +9,7 @@ RUN/task-blocklist/DIGEST.json holds the consecutive losses of one task. Invaria
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -84,16 +84,15 @@ class TaskBlocklist:
             f"{last.reason}: {last.message}; the record is s3://{self._store.config.bucket}/{self._key(digest)}"
         )
 
-    async def record_step(
-        self, ledger: Ledger, resume_count: int, tasks: Iterable[tuple[Task, Sequence[str]]]
-    ) -> None:
-        """Record which tasks were lost in a settled step. `tasks`: each with its rollouts."""
+    async def record_step(self, ledger: Ledger, resume_count: int, tasks: Iterable[Task]) -> None:
+        """Record which tasks were lost in a settled step."""
         if self._after is None:
             return
         assert self._records is not None, "read first"
+        digests = {task.task_id: payload_digest(task) for task in tasks}
         entries: dict[str, list[LedgerEntry]] = {}
-        for task, rollout_ids in tasks:
-            entries.setdefault(payload_digest(task), []).extend(ledger.entries[each] for each in rollout_ids)
+        for entry in ledger.entries.values():
+            entries.setdefault(digests[entry.task_id], []).append(entry)
         through = {digest for digest, found in entries.items() if any(each.delivered for each in found)}
         if not through:
             return
