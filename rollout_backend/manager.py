@@ -158,7 +158,9 @@ class RolloutManager:
             writing = asyncio.create_task(self._write_running_steps(run))
             stack.callback(writing.cancel)
             self._run = run
-            self._open_traces(stack)
+            if self.config.observe.otlp_endpoint is not None:
+                self._traces = SpanSender(self.config.observe.otlp_endpoint, "rollout-manager")
+                stack.push_async_callback(asyncio.to_thread, self._traces.close)
             await self._serve_metrics(stack)
             stack.push_async_callback(self._end_steps)  # pushed last, so it runs first: steps need the services
             self._stack = stack.pop_all()
@@ -195,12 +197,6 @@ class RolloutManager:
 
         serving = serve_metrics(self.config.observe, self._metrics, self._update_metrics)
         self._on_status(f"metrics: {await stack.enter_async_context(serving)}")
-
-    def _open_traces(self, stack: AsyncExitStack) -> None:
-        if self.config.observe.otlp_endpoint is None:
-            return
-        self._traces = SpanSender(self.config.observe.otlp_endpoint, "rollout-manager")
-        stack.push_async_callback(asyncio.to_thread, self._traces.close)
 
     async def _update_metrics(self) -> None:
         assert self._metrics is not None

@@ -213,7 +213,10 @@ class RolloutBuffer:
                 return MessageStatus.OF_ANOTHER_RUN
             results = [(self._parse_key(item), item) for item in items]
         except ContractError as error:
-            return MessageStatus.DONE if await self._refuse(message, error) else MessageStatus.UNKNOWN
+            self.refused += 1
+            log.warning("message %s is refused: %s", message.message_id, error)
+            recorded = await self._quarantine.record(f"message {message.message_id}", error, message.body.encode())
+            return MessageStatus.DONE if recorded else MessageStatus.UNKNOWN
         handled = True
         for name, item in results:
             sink = self._sinks.get(name.step)
@@ -244,11 +247,6 @@ class RolloutBuffer:
         if item.bucket != bucket:
             raise ContractError("bucket.name", f"{item.bucket!r} is not this run's bucket {bucket!r}")
         return parse_result_key(self._store.config.prefix, self._run_id, item.key)
-
-    async def _refuse(self, message: Message, error: ContractError) -> bool:
-        self.refused += 1
-        log.warning("message %s is refused: %s", message.message_id, error)
-        return await self._quarantine.record(f"message {message.message_id}", error, message.body.encode())
 
     # --- by listing ---------------------------------------------------------------------------------------
 

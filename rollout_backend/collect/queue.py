@@ -261,19 +261,17 @@ async def delete_queues(sqs: Any, url: str, dead_url: str) -> None:
     """Delete a run's queue and its dead-letter queue, which is kept if it has messages. Failures are logged."""
     for queue in (url, dead_url):
         try:
-            held = await _message_count(sqs, queue) if queue == dead_url else 0
+            held = 0
+            if queue == dead_url:
+                names = ["ApproximateNumberOfMessages", "ApproximateNumberOfMessagesNotVisible"]
+                reply = await sqs.get_queue_attributes(QueueUrl=queue, AttributeNames=names)
+                held = sum(int(reply["Attributes"][name]) for name in names)
             if held:
                 log.warning("%d messages that could not be handled are kept in %s", held, queue)
             else:
                 await sqs.delete_queue(QueueUrl=queue)
         except AWS_ERRORS as error:
             log.warning("the run's queue %s could not be deleted: %s", queue, error)
-
-
-async def _message_count(sqs: Any, url: str) -> int:
-    names = ["ApproximateNumberOfMessages", "ApproximateNumberOfMessagesNotVisible"]
-    reply = await sqs.get_queue_attributes(QueueUrl=url, AttributeNames=names)
-    return sum(int(reply["Attributes"][name]) for name in names)
 
 
 def queue_name(storage: StorageConfig, run_id: str) -> str:

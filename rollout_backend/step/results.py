@@ -61,9 +61,9 @@ class Group(GroupState):
         self.reported = False
 
     def result(self, ledger: Ledger) -> GroupResult:
-        """Return what has arrived of the group."""
+        """Return what has arrived of the group; of an oversampled one, the first trainable results up to its size."""
         results = [rollout.result for rollout in self.rollouts if rollout.result is not None]
-        trained = self._trained()
+        trained = [rollout.rollout_id for rollout in self.arrived if rollout.trainable][: self.enough]
         return GroupResult(
             self.task,
             tuple(result for result in results if result.rollout_id in trained),
@@ -71,11 +71,6 @@ class Group(GroupState):
             planned=len(self.rollouts),
             failures=failures_of(ledger, [rollout.rollout_id for rollout in self.rollouts]),
         )
-
-    def _trained(self) -> set[str]:
-        """Return the trainable rollouts; in an oversampled group the first that arrived, up to its size."""
-        came = [rollout.rollout_id for rollout in self.arrived if rollout.trainable]
-        return set(came[: self.enough])
 
 
 class StepResults:
@@ -169,7 +164,7 @@ class StepResults:
             result = unscored(rollout, reason, f"the step's time was up: {last}")
         except (ScoringError, StoreError) as error:
             message = f"{scorer.name} was retried until the limit (scoring.retry_s): {error}"
-            result = unscored(rollout, reason, message)
+            result = unscored(rollout, getattr(error, "reason", SCORER_FAILED), message)
         except RolloutBackendError as error:  # no retry helps
             self._context.abort(error)
             return
@@ -199,18 +194,13 @@ class StepResults:
         written = self._archiving.popleft()
         self._unarchived += written.exception() is not None or not written.result()
 
-    async def _finish_archiving(self) -> int:
-        """Wait until the results are in the run's folder, and return how many could not be written."""
-        await asyncio.gather(*map(asyncio.wrap_future, self._archiving), return_exceptions=True)
-        while self._archiving:
-            self._count_archived()
-        return self._unarchived
-
     async def summarize(
         self, *, seconds: float, began_at: float, closing_s: float, refused: int, deadline_reached: bool
     ) -> StepResult:
         """Return the result of a step that is over. `refused` counts the buffer's refused messages."""
-        unarchived = await self._finish_archiving()
+        await asyncio.gather(*map(asyncio.wrap_future, self._archiving), return_exceptions=True)
+        while self._archiving:
+            self._count_archived()
         ledger = self._context.ledger
         groups = [group.result(ledger) for group in self._groups.values()]
         report = make_report(
@@ -221,7 +211,7 @@ class StepResults:
             self.latencies,
             self._lags,
             refused=refused,
-            unarchived=unarchived,
+            unarchived=self._unarchived,
             resumed=self.resumed,
             reattached=self.adopted,
             seconds=seconds,

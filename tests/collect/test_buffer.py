@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from agent_wrapper.contract import Announcement, ContractError, probe_key
+from agent_wrapper.contract import Announcement, probe_key
 from builders import eventually
 from collect_bench import Sink
 from rollout_backend.collect.buffer import RolloutBuffer
@@ -358,15 +358,6 @@ async def test_messages_that_could_not_be_deleted_change_nothing(open_run, until
 # --- by listing -------------------------------------------------------------------------------------------
 
 
-async def test_fetch_by_key_fetches_only_the_given_rollout(open_run):
-    sink = Sink("task-a.0", "task-a.1", "task-a.2")
-    run = await open_run(sink, receive=False)
-    await run.store_(run.rollout("task-a.0"), run.rollout("task-a.1"))
-    assert [await run.buffer.fetch_by_key(sink, each, 1) for each in ("task-a.1", "task-a.2")] == [True, True]
-    assert (sink.ids, sink.wanted) == (["task-a.1"], {"task-a.0", "task-a.2"})
-    assert run.buffer.dangling == 0, "the missing result was not announced"
-
-
 async def test_fetch_by_key_reports_when_s3_does_not_answer(open_run, open_store, faulty):
     """A result or failure marker that cannot be read does not count as absent."""
     sink = Sink("task-a.0")
@@ -379,14 +370,6 @@ async def test_fetch_by_key_reports_when_s3_does_not_answer(open_run, open_store
     proxy.rules = []
     assert await buffer.fetch_by_key(sink, "task-a.0", 1)
     assert (sink.arrived, sink.rejected) == ([], {})
-
-
-async def test_list_results_returns_rollouts_with_a_result_or_a_failure_marker(open_run):
-    sink = Sink("task-a.0", "task-a.2", step=2)
-    run = await open_run(sink, receive=False)
-    await run.store_(*(run.rollout(f"task-a.{i}", step=2) for i in (0, 1)), run.rollout("task-a.3", step=3))
-    await run.put(run.key("task-a.2", 2) + "~1", b"")
-    assert await run.buffer.list_results(sink) == {"task-a.0", "task-a.2"}
 
 
 async def test_fetches_at_once_are_limited(open_run):
@@ -408,22 +391,3 @@ async def test_fetches_at_once_are_limited(open_run):
     store = Counted(run.store.config, run.store._s3, run.store._stack)
     await RolloutBuffer(run.run_id, store, None, max_fetches=3).sweep(sink)
     assert (len(sink.arrived), store.most) == (12, 3)
-
-
-# --- seals ------------------------------------------------------------------------------------------------
-
-
-async def test_a_result_without_a_valid_seal_is_rejected_with_evidence(open_run):
-    def verify(rollout):
-        if rollout.seal != "good":
-            raise ContractError("seal", "is not one that this run's gateway made")
-
-    sink = Sink("task-a.0", "task-a.1")
-    run = await open_run(sink, queue=False)
-    await run.store_(run.rollout("task-a.0", seal="good"), run.rollout("task-a.1", seal="forged"))
-    assert await RolloutBuffer(run.run_id, run.store, None, 4, verify=verify).sweep(sink)
-    assert sink.ids == ["task-a.0"]
-    assert sink.rejected["task-a.1"].field == "seal"
-    [record] = await run.quarantined()
-    assert record["what"] == run.key("task-a.1")
-    assert record["reason"].startswith("seal: ")

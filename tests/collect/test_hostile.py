@@ -9,7 +9,7 @@ import pytest
 from agent_wrapper.contract import Outcome, ResultName, Rollout, failure_marker_key
 from agent_wrapper.contract.codec import unpacked_size
 from collect_bench import Sink
-from rollout_backend.collect.buffer import MAX_KEYS, MessageStatus, RolloutBuffer
+from rollout_backend.collect.buffer import MAX_KEYS, RolloutBuffer
 from rollout_backend.collect.fetcher import _LARGE_BYTES, ResultDecoder
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.errors import StoreError
@@ -25,20 +25,12 @@ FORGED: dict[str, Callable[..., bytes]] = {
 }
 
 
-@pytest.mark.parametrize("announced", [True, False], ids=["announced", "listed"])
 @pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
-async def test_a_result_of_another_session_is_rejected_with_evidence(open_run, forge, announced):
+async def test_a_result_of_another_session_is_rejected_with_evidence(open_run, forge):
     sink = Sink("task-a.0")
-    run = await open_run(receive=False)
-    buffer = RolloutBuffer(run.run_id, run.store, None, 4)
+    run = await open_run(queue=False)
     key = await run.put(run.key(), forge(run.rollout))
-    if announced:
-        await run.announce(key)
-        [message] = await run.queue.receive()
-        buffer.attach(sink)
-        assert await buffer.handle_message(run.queue, message) is MessageStatus.DONE
-    else:
-        assert await buffer.sweep(sink)
+    assert await run.buffer.sweep(sink)
     assert sink.arrived == []
     assert sink.rejected["task-a.0"].field == "session_id"
     [record] = await run.quarantined()

@@ -3,16 +3,18 @@
 import json
 import logging
 import re
+from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_backend.collect.queue import AWS_ERRORS, AnnouncementQueue, Message, _messages, queue_name
+from rollout_backend.collect.queue import AWS_ERRORS, AnnouncementQueue, Message, _create_one, _messages, queue_name
 from rollout_backend.config import StorageConfig
 from rollout_backend.errors import PreflightError
 from rollout_backend.testing.fault_proxy import Fault, Rule
+from tests.simulation.clock import in_virtual_time
 
 run_ids = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", fullmatch=True)
 STORAGE = StorageConfig(bucket="bucket")
@@ -188,3 +190,39 @@ async def test_a_message_stays_hidden_while_it_is_extended(open_queue, sqs):
     queue._change_visibility = record
     await queue.extend_visibility([message])
     assert [(entry["ReceiptHandle"], entry["VisibilityTimeout"]) for entry in sent] == [(message.receipt, 33)]
+
+
+# --- names that SQS blocks for a minute after a deletion ---------------------------------------------------
+
+
+class Sqs:
+    """Refuses a few calls. The emulators in the tests never do."""
+
+    def __init__(self, code: str, times: int) -> None:
+        self.code, self.times = code, times
+
+    async def create_queue(self, QueueName: str, Attributes: dict[str, str]) -> dict[str, Any]:
+        if self.times:
+            self.times -= 1
+            raise ClientError({"Error": {"Code": self.code}}, "CreateQueue")
+        return {"QueueUrl": f"https://sqs/{QueueName}"}
+
+
+@pytest.mark.parametrize("code", ["RequestThrottled", "ThrottlingException"])
+@in_virtual_time
+async def test_throttled_creation_is_retried(code):
+    assert await _create_one(Sqs(code, times=3), "rollout-a", {}) == "https://sqs/rollout-a"
+
+
+@in_virtual_time
+async def test_a_blocked_name_is_retried(caplog):
+    sqs = Sqs("AWS.SimpleQueueService.QueueDeletedRecently", times=3)
+    assert await _create_one(sqs, "rollout-a", {}) == "https://sqs/rollout-a"
+    assert "queue rollout-a cannot be created yet (its name is blocked" in caplog.text
+
+
+@in_virtual_time
+async def test_the_wait_for_a_blocked_name_ends():
+    sqs = Sqs("AWS.SimpleQueueService.QueueDeletedRecently", times=1000)
+    with pytest.raises(ClientError):
+        await _create_one(sqs, "rollout-a", {})

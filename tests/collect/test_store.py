@@ -295,10 +295,9 @@ async def test_only_a_steps_results_and_failure_markers_are_listed(open_store, p
 # --- quarantine -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prefix", ["", "team/a/"])
-async def test_quarantine_stores_the_reason_and_the_first_bytes_once(open_store, run_id, prefix):
-    store = await open_store(prefix=prefix)
-    quarantine, folder = Quarantine(store, run_id), f"{prefix}runs/{run_id}/quarantine/"
+async def test_quarantine_stores_the_reason_and_the_first_bytes_once(open_store, run_id):
+    store = await open_store(prefix="team/a/")
+    quarantine, folder = Quarantine(store, run_id), f"team/a/runs/{run_id}/quarantine/"
     evidence, error = b"<broken>\xff\x00" + b"x" * 5000, ContractError("body", "not JSON")
     assert await quarantine.record("message m-1", error, evidence)
     assert await quarantine.record("message m-1", error, evidence)

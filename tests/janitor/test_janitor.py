@@ -239,6 +239,7 @@ def test_a_killed_run_leaves_no_queue_and_no_session(start, cloud):
     assert janitor != manager.pid
 
 
+@pytest.mark.slow
 def test_the_runtimes_of_images_that_only_a_killed_run_has_used_are_deleted(start, cloud, runtime):
     local, portal = runtime
     request = {"run_id": cloud.settings["run_id"]}

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from agent_wrapper.contract import Failure, Outcome, failure_marker_key
+from agent_wrapper.contract import Outcome
 from builders import eventually
 from rollout_backend.core.tasks import Task, rollout_id
 from rollout_backend.errors import CircuitOpen
@@ -42,21 +42,6 @@ async def test_a_result_forged_for_another_rollout_is_no_result_and_it_is_replac
     assert {rollout.rollout_id for rollout in result.rollouts} == {"hostile.0", "victim.1"}
     [record] = await bench.quarantined()
     assert record["what"].endswith("/victim.0")
-
-
-async def test_failure_markers_forged_for_another_rollout_change_nothing(open_bench):
-    bench = await open_bench("group.size=1")
-
-    async def behave(agents, request):
-        key = failure_marker_key("", request.run_id, 0, request.rollout_id, request.attempt)
-        lost = {"outcome": Outcome.INFRA_ERROR, "failure": Failure(reason="terminated", message="boom")}
-        await agents.put(request, agents.result(request, session_id="made-up", **lost).encode(), key)
-        await agents.announce(request, key=key)
-        await eventually(bench.quarantined)
-        await agents.complete(request)
-
-    assert (await bench.run(behave=behave)).report.outcomes[Outcome.COMPLETED] == 1
-    assert len(await bench.quarantined()) == 1
 
 
 async def test_results_refused_before_a_restart_do_not_open_the_breaker_again(open_bench):
