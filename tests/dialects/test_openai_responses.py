@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import ResponseStreamEvent
 
-from dialect_data import CALL, JSON, answer, read_events, sampled
+from dialect_data import CALL, RESPONSES, answer, read_events
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.model_call import Delta
 from rollout_backend.dialects.openai_responses import OpenAIResponses
@@ -334,17 +334,15 @@ def test_a_stream_that_fails_before_its_start_has_all_opening_events():
 
 # --- properties -------------------------------------------------------------------------------------------
 
-SAMPLED = sampled(st.dictionaries(st.text(), JSON, max_size=3).map(json.dumps))
 
-
-@given(SAMPLED)
+@given(RESPONSES)
 def test_an_answer_sent_back_equals_the_sampled_message(message):
     items = json.loads(json.dumps(body(message)))["output"]
     history = messages(USER, *items, USER)
     assert history == [USER, message, USER]
 
 
-@given(SAMPLED, st.integers(1, 5))
+@given(RESPONSES, st.integers(1, 5))
 def test_a_stream_ends_in_the_body(message, size):
     pieces = [
         Delta(kind, message[field][i : i + size])

@@ -9,10 +9,11 @@ import httpx
 import openai
 import pydantic
 import pytest
+from hypothesis import given
 from openai.types.responses import Response as OpenAIResponse
 
 from builders import assistant, user
-from dialect_data import CALL, FULL, PROMPT_TOKENS, answer
+from dialect_data import ANTHROPIC, CALL, FULL, PROMPT_TOKENS, answer
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.model_call import Delta, ModelCall, whole_deltas
 from rollout_backend.dialects.anthropic_messages import AnthropicMessages
@@ -114,6 +115,13 @@ class OpenAISdk(Sdk):
         reasoning = "".join(item.content[0].text for item in response.output if item.type == "reasoning")
         calls = [item for item in response.output if item.type == "function_call"]
         return reasoning, response.output_text, [(c.call_id, c.name, json.loads(c.arguments)) for c in calls]
+
+
+@given(ANTHROPIC)
+def test_any_stream_of_anthropics_adds_up_to_the_body(message):
+    sdk = AnthropicSdk()
+    sdk.reply(message)
+    assert sdk.streamed().to_dict() == sdk.create().to_dict()
 
 
 @pytest.mark.parametrize(

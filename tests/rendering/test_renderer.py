@@ -32,11 +32,6 @@ def test_auto_selects_chatml_if_it_equals_the_models_template():
     assert bundle.stop_token_ids == (bundle.tokenizer.convert_tokens_to_ids("<|im_end|>"),)
 
 
-def test_auto_selects_the_template_if_it_differs(model_folder):
-    path = model_folder(template="{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    assert load_renderer(ModelConfig(path=path)).name == "default"
-
-
 @pytest.mark.parametrize(
     ("renderer", "message"),
     [

@@ -37,7 +37,7 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False,
 JSON = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
 
 
-def sampled(arguments: st.SearchStrategy[str]) -> st.SearchStrategy[dict[str, Any]]:
+def _sampled(arguments: st.SearchStrategy[str]) -> st.SearchStrategy[dict[str, Any]]:
     """Draw messages as the renderer parses them, whose calls have these arguments."""
     function = st.fixed_dictionaries({"name": st.text(min_size=1), "arguments": arguments})
     call = st.fixed_dictionaries({"id": st.text(min_size=1), "type": st.just("function"), "function": function})
@@ -45,3 +45,7 @@ def sampled(arguments: st.SearchStrategy[str]) -> st.SearchStrategy[dict[str, An
         {"role": st.just("assistant"), "content": st.text()},
         optional={"reasoning_content": st.text(min_size=1), "tool_calls": st.lists(call, min_size=1, max_size=3)},
     )
+
+
+RESPONSES = _sampled(st.dictionaries(st.text(), JSON, max_size=3).map(json.dumps))
+ANTHROPIC = _sampled(st.dictionaries(st.text() | st.just("INVALID_JSON"), JSON, max_size=3).map(json.dumps))
