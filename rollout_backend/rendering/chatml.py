@@ -10,15 +10,15 @@ Invariants:
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import Any, Literal
 
 from renderers import (
     BaseRendererConfig,
     ParsedResponse,
     RenderedTokens,
-    extract_message_tool_names,
     reject_assistant_in_extension,
     trim_to_turn_close,
 )
@@ -44,7 +44,10 @@ class ChatMLConfig(BaseRendererConfig):  # type: ignore[misc]  # the package car
 
 
 class ChatMLRenderer:
-    """Implements the `renderers.Renderer` protocol for ChatML."""
+    """Implements the `renderers.Renderer` protocol for ChatML.
+
+    The tokens have no masks or messages, because the trajectory records which tokens were sampled.
+    """
 
     config_class = ChatMLConfig
     is_prefix_stable = True
@@ -59,27 +62,15 @@ class ChatMLRenderer:
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Tool] | None = None, add_generation_prompt: bool = False
     ) -> RenderedTokens:
-        if not messages:
-            raise ValueError("no messages to render")
-        ids: list[int] = []
-        indices: list[int] = []
-        first = messages[0] if messages[0]["role"] == "system" else None
-        system = _text(first) if first is not None else self._default_system
+        system, turns = self._default_system, messages
+        if messages[0]["role"] == "system":
+            system, turns = _text(messages[0]), messages[1:]
         if tools:
             listed = _TOOLS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
             system = f"{system}\n\n{listed}" if system is not None else listed
-        if system is not None:
-            ids += self._turn("system", system)
-            indices += [-1 if first is None else 0] * len(ids)
-        skip = 0 if first is None else 1
-        for index, turn in self._turns(messages[skip:]):
-            ids += turn
-            indices += [index + skip] * len(turn)
-        if add_generation_prompt:
-            prompt = self._generation_prompt()
-            ids += prompt
-            indices += [-1] * len(prompt)
-        return _rendered(ids, indices, messages)
+        ids = [] if system is None else self._turn("system", system)
+        ids += self._turns(turns)
+        return RenderedTokens(token_ids=ids + self._generation_prompt() if add_generation_prompt else ids)
 
     def render_ids(
         self, messages: Sequence[Message], *, tools: Sequence[Tool] | None = None, add_generation_prompt: bool = False
@@ -117,28 +108,21 @@ class ChatMLRenderer:
         # A turn that was cut off at the token limit has no end token. Add one, which the model did not sample.
         ids = trim_to_turn_close(
             previous_prompt_ids, previous_completion_ids, {self._end}, synthesize_close=self._end
-        ) + list(self._newline)
-        indices = [-1] * len(ids)
-        for index, turn in self._turns(new_messages):
-            ids += turn
-            indices += [index] * len(turn)
-        prompt = self._generation_prompt()
-        return _rendered(ids + prompt, indices + [-1] * len(prompt), new_messages)
+        )
+        new = [*self._newline, *self._turns(new_messages), *self._generation_prompt()]
+        return RenderedTokens(token_ids=[*ids, *new])
 
-    def _turns(self, messages: Sequence[Message]) -> Iterator[tuple[int, list[int]]]:
-        """Yield each turn with the index of its last message. Consecutive tool results form one user turn."""
-        results: list[str] = []
-        for index, message in enumerate(messages):
-            if message["role"] == "tool":
-                results.append(f"<tool_response>\n{_text(message)}\n</tool_response>")
-                if index + 1 < len(messages) and messages[index + 1]["role"] == "tool":
-                    continue
-                yield index, self._turn("user", "\n".join(results))
-                results = []
-            elif message["role"] == "assistant":
-                yield index, self._turn("assistant", _assistant_text(message))
-            else:
-                yield index, self._turn(message["role"], _text(message))
+    def _turns(self, messages: Sequence[Message]) -> list[int]:
+        """Return the turns of the messages. Consecutive tool results form one user turn."""
+        ids: list[int] = []
+        for role, group in groupby(messages, key=lambda message: message["role"]):
+            if role == "tool":
+                results = (f"<tool_response>\n{_text(message)}\n</tool_response>" for message in group)
+                ids += self._turn("user", "\n".join(results))
+                continue
+            for message in group:
+                ids += self._turn(role, _assistant_text(message) if role == "assistant" else _text(message))
+        return ids
 
     def _turn(self, role: str, text: str) -> list[int]:
         return [self._start, *self._encode(f"{role}\n{text}"), self._end, *self._newline]
@@ -189,13 +173,3 @@ def _assistant_text(message: Message) -> str:
         name = json.dumps(function["name"], ensure_ascii=False)
         pieces.append(f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>')
     return "\n".join(pieces)
-
-
-def _rendered(ids: list[int], indices: list[int], messages: Sequence[Message]) -> RenderedTokens:
-    # No masks are needed: the trajectory records which tokens were sampled.
-    return RenderedTokens(
-        token_ids=ids,
-        message_indices=indices,
-        message_roles=[message["role"] for message in messages],
-        message_tool_names=extract_message_tool_names(list(messages)),
-    )

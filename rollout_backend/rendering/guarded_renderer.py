@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from renderers import ParsedResponse, ParsedToolCall, RenderedTokens, ToolCallParseStatus
+from renderers import ParsedResponse, ParsedToolCall, ToolCallParseStatus
 from tokenizers import pre_tokenizers
 
 from rollout_backend.rendering.chatml import ChatMLRenderer
@@ -93,7 +93,7 @@ class GuardedRenderer:
         self, messages: Sequence[Message], *, tools: Tools = None, add_generation_prompt: bool = False
     ) -> list[int]:
         if self._misplaced(messages):
-            return list(self._render(messages, tools, add_generation_prompt=add_generation_prompt).token_ids)
+            return self._render(messages, tools, add_generation_prompt=add_generation_prompt)
         return list(
             self.inner.render_ids(
                 self._marked(messages), tools=self._marked_tools(tools), add_generation_prompt=add_generation_prompt
@@ -102,9 +102,9 @@ class GuardedRenderer:
 
     def render_places(self, messages: Sequence[Message], *, tools: Tools = None) -> list[int]:
         """Return the prompt for the next reply, with one token for each image."""
-        return list(self._render(messages, tools, add_generation_prompt=True, process_multimodal=False).token_ids)
+        return self._render(messages, tools, add_generation_prompt=True, process_multimodal=False)
 
-    def _render(self, messages: Sequence[Message], tools: Tools, **more: Any) -> RenderedTokens:
+    def _render(self, messages: Sequence[Message], tools: Tools, **more: Any) -> list[int]:
         marked = self._marked(messages)
         misplaced = {i: self._system_turn(marked[i], i) for i in self._misplaced(messages)}
         # Renders at an assistant's turn, whose tokens are then replaced. A user's turn could change other turns.
@@ -112,16 +112,16 @@ class GuardedRenderer:
         plain = [stand_in if i in misplaced else message for i, message in enumerate(marked)]
         rendered = self.inner.render(plain, tools=self._marked_tools(tools), **more)
         if not misplaced:
-            return rendered
-        pairs: list[tuple[int, int]] = []
+            return list(rendered.token_ids)
+        ids: list[int] = []
+        before = None
         for token, i in zip(rendered.token_ids, rendered.message_indices, strict=True):
             if i not in misplaced:
-                pairs.append((token, i))
-            elif not pairs or pairs[-1][1] != i:
-                pairs += [(own, i) for own in misplaced[i]]
-        ids, indices = (list(column) for column in zip(*pairs, strict=True))
-        roles = [message["role"] for message in messages]
-        return RenderedTokens(token_ids=ids, message_indices=indices, message_roles=roles)
+                ids.append(token)
+            elif i != before:
+                ids += misplaced[i]
+            before = i
+        return ids
 
     def _misplaced(self, messages: Sequence[Message]) -> list[int]:
         """Return the indices of system messages that `inner` would not render at their position."""

@@ -56,8 +56,7 @@ def test_a_tool_conversation_renders_in_the_hermes_form(bundle, renderer):
         tool_result("call_1", "one"),
         tool_result("call_1", "two"),
     ]
-    rendered = renderer.inner.render(messages, tools=TOOLS, add_generation_prompt=True)
-    text = bundle.decode(rendered.token_ids)
+    text = bundle.decode(renderer.render_ids(messages, tools=TOOLS, add_generation_prompt=True))
     assert text.startswith("<|im_start|>system\nS\n\n# Tools\n\n")
     assert text.endswith(
         "<|im_start|>assistant\nlet me see\n<tool_call>\n"
@@ -65,8 +64,6 @@ def test_a_tool_conversation_renders_in_the_hermes_form(bundle, renderer):
         "<|im_start|>user\n<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    assert len(rendered.message_indices) == len(rendered.token_ids)
-    assert set(rendered.message_indices) == {-1, 0, 1, 2, 4}
 
 
 def test_tool_calls_are_read_in_order(bundle, renderer):
