@@ -11,6 +11,7 @@ from rollout_backend.config import RolloutConfig
 from rollout_backend.deploy.deployment import Deployment, config_text, runtime_settings
 from rollout_backend.deploy.target import read_stack
 from rollout_backend.errors import ConfigError, PreflightError
+from stacks import described_stack
 
 ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/my_agent-0123456789"
 ROLE = "arn:aws:iam::123456789012:role/my-agent-AgentRole"
@@ -32,27 +33,11 @@ def account(local_keys, monkeypatch):
     monkeypatch.setenv("AWS_REGION", "us-east-1")
 
 
-def described(status: str, outputs: dict[str, str], parameters: dict[str, str]) -> str:
-    def members(kind: str, values: dict[str, str]) -> str:
-        found = (
-            f"<member><{kind}Key>{name}</{kind}Key><{kind}Value>{value}</{kind}Value></member>"
-            for name, value in values.items()
-        )
-        return f"<{kind}s>{''.join(found)}</{kind}s>"
-
-    return (
-        "<DescribeStacksResponse><DescribeStacksResult><Stacks><member><StackName>my-agent</StackName>"
-        f"<StackStatus>{status}</StackStatus><CreationTime>2026-11-01T00:00:00Z</CreationTime>"
-        f"{members('Output', outputs)}{members('Parameter', parameters)}"
-        "</member></Stacks></DescribeStacksResult></DescribeStacksResponse>"
-    )
-
-
 async def read(
     status: str = "UPDATE_COMPLETE", outputs: dict[str, str] = OUTPUTS, internet: str = "true", **parameters: str
 ):
-    text = described(status, outputs, {"AgentName": "my_agent", **parameters})
-    network = described("CREATE_COMPLETE", NETWORK, {"Internet": internet})
+    text = described_stack(outputs, {"AgentName": "my_agent", **parameters}, status)
+    network = described_stack(NETWORK, {"Internet": internet})
     texts = {"my-agent": text, "my-network": network}
 
     async def answer(request: web.Request) -> web.Response:

@@ -41,6 +41,11 @@ async def create(url: str, name: str, tags: dict[str, str]) -> None:
         await client.create_agent_runtime(agentRuntimeName=name, tags=tags, **spec.definition())
 
 
+def target_of(local_aws: Any, url: str, **more: Any) -> Target:
+    place = {"endpoint_url": local_aws.endpoint_url, "runtime_endpoint_url": url}
+    return Target("us-east-1", local_aws.bucket, "rollout_mine", **place, **more)
+
+
 async def test_what_is_ours_is_deleted_and_the_rest_is_named(local_aws, tmp_path):
     storage = StorageConfig(bucket=local_aws.bucket, prefix="down/")
     queues = {name: name for name in (queue_name(storage, "run-1"), "rollout-other-1a2b3c4d")}
@@ -60,16 +65,7 @@ async def test_what_is_ours_is_deleted_and_the_rest_is_named(local_aws, tmp_path
             for name, tags in (("rollout_mine", [{"key": TAG, "value": "deploy"}]), ("rollout_theirs", [])):
                 project = project_definition(Target("us-east-1", "b", name, build_role=BUILD_ROLE)) | {"tags": tags}
                 await codebuild.create_project(**project)
-        target = Target(
-            region="us-east-1",
-            bucket=local_aws.bucket,
-            runtime_name="rollout_mine",
-            role=ROLE,
-            prefix="down/",
-            stack="my-agent",
-            endpoint_url=local_aws.endpoint_url,
-            runtime_endpoint_url=url,
-        )
+        target = target_of(local_aws, url, role=ROLE, prefix="down/", stack="my-agent")
         teardown = Teardown(target)
         found = await teardown.find()
         assert [each.kind for each in found.ours] == ["runtime", "project", "queue", "objects"]
@@ -127,13 +123,5 @@ def test_many_runtimes_are_read_below_the_control_planes_rate():
 async def test_another_targets_runtime_stays(local_aws, tmp_path, role):
     async with control_plane(tmp_path) as url:
         await create(url, "rollout_theirs", {TAG: "deploy"})
-        target = Target(
-            region="us-east-1",
-            bucket=local_aws.bucket,
-            runtime_name="rollout_mine",
-            role=role,
-            prefix="nothing/",
-            endpoint_url=local_aws.endpoint_url,
-            runtime_endpoint_url=url,
-        )
+        target = target_of(local_aws, url, role=role, prefix="nothing/")
         assert (await Teardown(target).find()).ours == []

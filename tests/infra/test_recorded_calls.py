@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 import agent_wrapper
-from builders import eventually
+from builders import eventually, served
 from rollout_backend.collect.queue import queue_name
 from rollout_backend.config import StorageConfig
 from rollout_backend.deploy import deployment as deployment_module
@@ -26,7 +26,7 @@ from rollout_backend.deploy.teardown import Teardown
 from rollout_backend.errors import PreflightError
 from rollout_backend.local.cloud import LocalRuntime
 from rollout_backend.local.control_plane import ControlLimits
-from rollout_backend.local.http_proxy import HttpProxy
+from stacks import described_stack
 from tests.emulators.codebuild_emulator import CodeBuildEmulator
 from tests.emulators.ecr_emulator import EcrEmulator
 from tests.emulators.iam_proxy import IamProxy
@@ -50,28 +50,6 @@ OF_CREATION = {  # of the runtime, which the first deployment has created
     f"bedrock-agentcore:{name}"
     for name in ("CreateAgentRuntime", "CreateAgentRuntimeEndpoint", "CreateWorkloadIdentity", "TagResource")
 }
-
-
-class CloudFormation(HttpProxy):
-    """Describes one stack."""
-
-    def __init__(self, outputs: dict[str, str]) -> None:
-        super().__init__()
-        self._outputs = outputs
-
-    async def _serve(self, request: web.Request) -> web.StreamResponse:
-        outputs = "".join(
-            f"<member><OutputKey>{name}</OutputKey><OutputValue>{value}</OutputValue></member>"
-            for name, value in self._outputs.items()
-        )
-        parameter = "<member><ParameterKey>AgentName</ParameterKey><ParameterValue>agent</ParameterValue></member>"
-        text = (
-            "<DescribeStacksResponse><DescribeStacksResult><Stacks><member><StackName>my-agent</StackName>"
-            "<StackStatus>CREATE_COMPLETE</StackStatus><CreationTime>2026-11-01T00:00:00Z</CreationTime>"
-            f"<Outputs>{outputs}</Outputs><Parameters>{parameter}</Parameters>"
-            "</member></Stacks></DescribeStacksResult></DescribeStacksResponse>"
-        )
-        return web.Response(text=text, content_type="text/xml")
 
 
 def actions_of(calls: tuple[Call, ...]) -> set[str]:
@@ -125,14 +103,18 @@ async def test_deploy_and_down_make_the_calls_that_the_table_lists(storage, stac
     (tmp_path / "agent").mkdir()
     (tmp_path / "agent" / "agent.py").write_text(AGENT.format(path=packages))
     monkeypatch.setattr(image_module, "new_image", lambda target: IMAGE)
+
+    async def describe(_: web.Request) -> web.Response:
+        return web.Response(text=described_stack(outputs, {"AgentName": "agent"}), content_type="text/xml")
+
     async with (
-        CloudFormation(outputs) as cloudformation,
+        served(describe) as cloudformation,
         LocalRuntime(None, run_dir=tmp_path, env=env, control=control, images=images) as runtime,
         proxy,
         CodeBuildEmulator(proxy.url, environ=write_programs(tmp_path, "true"), role=BUILD_ROLE) as codebuild,
         EcrEmulator() as ecr,
     ):
-        proxy.upstreams |= {"bedrock-agentcore": runtime.endpoint_url, "cloudformation": cloudformation.url}
+        proxy.upstreams |= {"bedrock-agentcore": runtime.endpoint_url, "cloudformation": cloudformation}
         proxy.upstreams |= {"codebuild": codebuild.url, "logs": codebuild.url, "ecr": ecr.url}
         told: list[str] = []
         target = await read_stack("my-agent", endpoint_url=proxy.url)

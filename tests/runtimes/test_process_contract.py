@@ -17,7 +17,7 @@ from builders import eventually
 from rollout_backend.config import ProcessConfig, RayConfig
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.errors import RuntimeUnavailable
-from rollout_backend.runtimes.base import open_runtime
+from rollout_backend.runtimes.base import AgentRuntime, open_runtime
 from rollout_backend.testing.runtime_contract import Call, Fault, RuntimeContract, Service, new_session
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
@@ -37,10 +37,7 @@ class ProcessService(Service):
             max_sessions=4,
             environment=dict([self.marker.split("=", 1)]),
         )
-
-        def other(**settings: object) -> ProcessConfig:
-            return ProcessConfig.model_validate({**self.config.model_dump(), **settings})
-
+        other = self.with_settings
         self.broken = {
             r"runtime\.working_dir: there is no folder": other(working_dir=folder / "missing"),
             r"runtime\.command: there is no program 'no-such-program'": other(command="no-such-program"),
@@ -50,6 +47,10 @@ class ProcessService(Service):
             ),
             r"runtime\.session_logs: .* cannot be written": other(session_logs="/dev/null/sessions"),
         }
+
+    def with_settings(self, **settings: object) -> ProcessConfig:
+        """Return its config with other settings."""
+        return type(self.config).model_validate({**self.config.model_dump(), **settings})
 
     async def sessions(self) -> Collection[str]:
         return {name for pid in _processes(self.marker) if (name := _session_of(pid))}
@@ -133,10 +134,7 @@ class RayService(ProcessService):
         super().__init__(folder)
         settings = {**self.config.model_dump(), "kind": "ray", "address": address, "num_cpus": 0}
         self.config = RayConfig.model_validate({**settings, "resources": {"agents": 1}})
-
-        def other(**settings: object) -> RayConfig:
-            return RayConfig.model_validate({**self.config.model_dump(), **settings})
-
+        other = self.with_settings
         self.broken = {
             r"runtime\.resources: a session needs 1 of nothing, and the Ray cluster has 0": other(
                 resources={"nothing": 1}
@@ -176,36 +174,43 @@ class TestRayRuntime(RuntimeContract):
                 _kill(pid)
 
 
+@asynccontextmanager
+async def ends_of(runtime: AgentRuntime, service: ProcessService) -> AsyncIterator[asyncio.Queue[SessionEnd]]:
+    """Watch the runtime's sessions, and close it in the end, with all processes."""
+    ends = asyncio.Queue[SessionEnd]()
+    watching = asyncio.create_task(runtime.watch_sessions("run", ends.put_nowait))
+    async with asyncio.timeout(600):
+        yield ends
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    await runtime.aclose()
+    for pid in _processes(service.marker):  # a real machine that is lost takes them with it
+        _kill(pid)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_a_lost_machine_of_a_ray_cluster_is_reported_at_once(cluster: Any, tmp_path: Path) -> None:
     cluster.add_node(num_cpus=1, resources={"lost": 1}, node_ip_address="127.0.0.3")
     service = RayService(tmp_path, cluster.address)
-    runtime = await open_runtime(RayConfig.model_validate({**service.config.model_dump(), "resources": {"lost": 1}}))
-    session, ends = new_session(), asyncio.Queue[SessionEnd]()
+    runtime = await open_runtime(service.with_settings(resources={"lost": 1}))
+    session = new_session()
     await runtime.invoke(session, b"{}")
-    watching = asyncio.create_task(runtime.watch_sessions("run", ends.put_nowait))
-    lost = next(node for node in cluster.list_all_nodes() if node.node_ip_address == "127.0.0.3")
-    await asyncio.to_thread(cluster.remove_node, lost, False)
-    async with asyncio.timeout(120):
+    async with ends_of(runtime, service) as ends:
+        lost = next(node for node in cluster.list_all_nodes() if node.node_ip_address == "127.0.0.3")
+        await asyncio.to_thread(cluster.remove_node, lost, False)
         end = await ends.get()
-    assert (end.session_id, end.reason) == (session, "container_lost")
-    assert "its machine or its Ray actor was lost" in end.message
-    await runtime.stop(session)
-    watching.cancel()
-    await asyncio.gather(watching, return_exceptions=True)
-    await runtime.aclose()
-    for pid in _processes(service.marker):  # a real machine takes them with it
-        _kill(pid)
+        assert (end.session_id, end.reason) == (session, "container_lost")
+        assert "its machine or its Ray actor was lost" in end.message
+        await runtime.stop(session)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_a_full_ray_cluster_is_waited_for_and_is_no_failed_attempt(cluster: Any, tmp_path: Path) -> None:
     service = RayService(tmp_path, cluster.address)
-    whole = RayConfig.model_validate({**service.config.model_dump(), "resources": {"agents": 100}})
-    first = await open_runtime(whole)
-    second = await open_runtime(whole.model_copy(update={"start_timeout_s": 2.0}))
+    first = await open_runtime(service.with_settings(resources={"agents": 100}))
+    second = await open_runtime(service.with_settings(resources={"agents": 100}, start_timeout_s=2.0))
     session, waiting = new_session(), new_session()
     try:
         await first.invoke(session, b"{}")
@@ -227,59 +232,48 @@ async def test_an_agent_ends_with_its_ray_actor(cluster: Any, tmp_path: Path) ->
     import ray
 
     service = RayService(tmp_path, cluster.address)
-    stubborn = service.config.model_copy(
-        update={"command": ("sh", "-c", "trap '' TERM; setsid sleep 600 & sleep 600"), "grace_s": 0.1}
-    )
-    runtime = await open_runtime(stubborn)
-    session, ends = new_session(), asyncio.Queue[SessionEnd]()
-    watching = asyncio.create_task(runtime.watch_sessions("run", ends.put_nowait))
-    await runtime.invoke(session, b"{}")
-    assert await service.sessions() == {session}
-    actor = ray.get_actor(session, namespace=runtime.cleanup_spec().options["namespace"])
-    os.kill(await actor.__ray_call__.remote(lambda _: os.getpid()), signal.SIGKILL)
-    async with asyncio.timeout(120):
+    command = ["sh", "-c", "trap '' TERM; setsid sleep 600 & sleep 600"]
+    runtime, session = await open_runtime(service.with_settings(command=command, grace_s=0.1)), new_session()
+    async with ends_of(runtime, service) as ends:
+        await runtime.invoke(session, b"{}")
+        assert await service.sessions() == {session}
+        actor = ray.get_actor(session, namespace=runtime.cleanup_spec().options["namespace"])
+        os.kill(await actor.__ray_call__.remote(lambda _: os.getpid()), signal.SIGKILL)
         assert (await ends.get()).reason == "container_lost"
-    await eventually(lambda: not [*_processes(service.marker)])
-    watching.cancel()
-    await asyncio.gather(watching, return_exceptions=True)
-    await runtime.aclose()
+        await eventually(lambda: not [*_processes(service.marker)])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_labels_and_the_runtime_environment_reach_an_agents_machine(cluster: Any, tmp_path: Path) -> None:
     wheel = tmp_path / "greeting-1.0-py3-none-any.whl"
+    about = {
+        "METADATA": "Metadata-Version: 2.1\nName: greeting\nVersion: 1.0\n",
+        "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "RECORD": "",
+    }
     with zipfile.ZipFile(wheel, "w") as made:
         made.writestr("greeting.py", "HELLO = 'hello'")
-        made.writestr("greeting-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: greeting\nVersion: 1.0\n")
-        made.writestr(
-            "greeting-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        made.writestr("greeting-1.0.dist-info/RECORD", "")
+        for name, text in about.items():
+            made.writestr(f"greeting-1.0.dist-info/{name}", text)
     service = RayService(tmp_path, cluster.address)
     (tmp_path / "agent.py").write_text(
         "import os, greeting, types\n"
         "def run(): print(greeting.HELLO, os.environ['TO'])\n"
         "app = types.SimpleNamespace(run=run)\n"
     )
-    config = service.config.model_dump() | {
-        "resources": {},
-        "node_labels": {"pool": "agents"},
-        "runtime_env": {"env_vars": {"TO": "world"}, "pip": [str(wheel)]},
-        "command": (),
-        "app": "agent:app",
-        "start_timeout_s": 300,
-    }
-    runtime = await open_runtime(RayConfig.model_validate(config))
-    session, ends = new_session(), asyncio.Queue[SessionEnd]()
-    watching = asyncio.create_task(runtime.watch_sessions("run", ends.put_nowait))
-    await runtime.invoke(session, b"{}")
-    async with asyncio.timeout(120):
-        end = await ends.get()
-    assert "exited with code 0: hello world" in end.message
-    watching.cancel()
-    await asyncio.gather(watching, return_exceptions=True)
-    await runtime.aclose()
+    config = service.with_settings(
+        resources={},
+        node_labels={"pool": "agents"},
+        runtime_env={"env_vars": {"TO": "world"}, "pip": [str(wheel)]},
+        command=(),
+        app="agent:app",
+        start_timeout_s=300,
+    )
+    runtime = await open_runtime(config)
+    async with ends_of(runtime, service) as ends:
+        await runtime.invoke(new_session(), b"{}")
+        assert "exited with code 0: hello world" in (await ends.get()).message
 
 
 def test_fields_of_the_runtime_environment_that_were_never_run_are_refused(tmp_path: Path) -> None:
