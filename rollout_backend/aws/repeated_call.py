@@ -106,16 +106,14 @@ class RepeatedCall:
             if response.status >= 300:
                 raise self._refusal(response, body)
         except CALL_ERRORS as error:
-            if not self._retries or _is_final(error):
+            status = status_of(error) if isinstance(error, ClientError) else None
+            if not self._retries or status in _FINAL or isinstance(error, ParamValidationError):
                 raise
-            return await self._fall_back(arguments, error)
+            self._template = None  # S3 may redirect aiobotocore to the bucket's region
+            if status is None or status >= 500:
+                await asyncio.sleep(random.random())  # noqa: S311  # as long as botocore before its first retry
+            return await self._call(arguments)
         return self._parse(body)
-
-    async def _fall_back(self, arguments: dict[str, Any], error: BaseException) -> dict[str, Any]:
-        self._template = None  # S3 may redirect aiobotocore to the bucket's region
-        if not isinstance(error, ClientError) or status_of(error) >= 500:
-            await asyncio.sleep(random.random())  # noqa: S311  # as long as botocore before its first retry
-        return await self._call(arguments)
 
     async def _call(self, arguments: dict[str, Any]) -> dict[str, Any]:
         return dict(await getattr(self._client, self._method)(**{**self._fixed, **arguments}))
@@ -198,8 +196,3 @@ class RepeatedCall:
 
 def _headers(response: aiohttp.ClientResponse) -> dict[str, str]:
     return {name.lower(): value for name, value in response.headers.items()}
-
-
-def _is_final(error: BaseException) -> bool:
-    """Return whether aiobotocore would get the same error again."""
-    return isinstance(error, ParamValidationError) or (isinstance(error, ClientError) and status_of(error) in _FINAL)

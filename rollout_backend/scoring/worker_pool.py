@@ -75,7 +75,9 @@ class WorkerPool:
                 return await worker.ask(request, self._config.timeout_s + _KILL_AFTER_S)
             except BaseException as error:
                 if not isinstance(error, asyncio.CancelledError) or self._calls_per_worker == 1:
-                    await self._remove(worker)
+                    with contextlib.suppress(ValueError):  # another call has removed it
+                        self._workers.remove(worker)
+                    await worker.end()
                 if isinstance(error, TimeoutError):
                     limit = f"scoring.timeout_s={self._config.timeout_s:g}"
                     raise ScoringError(f"the scorer took longer than {limit}") from None
@@ -90,11 +92,6 @@ class WorkerPool:
     def _add_worker(self) -> _Worker:
         self._workers.append(_Worker(self._config, self._log))
         return self._workers[-1]
-
-    async def _remove(self, worker: _Worker) -> None:
-        if worker in self._workers:
-            self._workers.remove(worker)
-        await worker.end()
 
     async def _check(self, worker: _Worker) -> None:
         hello = await worker.hello()

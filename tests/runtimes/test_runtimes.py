@@ -66,11 +66,17 @@ async def open_agentcore(tmp_path: Path, local_keys: None) -> AsyncIterator[Open
         yield open_
 
 
-async def test_a_runtime_describes_its_agent(open_agentcore):
+async def test_a_runtime_describes_its_agent_and_another_one_does_not_exist(open_agentcore):
     runtime, local = await open_agentcore()
     raise_problems(await runtime.check())
     described = {"arn": local.arn, "qualifier": "DEFAULT", "version": "1", "image": local.image, "platform": "V1"}
     assert runtime.describe() == described
+    runtime.arn = local.arn.replace("local-", "other-")
+    with pytest.raises(PreflightError, match=r"does not exist.*runtime\.arn"):
+        raise_problems(await runtime.check())
+    with pytest.raises(InvokeRejected) as caught:
+        await runtime.invoke(session(), b"{}")
+    assert caught.value.reason == "runtime_not_found"
 
 
 async def test_a_runtime_that_ends_sessions_before_their_agents_is_refused(open_agentcore):
@@ -150,20 +156,6 @@ def test_a_clock_that_is_wrong_is_a_refusal_that_names_the_clock(message, reason
 def refusal(status: int, code: str, message: str) -> ClientError:
     answer: Any = {"Error": {"Code": code, "Message": message}, "ResponseMetadata": {"HTTPStatusCode": status}}
     return ClientError(answer, "InvokeAgentRuntime")
-
-
-async def test_agentcores_runtime_that_does_not_exist(open_agentcore):
-    _, local = await open_agentcore()
-    arn = local.arn.replace("local-", "other-")
-    other = await AgentCoreRuntime.open(AgentCoreConfig(arn=arn, endpoint_url=local.endpoint_url))
-    try:
-        with pytest.raises(PreflightError, match=r"does not exist.*runtime\.arn"):
-            raise_problems(await other.check())
-        with pytest.raises(InvokeRejected) as caught:
-            await other.invoke(session(), b"{}")
-        assert caught.value.reason == "runtime_not_found"
-    finally:
-        await other.aclose()
 
 
 # --- HTTP -------------------------------------------------------------------------------------------------

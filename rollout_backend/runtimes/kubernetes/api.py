@@ -300,9 +300,6 @@ async def _error(reply: aiohttp.ClientResponse) -> ApiError:
         reason, message = str(status["reason"]), str(status["message"])
     except (ValueError, KeyError, TypeError):  # from a proxy in front of the server
         reason, message = str(reply.reason), text[:500]
-    return ApiError(reply.status, reason, message, _retry_after_s(reply.headers.get("Retry-After", "")))
-
-
-def _retry_after_s(value: str) -> float:
-    """Parse a Retry-After header into seconds. The API server sends a number; a proxy may send a date."""
-    return min(float(value), _MAX_RETRY_AFTER_S) if value.isdecimal() else 0.0
+    after = reply.headers.get("Retry-After", "")  # the API server sends a number; a proxy may send a date
+    retry_after_s = min(float(after), _MAX_RETRY_AFTER_S) if after.isdecimal() else 0.0
+    return ApiError(reply.status, reason, message, retry_after_s)

@@ -93,8 +93,11 @@ class KubernetesRuntime(VerifierRuntime):
             found = [CheckResult("ok", "runtime.kubeconfig", f"{server} runs Kubernetes {self._version}")]
             found += [await self._check_rule(*rule) for rule in RULES]
             found.append(await self._check_namespace())
-            if self._config.service_account is not None:
-                found.append(await self._check_account(self._config.service_account))
+            if (account := self._config.service_account) is not None:
+                setting, what = "runtime.service_account", f"service account {account!r}"
+                missing = f"the namespace {self._config.namespace!r} has no {what}"
+                path = self._api.path("serviceaccounts", account)
+                found.append(await self._check_exists(setting, path, f"the {what}", missing))
         except ApiError as error:
             raise PreflightError(f"the API server {server} refuses calls: {error}") from error
         except NoCredentials as error:
@@ -124,11 +127,6 @@ class KubernetesRuntime(VerifierRuntime):
             "it), or correct it"
         )
         return await self._check_exists(setting, f"/api/v1/namespaces/{name}", f"the namespace {name!r}", missing)
-
-    async def _check_account(self, name: str) -> CheckResult:
-        missing = f"the namespace {self._config.namespace!r} has no service account {name!r}"
-        path = self._api.path("serviceaccounts", name)
-        return await self._check_exists("runtime.service_account", path, f"the service account {name!r}", missing)
 
     async def _check_exists(self, setting: str, path: str, what: str, missing: str) -> CheckResult:
         try:
