@@ -15,6 +15,8 @@ from botocore.exceptions import (
     MetadataRetrievalError,
     NoCredentialsError,
     PartialCredentialsError,
+    ProxyConnectionError,
+    SSLError,
     SSOError,
     TokenRetrievalError,
 )
@@ -25,6 +27,8 @@ from rollout_backend.errors import CredentialsExpired, PreflightError
 NO_CONNECTION = (
     EndpointConnectionError,
     ConnectTimeoutError,
+    ProxyConnectionError,
+    SSLError,
     aiohttp.ClientConnectorError,
     aiohttp.ConnectionTimeoutError,
 )

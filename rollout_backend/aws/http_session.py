@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import botocore.auth
-import yarl
 from aiobotocore.httpsession import AIOHTTPSession
 from botocore.auth import SIGNED_HEADERS_BLACKLIST, S3SigV4Auth, SigV4Auth
 from botocore.exceptions import HTTPClientError, NoCredentialsError
@@ -23,14 +22,15 @@ _auth: Any = botocore.auth  # the type stubs lack attributes that its subclasses
 
 @dataclass
 class Request:
-    """An HTTP request with the attributes that botocore's signers read."""
+    """An HTTP request with the attributes that botocore's signers and `HTTPSession.send` read."""
 
     method: str
     url: str
     headers: CIMultiDict[str]
-    body: bytes
+    body: bytes | None
     context: dict[str, Any]
     params: None = None
+    stream_output: bool = True  # leave it to the caller to read the body
 
 
 class _Auth(SigV4Auth):
@@ -102,39 +102,3 @@ class HTTPSession(AIOHTTPSession):
             raise HTTPClientError(error="the client is closed")
         session: aiohttp.ClientSession = await super()._get_session(proxy_url)  # type: ignore[misc]  # not in its stubs
         return session
-
-    async def route(self, url: str) -> Route:
-        """Return the route to an endpoint, with aiobotocore's proxies, certificates and timeouts.
-
-        These have no public names in aiobotocore; aioboto3 pins its version.
-        """
-        proxies: Any = self._proxy_config  # type: ignore[attr-defined]  # not in its stubs
-        proxy = proxies.proxy_url_for(url)
-        return Route(await self._get_session(proxy), proxy, proxies.proxy_headers_for(url))
-
-
-@dataclass(frozen=True)
-class Route:
-    """The route to one endpoint."""
-
-    http: aiohttp.ClientSession
-    proxy: str | None
-    proxy_headers: dict[str, str]
-
-    async def send(self, request: Request) -> aiohttp.ClientResponse:
-        """Send a request. Raises HTTPClientError for a closed client or an invalid header, else aiohttp's errors."""
-        if self.http.closed:
-            raise HTTPClientError(error="the client is closed")
-        try:
-            return await self.http.request(
-                request.method,
-                yarl.URL(request.url, encoded=True),
-                headers=request.headers,
-                data=request.body or None,
-                proxy=self.proxy,
-                proxy_headers=self.proxy_headers,
-            )
-        except aiohttp.ClientError:
-            raise
-        except ValueError as error:
-            raise HTTPClientError(error=error) from error
