@@ -21,14 +21,13 @@ from aiobotocore.credentials import AioCredentials
 from aiobotocore.hooks import AioHierarchicalEmitter
 from aiobotocore.httpsession import AIOHTTPSession
 from aiobotocore.session import AioSession
-from botocore.exceptions import CredentialRetrievalError, NoCredentialsError
+from botocore.exceptions import CredentialRetrievalError, HTTPClientError, NoCredentialsError
 from botocore.loaders import Loader, create_loader
 from botocore.parsers import ResponseParserError
 from botocore.utils import deep_merge
 
 from rollout_backend import local_keys
 from rollout_backend.aws.errors import UNSIGNED, is_html, log_call
-from rollout_backend.aws.http_session import HTTPSession
 from rollout_backend.aws.repeated_call import RepeatedCall
 
 log = logging.getLogger(__name__)
@@ -36,6 +35,23 @@ log = logging.getLogger(__name__)
 _RENEW_BEFORE_S = 15 * 60  # as botocore does
 _USABLE_S = 60  # credentials that last this long are used if they cannot be renewed
 _RENEWAL_S = 60.0  # timeout of one renewal
+
+
+class HTTPSession(AIOHTTPSession):
+    """Opens no connection after it is closed. aiobotocore's session would: a call that outlives its client would
+    leave a connection open."""
+
+    _closed = False
+
+    async def __aexit__(self, *exc_info: Any) -> None:
+        self._closed = True
+        await super().__aexit__(*exc_info)
+
+    async def _get_session(self, proxy_url: str | None) -> aiohttp.ClientSession:
+        if self._closed:
+            raise HTTPClientError(error="the client is closed")
+        session: aiohttp.ClientSession = await super()._get_session(proxy_url)  # type: ignore[misc]  # not in its stubs
+        return session
 
 
 class Client:

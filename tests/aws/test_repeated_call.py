@@ -16,7 +16,7 @@ from botocore.parsers import ResponseParserError
 from multidict import CIMultiDict
 
 from rollout_backend import aws
-from rollout_backend.aws.http_session import Request, authorize
+from rollout_backend.aws.repeated_call import Request, authorize
 
 KEY = "runs/run/steps/0/task-a.0~1"
 ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/mine-0123456789"
