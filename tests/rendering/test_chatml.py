@@ -33,17 +33,21 @@ def ids_of(bundle, text: str) -> list[int]:
     return bundle.tokenizer.encode(text, add_special_tokens=False)
 
 
+@pytest.fixture(scope="module")
+def own(smollm2):
+    """The tokenizer of a model whose template adds a system message."""
+    return AutoTokenizer.from_pretrained(smollm2, local_files_only=True)
+
+
 @pytest.mark.parametrize("messages", CONVERSATIONS)
 @pytest.mark.parametrize("prompt", [True, False])
-def test_a_conversation_renders_as_with_the_models_template(smollm2, messages, prompt):
-    tokenizer = AutoTokenizer.from_pretrained(smollm2, local_files_only=True)
-    own = tokenizer.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=True, return_dict=False)
-    assert ChatMLRenderer(tokenizer).render_ids(messages, add_generation_prompt=prompt) == own
+def test_a_conversation_renders_as_with_the_models_template(own, messages, prompt):
+    wanted = own.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=True, return_dict=False)
+    assert ChatMLRenderer(own).render_ids(messages, add_generation_prompt=prompt) == wanted
 
 
-def test_the_default_system_message_is_kept_with_tools(smollm2):
-    tokenizer = AutoTokenizer.from_pretrained(smollm2, local_files_only=True)
-    text = tokenizer.decode(ChatMLRenderer(tokenizer).render_ids(CONVERSATIONS[0], tools=TOOLS))
+def test_the_default_system_message_is_kept_with_tools(own):
+    text = own.decode(ChatMLRenderer(own).render_ids(CONVERSATIONS[0], tools=TOOLS))
     assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
     assert text.index("# Tools") < text.index(json.dumps(TOOLS[0], ensure_ascii=False)) < text.index("<|im_end|>")
 
