@@ -147,7 +147,7 @@ def legacy_batch(
     for i, rows in enumerate(slots):
         if not rows:
             continue
-        row = max(reversed(rows), key=lambda row: row.trained_tokens)
+        row = max(reversed(rows.rows), key=lambda row: row.trained_tokens)
         left_out += sum(other.trained_tokens for other in rows) - row.trained_tokens
         moved += sum(other.turn_rewards for other in rows) - row.turn_rewards
         start, end = prompt_length - row.prompt_tokens, len(row.response)

@@ -34,7 +34,6 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,7 +85,7 @@ class Row:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows(Sequence[Row]):
+class Rows:
     """The rows of one rollout. The counts include segments that gave no row."""
 
     rows: tuple[Row, ...] = ()
@@ -97,13 +96,6 @@ class Rows(Sequence[Row]):
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    @overload
-    def __getitem__(self, at: int) -> Row: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[Row]: ...
-    def __getitem__(self, at: int | slice) -> Row | Sequence[Row]:
-        return self.rows[at]
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)

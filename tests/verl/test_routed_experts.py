@@ -183,7 +183,7 @@ def test_the_legacy_trainer_gets_the_same_routing(rollout, model):
     assert (routed.shape, routed.dtype) == ((2, PROMPT + RESPONSE, 3, 2), torch.int16)
     data = DataProto(batch=batch.tensors, non_tensor_batch={}, meta_info={}).to_tensordict()
     nested = left_right_2_no_padding(data)["routed_experts"]
-    chosen = max(reversed(made), key=lambda row: row.trained_tokens)
+    chosen = max(reversed(made.rows), key=lambda row: row.trained_tokens)
     assert np.array_equal(nested[0].numpy(), chosen.routed_experts)
     assert not nested[1].any()
     metrics = compute_rollout_moe_load_balance_metrics(routed, batch.tensors["response_mask"], 8)

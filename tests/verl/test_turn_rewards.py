@@ -49,7 +49,7 @@ def test_a_turns_reward_is_on_its_last_token_and_the_final_one_on_the_last_of_th
     found = rollout(1.0, (0.5, -0.25), segment(2, 3))
     rows = rows_of(found, 1, 9)
     assert scores(rows) == [[0, 0.5, 0, 0, 0, 0.75]]
-    assert rows[0].response_mask.tolist() == [1, 1, 0, 1, 1, 1]
+    assert rows.rows[0].response_mask.tolist() == [1, 1, 0, 1, 1, 1]
     assert rows.moved_turn_rewards == 0
     assert scores(rows_of(rollout(1.0, (), segment(2, 3)), 1, 9)) == [[0, 0, 0, 0, 0, 1.0]]
 

@@ -173,7 +173,7 @@ def test_an_image_token_that_the_model_sampled_ends_the_trained_tokens(vision):
     row = row_of(astray)
     assert (row.response.tolist(), row.truncated_tokens) == ([4], 3)
     assert v1_fields(row, {}, vision=vision)["multi_modal_inputs"]["image_grid_thw"].shape == (1, 3)
-    assert len(rows_of(astray, 64, 64)[0].response) == 5  # for a text model it is an ordinary token
+    assert len(rows_of(astray, 64, 64).rows[0].response) == 5  # for a text model it is an ordinary token
 
 
 def test_an_image_of_another_length_is_refused(vision):
