@@ -26,7 +26,7 @@ KINDS = ("sglang-router", "smg")
 SMG_SLOW = ("sglang-router", pytest.param("smg", marks=pytest.mark.slow))
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=SMG_SLOW)
 async def router(request, tmp_path):
     async with Router(RouterConfig(kind=request.param), tmp_path / "router.log", model_call_s=120) as router:
         yield router
@@ -84,6 +84,7 @@ def router_findings(kind: str) -> list[CheckResult]:
     return [found for found in check_machine(config) if found.setting == "router.kind"]
 
 
+@pytest.mark.parametrize("router", KINDS, indirect=True)
 async def test_sessions_are_spread_and_sticky(router, start_engine):
     (url_a, a), (url_b, b) = await asyncio.gather(start_engine(), start_engine())
     await asyncio.gather(router.add(url_a), router.add(url_b))
@@ -98,7 +99,6 @@ async def test_sessions_are_spread_and_sticky(router, start_engine):
     assert min(counts.values()) >= 10
 
 
-@pytest.mark.parametrize("router", SMG_SLOW, indirect=True)  # smg takes an engine again after 5 s
 async def test_add_and_remove_are_idempotent(router, start_engine):
     url, _ = await start_engine()
     await router.add(url)
@@ -111,7 +111,6 @@ async def test_add_and_remove_are_idempotent(router, start_engine):
     assert list(await router.workers()) == [url]
 
 
-@pytest.mark.parametrize("router", SMG_SLOW, indirect=True)  # smg tries for 8 s
 async def test_adding_a_dead_engine_fails_with_the_reason(router):
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(StartupError, match=f"(?s)did not take the engine {url}[:.].*[Hh]ealth check"):
@@ -153,6 +152,7 @@ async def test_calls_in_flight_on_a_killed_engine_are_retried_elsewhere(router, 
         assert {await call(http, router, key) for key in keys} == {(200, b.pid)}
 
 
+@pytest.mark.parametrize("router", KINDS, indirect=True)
 async def test_sessions_of_an_idle_killed_engine_move(router, start_engine):
     """smg retries at another engine; sglang-router retries at the killed one, and answers 500, until it skips it."""
     (url_a, a), (url_b, b) = await asyncio.gather(start_engine(), start_engine())
@@ -169,6 +169,7 @@ async def test_sessions_of_an_idle_killed_engine_move(router, start_engine):
     assert router._config.kind == "sglang-router" or set(found) == {(200, b.pid)}
 
 
+@pytest.mark.parametrize("router", KINDS, indirect=True)
 async def test_a_call_waits_for_the_first_engine(router):
     """smg answers 404 without an engine, and sglang-router 503."""
     client = EngineClient(Engines(router.url), 120.0)
@@ -227,6 +228,7 @@ UNKNOWN = {"return_routed_experts": True, "routed_experts_start_len": 1, "return
 
 
 @pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("router", KINDS, indirect=True)
 async def test_which_fields_of_a_call_reach_the_engine(router, stream):
     """`Engines` sends the calls that need one of the others to an engine."""
     params = {**KEPT["sampling_params"], **DROPPED}

@@ -79,12 +79,6 @@ def test_missing_rows_change_no_advantage(found: list[list[float]], name: str, m
     assert not among[len(rewards) :].any()
 
 
-def test_verls_grpo_takes_a_missing_rollout_for_a_reward_of_0() -> None:
-    data = [1.0, 1.0, 0.0], ["a"] * 3, [2, 2, 0]
-    assert advantages("grpo", batch(*data))[0, 0] > 0.5
-    assert advantages("grpo_skip_missing", batch(*data))[0, 0] == 0
-
-
 @pytest.mark.parametrize("name", ["grpo", "rloo"])
 def test_a_single_survivor_has_advantage_0_and_not_its_reward(name: str) -> None:
     data = [1.0, 0.0, 0.0], ["a", "a", "b"], [2, 0, 2]

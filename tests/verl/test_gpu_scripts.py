@@ -26,7 +26,12 @@ COLOCATED = (
     "trainer.v1.colocate_async.num_warmup_batches=1",
     "+trainer.v1.sampler.sampler_kwargs.max_staleness=2",
 )
-COMMANDS = [(file.name, ()) for file in sorted(SCRIPTS.glob("*.sh"))] + [("sync.sh", COLOCATED)]
+OTHERS = [(file.name, ()) for file in sorted(SCRIPTS.glob("*.sh")) if file.name not in ("sync.sh", "asynchronous.sh")]
+COMMANDS = [
+    ("sync.sh", ()),
+    ("asynchronous.sh", ()),
+    *(pytest.param(*command, marks=pytest.mark.slow) for command in (*OTHERS, ("sync.sh", COLOCATED))),
+]
 MODES = {("asynchronous.sh", ()): "separate_async", ("sync.sh", COLOCATED): "colocate_async"}
 
 

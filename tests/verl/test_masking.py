@@ -1,4 +1,4 @@
-"""Masked episodes have no row: they are in no gradient and no baseline, and each is counted."""
+"""Masked episodes have no row, so they are in no gradient and no baseline, and each is counted."""
 
 from __future__ import annotations
 
@@ -6,18 +6,12 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from tensordict import TensorDict
-from verl import DataProto
-from verl.trainer.ppo.ray_trainer import compute_advantage
 
 from agent_wrapper.contract import Failure, Outcome, Rollout
 from rollout_backend.core.tasks import Task
 from rollout_backend.results.step_report import GroupResult
 from rollout_backend.verl.metrics import as_metrics, count_group
-from rollout_backend.verl.row_formats import legacy_batch
 from rollout_backend.verl.rows import Rows, mask_group, rows_of
 from rollouts import make_rollout, make_segment
 
@@ -83,21 +77,3 @@ def test_masked_rollouts_are_counted_and_the_counts_add_up() -> None:
         "rollouts/left_out/group_dropped/sum": 2,
         "rollouts/groups_dropped/sum": 1,
     }
-
-
-@pytest.mark.parametrize("name", ["grpo_skip_missing", "rloo_skip_missing"])
-def test_a_masked_rollout_is_in_no_baseline(name: str) -> None:
-    rollouts = [rollout(reward=1.0), rollout(CUT_ROW, reward=9.0), rollout(reward=0.0), rollout(reward=0.5)]
-    made = mask_group(rollouts, [rows_of(each, 4, 6) for each in rollouts], ALL, 2)
-    slots = legacy_batch(made, 4, 6, 0).tensors
-
-    def advantages(lines: list[int]) -> torch.Tensor:
-        tensors = {"token_level_rewards": slots["rm_scores"][lines], "response_mask": slots["response_mask"][lines]}
-        uids = np.array(["a"] * len(lines), dtype=object)
-        data = DataProto(TensorDict(tensors, batch_size=len(lines)), non_tensor_batch={"uid": uids})
-        return compute_advantage(data, name).batch["advantages"]
-
-    among = advantages([0, 1, 2, 3])
-    assert torch.equal(among[[0, 2, 3]], advantages([0, 2, 3]))
-    assert not among[1].any()
-    assert among[0].max() == pytest.approx(1.0 if name == "grpo_skip_missing" else 0.75, abs=1e-4)

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from verl import DataProto
-from verl.trainer.ppo.core_algos import compute_gae_advantage_return
 from verl.trainer.ppo.metric_utils import compute_data_metrics
 from verl.trainer.ppo.ray_trainer import compute_advantage
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
@@ -260,12 +259,3 @@ def test_verls_metrics_treat_a_missing_rollout_as_aborted() -> None:
 
     assert metrics["critic/score/mean"] == 0.75
     assert metrics["response/aborted_ratio"] == pytest.approx(1 / 3)
-
-
-def test_gae_finds_the_reward_if_the_last_sampled_token_is_masked() -> None:
-    source = segment([("given", 2), ("sampled", 3)], unknown=(4,))
-    batch = legacy_batch([rows_of(rollout(source, reward=1.0), 3, 6)], 3, 6, PAD).tensors
-    _, returns = compute_gae_advantage_return(
-        batch["rm_scores"], torch.zeros(1, 6), batch["response_mask"], gamma=1.0, lam=1.0
-    )
-    assert returns[0, :2].tolist() == [1.0, 1.0]

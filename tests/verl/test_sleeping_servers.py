@@ -195,6 +195,7 @@ async def test_calls_to_a_sleeping_server_are_held_then_answered_503_and_lose_no
 
 
 @pytest.mark.slow
+@pytest.mark.release
 async def test_a_server_that_sleeps_too_long_is_an_infrastructure_error(server, backend, work):
     """Calls are retried until the agent's deadline. The rollout has no reward, and is no agent error."""
     backend.go(False)

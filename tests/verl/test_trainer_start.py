@@ -21,7 +21,6 @@ WRONG: dict[str, tuple[list[str], dict[str, Any], list[str]]] = {
     "no such class": ([f"{CLASS_KEY}=rollout_backend.verl.Manager"], {}, ["no such class", "CloudAgentLoopManager"]),
     "no such module": ([f"{CLASS_KEY}=nowhere.Manager"], {}, ["cannot be imported", "CloudAgentLoopManager"]),
     "no class": ([f"{CLASS_KEY}=null"], {}, [f"add +{CLASS_KEY}="]),
-    "no settings": ([f"{OWN_KEY}=null"], {}, [f"+{OWN_KEY} is missing", "storage.bucket"]),
     "unknown setting": ([], {"group": {"sice": 3}}, [OWN_KEY, "group.sice: no such setting"]),
     "a reward of verl's": (
         ["reward.reward_model.enable=True"],
