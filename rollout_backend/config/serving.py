@@ -31,31 +31,17 @@ ENGINE_KINDS: Mapping[str, str] = {
 import."""
 
 _HAS_SETTING = {
-    "--tp-size": "serving.tensor_parallel",
-    "--tensor-parallel-size": "serving.tensor_parallel",
-    "--pp-size": "serving.pipeline_parallel",
-    "--pipeline-parallel-size": "serving.pipeline_parallel",
-    "--dp-size": "serving.data_parallel",
-    "--data-parallel-size": "serving.data_parallel",
-    "--attn-dp-size": "serving.attention_data_parallel",
-    "--attention-data-parallel-size": "serving.attention_data_parallel",
-    "--enable-dp-attention": "serving.attention_data_parallel",
-    "--ep-size": "serving.expert_parallel",
-    "--expert-parallel-size": "serving.expert_parallel",
-    "--nnodes": "serving.nodes_per_server",
-    "--node-rank": "serving.nodes_per_server",
-    "--dist-init-addr": "serving.nodes_per_server",
-    "--nccl-init-addr": "serving.nodes_per_server",
-    "--base-gpu-id": "serving.servers",
-    "--gpu-id-step": "serving.servers",
-    "--use-ray": "serving.kind",
-    "--enable-lora": "serving.lora_rank",
-    "--max-lora-rank": "serving.lora_rank",
-    "--lora-paths": "serving.lora_rank",
-    "--lora-modules": "serving.lora_rank",
-    "--lora-target-modules": "serving.lora_targets",
-    "--max-loras": "serving.max_adapters",
-    "--max-loras-per-batch": "serving.max_adapters",
+    "serving.tensor_parallel": ("--tp-size", "--tensor-parallel-size"),
+    "serving.pipeline_parallel": ("--pp-size", "--pipeline-parallel-size"),
+    "serving.data_parallel": ("--dp-size", "--data-parallel-size"),
+    "serving.attention_data_parallel": ("--attn-dp-size", "--attention-data-parallel-size", "--enable-dp-attention"),
+    "serving.expert_parallel": ("--ep-size", "--expert-parallel-size"),
+    "serving.nodes_per_server": ("--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr"),
+    "serving.servers": ("--base-gpu-id", "--gpu-id-step"),
+    "serving.kind": ("--use-ray",),
+    "serving.lora_rank": ("--enable-lora", "--max-lora-rank", "--lora-paths", "--lora-modules"),
+    "serving.lora_targets": ("--lora-target-modules",),
+    "serving.max_adapters": ("--max-loras", "--max-loras-per-batch"),
 }
 """Options of the engines that have a setting: those that decide on which GPUs a server runs, and those for
 adapters."""
@@ -242,10 +228,10 @@ class ServingConfig(Section):
     def _refuse_options_with_settings(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
         for argument in arguments:
             option = argument.partition("=")[0]
-            # SGLang accepts unique beginnings of options.
-            abbreviated = (name for name in _HAS_SETTING if len(option) > 3 and name.startswith(option))
-            if (name := next(abbreviated, None)) is not None:
-                raise ValueError(f"{option} is not allowed here: set {_HAS_SETTING[name]}")
+            for setting, names in _HAS_SETTING.items():
+                # SGLang accepts unique beginnings of options.
+                if len(option) > 3 and any(name.startswith(option) for name in names):
+                    raise ValueError(f"{option} is not allowed here: set {setting}")
         return arguments
 
     def check_run(self, run: RolloutConfig) -> None:

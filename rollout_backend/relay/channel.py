@@ -41,9 +41,9 @@ class Channel:
 
     # --- sending ------------------------------------------------------------------------------------------
 
-    async def send(self, make: Callable[[int, int], Numbered]) -> None:
-        """Send the frame `make(call, number)` once the window has room. Raises the error passed to `fail`."""
-        frame = make(self.call, self._next)
+    async def send(self, kind: Callable[..., Numbered], *fields: object) -> None:
+        """Send a frame with these fields once the window has room. Raises the error passed to `fail`."""
+        frame = kind(self.call, self._next, *fields)
         packed, cost = encode(frame), _cost(frame)
         while self._kept and self._kept_bytes + cost > WINDOW:
             await self._change()

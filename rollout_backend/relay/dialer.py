@@ -220,10 +220,10 @@ class Dialer(Exchange):
             ) as response:
                 head = forwarded_headers(response.headers.items())
                 begun = True
-                await channel.send(lambda call, seq: Head(call, seq, response.status, head))
+                await channel.send(Head, response.status, head)
                 async for read in response.content.iter_any():
                     for data in chunks(read):
-                        await channel.send(lambda call, seq, data=data: Chunk(call, seq, data))  # type: ignore[misc]
+                        await channel.send(Chunk, data)
                 await channel.send(End)
         except (aiohttp.ClientError, ValueError) as error:
             log.warning("a call to the gateway failed: %s", _without_url(error))
@@ -243,8 +243,8 @@ async def _body(channel: Channel) -> AsyncIterator[bytes]:
 async def _answer(channel: Channel, status: int, message: str) -> None:
     body = error_body(status, message)
     headers = (*error_headers(status).items(), ("Content-Length", str(len(body))))
-    await channel.send(lambda call, seq: Head(call, seq, status, headers))
-    await channel.send(lambda call, seq: Chunk(call, seq, body))
+    await channel.send(Head, status, headers)
+    await channel.send(Chunk, body)
     await channel.send(End)
 
 

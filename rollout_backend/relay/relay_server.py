@@ -23,7 +23,6 @@ import logging
 import ssl
 from collections import deque
 from collections.abc import AsyncIterator
-from functools import partial
 
 from aiohttp import WSCloseCode, web
 from multidict import CIMultiDict
@@ -41,7 +40,6 @@ from rollout_backend.relay.protocol import (
     End,
     FrameError,
     Head,
-    Headers,
     Hello,
     Open,
     encode,
@@ -200,8 +198,8 @@ class Relay(Exchange):
         self._in_flight += 1
         answer: list[web.StreamResponse] = []
         try:
-            async with asyncio.timeout(settings.call_s), self._dialed(request) as channel:
-                await channel.send(partial(_open, request, headers))
+            async with asyncio.timeout(settings.call_s), self._dialed() as channel:
+                await channel.send(Open, request.method, request.raw_path, headers, request.body_exists)
                 async with _pumping(request, channel, settings.max_body_bytes):
                     return await _answer(request, channel, answer)
         except CallLost as lost:
@@ -220,7 +218,7 @@ class Relay(Exchange):
         return answer[0]
 
     @contextlib.asynccontextmanager
-    async def _dialed(self, request: web.Request) -> AsyncIterator[Channel]:
+    async def _dialed(self) -> AsyncIterator[Channel]:
         """Open a call once a dialer is connected. On exit, cancel the call unless it is complete."""
         try:
             async with asyncio.timeout(self._settings.wait_s):
@@ -241,10 +239,6 @@ class Relay(Exchange):
         self.fail_calls(CallLost(503, "the relay is stopping"))
         if self._current is not None:
             await self._current.close(WSCloseCode.GOING_AWAY, "the relay is stopping")
-
-
-def _open(request: web.Request, headers: Headers, call: int, seq: int) -> Open:
-    return Open(call, seq, request.method, request.raw_path, headers, request.body_exists)
 
 
 async def _answer(request: web.Request, channel: Channel, started: list[web.StreamResponse]) -> web.StreamResponse:
@@ -291,7 +285,7 @@ async def _pump(request: web.Request, channel: Channel, cap: int) -> None:
             if size > cap:
                 raise CallLost(413, f"the body is larger than {cap} bytes")
             for data in chunks(read):
-                await channel.send(lambda call, seq, data=data: Chunk(call, seq, data))  # type: ignore[misc]
+                await channel.send(Chunk, data)
         await channel.send(End)
     except CallLost as lost:
         channel.fail(lost)

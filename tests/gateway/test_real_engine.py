@@ -87,37 +87,6 @@ def test_a_stop_string_ends_the_reply(gateway, endless):
     assert [(span.start, span.end) for span in turn.weight_versions] == [(turn.start, turn.end)]
 
 
-@pytest.fixture(scope="module")
-def verls_gateway_engine(real_model, run_engine):
-    """Started as verl starts its servers: without a tokenizer."""
-    with run_engine(real_model, 170.0, max_total_tokens=4096, extra_args=("--skip-tokenizer-init",)) as url:
-        refused = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4, "stop": ["e"]}}
-        assert "skip_tokenizer_init" in httpx.post(f"{url}/generate", json=refused, timeout=60).text
-        yield url
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_stop_strings_work_without_a_tokenizer_at_the_engine(serve, verls_gateway_engine, model, endless, stream):
-    bundle = load_renderer(model)
-    gateway = serve(verls_gateway_engine, model=model, bundle=bundle, model_call_s=120)
-    answer = ask(gateway, STORY, stop=["e"], max_tokens=900, stream=stream)
-    if stream:
-        chunks = list(answer)
-        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-        reason = chunks[-1].choices[0].finish_reason
-    else:
-        text, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
-    assert ("e" not in text, reason) == (True, "stop")
-    until(lambda: Engine("sglang", verls_gateway_engine).running() == 0)
-    (segment,) = gateway.trajectory().segments
-    (turn,) = segment.turns
-    sampled = segment.token_ids[turn.start : turn.end]
-    assert bundle.decode(sampled).partition("e")[0].strip() == text.strip()  # its token may begin earlier
-    assert "e" in bundle.decode(sampled)
-    assert "e" not in bundle.decode(sampled[:-1])
-    assert all(logprob <= 0 for logprob in segment.logprobs[turn.start : turn.end])
-
-
 def test_a_stream_aborted_by_a_pause_continues(gateway, engine, endless):
     texts = []
     for chunk in ask(gateway, STORY, stream=True, max_tokens=100):

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from functools import partial
 
 import msgpack
 import pytest
@@ -200,10 +199,6 @@ class Pair:
         self.b.resume(wanted_by_a)
 
 
-def chunk(data: bytes, call: int, seq: int) -> Chunk:
-    return Chunk(call, seq, data)
-
-
 @given(st.data())
 async def test_frames_arrive_once_and_in_order_after_any_loss(data):
     pair = Pair()
@@ -212,7 +207,7 @@ async def test_frames_arrive_once_and_in_order_after_any_loss(data):
 
     async def send() -> None:
         for part in sent:
-            await pair.a.send(partial(chunk, part))
+            await pair.a.send(Chunk, part)
         await pair.a.send(End)
 
     sending = asyncio.create_task(send())
@@ -239,8 +234,8 @@ async def test_frames_arrive_once_and_in_order_after_any_loss(data):
 async def test_sender_waits_for_the_window_and_wakes_on_failure():
     pair = Pair()
     for _ in range(3):
-        await pair.a.send(partial(chunk, b"x" * MAX_CHUNK))
-    full = asyncio.create_task(pair.a.send(partial(chunk, b"x" * MAX_CHUNK)))
+        await pair.a.send(Chunk, b"x" * MAX_CHUNK)
+    full = asyncio.create_task(pair.a.send(Chunk, b"x" * MAX_CHUNK))
     waiting = asyncio.create_task(pair.a.receive())
     await asyncio.sleep(0)
     assert not full.done()
