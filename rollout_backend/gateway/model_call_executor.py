@@ -16,14 +16,11 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from rollout_backend.core.adapter import AdapterVersions
 from rollout_backend.core.api_error import ApiError, context_exceeded
 from rollout_backend.core.model_call import Answer, Choice, ModelCall, whole_deltas, with_logprobs
 from rollout_backend.errors import EngineUnavailable
 from rollout_backend.gateway.engine.client import EngineClient, EngineRefused
-from rollout_backend.gateway.engine.engines import Engines
 from rollout_backend.gateway.engine.protocol import (
-    EngineProtocol,
     EngineRequest,
     PromptDiffers,
     engine_params,
@@ -59,23 +56,17 @@ class ModelCallExecutor:
         settings: GatewaySettings,
         bundle: RendererBundle,
         stats: GatewayStats,
-        engines: Engines,
-        protocol: EngineProtocol,
-        adapters: AdapterVersions,
+        engine: EngineClient,
     ) -> None:
         self._settings = settings
         self._bundle = bundle
         self._records_experts = settings.model.routed_experts
         self._stats = stats
-        self._engine = EngineClient(engines, settings.model_call_s, settings.engine_attempts, protocol, adapters)
+        self._engine = engine
         self._constraints = Constraints(bundle, settings.gateway.constrained_decoding == "allow")
         self._thread = RenderingThread(bundle, settings.gateway.session_image_bytes, settings.model.context_tokens)
 
-    async def start(self) -> None:
-        await self._engine.start()
-
-    async def close(self) -> None:
-        await self._engine.close()
+    def close(self) -> None:
         self._thread.close()
 
     def shown(self, call: ModelCall) -> ModelCall:

@@ -57,6 +57,7 @@ from rollout_backend.gateway.admission import Admission
 from rollout_backend.gateway.authentication import Authenticator, PathKeys
 from rollout_backend.gateway.call_handler import CallHandler
 from rollout_backend.gateway.call_traces import CallTraces
+from rollout_backend.gateway.engine.client import EngineClient
 from rollout_backend.gateway.engine.engines import Engines
 from rollout_backend.gateway.engine.protocol import EngineProtocol
 from rollout_backend.gateway.engine.sglang import SglangProtocol
@@ -129,7 +130,10 @@ class Gateway:
         )
         self._engines = Engines(settings.engine_url, protocol.needs_direct_calls, paused=settings.paused)
         self._adapters = AdapterVersions(settings.adapters)
-        self._executor = ModelCallExecutor(settings, bundle, self._stats, self._engines, protocol, self._adapters)
+        self._engine_client = EngineClient(
+            self._engines, settings.model_call_s, settings.engine_attempts, protocol, self._adapters
+        )
+        self._executor = ModelCallExecutor(settings, bundle, self._stats, self._engine_client)
         config = settings.gateway
         self._admission = Admission(
             config.max_concurrent_calls, config.max_queued_per_engine, config.max_session_calls
@@ -185,7 +189,7 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        await self._executor.start()
+        await self._engine_client.start()
         loads = self._engines.poll(self._admission.observe, self._settings.load_poll_s)
         background = [asyncio.create_task(self._sweep()), asyncio.create_task(loads)]
         try:
@@ -194,7 +198,8 @@ class Gateway:
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
-            await self._executor.close()
+            await self._engine_client.close()
+            self._executor.close()
             if self._journal is not None:
                 self._journal.release()
             if self._traces is not None:

@@ -5,6 +5,7 @@ import gzip
 import json
 import socket
 import threading
+import time
 import tracemalloc
 import zlib
 from pathlib import Path
@@ -13,10 +14,12 @@ import httpx
 import pytest
 import uvicorn
 import zstandard
+from starlette.requests import Request
 
 from agent_wrapper import RolloutApp
 from builders import function_tool, user
 from gateway_server import CONTROL_KEY, SECRET, ServerThread
+from rollout_backend.core.api_error import ApiError
 from rollout_backend.gateway.__main__ import server_options
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.http_protocol import MAX_HEAD_BYTES, bounded_protocol
@@ -224,6 +227,32 @@ def test_a_body_that_does_not_arrive_is_answered_408(play, connect):
     connection = connect(gateway)
     connection.sendall(f"POST /v1/messages HTTP/1.1\r\nAuthorization: {key}\r\nContent-Length: 9\r\n\r\n{{".encode())
     assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
+
+
+async def test_a_large_body_is_parsed_in_a_thread_and_for_a_fifth_of_the_time(monkeypatch):
+    share, loop = SessionShare(), asyncio.get_running_loop()
+
+    async def receive() -> dict:
+        return {"type": "http.request", "body": b"{" * 1000, "more_body": False}
+
+    def work() -> int:
+        until = time.thread_time() + 0.05
+        while time.thread_time() < until:
+            pass
+        return threading.get_ident()
+
+    pauses = []
+    monkeypatch.setattr(loop, "call_later", lambda delay, *_: pauses.append(delay))
+    async with share.body(Request({"type": "http", "headers": []}, receive), 10_000, 60, ValueError) as body:
+        assert await share.parse(body, work) != threading.get_ident()
+    assert pauses[-1] >= 4 * 0.05
+
+
+def test_a_session_has_a_limited_number_of_open_requests():
+    share = SessionShare()
+    for _ in range(2):
+        with share.request(2), share.request(2), pytest.raises(ApiError, match="2 requests open"), share.request(2):
+            pass
 
 
 async def test_a_cancelled_caller_keeps_its_turn_until_its_work_has_ended():
