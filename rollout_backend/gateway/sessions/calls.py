@@ -26,7 +26,7 @@ import hashlib
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 from uuid import uuid4
 
@@ -38,49 +38,43 @@ _KEPT = 16
 _RETRY_COUNT, _IDEMPOTENCY_KEY = "x-stainless-retry-count", "idempotency-key"
 
 
+@dataclass(eq=False, repr=False)
 class InFlightCall:
     """A model call in flight. A listener calls `join`, sets `delivered` once it has the answer, and calls `leave`."""
 
-    def __init__(
-        self,
-        call: ModelCall,
-        request: bytes = b"",
-        question: bytes = b"",
-        *,
-        is_retry: bool = False,
-        brief: bool = True,
-        left_out: bool = False,
-    ) -> None:
-        """`request` is the digest that identifies retries of the request, `question` the digest of its messages and
-        tools. If `brief`, the event loop may render it; if `left_out`, it is not trained."""
-        self.call = call
-        self.request = request
-        self.question = question
-        self.is_retry = is_retry
-        self.brief = brief
-        self.left_out = left_out
-        self.id = uuid4().hex
-        self.created = int(time.time())
-        self.prompt_tokens: int | None = None  # None until the prompt is rendered
-        self.deltas: list[Delta] = []
-        self.delivered = False
-        self.replies: list[RecordedReply] = []  # its recorded replies
-        self.aborted = False  # no listener is left; its task may still be ending
-        self.given_up = False  # aborted because its client disconnected
-        self._listeners = 0
-        self._changed = asyncio.Event()
-        self._task: asyncio.Future[Answer] | None = None
+    call: ModelCall
+    request: bytes = b""  # digest that identifies retries of the request
+    question: bytes = b""  # digest of its messages and tools
+    is_retry: bool = False  # the request declares itself a retry
+    brief: bool = True  # the event loop may render it
+    left_out: bool = False  # it is not trained
+    id: str = field(default_factory=lambda: uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+    prompt_tokens: int | None = None  # None until the prompt is rendered
+    deltas: list[Delta] = field(default_factory=list)
+    delivered: bool = False
+    replies: list[RecordedReply] = field(default_factory=list)  # its recorded replies
+    aborted: bool = False  # no listener is left; its task may still be ending
+    given_up: bool = False  # aborted because its client disconnected
+    _listeners: int = 0
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _task: asyncio.Future[Answer] | None = None
 
     @classmethod
     def answered_before(cls, question: bytes, answer: Answer) -> Self:
         """Return a call that an earlier process of this gateway answered."""
-        running = cls(ModelCall(answer.model, ()), question=question)
-        running.id, running.created, running.prompt_tokens = answer.id, answer.created, answer.prompt_tokens
-        running.delivered = True  # assumed: the earlier process may have delivered it
-        running.emit(_deltas_of(answer))
-        running._task = asyncio.get_running_loop().create_future()
-        running._task.set_result(answer)
-        return running
+        task: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        task.set_result(answer)
+        return cls(
+            ModelCall(answer.model, ()),
+            question=question,
+            id=answer.id,
+            created=answer.created,
+            prompt_tokens=answer.prompt_tokens,
+            deltas=_deltas_of(answer),
+            delivered=True,  # assumed: the earlier process may have delivered it
+            _task=task,
+        )
 
     @property
     def task(self) -> asyncio.Future[Answer]:
