@@ -23,7 +23,7 @@ from rollout_backend.core.formats import count
 from rollout_backend.core.routed_experts import row_bytes
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.errors import ConfigError, RolloutBackendError
-from rollout_backend.gateway.stats import EngineSample
+from rollout_backend.gateway.stats import EngineLoad
 from rollout_backend.serving.model_serving import ModelServing
 
 _REPLY = "It is 7."
@@ -241,7 +241,7 @@ def judge_capture(trajectory: Trajectory) -> CheckResult:
     return CheckResult("ok", "serving", f"{text}, of weights {', '.join(sorted(versions))}", _CAPTURE)
 
 
-def judge_room(config: RolloutConfig, engines: Iterable[EngineSample]) -> CheckResult:
+def judge_room(config: RolloutConfig, engines: Iterable[EngineLoad]) -> CheckResult:
     """Compare the engines' KV caches with the conversations that a run can have open."""
     name, setting = "engine-room", "runtime.max_sessions"
     rooms = [engine.kv_tokens for engine in engines]

@@ -10,27 +10,14 @@ Invariants:
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 
 from rollout_backend.core.api_error import ApiError
+from rollout_backend.gateway.stats import EngineLoad
 
 _STALE_S = 10.0
 _MIN_RETRY_S, _MAX_RETRY_S = 1, 60  # OpenAI's clients ignore a Retry-After above 60 s
 _WEIGHT = 0.1  # weight of the latest call in the moving average of call times
-
-
-@dataclass(frozen=True)
-class EngineLoad:
-    """Load of one engine from all clients: requests in its batch, requests in its queue, and free slots. `kv_used` of
-    its `kv_tokens` of KV cache are in use; both are 0 if unknown."""
-
-    running: int
-    waiting: int
-    free: int
-    url: str = field(default="", compare=False)
-    kv_used: int = field(default=0, compare=False)
-    kv_tokens: int = field(default=0, compare=False)
 
 
 class Admission:
@@ -49,7 +36,7 @@ class Admission:
         self._clock = clock
         self._in_flight = 0
         self._call_s: float | None = None  # moving average of call times
-        self._loads: Sequence[EngineLoad] = ()
+        self._loads: Mapping[str, EngineLoad] = {}
         self._observed_at = -math.inf
         self._in_flight_then = 0
         self._last_return = -math.inf  # the latest time at which a refused call has to retry
@@ -58,16 +45,16 @@ class Admission:
     def in_flight(self) -> int:
         return self._in_flight
 
-    def observe(self, loads: Sequence[EngineLoad]) -> None:
-        """Set the current load of each engine that reports it."""
+    def observe(self, loads: Mapping[str, EngineLoad]) -> None:
+        """Set the current load of each engine that reports it, by URL."""
         self._loads = loads
         self._observed_at = self._clock()
         self._in_flight_then = self._in_flight
 
     @property
-    def loads(self) -> Sequence[EngineLoad]:
+    def loads(self) -> Mapping[str, EngineLoad]:
         """Return the current load of each engine; empty if it is unknown or outdated."""
-        return self._loads if self._clock() - self._observed_at <= _STALE_S else ()
+        return self._loads if self._clock() - self._observed_at <= _STALE_S else {}
 
     def began(self) -> None:
         self._in_flight += 1
@@ -92,12 +79,12 @@ class Admission:
         if not (loads := self.loads):
             return None
         # Calls started since the last poll are at the engines too; those beyond the free slots wait.
-        waiting = sum(load.waiting for load in loads)
-        waiting += max(0, self._in_flight - self._in_flight_then - sum(load.free for load in loads))
+        waiting = sum(load.waiting for load in loads.values())
+        waiting += max(0, self._in_flight - self._in_flight_then - sum(load.free for load in loads.values()))
         excess = waiting + 1 - self._max_queued * len(loads)
         if excess <= 0:
             return None
-        retry_s = self._turn(excess, waiting + sum(load.running for load in loads))
+        retry_s = self._turn(excess, waiting + sum(load.running for load in loads.values()))
         return _refusal("too many model calls wait for an engine", retry_s)
 
     def _turn(self, ahead: int, inside: int) -> int:

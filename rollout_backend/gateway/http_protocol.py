@@ -31,13 +31,18 @@ _OTHER_FILES = 256 + OPEN_FILES
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
+def needed_files(calls: int) -> int:
+    """Return the number of open files that a gateway needs for this many concurrent calls."""
+    return calls * _FILES_OF_A_CALL + _OTHER_FILES
+
+
 def allow_files(calls: int) -> None:
     """Raise this process's limit on open files to what this many concurrent calls need. A shell's default is 1024.
 
     Raises:
         ConfigError: the hard limit is lower.
     """
-    needed = calls * _FILES_OF_A_CALL + _OTHER_FILES
+    needed = needed_files(calls)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ConfigError(

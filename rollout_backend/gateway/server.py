@@ -294,10 +294,10 @@ class Gateway:
         stats, registry, loads = self._stats, self._registry, self._admission.loads
         stats.sessions_open, stats.sessions_closed = registry.open_count, registry.closed_count
         stats.calls_in_flight, stats.largest = self._admission.in_flight, registry.largest
-        stats.engine_running = {load.url: load.running for load in loads}
-        stats.engine_waiting = {load.url: load.waiting for load in loads}
-        stats.engine_kv_used = {load.url: load.kv_used for load in loads}
-        stats.engine_kv_tokens = {load.url: load.kv_tokens for load in loads}
+        stats.engine_running = {url: load.running for url, load in loads.items()}
+        stats.engine_waiting = {url: load.waiting for url, load in loads.items()}
+        stats.engine_kv_used = {url: load.kv_used for url, load in loads.items()}
+        stats.engine_kv_tokens = {url: load.kv_tokens for url, load in loads.items()}
         return JSONResponse(stats.model_dump())
 
     async def _session_ids(self, request: Request) -> list[str]:

@@ -17,6 +17,16 @@ _OF_ENGINES = ("engine_running", "engine_waiting", "engine_kv_used", "engine_kv_
 _CACHE_MIN_TOKENS, _CACHE_SHARE = 256, 0.5  # engines cache whole pages, but not the last page
 
 
+class EngineLoad(NamedTuple):
+    """Load of one engine from all its clients, at one moment."""
+
+    running: int  # requests in its batch
+    waiting: int  # requests in its queue
+    kv_used: int = 0  # tokens in use in its KV cache; 0 if not reported
+    kv_tokens: int = 0  # capacity of its KV cache in tokens; 0 if not reported
+    free: int = 0  # free slots of its batch; not part of `GatewayStats`
+
+
 class GatewayStats(BaseModel):
     """Counts of a gateway since it started, except for fields marked as current, which are set on each request."""
 
@@ -60,11 +70,11 @@ class GatewayStats(BaseModel):
         return sum(self.malformed.values())
 
     @property
-    def engines(self) -> dict[str, EngineSample]:
+    def engines(self) -> dict[str, EngineLoad]:
         """Return the current load of each engine, by its URL."""
         others = self.engine_waiting, self.engine_kv_used, self.engine_kv_tokens
         return {
-            url: EngineSample(running, *(table.get(url, 0) for table in others))
+            url: EngineLoad(running, *(table.get(url, 0) for table in others))
             for url, running in self.engine_running.items()
         }
 
@@ -91,15 +101,6 @@ def bounded_name(counts: Counts, name: str) -> str:
 
 
 _ENOUGH = 5  # minimum number of samples with a queue for a capacity estimate
-
-
-class EngineSample(NamedTuple):
-    """Load of one engine at one moment: requests in its batch and queue, and tokens in its KV cache."""
-
-    running: int
-    waiting: int
-    kv_used: int = 0
-    kv_tokens: int = 0  # capacity; 0 if unknown
 
 
 class EngineUse(BaseModel):
@@ -130,10 +131,10 @@ class EngineUseMeter:
     def __init__(self) -> None:
         self._samples = 0  # totals over all engines
         self._most = 0
-        self._each: list[EngineSample] = []
+        self._each: list[EngineLoad] = []
         self._busiest, self._mean = 0.0, 0.0  # request totals over the samples that covered several engines
 
-    def add(self, engines: Mapping[str, EngineSample]) -> None:
+    def add(self, engines: Mapping[str, EngineLoad]) -> None:
         """Add a sample of every engine that reports. An empty sample is ignored."""
         if engines:
             self._samples += 1

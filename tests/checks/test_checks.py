@@ -29,7 +29,7 @@ from rollout_backend.config import AgentCoreConfig, RolloutConfig
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import PreflightError
-from rollout_backend.gateway.stats import EngineSample
+from rollout_backend.gateway.stats import EngineLoad
 from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.local.scripted import Fail, ScriptedEngine
 from rollout_backend.results.archive import RunArchive
@@ -554,7 +554,7 @@ def test_what_a_sampled_token_lacks():
 def test_the_room_for_conversations(tokens, level, words):
     runtime = {"kind": "http", "url": "http://127.0.0.1:9", "max_sessions": 8}
     config = run_config(runtime=runtime, model={"path": "m", "context_length": 32_768})
-    found = judge_room(config, [EngineSample(0, 0, 0, each) for each in tokens])
+    found = judge_room(config, [EngineLoad(0, 0, 0, each) for each in tokens])
     assert (found.level, found.name) == (level, "engine-room")
     assert words in found.text
 

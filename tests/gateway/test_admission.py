@@ -9,8 +9,9 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from builders import Clock, eventually, served, until, user
-from rollout_backend.gateway.admission import Admission, EngineLoad
+from rollout_backend.gateway.admission import Admission
 from rollout_backend.gateway.engine.engines import Engines
+from rollout_backend.gateway.stats import EngineLoad
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.server_process import free_port
 
@@ -46,19 +47,19 @@ def test_without_known_loads_only_the_limit_applies(admission):
 
 
 def test_calls_are_admitted_until_the_queue_is_full(admission):
-    admission.observe([FULL])
+    admission.observe({"an engine": FULL})
     assert admitted(admission) == 2  # 8 wait, 10 may
     assert "wait for an engine" in str(admission.check())
 
 
 @pytest.mark.parametrize(("free", "calls"), [(4, 14), (1000, 100)])
 def test_free_places_are_filled_before_calls_queue_and_the_limit_holds(admission, free, calls):
-    admission.observe([EngineLoad(running=60, waiting=0, free=free)])
+    admission.observe({"an engine": EngineLoad(running=60, waiting=0, free=free)})
     assert admitted(admission) == calls
 
 
 def test_a_call_that_ended_since_the_last_poll_is_not_counted(admission):
-    admission.observe([FULL])
+    admission.observe({"an engine": FULL})
     for _ in range(50):
         assert admission.check() is None
         admission.began()
@@ -66,7 +67,7 @@ def test_a_call_that_ended_since_the_last_poll_is_not_counted(admission):
 
 
 def test_an_old_load_is_ignored(admission, clock):
-    admission.observe([EngineLoad(running=64, waiting=500, free=0)])
+    admission.observe({"an engine": EngineLoad(running=64, waiting=500, free=0)})
     assert admission.check() is not None
     clock.now += 10.1
     assert admission.check() is None
@@ -75,7 +76,7 @@ def test_an_old_load_is_ignored(admission, clock):
 def test_retry_after_follows_from_the_queue(admission):
     admission.began()
     admission.ended(21.0)  # each stays 21 s, and 84 are inside: 4 leave each second
-    admission.observe([EngineLoad(running=64, waiting=20, free=0)])
+    admission.observe({"an engine": EngineLoad(running=64, waiting=20, free=0)})
     refusal = admission.check()
     assert refusal.retry_after_s == math.ceil((20 + 1 - 10) / 4)
 
@@ -83,19 +84,19 @@ def test_retry_after_follows_from_the_queue(admission):
 def test_retry_after_spreads_refused_calls(admission, clock):
     admission.began()
     admission.ended(21.0)
-    admission.observe([EngineLoad(running=64, waiting=20, free=0)])
+    admission.observe({"an engine": EngineLoad(running=64, waiting=20, free=0)})
     waits = [admission.check().retry_after_s for _ in range(40)]
     assert waits == sorted(waits)
     assert waits[-1] - waits[0] in (9, 10)  # 4 each second
     clock.now += 5  # they have returned meanwhile
-    admission.observe([EngineLoad(running=64, waiting=20, free=0)])
+    admission.observe({"an engine": EngineLoad(running=64, waiting=20, free=0)})
     assert admission.check().retry_after_s <= waits[-1] - 4
 
 
 def test_retry_after_is_at_most_a_minute(admission):
     admission.began()
     admission.ended(300.0)
-    admission.observe([EngineLoad(running=1, waiting=5000, free=0)])
+    admission.observe({"an engine": EngineLoad(running=1, waiting=5000, free=0)})
     assert {admission.check().retry_after_s for _ in range(200)} == {60}
 
 
@@ -129,7 +130,7 @@ def loads(*ranks: tuple[int, int]) -> dict:
     }
 
 
-async def first_look(url: str) -> list[EngineLoad]:
+async def first_look(url: str) -> dict[str, EngineLoad]:
     seen: asyncio.Queue = asyncio.Queue()
     polling = asyncio.create_task(Engines(url).poll(seen.put_nowait, 0.01))
     try:
@@ -147,7 +148,7 @@ async def test_engines_are_listed_by_the_router_and_polled_one_by_one(site):
     dead = f"http://127.0.0.1:{free_port()}"
     workers = [{"id": url, "url": url, "is_healthy": url != sick} for url in (a, silent, dead, b, sick)]
     router = await site({"/workers": {"workers": workers, "total": 5}})
-    assert await first_look(router) == [EngineLoad(64, 5, 0), EngineLoad(3, 3, 125)]
+    assert await first_look(router) == {a: EngineLoad(64, 5), b: EngineLoad(3, 3, free=125)}
 
 
 @pytest.mark.parametrize("page", [404, {"loads": "many"}, {"loads": [{"num_running_reqs": 1}]}, []])
@@ -160,7 +161,7 @@ async def test_an_engine_without_a_load_is_asked_again(site, page, caplog):
     assert looks == []
     pages["/v1/loads"] = loads((1, 1))
     await eventually(lambda: len(looks) > 0)
-    assert looks[0] == [EngineLoad(1, 1, 63)]
+    assert [*looks[0].values()] == [EngineLoad(1, 1, free=63)]
     polling.cancel()
     await asyncio.gather(polling, return_exceptions=True)
 

@@ -17,13 +17,13 @@ Invariants:
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
-from rollout_backend.gateway.admission import EngineLoad
+from rollout_backend.gateway.stats import EngineLoad
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class Engines:
 
     # --- load -----------------------------------------------------------------------------------------------
 
-    async def poll(self, observe: Callable[[Sequence[EngineLoad]], None], interval_s: float) -> NoReturn:
+    async def poll(self, observe: Callable[[Mapping[str, EngineLoad]], None], interval_s: float) -> NoReturn:
         """Update `urls`, and report the load of all engines to `observe`, until cancelled."""
         warned = False
         async with aiohttp.ClientSession(timeout=_TIMEOUT) as http:
@@ -118,7 +118,7 @@ class Engines:
                     listed = [*self.urls] or [self.url]
                 self.urls = listed
                 found = await asyncio.gather(*(_load(http, engine) for engine in listed))
-                loads = [load for load in found if load is not None]
+                loads = {url: load for url, load in zip(listed, found, strict=True) if load is not None}
                 if loads:
                     observe(loads)
                 elif listed and not warned:
@@ -203,7 +203,6 @@ async def _load(http: aiohttp.ClientSession, engine: str) -> EngineLoad | None:
         running=sum(rank.num_running_reqs for rank in ranks),
         waiting=sum(rank.num_waiting_reqs for rank in ranks),
         free=sum(max(0, rank.max_running_requests - rank.num_running_reqs) for rank in ranks),
-        url=engine,
         kv_used=sum(rank.num_used_tokens for rank in ranks),
         kv_tokens=sum(rank.max_total_num_tokens for rank in ranks),
     )
