@@ -111,7 +111,7 @@ def compare(
     The difference of the mean rewards is paired by task, with a 95% confidence interval.
     """
     from rollout_backend.results.comparison import compare_runs
-    from rollout_backend.results.terminal.comparison_view import print_comparison
+    from rollout_backend.results.terminal.view import print_comparison
 
     found = compare_runs(find_run(first), find_run(second))
     print(found.model_dump_json()) if as_json else print_comparison(console, found)
@@ -252,7 +252,7 @@ def rescore(
     be scored has no new reward, and the exit code is then 1.
     """
     from rollout_backend.results.rescoring import rescore as compute
-    from rollout_backend.results.terminal.comparison_view import print_rescoring
+    from rollout_backend.results.terminal.view import print_rescoring
     from rollout_backend.scoring.scorer import load_scorer
 
     found = compute(find_run(run), load_scorer(scorer), name)

@@ -6,7 +6,7 @@ import pytest
 
 from rollout_backend.errors import ConfigError
 from rollout_backend.results.comparison import compare_runs
-from rollout_backend.results.terminal.comparison_view import print_comparison, reward_sentence
+from rollout_backend.results.terminal.view import print_comparison, reward_sentence
 from run_folders import write_run
 
 

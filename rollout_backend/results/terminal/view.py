@@ -1,12 +1,14 @@
-"""Print a step's report, the rollouts of a task, a single rollout and its record in a terminal."""
+"""Print a step's report, the rollouts of a task, a single rollout and its record, and comparisons in a terminal."""
+
+from __future__ import annotations
 
 import json
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.align import AlignMethod
 from rich.console import Console
@@ -25,7 +27,13 @@ from rollout_backend.results.step_report import GroupReport, StepReport, StepRes
 from rollout_backend.results.summary import duration, mean
 from rollout_backend.results.terminal.live_view import one_line
 
+if TYPE_CHECKING:
+    from rollout_backend.results.comparison import Comparison, Difference, Entry, TaskReward
+    from rollout_backend.results.rescoring import Rescoring
+
 _FAILURES_SHOWN = 10
+_TASKS_SHOWN = 10  # of a comparison
+_RESCORED_SHOWN = 20  # rollouts without a new reward
 _MAX_MESSAGE = 160
 _RULE_WIDTH = 80  # used in a pipe, where the console has no width
 _YEAR_10000 = 253_402_300_800
@@ -279,3 +287,97 @@ def when(seconds: float) -> str:
     if not 0 < seconds < _YEAR_10000:
         return "start unknown"
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+# --- comparisons ------------------------------------------------------------------------------------------
+
+
+def print_comparison(console: Console, found: Comparison) -> None:
+    """Print the differences between two runs, the rewards last."""
+    first, second = found.first, found.second
+    _print_table(console, "settings", first, second, _rows(found.settings))
+    _print_table(console, "versions and agent", first, second, _rows(found.versions))
+    _print_table(console, "rollouts", first, second, _rows(found.outcomes))
+    means = [(each.name, *_numbers(each)) for each in found.measures]
+    _print_table(console, "mean over common tasks", first, second, means, "difference, 95%")
+    print_task_rewards(console, first, second, found.rewards)
+    for number, what in (
+        (found.changed_tasks, "have the same id and another payload, and are not compared"),
+        (found.only_first, f"have a reward in {first} only"),
+        (found.only_second, f"have a reward in {second} only"),
+    ):
+        if number:
+            print_text(console, f"tasks that {what}: {number}")
+    print_text(console, reward_sentence(found.reward))
+
+
+def print_task_rewards(console: Console, first: str, second: str, rewards: Iterable[TaskReward]) -> None:
+    """Print the tasks whose rewards differ most."""
+    changed = [task for task in rewards if task.first != task.second]
+    rows = [
+        (task.task_id, f"{task.first:.3f}", f"{task.second:.3f}", f"{task.second - task.first:+.3f}")
+        for task in changed[:_TASKS_SHOWN]
+    ]
+    _print_table(console, "reward by task", first, second, rows, "difference")
+    if len(changed) > _TASKS_SHOWN:
+        console.print(f"... and {len(changed) - _TASKS_SHOWN} more tasks whose rewards differ: --json has all")
+
+
+def reward_sentence(reward: Difference | None, both: str = "both runs") -> str:
+    """Describe by how much rewards differ, and whether that may be chance."""
+    if reward is None:
+        return f"no task has a reward in {both}, so rewards are not compared"
+    change, margin = reward.change.value, reward.change.margin
+    means = f"mean reward {reward.first:.3f} and {reward.second:.3f} over {count(reward.tasks, 'task')} of {both}"
+    if margin is None:
+        return f"{means}: {change:+.3f}; too few tasks to say whether that is chance"
+    if change == margin == 0:
+        return f"{means}: equal on each task"
+    chance = "is more than chance" if reward.is_clear else "may be chance"
+    interval = f"95% interval {change - margin:+.3f} to {change + margin:+.3f}"
+    return f"{means}: {change:+.3f} ({interval}), which {chance}"
+
+
+def _rows(entries: Iterable[Entry]) -> Sequence[tuple[str, ...]]:
+    return [(each.name, _text(each.first), _text(each.second)) for each in entries]
+
+
+def _numbers(found: Difference) -> tuple[str, str, str]:
+    margin = "" if found.change.margin is None else f" ± {found.change.margin:.3f}"
+    return f"{found.first:.3f}", f"{found.second:.3f}", f"{found.change.value:+.3f}{margin}"
+
+
+def _print_table(
+    console: Console, title: str, first: str, second: str, rows: Sequence[tuple[str, ...]], *more: str
+) -> None:
+    if not rows:
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in (title, first, second, *more):
+        table.add_column(escape(name), overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console.print(table)
+    console.print()
+
+
+def _text(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+def print_rescoring(console: Console, found: Rescoring) -> None:
+    """Print the tasks whose rewards differ most, the rollouts that have no new reward, and the difference."""
+    print_task_rewards(console, "stored", found.scorer.function, found.tasks)
+    lines = [f"{each.rollout_id}, step {each.step}: {readable(each.error)}" for each in found.failures]
+    if len(lines) > _RESCORED_SHOWN:
+        lines[_RESCORED_SHOWN:] = [f"... and {len(lines) - _RESCORED_SHOWN} more: --json has all"]
+    scored = [each for each in found.rollouts if each.new is not None]
+    changed = sum(each.new != each.old for each in scored)
+    counts = f"{len(scored)} of {len(found.rollouts)} completed rollouts scored, {changed} with another reward"
+    lines += [
+        f"{counts}, {len(found.failures)} without a new reward" if found.failures else counts,
+        reward_sentence(found.reward, "both versions"),
+        f"new version: {found.folder}",
+    ]
+    for line in lines:
+        print_text(console, Text(line))
