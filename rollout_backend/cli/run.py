@@ -228,8 +228,11 @@ async def collect_step(
     except (asyncio.CancelledError, RolloutBackendError):
         if started:
             report = try_to_write_report(config.run_dir)
-            resume = _resume_command(config, min_completed) if started_by == "run" else None
-            output.unfinished(manager.archive.read_records(0), config.run_dir, report, resume)
+            run_name = config.run_id if config.output_dir == RUNS else str(config.run_dir)
+            resume = f"rollout run --resume {shlex.quote(run_name)}"
+            resume += f" --min-completed {min_completed}" if min_completed else ""
+            records = manager.archive.read_records(0)
+            output.unfinished(records, config.run_dir, report, resume if started_by == "run" else None)
         raise
     seconds = output.seconds()
     if output.style == "verbose":
@@ -249,11 +252,6 @@ async def collect_step(
         )
     )
     return code
-
-
-def _resume_command(config: RolloutConfig, min_completed: int) -> str:
-    run = config.run_id if config.output_dir == RUNS else str(config.run_dir)
-    return f"rollout run --resume {shlex.quote(run)}" + (f" --min-completed {min_completed}" if min_completed else "")
 
 
 def _again_command(config: RolloutConfig) -> str:

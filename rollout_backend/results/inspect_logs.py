@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import re
 import tempfile
 import uuid
 from collections import Counter
@@ -82,7 +83,9 @@ def export_inspect_logs(run_dir: Path, out: Path) -> dict[Path, int]:
     with tempfile.TemporaryDirectory(prefix=".export-", dir=out) as folder:
         for step in run.steps:
             log = _Step(run, archive, step, start).log()
-            part = Path(folder) / _file_name(log.eval)
+            # The name that Inspect expects of a log that it lists.
+            time, task = log.eval.created.replace(":", "-").replace("+", "-"), re.sub("[_ ]", "-", log.eval.task)
+            part = Path(folder) / f"{time}_{task}_{log.eval.task_id}.eval"
             write_eval_log(log, part)
             written[part] = len(step.records)
         for part in written:
@@ -90,12 +93,6 @@ def export_inspect_logs(run_dir: Path, out: Path) -> dict[Path, int]:
             for earlier in out.glob(f"*_{key}.eval"):  # the log of an earlier execution has another time in its name
                 earlier.unlink()
         return {part.replace(out / part.name): samples for part, samples in written.items()}
-
-
-def _file_name(spec: EvalSpec) -> str:
-    """Return the file name that Inspect expects in order to list a log: `TIME_TASK_ID.eval`."""
-    time, task = spec.created.replace(":", "-").replace("+", "-"), spec.task.replace("_", "-").replace(" ", "-")
-    return f"{time}_{task}_{spec.task_id}.eval"
 
 
 class _Step:

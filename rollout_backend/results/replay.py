@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+from pyarrow import parquet
 
 from agent_wrapper.contract import ContractError, Rollout
-from rollout_backend.config import RolloutConfig, load_config
+from rollout_backend.config import load_config
 from rollout_backend.core.seal import Sealer, check_without_secret, digest_of
 from rollout_backend.errors import ConfigError
 from rollout_backend.results.archive import CONFIG, RunArchive
@@ -23,6 +25,12 @@ from rollout_backend.results.step_report import StepReport
 from rollout_backend.serving.run_secret import revealed, run_secret, secret_file
 
 SealCheck = Callable[[Rollout], None]
+
+_NUMBER = pyarrow.int32()
+_VERSION_SPANS = pyarrow.list_(pyarrow.struct([("version", pyarrow.string()), ("start", _NUMBER), ("end", _NUMBER)]))
+_ROUTED_EXPERTS = pyarrow.struct(
+    [("layers", _NUMBER), ("topk", _NUMBER), ("id_bytes", _NUMBER), ("ids", pyarrow.large_binary())]
+)
 
 
 @dataclass(frozen=True)
@@ -58,9 +66,6 @@ def replay_step(run_dir: Path, step: int | None = None) -> ReplayedStep:
 
 def rows_as_parquet(rollouts: Sequence[Rollout]) -> bytes:
     """Return the rows of rollouts as a Parquet file, with one row per segment."""
-    import pyarrow
-    from pyarrow import parquet
-
     rows = [(rollout, i, segment) for rollout in rollouts for i, segment in enumerate(rollout.segments)]
     segments = [segment for _, _, segment in rows]
     columns = {
@@ -74,11 +79,11 @@ def rows_as_parquet(rollouts: Sequence[Rollout]) -> bytes:
         "logprobs": _lists([segment.logprobs for segment in segments], np.float32),
         "weight_versions": pyarrow.array(
             [[asdict(span) for turn in each.turns for span in turn.weight_versions] for each in segments],
-            _version_spans(),
+            _VERSION_SPANS,
         ),
         "routed_experts": pyarrow.array(
             [each.routed_experts.model_dump() if each.routed_experts is not None else None for each in segments],
-            _routed_experts(),
+            _ROUTED_EXPERTS,
         ),
     }
     sink = pyarrow.BufferOutputStream()
@@ -121,41 +126,18 @@ def _seal_check(archive: RunArchive) -> tuple[SealCheck, str]:
     if not config.gateway.require_seal:
         return lambda rollout: None, "the run has no seals (gateway.require_seal=false)"
     given = info is not None and "gateway.secret" in info.secrets  # set by the user and not stored
-    secret = _stored_secret(config, given=given)
-    if secret is None:
-        return (
-            check_without_secret,
-            "seals match; their signatures were not verified, because the run's secret is not here",
-        )
-    return Sealer(secret, revealed(config.gateway.previous_secret)).check, "seals verified with the run's secret"
-
-
-def _stored_secret(config: RolloutConfig, *, given: bool) -> str | None:
-    is_here = config.gateway.secret is not None if given else secret_file(config).is_file()
-    return run_secret(config) if is_here else None
+    if not (config.gateway.secret is not None if given else secret_file(config).is_file()):
+        text = "seals match; their signatures were not verified, because the run's secret is not here"
+        return check_without_secret, text
+    sealer = Sealer(run_secret(config), revealed(config.gateway.previous_secret))
+    return sealer.check, "seals verified with the run's secret"
 
 
 def _lists(arrays: Sequence[Any], dtype: type) -> Any:
     """Return arrays as a column of lists with exactly the same bytes."""
-    import pyarrow
-
     offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int32)
     values = np.concatenate([np.zeros(0, dtype), *(np.asarray(each, dtype) for each in arrays)])
     return pyarrow.ListArray.from_arrays(pyarrow.array(offsets), pyarrow.array(values))
-
-
-def _version_spans() -> Any:
-    import pyarrow
-
-    fields = [("version", pyarrow.string()), ("start", pyarrow.int32()), ("end", pyarrow.int32())]
-    return pyarrow.list_(pyarrow.struct(fields))
-
-
-def _routed_experts() -> Any:
-    import pyarrow
-
-    numbers = [(name, pyarrow.int32()) for name in ("layers", "topk", "id_bytes")]
-    return pyarrow.struct([*numbers, ("ids", pyarrow.large_binary())])
 
 
 def trained_records(report: StepReport, records: Iterable[RolloutRecord]) -> list[RolloutRecord]:

@@ -57,13 +57,13 @@ def with_rewards(
 ) -> tuple[list[RolloutRecord], list[RolloutRecord]]:
     """Return the records of the rollouts that have both rewards, and the same records with the new rewards."""
     rewards = {(each.step, each.rollout_id): each.new for each in rescored if each.new is not None}
-    old = [record for record in records if (record.step, record.rollout_id) in rewards and record.result is not None]
-    return old, [_with_reward(record, rewards[record.step, record.rollout_id]) for record in old]
-
-
-def _with_reward(record: RolloutRecord, reward: float | None) -> RolloutRecord:
-    assert record.result is not None
-    return record.model_copy(update={"result": record.result.model_copy(update={"reward": reward})})
+    old, new = list[RolloutRecord](), list[RolloutRecord]()
+    for record in records:
+        reward = rewards.get((record.step, record.rollout_id))
+        if reward is not None and record.result is not None:
+            old.append(record)
+            new.append(record.model_copy(update={"result": record.result.model_copy(update={"reward": reward})}))
+    return old, new
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")

@@ -37,7 +37,8 @@ def heatmap(tasks: Sequence[TaskRewards], place: dict[str, int]) -> dict[str, An
         x, top = number % per_band * pitch, number // per_band * band_height
         for row, record in enumerate(task.records):
             cell = f"M{x:g} {top + row * pitch:g}h{size:g}v{size:g}h-{size:g}z"
-            paths[_shade(record, low, high)].append(cell)
+            shade = None if record.reward is None else round(SHADES * (record.reward - low) / (high - low))
+            paths[f"miss {record.outcome or 'open'}" if shade is None else f"q{shade}"].append(cell)
     return {
         # One path per class: a shade, or how a rollout without a reward ended.
         "paths": [(name, "".join(cells)) for name, cells in sorted(paths.items())],
@@ -57,12 +58,6 @@ def heatmap(tasks: Sequence[TaskRewards], place: dict[str, int]) -> dict[str, An
             "band": band_height,
         },
     }
-
-
-def _shade(record: RolloutRecord, low: float, high: float) -> str:
-    if record.reward is not None:
-        return f"q{round(SHADES * (record.reward - low) / (high - low))}"
-    return f"miss {record.outcome or 'open'}"
 
 
 def timeline(records: Sequence[RolloutRecord], place: dict[str, int]) -> dict[str, Any]:
