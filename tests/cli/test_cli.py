@@ -16,11 +16,11 @@ def test_without_credentials(rollout, settings, tasks, monkeypatch, tmp_path):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    for command in (("run", settings(), "--tasks", tasks), ("doctor", settings())):
+    for command in (("run", settings(), "--tasks", tasks), ("doctor", settings(), "--services")):
         refused(rollout(*command), "there are no AWS credentials", "AWS_PROFILE")
 
 
-def test_services_that_are_missing_or_do_not_answer(rollout, settings):
+def test_services_that_are_missing_or_do_not_answer(rollout, settings, tasks):
     config = settings(storage={"bucket": "no-such-bucket"})
     refused(
         rollout("doctor", config, "--services"),
@@ -30,7 +30,7 @@ def test_services_that_are_missing_or_do_not_answer(rollout, settings):
         "runtime.url",
     )
     config = settings(aws={"endpoint_url": "http://127.0.0.1:9"})
-    refused(rollout("doctor", config, "--services"), "cannot be reached", "aws.endpoint_url")
+    refused(rollout("run", config, "--tasks", tasks), "cannot be reached", "aws.endpoint_url")
 
 
 def test_a_check_reports_the_runtime_of_an_image_and_creates_nothing(rollout, settings, tmp_path):
@@ -42,11 +42,11 @@ def test_a_check_reports_the_runtime_of_an_image_and_creates_nothing(rollout, se
             runtime = {"kind": "agentcore", "image": local.image, "role": local.role}
             config = settings(runtime={**runtime, "endpoint_url": local.endpoint_url})
             for _ in range(2):
-                code, output = rollout("doctor", config, "-v")
+                code, output = rollout("doctor", config, "--services", "-v")
                 assert code == 0, output
                 assert f"runtime rollout_agent: would be made from {local.image}" in output
             config = settings(runtime={**runtime, "name": "local", "endpoint_url": local.endpoint_url})
-            refused(rollout("doctor", config), "was not made by this backend", "runtime.name")
+            refused(rollout("doctor", config, "--services"), "was not made by this backend", "runtime.name")
 
 
 def test_a_queue_that_does_not_exist(rollout, settings, tasks, local_aws, agent_server):
@@ -60,10 +60,9 @@ def test_a_batch_that_cannot_start_in_time_is_refused_before_anything_starts(rol
     config = settings(runtime={"kind": "http", "url": agent_server, **limits}, group={"size": 40})
     said = "rollouts cannot finish within timeouts.collection_s (3600 s): at runtime.invoke_per_s=0.01"
     refused(rollout("run", config, "--tasks", tasks), said)
-    refused(rollout("doctor", config, "--tasks", tasks), said)
-    code, output = rollout(
-        "doctor", config, "--tasks", tasks, "-o", "runtime.invoke_per_s=10", "-o", "group.size=4", "-v"
-    )
+    check = "doctor", config, "--tasks", tasks, "--services"
+    refused(rollout(*check), said)
+    code, output = rollout(*check, "-o", "runtime.invoke_per_s=10", "-o", "group.size=4", "-v")
     assert code == 0, output
     assert "4 rollouts start within 0 s, at 10 sessions per second" in output
     assert "in 2 waves of 2 sessions (runtime.max_sessions)" in output
