@@ -11,6 +11,7 @@ from typing import Self
 
 from agent_wrapper.contract import Outcome, Rollout
 from rollout_backend.core.ledger import Ledger, Phase
+from rollout_backend.core.policy import percentile_95
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.results.cost import NO_USAGE, Usage, usage_of
 from rollout_backend.results.findings import (
@@ -99,7 +100,7 @@ class StepTotals:
     @property
     def p95_s(self) -> float | None:
         """Return the 95th percentile of the durations of finished rollouts; None for fewer than 20."""
-        return self.seconds[int(len(self.seconds) * 0.95)] if len(self.seconds) >= 20 else None
+        return percentile_95(self.seconds) if len(self.seconds) >= 20 else None
 
     def last(self) -> list[LastResult]:
         """Return the newest results, newest first."""
