@@ -1,196 +1,168 @@
-"""Emulate S3, SQS and AgentCore's data plane for load tests: `python benchmarks/emulator.py --port 9500`.
+"""Serve an emulated AWS whose agents work for some time, and then publish ready-made results: for `collection.py`.
 
-It speaks the wire protocols of boto3 and of this project's clients, on one port, and answers each call after a fixed
-latency. A call takes effect when it arrives. A long poll is answered as soon as a message is visible, plus the
-latency. Signatures are not checked.
-
-The agents run in this process: an invoked agent works for some time, then stores a ready-made result and announces
-it. `GET /_emulator/log` returns when each agent was invoked, published and stopped (seconds of the machine's
-monotonic clock), and the number of calls by operation. `POST /_emulator/reset` forgets all that.
-
-`python benchmarks/emulator.py --ceiling` measures how many calls per second it answers on one core, and its CPU time
-per call.
+The argument is the work, as JSON. `GET /_emulator/log` returns when each result was published (seconds of the
+machine's monotonic clock), and the number of calls by operation; `/_emulator/reset` forgets that.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import contextlib
 import gc
-import itertools
 import json
-import multiprocessing
-import os
+import random
+import sys
+import time
+from array import array
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from urllib.parse import quote
 
-from emulated_aws.agentcore import ARN, SESSION, AgentCore
-from emulated_aws.cloud import Cloud
-from emulated_aws.ready_made import ReadyMadeResults
-from emulated_aws.sqs import ACCOUNT
-from emulated_aws.toolkit_agents import ToolkitAgents
-from rivals.spent import call
+from emulated_aws import Cloud
 
-from agent_wrapper.contract import REQUEST_FIELD
+from agent_wrapper.contract import (
+    REQUEST_FIELD,
+    Announcement,
+    Outcome,
+    Rollout,
+    Sampling,
+    Segment,
+    Trajectory,
+    Turn,
+    VersionSpan,
+    result_key,
+)
+from agent_wrapper.contract.codec import pack
+from rollout_backend.core import signed_claims
+from rollout_backend.core.seal import SealClaims, Sealer
+from rollout_backend.core.session_key import SessionClaims
 
-AGENTS = {"ours": AgentCore, "toolkit": ToolkitAgents}
+ENVELOPE = "_agentcore_runtime"
+MODEL = "scripted"
+_TURN = 1000  # tokens, of which half are sampled
+_IDENTITY = ("run_id", "step", "task_id", "rollout_id", "attempt", "session_id")
+_SEALED = frozenset(_IDENTITY) & SealClaims.model_fields.keys()
+
+
+class ReadyMadeResults:
+    """Valid, sealed results of one run. All share their tokens; only the fields that identify a rollout differ."""
+
+    def __init__(self, tokens: int, secret: str) -> None:
+        segments = (_segment(tokens),)
+        sealer, ids = (
+            Sealer(secret),
+            {"run_id": "run", "step": 0, "rollout_id": "t.0", "attempt": 1, "session_id": "s"},
+        )
+        claims = SessionClaims(**ids, sampling=Sampling(), expires_at=0)
+        seal = sealer.seal(Trajectory(model=MODEL, segments=segments), claims).seal
+        assert seal is not None
+        self._key, self._seal = sealer._keys[0], signed_claims.read(seal, SealClaims)
+        rollout = Rollout(
+            **ids, task_id="t", outcome=Outcome.COMPLETED, reward=1.0, model=MODEL, segments=segments, started_at=1.0
+        )
+        self._fields = rollout.model_dump(mode="python")
+
+    def make(self, request: dict[str, Any]) -> bytes:
+        identity = {name: request[name] for name in _IDENTITY}
+        sealed = self._seal.model_copy(update={name: identity[name] for name in _SEALED})
+        varying = {**identity, "seal": signed_claims.sign(self._key, sealed), "finished_at": time.time()}
+        return pack({**self._fields, **varying})
+
+
+def _segment(tokens: int) -> Segment:
+    """Return a conversation whose model calls sampled half of the tokens, with the text of it."""
+    rng = random.Random(tokens)
+    words = [rng.randbytes(4).hex()[: 3 + i % 6] for i in range(5000)]
+    mask, turns, messages = bytearray(tokens), [], []
+    for begin in range(0, tokens, _TURN):
+        end = min(begin + _TURN, tokens)
+        start = (begin + end) // 2
+        mask[start:end] = b"\x01" * (end - start)
+        span = VersionSpan(version="7", start=start, end=end)
+        turns.append(Turn(start=start, end=end, finish_reason="stop", weight_versions=(span,), seconds=1.5))
+        for role, size in (("user", start - begin), ("assistant", end - start)):
+            messages.append({"role": role, "content": " ".join(rng.choices(words, k=1 + size * 2 // 3))})
+    return Segment(
+        token_ids=array("i", (rng.randrange(150_000) for _ in range(tokens))),
+        response_mask=array("B", bytes(mask)),
+        logprobs=array("f", (-rng.expovariate(2.0) if sampled else float("nan") for sampled in mask)),
+        turns=tuple(turns),
+        messages=tuple(messages),
+    )
 
 
 class Emulator(Cloud):
-    def __init__(self, options: Any) -> None:
-        super().__init__(s3_s=options.s3_s, sqs_s=options.sqs_s)
-        results = ReadyMadeResults(options.tokens, options.secret)
-        self.agents = AGENTS[options.agents](self.s3, self.sqs, results, options, self.calls)
+    """S3, SQS and the sessions of three contracts: this project's, and the toolkit's by S3 and by HTTP.
+
+    The toolkit's results are JSON with as many bytes as ours.
+    """
+
+    def __init__(self, work: dict[str, Any]) -> None:
+        super().__init__(s3_s=0.03, sqs_s=0.01, runtime_s=0.15)
+        self.agents = self
+        self._agent_s, self._spread, self._random = work["agent_s"], work["spread"], random.Random(0)
+        self._results = ReadyMadeResults(work["tokens"], work["secret"])
+        size = len(self._results.make({**dict.fromkeys(_IDENTITY, "s" * 30), "step": 0, "attempt": 1}))
+        self._toolkits = {"rewards": [1.0], "status_code": 200, "stop_reason": "end_turn", "messages": "x" * size}
+        self._open: set[str] = set()
+        self._published: dict[str, float] = {}  # by the last part of the key, or by the toolkit's name of the rollout
 
     def control(self, name: str) -> Any:
         if name == "reset":
             self.calls.clear()
-            self.agents.reset()
-        agents = self.agents
-        log = {"invoked": agents.invoked, "stopped": agents.stopped, "published": agents.published}
-        return {**log, **super().control(name)}
+            self._published.clear()
+        return {"published": self._published, "calls": self.calls}
+
+    async def invoke(self, session_id: str, payload: Any) -> Any:
+        if ENVELOPE in payload:
+            return self._call(session_id, payload[ENVELOPE])
+        asked = payload[REQUEST_FIELD]
+        if "rollout_id" in asked:
+            self._begin(session_id, lambda: self._publish(asked))
+            return {"status": "accepted"}
+        place, name = {"s3_bucket": asked["s3_bucket"]}, asked["input_id"]
+        key = f"{asked['exp_id']}/{name}/{session_id}.json"
+        self._begin(
+            session_id, lambda: self._store(asked["s3_bucket"], key, json.dumps(self._toolkits).encode(), name)
+        )
+        return {"status": "processing", **place, "result_key": key}
+
+    def _call(self, session_id: str, envelope: dict[str, Any]) -> dict[str, Any]:
+        name = envelope["invocation_id"]
+        state = {"version": 1, "invocation_id": name}
+        if name in self._published:
+            return {**state, "status": "completed", "result": self._toolkits}
+        if envelope["operation"] == "start":
+            self._begin(session_id, lambda: self._published.setdefault(name, time.monotonic()))
+        return {**state, "status": "in_progress"}
+
+    async def stop(self, session_id: str) -> bool:
+        was_open = session_id in self._open
+        self._open.discard(session_id)
+        return was_open
+
+    def _begin(self, session_id: str, end: Callable[[], object]) -> None:
+        if session_id in self._open:  # a repeated call
+            return
+        self._open.add(session_id)
+        seconds = self._agent_s * (1 + self._spread * (2 * self._random.random() - 1))
+        asyncio.get_running_loop().call_later(seconds, end)
+
+    def _publish(self, asked: dict[str, Any]) -> None:
+        target, rollout_id = asked["result"], asked["rollout_id"]
+        key = result_key(target["prefix"], asked["run_id"], asked["step"], rollout_id)
+        self._store(target["bucket"], key, self._results.make(asked), key.rpartition("/")[2])
+        self.sqs.send(target["queue_url"], Announcement(bucket=target["bucket"], key=key).encode())
+
+    def _store(self, bucket: str, key: str, body: bytes, name: str) -> None:
+        self.s3.put(bucket, key, body)
+        self._published[name] = time.monotonic()
 
 
-async def serve(port: int, options: Any) -> None:
-    async with Emulator(options).serve(port):
+async def serve(work: dict[str, Any]) -> None:
+    async with Emulator(work).serve(work["port"]):
         await asyncio.Event().wait()
 
 
-def run(port: int, options: Any) -> None:
-    gc.freeze()
-    gc.disable()  # what it makes has no cycles, and a collection of 100,000 messages would take 0.1 s
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve(port, options))
-
-
-# --- its ceiling -------------------------------------------------------------------------------------------
-
-
-class _Caller(asyncio.Protocol):
-    """Sends the same request again as soon as it is answered."""
-
-    def __init__(self, make: Callable[[], bytes]) -> None:
-        self._make = make
-        self.answered = 0
-
-    def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-        transport.write(self._make())
-
-    def data_received(self, data: bytes) -> None:
-        if data.startswith(b"HTTP/1.1 "):
-            self.answered += 1
-            self._transport.write(self._make())
-
-
-def _calls_of_a_run(port: int) -> dict[str, Callable[[], bytes]]:
-    host = f"Host: 127.0.0.1:{port}\r\nAuthorization: {'x' * 200}\r\nX-Amz-Date: 20260101T000000Z\r\n"
-    numbers = itertools.count()
-
-    def post(path: str, body: object, more: str = "") -> bytes:
-        data = json.dumps(body).encode()
-        return f"POST {path} HTTP/1.1\r\n{host}{more}Content-Length: {len(data)}\r\n\r\n".encode() + data
-
-    def sqs(operation: str, **body: object) -> bytes:
-        url = f"http://127.0.0.1:{port}/{ACCOUNT}/queue"
-        return post("/", {"QueueUrl": url, **body}, f"X-Amz-Target: AmazonSQS.{operation}\r\n")
-
-    def invoke() -> bytes:
-        number = next(numbers)
-        fields = {"run_id": "r", "step": 0, "task_id": f"t{number}", "rollout_id": f"t{number}.0", "attempt": 1}
-        target = {"bucket": "bucket", "prefix": "", "queue_url": f"http://x/{ACCOUNT}/queue"}
-        request = {**fields, "session_id": f"s{number}", "result": target, "endpoint": "x" * 1000}
-        session = f"{SESSION.decode()}: s{number}\r\n"
-        return post(f"/runtimes/{quote(ARN, safe='')}/invocations", {REQUEST_FIELD: request}, session)
-
-    messages = [{"Id": str(i), "MessageBody": "x" * 200} for i in range(10)]
-    receipts = [{"Id": str(i), "ReceiptHandle": "x" * 40} for i in range(10)]
-    return {
-        "PutObject": lambda: f"PUT /bucket/key HTTP/1.1\r\n{host}Content-Length: 4\r\n\r\ndata".encode(),
-        "GetObject (4 B)": lambda: f"GET /bucket/key HTTP/1.1\r\n{host}\r\n".encode(),
-        "CreateQueue": lambda: post("/", {"QueueName": "queue"}, "X-Amz-Target: AmazonSQS.CreateQueue\r\n"),
-        "SendMessageBatch (10)": lambda: sqs("SendMessageBatch", Entries=messages),
-        "ReceiveMessage (10)": lambda: sqs("ReceiveMessage", MaxNumberOfMessages=10),
-        "DeleteMessageBatch (10)": lambda: sqs("DeleteMessageBatch", Entries=receipts),
-        "invoke, with its result": invoke,
-        "stop": lambda: post("/stop", {}, f"{SESSION.decode()}: s\r\n"),
-    }
-
-
-async def _measure(port: int, make: Callable[[], bytes], seconds: float) -> tuple[float, float]:
-    """Return the calls per second, and the emulator's CPU seconds per call."""
-    loop = asyncio.get_running_loop()
-    callers = []
-    cpu = call(f"http://127.0.0.1:{port}", "log")["cpu_s"]
-    began = loop.time()
-    transports = []
-    for _ in range(64):
-        transport, caller = await loop.create_connection(lambda: _Caller(make), "127.0.0.1", port)
-        transports.append(transport)
-        callers.append(caller)
-    await asyncio.sleep(seconds)
-    answered, took = sum(caller.answered for caller in callers), loop.time() - began
-    for transport in transports:
-        transport.abort()
-    return answered / took, (call(f"http://127.0.0.1:{port}", "log")["cpu_s"] - cpu) / answered
-
-
-async def _ceilings(port: int) -> dict[str, dict[str, float]]:
-    """Measure each call, and print what it takes."""
-    while True:
-        with contextlib.suppress(OSError):
-            call(f"http://127.0.0.1:{port}", "log")
-            break
-        await asyncio.sleep(0.05)
-    found = {}
-    for name, make in _calls_of_a_run(port).items():
-        per_s, cpu_s = await _measure(port, make, 2.0)
-        found[name] = {"calls_per_s": per_s, "cpu_us": cpu_s * 1e6}
-        print(f"{name:26s} {per_s:8.0f} calls/s  {cpu_s * 1e6:6.0f} us CPU per call", flush=True)
-    return found
-
-
-def ceiling(port: int, tokens: int) -> dict[str, dict[str, float]]:
-    quick = SimpleNamespace(
-        s3_s=0.0, sqs_s=0.0, invoke_s=0.0, agent_s=0.001, spread=0.0, tokens=tokens, secret="s" * 32, agents="ours"
-    )
-    server = multiprocessing.get_context("spawn").Process(target=run, args=(port, quick), daemon=True)
-    server.start()
-    cores = sorted(os.sched_getaffinity(0))
-    assert server.pid is not None
-    os.sched_setaffinity(server.pid, cores[-1:])
-    os.sched_setaffinity(0, cores[:-1] or cores)
-    try:
-        return asyncio.run(_ceilings(port))
-    finally:
-        server.terminate()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, default=9500)
-    parser.add_argument("--s3-s", type=float, default=0.03, help="latency of S3 in seconds")
-    parser.add_argument("--sqs-s", type=float, default=0.01)
-    parser.add_argument("--invoke-s", type=float, default=0.15, help="latency of invokes and stops")
-    parser.add_argument("--agent-s", type=float, default=1.0, help="how long an agent works")
-    parser.add_argument("--spread", type=float, default=0.5, help="agents take up to this part more or less")
-    parser.add_argument("--tokens", type=int, default=1200, help="per result; 1,200 are 10 KB, 16,000 are 110 KB")
-    parser.add_argument("--secret", default="s" * 32, help="the run's `gateway.secret`, which seals the results")
-    parser.add_argument("--agents", choices=AGENTS, default="ours", help="agents with another project's wrapper")
-    parser.add_argument("--ceiling", action="store_true", help="measure this program, and exit")
-    parser.add_argument("--json", type=Path, help="write the ceiling to this file")
-    options = parser.parse_args()
-    if options.ceiling:
-        found = ceiling(options.port, options.tokens)
-        if options.json is not None:
-            options.json.write_text(json.dumps(found, indent=1))
-    else:
-        run(options.port, options)
-
-
 if __name__ == "__main__":
-    main()
+    gc.freeze()
+    gc.disable()  # a collection of 100,000 messages would take 0.1 s
+    asyncio.run(serve(json.loads(sys.argv[1])))

@@ -3,13 +3,13 @@
     python benchmarks/faults.py
 
 Each system runs one step of 8 groups of 4 rollouts, against S3, SQS and AgentCore by their wire protocols; a proxy
-in front of them injects the faults of `fault_cases.py`, and the agents fail as `emulated_aws/faulty_agents.py` says.
+in front of them injects the faults of `fault_cases.py`, and the agents fail as `faulty_agents.py` says.
 True rewards are 0.25, 0.5 and 1, and each session has different tokens, so an invented reward and foreign tokens
 show.
 
 The first run installs the rivals from the package index: see `rivals/environments.py`. Their retries are on. All
-systems have the same limit for an agent: 30 s, or 150 s where an outage takes a minute. See the scripts
-`rivals/steps_by_*.py` for how each is used.
+systems have the same limit for an agent: 30 s, or 150 s where an outage takes a minute. See `rivals/` for how each is
+used.
 
 - `delivered`: trained with the true reward and tokens, at most 4 of a group.
 - `lost`: an agent finished, nothing was trained in its place.
@@ -24,7 +24,6 @@ systems have the same limit for an agent: 30 s, or 150 s where an outage takes a
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -32,29 +31,31 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from emulated_aws.agentcore import ARN
-from emulated_aws.cloud import Cloud
-from emulated_aws.faulty_agents import TOKENS, FaultyAgents
+from common import arguments, write_section
+from emulated_aws import ARN, Cloud
 from fault_cases import BY_HTTP, BY_NAME, BY_S3, CASES, LIGHTNING, OURS, OUTAGE_S, SYSTEMS, Case
-from rivals.environments import RivalFailed, environment, python_of, tail, version_of
-from run_all import write_section
+from faulty_agents import TOKENS, FaultyAgents
+from rivals.environments import PACKAGES, RivalFailed, command, environment, version_of
 
 from rollout_backend.serving.server_process import free_port
 from rollout_backend.testing.fault_proxy import FaultProxy
 
-HERE = Path(__file__).parent
 GROUPS, GROUP = 8, 4
 LIMIT_S = 30.0  # of one agent
 LIMIT_IN_OUTAGES_S = 150.0
 HUNG_S = 300.0  # a step that takes longer hangs
 SECRET = "the secret of a fault test, 32 characters"
-PACKAGES = {BY_S3: "agentcore-rl-toolkit", BY_HTTP: "agentcore-rl-toolkit", LIGHTNING: "agentlightning"}
-SCRIPTS = {OURS: "us", BY_S3: "toolkit", BY_HTTP: "toolkit", LIGHTNING: "agentlightning"}
+PROGRAMS = {  # and the way in which each is used
+    OURS: ("ours", "step_with_faults"),
+    BY_S3: ("toolkit", "step_by_s3"),
+    BY_HTTP: ("toolkit", "step_by_http"),
+    LIGHTNING: ("lightning", "step_with_faults"),
+}
 
 
 @dataclass(frozen=True)
@@ -110,30 +111,120 @@ def count(truths: Iterable[Truth], rollouts: Iterable[dict[str, Any]]) -> dict[s
 # --- one step of one system ------------------------------------------------------------------------------------
 
 
-class FaultyCloud(Cloud):
+class World:
+    """The agents of a step, and what is true of them."""
+
+    def __init__(self) -> None:
+        self.url = ""  # for the trainer and its agents: of the fault proxy
+        self.asked: dict[str, Any] = {}  # more of the trainer's work
+        self.begun, self.half = asyncio.Event(), asyncio.Event()  # the first agent has begun, half have finished
+
+    def truths(self) -> list[Truth]:
+        raise NotImplementedError
+
+    def open(self) -> int:
+        """Return how many sessions are open."""
+        raise NotImplementedError
+
+    def tokens_of(self, session: str) -> list[int]:
+        """Return the tokens that the trainer's gateway has kept."""
+        raise NotImplementedError
+
+
+class CloudWorld(World):
     def __init__(self, fault: str) -> None:
-        super().__init__(s3_s=0.01, sqs_s=0.005)
-        self.agents: FaultyAgents = FaultyAgents(self.s3, self.sqs, fault, SECRET, GROUPS * GROUP // 2)
+        super().__init__()
+        self.cloud = Cloud(s3_s=0.01, sqs_s=0.005, runtime_s=0.01)
+        agents = FaultyAgents(self.cloud.s3, self.cloud.sqs, fault, SECRET, GROUPS * GROUP // 2)
+        self.agents = self.cloud.agents = agents
+        self.begun, self.half = agents.begun, agents.half
+        self.cloud.control = lambda name: list(agents.sessions)  # type: ignore[method-assign]
 
-    def control(self, name: str) -> Any:
-        return list(self.agents.sessions)
+    def truths(self) -> list[Truth]:
+        sessions = self.agents.sessions.values()
+        return [Truth(each.proof, each.group, each.reward, each.finished) for each in sessions]
+
+    def open(self) -> int:
+        return sum(session.open for session in self.agents.sessions.values())
+
+    def tokens_of(self, session: str) -> list[int]:
+        return [TOKENS * self.agents.sessions[session].proof]
+
+    @contextlib.asynccontextmanager
+    async def serve(self) -> AsyncIterator[FaultProxy]:
+        async with self.cloud.serve() as engine, contextlib.aclosing(self.agents), FaultProxy(engine) as proxy:
+            self.url, self.asked = proxy.url, {"engine": engine, "arn": ARN, "secret": SECRET}
+            yield proxy
 
 
-def limit_of(case: Case) -> float:
-    return LIMIT_IN_OUTAGES_S if case.outage else LIMIT_S
+class LightningWorld(World):
+    """agentlightning's runners, which are a process. What they print is true."""
+
+    def __init__(self, case: Case, log: Path) -> None:
+        super().__init__()
+        self._case, self._log = case, log
+        self._truths: dict[int, Truth] = {}
+        self._running: set[int] = set()
+
+    def truths(self) -> list[Truth]:
+        return list(self._truths.values())
+
+    def open(self) -> int:
+        return len(self._running)
+
+    @contextlib.asynccontextmanager
+    async def serve(self) -> AsyncIterator[FaultProxy]:
+        port = free_port()
+        async with FaultProxy(f"http://127.0.0.1:{port}") as proxy:
+            self.url, self.asked = proxy.url, {"port": port}
+            work = {"way": "run_agents", "groups": GROUPS, "group": GROUP, "url": proxy.url, "fault": self._case.name}
+            process = await start("lightning", work, self._log)
+            listening = asyncio.create_task(self._listen(process))
+            try:
+                yield proxy
+            finally:
+                listening.cancel()
+                await end(process)
+
+    async def _listen(self, process: asyncio.subprocess.Process) -> None:
+        async for event in events(process):
+            what = event.pop("event")
+            self.begun.set()
+            if what == "begun":
+                self._running.add(event["proof"])
+            if what == "gone":
+                self._running.discard(event["proof"])
+            else:
+                self._truths[event["proof"]] = Truth(**event, finished=what == "finished")
+            if sum(truth.finished for truth in self._truths.values()) >= GROUPS * GROUP // 2:
+                self.half.set()
 
 
-async def trainer(system: str, asked: dict[str, Any], log: Path) -> asyncio.subprocess.Process:
+async def start(program: str, work: dict[str, Any], log: Path) -> asyncio.subprocess.Process:
     with log.open("ab") as errors:
         return await asyncio.create_subprocess_exec(
-            str(python_of(PACKAGES[system])) if system in PACKAGES else sys.executable,
-            str(HERE / "rivals" / f"steps_by_{SCRIPTS[system]}.py"),
-            json.dumps(asked),
+            *command(program),
+            json.dumps(work),
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
-            env=environment(ours=system == OURS),
+            env=environment(program),
             limit=2**24,
         )
+
+
+async def end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+        await process.wait()
+
+
+async def events(process: asyncio.subprocess.Process) -> AsyncIterator[dict[str, Any]]:
+    """Yield what a process prints as JSON until it has ended."""
+    assert process.stdout is not None
+    async for line in process.stdout:
+        if line.startswith(b"{"):
+            yield json.loads(line)
+    await process.wait()
 
 
 async def read(process: asyncio.subprocess.Process, log: Path) -> Seen:
@@ -141,21 +232,15 @@ async def read(process: asyncio.subprocess.Process, log: Path) -> Seen:
     seen = Seen()
     try:
         async with asyncio.timeout(HUNG_S):
-            assert process.stdout is not None
-            async for line in process.stdout:
-                if line.startswith(b"{"):
-                    made = json.loads(line)
-                    if "ended" in made:
-                        seen.notes = made["ended"]
-                    else:
-                        seen.rollouts.append(made)
-            await process.wait()
+            async for made in events(process):
+                if "ended" in made:
+                    seen.notes = made["ended"]
+                else:
+                    seen.rollouts.append(made)
     except TimeoutError:
         seen.error = "hung"
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        await end(process)
     if not seen.error and (process.returncode or seen.notes is None):
         seen.error = last_line(log)
     return seen
@@ -163,22 +248,9 @@ async def read(process: asyncio.subprocess.Process, log: Path) -> Seen:
 
 def last_line(log: Path) -> str:
     """Return the exception that ended a trainer, without its module."""
-    lines = tail(log.read_text(errors="replace")).splitlines() or ["it ended without a word"]
+    lines = log.read_text(errors="replace").splitlines() or ["it ended without a word"]
     name, colon, message = lines[-1].partition(":")
     return (name.rpartition(".")[2] + colon + message)[:100]
-
-
-async def attend(system: str, case: Case, asked: dict[str, Any], log: Path, half: asyncio.Event) -> Seen:
-    """Run a trainer to its end. If the case says so, kill it at `half`, and start it again."""
-    process = await trainer(system, asked, log)
-    if case.kill:
-        try:
-            await asyncio.wait_for(half.wait(), HUNG_S)
-        finally:
-            process.kill()
-            await process.wait()
-        process = await trainer(system, asked, log)
-    return await read(process, log)
 
 
 async def outage(case: Case, system: str, proxy: FaultProxy, begun: asyncio.Event) -> None:
@@ -195,114 +267,59 @@ async def outage(case: Case, system: str, proxy: FaultProxy, begun: asyncio.Even
         proxy.rules = []
 
 
-async def run_on_aws(system: str, case: Case, folder: Path) -> dict[str, Any]:
-    cloud, log = FaultyCloud(case.name), folder / "trainer.log"
-    async with cloud.serve() as engine, contextlib.aclosing(cloud.agents), FaultProxy(engine) as proxy:
-        asked = {
-            "url": proxy.url,
-            "engine": engine,
-            "arn": ARN,
-            "groups": GROUPS,
-            "group": GROUP,
-            "limit_s": limit_of(case),
-            "secret": SECRET,
-            "folder": str(folder),
-            "kind": "http" if system == BY_HTTP else "s3",
-        }
+async def run(system: str, case: Case, folder: Path) -> dict[str, Any]:
+    """Run a trainer to its end, and count. If the case says so, kill it at `half`, and start it again."""
+    log, (program, way) = folder / "trainer.log", PROGRAMS[system]
+    world = LightningWorld(case, folder / "agents.log") if system == LIGHTNING else CloudWorld(case.name)
+    async with world.serve() as proxy:
+        limit_s = LIMIT_IN_OUTAGES_S if case.outage else LIMIT_S
+        about = {"way": way, "groups": GROUPS, "group": GROUP, "limit_s": limit_s, "folder": str(folder)}
+        work = {**about, "url": world.url, **world.asked}
         began = time.monotonic()
-        faults = asyncio.create_task(outage(case, system, proxy, cloud.agents.begun))
+        faults = asyncio.create_task(outage(case, system, proxy, world.begun))
         try:
-            seen = await attend(system, case, asked, log, cloud.agents.half)
+            process = await start(program, work, log)
+            if case.kill:
+                try:
+                    await asyncio.wait_for(world.half.wait(), HUNG_S)
+                finally:
+                    await end(process)
+                process = await start(program, work, log)
+            seen = await read(process, log)
             if case.restart and seen.error:
                 await faults
-                seen = replace(
-                    await read(await trainer(system, asked, log), log), error=f"started again after {seen.error}"
-                )
+                error = f"started again after {seen.error}"
+                seen = await read(await start(program, work, log), log)
+                seen.error = error
         finally:
             faults.cancel()
-        seconds = time.monotonic() - began
-        sessions = cloud.agents.sessions
-        for rollout in seen.rollouts:
-            if "session" in rollout:  # the trainer's gateway has kept its tokens
-                rollout["tokens"] = [TOKENS * sessions[rollout["session"]].proof]
-        truths = [Truth(each.proof, each.group, each.reward, each.finished) for each in sessions.values()]
-        leaked = sum(session.open for session in sessions.values())
-    return {**count(truths, seen.rollouts), "leaked": leaked, **_end(seen, seconds)}
-
-
-async def run_lightning(system: str, case: Case, folder: Path) -> dict[str, Any]:
-    port, log = free_port(), folder / "trainer.log"
-    truths: dict[int, Truth] = {}
-    running: set[int] = set()
-    half = asyncio.Event()
-    begun = asyncio.Event()
-    async with FaultProxy(f"http://127.0.0.1:{port}") as proxy:
-        asked = {"port": port, "groups": GROUPS, "group": GROUP, "limit_s": limit_of(case)}
-        began = time.monotonic()
-        agents = await trainer(
-            system, {**asked, "url": proxy.url, "agents": True, "fault": case.name}, folder / "agents.log"
-        )
-
-        async def listen() -> None:
-            assert agents.stdout is not None
-            async for line in agents.stdout:
-                if not line.startswith(b'{"event"'):
-                    continue
-                said = json.loads(line)
-                event = said.pop("event")
-                begun.set()
-                if event == "begun":
-                    running.add(said["proof"])
-                if event == "gone":
-                    running.discard(said["proof"])
-                else:
-                    truths[said["proof"]] = Truth(**said, finished=event == "finished")
-                if sum(truth.finished for truth in truths.values()) >= GROUPS * GROUP // 2:
-                    half.set()
-
-        tasks = [asyncio.create_task(listen()), asyncio.create_task(outage(case, system, proxy, begun))]
-        try:
-            seen = await attend(system, case, asked, log, half)
-            seconds, leaked = time.monotonic() - began, len(running)
-        finally:
-            for task in tasks:
-                task.cancel()
-            if agents.returncode is None:
-                agents.kill()
-                await agents.wait()
-    return {**count(truths.values(), seen.rollouts), "leaked": leaked, **_end(seen, seconds)}
-
-
-def _end(seen: Seen, seconds: float) -> dict[str, Any]:
-    return {"ended": seen.error or "yes", "missing": seen.notes or {}, "seconds": round(seconds, 1)}
+        seconds, leaked = time.monotonic() - began, world.open()
+    for rollout in seen.rollouts:
+        if "session" in rollout:
+            rollout["tokens"] = world.tokens_of(rollout["session"])
+    ended = {"ended": seen.error or "yes", "missing": seen.notes or {}, "seconds": round(seconds, 1)}
+    return {**count(world.truths(), seen.rollouts), "leaked": leaked, **ended}
 
 
 # --- the matrix ------------------------------------------------------------------------------------------------
 
 
-async def one(system: str, case: Case, work: Path | None) -> dict[str, Any]:
+async def one(system: str, case: Case) -> dict[str, Any]:
     head = {"fault": case.name, "system": system}
     if system in case.missing:
         return {**head, "not_applicable": case.missing[system]}
-    run = run_lightning if system == LIGHTNING else run_on_aws
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) if work is None else work / f"{case.name}-{SCRIPTS[system]}-{SYSTEMS.index(system)}"
-        folder.mkdir(parents=True, exist_ok=True)
-        return {**head, **await run(system, case, folder)}
+    with tempfile.TemporaryDirectory() as folder:
+        return {**head, **await run(system, case, Path(folder))}
 
 
 async def matrix(
-    systems: Iterable[str],
-    cases: Iterable[Case],
-    jobs: int,
-    work: Path | None,
-    done: Callable[[dict[str, Any]], None],
+    systems: Iterable[str], cases: Iterable[Case], jobs: int, done: Callable[[dict[str, Any]], None]
 ) -> None:
     free = asyncio.Semaphore(jobs)
 
     async def limited(system: str, case: Case) -> None:
         async with free:
-            done(await one(system, case, work))
+            done(await one(system, case))
 
     await asyncio.gather(*(limited(system, case) for case in cases for system in systems))
 
@@ -317,49 +334,41 @@ def line(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", nargs="*", choices=BY_NAME, help="default: all")
-    parser.add_argument("--systems", nargs="*", choices=SYSTEMS, help="default: all")
+    parser = arguments(__doc__)
+    parser.add_argument("--faults", nargs="*", choices=BY_NAME, default=list(BY_NAME))
+    parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--jobs", type=int, default=2, help="steps at the same time; they wait most of the time")
-    parser.add_argument("--work", type=Path, help="keep the folders of the runs here")
-    parser.add_argument("--json", type=Path, help="write the counts to this file, or replace those in it")
     options = parser.parse_args()
-    systems = options.systems or SYSTEMS
     try:
-        for package in sorted({PACKAGES[system] for system in systems if system in PACKAGES}):
-            python_of(package)
+        for system in options.systems:
+            command(PROGRAMS[system][0])
     except RivalFailed as error:
         sys.exit(f"a rival cannot be installed: {error}\nPass --systems {OURS} to run without the rivals.")
-    cases = [BY_NAME[name] for name in options.faults] if options.faults else CASES
-    began = time.monotonic()
-    known = json.loads(options.json.read_text()) if options.json and options.json.exists() else None
-    rows = {(row["fault"], row["system"]): row for row in known["results"]["rows"]} if known else {}
-    before_s = known["seconds"] if known else 0
+    began, rows = time.monotonic(), []
 
     def done(row: dict[str, Any]) -> None:
         print(line(row), flush=True)
-        rows[row["fault"], row["system"]] = row
-        if options.json is not None:
-            seconds = before_s + time.monotonic() - began
-            results = results_of(list(rows.values()))
-            write_section(options.json, "faults", "python benchmarks/faults.py", seconds, results)
+        rows.append(row)
+        results = {
+            "versions": {
+                system: version_of(PACKAGES[program])
+                for system, (program, _) in PROGRAMS.items()
+                if program in PACKAGES
+            },
+            "settings": {
+                "groups": GROUPS,
+                "group": GROUP,
+                "limit_s": LIMIT_S,
+                "limit_in_outages_s": LIMIT_IN_OUTAGES_S,
+                "outage_s": OUTAGE_S,
+            },
+            "cases": {case.name: case.title for case in CASES},
+            "rows": rows,
+        }
+        write_section(options.json, "faults", "python benchmarks/faults.py", time.monotonic() - began, results)
 
-    asyncio.run(matrix(systems, cases, options.jobs, options.work, done))
-
-
-def results_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "versions": {system: version_of(package) for system, package in PACKAGES.items()},
-        "settings": {
-            "groups": GROUPS,
-            "group": GROUP,
-            "limit_s": LIMIT_S,
-            "limit_in_outages_s": LIMIT_IN_OUTAGES_S,
-            "outage_s": OUTAGE_S,
-        },
-        "cases": {case.name: case.title for case in CASES},
-        "rows": rows,
-    }
+    names = options.faults[:2] if options.smoke else options.faults
+    asyncio.run(matrix(options.systems, [BY_NAME[name] for name in names], options.jobs, done))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from typing import Any
+from typing import Any, Self
 
 
 class Connection(asyncio.Protocol):
@@ -14,8 +14,12 @@ class Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._read = bytearray()
-        self._needed = 0  # bytes of the response, once its head is known; 0 for one in chunks
         self._answer: asyncio.Future[bytes] | None = None
+
+    @classmethod
+    async def open(cls, host: str | None, port: int | None) -> Self:
+        _, connection = await asyncio.get_running_loop().create_connection(cls, host, port)
+        return connection
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
@@ -27,7 +31,6 @@ class Connection(asyncio.Protocol):
     def call(self, request: bytes) -> Awaitable[bytes]:
         """Return the whole response, head included."""
         self._read.clear()
-        self._needed = 0
         self._answer = asyncio.get_running_loop().create_future()
         self.transport.write(request)
         return self._answer
@@ -38,12 +41,8 @@ class Connection(asyncio.Protocol):
             self._answer.set_result(bytes(self._read))
 
     def _is_whole(self) -> bool:
-        if not self._needed:
-            end = self._read.find(b"\r\n\r\n")
-            if end < 0:
-                return False
-            head = bytes(self._read[:end]).lower()
-            if b"transfer-encoding: chunked" in head:
-                return self._read.endswith(b"0\r\n\r\n")
-            self._needed = end + 4 + int(head.partition(b"content-length:")[2].partition(b"\r\n")[0])
-        return len(self._read) >= self._needed
+        head, end, _ = bytes(self._read[:2000]).partition(b"\r\n\r\n")
+        if b"transfer-encoding: chunked" in head.lower():
+            return self._read.endswith(b"0\r\n\r\n")
+        length = head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0]
+        return bool(end) and len(self._read) >= len(head) + 4 + int(length)

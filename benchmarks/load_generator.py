@@ -14,17 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from common import cpu_s, resident_bytes
 from http_client import Connection
-
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Session:
@@ -63,7 +60,7 @@ class Session:
 
     async def _send(self, request: bytes) -> bytes:
         if self._connection.transport is None or self._connection.transport.is_closing():
-            _, self._connection = await asyncio.get_running_loop().create_connection(Connection, *self._where)
+            self._connection = await Connection.open(*self._where)
         return await self._connection.call(request)
 
     def close(self) -> None:
@@ -96,11 +93,11 @@ def _streamed(response: bytes) -> dict[str, Any]:
 
 
 async def run(job: dict[str, Any]) -> dict[str, Any]:
-    sessions = [Session(job, i) for i in range(len(job["keys"]))]
-    resident, cpu_s = _resident_bytes(job["pid"]), _cpu_s(job["pid"])
+    pid, sessions = job["pid"], [Session(job, i) for i in range(len(job["keys"]))]
+    resident = resident_bytes(pid)
     for at in range(0, len(sessions), job["in_flight"]):
         await asyncio.gather(*(session.call() for session in sessions[at : at + job["in_flight"]]))
-    opened, own_s = _cpu_s(job["pid"]), time.process_time()
+    spent_s = cpu_s(pid)
     took: list[float] = []
     errors: Counter[str] = Counter()
     began = time.monotonic()
@@ -111,15 +108,12 @@ async def run(job: dict[str, Any]) -> dict[str, Any]:
             await _converse(sessions[i], i, job, began, took, errors)
 
     await asyncio.gather(*map(work, range(at_once)))
-    seconds = time.monotonic() - began
     found = {
-        "seconds": seconds,
+        "seconds": time.monotonic() - began,
         "took": took,
         "errors": dict(errors),
-        "opening_cpu_s": opened - cpu_s,
-        "cpu_s": _cpu_s(job["pid"]) - opened,
-        "own_cpu_s": time.process_time() - own_s,
-        "session_bytes": (_resident_bytes(job["pid"]) - resident) / len(sessions),
+        "cpu_s": cpu_s(pid) - spent_s,
+        "session_bytes": (resident_bytes(pid) - resident) / len(sessions),
     }
     for session in sessions:
         session.close()
@@ -139,15 +133,6 @@ async def _converse(
             errors[str(error)] += 1
             return
         took.append(time.monotonic() - due)
-
-
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
-
-
-def _resident_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":

@@ -20,31 +20,27 @@ rollouts' first sessions was right, the lost ones included.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
-import shutil
 import statistics
+import tempfile
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from emulated_aws.agentcore import SESSION
-from emulated_aws.cloud import Cloud
-from emulated_aws.wrapped_agents import SessionRecord, WrappedAgents
-from learning_curves import KEYS, engine_settings
-from learning_report import AS_0, DROPPED, LOSSES
-from run_all import write_section
+from common import arguments, write_section
+from emulated_aws import SESSION
 from tiny_learner import Row, fit, row_of, train
+from wrapped_agents import SessionRecord, WrappedAgents, backend_settings
 
 from agent_wrapper import RolloutContext
 from rollout_backend import RolloutManager, Task, load_config
 from rollout_backend.local.scripted import BYTE_MODEL
 
-ROOT = Path(__file__).parent.parent
+OURS, AS_0, DROPPED = "ours", "lost as 0", "groups dropped"
 PROMPT, READ, ANSWERS, NOTHING = "1 or 2?", "?", ("1", "2"), "-"
 PAGE = 8  # bytes, all equal: a model of this size notices them sooner than a single one
 
@@ -71,12 +67,12 @@ class Readers(WrappedAgents):
     """Agents that read pages. A lost one gets what AgentCore sends to a container that it ends: SIGTERM."""
 
     def __init__(self, settings: Settings, variant: str) -> None:
-        super().__init__(lambda reply, answer: reply == answer, 0)
+        super().__init__(lambda reply, answer: reply == answer)
         self.settings, self._variant = settings, variant
 
     async def _agent(self, context: RolloutContext) -> dict[str, Any]:
         rollout_id, answer = str(context.rollout_id), context.payload["answer"]
-        nth, calls, messages = self._sessions[rollout_id], 0, [{"role": "user", "content": PROMPT}]
+        first, calls, messages = self._sessions[rollout_id] == 1, 0, [{"role": "user", "content": PROMPT}]
         while True:
             reply, calls = (await self._reply(context, messages))["content"], calls + 1
             if reply != READ or calls > self.settings.pages:
@@ -85,12 +81,12 @@ class Readers(WrappedAgents):
             messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": page}]
         lost = self._lot(rollout_id) >= (1 - self.settings.risk) ** calls
         right = reply == answer
-        self.records.append(SessionRecord(self._steps[rollout_id], rollout_id, nth, right, calls, lost * "ended"))
+        self.records.append(SessionRecord(first, right, calls, lost))
         if lost and self._variant == AS_0:
             return {"reward": 0.0}
         if lost:
             session = next(name for name in reversed(self._rollouts) if self._rollouts[name] == rollout_id)
-            end = self._http.post("/stop", headers={SESSION.decode(): session})
+            end = self._http.post("/stop", headers={SESSION: session})
             asyncio.run_coroutine_threadsafe(end, self._loop)
             await asyncio.sleep(context.remaining_s + 60)
         return {"reward": float(right)}
@@ -112,17 +108,18 @@ def plays(settings: Settings, count: int = 400) -> list[Row]:
     return rows
 
 
-async def run(variant: str, seeds: list[int], settings: Settings, folder: Path) -> list[dict[str, Any]]:
+async def run(variant: str, seeds: list[int], settings: Settings, model: Path, work: Path) -> list[dict[str, Any]]:
     """Train all seeds of a variant with one manager, and so with one engine and gateway."""
-    agents, found, model = Readers(settings, variant), [], folder / "model"
-    if not (model / "model.safetensors").exists():
-        fit(model, plays(settings), settings.warm_steps, tails=settings.tails)
-    name = variant.replace(" ", "-")
-    shutil.rmtree(folder / name, ignore_errors=True)
-    async with Cloud(agents).serve() as url, agents:
-        base = engine_settings(name, model, url, folder / name)
-        base["sampling"] |= {"max_tokens": 4}
-        base["group"] = {"size": settings.group}
+    agents, found = Readers(settings, variant), []
+    async with agents.serve() as url:
+        base = {
+            **backend_settings(url, work),
+            "run_id": variant.replace(" ", "-"),
+            "model": {"path": str(model), "renderer": "chatml"},
+            "serving": {"device": "cpu", "dtype": "float32", "threads": 1},
+            "sampling": {"temperature": 1.0, "max_tokens": 4},
+            "group": {"size": settings.group},
+        }
         if variant == DROPPED:
             base["group"]["policy"] = "strict"
             base["runtime"]["max_attempts"] = 1
@@ -142,35 +139,32 @@ async def _run_one(manager: RolloutManager, agents: Readers, model: Path, seed: 
         ]
         for step in range(settings.steps)
     ]
-    curve, calls, step_s = [], [], []
+    curve, calls = [], []
     counts: Counter[str] = Counter()
-    async for result, _, seconds in train(manager, model, steps, settings.learning_rate):
-        firsts = [record for record in agents.records if record.nth == 1]
+    async for result, _, _ in train(manager, model, steps, settings.learning_rate):
+        firsts = [record for record in agents.records if record.first]
         curve.append(round(statistics.fmean(record.right for record in firsts), 4))
         calls.append(round(statistics.fmean(record.calls for record in firsts), 4))
-        step_s.append(round(seconds, 2))
         counts["sessions"] += len(agents.records)
-        counts["lost"] += sum(bool(record.lost) for record in agents.records)
+        counts["lost"] += sum(record.lost for record in agents.records)
         counts["planned"] += result.report.planned
         counts["trained"] += sum(len(group.rollouts) for group in result.groups if group.usable)
         agents.records.clear()
-    return {"right": curve, "calls": calls, "step_s": step_s, **counts}
+    return {"right": curve, "calls": calls, **counts}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--seeds", nargs="*", type=int, default=list(range(5)))
-    parser.add_argument("--variants", nargs="*", choices=LOSSES, default=list(LOSSES))
-    parser.add_argument("--steps", type=int, default=Settings.steps)
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "results" / "losses")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
-    os.environ.update(KEYS)
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
-    settings, runs, began = Settings(steps=options.steps), [], time.monotonic()
-    for variant in options.variants:
-        runs += asyncio.run(run(variant, options.seeds, settings, options.runs.absolute()))
-        if options.json is not None:
+    settings, runs, began = Settings(steps=2 if options.smoke else Settings.steps), [], time.monotonic()
+    seeds = options.seeds[:1] if options.smoke else options.seeds
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        fit(model, plays(settings), settings.warm_steps, tails=settings.tails)
+        for variant in (OURS, AS_0, DROPPED):
+            runs += asyncio.run(run(variant, seeds, settings, model, Path(folder) / variant))
             command = ".venv-verl/bin/python benchmarks/lost_rollouts.py"
             results = {"settings": asdict(settings), "runs": runs}
             write_section(options.json, "losses", command, time.monotonic() - began, results)

@@ -6,9 +6,8 @@ In virtual time; it takes a few seconds. Rollouts run at the same time and do no
 durations have a log-normal distribution. A group ends with its longest rollout. A step trains a batch, and requests
 one, `max_staleness` batches ahead. Each policy takes the oldest finished groups:
 
-- `drop`: verl's `max_off_policy_strategy=drop`. Finished groups that are too old are dropped and replaced.
-- `wait`: verl's `max_off_policy_strategy=wait`. The trainer waits for unfinished groups that have reached the limit.
-- `pace`: `max_staleness` of our sampler.
+- `dropped`: verl's `max_off_policy_strategy=drop`. Finished groups that are too old are dropped and replaced.
+- `awaited`: `max_staleness` of our sampler.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ STEP_S = 60.0  # of training
 MEDIAN_S = 20.0  # of a rollout
 SIGMA = 1.0  # of its logarithm: one rollout of a hundred takes ten times the median
 LIMITS = (1, 2, 4, 8)
-POLICIES = ("drop", "wait", "pace")
+POLICIES = ("dropped", "awaited")
 
 
 @dataclass(order=True)
@@ -49,7 +48,6 @@ class Totals:
     dropped: int = 0
     idle_s: float = 0.0
     seconds: float = 0.0
-    oldest: int = 0
 
 
 def train(policy: str, max_staleness: int, steps: int, seed: int) -> Totals:
@@ -71,24 +69,19 @@ def train(policy: str, max_staleness: int, steps: int, seed: int) -> Totals:
             finished = sorted(group for group in groups if group.ends <= now)
             unfinished = [group for group in groups if group.ends > now]
             stale = [group for group in finished if step - group.requested_in > max_staleness]
-            if policy == "drop" and stale:
+            if policy == "dropped" and stale:
                 totals.dropped += len(stale)
                 groups[:] = [group for group in groups if group not in stale]
                 request(len(stale), step)
                 continue
             requests = [group.requested_in for group in unfinished]
-            may_take = {
-                "drop": True,
-                "wait": all(step - requested < max_staleness for requested in requests),
-                "pace": not groups_to_await(requests, step, max_staleness, BATCH),
-            }
-            if len(finished) >= BATCH and may_take[policy]:
+            may_take = policy == "dropped" or not groups_to_await(requests, step, max_staleness, BATCH)
+            if len(finished) >= BATCH and may_take:
                 break
             now = min(group.ends for group in unfinished)
         batch = finished[:BATCH]
         groups[:] = [group for group in groups if group not in batch]
         totals.trained += [group.longest for group in batch]
-        totals.oldest = max(totals.oldest, *(step - group.requested_in for group in batch))
         totals.idle_s += now - began
         now += STEP_S
     totals.seconds = now
@@ -97,17 +90,16 @@ def train(policy: str, max_staleness: int, steps: int, seed: int) -> Totals:
 
 def rows(steps: int, seeds: int) -> Iterator[str]:
     """Yield the lines of the table."""
-    yield "| `max_staleness` | policy | dropped | trainer idle | steps per hour | longest tenth trained | oldest |"
-    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    yield "| `max_staleness` | | dropped | groups trained of the longest tenth | trainer idle | steps per hour |"
+    yield "| --- | --- | --- | --- | --- | --- |"
     for limit in LIMITS:
         for policy in POLICIES:
             runs = [train(policy, limit, steps, seed) for seed in range(seeds)]
             dropped = mean(run.dropped / len(run.requested) for run in runs)
             idle = mean(run.idle_s / run.seconds for run in runs)
             speed = mean(steps / run.seconds * 3600 for run in runs)
-            oldest = max(run.oldest for run in runs)
             long = mean(map(share_of_long, runs))
-            yield f"| {limit} | `{policy}` | {dropped:.1%} | {idle:.0%} | {speed:.0f} | {long:.0%} | {oldest} |"
+            yield f"| {limit} | {policy} | {dropped:.0%} | {long:.0%} | {idle:.0%} | {speed:.0f} |"
 
 
 def share_of_long(run: Totals) -> float:

@@ -2,7 +2,7 @@
 
 With `--from FILE`, what an experiment has written with `--json` becomes its section of docs/results.json first. An
 experiment writes `section`, `date`, `machine`, `command`, `seconds` and `results`. To add an experiment, add a module
-to benchmarks/ that makes its tables and picture, and a function to `SECTIONS` here. Pure, except for `main`.
+to benchmarks/ that makes its tables and picture, and a function to `SECTIONS` here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ sys.path.append(str(HERE.parent / "benchmarks"))
 import fault_report  # noqa: E402
 import learning_report  # noqa: E402
 import long_run_report  # noqa: E402
-from report import Table  # noqa: E402
+from common import Table, described  # noqa: E402
 
 RESULTS, PAGE = HERE / "results.json", HERE / "results.md"
 
@@ -73,24 +73,6 @@ contains 0 shows no difference, and how large one could still be.
 _LEARNING_TIME = """\
 Where the time of a step goes, as verl measures it. Emulated AWS, agents and other programs ran on the same two cores.
 """
-_PARTS = """\
-One run of each loop, {steps} steps of seed 0, with newer code than the runs above: do not compare the two tables.
-Medians over the steps after the first. Trainer, engine, gateway, emulated AWS and all agents share two cores, on
-which other programs ran as well: CPU seconds vary less than the time that has passed.
-
-`gen` took {ours:.2f} s a step; with verl's own agent loop, {verl:.2f} s. One run does not show which is faster: the
-engine empties its cache when we pause it, which shows that it is idle, and again when verl puts it to sleep. On the
-CPU SGLang collects garbage then, in some runs in 0.02 s, in others in 0.36 s: it exempts what it loads at its start,
-but may have tried that too early. The example's servers now do it again, later than in this run. From our records:
-"""
-_PARTS_CALLS = """\
-Of an agent's {agent_s:.2f} s, its one model call was {model_s:.2f} s at router and engine. The rest is its own
-time, the gateway's, and waiting for a core.
-
-CPU seconds of a step, by process. Our manager is in the trainer's main process. All agents and the emulated AWS are
-one process, which production does not have. A rollout of verl's own agent loop is a coroutine; ours is invoked, sends
-a heartbeat, calls the model, fetches its trajectory and writes it.
-"""
 _LOSSES = """\
 The answer to a question is 1 in {common:g} % of the cases, otherwise 2. The model answers at once, or reads a page,
 and may answer or read on. Page {pages} has the answer. So a guess takes one model call and is right in {common:g} %
@@ -109,11 +91,11 @@ Lines are means over the seeds and over three steps, bands reach from the lowest
 """
 
 _VARIANTS = {
-    learning_report.OURS: "a lost rollout is run again in another session, until it is complete.",
-    learning_report.AS_0: """\
+    "ours": "a lost rollout is run again in another session, until it is complete.",
+    "lost as 0": """\
 a lost rollout is trained with its tokens and the reward 0, as other systems do. This backend cannot;
   here the agent itself returns the 0.""",
-    learning_report.DROPPED: """\
+    "groups dropped": """\
 nothing is run again, and a group that lost a rollout is not trained: `group.policy: strict` with
   `runtime.max_attempts: 1`. The rest of such a group is cancelled; what had not answered by then is in no figure.""",
 }
@@ -160,19 +142,11 @@ A trainer reserves the ports of the last 256 servers that it started, so each re
 
 _MANY_TURNS = """\
 Trainer, SGLang, the gateway, S3, SQS and AgentCore run on this machine, with a process for each agent. The byte-level
-model of 90,000 weights is first fitted to {transcripts} rollouts of a weak player; all seeds of a task begin with one
-such model and have different tasks. The length of the fit and the learning rate were chosen by simulations and runs
+model of 90,000 weights is first fitted to {transcripts} rollouts of a weak player; all seeds begin with one such
+model and have different tasks. The length of the fit and the learning rate were chosen by simulations and runs
 of the first seed, which are not in the tables.
 """
-_TRAININGS = {
-    "lake": """\
-FrozenLake-v0 of TextArena {textarena}: a move per turn, at most {max_moves} moves. The agent shows the four cells
-around the player, because TextArena's text is too long for this model. After every {compact_after} moves it replaces
-the conversation by the list of moves and the cells, so a new segment begins. The reward is TextArena's: 1 at the
-goal; otherwise the part of the way, at most 0.95, where the agent fell into a hole or made a second invalid move in a
-row. verl trains, by GRPO on {group} rollouts of each of {prompts} tasks a step.
-""",
-    "rooms": """\
+_ROOMS = """\
 A row of {rooms} rooms, each with four doors. A tool reads the note on the wall: the number of the right door, eight
 times. A reply without a call opens a door. The right one leads to the next room and to a new conversation, so a new
 segment begins; a wrong one, or a third call, ends the rollout. The reward is the part of the rooms that were left.
@@ -180,8 +154,7 @@ The weak player reads the note in a third of the cases, and follows it; the mode
 The loop of `examples/plain_loop` trains, by GRPO on {group} rollouts of each of {prompts} tasks a step, with one
 engine for all seeds. The fit decides: after one of half as many steps, three in ten calls were malformed, and the
 first seed's reward fell from .2 to .1 in ten steps.
-""",
-}
+"""
 _MANY_TURNS_TABLE = """\
 A line is the mean of the seeds, in a band of all seeds. `a -> b` are the means of the first and last {ends} steps.
 The gain is the mean of the seeds' differences, with its 95 % confidence interval (Student's t).
@@ -201,18 +174,15 @@ def pictures(sections: dict[str, Any]) -> dict[str, str]:
     drawn = {}
     if "faults" in sections:
         drawn["results-faults.svg"] = fault_report.picture(sections["faults"]["results"])
-    if "many_turns" in sections:
-        drawn["results-many-turns.svg"] = learning_report.picture(
-            sections["many_turns"]["results"], tuple(_TRAININGS), "reward"
-        )
-    if "learning" in sections:
-        results = sections["learning"]["results"]
-        drawn["results-learning-path.svg"] = learning_report.picture(
-            results, learning_report.PATH, "right replies", 3
-        )
-    if "losses" in sections:
-        results = sections["losses"]["results"]
-        drawn["results-losses.svg"] = learning_report.picture(results, learning_report.LOSSES, "right answers")
+    curves = {
+        "many_turns": ("many-turns", ("rooms",), "reward", 1),
+        "learning": ("learning-path", ("verl", "ours"), "right replies", 3),
+        "losses": ("losses", tuple(_VARIANTS), "right answers", 1),
+    }
+    for section, (name, variants, label, neighbours) in curves.items():
+        if section in sections:
+            results = sections[section]["results"]
+            drawn[f"results-{name}.svg"] = learning_report.picture(results, variants, label, neighbours)
     if "long_run" in sections:
         drawn["results-long-run.svg"] = long_run_report.picture(sections["long_run"]["results"])
     return drawn
@@ -224,13 +194,9 @@ def _lines(sections: dict[str, Any]) -> Iterator[str]:
         if name not in sections:
             continue
         section = sections[name]
-        machine = section["machine"]
         yield f"## {title}\n"
         yield f"    {section['command']}\n"
-        yield (
-            f"{section['date']}, {section['seconds'] / 60:.0f} minutes on {machine['processor']}, {machine['cores']} "
-            f"cores, {machine['memory_gib']} GiB, {machine['system']}, Python {machine['python']}.\n"
-        )
+        yield (f"{section['date']}, {section['seconds'] / 60:.0f} minutes on {described(section['machine'])}.\n")
         yield from lines(section["results"])
 
 
@@ -253,11 +219,8 @@ def _faults(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _many_turns(results: dict[str, Any]) -> Iterator[str]:
-    settings = results["settings"]
-    yield _MANY_TURNS.format(transcripts=settings["transcripts"])
-    for name, text in _TRAININGS.items():
-        if learning_report.runs_of(results, name):
-            yield text.format(**settings[name], **results["versions"])
+    yield _MANY_TURNS.format(**results["settings"])
+    yield _ROOMS.format(**results["settings"])
     yield "![The reward over the steps](results-many-turns.svg)\n"
     yield _MANY_TURNS_TABLE.format(ends=learning_report.ENDS)
     yield learning_report.learned(results).markdown() + "\n"
@@ -268,19 +231,11 @@ def _many_turns(results: dict[str, Any]) -> Iterator[str]:
 def _learning(results: dict[str, Any]) -> Iterator[str]:
     yield _LEARNING.format(**results["settings"])
     yield "![Right replies over training, verl and ours](results-learning-path.svg)\n"
-    yield learning_report.outcomes(results, learning_report.PATH).markdown() + "\n"
+    yield learning_report.outcomes(results).markdown() + "\n"
     yield _INTERVALS
-    yield learning_report.differences(results, learning_report.PATH_PAIRS).markdown() + "\n"
+    yield learning_report.differences(results, "verl").markdown() + "\n"
     yield _LEARNING_TIME
-    yield learning_report.parts(results, learning_report.PATH).markdown() + "\n"
-
-
-def _parts(results: dict[str, Any]) -> Iterator[str]:
-    gen = {variant: learning_report.runs_of(results, variant)[0]["gen_s"] for variant in learning_report.PATH}
-    yield _PARTS.format(**results["settings"], **gen)
-    yield learning_report.timeline(results).markdown() + "\n"
-    yield _PARTS_CALLS.format(**learning_report.runs_of(results, learning_report.OURS)[0]["timeline_s"])
-    yield learning_report.cpu(results).markdown() + "\n"
+    yield learning_report.parts(results).markdown() + "\n"
 
 
 def _losses(results: dict[str, Any]) -> Iterator[str]:
@@ -299,19 +254,16 @@ def _losses(results: dict[str, Any]) -> Iterator[str]:
         ),
     )
     yield "![Right answers over training, with and without losses](results-losses.svg)\n"
-    outcomes = learning_report.outcomes(results, learning_report.LOSSES)
-    without_time = [row[:-1] for row in outcomes.rows]  # the machine was busy with other work during some of the runs
-    yield Table(outcomes.title, outcomes.header[:-1], without_time).markdown() + "\n"
+    yield learning_report.outcomes(results).markdown() + "\n"
     yield _INTERVALS
-    yield learning_report.differences(results, learning_report.LOSS_PAIRS).markdown() + "\n"
+    yield learning_report.differences(results, "ours").markdown() + "\n"
     yield learning_report.losses(results).markdown() + "\n"
     yield _LOSSES_BEFORE
 
 
 def _identity(results: dict[str, Any]) -> Iterator[str]:
     yield _IDENTITY.format(**results["settings"])
-    if any(each["lost"] for each in results["comparisons"]):
-        yield _IDENTITY_KILLED
+    yield _IDENTITY_KILLED
     header = (
         "trainer",
         "run",
@@ -325,16 +277,14 @@ def _identity(results: dict[str, Any]) -> Iterator[str]:
     )
     lines = [
         [
-            each["trainer"],
-            each["variant"],
-            *(f"{each[name]:,}" for name in ("steps", "rows", "tokens", "sessions")),
-            str(each["lost"].get("killed", 0)),
+            *(each["trainer"], each["variant"]),
+            *(f"{each[name]:,}" for name in ("steps", "rows", "tokens", "sessions", "killed")),
             str(len(each["differences"])),
-            f"{sum(found['elements'] for found in each['differing_weights']):,} of {each['weights']:,}",
+            f"{each['differing_weights']:,} of {each['weights']:,}",
         ]
         for each in results["comparisons"]
     ]
-    yield Table("identity", header, lines).markdown() + "\n"
+    yield Table(header, lines).markdown() + "\n"
     compared = {each[name] for each in results["comparisons"] for name in ("trainer", "variant")}
     missing = {"legacy": "the legacy trainer", "ours, killed": "lost sessions"}
     names = [what for name, what in missing.items() if name not in compared]
@@ -357,7 +307,6 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterator[str]]]] = {
     "many_turns": ("Many turns, segments and tools", _many_turns),
     "identity": ("The same training as with verl's own agent loop", _identity),
     "learning": ("Learning through the cloud", _learning),
-    "parts": ("Where a step's time goes", _parts),
     "losses": ("What lost rollouts cost", _losses),
     "long_run": ("A long run with kills", _long_run),
 }

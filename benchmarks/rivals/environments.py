@@ -17,10 +17,13 @@ from filelock import FileLock
 from rollout_backend.child_process import find_uv
 from rollout_backend.serving.install import cache_dir
 
-NAMES = ("agentcore-rl-toolkit", "agentlightning", "rllm-model-gateway")
+PACKAGES = {  # by program; the others run in this environment
+    "toolkit": "agentcore-rl-toolkit",
+    "toolkit_gateway": "agentcore-rl-toolkit",
+    "lightning": "agentlightning",
+}
 _HERE = Path(__file__).parent
 _MARKER = "complete"
-_TAIL_LINES = 10
 
 
 class RivalFailed(Exception):
@@ -56,23 +59,26 @@ def python_of(name: str, pins: Path | None = None) -> Path:
     return python
 
 
-def environment(*, ours: bool = False) -> dict[str, str]:
-    """Return the environment of a rival's process, or of one of `ours`: the others find no module of this project."""
+def command(program: str) -> list[str]:
+    """Return the command of a program of this folder, in its environment. Raises RivalFailed."""
+    python = python_of(PACKAGES[program]) if program in PACKAGES else sys.executable
+    return [str(python), str(_HERE / f"{program}.py")]
+
+
+def environment(program: str = "toolkit") -> dict[str, str]:
+    """Return the environment variables of a program. Rivals find no module of this project."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     benchmarks = _HERE.parent
+    ours = {"PYTHONPATH": os.pathsep.join(map(str, (benchmarks.parent, benchmarks)))}
     return {
         **env,
-        **({"PYTHONPATH": os.pathsep.join(map(str, (benchmarks.parent, benchmarks)))} if ours else {}),
+        **({} if program in PACKAGES else ours),
         "AWS_ACCESS_KEY_ID": "test",
         "AWS_SECRET_ACCESS_KEY": "test",
         "AWS_DEFAULT_REGION": "us-east-1",
         "HF_HUB_OFFLINE": "1",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     }
-
-
-def tail(output: str) -> str:
-    return "\n".join(output.splitlines()[-_TAIL_LINES:])
 
 
 def _pins(name: str) -> Path:
@@ -82,9 +88,4 @@ def _pins(name: str) -> Path:
 def _run(argv: list[str]) -> None:
     done = subprocess.run(argv, env=environment(), capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RivalFailed(f"{argv[1:]} ended with {done.returncode}: {tail(done.stdout + done.stderr)}")
-
-
-if __name__ == "__main__":
-    for each in NAMES:
-        print(python_of(each))
+        raise RivalFailed(f"{argv[1:]} ended with {done.returncode}: {(done.stdout + done.stderr)[-1000:]}")

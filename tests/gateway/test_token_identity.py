@@ -25,27 +25,30 @@ def benchmark(monkeypatch):
 async def test_the_trained_tokens_are_the_sampled_tokens(benchmark, request, engine, server):
     url = request.getfixturevalue(server)
     measured = await benchmark.measure(benchmark.BRIDGED, ROLLOUTS, url, find_model(), engine)
-    assert (measured.rows, measured.breaks, measured.repeated_tokens) == (ROLLOUTS, 0, 0)
-    assert measured.turns >= ROLLOUTS * benchmark.QUESTIONS
+    assert measured.counts()["rows"] == ROLLOUTS
+    assert measured.counts()["model calls"] >= ROLLOUTS * benchmark.QUESTIONS
     assert measured.tool_calls > 0
     benchmark.check_logprobs([measured], find_model())
     assert measured.worst_difference < WORST_DIFFERENCE
 
 
 @pytest.mark.parametrize("bridged", [True, False])
-async def test_a_call_that_no_template_writes_so(benchmark, byte_model, monkeypatch, bridged):
+async def test_a_call_that_no_template_writes_so(benchmark, byte_model, bridged):
     """It is parsed as the same call, but rendered again it has other tokens: a break, unless the tokens are kept."""
-    monkeypatch.setattr(benchmark, "MAX_TOKENS", 500)
-    monkeypatch.setattr(benchmark, "CONTEXT_LENGTH", 16_384)  # of bytes
     odd = '<tool_call>{"name":"calculator","arguments":{"expression":"1 + 2"}}</tool_call>'
+    limits = {"context_length": 16_384, "max_tokens": 500}  # in bytes
     with ScriptedEngine([odd, "Answer: 3", odd, "Answer: 3", "Answer: 4"]) as engine:
         renderer = benchmark.BRIDGED if bridged else benchmark.RERENDERED
-        measured = await benchmark.measure(renderer, 1, engine.url, byte_model.path)
-    assert (measured.turns, measured.tool_calls) == (5, 2)
-    assert measured.split_reasons == ({"first_call": 1} if bridged else {"first_call": 1, "rerendered": 2})
-    assert measured.rows == (1 if bridged else 3)
-    assert (measured.repeated_tokens > 0) is not bridged
-    assert measured.retokenized_turns == 2
-    assert measured.sampled_tokens == 2 * (len(odd) + 1) + 3 * (len("Answer: 3") + 1)
+        measured = await benchmark.measure(renderer, 1, engine.url, byte_model.path, **limits)
+    assert [each.split_reason for each in measured.segments] == ["first_call"] + 2 * ["rerendered"] * (not bridged)
+    assert measured.counts() == {
+        "rollouts": 1,
+        "model calls": 5,
+        "of them with a tool call": 2,
+        "rows": 1 if bridged else 3,
+        "sampled tokens, each trained once": 2 * (len(odd) + 1) + 3 * (len("Answer: 3") + 1),
+        "calls whose history, when re-rendered, has other tokens than were sampled": 2,
+        "sampled tokens in those histories": 2 * (len(odd) + 1),
+    }
     for segment in measured.segments:
         assert all(logprob == -0.5 for logprob, on in zip(segment.logprobs, segment.response_mask, strict=True) if on)

@@ -1,11 +1,11 @@
-"""Run a step with agentlightning's store, in its environment: the argument is the work, as JSON.
+"""Run a step with agentlightning's store, in its environment.
 
 The trainer's process serves the store and asks it as its verl daemon does, with that daemon's rules: a rollout with
 a model call and without a reward is trained with the reward 0, one without a model call is missing. The daemon does
 not use the store's retries; here they are on.
 
-With `agents` the process is the runners instead, which use the store's client through the fault proxy as its runner
-does. They print what is true of each attempt. Their agents fail as those of `emulated_aws.faulty_agents` do.
+The runners are another process, which uses the store's client through the fault proxy as its runner does. They print
+what is true of each attempt. Their agents fail as those of `faulty_agents` do.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import asyncio
 import json
 import math
 import random
-import sys
+import time
+import uuid
 from collections import Counter
 from contextlib import suppress
 from typing import Any
 
 from agentlightning import InMemoryLightningStore, LightningStoreClient, LightningStoreServer
-from agentlightning.types import RolloutConfig
-from agentlightning_span import make_span
-from spent import ended, hand_over
+from agentlightning.types import OtelResource, RolloutConfig, Span, TraceStatus
+from harness import Work, ended, hand_over, main
 
 POLL_S = 5.0  # of the verl daemon and of a runner
 ATTEMPTS = 3
@@ -32,7 +32,7 @@ REWARDS = (0.25, 0.5, 1.0)
 TOKENS = 8
 
 
-async def trainer(work: dict[str, Any]) -> None:
+async def step_with_faults(work: Work) -> None:
     store = LightningStoreServer(InMemoryLightningStore(thread_safe=True), host="127.0.0.1", port=work["port"])
     await store.start()
     limits = RolloutConfig(
@@ -62,16 +62,14 @@ async def trainer(work: dict[str, Any]) -> None:
 
 
 class Runners:
-    def __init__(self, work: dict[str, Any]) -> None:
+    def __init__(self, work: Work) -> None:
         self._fault = work["fault"]
         self._store = LightningStoreClient(work["url"])
         self._of_group: Counter[str] = Counter()
         self._begun = 0
 
-    async def run(self, runners: int) -> None:
-        await asyncio.gather(*(self._runner(f"runner-{number}") for number in range(runners)))
-
-    async def _runner(self, name: str) -> None:
+    async def run(self, name: str) -> None:
+        """Be one of the runners."""
         alive = True
         while alive:
             rollout = await self._store.dequeue_rollout(worker_id=name)
@@ -134,17 +132,36 @@ class Runners:
     async def _add(
         self, rollout: Any, sequence: int, name: str, attributes: dict[str, Any], attempt_id: str | None = None
     ) -> None:
-        attempt = attempt_id or rollout.attempt.attempt_id
-        await self._store.add_span(make_span(rollout.rollout_id, attempt, sequence, name, attributes))
+        """Add a finished span to an attempt; `sequence` is its number there."""
+        span = Span(
+            rollout_id=rollout.rollout_id,
+            attempt_id=attempt_id or rollout.attempt.attempt_id,
+            sequence_id=sequence,
+            trace_id=uuid.uuid4().hex,
+            span_id=uuid.uuid4().hex[:16],
+            parent_id=None,
+            name=name,
+            status=TraceStatus(status_code="OK"),
+            attributes=attributes,
+            events=[],
+            links=[],
+            start_time=time.time(),
+            end_time=time.time(),
+            context=None,
+            parent=None,
+            resource=OtelResource(attributes={}, schema_url=""),
+        )
+        await self._store.add_span(span)
 
 
 def say(event: str, proof: int, group: str, reward: float) -> None:
     print(json.dumps({"event": event, "proof": proof, "group": group, "reward": reward}), flush=True)
 
 
+async def run_agents(work: Work) -> None:
+    runners = Runners(work)
+    await asyncio.gather(*(runners.run(f"runner-{number}") for number in range(work["groups"] * work["group"])))
+
+
 if __name__ == "__main__":
-    asked = json.loads(sys.argv[1])
-    if asked.get("agents"):
-        asyncio.run(Runners(asked).run(asked["groups"] * asked["group"]))
-    else:
-        asyncio.run(trainer(asked))
+    main(step_with_faults, run_agents)

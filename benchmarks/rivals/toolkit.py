@@ -1,32 +1,63 @@
-"""Run a step with agentcore-rl-toolkit, in its environment: the argument is the work, as JSON.
+"""Collect rollouts with agentcore-rl-toolkit, in its environment.
 
-`kind: s3` iterates over `RolloutClient.run_batch_async`. `kind: http` makes sessions as its agent loop for verl does,
-with that loop's rules: a rollout that failed after its agent has called the model is trained with the reward 0, one
-whose agent has called no model is missing, and so is one whose reward is no finite number.
+Its `RolloutClient` polls S3 for results. Its `AgentCoreHttpClient` and the sessions of its agent loop for verl poll
+the runtime. By that loop's rules, a rollout that failed after its agent has called the model is trained with the
+reward 0, one whose agent has called no model is missing, and so is one whose reward is no finite number.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-import os
-import sys
 import uuid
 from collections import Counter
-from typing import Any
 
-from agentcore_rl_toolkit import RolloutClient
+from agentcore_rl_toolkit import AgentCoreHttpClient, RolloutClient
 from agentcore_rl_toolkit.aws_tools.agentcore_tools import close_shared_agentcore_clients
 from agentcore_rl_toolkit.aws_tools.persistent_dict import NullPersister, PersistentDict
 from agentcore_rl_toolkit.concurrency.rate_limiter import LocalRateLimiter
 from agentcore_rl_toolkit.rollout_session.agentcore_http_session import AgentCoreHttpSession
-from spent import call, ended, hand_over
+from harness import Receive, Work, call, ended, hand_over, main, measure
 
 TPS = 25
 
 
-async def by_s3(work: dict[str, Any]) -> Counter[str]:
+async def collect_by_s3(work: Work) -> None:
+    async def step(prefix: str, rollouts: int, receive: Receive) -> None:
+        """Await all futures together, the faster of its two ways."""
+        client = RolloutClient(work["arn"], "results", "benchmark", tps_limit=work["rate"])
+
+        async def roll_out(name: str) -> None:
+            result = await (await client.invoke_async({"question": name}, input_id=name)).result_async()
+            assert result["rewards"] == [1.0]
+            receive(name)
+
+        await asyncio.gather(*(roll_out(f"{prefix}-{number}") for number in range(rollouts)))
+
+    await measure(work, step)
+
+
+async def collect_by_http(work: Work) -> None:
+    async def step(prefix: str, rollouts: int, receive: Receive) -> None:
+        """Use the limits of its own training script."""
+        every_request, new_session = LocalRateLimiter(max(100, work["rate"])), LocalRateLimiter(work["rate"])
+        limits = {"max_pool_connections": 512, "request_rate_limiter": every_request}
+        async with AgentCoreHttpClient(work["arn"], **limits) as client:
+
+            async def roll_out(name: str) -> None:
+                await new_session.wait_async()
+                whose = {"session_id": str(uuid.uuid4()), "invocation_id": name}
+                handle = await client.invoke({"question": name}, **whose, background=True)
+                assert (await handle.result())["rewards"] == [1.0]
+                receive(name)
+                await client.stop_session(whose["session_id"])
+
+            await asyncio.gather(*(roll_out(f"{prefix}-{number}") for number in range(rollouts)))
+
+    await measure(work, step)
+
+
+async def step_by_s3(work: Work) -> None:
     rollouts = work["groups"] * work["group"]
     client = RolloutClient(work["arn"], "results", "faults", tps_limit=TPS, max_pool_connections=rollouts)
     groups = [f"t{number // work['group']}" for number in range(rollouts)]
@@ -40,13 +71,12 @@ async def by_s3(work: dict[str, Any]) -> Counter[str]:
         elif item.result["status_code"] != 200:
             failed["the agent's error"] += 1
         else:
-            hand_over(
-                groups[item.index], item.result["rewards"][0], tokens=item.result["rollout_data"][0]["token_ids"]
-            )
-    return failed
+            tokens = item.result["rollout_data"][0]["token_ids"]
+            hand_over(groups[item.index], item.result["rewards"][0], tokens=tokens)
+    ended(failed)
 
 
-async def by_http(work: dict[str, Any]) -> Counter[str]:
+async def step_by_http(work: Work) -> None:
     new_session = LocalRateLimiter(TPS)
     failed: Counter[str] = Counter()
 
@@ -72,7 +102,7 @@ async def by_http(work: dict[str, Any]) -> Counter[str]:
 
     await asyncio.gather(*(roll_out(f"t{number}") for number in range(work["groups"]) for _ in range(work["group"])))
     await close_shared_agentcore_clients()
-    return failed
+    ended(failed)
 
 
 def name_of(error: str) -> str:
@@ -82,10 +112,5 @@ def name_of(error: str) -> str:
     return name.rpartition(".")[2] if colon else last
 
 
-async def main(work: dict[str, Any]) -> None:
-    os.environ["AWS_ENDPOINT_URL"] = work["url"]
-    ended(await {"s3": by_s3, "http": by_http}[work["kind"]](work))
-
-
 if __name__ == "__main__":
-    asyncio.run(main(json.loads(sys.argv[1])))
+    main(collect_by_s3, collect_by_http, step_by_s3, step_by_http)

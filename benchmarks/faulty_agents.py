@@ -1,4 +1,4 @@
-"""AgentCore's data plane with agents that fail: the same ones for this project's wrapper and for another's.
+"""Agents that fail: the same ones for this project's wrapper and for another's.
 
 An invoke starts a session, and its agent works for some seconds. One session of each group is the victim of the
 fault. A session is open until it is stopped, or its container has died. The emulator records what each session truly
@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+from emulated_aws import S3, Sqs
 
 from agent_wrapper.contract import (
+    REQUEST_FIELD,
     Announcement,
     Failure,
     Outcome,
@@ -33,9 +35,6 @@ from agent_wrapper.contract import (
     Turn,
     result_key,
 )
-from emulated_aws.agentcore import DataPlane
-from emulated_aws.s3 import S3
-from emulated_aws.sqs import Sqs
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_key import SessionClaims
 
@@ -68,12 +67,11 @@ class Session:
     work: asyncio.Task[None] | None = None
 
 
-class FaultyAgents(DataPlane):
+class FaultyAgents:
     """Sessions of all three contracts: this project's, and the toolkit's by S3 and by HTTP."""
 
     def __init__(self, s3: S3, sqs: Sqs, fault: str, secret: str, half: int) -> None:
         """`half` is the number of finished agents at which the event of this name is set."""
-        super().__init__(0.01, Counter())
         self._s3, self._sqs, self._fault = s3, sqs, fault
         self._sealer = Sealer(secret)
         self.sessions: dict[str, Session] = {}
@@ -92,15 +90,15 @@ class FaultyAgents(DataPlane):
 
     # --- calls -------------------------------------------------------------------------------------------
 
-    def invoke(self, session_id: str, payload: Any) -> Any:
+    async def invoke(self, session_id: str, payload: Any) -> Any:
         envelope = payload.get(_ENVELOPE)
         if envelope is not None:
             return self._call(session_id, payload, envelope["operation"], envelope["invocation_id"])
-        if "rollout_id" in payload["_rollout"]:
+        if "rollout_id" in payload[REQUEST_FIELD]:
             if session_id not in self.sessions:
-                self._begin(session_id, payload["_rollout"]["task_id"], payload, self._run_ours)
+                self._begin(session_id, payload[REQUEST_FIELD]["task_id"], payload, self._run_ours)
             return {"status": "accepted"}
-        asked = payload["_rollout"]
+        asked = payload[REQUEST_FIELD]
         session = self.sessions.get(session_id) or self._new(session_id, payload["task"], payload)
         # Each invoke of its app starts the agent, also of a session that has begun.
         session.work = asyncio.ensure_future(self._run_by_s3(session))
@@ -116,7 +114,7 @@ class FaultyAgents(DataPlane):
             return {**state, "status": "not_found"}
         return {**state, **(session.state or {"status": "in_progress"})}
 
-    def stop(self, session_id: str) -> bool:
+    async def stop(self, session_id: str) -> bool:
         session = self.sessions.get(session_id)
         if session is None or not session.open:
             return False
@@ -178,7 +176,7 @@ class FaultyAgents(DataPlane):
 
     async def _run_by_s3(self, session: Session) -> None:
         """Store what the toolkit's wrapper stores."""
-        asked = session.payload["_rollout"]
+        asked = session.payload[REQUEST_FIELD]
         key = f"{asked['exp_id']}/{asked['input_id']}/{session.id}.json"
         try:
             reward = await self._agent(session)
@@ -207,10 +205,10 @@ class FaultyAgents(DataPlane):
                 session.state = {"status": "completed", "result": {"reward": reward}}
 
     async def _run_ours(self, session: Session) -> None:
-        request = RolloutRequest.parse(session.payload["_rollout"])
+        request = RolloutRequest.parse(session.payload[REQUEST_FIELD])
         heartbeats = asyncio.ensure_future(self._send_heartbeats(request))
         if self._fault == "foreign_container" and session.victim:
-            await self._write_for_another(session, request)
+            self._write_for_another(session, request)
         try:
             assert request.remaining_s is not None
             limit = asyncio.timeout(request.remaining_s)
@@ -246,19 +244,14 @@ class FaultyAgents(DataPlane):
             await asyncio.sleep(every_s)
 
     def _rollout(self, session: Session, request: RolloutRequest, reward: float) -> Rollout:
+        ids = _ids(request)
         claims = SessionClaims(
-            run_id=request.run_id,
-            step=request.step,
-            rollout_id=request.rollout_id,
-            attempt=request.attempt,
-            session_id=session.id,
-            sampling=Sampling(),
-            expires_at=request.deadline,
+            **{name: ids[name] for name in ids if name != "task_id"}, sampling=Sampling(), expires_at=request.deadline
         )
         sealed = self._sealer.seal(Trajectory(model=MODEL, segments=(_segment(session.proof),)), claims)
         forged = self._fault == "forged_tokens" and session.victim
         return Rollout(
-            **_ids(request),
+            **ids,
             outcome=Outcome.COMPLETED,
             reward=reward,
             model=MODEL,
@@ -268,49 +261,33 @@ class FaultyAgents(DataPlane):
 
     def _publish(self, session: Session, rollout: Rollout) -> None:
         """Write once and announce, as the wrapper does."""
-        asked = session.payload["_rollout"]["result"]
-        key = result_key(asked["prefix"], rollout.run_id, rollout.step, rollout.rollout_id)
-        body = rollout.encode()
-        if self._fault == "truncated_object" and session.victim:
-            body = body[: len(body) // 2]
-        if not self._s3.has(asked["bucket"], key):
-            self._s3.put(asked["bucket"], key, body)
-        if asked["queue_url"] is None or (self._fault == "message_lost" and session.victim):
-            return
-        message = Announcement(bucket=asked["bucket"], key=key).encode()
-        for _ in range(2 if self._fault == "published_twice" else 1):
-            self._sqs.send(asked["queue_url"], message)
-        if self._fault == "poison_messages" and session.victim:
-            missing = Announcement(bucket=asked["bucket"], key=f"{key}-nothing").encode()
+        url, fault = session.payload[REQUEST_FIELD]["result"]["queue_url"], self._fault if session.victim else ""
+        announcement = self._write(session, rollout, half=fault == "truncated_object")
+        if fault != "message_lost":
+            for _ in range(2 if self._fault == "published_twice" else 1):
+                self._sqs.send(url, announcement.encode())
+        if fault == "poison_messages":
+            missing = Announcement(bucket=announcement.bucket, key=f"{announcement.key}-nothing").encode()
             for poison in ("not JSON", "{}", '{"Records": [{"other": 1}]}', '{"Records": []}', missing):
-                self._sqs.send(asked["queue_url"], poison)
-        if self._fault == "foreign_run" and session.victim:
-            self._send_foreign(session, asked, rollout)
+                self._sqs.send(url, poison)
+        if fault == "foreign_run":  # and a rollout that was not planned
+            for other in ({"run_id": "another-run"}, {"rollout_id": f"{rollout.task_id}.99"}):
+                self._sqs.send(url, self._write(session, rollout.model_copy(update=other)).encode())
 
-    def _send_foreign(self, session: Session, asked: dict[str, Any], rollout: Rollout) -> None:
-        """Announce results of another run, and of a rollout that was not planned."""
-        others = (
-            rollout.model_copy(update={"run_id": "another-run"}),
-            rollout.model_copy(update={"rollout_id": f"{rollout.task_id}.99"}),
-        )
-        for other in others:
-            key = result_key(asked["prefix"], other.run_id, other.step, other.rollout_id)
-            self._s3.put(asked["bucket"], key, other.encode())
-            self._sqs.send(asked["queue_url"], Announcement(bucket=asked["bucket"], key=key).encode())
-
-    async def _write_for_another(self, session: Session, request: RolloutRequest) -> None:
-        """Write the result of the group's next rollout, whose id can be guessed, before its agent does."""
-        name, _, number = request.rollout_id.rpartition(".")
-        if not number.isdigit():
-            return
-        other = request.model_copy(update={"rollout_id": f"{name}.{(int(number) + 1) % 4}"})
-        rollout = self._rollout(session, other, 1.0)
-        asked = session.payload["_rollout"]["result"]
-        key = result_key(asked["prefix"], other.run_id, other.step, other.rollout_id)
+    def _write(self, session: Session, rollout: Rollout, *, half: bool = False) -> Announcement:
+        asked, body = session.payload[REQUEST_FIELD]["result"], rollout.encode()
+        key = result_key(asked["prefix"], rollout.run_id, rollout.step, rollout.rollout_id)
         if not self._s3.has(asked["bucket"], key):
-            self._s3.put(asked["bucket"], key, rollout.encode())
-            if asked["queue_url"] is not None:
-                self._sqs.send(asked["queue_url"], Announcement(bucket=asked["bucket"], key=key).encode())
+            self._s3.put(asked["bucket"], key, body[: len(body) // 2] if half else body)
+        return Announcement(bucket=asked["bucket"], key=key)
+
+    def _write_for_another(self, session: Session, request: RolloutRequest) -> None:
+        """Publish the result of the group's next rollout, whose id can be guessed, before its agent does."""
+        name, _, number = request.rollout_id.rpartition(".")
+        if number.isdigit():
+            other = request.model_copy(update={"rollout_id": f"{name}.{(int(number) + 1) % 4}"})
+            announcement = self._write(session, self._rollout(session, other, 1.0))
+            self._sqs.send(session.payload[REQUEST_FIELD]["result"]["queue_url"], announcement.encode())
 
 
 def _ids(request: RolloutRequest) -> dict[str, Any]:

@@ -1,51 +1,59 @@
-"""Print what a trainer's process spends on a step, and what it has of it.
+"""What a program of this folder does with its work, which is its argument as JSON.
 
 It needs the standard library only: rivals' environments run it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import resource
+import sys
 import time
 import urllib.request
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+Work = dict[str, Any]
+Receive = Callable[[str], None]
+"""Is called with the id of each rollout as soon as the trainer has its result."""
+
 
 class Step:
-    """A step whose rollouts are handed over with `receive`."""
+    """Measures a step that starts now. Its process is alone on the core."""
 
     def __init__(self, core: int) -> None:
         for thread in os.listdir("/proc/self/task"):
             os.sched_setaffinity(int(thread), {core})
         Path("/proc/self/clear_refs").write_text("5")  # the peak of the memory starts again
         self._had: dict[str, float] = {}
-        self._closed = 0.0
         self._before, self._began = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
 
     def receive(self, rollout_id: str) -> None:
-        """Note that the trainer has a rollout's result."""
         self._had[rollout_id] = time.monotonic()
 
-    def close_one(self) -> None:
-        """Note that a rollout's session is closed, if that comes after its result."""
-        self._closed = time.monotonic()
-
-    def print(self, **more: Any) -> None:
-        """Print what was spent as JSON, once everything is closed."""
-        ended, after = max(self._closed, *self._had.values()), resource.getrusage(resource.RUSAGE_SELF)
+    def spent(self) -> dict[str, Any]:
+        """Return what was spent until now."""
+        after = resource.getrusage(resource.RUSAGE_SELF)
         [peak] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
-        spent = {
+        return {
             "had": self._had,
-            "seconds": ended - self._began,
-            "closing_s": ended - max(self._had.values()),
+            "last_s": max(self._had.values()) - self._began,
             "cpu_s": after.ru_utime + after.ru_stime - self._before.ru_utime - self._before.ru_stime,
             "peak_mib": int(peak.split()[1]) / 1024,
-            **more,
         }
-        print(json.dumps(spent), flush=True)
+
+
+async def measure(work: Work, collect: Callable[[str, int, Receive], Awaitable[None]]) -> None:
+    """Collect a few rollouts whose ids begin with `warm`, then those of the work, and print what these cost."""
+    await collect("warm", work["warm_up"], lambda rollout_id: None)
+    call(work["url"], "reset")
+    step = Step(work["core"])
+    await collect("task", work["rollouts"], step.receive)
+    print(json.dumps(step.spent() | call(work["url"], "log")), flush=True)
 
 
 def call(url: str, name: str) -> Any:
@@ -59,6 +67,14 @@ def hand_over(group: str, reward: float | None, **whose: Any) -> None:
     print(json.dumps({"group": group, "reward": reward, **whose}), flush=True)
 
 
-def ended(notes: dict[str, int]) -> None:
+def ended(notes: Counter[str]) -> None:
     """Print that the step ended by itself, and why rollouts are missing."""
     print(json.dumps({"ended": notes}), flush=True)
+
+
+def main(*ways: Callable[[Work], Awaitable[None]]) -> None:
+    """Do the work in the way that it names."""
+    work = json.loads(sys.argv[1])
+    os.environ["AWS_ENDPOINT_URL"] = work["url"]
+    [way] = [each for each in ways if each.__name__ == work["way"]]
+    asyncio.run(way(work))

@@ -1,0 +1,175 @@
+"""What all benchmarks share: options, files, processes, tables and pictures."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from rollout_backend.serving.server_process import ServerProcess
+
+HERE = Path(__file__).parent.absolute()
+ROOT = HERE.parent
+_OF_ALL = "BENCHMARK_FOLDER"  # the environment variable with the folder of a measurement that others follow
+
+
+def arguments(documentation: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="little work, to see that it runs")
+    parser.add_argument("--json", type=Path, help="write what was found to this file")
+    return parser
+
+
+# --- files ------------------------------------------------------------------------------------------------
+
+
+def machine() -> dict[str, Any]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "processor": models[0] if models else platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory / 2**30),
+        "system": platform.system() + " " + platform.release(),
+        "python": platform.python_version(),
+    }
+
+
+def described(machine: dict[str, Any]) -> str:
+    return (
+        f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {machine['system']}, "
+        f"Python {machine['python']}"
+    )
+
+
+def today() -> str:
+    return datetime.now(UTC).date().isoformat()
+
+
+def write(file: Path | None, found: Any) -> None:
+    """Write what a benchmark has found until now, if it was given a file."""
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def write_section(file: Path | None, section: str, command: str, seconds: float, results: dict[str, Any]) -> None:
+    """Write what an experiment has found, for docs/make_results.py."""
+    about = {"section": section, "date": today(), "machine": machine(), "command": command}
+    write(file, {**about, "seconds": round(seconds), "results": results})
+
+
+@contextlib.contextmanager
+def kept_folder() -> Iterator[Path]:
+    """Yield an empty folder. The block removes it with those of the blocks and programs inside it, when it ends.
+
+    For five minutes ext4 gives no new file the inode of a deleted one, and searches the disk for another instead.
+    After thousands of deleted files that costs up to 1 ms of CPU for each new one, which the next measurement would
+    pay.
+    """
+    if outer := os.environ.get(_OF_ALL):
+        yield Path(tempfile.mkdtemp(dir=outer))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[_OF_ALL] = folder
+        try:
+            yield Path(folder)
+        finally:
+            del os.environ[_OF_ALL]
+
+
+# --- processes --------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    argv: Sequence[str], port: int, log: Path, core: int, *, env: dict[str, str] | None = None, stdin: bytes = b""
+) -> AsyncIterator[int]:
+    """Run a server on one core, and yield its process's id once it answers. Raises StartupError."""
+    server = ServerProcess(log.stem, argv, log, env, stdin)
+    try:
+        await server.start()
+        assert server.pid is not None
+        os.sched_setaffinity(server.pid, {core})
+        await server.wait_healthy(lambda: asyncio.to_thread(_answers, port), 60)
+        yield server.pid
+    finally:
+        await server.stop()
+
+
+def _answers(port: int) -> bool:
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+    except urllib.error.HTTPError:
+        return True  # the path of a rival's health is another
+    except OSError:
+        return False
+    return True
+
+
+def stat_of(process: Path | str | int) -> list[str]:
+    """Return the fields of a process's `stat` after its name, on Linux. Raises OSError if it has ended."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+
+
+def cpu_s(process: str | int) -> float:
+    return sum(map(int, stat_of(process)[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def resident_bytes(process: str | int) -> int:
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# --- tables and pictures ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Table:
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> str:
+        lines = [self.header, ["---"] * len(self.header), *self.rows]
+        return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def shown(value: float | None) -> str:
+    """Return a number with three significant digits; "" for None."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+@contextlib.contextmanager
+def drawing(rows: int, columns: int, width: float, height: float, **more: Any) -> Iterator[tuple[Any, StringIO]]:
+    """Yield matplotlib's axes, in a grid, and a file that is the SVG when the block has ended.
+
+    Equal values give equal bytes.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "rollouts", "font.size": 9}
+    settings |= {"axes.spines.top": False, "axes.spines.right": False}
+    with mpl.rc_context(settings):
+        figure, axes = pyplot.subplots(rows, columns, figsize=(width, height), squeeze=False, **more)
+        written = StringIO()
+        yield axes, written
+        figure.tight_layout()
+        figure.savefig(written, format="svg", metadata={"Date": None}, bbox_inches="tight")
+        pyplot.close(figure)

@@ -1,0 +1,347 @@
+"""S3, SQS and AgentCore's data plane by their wire protocols, on one port, with agents in the same process.
+
+moto, which the local cloud runs, delivers 200 messages a second. The benchmarks need some thousand calls a second,
+a fixed latency for each, and agents whose publishing costs no call. Signatures are not checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import time
+import uuid
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from email.utils import formatdate
+from typing import Any, Protocol
+from urllib.parse import quote
+
+from aiohttp import web
+
+ACCOUNT, REGION = "000000000000", "us-east-1"
+ARN = f"arn:aws:bedrock-agentcore:{REGION}:{ACCOUNT}:runtime/load-0123456789"
+SESSION = "X-Amzn-Bedrock-AgentCore-Runtime-Session-Id"
+_ENGINE_PATHS = {
+    *("/health", "/get_model_info", "/model_info", "/get_server_info", "/server_info", "/v1/models", "/ping")
+}
+
+
+# --- S3 ---------------------------------------------------------------------------------------------------
+
+
+class S3:
+    """Objects by bucket and key. Buckets exist once they are named; there are no multipart uploads and versions."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, tuple[bytes, str, float]] = {}  # body, ETag, time
+
+    def put(self, bucket: str, key: str, body: bytes) -> str:
+        """Return the ETag."""
+        etag = f'"{uuid.uuid4().hex}"'
+        self._objects[f"{bucket}/{key}"] = body, etag, time.time()
+        return etag
+
+    def has(self, bucket: str, key: str) -> bool:
+        return f"{bucket}/{key}" in self._objects
+
+    def handle(self, request: web.Request, body: bytes) -> tuple[str, web.Response]:
+        """Return the operation, and the answer."""
+        place = request.path[1:]
+        if not place.partition("/")[2]:
+            return ("ListObjectsV2", self._list(request, place)) if request.method == "GET" else ("", web.Response())
+        found = self._objects.get(place)
+        match request.method:
+            case "PUT":
+                return "PutObject", self._put(request, place, body)
+            case "DELETE":
+                self._objects.pop(place, None)
+                return "DeleteObject", web.Response(status=204)
+            case method:
+                return f"{method.title()}Object", _s3_error(404, "NoSuchKey") if found is None else _sent(
+                    request, *found
+                )
+
+    def _put(self, request: web.Request, place: str, body: bytes) -> web.Response:
+        _, etag, _ = self._objects.get(place, (b"", "", 0.0))
+        wanted = request.headers.get("If-Match", etag)
+        if (etag and request.headers.get("If-None-Match") == "*") or wanted != etag:
+            return _s3_error(412 if etag else 404, "PreconditionFailed" if etag else "NoSuchKey")
+        bucket, _, key = place.partition("/")
+        return web.Response(headers={"ETag": self.put(bucket, key, body)})
+
+    def _list(self, request: web.Request, bucket: str) -> web.Response:
+        """List up to 1,000 keys, without folders."""
+        bucket, asked = bucket.rstrip("/"), request.query
+        prefix, limit = asked.get("prefix", ""), int(asked.get("max-keys", 1000))
+        after = f"{bucket}/" + max(asked.get("start-after", ""), asked.get("continuation-token", ""))
+        named = sorted(name for name in self._objects if name.startswith(f"{bucket}/{prefix}") and name > after)
+        listed = named[:limit]
+        token = (
+            f"<NextContinuationToken>{_key(listed[-1])}</NextContinuationToken>" if named[limit:] and listed else ""
+        )
+        items = "".join(
+            f"<Contents><Key>{_key(name)}</Key><LastModified>"
+            f"{time.strftime('%Y-%m-%dT%H:%M:%S.000Z', time.gmtime(modified))}</LastModified>"
+            f"<ETag>{etag}</ETag><Size>{len(body)}</Size><StorageClass>STANDARD</StorageClass></Contents>"
+            for name in listed
+            for body, etag, modified in [self._objects[name]]
+        )
+        return web.Response(
+            content_type="application/xml",
+            text=f'<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Name>{bucket}</Name>'
+            f"<Prefix>{quote(prefix)}</Prefix><MaxKeys>{limit}</MaxKeys><KeyCount>{len(listed)}</KeyCount>"
+            f"<EncodingType>url</EncodingType><IsTruncated>{'true' if token else 'false'}</IsTruncated>{token}{items}"
+            "</ListBucketResult>",
+        )
+
+
+def _key(place: str) -> str:
+    return quote(place.partition("/")[2])
+
+
+def _sent(request: web.Request, body: bytes, etag: str, modified: float) -> web.Response:
+    headers = {"ETag": etag, "Last-Modified": formatdate(modified, usegmt=True)}
+    if span := request.headers.get("Range", "").removeprefix("bytes="):
+        first, _, last = span.partition("-")
+        headers["Content-Range"] = f"bytes {span}/{len(body)}"
+        return web.Response(body=body[int(first) : int(last) + 1 if last else None], status=206, headers=headers)
+    return web.Response(body=body, headers=headers)
+
+
+def _s3_error(status: int, code: str) -> web.Response:
+    xml = f"<Error><Code>{code}</Code><Message>{code}</Message><RequestId>1</RequestId></Error>"
+    return web.Response(text=xml, status=status, content_type="application/xml")
+
+
+# --- SQS --------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Message:
+    id: str
+    body: str
+    sent_at: float
+    receives: int = 0
+
+
+class Queue:
+    """Messages in the order in which they were sent. There is no dead-letter queue."""
+
+    def __init__(self, url: str, visibility_s: float) -> None:
+        self.url, self.visibility_s = url, visibility_s
+        self.visible: deque[Message] = deque()
+        self.hidden: dict[str, tuple[Message, asyncio.TimerHandle]] = {}  # by receipt, until it is visible again
+        self._arrived = asyncio.Event()
+
+    def send(self, body: str) -> Message:
+        message = Message(uuid.uuid4().hex, body, time.time())
+        self._show(message)
+        return message
+
+    def _show(self, message: Message) -> None:
+        self.visible.append(message)
+        self._arrived.set()
+
+    async def receive(self, limit: int, visibility_s: float, wait_s: float) -> list[dict[str, Any]]:
+        """Return up to `limit` messages, as soon as there is one."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while not self.visible:
+                    self._arrived.clear()
+                    await self._arrived.wait()
+        taken = []
+        while self.visible and len(taken) < limit:
+            message = self.visible.popleft()
+            message.receives += 1
+            receipt = f"{message.id}.{message.receives}"
+            self._hide(receipt, message, visibility_s)
+            times = {
+                "SentTimestamp": str(int(message.sent_at * 1000)),
+                "ApproximateReceiveCount": str(message.receives),
+            }
+            about = {"MD5OfBody": _md5(message.body), "Body": message.body, "Attributes": times}
+            taken.append({"MessageId": message.id, "ReceiptHandle": receipt, **about})
+        return taken
+
+    def _hide(self, receipt: str, message: Message, seconds: float) -> None:
+        timer = asyncio.get_running_loop().call_later(seconds, self.hide, receipt, 0.0)
+        self.hidden[receipt] = message, timer
+
+    def hide(self, receipt: str, seconds: float) -> None:
+        """Hide a received message for some more time; 0 shows it."""
+        if message := self.delete(receipt):
+            if seconds:
+                self._hide(receipt, message, seconds)
+            else:
+                self._show(message)
+
+    def delete(self, receipt: str) -> Message | None:
+        message, timer = self.hidden.pop(receipt, (None, None))
+        if timer is not None:
+            timer.cancel()
+        return message
+
+
+class Sqs:
+    """Queues by name. They exist once they are created."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, Queue] = {}
+
+    def send(self, url: str, body: str) -> None:
+        """Send a message of an agent in this process, which costs no call."""
+        self._queues[url.rpartition("/")[2]].send(body)
+
+    async def handle(self, request: web.Request, operation: str, asked: dict[str, Any]) -> web.Response:
+        name = asked.get("QueueName") or asked["QueueUrl"].rpartition("/")[2]
+        if operation == "CreateQueue" and name not in self._queues:
+            visibility_s = float(asked.get("Attributes", {}).get("VisibilityTimeout", 30))
+            self._queues[name] = Queue(f"http://{request.host}/{ACCOUNT}/{name}", visibility_s)
+        queue = self._queues.get(name)
+        if queue is None:
+            error = "QueueDoesNotExist"
+            return web.json_response({"__type": f"com.amazonaws.sqs#{error}", "message": error}, status=400)
+        if operation.endswith("Batch"):
+            entries = asked["Entries"]
+            made = [
+                {"Id": entry["Id"], **await self._do(queue, operation.removesuffix("Batch"), entry)}
+                for entry in entries
+            ]
+            return web.json_response({"Successful": made, "Failed": []})
+        return web.json_response(await self._do(queue, operation, asked))
+
+    async def _do(self, queue: Queue, operation: str, asked: dict[str, Any]) -> dict[str, Any]:
+        match operation:
+            case "SendMessage":
+                message = queue.send(asked["MessageBody"])
+                return {"MessageId": message.id, "MD5OfMessageBody": _md5(message.body)}
+            case "ReceiveMessage":
+                limit, wait_s = int(asked.get("MaxNumberOfMessages", 1)), float(asked.get("WaitTimeSeconds", 0))
+                hidden_s = float(asked.get("VisibilityTimeout", queue.visibility_s))
+                messages = await queue.receive(limit, hidden_s, wait_s)
+                return {"Messages": messages} if messages else {}
+            case "DeleteMessage":
+                queue.delete(asked["ReceiptHandle"])
+            case "ChangeMessageVisibility":
+                queue.hide(asked["ReceiptHandle"], float(asked["VisibilityTimeout"]))
+            case "DeleteQueue":
+                del self._queues[queue.url.rpartition("/")[2]]
+            case "GetQueueAttributes":
+                attributes = {
+                    "QueueArn": f"arn:aws:sqs:{REGION}:{ACCOUNT}:{queue.url.rpartition('/')[2]}",
+                    "ApproximateNumberOfMessages": str(len(queue.visible)),
+                    "ApproximateNumberOfMessagesNotVisible": str(len(queue.hidden)),
+                    "ApproximateNumberOfMessagesDelayed": "0",
+                    "VisibilityTimeout": f"{queue.visibility_s:g}",
+                }
+                names = asked.get("AttributeNames", [])
+                # An attribute that is unset is left out.
+                wanted = attributes if "All" in names else attributes.keys() & names
+                return {"Attributes": {name: attributes[name] for name in wanted}}
+            case _:
+                return {"QueueUrl": queue.url}
+        return {}
+
+
+def _md5(text: str) -> str:
+    return hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
+
+
+# --- AgentCore, and all of it on one port -------------------------------------------------------------------
+
+
+class Agents(Protocol):
+    """The sessions of a runtime."""
+
+    async def invoke(self, session_id: str, payload: Any) -> Any:
+        """Return the answer of the session's container."""
+
+    async def stop(self, session_id: str) -> bool:
+        """Return whether the session was open."""
+
+
+class Cloud:
+    """Set `agents` before it serves; they can use this `s3` and `sqs`. Latencies are in seconds.
+
+    A call takes effect when it arrives. A long poll is answered as soon as a message is visible, plus the latency.
+    """
+
+    agents: Agents
+
+    def __init__(self, *, s3_s: float = 0.0, sqs_s: float = 0.0, runtime_s: float = 0.0) -> None:
+        self.calls: Counter[str] = Counter()
+        self.s3, self.sqs = S3(), Sqs()
+        self._latencies_s = s3_s, sqs_s, runtime_s
+
+    def control(self, name: str) -> Any:
+        """Return what `/_emulator/NAME` answers."""
+        raise NotImplementedError
+
+    @contextlib.asynccontextmanager
+    async def serve(self, port: int = 0) -> AsyncIterator[str]:
+        """Yield the URL."""
+        app = web.Application(client_max_size=2**30)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
+        logging.getLogger("aiohttp.server").disabled = True  # a router first probes a new engine with gRPC
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port, backlog=4096).start()
+        try:
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+
+    async def _handle(self, request: web.Request) -> web.Response:
+        body, path = await request.read(), request.path
+        if path.startswith("/_emulator/"):
+            return web.json_response(self.control(path.rpartition("/")[2]))
+        if path in _ENGINE_PATHS:
+            return web.json_response({})
+        s3_s, sqs_s, runtime_s = self._latencies_s
+        if target := request.headers.get("X-Amz-Target"):
+            operation, latency_s = target.partition(".")[2], sqs_s
+            self.calls[operation] += 1
+            response = await self.sqs.handle(request, operation, json.loads(body or b"{}"))
+        elif path.startswith("/runtimes/"):
+            response, latency_s = await self._run(request, body), runtime_s
+        else:
+            chunked = "aws-chunked" in request.headers.get("Content-Encoding", "")
+            operation, response = self.s3.handle(request, _decoded(body) if chunked else body)
+            self.calls[operation] += 1
+            latency_s = s3_s
+        await asyncio.sleep(latency_s)
+        return response
+
+    async def _run(self, request: web.Request, body: bytes) -> web.Response:
+        session_id = request.headers.get(SESSION, "")
+        if request.path.endswith("/invocations"):
+            self.calls["InvokeAgentRuntime"] += 1
+            return web.json_response(
+                await self.agents.invoke(session_id, json.loads(body)), headers={SESSION: session_id}
+            )
+        if request.path.endswith("/stopruntimesession"):
+            self.calls["StopRuntimeSession"] += 1
+            if await self.agents.stop(session_id):
+                return web.json_response({"runtimeSessionId": session_id, "statusCode": 200})
+            return _refused(404, "ResourceNotFoundException")
+        return _refused(403, "AccessDeniedException")  # the control plane
+
+
+def _refused(status: int, code: str) -> web.Response:
+    return web.json_response({"message": code}, status=status, headers={"x-amzn-ErrorType": code})
+
+
+def _decoded(chunked: bytes) -> bytes:
+    """Return a body in AWS's chunks without their framing, signatures and trailers."""
+    parts, at = [], 0
+    while True:
+        end = chunked.index(b"\r\n", at)
+        size = int(chunked[at:end].split(b";")[0], 16)
+        if not size:
+            return b"".join(parts)
+        parts.append(chunked[end + 2 : end + 2 + size])
+        at = end + 2 + size + 2

@@ -1,0 +1,149 @@
+"""Trainings of verl on the CPU, with the settings of `examples/train_arithmetic`."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import HERE, ROOT
+from tiny_learner import question
+
+from rollout_backend.serving.server_process import ServerProcess
+
+sys.path.append(str(ROOT / "examples" / "train_arithmetic"))
+import train as example
+
+PARTS = ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "update_weights")
+# Ray would run its workers at a lower priority than the agents. One thread each, so that runs can be compared.
+COMPARED = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
+# For verl's own loop, as the backend's sampler does: the rows of a step are in the order of its questions.
+ORDERED = (
+    "trainer.v1.sampler.custom_sampler.path=pkg://identity_recorder",
+    "trainer.v1.sampler.custom_sampler.name=OrderedReplayBuffer",
+)
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training, in a folder."""
+
+    work: Path
+    model: Path
+    steps: int
+    trainer: str = "v1"
+
+    @property
+    def tasks(self) -> Path:
+        return self.work / "tasks.jsonl"
+
+    async def run(self, own: Sequence[str], env: Mapping[str, str]) -> list[dict[str, Any]]:
+        """Return what verl has logged of each step. Raises SystemExit with the end of verl's log."""
+        options = Namespace(tiny=True, dtype="float32", trainer=self.trainer, steps=self.steps, work=self.work)
+        command = [
+            *(sys.executable, "-m", "verl.trainer.main_ppo"),
+            *example.training_overrides(options, self.model),
+            *example.cpu_overrides(options),
+            *own,
+            f"hydra.run.dir={self.work}",
+            "hydra.output_subdir=null",
+        ]
+        metrics, settings = self.work / "metrics.jsonl", example.environment()
+        env = {
+            **settings,
+            **env,
+            "PYTHONPATH": f"{HERE}:{settings['PYTHONPATH']}",
+            "VERL_FILE_LOGGER_PATH": str(metrics),
+        }
+        verl = ServerProcess("verl", command, self.work / "verl.log", env)
+        await verl.start()
+        try:
+            await verl.wait()
+        finally:
+            await verl.stop(grace_s=20)
+        if verl.returncode:
+            raise SystemExit(f"verl ended with code {verl.returncode}. {verl.log_tail()}")
+        return [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
+
+    def through_backend(self, settings: Mapping[str, Any]) -> list[str]:
+        """Return verl's settings for a training through this backend with these settings."""
+        path = self.work / "rollout_backend.json"  # JSON is YAML
+        path.write_text(json.dumps(settings))
+        return list(example.backend_overrides(self.tasks, path))
+
+    def through_verls_loop(self) -> list[str]:
+        """Return verl's settings for a training with its own agent loop on the same questions."""
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        payloads = [json.loads(line)["payload"] for line in self.tasks.read_text().splitlines()]
+        rows = [
+            {
+                "data_source": "arithmetic",
+                "prompt": [{"role": "user", "content": payload["question"]}],
+                "reward_model": {"style": "rule", "ground_truth": payload["answer"]},
+                "extra_info": {"index": number},
+            }
+            for number, payload in enumerate(payloads)
+        ]
+        questions = self.work / "questions.parquet"
+        parquet.write_table(pa.Table.from_pylist(rows), questions)
+        return [
+            f"data.train_files={questions}",
+            f"data.val_files={questions}",
+            "algorithm.adv_estimator=grpo",
+            "actor_rollout_ref.rollout.calculate_log_probs=True",
+            "reward.num_workers=1",
+            f"reward.custom_reward_function.path={HERE / 'arithmetic_reward.py'}",
+        ]
+
+
+def parts_of(logged: Iterable[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """Return the seconds of each part of each step, by verl's own timings."""
+    found = []
+    for data in logged:
+        parts = {name: float(data.get(f"timing_s/{name}", 0.0)) for name in PARTS}
+        found.append({**parts, "rest": float(data["timing_s/step"]) - sum(parts.values())})
+    return found
+
+
+def without_first(average: Any, steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the average of each part over the steps after the first, which also loads and compiles."""
+    return {name: round(average(step[name] for step in steps[1:]), 4) for name in steps[0]}
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Single-digit sums, and how a tiny model learns them."""
+
+    steps: int = 30
+    prompts: int = 16
+    group: int = 4
+    learning_rate: float = 3e-4
+    right_at_start: float = 0.2
+
+    def write_tasks(self, path: Path, seed: int) -> None:
+        """Write the questions of all steps. The same seed gives the same questions."""
+        draw, lines = random.Random(seed), []
+        for _ in range(self.prompts * (self.steps + 1)):
+            a, b = draw.randint(1, 9), draw.randint(1, 9)
+            lines.append(json.dumps({"payload": {"question": question(a, b), "answer": str(a + b)}}) + "\n")
+        path.write_text("".join(lines))
+
+    def overrides(self) -> list[str]:
+        actor, rollout, rows = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", self.prompts * self.group
+        return [
+            f"data.train_batch_size={self.prompts}",
+            "data.max_response_length=8",
+            f"{rollout}.n={self.group}",
+            f"{rollout}.log_prob_micro_batch_size_per_gpu={rows}",
+            f"{actor}.ppo_mini_batch_size={self.prompts}",
+            f"{actor}.ppo_micro_batch_size_per_gpu={rows}",
+            f"{actor}.entropy_coeff=0.0",
+            f"{actor}.optim.lr={self.learning_rate}",
+        ]
