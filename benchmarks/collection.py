@@ -25,9 +25,9 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from common import HERE, arguments, kept_folder, serving, write
+from common import HERE, Unmeasured, arguments, compare, kept_folder, serving
 from emulated_aws import ARN
-from rivals.environments import RivalFailed, command, environment
+from rivals.environments import command, environment
 
 from rollout_backend.serving.server_process import free_port
 
@@ -59,7 +59,7 @@ SYSTEMS: dict[str, tuple[str, str, tuple[Work, ...]]] = {  # program, way, and w
 
 
 async def measure(system: str, work: Work) -> dict[str, Any]:
-    """Return a system's figures. Raises RivalFailed."""
+    """Return a system's figures. Raises Unmeasured."""
     program, way, _ = SYSTEMS[system]
     cores, port = sorted(os.sched_getaffinity(0)), free_port()
     with kept_folder() as folder:
@@ -86,9 +86,9 @@ async def measure(system: str, work: Work) -> dict[str, Any]:
                     check=False,
                 )
             except subprocess.TimeoutExpired:
-                raise RivalFailed(f"did not end within {TIMEOUT_S} s") from None
+                raise Unmeasured(f"did not end within {TIMEOUT_S} s") from None
     if done.returncode:
-        raise RivalFailed(f"ended with {done.returncode}: {done.stderr[-1000:]}")
+        raise Unmeasured(f"ended with {done.returncode}: {done.stderr[-1000:]}")
     spent = json.loads(done.stdout.splitlines()[-1])
     latencies = [at - spent["published"][rollout_id] for rollout_id, at in spent["had"].items()]
     cuts = statistics.quantiles(latencies, n=100, method="inclusive")
@@ -106,21 +106,13 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=list(SYSTEMS))
     options = parser.parse_args()
-    found: list[dict[str, Any]] = []
-    with kept_folder():
-        for work in (Work(64),) if options.smoke else TABLE:
-            for system in options.systems:
-                if work not in SYSTEMS[system][2] and not options.smoke:
-                    continue
-                found.append({"system": system, **asdict(work)})
-                try:
-                    found[-1] |= asyncio.run(measure(system, work))
-                except RivalFailed as error:
-                    if system == "ours":
-                        raise
-                    found[-1]["failed"] = str(error)
-                print(json.dumps(found[-1]), flush=True)
-                write(options.json, found)
+
+    def one(work: Work, system: str) -> dict[str, Any] | None:
+        if options.smoke or work in SYSTEMS[system][2]:
+            return asyncio.run(measure(system, work))
+        return None
+
+    compare(options.json, [Work(64)] if options.smoke else TABLE, options.systems, one)
 
 
 if __name__ == "__main__":

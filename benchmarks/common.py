@@ -5,19 +5,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import platform
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from rollout_backend.errors import RolloutBackendError
 from rollout_backend.serving.server_process import ServerProcess
 
 HERE = Path(__file__).parent.absolute()
@@ -91,6 +93,35 @@ def kept_folder() -> Iterator[Path]:
             del os.environ[_OF_ALL]
 
 
+class Unmeasured(Exception):
+    """A rival could not be installed, or did not do the work."""
+
+
+def compare(
+    file: Path | None,
+    works: Iterable[Any],
+    systems: Iterable[str],
+    measure: Callable[[Any, str], dict[str, Any] | None],
+) -> None:
+    """Measure systems at works, which are dataclasses, and write a row for each pair, unless `measure` returns None.
+
+    The row of a rival that raises Unmeasured or an error of this package has the reason in `failed`.
+    """
+    rows: list[dict[str, Any]] = []
+    with kept_folder():
+        for work, system in itertools.product(works, systems):
+            try:
+                found = measure(work, system)
+            except (Unmeasured, RolloutBackendError) as error:
+                if system == "ours":
+                    raise
+                found = {"failed": str(error)}
+            if found is not None:
+                rows.append({"system": system, **asdict(work), **found})
+                print(json.dumps(rows[-1]), flush=True)
+                write(file, rows)
+
+
 # --- processes --------------------------------------------------------------------------------------------
 
 
@@ -120,7 +151,7 @@ def _answers(port: int) -> bool:
     return True
 
 
-def stat_of(process: Path | str | int) -> list[str]:
+def stat_of(process: str | int) -> list[str]:
     """Return the fields of a process's `stat` after its name, on Linux. Raises OSError if it has ended."""
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
 

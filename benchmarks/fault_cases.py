@@ -1,7 +1,8 @@
-"""The faults that `benchmarks/faults.py` inflicts on each system, and why some cannot meet one. Pure."""
+"""The faults that `benchmarks/faults.py` inflicts on each system, and why some cannot meet one."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 
 from rollout_backend.testing.fault_proxy import Fault, Rule
@@ -23,7 +24,7 @@ class Case:
     """One fault. `rules` are of the proxy between the trainer and AWS, or between agentlightning's agents and store.
 
     Rules with `outage` apply for OUTAGE_S once the step has begun, others during the whole step. What agents do is in
-    `emulated_aws.faulty_agents`, by the case's name.
+    `faulty_agents.py`, by the case's name.
     """
 
     name: str
@@ -37,18 +38,7 @@ class Case:
 
     def rules_of(self, system: str) -> list[Rule]:
         """Return new rules, because a rule counts."""
-        return [
-            Rule(
-                rule.operation,
-                rule.fault,
-                share=rule.share,
-                once_each=rule.once_each,
-                path=rule.path,
-                status=rule.status,
-                code=rule.code,
-            )
-            for rule in self.rules.get(system, ())
-        ]
+        return copy.deepcopy([*self.rules.get(system, ())])
 
 
 def _all_aws(s3: tuple[int, str], others: tuple[int, str]) -> dict[str, tuple[Rule, ...]]:

@@ -36,11 +36,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import arguments, write_section
+from common import Unmeasured, arguments, write_section
 from emulated_aws import ARN, Cloud
 from fault_cases import BY_HTTP, BY_NAME, BY_S3, CASES, LIGHTNING, OURS, OUTAGE_S, SYSTEMS, Case
 from faulty_agents import TOKENS, FaultyAgents
-from rivals.environments import PACKAGES, RivalFailed, command, environment, version_of
+from rivals.environments import PACKAGES, command, environment, version_of
 
 from rollout_backend.serving.server_process import free_port
 from rollout_backend.testing.fault_proxy import FaultProxy
@@ -342,7 +342,7 @@ def main() -> None:
     try:
         for system in options.systems:
             command(PROGRAMS[system][0])
-    except RivalFailed as error:
+    except Unmeasured as error:
         sys.exit(f"a rival cannot be installed: {error}\nPass --systems {OURS} to run without the rivals.")
     began, rows = time.monotonic(), []
 

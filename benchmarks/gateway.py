@@ -32,18 +32,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import HERE, arguments, kept_folder, serving, write
-from rivals.environments import RivalFailed, command, environment, python_of
+from common import HERE, Unmeasured, arguments, compare, kept_folder, serving
+from rivals.environments import command, environment, python_of
 from tokenizers import Tokenizer
 
 from agent_wrapper.contract import Sampling
 from rollout_backend.config import ModelConfig
 from rollout_backend.core.session_key import SessionClaims, issue
-from rollout_backend.errors import RolloutBackendError
 from rollout_backend.gateway.__main__ import allow_files
 from rollout_backend.gateway.engine.protocol import STREAM_INTERVAL
 from rollout_backend.gateway.gateway_settings import GatewaySettings
@@ -253,7 +252,7 @@ SYSTEMS: dict[str, tuple[Callable[[Place, int], System], tuple[Scenario, ...]]] 
 
 
 async def measure(scenario: Scenario, model: Path, name: str) -> dict[str, Any]:
-    """Raises StartupError if the system does not start, and RivalFailed if it does not do the work."""
+    """Raises StartupError if the system does not start, and Unmeasured if it does not do the work."""
     conversation, cores = Conversation(model), sorted(os.sched_getaffinity(0))
     with kept_folder() as work:
         engine_port, port = free_port(), free_port()
@@ -290,9 +289,9 @@ def generate(job: dict[str, Any], core: int) -> dict[str, Any]:
             argv, input=json.dumps(job), stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=True
         )
     except subprocess.TimeoutExpired:
-        raise RivalFailed(f"the calls were not answered within {LIMIT_S:g} s") from None
+        raise Unmeasured(f"the calls were not answered within {LIMIT_S:g} s") from None
     except subprocess.CalledProcessError:
-        raise RivalFailed("a session could not be opened") from None
+        raise Unmeasured("a session could not be opened") from None
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
@@ -317,21 +316,12 @@ def main() -> None:
     options = parser.parse_args()
     model = find_model()
     allow_files(1500)
-    found: list[dict[str, Any]] = []
-    with kept_folder():
-        for scenario in SMOKE if options.smoke else TABLE:
-            for name in options.systems:
-                if scenario not in (SYSTEMS[name][1] if not options.smoke else SMOKE[: 2 if name == "ours" else 1]):
-                    continue
-                found.append({"system": name, **asdict(scenario)})
-                try:
-                    found[-1] |= asyncio.run(measure(scenario, model, name))
-                except (RivalFailed, RolloutBackendError) as error:
-                    if name == "ours":
-                        raise
-                    found[-1]["failed"] = str(error)
-                print(json.dumps(found[-1]), flush=True)
-                write(options.json, found)
+
+    def one(scenario: Scenario, system: str) -> dict[str, Any] | None:
+        wanted = SYSTEMS[system][1] if not options.smoke else SMOKE if system == "ours" else SMOKE[:1]
+        return asyncio.run(measure(scenario, model, system)) if scenario in wanted else None
+
+    compare(options.json, SMOKE if options.smoke else TABLE, options.systems, one)
 
 
 if __name__ == "__main__":

@@ -30,9 +30,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common import resident_bytes, stat_of, write_section
 from kill_trainer import AGENT, append, stored_and_run_again, tasks_of, write_settings
 from long_run_report import KILLED, POINTS
-from run_all import write_section
 
 from rollout_backend.config import load_config
 from rollout_backend.local.cloud import LocalCloud
@@ -122,9 +122,7 @@ def processes(mark: str, at: float = 0.0) -> list[Sample]:
                 continue
             command = (folder / "cmdline").read_bytes()
             if kind := next((kind for kind, word in COMMANDS.items() if word in command), None):
-                began = int((folder / "stat").read_text().rpartition(")")[2].split()[19])
-                pages = int((folder / "statm").read_text().split()[1])
-                mib = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+                began, mib = int(stat_of(folder.name)[19]), resident_bytes(folder.name) / 2**20
                 found.append(Sample(at, kind, int(folder.name), began, mib, len(os.listdir(folder / "fd"))))
         except OSError:  # it has ended
             continue

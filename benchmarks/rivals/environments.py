@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from common import Unmeasured
 from filelock import FileLock
 
 from rollout_backend.child_process import find_uv
@@ -26,10 +27,6 @@ _HERE = Path(__file__).parent
 _MARKER = "complete"
 
 
-class RivalFailed(Exception):
-    """A rival could not be installed, or did not do the work. The message carries the end of its output."""
-
-
 def version_of(name: str) -> str:
     """Return the pinned version of a rival."""
     pins = dict(line.split("==") for line in _pins(name).read_text().split())
@@ -42,7 +39,7 @@ def python_of(name: str, pins: Path | None = None) -> Path:
     `pins` is a file of requirements with the versions of all packages. Default: those of the rival `name`.
 
     Raises:
-        RivalFailed: uv failed.
+        Unmeasured: uv failed.
     """
     pins = pins or _pins(name)
     folder = cache_dir() / "rivals" / f"{name}-{hashlib.sha256(pins.read_bytes()).hexdigest()[:8]}"
@@ -60,7 +57,7 @@ def python_of(name: str, pins: Path | None = None) -> Path:
 
 
 def command(program: str) -> list[str]:
-    """Return the command of a program of this folder, in its environment. Raises RivalFailed."""
+    """Return the command of a program of this folder, in its environment. Raises Unmeasured."""
     python = python_of(PACKAGES[program]) if program in PACKAGES else sys.executable
     return [str(python), str(_HERE / f"{program}.py")]
 
@@ -88,4 +85,4 @@ def _pins(name: str) -> Path:
 def _run(argv: list[str]) -> None:
     done = subprocess.run(argv, env=environment(), capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RivalFailed(f"{argv[1:]} ended with {done.returncode}: {(done.stdout + done.stderr)[-1000:]}")
+        raise Unmeasured(f"{argv[1:]} ended with {done.returncode}: {(done.stdout + done.stderr)[-1000:]}")
