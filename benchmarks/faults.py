@@ -39,7 +39,7 @@ from typing import Any
 from common import Unmeasured, arguments, write_section
 from emulated_aws import ARN, Cloud
 from fault_cases import BY_HTTP, BY_NAME, BY_S3, CASES, LIGHTNING, OURS, OUTAGE_S, SYSTEMS, Case
-from faulty_agents import TOKENS, FaultyAgents
+from faulty_agents import TOKENS, FaultyAgents, Session, tokens_of
 from rivals.environments import PACKAGES, command, environment, version_of
 
 from rollout_backend.serving.server_process import free_port
@@ -77,7 +77,7 @@ class Seen:
     error: str = ""
 
 
-def count(truths: Iterable[Truth], rollouts: Iterable[dict[str, Any]]) -> dict[str, int]:
+def count(truths: Iterable[Truth | Session], rollouts: Iterable[dict[str, Any]]) -> dict[str, int]:
     """Compare what is trained with what is true."""
     by_proof = {truth.proof: truth for truth in truths}
     found: Counter[str] = Counter()
@@ -111,93 +111,67 @@ def count(truths: Iterable[Truth], rollouts: Iterable[dict[str, Any]]) -> dict[s
 # --- one step of one system ------------------------------------------------------------------------------------
 
 
+@dataclass
 class World:
     """The agents of a step, and what is true of them."""
 
-    def __init__(self) -> None:
-        self.url = ""  # for the trainer and its agents: of the fault proxy
-        self.asked: dict[str, Any] = {}  # more of the trainer's work
-        self.begun, self.half = asyncio.Event(), asyncio.Event()  # the first agent has begun, half have finished
-
-    def truths(self) -> list[Truth]:
-        raise NotImplementedError
-
-    def open(self) -> int:
-        """Return how many sessions are open."""
-        raise NotImplementedError
-
-    def tokens_of(self, session: str) -> list[int]:
-        """Return the tokens that the trainer's gateway has kept."""
-        raise NotImplementedError
+    proxy: FaultProxy  # between the trainer or the agents and the services
+    asked: dict[str, Any]  # more of the trainer's work
+    begun: asyncio.Event  # the first agent has begun
+    half: asyncio.Event  # half of the agents have finished
+    truths: Callable[[], Iterable[Truth | Session]]
+    count_open: Callable[[], int]  # sessions
 
 
-class CloudWorld(World):
+class FaultyCloud(Cloud):
     def __init__(self, fault: str) -> None:
-        super().__init__()
-        self.cloud = Cloud(s3_s=0.01, sqs_s=0.005, runtime_s=0.01)
-        agents = FaultyAgents(self.cloud.s3, self.cloud.sqs, fault, SECRET, GROUPS * GROUP // 2)
-        self.agents = self.cloud.agents = agents
-        self.begun, self.half = agents.begun, agents.half
-        self.cloud.control = lambda name: list(agents.sessions)  # type: ignore[method-assign]
+        super().__init__(s3_s=0.01, sqs_s=0.005, runtime_s=0.01)
+        self.agents: FaultyAgents = FaultyAgents(self.s3, self.sqs, fault, SECRET, GROUPS * GROUP // 2)
 
-    def truths(self) -> list[Truth]:
-        sessions = self.agents.sessions.values()
-        return [Truth(each.proof, each.group, each.reward, each.finished) for each in sessions]
-
-    def open(self) -> int:
-        return sum(session.open for session in self.agents.sessions.values())
-
-    def tokens_of(self, session: str) -> list[int]:
-        return [TOKENS * self.agents.sessions[session].proof]
-
-    @contextlib.asynccontextmanager
-    async def serve(self) -> AsyncIterator[FaultProxy]:
-        async with self.cloud.serve() as engine, contextlib.aclosing(self.agents), FaultProxy(engine) as proxy:
-            self.url, self.asked = proxy.url, {"engine": engine, "arn": ARN, "secret": SECRET}
-            yield proxy
+    def control(self, name: str) -> Any:
+        """Return the tokens that the trainer's gateway has of each session whose agent has called the model."""
+        return {session.id: tokens_of(session.proof) for session in self.agents.sessions.values()}
 
 
-class LightningWorld(World):
-    """agentlightning's runners, which are a process. What they print is true."""
+@contextlib.asynccontextmanager
+async def on_aws(case: Case, log: Path) -> AsyncIterator[World]:
+    cloud = FaultyCloud(case.name)
+    agents, sessions = cloud.agents, cloud.agents.sessions
+    async with cloud.serve() as engine, contextlib.aclosing(agents), FaultProxy(engine) as proxy:
+        asked = {"engine": engine, "arn": ARN, "secret": SECRET}
+        count_open = lambda: sum(each.open for each in sessions.values())  # noqa: E731
+        yield World(proxy, asked, agents.begun, agents.half, sessions.values, count_open)
 
-    def __init__(self, case: Case, log: Path) -> None:
-        super().__init__()
-        self._case, self._log = case, log
-        self._truths: dict[int, Truth] = {}
-        self._running: set[int] = set()
 
-    def truths(self) -> list[Truth]:
-        return list(self._truths.values())
+@contextlib.asynccontextmanager
+async def on_lightning(case: Case, log: Path) -> AsyncIterator[World]:
+    """Run agentlightning's runners, which are a process that prints what is true."""
+    port, begun, half = free_port(), asyncio.Event(), asyncio.Event()
+    truths: dict[int, Truth] = {}
+    running: set[int] = set()
 
-    def open(self) -> int:
-        return len(self._running)
-
-    @contextlib.asynccontextmanager
-    async def serve(self) -> AsyncIterator[FaultProxy]:
-        port = free_port()
-        async with FaultProxy(f"http://127.0.0.1:{port}") as proxy:
-            self.url, self.asked = proxy.url, {"port": port}
-            work = {"way": "run_agents", "groups": GROUPS, "group": GROUP, "url": proxy.url, "fault": self._case.name}
-            process = await start("lightning", work, self._log)
-            listening = asyncio.create_task(self._listen(process))
-            try:
-                yield proxy
-            finally:
-                listening.cancel()
-                await end(process)
-
-    async def _listen(self, process: asyncio.subprocess.Process) -> None:
-        async for event in events(process):
+    async def listen(runners: asyncio.subprocess.Process) -> None:
+        async for event in events(runners):
             what = event.pop("event")
-            self.begun.set()
+            begun.set()
             if what == "begun":
-                self._running.add(event["proof"])
+                running.add(event["proof"])
             if what == "gone":
-                self._running.discard(event["proof"])
+                running.discard(event["proof"])
             else:
-                self._truths[event["proof"]] = Truth(**event, finished=what == "finished")
-            if sum(truth.finished for truth in self._truths.values()) >= GROUPS * GROUP // 2:
-                self.half.set()
+                truths[event["proof"]] = Truth(**event, finished=what == "finished")
+            if sum(truth.finished for truth in truths.values()) >= GROUPS * GROUP // 2:
+                half.set()
+
+    async with FaultProxy(f"http://127.0.0.1:{port}") as proxy:
+        work = {"way": "run_agents", "groups": GROUPS, "group": GROUP, "url": proxy.url, "fault": case.name}
+        runners = await start("lightning", work, log)
+        listening = asyncio.create_task(listen(runners))
+        try:
+            yield World(proxy, {"port": port}, begun, half, truths.values, lambda: len(running))
+        finally:
+            listening.cancel()
+            await end(runners)
 
 
 async def start(program: str, work: dict[str, Any], log: Path) -> asyncio.subprocess.Process:
@@ -270,13 +244,12 @@ async def outage(case: Case, system: str, proxy: FaultProxy, begun: asyncio.Even
 async def run(system: str, case: Case, folder: Path) -> dict[str, Any]:
     """Run a trainer to its end, and count. If the case says so, kill it at `half`, and start it again."""
     log, (program, way) = folder / "trainer.log", PROGRAMS[system]
-    world = LightningWorld(case, folder / "agents.log") if system == LIGHTNING else CloudWorld(case.name)
-    async with world.serve() as proxy:
+    async with (on_lightning if system == LIGHTNING else on_aws)(case, folder / "agents.log") as world:
         limit_s = LIMIT_IN_OUTAGES_S if case.outage else LIMIT_S
         about = {"way": way, "groups": GROUPS, "group": GROUP, "limit_s": limit_s, "folder": str(folder)}
-        work = {**about, "url": world.url, **world.asked}
+        work = {**about, "url": world.proxy.url, **world.asked}
         began = time.monotonic()
-        faults = asyncio.create_task(outage(case, system, proxy, world.begun))
+        faults = asyncio.create_task(outage(case, system, world.proxy, world.begun))
         try:
             process = await start(program, work, log)
             if case.kill:
@@ -293,12 +266,9 @@ async def run(system: str, case: Case, folder: Path) -> dict[str, Any]:
                 seen.error = error
         finally:
             faults.cancel()
-        seconds, leaked = time.monotonic() - began, world.open()
-    for rollout in seen.rollouts:
-        if "session" in rollout:
-            rollout["tokens"] = world.tokens_of(rollout["session"])
-    ended = {"ended": seen.error or "yes", "missing": seen.notes or {}, "seconds": round(seconds, 1)}
-    return {**count(world.truths(), seen.rollouts), "leaked": leaked, **ended}
+        found = {**count(world.truths(), seen.rollouts), "leaked": world.count_open()}
+        ended = {"ended": seen.error or "yes", "missing": seen.notes or {}}
+        return found | ended | {"seconds": round(time.monotonic() - began, 1)}
 
 
 # --- the matrix ------------------------------------------------------------------------------------------------

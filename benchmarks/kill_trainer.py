@@ -142,7 +142,6 @@ async def train(settings: Path, checkpoint: Path, steps: int, tasks: int) -> Non
                 "step": done,
                 "planned": report.planned,
                 "outcomes": {outcome.value: n for outcome, n in report.outcomes.items()},
-                "unclosed": len(report.unclosed_sessions),
                 "resumed": report.resumed,
                 "reattached": report.reattached,
                 "rows": rows_of(result.rollouts),
@@ -191,15 +190,13 @@ async def supervise(work: Path, options: argparse.Namespace, kills: int) -> dict
             open_sessions = (await cloud.sessions())["sessions"]
             _, twice = await stored_and_run_again(cloud)
     lines = [json.loads(line) for line in checkpoint.read_text().splitlines()]
-    outcomes: Counter[str] = Counter()
-    for line in lines:
-        outcomes.update(line["outcomes"])
+    outcomes = sum((Counter(line["outcomes"]) for line in lines), Counter())
     return {
         "steps": len(lines),
         "kills": killed,
         "planned": sum(line["planned"] for line in lines),
-        "unaccounted": sum(line["planned"] - sum(line["outcomes"].values()) for line in lines),
-        "outcomes": {name: count for name, count in outcomes.items() if count},
+        "unaccounted": sum(line["planned"] for line in lines) - outcomes.total(),
+        "outcomes": outcomes,
         "reused from before a kill": sum(line["resumed"] for line in lines),
         "re-attached": sum(line["reattached"] for line in lines),
         "finished and run again": twice,

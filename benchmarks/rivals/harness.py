@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +62,9 @@ def call(url: str, name: str) -> Any:
         return json.load(reply)
 
 
-def hand_over(group: str, reward: float | None, **whose: Any) -> None:
-    """Print a rollout that is trained, with its `tokens`, or the `session` whose tokens the gateway has."""
-    print(json.dumps({"group": group, "reward": reward, **whose}), flush=True)
+def hand_over(group: str, reward: float | None, tokens: Sequence[int]) -> None:
+    """Print a rollout that is trained."""
+    print(json.dumps({"group": group, "reward": reward, "tokens": tokens}), flush=True)
 
 
 def ended(notes: Counter[str]) -> None:

@@ -56,7 +56,7 @@ async def step_with_faults(work: Work) -> None:
         rewards = [span.attributes["reward"] for span in spans if span.name == REWARD]
         for span in spans:
             if span.name == MODEL_CALL:
-                hand_over(group, rewards[-1] if rewards else 0.0, tokens=json.loads(span.attributes["token_ids"]))
+                hand_over(group, rewards[-1] if rewards else 0.0, json.loads(span.attributes["token_ids"]))
     ended(Counter(status for status in had.values() if status != "succeeded"))
     await store.stop()
 

@@ -64,7 +64,7 @@ async def step_with_faults(work: Work) -> None:
         result = await manager.collect(tasks, step=0)
     for group in result.groups:
         for rollout in group.rollouts if group.usable else ():
-            hand_over(group.task.task_id, rollout.reward, tokens=list(rollout.segments[0].token_ids))
+            hand_over(group.task.task_id, rollout.reward, list(rollout.segments[0].token_ids))
     ended(Counter({name: count for name, count in result.report.reasons.items() if count}))
 
 

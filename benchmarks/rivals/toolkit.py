@@ -72,7 +72,7 @@ async def step_by_s3(work: Work) -> None:
             failed["the agent's error"] += 1
         else:
             tokens = item.result["rollout_data"][0]["token_ids"]
-            hand_over(groups[item.index], item.result["rewards"][0], tokens=tokens)
+            hand_over(groups[item.index], item.result["rewards"][0], tokens)
     ended(failed)
 
 
@@ -96,9 +96,9 @@ async def step_by_http(work: Work) -> None:
         if error is not None:
             failed[name_of(error)] += 1
             reward = 0.0
-        calls_the_model = sid in await asyncio.to_thread(call, work["engine"], "sessions")
-        if calls_the_model and reward is not None and math.isfinite(reward):
-            hand_over(group, reward, session=sid)
+        tokens = (await asyncio.to_thread(call, work["engine"], "sessions")).get(sid)
+        if tokens is not None and reward is not None and math.isfinite(reward):
+            hand_over(group, reward, tokens)
 
     await asyncio.gather(*(roll_out(f"t{number}") for number in range(work["groups"]) for _ in range(work["group"])))
     await close_shared_agentcore_clients()
