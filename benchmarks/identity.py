@@ -37,7 +37,6 @@ from tiny_learner import fit_sums
 from verl_training import COMPARED, ORDERED, Sums, Training
 from wrapped_agents import SessionRecord, WrappedAgents, backend_settings
 
-from agent_wrapper import RolloutContext
 from rollout_backend.results.step_report import StepReport
 
 VERL, OURS, KILLED = "verl", "ours", "ours, killed"
@@ -70,7 +69,7 @@ async def train(variant: str, training: Training, sums: Sums) -> dict[str, Any]:
         ]
         await training.run([*common, *own, *recorded], env)
         return {}
-    agents = _KilledAgents(_is_right, SEED, 0.2) if variant == KILLED else WrappedAgents(_is_right, SEED)
+    agents = WrappedAgents(_is_right, SEED, lost=0.2 if variant == KILLED else 0.0)
     async with agents.serve() as url:
         own = training.through_backend(backend_settings(url, work / "runs"))
         await training.run([*common, *own, *recorded], env)
@@ -85,18 +84,6 @@ def accounts(records: Sequence[SessionRecord], output: Path) -> dict[str, Any]:
         "killed": sum(record.lost for record in records),
         **{name: sum(getattr(each, name) for each in reports) for name in ("planned", "trainable", "attempts")},
     }
-
-
-class _KilledAgents(WrappedAgents):
-    """Agents that take a while. A session's silence is noticed only if it was heard before, and while others are."""
-
-    async def _agent(self, context: RolloutContext) -> dict[str, Any]:
-        found = await super()._agent(context)
-        await asyncio.sleep(15)
-        return found
-
-    def _kill(self, rollout_id: str) -> None:
-        self._loop.call_later(4, super()._kill, rollout_id)
 
 
 def _is_right(reply: str, answer: str) -> bool:

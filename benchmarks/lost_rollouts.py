@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 from common import arguments, write_section
-from emulated_aws import SESSION
 from tiny_learner import Row, fit, row_of, train
 from wrapped_agents import SessionRecord, WrappedAgents, backend_settings
 
@@ -64,7 +63,7 @@ class Settings:
 
 
 class Readers(WrappedAgents):
-    """Agents that read pages. A lost one gets what AgentCore sends to a container that it ends: SIGTERM."""
+    """Agents that read pages."""
 
     def __init__(self, settings: Settings, variant: str) -> None:
         super().__init__(lambda reply, answer: reply == answer)
@@ -85,10 +84,7 @@ class Readers(WrappedAgents):
         if lost and self._variant == AS_0:
             return {"reward": 0.0}
         if lost:
-            session = next(name for name in reversed(self._rollouts) if self._rollouts[name] == rollout_id)
-            end = self._http.post("/stop", headers={SESSION: session})
-            asyncio.run_coroutine_threadsafe(end, self._loop)
-            await asyncio.sleep(context.remaining_s + 60)
+            await self._lose(context)
         return {"reward": float(right)}
 
 

@@ -12,57 +12,53 @@ one, `max_staleness` batches ahead. Each policy takes the oldest finished groups
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from statistics import mean
+from typing import NamedTuple
+
+from common import Table
 
 from rollout_backend.core.staleness import groups_to_await
 
 BATCH = 32  # groups
 GROUP = 8  # rollouts
+STEPS, SEEDS = 200, 5
 STEP_S = 60.0  # of training
 MEDIAN_S = 20.0  # of a rollout
 SIGMA = 1.0  # of its logarithm: one rollout of a hundred takes ten times the median
-LIMITS = (1, 2, 4, 8)
-POLICIES = ("dropped", "awaited")
 
 
-@dataclass(order=True)
-class Group:
+class Group(NamedTuple):
     """A group that was requested. `ends` and `longest` are in seconds."""
 
     requested_in: int
     ends: float
-    longest: float = field(compare=False)
+    longest: float
 
 
-@dataclass
-class Totals:
-    """What a training came to. Durations are those of each group's longest rollout."""
+class Totals(NamedTuple):
+    """What a training came to."""
 
-    trained: list[float] = field(default_factory=list)
-    requested: list[float] = field(default_factory=list)
-    dropped: int = 0
-    idle_s: float = 0.0
-    seconds: float = 0.0
+    dropped: float  # part of the groups
+    long: float  # how often the longest tenth of groups is trained, compared with all groups
+    idle: float  # part of the time
+    steps_per_h: float
 
 
-def train(policy: str, max_staleness: int, steps: int, seed: int) -> Totals:
-    """Train with one of the policies."""
-    draw, now, totals = random.Random(seed), 0.0, Totals()
+def train(policy: str, max_staleness: int, seed: int) -> Totals:
+    draw, now, idle_s, dropped = random.Random(seed), 0.0, 0.0, 0
     groups: list[Group] = []
+    requested: list[float] = []
+    trained: list[float] = []
 
     def request(count: int, step: int) -> None:
         for _ in range(count):
-            longest = max(draw.lognormvariate(0.0, SIGMA) * MEDIAN_S for _ in range(GROUP))
-            groups.append(Group(step, now + longest, longest))
-            totals.requested.append(longest)
+            requested.append(max(draw.lognormvariate(0.0, SIGMA) * MEDIAN_S for _ in range(GROUP)))
+            groups.append(Group(step, now + requested[-1], requested[-1]))
 
     request(max_staleness * BATCH, 1)
-    for step in range(1, steps + 1):
+    for step in range(1, STEPS + 1):
         request(BATCH, step)
         began = now
         while True:
@@ -70,52 +66,41 @@ def train(policy: str, max_staleness: int, steps: int, seed: int) -> Totals:
             unfinished = [group for group in groups if group.ends > now]
             stale = [group for group in finished if step - group.requested_in > max_staleness]
             if policy == "dropped" and stale:
-                totals.dropped += len(stale)
+                dropped += len(stale)
                 groups[:] = [group for group in groups if group not in stale]
                 request(len(stale), step)
                 continue
-            requests = [group.requested_in for group in unfinished]
-            may_take = policy == "dropped" or not groups_to_await(requests, step, max_staleness, BATCH)
+            ages = [group.requested_in for group in unfinished]
+            may_take = policy == "dropped" or not groups_to_await(ages, step, max_staleness, BATCH)
             if len(finished) >= BATCH and may_take:
                 break
             now = min(group.ends for group in unfinished)
         batch = finished[:BATCH]
         groups[:] = [group for group in groups if group not in batch]
-        totals.trained += [group.longest for group in batch]
-        totals.idle_s += now - began
+        trained += [group.longest for group in batch]
+        idle_s += now - began
         now += STEP_S
-    totals.seconds = now
-    return totals
-
-
-def rows(steps: int, seeds: int) -> Iterator[str]:
-    """Yield the lines of the table."""
-    yield "| `max_staleness` | | dropped | groups trained of the longest tenth | trainer idle | steps per hour |"
-    yield "| --- | --- | --- | --- | --- | --- |"
-    for limit in LIMITS:
-        for policy in POLICIES:
-            runs = [train(policy, limit, steps, seed) for seed in range(seeds)]
-            dropped = mean(run.dropped / len(run.requested) for run in runs)
-            idle = mean(run.idle_s / run.seconds for run in runs)
-            speed = mean(steps / run.seconds * 3600 for run in runs)
-            long = mean(map(share_of_long, runs))
-            yield f"| {limit} | {policy} | {dropped:.0%} | {long:.0%} | {idle:.0%} | {speed:.0f} |"
-
-
-def share_of_long(run: Totals) -> float:
-    """Return how often the longest tenth of groups is trained, compared with all groups."""
-    limit = heapq.nlargest(len(run.requested) // 10, run.requested)[-1]
-    trained = sum(longest >= limit for longest in run.trained) / len(run.trained)
-    return trained / (sum(longest >= limit for longest in run.requested) / len(run.requested))
+    limit = heapq.nlargest(len(requested) // 10, requested)[-1]
+    of_trained, of_all = (mean(longest >= limit for longest in each) for each in (trained, requested))
+    return Totals(dropped / len(requested), of_trained / of_all, idle_s / now, STEPS / now * 3600)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=5)
-    options = parser.parse_args()
-    for line in rows(options.steps, options.seeds):
-        print(line, flush=True)
+    lines = []
+    for limit in (1, 2, 4, 8):
+        for policy in ("dropped", "awaited"):
+            runs = [train(policy, limit, seed) for seed in range(SEEDS)]
+            dropped, long, idle, speed = map(mean, zip(*runs, strict=True))
+            lines.append([f"{limit}", policy, f"{dropped:.0%}", f"{long:.0%}", f"{idle:.0%}", f"{speed:.0f}"])
+    header = (
+        "`max_staleness`",
+        "",
+        "dropped",
+        "groups trained of the longest tenth",
+        "trainer idle",
+        "steps per hour",
+    )
+    print(Table(header, lines).markdown())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Sessions of a real `RolloutApp` on the emulated AgentCore, some of which are lost.
 
-All sessions share this process and one app. A killed session is like a dead container: its wrapper is cancelled, so
-it publishes nothing and sends no more heartbeats.
+All sessions share this process and one app. AgentCore ends a lost one with SIGTERM before it publishes.
 """
 
 from __future__ import annotations
@@ -38,15 +37,14 @@ class SessionRecord:
 class WrappedAgents:
     """Agents that ask the model one question, and score the reply.
 
-    A part `killed` of the rollouts lose their first session after it has sampled.
+    A part `lost` of the rollouts lose their first session after it has sampled.
     """
 
-    def __init__(self, is_right: Callable[[str, str], bool], seed: int = 0, killed: float = 0.0) -> None:
+    def __init__(self, is_right: Callable[[str, str], bool], seed: int = 0, lost: float = 0.0) -> None:
         self.records: list[SessionRecord] = []
-        self._is_right, self._seed, self._killed = is_right, seed, killed
+        self._is_right, self._seed, self._lost = is_right, seed, lost
         self._sessions: Counter[str] = Counter()  # by rollout
         self._rollouts: dict[str, str] = {}  # by session
-        self._dead: set[str] = set()  # rollouts whose current session was killed
         self._app = RolloutApp()
         self._app.entrypoint(self._agent)
         self._model = httpx.AsyncClient(timeout=None)
@@ -70,13 +68,10 @@ class WrappedAgents:
         if session_id not in self._rollouts:
             rollout_id = self._rollouts[session_id] = payload[REQUEST_FIELD]["rollout_id"]
             self._sessions[rollout_id] += 1
-            self._dead.discard(rollout_id)
         reply = await self._http.post("/invocations", json=payload, headers={SESSION: session_id})
         return reply.raise_for_status().json()
 
     async def stop(self, session_id: str) -> bool:
-        if self._rollouts.get(session_id) in self._dead:
-            return False
         return (await self._http.post("/stop", headers={SESSION: session_id})).status_code != 404
 
     async def _agent(self, context: RolloutContext) -> dict[str, Any]:
@@ -85,11 +80,10 @@ class WrappedAgents:
         message = await self._reply(context, [{"role": "user", "content": context.payload["question"]}])
         right = self._is_right(message["content"] or "", context.payload["answer"])
         first = self._sessions[rollout_id] == 1
-        lost = first and self._lot(rollout_id) < self._killed
+        lost = first and self._lot(rollout_id) < self._lost
         self.records.append(SessionRecord(first, right, 1, lost))
         if lost:
-            self._loop.call_soon_threadsafe(self._kill, rollout_id)
-            await asyncio.sleep(context.remaining_s + 60)
+            await self._lose(context)
         return {"reward": float(right)}
 
     async def _reply(self, context: RolloutContext, messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -106,11 +100,11 @@ class WrappedAgents:
         """Return a number from 0 to 1, equal for the same session of a rollout with the same seed."""
         return random.Random(f"{self._seed} {rollout_id} {self._sessions[rollout_id]}").random()
 
-    def _kill(self, rollout_id: str) -> None:
-        self._dead.add(rollout_id)
-        for task in asyncio.all_tasks():
-            if task.get_name() == f"rollout-{rollout_id}":
-                task.cancel()
+    async def _lose(self, context: RolloutContext) -> None:
+        """End the session of this agent."""
+        session = next(name for name in reversed(self._rollouts) if self._rollouts[name] == context.rollout_id)
+        asyncio.run_coroutine_threadsafe(self._http.post("/stop", headers={SESSION: session}), self._loop)
+        await asyncio.sleep(context.remaining_s + 60)
 
 
 def backend_settings(url: str, output: Path) -> dict[str, Any]:

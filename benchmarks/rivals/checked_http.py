@@ -18,7 +18,7 @@ from urllib.parse import quote, urlsplit
 from boto3_threads import key_of
 from botocore.credentials import Credentials
 from harness import Receive, Work, main, measure
-from http_client import Connection
+from load_generator import Connection
 from multidict import CIMultiDict
 
 from agent_wrapper.contract import REQUEST_FIELD, ResultTarget, Rollout, RolloutRequest, Sampling
