@@ -286,7 +286,8 @@ class Cloud:
         """Yield the URL."""
         app = web.Application(client_max_size=2**30)
         app.router.add_route("*", "/{path:.*}", self._handle)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
+        # No idle connection is closed, as a call that is then on its way would fail.
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, keepalive_timeout=3600)
         logging.getLogger("aiohttp.server").disabled = True  # a router first probes a new engine with gRPC
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", port, backlog=4096).start()

@@ -25,7 +25,7 @@ from common import cpu_s, resident_bytes
 
 
 class Connection(asyncio.Protocol):
-    """A kept connection, with one request at a time: a call costs 25 us, as the response is read before it is parsed."""
+    """A kept connection, with one request at a time. A call costs 25 us: a response is read before it is parsed."""
 
     transport: Any = None
 
