@@ -31,9 +31,8 @@ from agent_wrapper.contract import (
     result_key,
 )
 from agent_wrapper.contract.codec import pack
-from rollout_backend.core import signed_claims
 from rollout_backend.core.seal import SealClaims, Sealer
-from rollout_backend.core.session_key import SessionClaims
+from rollout_backend.core.session_key import SessionClaims, read_claims, sign_claims
 
 ENVELOPE = "_agentcore_runtime"
 MODEL = "scripted"
@@ -54,7 +53,7 @@ class ReadyMadeResults:
         claims = SessionClaims(**ids, sampling=Sampling(), expires_at=0)
         seal = sealer.seal(Trajectory(model=MODEL, segments=segments), claims).seal
         assert seal is not None
-        self._key, self._seal = sealer._keys[0], signed_claims.read(seal, SealClaims)
+        self._key, self._seal = sealer._keys[0], read_claims(seal, SealClaims)
         rollout = Rollout(
             **ids, task_id="t", outcome=Outcome.COMPLETED, reward=1.0, model=MODEL, segments=segments, started_at=1.0
         )
@@ -63,7 +62,7 @@ class ReadyMadeResults:
     def make(self, request: dict[str, Any]) -> bytes:
         identity = {name: request[name] for name in _IDENTITY}
         sealed = self._seal.model_copy(update={name: identity[name] for name in _SEALED})
-        varying = {**identity, "seal": signed_claims.sign(self._key, sealed), "finished_at": time.time()}
+        varying = {**identity, "seal": sign_claims(self._key, sealed), "finished_at": time.time()}
         return pack({**self._fields, **varying})
 
 

@@ -23,7 +23,7 @@ from multidict import CIMultiDict
 
 from agent_wrapper.contract import REQUEST_FIELD, ResultTarget, Rollout, RolloutRequest, Sampling
 from rollout_backend.atomic_file import write_file
-from rollout_backend.aws.http_session import Request, authorize
+from rollout_backend.aws.repeated_call import Request, authorize
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.serving.run_secret import model_endpoint
