@@ -367,14 +367,14 @@ class RolloutTask:
         if (end := self.entry.session_end) is not None:
             self._lose_session(end.reason, end.message, final=end.final)
             return
-        if self.entry.adopted:
-            self.abandon_adopted()
-            return
         message = (
             f"nothing was published within {self._services.config.timeouts.publish_grace_s:g} s of the agent's "
             f"deadline; check the log of session {self.entry.session_id} for the cause"
         )
-        self.settle(Outcome.TIMED_OUT, NO_RESULT, message)
+        if self.entry.adopted:
+            self._lose_session(NO_RESULT, message)
+        else:
+            self.settle(Outcome.TIMED_OUT, NO_RESULT, message)
 
     def on_container_lost(self) -> None:
         """Retry after the container died silently, or settle the rollout if no attempt is left."""
@@ -388,19 +388,23 @@ class RolloutTask:
 
     def retry_lost(self, failure: Failure | None) -> bool:
         """Retry after the failure marker of an attempt, if another one may succeed. Return False if it counts."""
-        if self.entry.adopted:
-            self.abandon_adopted()
-            return True
-        left = self.entry.attempts < self._services.config.runtime.max_attempts
-        if failure is None or failure.reason != TERMINATED or self.entry.phase is not Phase.RUNNING or not left:
+        was_stopped = failure is not None and failure.reason == TERMINATED and self.entry.phase is Phase.RUNNING
+        if not self.entry.adopted and not (was_stopped and self._has_attempts):
             return False
-        self._lose_session(TERMINATED, failure.message)
+        self._lose_session(TERMINATED, "" if failure is None else failure.message)
         return True
 
+    @property
+    def _has_attempts(self) -> bool:
+        return self.entry.attempts < self._services.config.runtime.max_attempts
+
     def _lose_session(self, reason: str, message: str, *, final: bool = False) -> None:
+        """Retry if an attempt is left, and in any case after one of an earlier trainer. Otherwise settle."""
         if self.entry.adopted:
-            self.abandon_adopted()
-        elif self.entry.attempts < self._services.config.runtime.max_attempts and not final:
+            log.info("rollout %s: the attempt of an earlier trainer is lost; retrying", self.rollout_id)
+            self.abandon_attempt()
+            self.context.changed.set()
+        elif self._has_attempts and not final:
             log.warning("rollout %s, attempt %d: %s; retrying", self.rollout_id, self.entry.attempts, message)
             self.abandon_attempt()
         else:
@@ -425,12 +429,6 @@ class RolloutTask:
         else:
             message = "the step's time was up, and S3 could not be asked whether its result is there"
             self.settle(Outcome.TIMED_OUT, STORE_UNAVAILABLE, message)
-
-    def abandon_adopted(self) -> None:
-        """Retry after the attempt of an earlier trainer was lost."""
-        log.info("rollout %s: the attempt of an earlier trainer is lost; retrying", self.rollout_id)
-        self.abandon_attempt()
-        self.context.changed.set()
 
     def abandon_attempt(self) -> None:
         """Close the session of the current attempt in the background, and make the next attempt."""
