@@ -1,6 +1,6 @@
 """Open AWS clients and explain their errors."""
 
-from rollout_backend.aws.clients import Client, client, preload, read_up_to
+from rollout_backend.aws.clients import Client, client, read_up_to
 from rollout_backend.aws.errors import (
     CALL_ERRORS,
     NO_ANSWER,
@@ -50,7 +50,6 @@ __all__ = [
     "logged_calls",
     "message_of",
     "preflight_error",
-    "preload",
     "raise_if_expired",
     "read_up_to",
     "reason",

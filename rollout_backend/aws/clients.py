@@ -168,12 +168,8 @@ def _loader(data_path: str | None, newer: tuple[str, str] | None) -> Loader:
     return loader
 
 
-def preload(service: str) -> None:
-    """Load what a client of this service needs, which takes half a second the first time."""
-    _preload(_session().get_component("data_loader"), service)
-
-
 def _preload(loader: Loader, service: str) -> None:
+    """Load what a client of this service needs, which takes half a second the first time."""
     for kind in ("service-2", "endpoint-rule-set-1"):
         loader.load_service_model(service, kind, api_version=None)
     for name in ("endpoints", "partitions", "_retry"):

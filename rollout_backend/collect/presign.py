@@ -42,7 +42,6 @@ class Presigner:
     """Signs URLs with this process's credentials, which must allow the write. Signing makes no call to S3."""
 
     def __init__(self, storage: StorageConfig, where: AwsConfig, wall: Callable[[], float] = time.time) -> None:
-        aws.preload("s3")  # blocks, so it runs before the event loop has other work
         self._storage = storage
         self._where = where
         self._wall = wall
