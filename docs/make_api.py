@@ -58,7 +58,10 @@ def _section(name: str, value: Any) -> Iterator[str]:
     fields = list(_fields(node, source))
     if fields:
         yield from ("| field | type | |", "| --- | --- | --- |", *fields, "")
-    for member in node.body:
+    private = [base for base in value.__mro__[1:] if base.__name__.startswith("_")]
+    classes = [node, *(ast.parse(inspect.getsource(base)).body[0] for base in private)]
+    members = [member for each in classes if isinstance(each, ast.ClassDef) for member in each.body]
+    for member in members:
         if not isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         if member.name == "__init__":

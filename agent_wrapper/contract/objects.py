@@ -11,7 +11,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -48,7 +48,6 @@ SCHEMA_VERSION = 1
 NO_REWARD = "no_reward"  # the failure of a rollout whose agent leaves the reward to a scorer
 MAX_REWARD = float.fromhex("0x1.fffffep127")  # the largest float32, in which trainers add up rewards
 _LAST_SECOND = 253402300799  # of the year 9999, where datetime ends
-MAX_MESSAGES = 10_000  # of one conversation
 MAX_ARTIFACTS = 64  # of one rollout
 MAX_ARTIFACT_BYTES = 32 * 1024 * 1024  # of all artifacts of one rollout
 MAX_PACKED_ARTIFACT_BYTES = MAX_ARTIFACT_BYTES + MAX_ARTIFACTS * 1024  # of the object that holds them
@@ -171,9 +170,6 @@ Seal = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 """The gateway's signature of a trajectory. Only the training side creates and reads it."""
 
 
-_Object = TypeVar("_Object", bound="ContractObject")
-
-
 class ContractObject(BaseModel):
     """Base of the exchanged objects: frozen, strict, unknown fields refused."""
 
@@ -225,10 +221,6 @@ class _OmitsEmpty(ContractObject):
             if not fields.get(name):
                 fields.pop(name, None)
         return fields
-
-    def to_json(self) -> bytes:
-        """Encode the same fields as JSON."""
-        return to_json(_fields(self, "json"))
 
 
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -376,7 +368,34 @@ def _check_images(images: Images, segments: Iterable[Segment]) -> None:
             raise ValueError(f"images.{name} does not match its SHA-256")
 
 
-class Trajectory(_OmitsEmpty):
+class _Encoded(_OmitsEmpty):
+    """An object with a `schema_version`, which is encoded as a whole, in either form."""
+
+    def encode(self) -> bytes:
+        """Encode in the compact form: msgpack in one zstd frame."""
+        return pack(_fields(self, "python"))
+
+    def to_json(self) -> bytes:
+        """Encode the same fields as JSON."""
+        return to_json(_fields(self, "json"))
+
+    @classmethod
+    def decode(cls, data: bytes, max_bytes: int = MAX_OBJECT_BYTES) -> Self:
+        """Decode either form.
+
+        Raises:
+            ContractError: empty, larger than `max_bytes` once unpacked, truncated, of another schema
+                version, or with an invalid field.
+        """
+        fields = unpack(data, max_bytes)
+        expand(fields.get("segments"), max_bytes, _PARSERS, _CHECK_MESSAGES)
+        version = fields.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise ContractError("schema_version", f"is {version!r}, and this version reads {SCHEMA_VERSION}")
+        return cls.parse(fields)
+
+
+class Trajectory(_Encoded):
     """Everything sampled in a session. The gateway returns it when it seals the session, in either form."""
 
     schema_version: Literal[1] = 1
@@ -390,13 +409,6 @@ class Trajectory(_OmitsEmpty):
     def _consistent(self) -> Self:
         _check_images(self.images, self.segments)
         return self
-
-    def encode(self) -> bytes:
-        return _pack(self)
-
-    @classmethod
-    def decode(cls, data: bytes, max_bytes: int = MAX_OBJECT_BYTES) -> Self:
-        return _unpack(cls, data, max_bytes)
 
 
 class Artifact(ContractObject):
@@ -439,7 +451,7 @@ class ScoredBy(ContractObject):
     agent_reward: float | None  # None if the agent returned no reward
 
 
-class Rollout(_OmitsEmpty):
+class Rollout(_Encoded):
     """One finished rollout, as stored under `result_key`."""
 
     schema_version: Literal[1] = 1
@@ -503,24 +515,6 @@ class Rollout(_OmitsEmpty):
     def sampled_tokens(self) -> int:
         return sum(segment.sampled_tokens for segment in self.segments)
 
-    def encode(self) -> bytes:
-        """Encode in the compact form: msgpack in one zstd frame."""
-        return _pack(self)
-
-    @classmethod
-    def decode(cls, data: bytes, max_bytes: int = MAX_OBJECT_BYTES) -> Self:
-        """Decode either form.
-
-        Raises:
-            ContractError: empty, larger than `max_bytes` once unpacked, truncated, of another schema
-                version, or with an invalid field.
-        """
-        return _unpack(cls, data, max_bytes)
-
-
-def _pack(value: ContractObject) -> bytes:
-    return pack(_fields(value, "python"))
-
 
 def _fields(value: ContractObject, mode: Literal["python", "json"]) -> dict[str, Any]:
     """Return the fields as they are encoded: what several segments have in common is stored once."""
@@ -539,10 +533,6 @@ def _fields(value: ContractObject, mode: Literal["python", "json"]) -> dict[str,
     return fields
 
 
-def _unpack(cls: type[_Object], data: bytes, max_bytes: int) -> _Object:
-    return from_fields(cls, unpack(data, max_bytes), max_bytes)
-
-
 _CHECK_MESSAGES = TypeAdapter(tuple[dict[str, JsonValue], ...]).validate_python
 _PARSERS = {
     "token_ids": _parser("i", "int32 token ids"),
@@ -550,12 +540,3 @@ _PARSERS = {
     "logprobs": _parser("f", "float32 logprobs"),
     "shared": _parser("i", "int32 numbers of messages"),
 }
-
-
-def from_fields(cls: type[_Object], fields: Mapping[str, Any], max_bytes: int = MAX_OBJECT_BYTES) -> _Object:
-    """Validate the decoded fields of an object that has a schema version. Raises ContractError."""
-    expand(fields.get("segments"), max_bytes, _PARSERS, _CHECK_MESSAGES)
-    version = fields.get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise ContractError("schema_version", f"is {version!r}, and this version reads {SCHEMA_VERSION}")
-    return cls.parse(fields)
