@@ -15,6 +15,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -226,23 +227,21 @@ def _includes(actual: Any, wanted: Any) -> bool:
     return bool(actual == wanted)
 
 
+@dataclass(frozen=True)
 class _Build:
     """One build, from its start to its end."""
 
-    def __init__(
-        self, client: Any, target: Target, source: str, image: str, echo: Callable[[str], object], poll_s: float
-    ) -> None:
-        self._client = client
-        self._target = target
-        self._source = source
-        self._image = image
-        self._echo = echo
-        self._poll_s = poll_s
+    client: Any
+    target: Target
+    source: str
+    image: str
+    echo: Callable[[str], object]
+    poll_s: float
 
     async def run(self, limit_s: float) -> None:
         """Start the build and wait for its end. Stop it after `limit_s`, or if this task is cancelled."""
         build_id = await self._start()
-        self._echo(f"building {self._image} in CodeBuild")
+        self.echo(f"building {self.image} in CodeBuild")
         try:
             async with asyncio.timeout(limit_s):
                 build = await self._ended(build_id)
@@ -256,11 +255,11 @@ class _Build:
 
     async def _start(self) -> str:
         try:
-            answer = await self._client.start_build(
-                projectName=self._target.runtime_name,
+            answer = await self.client.start_build(
+                projectName=self.target.runtime_name,
                 idempotencyToken=str(uuid4()),  # so that a retried call starts no second build
-                sourceLocationOverride=self._source,
-                environmentVariablesOverride=[{"name": "IMAGE", "value": self._image, "type": "PLAINTEXT"}],
+                sourceLocationOverride=self.source,
+                environmentVariablesOverride=[{"name": "IMAGE", "value": self.image, "type": "PLAINTEXT"}],
             )
         except ClientError as error:
             if aws.code_of(error) != "AccountLimitExceededException":
@@ -275,20 +274,20 @@ class _Build:
     async def _ended(self, build_id: str) -> Mapping[str, Any]:
         phase = ""
         while True:
-            builds = (await self._client.batch_get_builds(ids=[build_id]))["builds"]
+            builds = (await self.client.batch_get_builds(ids=[build_id]))["builds"]
             build = builds[0] if builds else {}  # a build that was just started is not found at first
             if build.get("buildComplete"):
                 return dict(build)
             if build.get("currentPhase", phase) != phase:
                 phase = build["currentPhase"]
-                self._echo(f"  {phase.lower().replace('_', ' ')}")
-            await asyncio.sleep(self._poll_s)
+                self.echo(f"  {phase.lower().replace('_', ' ')}")
+            await asyncio.sleep(self.poll_s)
 
     async def _stop(self, build_id: str) -> None:
         try:
-            await self._client.stop_build(id=build_id)
+            await self.client.stop_build(id=build_id)
         except (ClientError, BotoCoreError) as error:
-            self._echo(f"build {build_id} was not stopped and ends after {_BUILD_MINUTES} min at most: {error}")
+            self.echo(f"build {build_id} was not stopped and ends after {_BUILD_MINUTES} min at most: {error}")
 
     async def _log_tail(self, build: Mapping[str, Any]) -> str:
         place = build.get("logs", {})
@@ -296,7 +295,7 @@ class _Build:
             return "It has no log"
         group, stream = place["groupName"], place["streamName"]
         try:
-            async with self._target.client("logs", retries=_RETRIES) as logs:
+            async with self.target.client("logs", retries=_RETRIES) as logs:
                 answer = await logs.get_log_events(logGroupName=group, logStreamName=stream, limit=_LOG_LINES)
         except (ClientError, BotoCoreError) as error:
             return f"Its log, {group} {stream} in CloudWatch, cannot be read: {error}"

@@ -171,9 +171,7 @@ async def test_a_quota_of_pods_is_a_refusal_of_the_same_session(open_bench):
 @pytest.mark.parametrize(
     ("kind", "error", "never_opened"),
     [
-        ("throttle", Throttled, True),
         ("quota", QuotaExceeded, True),
-        ("unavailable", RuntimeUnavailable, False),
         ("cut", RuntimeUnavailable, False),
     ],
 )
