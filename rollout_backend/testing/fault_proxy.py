@@ -17,6 +17,7 @@ with a custom endpoint.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
 import random
@@ -128,44 +129,42 @@ class FaultProxy(HttpProxy):
         call = ProxiedCall(*_named(request), headers=frozenset(name.lower() for name in request.headers))
         self.calls.append(call)
         rule = next((rule for rule in self.rules if rule.hit(call, body, self._seed)), None)
-        call.fault = rule.fault if rule is not None else None
-        match call.fault:
+        forward = functools.partial(self._forward, self._upstream, request, body)
+        if rule is None:
+            answer: web.StreamResponse = await forward()
+            call.status = answer.status
+            return answer
+        call.fault = rule.fault
+        match rule.fault:
             case Fault.FAIL:
-                assert rule is not None
-                answer: web.StreamResponse = _error(call, rule)
+                answer = _error(call, rule)
             case Fault.HANG:
-                assert rule is not None
                 await asyncio.sleep(rule.seconds or 1e9)
-                answer = await self._forward(self._upstream, request, body)
+                answer = await forward()
             case Fault.CUT_BEFORE:
                 return _cut(request)
             case Fault.CUT_AFTER:
-                await self._forward(self._upstream, request, body)
+                await forward()
                 return _cut(request)
             case Fault.DROP:
                 answer = _accepted(body)
             case Fault.DOUBLE:
-                await self._forward(self._upstream, request, body)
-                answer = await self._forward(self._upstream, request, body)
+                await forward()
+                answer = await forward()
             case Fault.DELAY:
-                assert rule is not None
                 lot = random.Random(f"{self._seed} {rule.hits}").random()  # noqa: S311  # no secret
                 await asyncio.sleep(lot * rule.seconds)
-                answer = await self._forward(self._upstream, request, body)
+                answer = await forward()
             case Fault.CUT_BODY | Fault.RESET_BODY | Fault.NO_LENGTH:
-                return _cut_body(request, await self._forward(self._upstream, request, body), call.fault)
+                return _cut_body(request, await forward(), rule.fault)
             case Fault.TRUNCATE:
-                whole = await self._forward(self._upstream, request, body)
+                whole = await forward()
                 whole.body = _half(whole)
                 answer = whole
             case Fault.SLOW_BODY:
-                assert rule is not None
-                return await _send_slowly(request, await self._forward(self._upstream, request, body), rule.seconds)
+                return await _send_slowly(request, await forward(), rule.seconds)
             case Fault.STRIP:
-                assert rule is not None
-                answer = await self._forward(self._upstream, request, body, without=rule.header)
-            case None:
-                answer = await self._forward(self._upstream, request, body)
+                answer = await forward(without=rule.header)
         call.status = answer.status
         return answer
 

@@ -8,7 +8,7 @@ import json
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -240,29 +240,23 @@ async def test_the_tags_of_runtimes_are_read_once_in_a_while(start):
     for i in range(number):
         record = cloud.emulator._control.add(arn(i), {"description": MARK})
         record.tags = {TAG: MADE_BY, f"{LEASE}other": "2e9"}
-    count = counted(images._client, "list_tags_for_resource")
+    read, reads = images._client.list_tags_for_resource, []
+
+    async def note(**fields: object) -> Any:
+        reads.append(fields)
+        return await read(**fields)
+
+    images._client.list_tags_for_resource = note
     for _ in range(3):
         making = images._make_once(images._runtime_of(run.task(ONE)), "a")
         with pytest.raises(RuntimeNotReady, match="in use"):
             await making
-        assert count() == number
+        assert len(reads) == number
     now += number
     cloud.emulator._control.runtimes[arn(7)].tags = {TAG: MADE_BY}
     await images._make_once(images._runtime_of(run.task(ONE)), "a")
-    assert count() == 2 * number + 1, "all of them, and the one again before its deletion"
+    assert len(reads) == 2 * number + 1, "all of them, and the one again before its deletion"
     assert arn(7) not in cloud.emulator._control.runtimes
-
-
-def counted(client: Any, name: str) -> Callable[[], int]:
-    """Count the calls of a client's method."""
-    call, calls = getattr(client, name), []
-
-    async def note(**fields: object) -> Any:
-        calls.append(fields)
-        return await call(**fields)
-
-    setattr(client, name, note)
-    return lambda: len(calls)
 
 
 async def test_tags_are_read_below_the_rate_of_the_control_plane():

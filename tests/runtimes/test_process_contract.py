@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from builders import eventually
+from builders import eventually, processes_with
 from rollout_backend.config import ProcessConfig, RayConfig
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.errors import RuntimeUnavailable
@@ -53,10 +53,10 @@ class ProcessService(Service):
         return type(self.config).model_validate({**self.config.model_dump(), **settings})
 
     async def sessions(self) -> Collection[str]:
-        return {name for pid in _processes(self.marker) if (name := _session_of(pid))}
+        return {name for pid in processes_with(self.marker) if (name := _session_of(pid))}
 
     async def crash(self, session_id: str) -> None:
-        for pid in _processes(self.marker):
+        for pid in processes_with(self.marker):
             if _session_of(pid) == session_id:
                 _kill(pid)
 
@@ -74,14 +74,6 @@ class ProcessService(Service):
         finally:
             folder.unlink()
             aside.rename(folder)
-
-
-def _processes(marker: str) -> Iterator[int]:
-    """Yield the processes that have this variable in their environment."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if marker.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                yield int(folder.name)
 
 
 def _session_of(pid: int) -> str:
@@ -108,7 +100,7 @@ class TestProcessRuntime(RuntimeContract):
         try:
             yield service
         finally:
-            for pid in _processes(service.marker):
+            for pid in processes_with(service.marker):
                 _kill(pid)
 
 
@@ -170,7 +162,7 @@ class TestRayRuntime(RuntimeContract):
         try:
             yield service
         finally:
-            for pid in _processes(service.marker):
+            for pid in processes_with(service.marker):
                 _kill(pid)
 
 
@@ -184,7 +176,7 @@ async def ends_of(runtime: AgentRuntime, service: ProcessService) -> AsyncIterat
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
     await runtime.aclose()
-    for pid in _processes(service.marker):  # a real machine that is lost takes them with it
+    for pid in processes_with(service.marker):  # a real machine that is lost takes them with it
         _kill(pid)
 
 
@@ -240,7 +232,7 @@ async def test_an_agent_ends_with_its_ray_actor(cluster: Any, tmp_path: Path) ->
         actor = ray.get_actor(session, namespace=runtime.cleanup_spec().options["namespace"])
         os.kill(await actor.__ray_call__.remote(lambda _: os.getpid()), signal.SIGKILL)
         assert (await ends.get()).reason == "container_lost"
-        await eventually(lambda: not [*_processes(service.marker)])
+        await eventually(lambda: not [*processes_with(service.marker)])
 
 
 @pytest.mark.slow
