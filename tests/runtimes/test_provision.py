@@ -69,7 +69,7 @@ TWO_SUBNETS = {"subnets": ["subnet-89abcdef", "subnet-01234567"], "securityGroup
 
 
 def test_a_missing_runtime_is_created():
-    assert plan(SPEC, None).action is Action.CREATE
+    assert plan(SPEC, {}).action is Action.CREATE
     assert PUBLIC.definition()["networkConfiguration"] == {"networkMode": "PUBLIC"}
 
 

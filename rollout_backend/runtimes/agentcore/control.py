@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, NamedTuple
 
 from botocore.exceptions import BotoCoreError, ClientError
@@ -58,18 +58,15 @@ NEWER_FIELDS: Mapping[str, Any] = {
 }
 
 
-@asynccontextmanager
-async def control_client(region: str, endpoint_url: str | None) -> AsyncIterator[Any]:
+def control_client(region: str, endpoint_url: str | None) -> AbstractAsyncContextManager[Any]:
     """Open a control-plane client that knows the newer fields."""
-    made = aws.client(
+    return aws.client(
         "bedrock-agentcore-control",
         region=region,
         endpoint_url=endpoint_url,
         retries=_ATTEMPTS - 1,
         newer_fields=NEWER_FIELDS,
     )
-    async with made as client:
-        yield client
 
 
 async def list_runtimes(client: Any) -> AsyncIterator[Mapping[str, Any]]:
@@ -136,7 +133,6 @@ class RuntimeMaker:
         self._id: str | None = None  # id of the runtime with that name, once it is known
         self._version = 0  # the version we made: GetAgentRuntime may still return an older one
         self._asked: list[Action] = []
-        self._created = False
 
     async def preview(self) -> str:
         """Describe what `make` would do, without changing anything.
@@ -153,7 +149,6 @@ class RuntimeMaker:
             case Action.CREATE:
                 return f"{name}: would be made from {self._wanted.image}{unknown}"
             case Action.REPLACE:
-                assert described is not None
                 text = f"{name}: {described['status']}; would be deleted and made again from {self._wanted.image}"
                 return text + unknown
             case Action.UPDATE:
@@ -161,7 +156,6 @@ class RuntimeMaker:
             case Action.LEAVE:
                 raise self._not_ours(found)
             case _:
-                assert described is not None
                 return f"{name}: {'there, and ready' if found.action is Action.READY else described['status']}"
 
     async def make(self) -> ReadyRuntime:
@@ -172,7 +166,7 @@ class RuntimeMaker:
                 version = int(described["agentRuntimeVersion"])
                 with self._explained("GetAgentRuntimeEndpoint"):
                     await wait_served(self._client, str(self._id), version)
-                return ReadyRuntime(str(described["agentRuntimeArn"]), version, self._created)
+                return ReadyRuntime(str(described["agentRuntimeArn"]), version, Action.CREATE in self._asked)
         except TimeoutError:
             raise RuntimeDelayed(
                 f"runtime {self._wanted.name} was not ready after {self._ready_timeout_s:g} s: look at it in "
@@ -187,7 +181,7 @@ class RuntimeMaker:
         while True:
             described = await self._find()
             found = plan(self._wanted, described)
-            if described is not None:
+            if described:
                 if self._is_stale(described):
                     found = Plan(Action.WAIT)
                 elif (self._asked or waited) and described["status"].endswith("_FAILED"):
@@ -196,7 +190,6 @@ class RuntimeMaker:
                 found = Plan(Action.WAIT)
             match found.action:
                 case Action.READY:
-                    assert described is not None
                     return described
                 case Action.LEAVE:
                     raise self._not_ours(found)
@@ -205,7 +198,6 @@ class RuntimeMaker:
                 case action:
                     if action in self._asked:
                         if found.differs == ("requireMMDSV2",):  # requested, but not returned by the service
-                            assert described is not None
                             return described
                         raise PreflightError(
                             f"runtime {self._wanted.name} is being changed by somebody else at this time "
@@ -223,7 +215,7 @@ class RuntimeMaker:
         being_deleted = self._asked[-1:] == [Action.REPLACE] and described["status"] == "CREATE_FAILED"
         return being_deleted or int(described["agentRuntimeVersion"]) < self._version
 
-    async def _act(self, action: Action, found: Plan, described: Mapping[str, Any] | None) -> bool:
+    async def _act(self, action: Action, found: Plan, described: Mapping[str, Any]) -> bool:
         """Apply a change. Return False if another process is changing the runtime."""
         wanted = self._wanted
         await self._check_image(found)
@@ -235,9 +227,7 @@ class RuntimeMaker:
                         made = await self._client.create_agent_runtime(
                             agentRuntimeName=wanted.name, tags=self._tags, **wanted.definition()
                         )
-                    self._created = True
                 case Action.UPDATE:
-                    assert described is not None
                     self._on_status(f"updating runtime {wanted.name} ({', '.join(found.differs)})")
                     with self._explained("UpdateAgentRuntime"):
                         made = await self._client.update_agent_runtime(
@@ -270,19 +260,19 @@ class RuntimeMaker:
 
     # --- what is there ------------------------------------------------------------------------------------
 
-    async def _find(self) -> Mapping[str, Any] | None:
-        """Describe the runtime with that name; None if it does not exist."""
+    async def _find(self) -> Mapping[str, Any]:
+        """Describe the runtime with that name; an empty mapping if it does not exist."""
         if self._id is None:
             self._id = await self._id_by_name()
         if self._id is None:
-            return None
+            return {}
         try:
             with self._explained("GetAgentRuntime"):
                 described: dict[str, Any] = await self._client.get_agent_runtime(agentRuntimeId=self._id)
         except self._client.exceptions.ResourceNotFoundException:
             if self._asked[-1:] != [Action.CREATE]:  # a new runtime is not found at first
                 self._id, self._version = None, 0  # deleted in the meantime
-            return None
+            return {}
         return described
 
     async def _id_by_name(self) -> str | None:

@@ -193,9 +193,9 @@ class RuntimeSpec:
         return {**self.definition(), **kept, "metadataConfiguration": {"requireMMDSV2": True}}
 
 
-def plan(wanted: RuntimeSpec, described: Mapping[str, Any] | None) -> Plan:
-    """Decide what to do. `described` is GetAgentRuntime's response, or None if no runtime has that name."""
-    if described is None:
+def plan(wanted: RuntimeSpec, described: Mapping[str, Any]) -> Plan:
+    """Decide what to do. `described` is GetAgentRuntime's response; empty if no runtime has that name."""
+    if not described:
         return Plan(Action.CREATE)
     status, ours = described["status"], described.get("description") == MARK
     differs = _differences(wanted, described)
