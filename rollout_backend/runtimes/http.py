@@ -131,8 +131,8 @@ class HttpRuntime(AgentRuntime):
                 body = await reply.content.read(500)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise RuntimeUnavailable(f"the stop was not answered: {str(error) or type(error).__name__}") from error
-        if reply.status == 500:  # a repeated stop may succeed, unlike an invoke that the agent's code has failed
-            raise RuntimeUnavailable(f"500: {body.decode(errors='replace')}")
+        if reply.status >= 500 and reply.status != 501:  # unlike an invoke, a stop can be repeated
+            raise RuntimeUnavailable(f"{reply.status}: {body.decode(errors='replace')}")
         if reply.status >= 300 and reply.status != 404:
             raise _to_call_error(reply, body)
 

@@ -29,11 +29,6 @@ _Loader.add_multi_constructor("!", _short_form)
 
 
 @pytest.fixture(scope="session")
-def template_path() -> Path:
-    return TEMPLATE
-
-
-@pytest.fixture(scope="session")
 def template() -> dict[str, Any]:
     return yaml.load(TEMPLATE.read_text(), Loader=_Loader)
 

@@ -14,6 +14,7 @@ from rollout_backend.collect import buffer
 from rollout_backend.config import RuntimeConfig, load_config
 from rollout_backend.deploy.calls import BUILD, DEPLOY, DOWN
 from tests.emulators.iam_proxy import Access, allowed
+from tests.infra.conftest import TEMPLATE
 
 # Actions that AWS checks against no resource, so that "*" is the only thing that can be written.
 NAMELESS = {
@@ -92,9 +93,9 @@ def builder(template: dict[str, Any]) -> list[Statement]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["template.yaml", "network.yaml", "relay-ecs.yaml"])
-def test_cfn_lint_finds_nothing(template_path: Path, name: str) -> None:
+def test_cfn_lint_finds_nothing(name: str) -> None:
     program = Path(sys.executable).with_name("cfn-lint")  # its own process: it warns, and here warnings are errors
-    argv = [str(program), "--include-checks", "I", "--format", "json", "--", str(template_path.with_name(name))]
+    argv = [str(program), "--include-checks", "I", "--format", "json", "--", str(TEMPLATE.with_name(name))]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert (json.loads(done.stdout or "[]"), done.returncode) == ([], 0), done.stdout + done.stderr
 

@@ -249,7 +249,7 @@ async def test_http_a_server_that_cannot_stop_sessions_is_not_asked():
     [
         (409, RuntimeConflict),
         (408, RuntimeUnavailable),
-        (500, RuntimeUnavailable),
+        (520, RuntimeUnavailable),
         (501, InvokeRejected),
     ],
 )
