@@ -160,7 +160,6 @@ class CallHandler:
                 self._registry.check_open(session)
                 running = session.retries.find(key)
                 if running is None:
-                    self._admit(session, key, call, question)
                     running = InFlightCall(
                         call,
                         key.digest,
@@ -195,16 +194,14 @@ class CallHandler:
         self.check_model(call.model)
         return key, call, session.conversations.question(call.messages, call.tools)
 
-    def _admit(self, session: OpenSession, key: RequestKey, call: ModelCall, question: bytes) -> None:
-        refusal = self._admission.check(session.share.choices, call.n)
-        if refusal is not None:
-            session.unanswered.add(question)
-            session.write(journals.asked(question, is_retry=key.is_declared))
-            session.retries.failed(question)
-            raise refusal
-
     def _start(self, session: OpenSession, running: InFlightCall, traceparent: str) -> None:
+        """Start a call. Raises ApiError (429) if it is not admitted; it then counts as unanswered."""
         choices, share = running.call.n, session.share
+        if (refusal := self._admission.check(share.choices, choices)) is not None:
+            session.unanswered.add(running.question)
+            session.write(journals.asked(running.question, is_retry=running.is_retry))
+            session.retries.failed(running.question)
+            raise refusal
         share.choices += choices
         for _ in range(choices):
             self._admission.began()

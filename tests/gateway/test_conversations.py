@@ -4,11 +4,12 @@ The model is byte-level: a reply of n ASCII letters is n tokens and its end toke
 """
 
 import copy
+import random
 
 import pytest
 
 from builders import assistant, function_call, function_tool, system, tool_result, user
-from rollout_backend.gateway.sessions.conversations import Conversations, RecordedReply
+from rollout_backend.gateway.sessions.conversations import Conversations, PrefixMemo, RecordedReply
 from rollout_backend.rendering.renderer import load_renderer
 from rollout_backend.rendering.segments import Completion
 
@@ -180,6 +181,58 @@ def test_without_a_bridge_a_turn_is_rendered_again_and_its_tokens_are_compared(b
     session = Conversations(bundle)
     say(session, [U1], text="A<|endoftext|>", content="A")
     assert say(session, [U1, A, U2]) == "rerendered"
+
+
+# --- the digests of a conversation ---------------------------------------------------------------------------
+
+
+class Steps:
+    """Digest messages as a memo's caller does, and count how many."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def __call__(self, before, messages, i):
+        self.taken += 1
+        return before + repr(messages[i]["content"]).encode()
+
+
+def texts_of(*texts: str) -> list[dict]:
+    return [{"role": "user", "content": text} for text in texts]
+
+
+def test_only_new_messages_are_digested():
+    memo, steps = PrefixMemo(), Steps()
+    assert memo.chain(texts_of("a", "b"), steps) == [b"'a'", b"'a''b'"]
+    assert memo.chain(texts_of("a", "b", "c"), steps) == [b"'a'", b"'a''b'", b"'a''b''c'"]
+    assert steps.taken == 3
+
+
+def test_digests_of_another_context_are_not_reused():
+    memo, steps = PrefixMemo(), Steps()
+    memo.chain(texts_of("a"), steps, context=b"tools")
+    memo.chain(texts_of("a"), steps, context=b"other tools")
+    assert steps.taken == 2
+
+
+def test_a_list_that_its_owner_extends_later_changes_nothing():
+    memo, messages = PrefixMemo(), texts_of("a")
+    memo.chain(messages, Steps())
+    messages += texts_of("b")
+    assert memo.chain(messages, Steps()) == [b"'a'", b"'a''b'"]
+
+
+def test_alternating_conversations_give_the_digests_of_a_new_memo():
+    numbers, memo = random.Random(3), PrefixMemo()
+    conversations = [texts_of("system")]
+    for _ in range(300):
+        conversation = copy.deepcopy(numbers.choice(conversations))
+        if numbers.random() < 0.2:
+            conversation[numbers.randrange(len(conversation))]["content"] = "changed"
+        del conversation[numbers.randint(1, len(conversation)) :]
+        conversation += texts_of(*(numbers.choice("xyz") for _ in range(numbers.randint(0, 3))))
+        conversations = [*conversations[-5:], conversation]
+        assert memo.chain(conversation, Steps()) == PrefixMemo().chain(conversation, Steps())
 
 
 # --- through the gateway: rows and trained tokens, counted by hand -----------------------------------------
