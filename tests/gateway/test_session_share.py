@@ -17,7 +17,7 @@ import zstandard
 from starlette.requests import Request
 
 from agent_wrapper import RolloutApp
-from builders import function_tool, user
+from builders import function_tool, until, user
 from gateway_server import CONTROL_KEY, SECRET, ServerThread
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.gateway.__main__ import server_options
@@ -227,6 +227,20 @@ def test_a_body_that_does_not_arrive_is_answered_408(play, connect):
     connection = connect(gateway)
     connection.sendall(f"POST /v1/messages HTTP/1.1\r\nAuthorization: {key}\r\nContent-Length: 9\r\n\r\n{{".encode())
     assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_session_that_is_sealed_while_a_body_is_read_makes_no_call(play, connect):
+    gateway = play(["never"], gateway={})
+    [key] = gateway.headers().values()
+    body = json.dumps(CALL).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: {key}\r\nContent-Length: {len(body)}\r\n"
+    connection = connect(gateway)
+    connection.sendall(head.encode() + b"\r\n" + body[:-1])
+    until(lambda: gateway.stats().sessions_open == 1)
+    gateway.seal().raise_for_status()
+    connection.sendall(body[-1:])
+    assert connection.recv(1000).startswith(b"HTTP/1.1 410 ")
+    assert gateway.engine.requests == []
 
 
 async def test_a_large_body_is_parsed_in_a_thread_and_for_a_fifth_of_the_time(monkeypatch):
