@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,8 @@ from rollout_backend.errors import ConfigError
 if TYPE_CHECKING:
     from rollout_backend.results.archive import RunArchive
     from rollout_backend.results.records import RolloutRecord
+    from rollout_backend.results.terminal.run_view import RunView
+    from rollout_backend.results.terminal.view import TaskView
 
 _LISTED = 20
 
@@ -124,18 +127,23 @@ class _Shown:
     def steps(self) -> list[int]:
         return [step for step in self.archive.begun_steps() if self.step in (None, step)]
 
-    @property
+    @cached_property
     def option(self) -> str:
         """Return the option that a later `rollout show` needs to find this run."""
-        return _run_option(self.folder)
+        with contextlib.suppress(ConfigError):  # there is no run in ./runs
+            if find_run(None).samefile(self.folder):
+                return ""
+        return f" --run {shlex.quote(str(self.folder))}"
+
+    def _print(self, view: RunView | TaskView) -> None:
+        print(json.dumps(view.fields(), ensure_ascii=False)) if self.as_json else view.print(console)
 
     def run(self) -> None:
         from rollout_backend.results.terminal.run_view import STEPS, RunView
 
         if self.turn is not None:
             raise ConfigError("--turn shows a turn of one rollout: name the rollout")
-        view = RunView.read(self.folder, self.step, self.option, last=None if self.as_json else STEPS)
-        print(json.dumps(view.fields(), ensure_ascii=False)) if self.as_json else view.print(console)
+        self._print(RunView.read(self.folder, self.step, self.option, last=None if self.as_json else STEPS))
 
     def task(self, task_id: str) -> bool:
         """Show a task's rollouts, step by step. Return False if the run has no such task."""
@@ -152,8 +160,7 @@ class _Shown:
             with contextlib.suppress(ConfigError):  # without tasks, show the records without the payload
                 tasks = self.archive.read_tasks(step)
             payload = tasks.get(task_id, {}).get("payload")
-            view = TaskView(read_run_id(self.folder), step, task_id, payload, mine, self.option)
-            print(json.dumps(view.fields(), ensure_ascii=False)) if self.as_json else view.print(console)
+            self._print(TaskView(read_run_id(self.folder), step, task_id, payload, mine, self.option))
         return bool(records)
 
     def rollout(self, rollout_id: str) -> bool:
@@ -206,14 +213,6 @@ def _run_named(name: str) -> Path | None:
     if (RUNS / name).is_dir():
         return RUNS / name
     return Path(name) if any((Path(name) / part).exists() for part in ("run.json", "steps", "rollouts")) else None
-
-
-def _run_option(folder: Path) -> str:
-    try:
-        newest = find_run(None)
-    except ConfigError:
-        newest = None
-    return "" if newest is not None and newest.samefile(folder) else f" --run {shlex.quote(str(folder))}"
 
 
 def _read_rollout(path: Path) -> Rollout:
