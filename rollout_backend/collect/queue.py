@@ -16,12 +16,12 @@ import logging
 import random
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import ClientError
 from botocore.parsers import ResponseParserError
 from tenacity import RetryCallState, stop_after_attempt, wait_fixed
 
@@ -314,12 +314,8 @@ async def _probe(sqs: Any, url: str) -> Mapping[str, str]:
     return attributes
 
 
-@contextmanager
-def _explained(what: str, config: QueueConfig) -> Iterator[None]:
-    try:
-        yield
-    except (ClientError, BotoCoreError) as error:
-        raise aws.preflight_error(error, what, "queue" if config.url is None else "queue.url") from error
+def _explained(what: str, config: QueueConfig) -> AbstractContextManager[None]:
+    return aws.explained(what, "queue" if config.url is None else "queue.url")
 
 
 async def _create(sqs: Any, config: QueueConfig, name: str) -> tuple[str, str]:

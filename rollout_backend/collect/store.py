@@ -7,15 +7,15 @@ import asyncio
 import contextlib
 import random
 import secrets
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, Protocol, Self
 
 import aiohttp
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import ClientError
 
 from agent_wrapper.contract import MAX_PACKED_ARTIFACT_BYTES, ContractError, probe_key
 from agent_wrapper.contract.codec import MAX_OBJECT_BYTES
@@ -157,12 +157,8 @@ class ResultStore:
             "Cloudflare R2), or point aws.s3_endpoint_url past the proxy"
         )
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except (ClientError, BotoCoreError) as error:
-            raise aws.preflight_error(error, f"bucket {self.config.bucket!r}", "storage.bucket") from error
+    def _explained(self) -> AbstractContextManager[None]:
+        return aws.explained(f"bucket {self.config.bucket!r}", "storage.bucket")
 
     async def get(self, key: str) -> bytes:
         """Return an object's bytes. Raises the same errors as `fetch`."""
