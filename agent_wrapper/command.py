@@ -95,7 +95,7 @@ async def run_to_end(
     *,
     env: Mapping[str, str],
     input: str = "",
-    cwd: Path | str | None = None,
+    cwd: Path | str | None,
     log_stdout: bool = False,
 ) -> CommandResult:
     """Run a command to its end. Its environment is this process's, plus `env`.

@@ -144,7 +144,7 @@ class ControlPlane:
         limits: ControlLimits,
         on_live: Callable[[RuntimeRecord, str], Awaitable[None]],
         on_gone: Callable[[RuntimeRecord, str], Awaitable[None]],
-        sessions_of: Callable[[str], int] = lambda arn: 0,
+        sessions_of: Callable[[str], int],
     ) -> None:
         """`sessions_of` returns the number of open sessions of the runtime with an ARN."""
         self.runtimes: dict[str, RuntimeRecord] = {}  # by ARN

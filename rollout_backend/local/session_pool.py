@@ -113,8 +113,8 @@ class SessionPool:
         spawner: Spawner,
         limits: EmulatorLimits,
         log_dir: Path,
-        clock: Callable[[], float] = time.time,
-        on_end: Callable[[RuntimeSession, str], object] = lambda session, how: None,
+        clock: Callable[[], float],
+        on_end: Callable[[RuntimeSession, str], object],
     ) -> None:
         """`clock` returns unix seconds, and applies to idle times, lifetimes and start timeouts. `on_end` is called
         with each session that was up and ended without a stop, and with the reason, as in `COUNTERS`."""

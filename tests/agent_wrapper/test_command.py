@@ -53,7 +53,7 @@ async def test_log_and_memory_are_bounded(monkeypatch, capfd):
     monkeypatch.setattr(command, "_LOGGED_BYTES", 5_000)
     monkeypatch.setattr(command, "_KEPT_BYTES", 3_000)
     source = "import sys; sys.stderr.write('e' * 10 ** 6); print('o' * 10 ** 6, 'end')"
-    result = await command.run_to_end(python(source), env={}, log_stdout=True)
+    result = await command.run_to_end(python(source), env={}, cwd=None, log_stdout=True)
     assert (result.exit_code, len(result.stdout), result.stdout[-4:], result.truncated) == (0, 3_000, "end\n", True)
     logged = capfd.readouterr()
     for text in (logged.out, logged.err):
