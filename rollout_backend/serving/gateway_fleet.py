@@ -7,8 +7,7 @@ Invariants:
 - One secret signs all keys, and a key names the journal in which its session began. A shard that ends is restarted at
   the same address and resumes from its journal. If the journal is lost, the shard refuses those keys, because it
   would return the rest of a trajectory as the whole.
-- The run ends if a shard is lost after `serving.max_restarts` restarts within `serving.restart_window_s`, or if a
-  shard without a journal is lost.
+- The run ends if a shard is lost after `serving.max_restarts` restarts within `serving.restart_window_s`.
 - No process started by the fleet outlives `stop`, even if `start` fails.
 """
 
@@ -90,13 +89,14 @@ class GatewayFleet:
         log_dir: Path,
         secret: str | None = None,
         seal_secret: str | None = None,
-        journals: Path | None = None,
+        *,
+        journals: Path,
         on_event: OnEvent = lambda event: None,
     ) -> None:
         """Initialize.
 
         `secret` signs the keys; the default is random. Without `seal_secret`, trajectories carry no seal. `journals`
-        is the folder of the journals that let sessions outlive their gateways; without it, no gateway is restarted.
+        is the folder of the journals that let sessions outlive their gateways.
         """
         self._config = config
         self._router_url = router_url
@@ -125,10 +125,7 @@ class GatewayFleet:
 
     @property
     def identity(self) -> str:
-        """A digest of addresses and journals. As long as it is the same, sessions can resume. Empty without journals,
-        which no session can outlive."""
-        if self._journals is None:
-            return ""
+        """A digest of addresses and journals. As long as it is the same, sessions can resume."""
         parts = [f"{url} {shard.journal_id}" for url, shard in zip(self.public_urls, self._shards, strict=True)]
         return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
@@ -139,7 +136,7 @@ class GatewayFleet:
             StartupError: a gateway failed to start. The others are stopped.
         """
         serving = self._config.serving
-        limits = RestartLimits(serving.max_restarts if self._journals is not None else 0, serving.restart_window_s)
+        limits = RestartLimits(serving.max_restarts, serving.restart_window_s)
         self._gateways = [
             _GatewaySupervisor(name, shard, limits, self._on_event)
             for name, shard in zip(self._names, await self._make(), strict=True)
@@ -286,7 +283,7 @@ class GatewayFleet:
                 seal_secret=self._seal_secret,
                 shard=i,
                 # With another number of processes, sessions map to other shards, so the journals are separate.
-                journal=self._journals.absolute() / f"{i}-of-{count}" if self._journals is not None else None,
+                journal=self._journals.absolute() / f"{i}-of-{count}",
                 trainer_incarnation=self._trainer_incarnation,
             )
             for i, name in enumerate(self._names)

@@ -28,8 +28,6 @@ from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.serving.run_secret import key_secret, revealed
 from rollout_backend.serving.server_process import ServerProcess, free_port, require_port
 
-__all__ = ["GatewayProcess", "GatewayStats"]
-
 _CONTROL_TIMEOUT = aiohttp.ClientTimeout(total=30)
 _ANY_HOST = frozenset({"0.0.0.0", "::", ""})  # noqa: S104  # only compared
 
@@ -37,10 +35,10 @@ _ANY_HOST = frozenset({"0.0.0.0", "::", ""})  # noqa: S104  # only compared
 class GatewayProcess:
     """One gateway between agents and the engine (or router) at `engine_url`.
 
-    With a folder for its `journal`, the gateway can be restarted after it ended, at the same address and with the
-    same sessions. `secret` signs the session keys. `seal_secret` seals trajectories; without it they carry no seal.
-    `shard` is the gateway's number among `gateway.processes`: it refuses the sessions of other shards. `node_ip` is
-    this machine's address for other machines.
+    `secret` signs the session keys. `seal_secret` seals trajectories; without it they carry no seal. `shard` is the
+    gateway's number among `gateway.processes`: it refuses the sessions of other shards. `journal` is the folder with
+    which it can be restarted after it ended, at the same address and with the same sessions. `node_ip` is this
+    machine's address for other machines.
     """
 
     def __init__(
@@ -50,11 +48,11 @@ class GatewayProcess:
         log: Path,
         secret: str,
         *,
-        seal_secret: str | None = None,
-        shard: int = 0,
+        seal_secret: str | None,
+        shard: int,
+        journal: Path,
+        trainer_incarnation: str,
         node_ip: str | None = None,
-        journal: Path | None = None,
-        trainer_incarnation: str = "",
     ) -> None:
         self._trainer_incarnation = trainer_incarnation
         self._adopted: set[str] = set()
@@ -74,15 +72,11 @@ class GatewayProcess:
         listened = config.gateway.host
         self._host = node_ip if node_ip and is_loopback(listened) else listened
         self._address = node_ip or ("127.0.0.1" if listened in _ANY_HOST else listened)
-        self._url = ""
+        self.url = ""
+        """The gateway's URL on this machine; empty before `start`."""
         self._port = 0
         self._process: ServerProcess | None = None
         self._http: aiohttp.ClientSession | None = None
-
-    @property
-    def url(self) -> str:
-        """The gateway's URL on this machine; empty before `start`."""
-        return self._url
 
     async def start(self) -> None:
         """Start the gateway and wait until it is healthy.
@@ -94,11 +88,10 @@ class GatewayProcess:
         await self.stop()
         config = self._config
         certificate = check_certificate(config.gateway)
-        if self._journal is not None:  # first, because an earlier gateway may hold the journal and the port
-            try:
-                self.journal_id = await asyncio.to_thread(journals.prepare, self._journal)
-            except ConfigError as error:
-                raise StartupError(str(error)) from None
+        try:  # first, because an earlier gateway may hold the journal and the port
+            self.journal_id = await asyncio.to_thread(journals.prepare, self._journal)
+        except ConfigError as error:
+            raise StartupError(str(error)) from None
         port = self._port = self._find_port()
         previous = revealed(config.gateway.previous_secret)
         settings = GatewaySettings(
@@ -128,7 +121,7 @@ class GatewayProcess:
             adapters=self._adapters,
             leave_out=config.training.leave_out,
         )
-        self._url = f"{'https' if certificate else 'http'}://{self._address}:{port}"
+        self.url = f"{'https' if certificate else 'http'}://{self._address}:{port}"
         # The process is a child of this one: it is enough to compare the certificate, whatever name it has.
         connector = aiohttp.TCPConnector(ssl=certificate) if certificate else None
         self._http = aiohttp.ClientSession(timeout=_CONTROL_TIMEOUT, connector=connector)
@@ -141,8 +134,7 @@ class GatewayProcess:
         try:
             await self._process.start()
             await self._process.wait_healthy(self._healthy, config.gateway.startup_timeout_s)
-            if self._journal is not None:
-                journals.write_port(self._journal, port)
+            journals.write_port(self._journal, port)
         except BaseException:
             await self.stop()
             raise
@@ -152,9 +144,8 @@ class GatewayProcess:
         fixed = self._port or (self._config.gateway.port and self._config.gateway.port + self._shard)
         if fixed:
             return require_port(self._host, fixed, self._name, "gateway.port")
-        last = journals.read_port(self._journal) if self._journal is not None else 0
         try:
-            return require_port(self._host, last, self._name, "gateway.port")
+            return require_port(self._host, journals.read_port(self._journal), self._name, "gateway.port")
         except StartupError:
             return free_port(self._host)
 
@@ -234,7 +225,7 @@ class GatewayProcess:
             raise ServingError(f"{self._name} is not running")
         headers = {"Authorization": f"Bearer {self._control_key}"}
         try:
-            async with self._http.request(method, self._url + path, json=body, headers=headers) as response:
+            async with self._http.request(method, self.url + path, json=body, headers=headers) as response:
                 response.raise_for_status()
                 return await response.json()
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -243,7 +234,7 @@ class GatewayProcess:
     async def _healthy(self) -> bool:
         assert self._http is not None
         try:
-            async with self._http.get(self._url + "/health") as response:
+            async with self._http.get(self.url + "/health") as response:
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False

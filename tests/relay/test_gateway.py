@@ -57,7 +57,9 @@ async def training_side(tmp_path: Path):
             relay = settings.relay.model_copy(update={"public_url": agents_url})
             settings = settings.model_copy(update={"relay": relay})
             engine = stack.enter_context(ScriptedEngine(script))
-            fleet = GatewayFleet(public_gateway_config(settings), engine.url, tmp_path / "logs")
+            fleet = GatewayFleet(
+                public_gateway_config(settings), engine.url, tmp_path / "logs", journals=tmp_path / "j"
+            )
             stack.push_async_callback(fleet.stop)
             await fleet.start()
             dialer = dialer_to(relay, fleet.urls, tmp_path / "logs" / "relay.log")

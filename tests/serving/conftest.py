@@ -112,7 +112,8 @@ async def start_fleet(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[G
     async with AsyncExitStack() as stack:
 
         async def start(engine, log_dir: Path = tmp_path, secret: str | None = None, *, more=None, **sections):
-            fleet = GatewayFleet(run_config(**sections), engine.url, log_dir, secret, **(more or {}))
+            more = {"journals": log_dir / "journals", **(more or {})}
+            fleet = GatewayFleet(run_config(**sections), engine.url, log_dir, secret, **more)
             stack.push_async_callback(fleet.stop)
             await fleet.start()
             return fleet

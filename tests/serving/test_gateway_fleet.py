@@ -78,7 +78,7 @@ def test_the_public_url_names_the_shard(template, urls):
 )
 async def test_agents_reach_a_gateway_at_the_address_that_the_run_found(public_url, port, tmp_path, claims):
     settings = run_config(gateway={"public_url": public_url, "port": port and free_port()})
-    fleet = GatewayFleet(public_gateway_config(settings), "http://e", tmp_path)
+    fleet = GatewayFleet(public_gateway_config(settings), "http://e", tmp_path, journals=tmp_path / "j")
     await fleet.start()
     try:
         endpoint = fleet.endpoint(claims())
@@ -116,7 +116,10 @@ async def test_two_processes_serve_as_one_gateway(fleet, claims):
 
 
 @pytest.mark.slow
-async def test_each_gateway_reports_heartbeats_and_a_dead_one_without_a_journal_ends_the_run(fleet, claims):
+async def test_each_gateway_reports_heartbeats_and_a_dead_one_without_restarts_ends_the_run(
+    engine, start_fleet, claims
+):
+    fleet = await start_fleet(engine, gateway={"processes": 2}, serving={"max_restarts": 0})
     assert fleet.same_machine
     sessions = [session_of(0), session_of(1)]
     beating = [
@@ -170,7 +173,8 @@ async def test_ports_are_consecutive_and_one_failure_stops_all(engine, tmp_path)
                 taken.bind(("127.0.0.1", port + 1))
                 bound = True
         taken.listen()
-        fleet = GatewayFleet(run_config(gateway={"processes": 2, "port": port}), engine.url, tmp_path)
+        settings = run_config(gateway={"processes": 2, "port": port})
+        fleet = GatewayFleet(settings, engine.url, tmp_path, journals=tmp_path / "j")
         with pytest.raises(
             StartupError, match=rf"gateway 1 of 2 cannot listen on 127\.0\.0\.1:{port + 1} .*gateway\.port"
         ):
@@ -249,10 +253,9 @@ async def test_a_call_in_flight_is_aborted_by_a_pause_and_repeated(start_fleet, 
 
 
 @pytest.mark.slow
-async def test_a_restarted_gateway_stays_paused_and_names_the_newest_version(start_fleet, claims, tmp_path):
+async def test_a_restarted_gateway_stays_paused_and_names_the_newest_version(start_fleet, claims):
     with ScriptedEngine(lambda prompt: "hello") as engine:
-        journals = {"journals": tmp_path / "gateway"}
-        fleet = await start_fleet(engine, secret="the secret of this run " * 2, more=journals)
+        fleet = await start_fleet(engine)
         await fleet.set_adapters({"math": 3})
         await fleet.pause()
         endpoint = fleet.endpoint(claims().model_copy(update={"adapter": "math"}))

@@ -51,7 +51,7 @@ async def test_closed_sessions_use_no_memory(tmp_path, claims):
         await gateway.revoke(f"session-{number}" for number in new)  # as a step does at its end
 
     async with served(generate) as url:
-        gateway = GatewayFleet(run_config(), url, tmp_path)
+        gateway = GatewayFleet(run_config(), url, tmp_path, journals=tmp_path / "j")
         try:
             await gateway.start()
             sizes = [rss_bytes(gateway._shards[0]._process.pid)]

@@ -22,7 +22,9 @@ async def test_a_gateway_process_serves_seals_revokes_and_logs_nothing_private(t
     monkeypatch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # as the command line does
     folder, secret = tmp_path / "logs", "the secret of the settings " * 2
     with ScriptedEngine(["a very private answer"]) as engine:
-        fleet = GatewayFleet(run_config(gateway={"secret": secret}), engine.url, folder, secret, secret)
+        fleet = GatewayFleet(
+            run_config(gateway={"secret": secret}), engine.url, folder, secret, secret, journals=folder / "j"
+        )
         await fleet.stop()  # does nothing before the start
         await fleet.start()
         try:
@@ -62,14 +64,15 @@ async def test_a_gateway_process_knows_the_kind_of_router(tmp_path, monkeypatch)
 
     monkeypatch.setattr(gateway_process, "ServerProcess", record)
     with pytest.raises(StartupError, match="not started"):
-        await GatewayFleet(run_config(router={"kind": "smg"}), "http://e", tmp_path).start()
+        await GatewayFleet(run_config(router={"kind": "smg"}), "http://e", tmp_path, journals=tmp_path).start()
     assert given == ["smg"]
 
 
 @pytest.mark.slow
 async def test_an_unusable_model_is_reported(tmp_path):
+    settings = run_config(model={"path": str(tmp_path)})
     with pytest.raises(StartupError, match="holds no tokenizer"):
-        await GatewayFleet(run_config(model={"path": str(tmp_path)}), "http://e", tmp_path).start()
+        await GatewayFleet(settings, "http://e", tmp_path, journals=tmp_path / "j").start()
 
 
 FILES = """

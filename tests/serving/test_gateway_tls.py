@@ -65,7 +65,7 @@ async def test_another_server_at_the_gateways_port_is_not_trusted(certificate, s
         real = await start_fleet(engine, tmp_path / "a", **tls(*certificate))
         fake = await start_fleet(engine, tmp_path / "b", **tls(other / "certificate.pem", other / "key.pem"))
         [shard] = real._shards
-        shard._url = fake.urls[0]
+        shard.url = fake.urls[0]
         assert not await shard._healthy()
 
 
@@ -79,6 +79,6 @@ async def test_unusable_certificate_files_are_reported_at_start(certificate, tmp
             key.write_text("-----BEGIN PRIVATE KEY-----\n")
         case _:
             trustme.CA().issue_cert("x").private_key_pem.write_to_path(key)
-    fleet = GatewayFleet(run_config(**tls(chain, key)), "http://127.0.0.1:9", tmp_path)
+    fleet = GatewayFleet(run_config(**tls(chain, key)), "http://127.0.0.1:9", tmp_path, journals=tmp_path / "j")
     with pytest.raises(StartupError, match=r"gateway\.tls_certificate=.*gateway\.tls_key="):
         await fleet.start()

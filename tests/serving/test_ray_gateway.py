@@ -62,7 +62,7 @@ async def test_a_gateway_whose_actor_is_killed_while_the_run_starts_gets_another
 
 @pytest.mark.slow
 async def test_a_cluster_without_free_cpus_reports_the_setting(machines, engine, tmp_path):
-    fleet = GatewayFleet(on_ray(processes=3, startup_timeout_s=0.5), engine.url, tmp_path)
+    fleet = GatewayFleet(on_ray(processes=3, startup_timeout_s=0.5), engine.url, tmp_path, journals=tmp_path / "j")
     with pytest.raises(StartupError, match=r"had a CPU free within 0\.5 s: lower gateway\.processes"):
         await fleet.start()
 
@@ -70,7 +70,7 @@ async def test_a_cluster_without_free_cpus_reports_the_setting(machines, engine,
 @pytest.mark.slow
 async def test_an_error_on_the_other_machine_is_reported(machines, engine, tmp_path):
     settings = on_ray(processes=1).model_copy(update={"model": run_config(model={"path": str(tmp_path)}).model})
-    fleet = GatewayFleet(settings, engine.url, tmp_path)
+    fleet = GatewayFleet(settings, engine.url, tmp_path, journals=tmp_path / "j")
     with pytest.raises(StartupError, match="holds no tokenizer"):
         await fleet.start()
 
@@ -92,13 +92,14 @@ def test_the_router_is_reached_at_this_machines_address(machines, tmp_path):
     import ray
 
     settings = run_config(gateway={"kind": "ray"}, router={"host": "0.0.0.0"})
-    [shard] = asyncio.run(GatewayFleet(settings, "http://127.0.0.1:4321", tmp_path)._make())
+    fleet = GatewayFleet(settings, "http://127.0.0.1:4321", tmp_path, journals=tmp_path / "j")
+    [shard] = asyncio.run(fleet._make())
     assert shard._make("192.0.2.2")._engine_url == f"http://{ray.util.get_node_ip_address()}:4321"
 
 
 @pytest.mark.slow
 async def test_one_gateway_on_each_machine(machines, engine, tmp_path, claims):
-    fleet = GatewayFleet(on_ray(), engine.url, tmp_path)
+    fleet = GatewayFleet(on_ray(), engine.url, tmp_path, journals=tmp_path / "j")
     try:
         await fleet.start()
         assert len({machine(url) for url in fleet.urls}) == 2
