@@ -196,7 +196,7 @@ def _lines(sections: dict[str, Any]) -> Iterator[str]:
         section = sections[name]
         yield f"## {title}\n"
         yield f"    {section['command']}\n"
-        yield (f"{section['date']}, {section['seconds'] / 60:.0f} minutes on {described(section['machine'])}.\n")
+        yield f"{section['date']}, {section['seconds'] / 60:.0f} minutes on {described(section['machine'])}.\n"
         yield from lines(section["results"])
 
 
