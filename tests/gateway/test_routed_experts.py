@@ -222,7 +222,8 @@ def test_packed_rows_are_the_engines(experts, layers, tokens):
     )
     assert segment.routed_experts is not None
     assert np.array_equal(unpack(segment.routed_experts), ids)
-    assert Segment.parse(json.loads(segment.to_json())).routed_experts == segment.routed_experts
+    [decoded] = Trajectory.decode(Trajectory(model="m", segments=(segment,)).to_json()).segments
+    assert decoded.routed_experts == segment.routed_experts
 
 
 @pytest.mark.parametrize(
