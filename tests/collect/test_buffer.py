@@ -165,6 +165,7 @@ async def test_a_message_that_no_other_run_takes_is_quarantined(open_run, sqs, r
     run = await open_run(Sink(), queue={"url": url})
     run.buffer.max_receives = 3
     await run.announce(run.key().replace(run_id, "ended"))
+    await eventually(run.quarantined)  # while a message becomes visible again, an emulator may count it nowhere
     await run.until_held(0)
     [record] = await run.quarantined()
     assert record["reason"].startswith("object.key: ")
