@@ -168,7 +168,7 @@ def test_every_reason_is_explained() -> None:
     )
     outcomes = r"Outcome\.(?:AGENT_ERROR|INFRA_ERROR|TIMED_OUT|CANCELLED),\s*\"([a-z_]+)\""
     rejected = r"\braise InvokeRejected\([^)]*reason=|InvokeRejected\(text, reason="
-    others = rf"(?:Cancellation\(\w+, |_settle_open\(|{rejected})\"([a-z_]+)\""
+    others = rf"(?:fromkeys\(group\.open, |_settle_open\(|{rejected})\"([a-z_]+)\""
     reasons = set(re.findall(outcomes, sources)) | set(re.findall(others, sources))
     reasons |= {kind.reason for kind in vars(errors).values() if isinstance(getattr(kind, "reason", None), str)}
     assert len(reasons) > 20
