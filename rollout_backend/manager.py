@@ -315,6 +315,7 @@ class RolloutManager:
         """
         with rare_full_collections(), log_fields(run=self.config.run_id):
             served, wanted = self._started.serving, self._check_tasks(tasks)
+            named = served.named_adapter(adapter)
             number = self._next_step if step is None else step
             self._next_step = max(self._next_step, number + 1)
             request = StepRequest(
@@ -326,7 +327,7 @@ class RolloutManager:
                 allow_subset=allow_subset,
                 adapter=adapter,
             )
-            if (named := served.named_adapter(adapter)) is not None:
+            if named is not None:
                 request = replace(request, weights=f"{request.weights}+{named.engine_name}")
             collecting = asyncio.create_task(self._collect(request, on_group))
             self._collecting.add(collecting)

@@ -48,6 +48,7 @@ async def test_each_step_samples_with_its_adapter_and_the_tokens_say_which(
             assert (update.version, update.failed, manager.adapters) == (2, {}, {"a": 2, "b": 1})
             crossed, other, plain = [await step for step in (crossing, *others)]
     assert ("a@1", "a@2") in versions_of(crossed) <= {("a@1",), ("a@1", "a@2"), ("a@2",)}
+    assert crossed.step == 0, "the refused call has taken no step"
     assert (versions_of(other), versions_of(plain)) == ({("b@1",)}, {("0",)})
     segments = [
         segment for step in (crossed, other, plain) for rollout in step.rollouts for segment in rollout.segments
