@@ -175,7 +175,7 @@ async def control(url: str, body: Mapping[str, object], what: str, timeout_s: fl
     """Make a server do `what` by a POST. Raises ServingError unless it answers 200 in time."""
     async with control_client(what, timeout_s) as http, http.post(url, json=body) as reply:
         if reply.status != 200:
-            text = await reply.text()
+            text = await reply.text(errors="replace")
             raise ServingError(f"it answered {reply.status} to the request to {what}: {text[:_MESSAGE_CHARS]}")
 
 

@@ -194,8 +194,8 @@ async def load_weights(url: str, weights: Weights, serving: ServingConfig) -> No
 
         async def post(path: str, body: Mapping[str, object]) -> None:
             async with http.post(url + path, json=body) as reply:
-                text = await reply.text()
-            if reply.status != 200 or not _succeeded(text):
+                text = await reply.text(errors="replace")
+            if reply.status != 200 or _fields(text).get("success") is not True:
                 raise ServingError(f"it answered {reply.status} to new weights: {text[:_MESSAGE_CHARS]}")
 
         if weights.folder is not None:
@@ -204,18 +204,19 @@ async def load_weights(url: str, weights: Weights, serving: ServingConfig) -> No
         else:
             await send_tensors(post, url, version, weights.tensors, serving.tensor_parallel, timeout_s)
         async with http.get(url + PROBE) as reply:
-            reported = (await reply.json()).get("weight_version")
+            reported = _fields(await reply.text(errors="replace")).get("weight_version")
     if reported != version:
         raise ServingError(f"it reports version {reported!r} of its weights after loading {version}")
     await asyncio.to_thread(weights.check_unchanged)
 
 
-def _succeeded(text: str) -> bool:
+def _fields(text: str) -> Mapping[str, object]:
+    """Return the fields of an answer; none if it is not a JSON object."""
     try:
         answer = json.loads(text)
     except ValueError:
-        return False
-    return isinstance(answer, dict) and answer.get("success") is True
+        return {}
+    return answer if isinstance(answer, dict) else {}
 
 
 def _digest(folder: Path) -> str:

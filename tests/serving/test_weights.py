@@ -9,8 +9,10 @@ import socket
 import aiohttp
 import numpy as np
 import pytest
+from aiohttp import web
 from safetensors.numpy import save_file
 
+from builders import served as serve_http
 from rollout_backend.errors import ConfigError, ServingError, WeightsMismatch, WeightUpdateFailed
 from rollout_backend.serving.model_serving import ModelServing
 from rollout_backend.serving.weights import ModelFolder, Weights, WeightStore, load_weights
@@ -80,6 +82,17 @@ async def test_an_engine_that_fails_or_restarts_serves_only_the_new_weights(
         await until(lambda: all_serve(serving, restarts=2))
         assert await served(serving) == {("1", str(new))}
     assert WeightStore(config).current.version == 1
+
+
+@pytest.mark.parametrize("text", ["[]", "\xff{"])
+async def test_an_engine_whose_answers_are_no_objects_has_not_loaded_the_weights(config, tmp_path, text):
+    async def answer(request):
+        loaded = request.method == "POST"
+        return web.Response(text='{"success": true}' if loaded else text, content_type="application/json")
+
+    async with serve_http(answer) as url:
+        with pytest.raises(ServingError, match="reports version None of its weights after loading 1"):
+            await load_weights(url, Weights.of(1, save(tmp_path / "new")), config.serving)
 
 
 @pytest.mark.slow
