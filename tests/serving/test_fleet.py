@@ -117,14 +117,19 @@ async def test_killed_router_restarts_with_all_engines(make_fleet, until, kind):
 async def test_an_engine_that_the_router_does_not_take_again_is_restarted(make_fleet, until, monkeypatch):
     fleet, events, engines = make_fleet()
     async with fleet:
-        refused, add = engines[0].url, fleet._router.add
+        refused, add = [engines[0].url], fleet._router.add
 
         async def refuse(url):
-            if url == refused:
+            if url in refused:
+                refused.remove(url)
                 raise StartupError("the router did not take it")
             await add(url)
 
         monkeypatch.setattr(fleet._router, "add", refuse)
+        await fleet.pause()
+        await fleet.resume()
+        assert not any(engine._unfit.is_set() for engine in fleet.routing.engines), "the second attempt succeeded"
+        refused += [engines[0].url] * 2
         await fleet.pause()
         await fleet.resume()
         await until(lambda: kinds(events, "engine-0") == ["started", "died", "restarted"])

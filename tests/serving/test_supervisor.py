@@ -6,7 +6,8 @@ import pytest
 
 from rollout_backend.errors import StartupError
 from rollout_backend.serving.server_process import ServerKilled
-from rollout_backend.serving.supervisor import Probing, RestartLimits, Supervisor, SupervisorGroup
+from rollout_backend.serving.supervisor import Probing, RestartBudget, RestartLimits, Supervisor, SupervisorGroup
+from tests.simulation.clock import in_virtual_time
 
 QUICK = Probing(interval_s=0.001, timeout_s=0.001, failures=2)
 
@@ -71,6 +72,17 @@ async def test_a_server_that_is_killed_before_it_is_up_is_restarted_within_its_b
     assert (server.restarts, server.serving) == (1, True)
     with pytest.raises(StartupError, match="killed again"):
         await Server(ServerKilled("killed"), ServerKilled("killed again")).start()
+
+
+@in_virtual_time
+async def test_each_restart_counts_for_the_length_of_the_window():
+    budget = RestartBudget(RestartLimits(2, 60.0))
+    budget.spend()
+    await asyncio.sleep(10)
+    budget.spend()
+    assert budget.wait_s() == 50
+    await asyncio.sleep(50)
+    assert budget.wait_s() == 0
 
 
 async def test_server_that_does_not_answer_probes_is_lost():
