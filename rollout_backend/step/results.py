@@ -150,7 +150,7 @@ class StepResults:
                 raise
 
         try:
-            async with asyncio.timeout_at(plan.deadline):
+            async with asyncio.timeout_at(plan.deadline) as limit:
                 score: Score | None = None
                 if plan.manifest.resumed:
                     score = await plan.retry(lambda: scorer.read(rollout, task.task))
@@ -161,6 +161,8 @@ class StepResults:
                     score = await plan.retry(lambda: scorer.record(rollout, task.task, made))
             result = scored(rollout, score)
         except TimeoutError:
+            if not limit.expired():
+                raise
             result = unscored(rollout, reason, f"the step's time was up: {last}")
         except (ScoringError, StoreError) as error:
             message = f"{scorer.name} was retried until the limit (scoring.retry_s): {error}"

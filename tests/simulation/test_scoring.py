@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -128,6 +129,25 @@ def test_an_unscored_rollout_is_lost_and_never_0(play, make_run, make_config, re
         assert why in record.message
         assert "the judge is down" in record.message
         assert record.result is not None
+
+
+def test_a_scorer_that_ends_late_at_the_deadline_is_waited_for(play, make_run, make_config):
+    class Slow(Judge):
+        async def __call__(self, request: bytes) -> dict[str, Any]:
+            try:
+                await asyncio.sleep(10**6)
+            finally:
+                await asyncio.sleep(1)  # as while its process is killed
+            raise AssertionError
+
+    async def work():
+        step = scored_step(make_run(make_config(group={"size": 1})), Slow())
+        await step.run()
+        return step.records()
+
+    [record] = play(work())
+    assert (record.outcome, record.reason) == (Outcome.INFRA_ERROR, "scorer_failed")
+    assert "the step's time was up" in record.message
 
 
 def test_a_broken_scorer_opens_the_breaker(play, make_run, make_config):
