@@ -37,8 +37,9 @@ class StepPlan:
 
     async def write_first(self) -> Manifest | None:
         """Write the step's first manifest. Return the one that S3 held before."""
-        services, request = self.services, self.request
+        services = self.services
         while True:
+            request = self.request
             before = await self.retry(lambda: services.manifests.read(self.request.step))
             if not _can_verify_seals(before, services.sealed_by):
                 request = replace(request, same_weights=False)
