@@ -268,7 +268,7 @@ async def test_an_empty_response_is_not_an_empty_listing(open_store):
 
 
 @pytest.mark.parametrize("prefix", ["", "team/a/"])
-async def test_only_a_steps_results_and_failure_markers_are_listed(open_store, put, run_id, prefix):
+async def test_only_a_steps_wanted_results_and_failure_markers_are_listed(open_store, put, run_id, prefix):
     here = step_prefix(prefix, run_id, 3)
     wanted = ("task-a.0", "task-a.1", "x.y_z-1.10")
     for key in (here + "task-a.0~1", *(here + rollout_id for rollout_id in wanted[1:])):
@@ -284,7 +284,7 @@ async def test_only_a_steps_results_and_failure_markers_are_listed(open_store, p
         here + "x" * 129,
         f"{prefix}runs/{run_id}/quarantine/0.json",
     )
-    for key in others:
+    for key in (*others, here + "settled.0", here + "running.0~9"):
         await put(key)
     buffer = RolloutBuffer(run_id, await open_store(prefix=prefix), None, 4)
     names = {key.rpartition("/")[2].partition("~")[0] for key in others}
