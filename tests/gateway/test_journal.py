@@ -1,5 +1,6 @@
 """The journal: sessions continue after a restart of their gateway, or are refused."""
 
+import errno
 import gc
 import os
 import threading
@@ -7,6 +8,7 @@ import time
 import weakref
 from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -213,6 +215,17 @@ async def test_a_session_that_cannot_be_journaled_is_closed(bundle, folder, jour
     assert caught.value.status == 503
     with pytest.raises(ApiError, match="closed"):
         registry.open(claims())
+
+
+async def test_a_session_that_could_not_be_read_is_not_taken_for_a_new_one(bundle, open_journal, claims, monkeypatch):
+    session = SessionRegistry(bundle, "m", 50.0, journal=open_journal()).open(claims())
+    session.write(journals.asked(b"lost", is_retry=False))
+    again = SessionRegistry(bundle, "m", 50.0, journal=open_journal())
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+        with pytest.raises(OSError, match="Too many"):
+            again.open(claims())
+    assert Trajectory.decode(await again.seal(claims())).unanswered_calls == 1
 
 
 async def test_a_closed_session_is_freed_without_a_garbage_collection(bundle, journal, claims):

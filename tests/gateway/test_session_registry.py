@@ -37,6 +37,15 @@ async def test_an_expired_session_is_removed_and_its_calls_are_aborted(registry,
     assert (registry.open_count, registry.closed_count) == (1, 0)
 
 
+async def test_a_session_whose_key_expires_while_a_body_is_read_makes_no_call(registry, clock):
+    session = registry.open(claims())
+    clock.now = 100.0
+    await registry.sweep()
+    with pytest.raises(ApiError, match="expired") as caught:
+        registry.check_open(session)
+    assert (caught.value.status, registry.open_count) == (410, 0)
+
+
 async def test_a_revoked_session_is_remembered_until_its_key_expires(registry, clock):
     await registry.revoke(["s"])
     clock.now = 49.0

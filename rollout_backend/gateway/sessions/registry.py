@@ -174,8 +174,12 @@ class SessionRegistry:
 
     def check_open(self, session: OpenSession) -> None:
         """Raise ApiError (410) if the session was closed in the meantime."""
-        if not session.is_open:
+        if session.is_open:
+            return
+        name = session.claims.session_id
+        if name in self._sessions or name in self._closed:
             self.open(session.claims)
+        raise session_closed("its key has expired")
 
     async def seal(self, claims: SessionClaims) -> bytes:
         """Close the session, abort its calls in flight, and return its encoded trajectory.
@@ -241,9 +245,9 @@ class SessionRegistry:
         self._calls.add(name)
         if name not in self._sessions:
             session = OpenSession(claims, Conversations(self._bundle, self._experts))
-            self._sessions[name] = session
             if self._journal is not None:
                 self._restore(session, self._journal)
+            self._sessions.setdefault(name, session)  # `_restore` keeps a sealed session
         found = self._sessions[name]
         found.expires_at = max(found.expires_at, claims.expires_at)
         return found
