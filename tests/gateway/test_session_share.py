@@ -19,7 +19,6 @@ from starlette.requests import Request
 from agent_wrapper import RolloutApp
 from builders import function_tool, until, user
 from gateway_server import CONTROL_KEY, SECRET, ServerThread
-from rollout_backend.core.api_error import ApiError
 from rollout_backend.gateway.__main__ import server_options
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.http_protocol import MAX_HEAD_BYTES, bounded_protocol
@@ -262,11 +261,19 @@ async def test_a_large_body_is_parsed_in_a_thread_and_for_a_fifth_of_the_time(mo
     assert pauses[-1] >= 4 * 0.05
 
 
-def test_a_session_has_a_limited_number_of_open_requests():
-    share = SessionShare()
-    for _ in range(2):
-        with share.request(2), share.request(2), pytest.raises(ApiError, match="2 requests open"), share.request(2):
-            pass
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_a_session_has_a_limited_number_of_open_requests(play, connect, path):
+    gateway = play(lambda _: "ok", gateway={"max_session_calls": 2}, body_s=600)
+    [key] = gateway.headers().values()
+    call = {**CALL, "max_tokens": 5}
+    held = [connect(gateway) for _ in range(16)]
+    for connection in held:
+        connection.sendall(f"POST {path} HTTP/1.1\r\nAuthorization: {key}\r\nContent-Length: 9\r\n\r\n{{".encode())
+    until(lambda: gateway.post(call, path=path).status_code == 429)
+    assert "16 requests open" in gateway.post(call, path=path).text
+    for connection in held:
+        connection.close()
+    until(lambda: gateway.post(call, path=path).status_code == 200)
 
 
 async def test_a_cancelled_caller_keeps_its_turn_until_its_work_has_ended():
