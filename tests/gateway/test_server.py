@@ -573,12 +573,15 @@ def test_an_unanswered_call_is_counted_until_it_is_repeated(play):
 
 def test_a_conversation_over_the_context_length_is_refused_and_a_reply_over_it_is_cut(play):
     gateway = play(lambda _: "x" * 5000)
-    with pytest.raises(openai.BadRequestError) as error:
-        ask(gateway.client(), [user("y" * 5000)])
-    assert error.value.code == "context_length_exceeded"
-    assert gateway.engine.requests == []
-    cut = ask(gateway.client("s2"))
+    cut = ask(gateway.client("s2"), [user("y")])
     assert (cut.choices[0].finish_reason, cut.usage.total_tokens) == ("length", 4096)
+    fits = 4096 - cut.usage.prompt_tokens
+    assert ask(gateway.client("s3"), [user("y" * fits)]).usage.completion_tokens == 1
+    for length in (fits + 1, 5000):
+        with pytest.raises(openai.BadRequestError) as error:
+            ask(gateway.client(), [user("y" * length)])
+        assert error.value.code == "context_length_exceeded"
+    assert len(gateway.engine.requests) == 2
 
 
 def test_a_large_body_is_refused(serve):
