@@ -105,11 +105,13 @@ class AgentHarness:
         self._engine = ScriptedEngine([]) if engine_url is None else None
         journals = run_dir / "journal"
         self._journal = journals / "0-of-1"
+        config = config or self._config()
+        one = config.gateway.model_copy(update={"kind": "process", "processes": 1})  # `_watch` reads one journal
         seal_secret = secrets.token_urlsafe(48)
         self.sealer = Sealer(seal_secret)
         """Verifies the seals of this harness's rollouts."""
         self._gateways = GatewayFleet(
-            config or self._config(),
+            config.model_copy(update={"gateway": one}),
             self._engine.url if self._engine is not None else engine_url or "",
             run_dir,
             seal_secret=seal_secret,
