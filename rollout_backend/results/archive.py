@@ -95,7 +95,7 @@ class RunArchive:
             self._write_info(self._info.with_end(state, error, time.time()))
 
     def write_last_step_end(self) -> None:
-        """Record that the trainer needs no further step, so that the run has ended once its process is gone."""
+        """Record that the last step's rollouts have ended, so that the run has ended once its process is gone."""
         if self._info is not None:
             last = self._info.starts[-1].model_copy(update={"last_step_ended": True})
             self._info = self._info.model_copy(update={"starts": (*self._info.starts[:-1], last)})

@@ -42,7 +42,7 @@ class RunStart(BaseModel, frozen=True):
     """The agent: image, version and ARN of a runtime, or path, digest and git commit of an agent on this machine."""
     state: RunState = "running"
     last_step_ended: bool = False
-    """Whether nothing but the end of the process is left. verl's process is then killed without notice."""
+    """Whether the rollouts of the last step have ended. verl's process is later killed without notice."""
     error: str = ""
     ended_at: float | None = None
 
