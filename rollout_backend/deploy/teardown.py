@@ -206,9 +206,8 @@ class Teardown:
                     if not (why := await delete_runtime(control, resource.id, _DELETE_S)):
                         return
                     await asyncio.sleep(pause)
-        raise PreflightError(
-            f"{resource} was not deleted within {_DELETE_S:g} s ({why}): run rollout down again later"
-        )
+        why = f" ({why})" if why else ""
+        raise PreflightError(f"{resource} was not deleted within {_DELETE_S:g} s{why}: run rollout down again later")
 
     async def _delete_queue(self, sqs: Any, url: str) -> None:
         try:

@@ -16,7 +16,8 @@ from rollout_backend.collect.queue import queue_name
 from rollout_backend.config import StorageConfig
 from rollout_backend.deploy.image import project_definition
 from rollout_backend.deploy.target import Target
-from rollout_backend.deploy.teardown import Teardown
+from rollout_backend.deploy.teardown import Resource, Teardown
+from rollout_backend.errors import PreflightError
 from rollout_backend.local.agentcore_emulator import ROLE
 from rollout_backend.local.control_plane import ControlLimits
 from rollout_backend.runtimes.agentcore.control import ReadyRuntime, control_client, find_runtime, pin_endpoint
@@ -87,6 +88,31 @@ async def test_what_is_ours_is_deleted_and_the_rest_is_named(local_aws, tmp_path
         async with control_client("us-east-1", url) as client:
             names = [each["agentRuntimeName"] for each in (await client.list_agent_runtimes())["agentRuntimes"]]
         assert names == ["by_hand"]
+
+
+@pytest.mark.parametrize(
+    ("status", "why"), [("DELETE_FAILED", r" \(it is DELETE_FAILED: It has interfaces\)"), ("DELETING", "")]
+)
+def test_a_runtime_that_stays_is_reported_with_the_reason(status, why):
+    class Control:
+        exceptions = SimpleNamespace(ResourceNotFoundException=KeyError, ConflictException=IndexError)
+
+        def get_paginator(self, _: str) -> Any:
+            return self
+
+        async def paginate(self, **_: Any) -> AsyncIterator[dict[str, Any]]:
+            yield {"runtimeEndpoints": []}
+
+        async def get_agent_runtime(self, **_: Any) -> dict[str, str]:
+            return {"status": status, "failureReason": "It has interfaces"}
+
+        async def delete_agent_runtime(self, **_: Any) -> None:
+            pass
+
+    teardown, resource = Teardown(Target("us-east-1", "b", "r", role=ROLE)), Resource("runtime", "r", "r-1")
+    says = rf"within 300 s{why}: run rollout down again"
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner, pytest.raises(PreflightError, match=says):
+        runner.run(teardown._delete_runtime(Control(), resource))
 
 
 def test_many_runtimes_are_read_below_the_control_planes_rate():
