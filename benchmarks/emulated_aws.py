@@ -10,17 +10,16 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import logging
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from email.utils import formatdate
 from typing import Any, Protocol
 from urllib.parse import quote
 
-from aiohttp import web
+from http_server import Answer, Request, Response, json_response, listen
 
 ACCOUNT, REGION = "000000000000", "us-east-1"
 ARN = f"arn:aws:bedrock-agentcore:{REGION}:{ACCOUNT}:runtime/load-0123456789"
@@ -37,9 +36,9 @@ class S3:
     """Objects by bucket and key. Buckets exist once they are named; there are no multipart uploads and versions."""
 
     def __init__(self) -> None:
-        self._objects: dict[str, tuple[bytes, str, float]] = {}  # body, ETag, time
+        self._objects: dict[str, tuple[tuple[bytes, ...], str, float]] = {}  # body, ETag, time
 
-    def put(self, bucket: str, key: str, body: bytes) -> str:
+    def put(self, bucket: str, key: str, *body: bytes) -> str:
         """Return the ETag."""
         etag = f'"{uuid.uuid4().hex}"'
         self._objects[f"{bucket}/{key}"] = body, etag, time.time()
@@ -48,34 +47,34 @@ class S3:
     def has(self, bucket: str, key: str) -> bool:
         return f"{bucket}/{key}" in self._objects
 
-    def handle(self, request: web.Request, body: bytes) -> tuple[str, web.Response]:
+    def handle(self, request: Request) -> tuple[str, Response]:
         """Return the operation, and the answer."""
         place = request.path[1:]
         if not place.partition("/")[2]:
-            return ("ListObjectsV2", self._list(request, place)) if request.method == "GET" else ("", web.Response())
+            return ("ListObjectsV2", self._list(request, place)) if request.method == "GET" else ("", Response())
         found = self._objects.get(place)
         match request.method:
             case "PUT":
-                return "PutObject", self._put(request, place, body)
+                return "PutObject", self._put(request, place)
             case "DELETE":
                 self._objects.pop(place, None)
-                return "DeleteObject", web.Response(status=204)
+                return "DeleteObject", Response(204)
             case method:
-                return f"{method.title()}Object", _s3_error(404, "NoSuchKey") if found is None else _sent(
-                    request, *found
-                )
+                response = _s3_error(404, "NoSuchKey") if found is None else _sent(request, *found)
+                response.bodiless = method == "HEAD"
+                return f"{method.title()}Object", response
 
-    def _put(self, request: web.Request, place: str, body: bytes) -> web.Response:
-        _, etag, _ = self._objects.get(place, (b"", "", 0.0))
-        wanted = request.headers.get("If-Match", etag)
-        if (etag and request.headers.get("If-None-Match") == "*") or wanted != etag:
+    def _put(self, request: Request, place: str) -> Response:
+        _, etag, _ = self._objects.get(place, ((), "", 0.0))
+        wanted = request.headers.get("if-match", etag)
+        if (etag and request.headers.get("if-none-match") == "*") or wanted != etag:
             return _s3_error(412 if etag else 404, "PreconditionFailed" if etag else "NoSuchKey")
         bucket, _, key = place.partition("/")
-        return web.Response(headers={"ETag": self.put(bucket, key, body)})
+        return Response(headers=f"ETag: {self.put(bucket, key, request.body)}\r\n")
 
-    def _list(self, request: web.Request, bucket: str) -> web.Response:
+    def _list(self, request: Request, bucket: str) -> Response:
         """List up to 1,000 keys, without folders."""
-        bucket, asked = bucket.rstrip("/"), request.query
+        bucket, asked = bucket.rstrip("/"), request.arguments()
         prefix, limit = asked.get("prefix", ""), int(asked.get("max-keys", 1000))
         after = f"{bucket}/" + max(asked.get("start-after", ""), asked.get("continuation-token", ""))
         named = sorted(name for name in self._objects if name.startswith(f"{bucket}/{prefix}") and name > after)
@@ -86,13 +85,12 @@ class S3:
         items = "".join(
             f"<Contents><Key>{_key(name)}</Key><LastModified>"
             f"{time.strftime('%Y-%m-%dT%H:%M:%S.000Z', time.gmtime(modified))}</LastModified>"
-            f"<ETag>{etag}</ETag><Size>{len(body)}</Size><StorageClass>STANDARD</StorageClass></Contents>"
+            f"<ETag>{etag}</ETag><Size>{sum(map(len, body))}</Size><StorageClass>STANDARD</StorageClass></Contents>"
             for name in listed
             for body, etag, modified in [self._objects[name]]
         )
-        return web.Response(
-            content_type="application/xml",
-            text=f'<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Name>{bucket}</Name>'
+        return _xml(
+            f'<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Name>{bucket}</Name>'
             f"<Prefix>{quote(prefix)}</Prefix><MaxKeys>{limit}</MaxKeys><KeyCount>{len(listed)}</KeyCount>"
             f"<EncodingType>url</EncodingType><IsTruncated>{'true' if token else 'false'}</IsTruncated>{token}{items}"
             "</ListBucketResult>",
@@ -103,18 +101,22 @@ def _key(place: str) -> str:
     return quote(place.partition("/")[2])
 
 
-def _sent(request: web.Request, body: bytes, etag: str, modified: float) -> web.Response:
-    headers = {"ETag": etag, "Last-Modified": formatdate(modified, usegmt=True)}
-    if span := request.headers.get("Range", "").removeprefix("bytes="):
+def _sent(request: Request, body: tuple[bytes, ...], etag: str, modified: float) -> Response:
+    headers = f"ETag: {etag}\r\nLast-Modified: {formatdate(modified, usegmt=True)}\r\n"
+    if span := request.headers.get("range", "").removeprefix("bytes="):
         first, _, last = span.partition("-")
-        headers["Content-Range"] = f"bytes {span}/{len(body)}"
-        return web.Response(body=body[int(first) : int(last) + 1 if last else None], status=206, headers=headers)
-    return web.Response(body=body, headers=headers)
+        whole = b"".join(body)
+        headers += f"Content-Range: bytes {span}/{len(whole)}\r\n"
+        return Response(206, (whole[int(first) : int(last) + 1 if last else None],), headers)
+    return Response(200, body, headers)
 
 
-def _s3_error(status: int, code: str) -> web.Response:
-    xml = f"<Error><Code>{code}</Code><Message>{code}</Message><RequestId>1</RequestId></Error>"
-    return web.Response(text=xml, status=status, content_type="application/xml")
+def _s3_error(status: int, code: str) -> Response:
+    return _xml(f"<Error><Code>{code}</Code><Message>{code}</Message><RequestId>1</RequestId></Error>", status)
+
+
+def _xml(text: str, status: int = 200) -> Response:
+    return Response(status, (text.encode(),), "Content-Type: application/xml\r\n")
 
 
 # --- SQS --------------------------------------------------------------------------------------------------
@@ -148,11 +150,12 @@ class Queue:
 
     async def receive(self, limit: int, visibility_s: float, wait_s: float) -> list[dict[str, Any]]:
         """Return up to `limit` messages, as soon as there is one."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                while not self.visible:
-                    self._arrived.clear()
-                    await self._arrived.wait()
+        if wait_s and not self.visible:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    while not self.visible:
+                        self._arrived.clear()
+                        await self._arrived.wait()
         taken = []
         while self.visible and len(taken) < limit:
             message = self.visible.popleft()
@@ -196,34 +199,35 @@ class Sqs:
         """Send a message of an agent in this process, which costs no call."""
         self._queues[url.rpartition("/")[2]].send(body)
 
-    async def handle(self, request: web.Request, operation: str, asked: dict[str, Any]) -> web.Response:
+    def handle(self, operation: str, asked: dict[str, Any], host: str) -> Response:
+        """Answer any call but ReceiveMessage."""
         name = asked.get("QueueName") or asked["QueueUrl"].rpartition("/")[2]
         if operation == "CreateQueue" and name not in self._queues:
             visibility_s = float(asked.get("Attributes", {}).get("VisibilityTimeout", 30))
-            self._queues[name] = Queue(f"http://{request.host}/{ACCOUNT}/{name}", visibility_s)
+            self._queues[name] = Queue(f"http://{host}/{ACCOUNT}/{name}", visibility_s)
         queue = self._queues.get(name)
         if queue is None:
-            error = "QueueDoesNotExist"
-            return web.json_response({"__type": f"com.amazonaws.sqs#{error}", "message": error}, status=400)
+            return _no_queue()
         if operation.endswith("Batch"):
-            entries = asked["Entries"]
-            made = [
-                {"Id": entry["Id"], **await self._do(queue, operation.removesuffix("Batch"), entry)}
-                for entry in entries
-            ]
-            return web.json_response({"Successful": made, "Failed": []})
-        return web.json_response(await self._do(queue, operation, asked))
+            one = operation.removesuffix("Batch")
+            made = [{"Id": entry["Id"], **self._do(queue, one, entry)} for entry in asked["Entries"]]
+            return json_response({"Successful": made, "Failed": []})
+        return json_response(self._do(queue, operation, asked))
 
-    async def _do(self, queue: Queue, operation: str, asked: dict[str, Any]) -> dict[str, Any]:
+    async def receive(self, asked: dict[str, Any]) -> Response:
+        queue = self._queues.get(asked["QueueUrl"].rpartition("/")[2])
+        if queue is None:
+            return _no_queue()
+        limit, wait_s = int(asked.get("MaxNumberOfMessages", 1)), float(asked.get("WaitTimeSeconds", 0))
+        hidden_s = float(asked.get("VisibilityTimeout", queue.visibility_s))
+        messages = await queue.receive(limit, hidden_s, wait_s)
+        return json_response({"Messages": messages} if messages else {})
+
+    def _do(self, queue: Queue, operation: str, asked: dict[str, Any]) -> dict[str, Any]:
         match operation:
             case "SendMessage":
                 message = queue.send(asked["MessageBody"])
                 return {"MessageId": message.id, "MD5OfMessageBody": _md5(message.body)}
-            case "ReceiveMessage":
-                limit, wait_s = int(asked.get("MaxNumberOfMessages", 1)), float(asked.get("WaitTimeSeconds", 0))
-                hidden_s = float(asked.get("VisibilityTimeout", queue.visibility_s))
-                messages = await queue.receive(limit, hidden_s, wait_s)
-                return {"Messages": messages} if messages else {}
             case "DeleteMessage":
                 queue.delete(asked["ReceiptHandle"])
             case "ChangeMessageVisibility":
@@ -245,6 +249,11 @@ class Sqs:
             case _:
                 return {"QueueUrl": queue.url}
         return {}
+
+
+def _no_queue() -> Response:
+    error = "QueueDoesNotExist"
+    return json_response({"__type": f"com.amazonaws.sqs#{error}", "message": error}, 400)
 
 
 def _md5(text: str) -> str:
@@ -276,6 +285,7 @@ class Cloud:
         self.calls: Counter[str] = Counter()
         self.s3, self.sqs = S3(), Sqs()
         self._latencies_s = s3_s, sqs_s, runtime_s
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def control(self, name: str) -> Any:
         """Return what `/_emulator/NAME` answers."""
@@ -284,65 +294,57 @@ class Cloud:
     @contextlib.asynccontextmanager
     async def serve(self, port: int = 0) -> AsyncIterator[str]:
         """Yield the URL."""
-        app = web.Application(client_max_size=2**30)
-        app.router.add_route("*", "/{path:.*}", self._handle)
-        # No idle connection is closed, as a call that is then on its way would fail.
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, keepalive_timeout=3600)
-        logging.getLogger("aiohttp.server").disabled = True  # a router first probes a new engine with gRPC
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port, backlog=4096).start()
+        server = await listen(self._handle, port)
         try:
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         finally:
-            await runner.cleanup()
+            server.close()
 
-    async def _handle(self, request: web.Request) -> web.Response:
-        body, path = await request.read(), request.path
-        if path.startswith("/_emulator/"):
-            return web.json_response(self.control(path.rpartition("/")[2]))
-        if path in _ENGINE_PATHS:
-            return web.json_response({})
-        s3_s, sqs_s, runtime_s = self._latencies_s
-        if target := request.headers.get("X-Amz-Target"):
-            operation, latency_s = target.partition(".")[2], sqs_s
+    def _handle(self, request: Request, answer: Answer) -> None:
+        path, (s3_s, sqs_s, runtime_s) = request.path, self._latencies_s
+        if target := request.headers.get("x-amz-target"):
+            operation, asked = target.partition(".")[2], json.loads(request.body or b"{}")
             self.calls[operation] += 1
-            response = await self.sqs.handle(request, operation, json.loads(body or b"{}"))
+            if operation == "ReceiveMessage":
+                self._answer_later(self.sqs.receive(asked), answer, sqs_s)
+            else:
+                answer(self.sqs.handle(operation, asked, request.headers["host"]), sqs_s)
         elif path.startswith("/runtimes/"):
-            response, latency_s = await self._run(request, body), runtime_s
+            self._answer_later(self._run(request), answer, runtime_s)
+        elif path.startswith("/_emulator/"):
+            answer(json_response(self.control(path.rpartition("/")[2])), 0)
+        elif path in _ENGINE_PATHS:
+            answer(json_response({}), 0)
         else:
-            chunked = "aws-chunked" in request.headers.get("Content-Encoding", "")
-            operation, response = self.s3.handle(request, _decoded(body) if chunked else body)
+            operation, response = self.s3.handle(request)
             self.calls[operation] += 1
-            latency_s = s3_s
-        await asyncio.sleep(latency_s)
-        return response
+            answer(response, s3_s)
 
-    async def _run(self, request: web.Request, body: bytes) -> web.Response:
-        session_id = request.headers.get(SESSION, "")
+    def _answer_later(self, response: Awaitable[Response], answer: Answer, latency_s: float) -> None:
+        async def run() -> None:
+            found = _refused(500, "InternalServerException")
+            try:
+                found = await response
+            finally:
+                answer(found, latency_s)
+
+        task = asyncio.create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, request: Request) -> Response:
+        session_id = request.headers.get(SESSION.lower(), "")
         if request.path.endswith("/invocations"):
             self.calls["InvokeAgentRuntime"] += 1
-            return web.json_response(
-                await self.agents.invoke(session_id, json.loads(body)), headers={SESSION: session_id}
-            )
+            found = await self.agents.invoke(session_id, json.loads(request.body))
+            return json_response(found, headers=f"{SESSION}: {session_id}\r\n")
         if request.path.endswith("/stopruntimesession"):
             self.calls["StopRuntimeSession"] += 1
             if await self.agents.stop(session_id):
-                return web.json_response({"runtimeSessionId": session_id, "statusCode": 200})
+                return json_response({"runtimeSessionId": session_id, "statusCode": 200})
             return _refused(404, "ResourceNotFoundException")
         return _refused(403, "AccessDeniedException")  # the control plane
 
 
-def _refused(status: int, code: str) -> web.Response:
-    return web.json_response({"message": code}, status=status, headers={"x-amzn-ErrorType": code})
-
-
-def _decoded(chunked: bytes) -> bytes:
-    """Return a body in AWS's chunks without their framing, signatures and trailers."""
-    parts, at = [], 0
-    while True:
-        end = chunked.index(b"\r\n", at)
-        size = int(chunked[at:end].split(b";")[0], 16)
-        if not size:
-            return b"".join(parts)
-        parts.append(chunked[end + 2 : end + 2 + size])
-        at = end + 2 + size + 2
+def _refused(status: int, code: str) -> Response:
+    return json_response({"message": code}, status, f"x-amzn-ErrorType: {code}\r\n")

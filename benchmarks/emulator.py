@@ -16,6 +16,8 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
+import msgpack
+import zstandard
 from emulated_aws import Cloud
 
 from agent_wrapper.contract import (
@@ -30,7 +32,6 @@ from agent_wrapper.contract import (
     VersionSpan,
     result_key,
 )
-from agent_wrapper.contract.codec import pack
 from rollout_backend.core.seal import SealClaims, Sealer
 from rollout_backend.core.session_key import SessionClaims, read_claims, sign_claims
 
@@ -39,10 +40,15 @@ MODEL = "scripted"
 _TURN = 1000  # tokens, of which half are sampled
 _IDENTITY = ("run_id", "step", "task_id", "rollout_id", "attempt", "session_id")
 _SEALED = frozenset(_IDENTITY) & SealClaims.model_fields.keys()
+_VARYING = frozenset({*_IDENTITY, "seal", "finished_at"})
 
 
 class ReadyMadeResults:
-    """Valid, sealed results of one run. All share their tokens; only the fields that identify a rollout differ."""
+    """Valid, sealed results of one run. All share their tokens, which are encoded and compressed once.
+
+    Only the fields that identify a rollout differ. They come first in the object, in an uncompressed block of the
+    same zstd frame, so a result of 1 MB takes 50 us to make, and is decoded as one that a wrapper has written.
+    """
 
     def __init__(self, tokens: int, secret: str) -> None:
         segments = (_segment(tokens),)
@@ -57,13 +63,31 @@ class ReadyMadeResults:
         rollout = Rollout(
             **ids, task_id="t", outcome=Outcome.COMPLETED, reward=1.0, model=MODEL, segments=segments, started_at=1.0
         )
-        self._fields = rollout.model_dump(mode="python")
+        fields = rollout.model_dump(mode="python")
+        self._fields = len(fields)
+        shared = b"".join(_packed(name, value) for name, value in fields.items() if name not in _VARYING)
+        self._size, self._blocks = len(shared), _blocks(shared)
 
-    def make(self, request: dict[str, Any]) -> bytes:
+    def make(self, request: dict[str, Any]) -> tuple[bytes, bytes]:
+        """Return an encoded result in two parts; the second is the same object for all of them."""
         identity = {name: request[name] for name in _IDENTITY}
         sealed = self._seal.model_copy(update={name: identity[name] for name in _SEALED})
         varying = {**identity, "seal": sign_claims(self._key, sealed), "finished_at": time.time()}
-        return pack({**self._fields, **varying})
+        head = b"\xde" + self._fields.to_bytes(2, "big") + b"".join(_packed(*item) for item in varying.items())
+        frame = zstandard.FRAME_HEADER + b"\xa0" + (len(head) + self._size).to_bytes(4, "little")
+        return frame + (len(head) << 3).to_bytes(3, "little") + head, self._blocks
+
+
+def _packed(name: str, value: Any) -> bytes:
+    return bytes(msgpack.packb(name)) + bytes(msgpack.packb(value))
+
+
+def _blocks(data: bytes) -> bytes:
+    """Return the blocks of a compressed frame without the frame's header: what is put before them does not matter."""
+    frame = zstandard.ZstdCompressor(level=3).compress(data)
+    single = bool(frame[4] & 0x20)
+    sizes = (1 if single else 0, 2, 4, 8)[frame[4] >> 6]
+    return frame[5 + (not single) + sizes :]
 
 
 def _segment(tokens: int) -> Segment:
@@ -99,7 +123,7 @@ class Emulator(Cloud):
         self.agents = self
         self._agent_s, self._spread, self._random = work["agent_s"], work["spread"], random.Random(0)
         self._results = ReadyMadeResults(work["tokens"], work["secret"])
-        size = len(self._results.make({**dict.fromkeys(_IDENTITY, "s" * 30), "step": 0, "attempt": 1}))
+        size = sum(map(len, self._results.make({**dict.fromkeys(_IDENTITY, "s" * 30), "step": 0, "attempt": 1})))
         self._toolkits = {"rewards": [1.0], "status_code": 200, "stop_reason": "end_turn", "messages": "x" * size}
         self._open: set[str] = set()
         self._published: dict[str, float] = {}  # by the last part of the key, or by the toolkit's name of the rollout
@@ -120,7 +144,7 @@ class Emulator(Cloud):
         place, name = {"s3_bucket": asked["s3_bucket"]}, asked["input_id"]
         key = f"{asked['exp_id']}/{name}/{session_id}.json"
         self._begin(
-            session_id, lambda: self._store(asked["s3_bucket"], key, json.dumps(self._toolkits).encode(), name)
+            session_id, lambda: self._store(asked["s3_bucket"], key, name, json.dumps(self._toolkits).encode())
         )
         return {"status": "processing", **place, "result_key": key}
 
@@ -148,11 +172,11 @@ class Emulator(Cloud):
     def _publish(self, asked: dict[str, Any]) -> None:
         target, rollout_id = asked["result"], asked["rollout_id"]
         key = result_key(target["prefix"], asked["run_id"], asked["step"], rollout_id)
-        self._store(target["bucket"], key, self._results.make(asked), key.rpartition("/")[2])
+        self._store(target["bucket"], key, key.rpartition("/")[2], *self._results.make(asked))
         self.sqs.send(target["queue_url"], Announcement(bucket=target["bucket"], key=key).encode())
 
-    def _store(self, bucket: str, key: str, body: bytes, name: str) -> None:
-        self.s3.put(bucket, key, body)
+    def _store(self, bucket: str, key: str, name: str, *body: bytes) -> None:
+        self.s3.put(bucket, key, *body)
         self._published[name] = time.monotonic()
 
 
