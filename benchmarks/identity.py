@@ -69,7 +69,7 @@ async def train(variant: str, training: Training, sums: Sums) -> dict[str, Any]:
         ]
         await training.run([*common, *own, *recorded], env)
         return {}
-    agents = WrappedAgents(_is_right, SEED, lost=0.2 if variant == KILLED else 0.0)
+    agents = WrappedAgents(_is_right, SEED, killed=0.2 if variant == KILLED else 0.0)
     async with agents.serve() as url:
         own = training.through_backend(backend_settings(url, work / "runs"))
         await training.run([*common, *own, *recorded], env)

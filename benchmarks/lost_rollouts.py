@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from common import arguments, write_section
+from emulated_aws import SESSION
 from tiny_learner import Row, fit, row_of, train
 from wrapped_agents import SessionRecord, WrappedAgents, backend_settings
 
@@ -63,7 +64,7 @@ class Settings:
 
 
 class Readers(WrappedAgents):
-    """Agents that read pages."""
+    """Agents that read pages. A lost one gets what AgentCore sends to a container that it ends: SIGTERM."""
 
     def __init__(self, settings: Settings, variant: str) -> None:
         super().__init__(lambda reply, answer: reply == answer)
@@ -84,7 +85,9 @@ class Readers(WrappedAgents):
         if lost and self._variant == AS_0:
             return {"reward": 0.0}
         if lost:
-            await self._lose(context)
+            stop = self._http.post("/stop", headers={SESSION: self._session(rollout_id)})
+            asyncio.run_coroutine_threadsafe(stop, self._loop)
+            await asyncio.sleep(context.remaining_s + 60)
         return {"reward": float(right)}
 
 

@@ -1,6 +1,7 @@
 """Sessions of a real `RolloutApp` on the emulated AgentCore, some of which are lost.
 
-All sessions share this process and one app. AgentCore ends a lost one with SIGTERM before it publishes.
+All sessions share this process and one app. A killed session is like a dead container: its wrapper is cancelled, so
+it publishes nothing and sends no more heartbeats.
 """
 
 from __future__ import annotations
@@ -37,14 +38,15 @@ class SessionRecord:
 class WrappedAgents:
     """Agents that ask the model one question, and score the reply.
 
-    A part `lost` of the rollouts lose their first session after it has sampled.
+    A part `killed` of the rollouts lose their first session after it has sampled.
     """
 
-    def __init__(self, is_right: Callable[[str, str], bool], seed: int = 0, lost: float = 0.0) -> None:
+    def __init__(self, is_right: Callable[[str, str], bool], seed: int = 0, killed: float = 0.0) -> None:
         self.records: list[SessionRecord] = []
-        self._is_right, self._seed, self._lost = is_right, seed, lost
+        self._is_right, self._seed, self._killed = is_right, seed, killed
         self._sessions: Counter[str] = Counter()  # by rollout
         self._rollouts: dict[str, str] = {}  # by session
+        self._dead: set[str] = set()  # sessions
         self._app = RolloutApp()
         self._app.entrypoint(self._agent)
         self._model = httpx.AsyncClient(timeout=None)
@@ -72,6 +74,8 @@ class WrappedAgents:
         return reply.raise_for_status().json()
 
     async def stop(self, session_id: str) -> bool:
+        if session_id in self._dead:
+            return False
         return (await self._http.post("/stop", headers={SESSION: session_id})).status_code != 404
 
     async def _agent(self, context: RolloutContext) -> dict[str, Any]:
@@ -80,10 +84,11 @@ class WrappedAgents:
         message = await self._reply(context, [{"role": "user", "content": context.payload["question"]}])
         right = self._is_right(message["content"] or "", context.payload["answer"])
         first = self._sessions[rollout_id] == 1
-        lost = first and self._lot(rollout_id) < self._lost
-        self.records.append(SessionRecord(first, right, 1, lost))
-        if lost:
-            await self._lose(context)
+        killed = first and self._lot(rollout_id) < self._killed
+        self.records.append(SessionRecord(first, right, 1, killed))
+        if killed:
+            self._loop.call_soon_threadsafe(self._kill, rollout_id)
+            await asyncio.sleep(context.remaining_s + 60)
         return {"reward": float(right)}
 
     async def _reply(self, context: RolloutContext, messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -100,11 +105,14 @@ class WrappedAgents:
         """Return a number from 0 to 1, equal for the same session of a rollout with the same seed."""
         return random.Random(f"{self._seed} {rollout_id} {self._sessions[rollout_id]}").random()
 
-    async def _lose(self, context: RolloutContext) -> None:
-        """End the session of this agent."""
-        session = next(name for name in reversed(self._rollouts) if self._rollouts[name] == context.rollout_id)
-        asyncio.run_coroutine_threadsafe(self._http.post("/stop", headers={SESSION: session}), self._loop)
-        await asyncio.sleep(context.remaining_s + 60)
+    def _session(self, rollout_id: str) -> str:
+        return next(name for name in reversed(self._rollouts) if self._rollouts[name] == rollout_id)
+
+    def _kill(self, rollout_id: str) -> None:
+        self._dead.add(self._session(rollout_id))
+        for task in asyncio.all_tasks():
+            if task.get_name() == f"rollout-{rollout_id}":
+                task.cancel()
 
 
 def backend_settings(url: str, output: Path) -> dict[str, Any]:
