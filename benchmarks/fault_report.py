@@ -73,9 +73,11 @@ def picture(results: Results) -> str:
                     lengths = [row["delivered"], wrong, row["lost"]]
                     lengths.append(max(0, planned(results) - sum(lengths)))
                     for length, colour in zip(lengths, _BARS.values(), strict=True):
-                        axis.barh(places[row["fault"]], length, left=left, height=0.6, color=colour)
+                        if length:
+                            axis.barh(places[row["fault"]], length, left=left, height=0.6, color=colour)
                         left += length
-                    axis.barh(places[row["fault"]] - 0.4, row["leaked"], height=0.2, color="#bf8700")
+                    if row["leaked"]:
+                        axis.barh(places[row["fault"]] - 0.4, row["leaked"], height=0.2, color="#bf8700")
             axis.set_title(system)
             axis.set_xticks([])
         axes[0, 0].set_yticks([*places.values()], [*titles.values()])
