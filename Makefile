@@ -103,6 +103,8 @@ results: engine verl  ## docs/results.md: all experiments again but the long run
 	$(RUN)/python docs/make_results.py --from runs/results/identity.json
 	$(VERL)/bin/python benchmarks/learning_curves.py --json runs/results/learning.json
 	$(RUN)/python docs/make_results.py --from runs/results/learning.json
+	$(VERL)/bin/python benchmarks/learning_curves.py --parts --json runs/results/parts.json
+	$(RUN)/python docs/make_results.py --from runs/results/parts.json
 	$(VERL)/bin/python benchmarks/lost_rollouts.py --json runs/results/losses.json
 	$(RUN)/python docs/make_results.py --from runs/results/losses.json
 

@@ -11,7 +11,16 @@ from common import Table, drawing
 
 Results = Mapping[str, Any]
 Run = Mapping[str, Any]
-ROOMS = "rooms"  # the name of a training that many_turns.py repeats for each seed
+TASKS = {"lake": "FrozenLake-v0", "rooms": "rooms with a tool"}  # of many turns
+TIMELINE = {  # of the generation of a step, and whose time each part is
+    "until the first invoke: plan and manifest": "ours, and the emulated AWS's",
+    "until the first agent starts": "the emulated AgentCore's",
+    "agents at work, until the last one returns": "everyone's: the later invokes, too",
+    "until the last result is here: trajectory, S3, SQS": "the wrapper's, the emulated AWS's and ours",
+    "until all sessions are closed, and S3 holds the last manifest": "ours, and the emulated AWS's",
+    "outside of the step: engines resumed and paused, report, rows, verl's polls": "ours and verl's",
+}
+CALLS = ("model_s", "agent_s")  # medians over the rollouts of a step
 ENDS = 3  # steps that count as the beginning and the end of a training
 _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # by degrees of freedom, from 1
 
@@ -89,6 +98,23 @@ def parts(results: Results) -> Table:
     return Table(("part of a step, s", *variants), [*lines, ["all", *(f"{mean:.2f}" for mean in steps)]])
 
 
+def timeline(results: Results) -> Table:
+    """Return one line for each part of the generation of our steps."""
+    [run] = runs_of(results, "ours")
+    lines = [[part, f"{run['timeline_s'][part]:.2f}", whose] for part, whose in TIMELINE.items()]
+    return Table(("part of `gen`", "s", "whose"), lines)
+
+
+def cpu(results: Results) -> Table:
+    """Return one line for each kind of process, with the CPU seconds that it spends on a step."""
+    spent = {variant: runs_of(results, variant)[0]["cpu_s"] for variant in variants_of(results)}
+    kinds = sorted({kind for each in spent.values() for kind in each})
+    kinds.sort(key=lambda kind: -spent["ours"].get(kind, 0.0))
+    lines = [[kind, *(f"{each.get(kind, 0.0):.2f}" for each in spent.values())] for kind in kinds]
+    total = ["all", *(f"{sum(each.values()):.2f}" for each in spent.values())]
+    return Table(("processes", *spent), [*lines, total])
+
+
 def losses(results: Results) -> Table:
     """Return one line for each variant: what was lost and trained, over all seeds."""
     lines = []
@@ -102,27 +128,35 @@ def losses(results: Results) -> Table:
 
 
 def learned(results: Results) -> Table:
-    """Return one line of how far the training of many turns has learned."""
-    runs = runs_of(results, ROOMS)
-    rewards = [[step["reward"] for step in run["steps"]] for run in runs]
-    gains = [statistics.fmean(curve[-ENDS:]) - statistics.fmean(curve[:ENDS]) for curve in rewards]
-    by_seed = ", ".join(_change([curve]) for curve in rewards)
-    cells = [str(len(runs)), str(len(rewards[0])), _change(rewards), by_seed, interval(gains), _by_step(runs, "won")]
-    return Table(("seeds", "steps", "reward", "reward, by seed", "gain", "reward of 1"), [cells])
+    """Return one line for each task of many turns: how far the model has learned it."""
+    lines = []
+    for name, runs in _trained(results):
+        rewards = [[step["reward"] for step in run["steps"]] for run in runs]
+        gains = [statistics.fmean(curve[-ENDS:]) - statistics.fmean(curve[:ENDS]) for curve in rewards]
+        by_seed = ", ".join(_change([curve]) for curve in rewards)
+        counts = [str(len(runs)), str(len(rewards[0]))]
+        lines.append([name, *counts, _change(rewards), by_seed, interval(gains), _by_step(runs, "won")])
+    return Table(("task", "seeds", "steps", "reward", "reward, by seed", "gain", "reward of 1"), lines)
 
 
 def in_play(results: Results) -> Table:
-    """Return one line of what the rollouts of many turns consist of."""
-    runs = runs_of(results, ROOMS)
-    steps = [step for run in runs for step in run["steps"]]
-    cells = [
-        f"{sum(step['rollouts'] for step in steps):,}",
-        *(_by_step(runs, what) for what in ("turns", "segments", "tool_calls", "sampled_tokens")),
-        f"{max(step['prob_diff'] for step in steps):.1e}",
-        f"{statistics.median(step['seconds'] for step in steps):.1f}",
-    ]
+    """Return one line for each task of many turns: what its rollouts consist of."""
+    lines = []
+    for name, runs in _trained(results):
+        steps = [step for run in runs for step in run["steps"]]
+        cells = [
+            f"{sum(step['rollouts'] for step in steps):,}",
+            *(_by_step(runs, what) for what in ("turns", "segments", "tool_calls", "sampled_tokens")),
+            f"{max(step['prob_diff'] for step in steps):.1e}",
+            f"{statistics.median(step['seconds'] for step in steps):.1f}",
+        ]
+        lines.append([name, *cells])
     per_rollout = ("turns", "segments", "tool calls", "sampled tokens")
-    return Table(("rollouts trained", *per_rollout, "probability difference", "s a step"), [cells])
+    return Table(("task", "rollouts trained", *per_rollout, "probability difference", "s a step"), lines)
+
+
+def _trained(results: Results) -> list[tuple[str, list[Run]]]:
+    return [(title, runs) for name, title in TASKS.items() if (runs := runs_of(results, name))]
 
 
 def _with_spread(values: Sequence[float]) -> str:
@@ -155,7 +189,9 @@ def picture(results: Results, names: Sequence[str], label: str, neighbours: int 
             ]
             by_step = [*zip(*curves, strict=True)]
             steps = range(1, len(by_step) + 1)
-            [line] = axis.plot(steps, [*map(statistics.fmean, by_step)], label=f"{name} ({len(curves)} seeds)")
+            [line] = axis.plot(
+                steps, [*map(statistics.fmean, by_step)], label=f"{TASKS.get(name, name)} ({len(curves)} seeds)"
+            )
             low, high = ([edge(values) for values in by_step] for edge in (min, max))
             axis.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
         axis.set(xlabel="step", ylabel=label, ylim=(0, 1))

@@ -73,6 +73,24 @@ contains 0 shows no difference, and how large one could still be.
 _LEARNING_TIME = """\
 Where the time of a step goes, as verl measures it. Emulated AWS, agents and other programs ran on the same two cores.
 """
+_PARTS = """\
+One run of each loop, {steps} steps of seed 0, with newer code than the runs above: do not compare the two tables.
+Medians over the steps after the first. Trainer, engine, gateway, emulated AWS and all agents share two cores, on
+which other programs ran as well: CPU seconds vary less than the time that has passed.
+
+`gen` took {ours:.2f} s a step; with verl's own agent loop, {verl:.2f} s. One run does not show which is faster: the
+engine empties its cache when we pause it, which shows that it is idle, and again when verl puts it to sleep. On the
+CPU SGLang collects garbage then, in some runs in 0.02 s, in others in 0.36 s: it exempts what it loads at its start,
+but may have tried that too early. The example's servers now do it again, later than in this run. From our records:
+"""
+_PARTS_CALLS = """\
+Of an agent's {agent_s:.2f} s, its one model call was {model_s:.2f} s at router and engine. The rest is its own
+time, the gateway's, and waiting for a core.
+
+CPU seconds of a step, by process. Our manager is in the trainer's main process. All agents and the emulated AWS are
+one process, which production does not have. A rollout of verl's own agent loop is a coroutine; ours is invoked, sends
+a heartbeat, calls the model, fetches its trajectory and writes it.
+"""
 _LOSSES = """\
 The answer to a question is 1 in {common:g} % of the cases, otherwise 2. The model answers at once, or reads a page,
 and may answer or read on. Page {pages} has the answer. So a guess takes one model call and is right in {common:g} %
@@ -142,11 +160,19 @@ A trainer reserves the ports of the last 256 servers that it started, so each re
 
 _MANY_TURNS = """\
 Trainer, SGLang, the gateway, S3, SQS and AgentCore run on this machine, with a process for each agent. The byte-level
-model of 90,000 weights is first fitted to {transcripts} rollouts of a weak player; all seeds begin with one such
-model and have different tasks. The length of the fit and the learning rate were chosen by simulations and runs
+model of 90,000 weights is first fitted to {transcripts} rollouts of a weak player; all seeds of a task begin with one
+such model and have different tasks. The length of the fit and the learning rate were chosen by simulations and runs
 of the first seed, which are not in the tables.
 """
-_ROOMS = """\
+_TRAININGS = {
+    "lake": """\
+FrozenLake-v0 of TextArena {textarena}: a move per turn, at most {max_moves} moves. The agent shows the four cells
+around the player, because TextArena's text is too long for this model. After every {compact_after} moves it replaces
+the conversation by the list of moves and the cells, so a new segment begins. The reward is TextArena's: 1 at the
+goal; otherwise the part of the way, at most 0.95, where the agent fell into a hole or made a second invalid move in a
+row. verl trains, by GRPO on {group} rollouts of each of {prompts} tasks a step.
+""",
+    "rooms": """\
 A row of {rooms} rooms, each with four doors. A tool reads the note on the wall: the number of the right door, eight
 times. A reply without a call opens a door. The right one leads to the next room and to a new conversation, so a new
 segment begins; a wrong one, or a third call, ends the rollout. The reward is the part of the rooms that were left.
@@ -154,7 +180,8 @@ The weak player reads the note in a third of the cases, and follows it; the mode
 The loop of `examples/plain_loop` trains, by GRPO on {group} rollouts of each of {prompts} tasks a step, with one
 engine for all seeds. The fit decides: after one of half as many steps, three in ten calls were malformed, and the
 first seed's reward fell from .2 to .1 in ten steps.
-"""
+""",
+}
 _MANY_TURNS_TABLE = """\
 A line is the mean of the seeds, in a band of all seeds. `a -> b` are the means of the first and last {ends} steps.
 The gain is the mean of the seeds' differences, with its 95 % confidence interval (Student's t).
@@ -175,7 +202,7 @@ def pictures(sections: dict[str, Any]) -> dict[str, str]:
     if "faults" in sections:
         drawn["results-faults.svg"] = fault_report.picture(sections["faults"]["results"])
     curves = {
-        "many_turns": ("many-turns", ("rooms",), "reward", 1),
+        "many_turns": ("many-turns", tuple(_TRAININGS), "reward", 1),
         "learning": ("learning-path", ("verl", "ours"), "right replies", 3),
         "losses": ("losses", tuple(_VARIANTS), "right answers", 1),
     }
@@ -220,7 +247,9 @@ def _faults(results: dict[str, Any]) -> Iterator[str]:
 
 def _many_turns(results: dict[str, Any]) -> Iterator[str]:
     yield _MANY_TURNS.format(**results["settings"])
-    yield _ROOMS.format(**results["settings"])
+    for name, text in _TRAININGS.items():
+        if name in results["settings"]:
+            yield text.format(**results["settings"][name], **results["versions"])
     yield "![The reward over the steps](results-many-turns.svg)\n"
     yield _MANY_TURNS_TABLE.format(ends=learning_report.ENDS)
     yield learning_report.learned(results).markdown() + "\n"
@@ -236,6 +265,14 @@ def _learning(results: dict[str, Any]) -> Iterator[str]:
     yield learning_report.differences(results, "verl").markdown() + "\n"
     yield _LEARNING_TIME
     yield learning_report.parts(results).markdown() + "\n"
+
+
+def _parts(results: dict[str, Any]) -> Iterator[str]:
+    runs = {run["variant"]: run for run in results["runs"]}
+    yield _PARTS.format(**results["settings"], **{variant: run["gen_s"] for variant, run in runs.items()})
+    yield learning_report.timeline(results).markdown() + "\n"
+    yield _PARTS_CALLS.format(**runs["ours"]["timeline_s"])
+    yield learning_report.cpu(results).markdown() + "\n"
 
 
 def _losses(results: dict[str, Any]) -> Iterator[str]:
@@ -307,6 +344,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterator[str]]]] = {
     "many_turns": ("Many turns, segments and tools", _many_turns),
     "identity": ("The same training as with verl's own agent loop", _identity),
     "learning": ("Learning through the cloud", _learning),
+    "parts": ("Where a step's time goes", _parts),
     "losses": ("What lost rollouts cost", _losses),
     "long_run": ("A long run with kills", _long_run),
 }
