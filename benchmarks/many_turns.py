@@ -1,102 +1,214 @@
-"""Train a tiny model on a task of many turns, with a tool, through the whole backend.
+"""Train a tiny model on two tasks of many turns, one with a tool, through the whole backend.
 
     .venv-verl/bin/python benchmarks/many_turns.py
 
-In each of a row of rooms, a tool reads a note with the number of the door that leads on (`rooms_agent.py`). A new
-conversation, and so a new segment, begins in each room.
+- FrozenLake-v0 of TextArena: a move per turn, and the agent replaces its conversation by a summary after every fourth
+  turn, so that a rollout has several segments.
+- Rooms: in each, a tool reads a note with the number of the door that leads on. A new conversation, and so a new
+  segment, begins in each room.
 
 Everything is real except the cloud, which is on this machine: SGLang, the gateway, a process for each agent, and the
-trainer, which is the loop of `examples/plain_loop`. The model has 90,000 weights and one token per byte. First it is
-fitted to what a weak player does in the same agents. Each of five seeds has different tasks; the engine samples
-without a seed.
+trainer: verl's for the lake, the loop of `examples/plain_loop` for the rooms. The model has 90,000 weights and one
+token per byte. First it is fitted to what a weak player does in the same agents. Each of five seeds has different
+tasks; the engine samples without a seed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import re
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import HERE, arguments, write_section
+from common import HERE, ROOT, arguments, write_section
+from rivals.environments import python_of
 from tiny_learner import fit, train
+from verl_training import Training
 
 from agent_wrapper.contract import Rollout
 from rollout_backend import RolloutManager, Task, load_config
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine, ToolCall
+from rollout_backend.results.archive import RunArchive
 
 TRANSCRIPTS = 256
-SETTINGS: dict[str, Any] = {"rooms": 3, "prompts": 8, "group": 4, "learning_rate": 6e-4, "steps": 36}
-TAILS = ((44, 120), (112, 250))  # see `fit`: the choice after a note; the call before
-REFITS = (250, 250)  # steps of more fits, each with the learning rate of the start
 TIMEOUTS = {"model_call_s": 600, "agent_s": 900, "collection_s": 1800, "session_key_s": 2400}  # only end hangs
-_draw = random.Random(0)  # not by the prompt: those of a room are equal
+PINS = HERE / "games" / "requirements.txt"
+_CELLS = re.compile(r"([wasd])([.HG#])")
 _NOTE = re.compile(r"<tool_response>\n(\d)")
+_draw = random.Random(0)  # not by the prompt: those of a room are equal
 
 
-def weak_player(prompt: str) -> str:
+def weak_lake(prompt: str) -> str:
+    """Move at random, but four times in ten to a free cell below or on the right, if there is one."""
+    draw, cells = random.Random(prompt), dict(_CELLS.findall(prompt)[-4:])
+    moves = list(cells)
+    if draw.random() < 0.4:
+        moves = [move for move in "sd" if cells[move] in ".G"] or moves
+    return f"[{draw.choice(moves)}]"
+
+
+def weak_rooms(prompt: str) -> str:
     """Read the note in a third of the cases, and follow it; otherwise choose any door."""
     if note := _NOTE.search(prompt):
         return note[1]
     return str(ToolCall("look")) if _draw.random() < 1 / 3 else _draw.choice("1234")
 
 
-def tasks_of(seed: int, count: int) -> list[Task]:
-    """Return tasks whose ids and seeds no other seed has."""
-    draw = random.Random(f"rooms {seed}")
-    return [
-        Task(f"rooms-{seed}-{i}", {"rooms": SETTINGS["rooms"], "seed": draw.getrandbits(31)}) for i in range(count)
-    ]
+@dataclass(frozen=True)
+class Game:
+    """An agent with its tasks, a weak player to begin with, and how a model learns."""
+
+    name: str
+    agent: str
+    player: Callable[[str], str]
+    payload: dict[str, Any]  # of each task, besides its `seed`
+    steps: int
+    prompt_tokens: int
+    response_tokens: int
+    group: int
+    learning_rate: float
+    warm_steps: int = 0
+    tails: tuple[tuple[int, int], ...] = ()  # see `fit`
+    refits: tuple[int, ...] = ()  # steps of more fits, each with the learning rate of the start
+    prompts: int = 8
+
+    def tasks(self, seed: int, count: int) -> list[Task]:
+        """Return tasks whose ids and seeds no other seed has."""
+        draw = random.Random(f"{self.name} {seed}")
+        return [Task(f"{self.name}-{seed}-{i}", {**self.payload, "seed": draw.getrandbits(31)}) for i in range(count)]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        trained = ("prompts", "group", "learning_rate", "warm_steps")
+        return {**{name: getattr(self, name) for name in trained}, **self.payload}
+
+    def cloud(self, work: Path) -> LocalCloud:
+        """Return a cloud whose agents run in the environment of the games."""
+        python, env = python_of("games", PINS), {"PYTHONPATH": str(ROOT)}
+        return LocalCloud(HERE / "games" / self.agent, run_dir=work / "cloud", python=python, env=env)
+
+
+LAKE = Game(
+    "lake",
+    "board_game.py",
+    weak_lake,
+    {"game": "FrozenLake-v0", "max_moves": 12, "terse": True, "compact_after": 4, "max_tokens": 6},
+    warm_steps=110,
+    steps=10,
+    prompt_tokens=144,
+    response_tokens=144,
+    group=6,
+    learning_rate=1.5e-3,
+)
+ROOMS = Game(
+    "rooms",
+    "rooms.py",
+    weak_rooms,
+    {"rooms": 3},
+    steps=36,
+    prompt_tokens=512,
+    response_tokens=512,
+    group=4,
+    learning_rate=6e-4,
+    tails=((44, 120), (112, 250)),  # the choice after a note; the call before
+    refits=(250, 250),
+)
 
 
 @contextlib.asynccontextmanager
-async def serve(settings: dict[str, Any], work: Path) -> AsyncIterator[RolloutManager]:
-    """Yield a manager, and a cloud for its agents."""
+async def serve(game: Game, settings: dict[str, Any], work: Path) -> AsyncIterator[RolloutManager]:
+    """Yield a manager without verl, and a cloud for its agents."""
     base = {"run_id": "many-turns", "output_dir": str(work / "runs"), "timeouts": TIMEOUTS, **settings}
-    async with LocalCloud(HERE / "rooms_agent.py", run_dir=work / "cloud") as cloud:
+    async with game.cloud(work) as cloud:
         os.environ.update(cloud.environ)
         async with RolloutManager(load_config(base=base, env={}, top=cloud.settings())) as manager:
             yield manager
 
 
-async def play(work: Path) -> list[Rollout]:
+async def play(game: Game, work: Path) -> list[Rollout]:
     """Return what the weak player does."""
-    with ScriptedEngine(weak_player) as engine:
+    with ScriptedEngine(game.player) as engine:
+        context = game.prompt_tokens + game.response_tokens
         settings = {
-            "model": {"path": str(BYTE_MODEL), "renderer": "chatml", "context_length": 1024},
+            "model": {"path": str(BYTE_MODEL), "renderer": "chatml", "context_length": context},
             "serving": {"kind": "external", "urls": [engine.url]},
             "group": {"size": 1},
         }
-        async with serve(settings, work) as manager:
-            return (await manager.collect(tasks_of(-1, TRANSCRIPTS))).rollouts
+        async with serve(game, settings, work) as manager:
+            return (await manager.collect(game.tasks(-1, TRANSCRIPTS))).rollouts
 
 
-async def train_seeds(model: Path, seeds: Sequence[int], steps: int, work: Path) -> AsyncIterator[dict[str, Any]]:
-    """Train one seed after the other with one engine and one gateway. Yield the run of each."""
+Steps = list[dict[str, float]]
+
+
+async def train_with_verl(
+    game: Game, model: Path, seeds: Sequence[int], steps: int, work: Path
+) -> AsyncIterator[Steps]:
+    """Train one seed after the other with verl, each in a process of its own. Yield the steps of each."""
+    actor, rollout, rows = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", game.group * 4
+    own = [
+        f"data.train_batch_size={game.prompts}",
+        f"data.max_prompt_length={game.prompt_tokens}",
+        f"data.max_response_length={game.response_tokens}",
+        f"{rollout}.n={game.group}",
+        f"{rollout}.log_prob_micro_batch_size_per_gpu={rows}",
+        f"{actor}.ppo_mini_batch_size={game.prompts // 2}",
+        f"{actor}.ppo_micro_batch_size_per_gpu={rows}",
+        f"{actor}.optim.lr={game.learning_rate}",
+        f"{actor}.optim.lr_scheduler_type=cosine",
+        f"{actor}.entropy_coeff=0",
+    ]
+    for seed in seeds:
+        training = Training(work / str(seed), model, steps)
+        training.work.mkdir(parents=True)
+        tasks = (json.dumps(task.as_row()) + "\n" for task in game.tasks(seed, game.prompts * steps))
+        training.tasks.write_text("".join(tasks))
+        async with game.cloud(training.work) as cloud:
+            runs = training.work / "runs"
+            through = training.through_backend({**cloud.settings(), "output_dir": str(runs), "timeouts": TIMEOUTS})
+            logged = await training.run([*through, *own], {"OMP_NUM_THREADS": "1", **cloud.environ})
+        [folder] = runs.iterdir()
+        archive, found = RunArchive(folder), []
+        for step, measured in zip(archive.steps(), logged, strict=True):
+            rollouts = [archive.read_result(record) for record in archive.read_records(step) if record.trained]
+            prob_diff, seconds = measured["training/rollout_probs_diff_max"], measured["timing_s/step"]
+            found.append({**summary_of(rollouts), "prob_diff": prob_diff, "seconds": seconds})
+        archive.close()
+        yield found
+
+
+async def train_plainly(
+    game: Game, model: Path, seeds: Sequence[int], steps: int, work: Path
+) -> AsyncIterator[Steps]:
+    """Train one seed after the other with the loop of `examples/plain_loop`, one engine and one gateway."""
     settings = {
         "model": {"path": str(model), "renderer": "chatml"},
         "serving": {"device": "cpu", "dtype": "float32", "threads": 1},
         "sampling": {"temperature": 1.0},
-        "group": {"size": SETTINGS["group"]},
+        "group": {"size": game.group},
     }
-    async with serve(settings, work) as manager:
+    async with serve(game, settings, work) as manager:
         for seed in seeds:
-            size, tasks = SETTINGS["prompts"], tasks_of(seed, SETTINGS["prompts"] * steps)
+            size, tasks = game.prompts, game.tasks(seed, game.prompts * steps)
             planned = [tasks[at : at + size] for at in range(0, len(tasks), size)]
             found = []
-            async for result, worst, seconds in train(manager, model, planned, SETTINGS["learning_rate"]):
+            async for result, worst, seconds in train(manager, model, planned, game.learning_rate):
                 rollouts = [rollout for group in result.groups if group.usable for rollout in group.rollouts]
                 found.append({**summary_of(rollouts), "prob_diff": worst, "seconds": seconds})
-                print(f"seed {seed}, step {len(found)}: {found[-1]['reward']:.2f}", flush=True)
-            yield {"name": "rooms", "seed": seed, "steps": found}
+            yield found
+
+
+TRAININGS = ((LAKE, train_with_verl), (ROOMS, train_plainly))
 
 
 def summary_of(rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -113,22 +225,36 @@ def summary_of(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 async def run(options: Any, work: Path) -> None:
-    began, model, runs = time.monotonic(), work / "model", []
-    played = await play(work / "player")
-    rows = [(list(s.token_ids), list(s.response_mask)) for rollout in played for s in rollout.segments]
-    fit(model, rows, 0, tails=TAILS)
-    for steps in REFITS:
-        fit(model, rows, steps)
-    seeds, steps = (options.seeds[:1], 2) if options.smoke else (options.seeds, SETTINGS["steps"])
-    async for found in train_seeds(model, seeds, steps, work / "training"):
-        runs.append(found)
-        command = ".venv-verl/bin/python benchmarks/many_turns.py"
-        results = {"settings": {"transcripts": TRANSCRIPTS, **SETTINGS}, "runs": runs}
-        write_section(options.json, "many_turns", command, time.monotonic() - began, results)
+    began, runs = time.monotonic(), []
+    versions = dict(pin.split("==") for pin in PINS.read_text().split())
+    for game, train_seeds in TRAININGS:
+        if game.name not in options.only:
+            continue
+        model = work / game.name / "model"
+        played = await play(game, work / game.name / "player")
+        rows = [(list(s.token_ids), list(s.response_mask)) for rollout in played for s in rollout.segments]
+        fit(model, rows, game.warm_steps, tails=game.tails)
+        for steps in game.refits:
+            fit(model, rows, steps)
+        seeds, steps = (options.seeds[:1], 2) if options.smoke else (options.seeds, game.steps)
+        trained = train_seeds(game, model, seeds, steps, work / game.name / "training")
+        for seed in seeds:
+            runs.append({"name": game.name, "seed": seed, "steps": await anext(trained)})
+            print(game.name, seed, *(f"{step['reward']:.2f}" for step in runs[-1]["steps"]), flush=True)
+            results = {
+                "versions": {"textarena": versions["TextArena"]},
+                "settings": {"transcripts": TRANSCRIPTS, **{each.name: each.settings for each, _ in TRAININGS}},
+                "runs": runs,
+            }
+            command = ".venv-verl/bin/python benchmarks/many_turns.py"
+            write_section(options.json, "many_turns", command, time.monotonic() - began, results)
+        await trained.aclose()
 
 
 def main() -> None:
     parser = arguments(__doc__)
+    names = [game.name for game, _ in TRAININGS]
+    parser.add_argument("--only", nargs="*", choices=names, default=names)
     parser.add_argument("--seeds", nargs="*", type=int, default=list(range(5)))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
