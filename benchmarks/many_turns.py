@@ -177,8 +177,8 @@ async def train_with_verl(
             runs = training.work / "runs"
             through = training.through_backend({**cloud.settings(), "output_dir": str(runs), "timeouts": TIMEOUTS})
             logged = await training.run([*through, *own], {"OMP_NUM_THREADS": "1", **cloud.environ})
-        [folder] = runs.iterdir()
-        archive, found = RunArchive(folder), []
+        [steps_folder] = runs.glob("*/steps")  # .secrets is beside it
+        archive, found = RunArchive(steps_folder.parent), []
         for step, measured in zip(archive.steps(), logged, strict=True):
             rollouts = [archive.read_result(record) for record in archive.read_records(step) if record.trained]
             prob_diff, seconds = measured["training/rollout_probs_diff_max"], measured["timing_s/step"]
