@@ -48,7 +48,7 @@ class Work:
 
 COMPARED = (Work(512, rate=25), Work(1024))
 FLOOR = (*COMPARED, Work(1024, tokens=16_000), Work(4096))
-TABLE = (*FLOOR, Work(1024, rate=200), Work(64), Work(256), Work(16_384))
+TABLE = (*FLOOR, Work(1024, tokens=160_000), Work(1024, rate=200), Work(64), Work(256), Work(16_384))
 SYSTEMS: dict[str, tuple[str, str, tuple[Work, ...]]] = {  # program, way, and works
     "ours": ("ours", "collect", TABLE),
     "checked HTTP": ("checked_http", "collect", FLOOR),

@@ -119,7 +119,8 @@ class Emulator(Cloud):
     """
 
     def __init__(self, work: dict[str, Any]) -> None:
-        super().__init__(s3_s=0.03, sqs_s=0.01, runtime_s=0.15)
+        s3_s, sqs_s, runtime_s = work.get("latencies_s", (0.03, 0.01, 0.15))
+        super().__init__(s3_s=s3_s, sqs_s=sqs_s, runtime_s=runtime_s)
         self.agents = self
         self._agent_s, self._spread, self._random = work["agent_s"], work["spread"], random.Random(0)
         self._results = ReadyMadeResults(work["tokens"], work["secret"])

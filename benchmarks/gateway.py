@@ -15,6 +15,7 @@ engine share another.
 Rivals do some of the same work; see `rivals/environments.py`. One that cannot be installed, or does not answer all
 calls in time, has no figures; the reason is in `failed`.
 
+- no gateway: the calls go to the stub itself, which shows that neither it nor the load generator is the bottleneck.
 - bare proxy: an aiohttp server that only passes bytes on, which shows what the transport allows.
 - toolkit: agentcore-rl-toolkit's gateway, which renders and tokenizes as ours does.
 - rllm: rllm-model-gateway, which passes the messages on to an engine and stores the answers.
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import argparse as some_module  # the agents read its source
 import asyncio
+import contextlib
 import inspect
 import json
 import os
@@ -243,11 +245,16 @@ def rllm(place: Place, sessions: int) -> System:
     return System(argv, names(sessions), "/sessions/session-{i}/v1/chat/completions", env=environment())
 
 
+def no_gateway(place: Place, sessions: int) -> System:
+    return System([], names(sessions))
+
+
 SYSTEMS: dict[str, tuple[Callable[[Place, int], System], tuple[Scenario, ...]]] = {
     "ours": (ours, TABLE),
     "bare proxy": (bare_proxy, FLOOR),
     "toolkit": (toolkit, COMPARED),
     "rllm-model-gateway": (rllm, COMPARED),
+    "no gateway": (no_gateway, COMPARED[:1]),
 }
 
 
@@ -261,12 +268,13 @@ async def measure(scenario: Scenario, model: Path, name: str) -> dict[str, Any]:
         engine = [sys.executable, str(HERE / "engine_stub.py"), str(engine_port)]
         answers = json.dumps(conversation.answers(scenario.latency_s)).encode()
         log = work / "gateway.log"
-        async with (
-            serving(engine, engine_port, work / "engine.log", cores[-1], stdin=answers),
-            serving(system.argv, port, log, cores[0], env=system.env, stdin=system.stdin) as pid,
-        ):
+        async with contextlib.AsyncExitStack() as servers:
+            serve = servers.enter_async_context
+            pid = await serve(serving(engine, engine_port, work / "engine.log", cores[-1], stdin=answers))
+            if system.argv:
+                pid = await serve(serving(system.argv, port, log, cores[0], env=system.env, stdin=system.stdin))
             job = {
-                "url": f"http://127.0.0.1:{port}",
+                "url": f"http://127.0.0.1:{port if system.argv else engine_port}",
                 "path": system.path,
                 "pid": pid,
                 "keys": system.keys,

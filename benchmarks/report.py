@@ -14,7 +14,7 @@ from common import Table, drawing, shown
 Results = Mapping[str, Any]
 Row = Mapping[str, Any]
 AT_ONCE = 1e5  # sessions per second, from which a work is called "at once"
-FLOORS = ("checked HTTP", "bare proxy")  # what transport and libraries allow
+FLOORS = ("checked HTTP", "bare proxy", "no gateway")  # what transport, libraries and stand-ins allow
 BLUE, GREY, LIGHT = "#1f6feb", "#9aa4b2", "#d6dbe1"
 
 
@@ -34,7 +34,17 @@ def _trained(row: Row) -> str:
     return "a step of the tiny model"
 
 
-WORK: dict[str, Callable[[Row], str]] = {"collection": _collected, "gateway": _called, "training_step": _trained}
+def _contained(row: Row) -> str:
+    return "a container"
+
+
+WORK: dict[str, Callable[[Row], str]] = {
+    "collection": _collected,
+    "gateway": _called,
+    "training_step": _trained,
+    "wrapper": _contained,
+    "ceilings": lambda row: "a call",
+}
 COLUMNS = {
     "collection": {
         "p50_s": "p50, s", "p99_s": "p99, s", "cpu_ms": "CPU per rollout, ms", "calls": "calls",
@@ -45,6 +55,7 @@ COLUMNS = {
         "added_p99_ms": "added p99, ms", "session_kib": "KiB per session", "errors": "errors",
     },
 }  # fmt: skip
+FIGURES = {"training_step": "part", "wrapper": "figure", "ceilings": "call"}  # where each system has a column
 FIVE = (  # the summary: part, work, and figure
     ("collection", "512 results at 25/s", "p50_s"),
     ("collection", "1,024 results at once", "cpu_ms"),
@@ -68,7 +79,8 @@ def summary(results: Results) -> Table:
         found = {row["system"]: row[key] for row in rows_of(results, part) if WORK[part](row) == work}
         if "ours" not in found:
             continue
-        ours, floor = found.pop("ours"), next((found.pop(name) for name in FLOORS if name in found), None)
+        ours, floors = found.pop("ours"), [found.pop(name) for name in FLOORS if name in found]
+        floor = floors[0] if floors else None
         rivals = ", ".join(f"{shown(value)} ({name})" for name, value in found.items())
         name = COLUMNS[part][key] if part in COLUMNS else "s"
         lines.append([work, name, shown(ours), rivals, shown(floor), shown(ours / floor if floor else None)])
@@ -76,12 +88,13 @@ def summary(results: Results) -> Table:
 
 
 def table(results: Results, part: str) -> Table:
-    """Return one line for each work and system, or for each part of a training step."""
+    """Return one line for each work and system, or for each figure of them."""
     rows = rows_of(results, part)
-    if part == "training_step":
-        names = [name for name in rows[0] if name != "system" and any(row[name] >= 0.005 for row in rows)]
-        lines = [[name, *(f"{row[name]:.2f}" for row in rows)] for name in names]
-        return Table(("part", *(row["system"] for row in rows)), lines)
+    if part not in COLUMNS:
+        names = [name for name in rows[0] if name != "system" and any(row.get(name, 0) >= 0.005 for row in rows)]
+        form = "{:.2f}".format if part == "training_step" else shown
+        lines = [[name, *(form(row[name]) if name in row else "" for row in rows)] for name in names]
+        return Table((FIGURES[part], *(row["system"] for row in rows)), lines)
     columns = COLUMNS[part]
     cells = [[row.get(key) for key in columns] for row in rows]
     lines = [

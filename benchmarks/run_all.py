@@ -23,6 +23,8 @@ PARTS = {  # the environment of each
     "collection": ".venv",
     "gateway": ".venv",
     "training_step": ".venv-verl",
+    "wrapper": ".venv",
+    "ceilings": ".venv",
 }
 
 

@@ -28,8 +28,8 @@ Generated from `docs/performance.json` by `python docs/make_performance.py`; do 
 _SUMMARY = """\
 Results are collected by the trainer, calls are answered by a gateway. Agents, engine and AWS are stand-ins on the
 same two cores, so latencies are upper bounds. CPU is user and system time of the measured process. A floor is what
-the transport or the libraries allow: a loop that signs, checks and stores but handles no fault, or a proxy that
-passes bytes on.
+the transport or the libraries allow: a loop that signs, checks and stores but handles no fault, a proxy that passes
+bytes on, or the import of the dependencies alone.
 """
 _SECTIONS = {
     "collection": """\
@@ -45,14 +45,29 @@ checked and stored by ours, as JSON by the rivals.
     "gateway": """\
 Agents with tools call the model with a conversation of the given length. The engine is a stub that answers after a
 fixed time. toolkit is the gateway of agentcore-rl-toolkit, which renders and tokenizes as ours does;
-rllm-model-gateway passes the messages on to an engine that tokenizes, so it does less.
+rllm-model-gateway passes the messages on to an engine that tokenizes, so it does less. Without a gateway, the load
+generator calls the stub on one core, and the CPU is the stub's.
 """,
     "training_step": """\
 `examples/train_arithmetic` with a tiny random model, on the CPU. With verl's own agent loop a rollout is a coroutine.
 With this backend it is an agent in a process, and S3, SQS, the runtime and the gateway run on the same cores.
 """,
+    "wrapper": """\
+What a wrapper adds to an agent's container, without delays of the network. The first rollout of a container is cold,
+and on AgentCore each is the first one. Ours fetches the trajectory of 16,000 tokens, and stores it with the result;
+the toolkit's results hold none, and it announces nothing.
+""",
+    "ceilings": """\
+The emulated AWS must not be the bottleneck. Alone, on one core and without latencies, it reaches:
+""",
 }
-_TITLES = {"collection": "Collection", "gateway": "Gateway", "training_step": "A training step"}
+_TITLES = {
+    "collection": "Collection",
+    "gateway": "Gateway",
+    "training_step": "A training step",
+    "wrapper": "A container",
+    "ceilings": "Ceilings",
+}
 
 
 def page(results: dict[str, Any]) -> str:
