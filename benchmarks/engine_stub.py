@@ -2,8 +2,7 @@
 
 The standard input has `latency_s`, `reply` (the body of an answer of `/generate`), `pieces` (the events of a streamed
 one), and `chat` and `chat_pieces` (the answers of any other path that is posted to, for proxies). Answers are
-ready-made bytes, and of a request only its head is read, and whether it asks for a stream: a call costs some 20 us,
-because the load generator has the same core.
+ready-made bytes. Of a request only its head is read, and whether it asks for a stream.
 """
 
 from __future__ import annotations
@@ -14,18 +13,31 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from http_server import Answer, Request, Response, listen
 
-class Answers:
+
+class Engine:
     """Ready-made responses."""
 
     def __init__(self, made: Mapping[str, Any]) -> None:
-        self.latency_s: float = made["latency_s"]
-        self.whole = {name: _response(200, json.dumps(made[name]).encode()) for name in ("reply", "chat")}
-        self.pieces = {"reply": _stream(made["pieces"]), "chat": _stream(made["chat_pieces"])}
+        self._latency_s: float = made["latency_s"]
+        self._whole = {name: _response(json.dumps(made[name]).encode()) for name in ("reply", "chat")}
+        self._pieces = {"reply": _stream(made["pieces"]), "chat": _stream(made["chat_pieces"])}
+
+    def handle(self, request: Request, answer: Answer) -> None:
+        name = "reply" if request.path == "/generate" else "chat"
+        if request.method == "GET":
+            answer(Response(200 if request.path == "/health" else 404, (b"{}",)), 0)
+        elif b'"stream":' in request.body[-2000:]:
+            pieces = self._pieces[name]
+            for i, piece in enumerate(pieces, 1):
+                answer(piece, self._latency_s * i / len(pieces))
+        else:
+            answer(self._whole[name], self._latency_s)
 
 
-def _response(status: int, body: bytes) -> bytes:
-    head = f"HTTP/1.1 {status} x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+def _response(body: bytes) -> bytes:
+    head = f"HTTP/1.1 200 x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 
@@ -38,47 +50,8 @@ def _stream(pieces: Sequence[Any]) -> list[bytes]:
     return [*most, last + end + b"0\r\n\r\n"]
 
 
-class Connection(asyncio.Protocol):
-    """One HTTP/1.1 connection, with one request at a time."""
-
-    def __init__(self, answers: Answers) -> None:
-        self._answers = answers
-        self._read = b""
-
-    def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._read += data
-        head, end, body = self._read.partition(b"\r\n\r\n")
-        length = head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0]
-        if not end or len(body) < int(length or 0):
-            return
-        self._read = b""
-        method, path, _ = head.split(b" ", 2)
-        if method == b"GET":
-            self._transport.write(_response(200 if path == b"/health" else 404, b"{}"))
-            return
-        name, later = "reply" if path == b"/generate" else "chat", asyncio.get_running_loop().call_later
-        if b'"stream":' in body[-2000:]:
-            pieces = self._answers.pieces[name]
-            for i, piece in enumerate(pieces, 1):
-                later(self._answers.latency_s * i / len(pieces), self._send, piece)
-        elif self._answers.latency_s:
-            later(self._answers.latency_s, self._send, self._answers.whole[name])
-        else:
-            self._transport.write(self._answers.whole[name])
-
-    def _send(self, response: bytes) -> None:
-        if not self._transport.is_closing():
-            self._transport.write(response)
-
-
 async def main(port: int) -> None:
-    answers = Answers(json.load(sys.stdin))
-    server = await asyncio.get_running_loop().create_server(
-        lambda: Connection(answers), "127.0.0.1", port, backlog=4096
-    )
+    server = await listen(Engine(json.load(sys.stdin)).handle, port)
     await server.serve_forever()
 
 
