@@ -1,11 +1,12 @@
 """Anthropic's and OpenAI's clients read what the dialects write: bodies, streams and errors."""
 
+import importlib
 import json
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import anthropic
-import httpx
 import openai
 import pydantic
 import pytest
@@ -24,12 +25,15 @@ from rollout_backend.dialects.openai_responses import OpenAIResponses
 class Sdk:
     """A dialect that answers its SDK's client with a script, in the same process."""
 
+    sdk: ModuleType
     dialect: Dialect
     ask: dict[str, Any]
     error: ApiError | None = None  # in a stream, after the deltas
 
     def __init__(self) -> None:
         self.calls: list[ModelCall] = []
+        httpx = importlib.import_module(self.sdk.DefaultHttpxClient.__base__.__module__)  # newer: httpx2
+        self.response = httpx.Response
         self.http = httpx.Client(transport=httpx.MockTransport(self._respond))
 
     def reply(self, message: dict, *how) -> None:
@@ -37,16 +41,16 @@ class Sdk:
         self.answer = answer(message, *how)
         self.deltas = [half for delta in whole_deltas(message) for half in _halves(delta)]
 
-    def _respond(self, request: httpx.Request) -> httpx.Response:
+    def _respond(self, request: Any) -> Any:
         if request.url.path.endswith("/count_tokens"):
             self.dialect.parse_count(request.content)
-            return httpx.Response(200, json=self.dialect.count_body(PROMPT_TOKENS))
+            return self.response(200, json=self.dialect.count_body(PROMPT_TOKENS))
         call = self.dialect.parse(request.content)
         self.calls.append(call)
         if not call.stream:
-            return httpx.Response(200, json=self.dialect.body(call, self.answer))
+            return self.response(200, json=self.dialect.body(call, self.answer))
         events = b"".join(self._events(call))
-        return httpx.Response(200, headers={"content-type": "text/event-stream"}, content=events)
+        return self.response(200, headers={"content-type": "text/event-stream"}, content=events)
 
     def _events(self, call: ModelCall) -> Iterator[bytes]:
         events = self.dialect.stream(call, "ab", 1, "m")
@@ -65,6 +69,7 @@ def _halves(delta: Delta) -> list[Delta]:
 
 
 class AnthropicSdk(Sdk):
+    sdk = anthropic
     dialect = AnthropicMessages()
     ask = {  # noqa: RUF012
         "model": "m",
@@ -93,6 +98,7 @@ class AnthropicSdk(Sdk):
 
 
 class OpenAISdk(Sdk):
+    sdk = openai
     dialect = OpenAIResponses()
     ask = {  # noqa: RUF012
         "model": "m",
