@@ -342,12 +342,13 @@ async def answering(request, local_keys) -> AsyncIterator[Callable[..., Awaitabl
     ("sent", "reset"),
     [
         (b"", False),
+        (b"", True),
         (HEAD + b"Content-Length: 22\r\n\r\n" + WHOLE[:9], False),
         (HEAD + b"Content-Length: 22\r\n\r\n" + WHOLE[:9], True),
         (HEAD + b"Transfer-Encoding: chunked\r\n\r\n16\r\n" + WHOLE[:9], False),
         (HEAD + b"\r\n" + WHOLE[:9], False),
     ],
-    ids=["before the head", "in the body", "reset in the body", "in a chunk", "without a length"],
+    ids=["no head", "reset, no head", "in the body", "reset in the body", "in a chunk", "without a length"],
 )
 async def test_an_invoke_whose_answer_is_cut_has_an_unknown_outcome(answering, sent, reset):
     runtime = await answering([sent], reset)
