@@ -57,7 +57,7 @@ async def probe_endpoint(endpoint: ModelEndpoint, budget_s: float = PROBE_S, *, 
             except TimeoutError:
                 problem = "timed out"
             except (httpx.HTTPError, httpx.InvalidURL) as error:
-                problem = f"{type(error).__name__}: {error}".removesuffix(": ")
+                problem = _describe(error)
             if loop.time() + pause_s > deadline:
                 return (
                     f"this container could not reach the model endpoint at {without_secrets(endpoint.base_url)} "
@@ -70,6 +70,14 @@ async def probe_endpoint(endpoint: ModelEndpoint, budget_s: float = PROBE_S, *, 
             )
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+
+def _describe(error: Exception) -> str:
+    """Return what the network said: httpx's own message is "All connection attempts failed" for every reason."""
+    cause: BaseException = error
+    while before := cause.__cause__ or cause.__context__:
+        cause = before
+    return f"{type(cause).__name__}: {cause}".removesuffix(": ")
 
 
 async def send_heartbeats(url: str, api_key: str, every_s: float) -> None:

@@ -415,12 +415,12 @@ def test_a_result_that_cannot_be_written_is_reported(sync_container, cloud):
 # --- whether the model's endpoint can be reached ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("problem", ["ConnectError", "it answered 404: no such page"])
+@pytest.mark.parametrize("problem", ["ConnectionRefusedError: [Errno 111]", "it answered 404: no such page"])
 def test_a_wrong_address_of_the_model_is_reported_before_the_agent_runs(
     sync_container, gateway, dead_url, tmp_path, problem
 ):
     gateway.answers["/elsewhere/models"] = [(404, b"no such page")]
-    mark, url = tmp_path / "ran", dead_url if problem == "ConnectError" else f"{gateway.url}/elsewhere"
+    mark, url = tmp_path / "ran", dead_url if "Refused" in problem else f"{gateway.url}/elsewhere"
     block = sync_container.request(endpoint__base_url=url, remaining_s=1)
     rollout = sync_container.play(f"open({str(mark)!r}, 'w')", block)
     assert (rollout.outcome, rollout.failure.reason) == (Outcome.INFRA_ERROR, "model_unreachable")
