@@ -42,20 +42,22 @@ async def probe_endpoint(endpoint: ModelEndpoint, budget_s: float = PROBE_S, *, 
     headers = {"Authorization": f"Bearer {endpoint.api_key}"}
     method = "GET" if beat_url is None else "POST"
     loop = asyncio.get_running_loop()
-    deadline, pause_s = loop.time() + budget_s, _PAUSE_S
+    deadline, pause_s, problem = loop.time() + budget_s, _PAUSE_S, ""
     async with httpx.AsyncClient(headers=headers, verify=verify, follow_redirects=True) as client:
         while True:
             timeout_s = min(_TIMEOUT_S, max(_PAUSE_S, deadline - loop.time()))
             try:
-                async with asyncio.timeout(timeout_s):
-                    response = await client.request(method, url, timeout=None)
-                if response.is_success:
-                    return None
-                if response.status_code == 410 and beat_url is not None:
-                    raise SessionClosed
-                problem = f"it answered {response.status_code}: {response.text[:_SHOWN]}"
+                async with asyncio.timeout(timeout_s), client.stream(method, url, timeout=None) as response:
+                    if response.is_success:
+                        return None
+                    if response.status_code == 410 and beat_url is not None:
+                        raise SessionClosed
+                    # What answers may be no gateway: read no more than is shown.
+                    beginning = await anext(response.aiter_bytes(_SHOWN), b"")
+                problem = f"it answered {response.status_code}: {beginning.decode(errors='replace')}"
             except TimeoutError:
-                problem = "timed out"
+                if timeout_s == _TIMEOUT_S or not problem:  # otherwise the deadline cut a retry short
+                    problem = "timed out"
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 problem = _describe(error)
             if loop.time() + pause_s > deadline:

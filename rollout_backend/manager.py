@@ -350,6 +350,7 @@ class RolloutManager:
         run, number = self._started, request.step
         if number in self._steps:
             raise ConfigError(f"step {number} is being collected: wait for it, or give this call another step")
+        run.serving.named_adapter(request.adapter)  # raises: it may have been unloaded since the request was made
         current = Step(request, run.for_steps, on_group)
         self._steps[number] = current
         self.archive.write_tasks(number, request.tasks)

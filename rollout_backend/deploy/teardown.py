@@ -226,7 +226,7 @@ class Teardown:
 
     @contextlib.asynccontextmanager
     async def _clients(self) -> AsyncIterator[tuple[Any, Any, Any]]:
-        """Open clients, and explain the errors of their calls."""
+        """Open clients of the control plane, S3 and SQS. Raise PreflightError for a failed call."""
         target = self._target
         try:
             async with target.control_client() as control, target.client("s3") as s3, target.client("sqs") as sqs:

@@ -337,7 +337,7 @@ class OpenAIResponses(Dialect):
 
 
 def _tools(request: _Request) -> tuple[list[dict[str, Any]], ResponseEcho]:
-    """Return the tools offered to the model, and what the answer repeats of the request."""
+    """Return the tools to offer to the model, and the fields of the request that the answer repeats."""
     offered, echoed, custom, namespaces = [], [], [], {}
     for declared in request.tools or ():
         space = declared if isinstance(declared, _Namespace) else None

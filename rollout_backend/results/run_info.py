@@ -66,9 +66,13 @@ class RunStart(BaseModel, frozen=True):
         """
         if self.state != "running":
             return self.state
-        if self.process.is_dead() if self.process.is_local else time.time() > seen_at + RUNS_S:
-            return "ended" if self.last_step_ended else "killed" if self.process.is_local else "silent"
-        return "running"
+        local = self.process.is_local
+        gone = self.process.is_dead() if local else time.time() > seen_at + RUNS_S
+        if not gone:
+            return "running"
+        if self.last_step_ended:
+            return "ended"
+        return "killed" if local else "silent"
 
 
 class RunInfo(BaseModel, frozen=True):

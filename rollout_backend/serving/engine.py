@@ -149,16 +149,15 @@ async def pause_generation(url: str, engine: EngineName, *, keep_cache: bool = F
     Raises:
         ServingError: the server did not answer, or was not idle in time.
     """
+    what = "pause its generation"
     if engine == "vllm":
-        clear = "false" if keep_cache else "true"
-        what = "pause its generation (vLLM needs VLLM_SERVER_DEV_MODE=1 for that)"
-        await control(f"{url}/pause?mode=abort&clear_cache={clear}", {}, what)
+        path = f"/pause?mode=abort&clear_cache={'false' if keep_cache else 'true'}"
+        await control(url + path, {}, what, refused=". vLLM needs VLLM_SERVER_DEV_MODE=1 for that")
         return
-    await control(f"{url}/pause_generation", {"mode": "abort"}, "pause its generation")
-    if not keep_cache:
-        async with control_client("become idle") as http:
-            while not await _flush_cache(http, url):  # noqa: ASYNC110
-                await asyncio.sleep(_POLL_S)
+    async with control_client(what if keep_cache else f"{what} and become idle") as http:
+        await _post(http, f"{url}/pause_generation", {"mode": "abort"}, what)
+        while not keep_cache and not await _flush_cache(http, url):  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
 
 
 async def _flush_cache(http: aiohttp.ClientSession, url: str) -> bool:
@@ -171,12 +170,24 @@ async def resume_generation(url: str, engine: EngineName) -> None:
     await control(f"{url}/{'resume' if engine == 'vllm' else 'continue_generation'}", {}, "resume its generation")
 
 
-async def control(url: str, body: Mapping[str, object], what: str, timeout_s: float = _TIMEOUT_S) -> None:
-    """Make a server do `what` by a POST. Raises ServingError unless it answers 200 in time."""
-    async with control_client(what, timeout_s) as http, http.post(url, json=body) as reply:
+async def control(
+    url: str, body: Mapping[str, object], what: str, timeout_s: float = _TIMEOUT_S, *, refused: str = ""
+) -> None:
+    """Make a server do `what` by a POST. Raises ServingError unless it answers 200 in time.
+
+    `refused` ends the message if it answers with another status.
+    """
+    async with control_client(what, timeout_s) as http:
+        await _post(http, url, body, what, refused)
+
+
+async def _post(
+    http: aiohttp.ClientSession, url: str, body: Mapping[str, object], what: str, refused: str = ""
+) -> None:
+    async with http.post(url, json=body) as reply:
         if reply.status != 200:
-            text = await reply.text(errors="replace")
-            raise ServingError(f"it answered {reply.status} to the request to {what}: {text[:_MESSAGE_CHARS]}")
+            text = (await reply.text(errors="replace"))[:_MESSAGE_CHARS]
+            raise ServingError(f"it answered {reply.status} to the request to {what}: {text}{refused}")
 
 
 @contextlib.asynccontextmanager

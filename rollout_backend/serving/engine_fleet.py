@@ -66,7 +66,10 @@ class ServerState:
 
 
 class EngineFleet:
-    """Manages the engines. Enter it, or `start` and `stop` it, once. Its `routing` loads new weights and adapters."""
+    """Starts, watches and stops the engines. Enter it, or call `start` and `stop`, once.
+
+    `routing` loads new weights and adapters.
+    """
 
     def __init__(
         self,

@@ -125,7 +125,7 @@ class GatewayFleet:
 
     @property
     def identity(self) -> str:
-        """A digest of addresses and journals. As long as it is the same, sessions can resume."""
+        """A digest of the gateways' addresses and journals. Sessions can resume while it stays the same."""
         parts = [f"{url} {shard.journal_id}" for url, shard in zip(self.public_urls, self._shards, strict=True)]
         return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 

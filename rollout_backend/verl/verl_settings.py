@@ -163,7 +163,7 @@ def is_asynchronous(trainer: Any) -> bool:
 
 
 def last_global_step(config: Any) -> int | None:
-    """Return the number of the last global step; None if verl does not say it. `config` is verl's whole tree."""
+    """Return the number of the last global step; None if the settings lack it. `config` is verl's whole tree."""
     trainer, optimizer = config.trainer, config.actor_rollout_ref.actor.get("optim") or {}
     if trainer.get("total_training_steps") is not None:
         return int(trainer.total_training_steps)

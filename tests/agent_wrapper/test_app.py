@@ -421,10 +421,10 @@ def test_a_wrong_address_of_the_model_is_reported_before_the_agent_runs(
 ):
     gateway.answers["/elsewhere/models"] = [(404, b"no such page")]
     mark, url = tmp_path / "ran", dead_url if "Refused" in problem else f"{gateway.url}/elsewhere"
-    block = sync_container.request(endpoint__base_url=url, remaining_s=1)
+    block = sync_container.request(endpoint__base_url=url, remaining_s=5)
     rollout = sync_container.play(f"open({str(mark)!r}, 'w')", block)
     assert (rollout.outcome, rollout.failure.reason) == (Outcome.INFRA_ERROR, "model_unreachable")
-    assert f"could not reach the model endpoint at {url} within 1 s ({problem}" in rollout.failure.message
+    assert f"could not reach the model endpoint at {url} within 5 s ({problem}" in rollout.failure.message
     assert "gateway.public_url" in rollout.failure.message
     assert not mark.exists()
 

@@ -388,7 +388,7 @@ def is_leased(tags: Mapping[str, str], key: str, now: float) -> bool:
 
 
 async def runtimes_of_images(client: Any) -> dict[str, str]:
-    """Return the ARNs of the runtimes of images, by name."""
+    """Return the ARNs of the runtimes that were made for images, by the runtime's name."""
     found = [(each["agentRuntimeName"], each["agentRuntimeArn"]) async for each in list_runtimes(client)]
     return {name: arn for name, arn in found if _NAME.fullmatch(name)}
 
