@@ -103,8 +103,10 @@ async def make_package(
 def requirements() -> list[str]:
     """Return the wrapper's requirements in an agent's container."""
     found = map(Requirement, importlib.metadata.requires("rollout-backend") or [])
-    wanted = (each for each in found if each.marker is None or each.marker.evaluate({"extra": "agent"}))
-    return [f"{each.name}{each.specifier}" for each in wanted]
+    wanted = [each for each in found if each.marker is None or each.marker.evaluate({"extra": "agent"})]
+    for each in wanted:
+        each.marker = None  # it names the extra
+    return [str(each) for each in wanted]
 
 
 async def _install(folder: Path, content: Path, python: str, *, native: bool) -> None:
