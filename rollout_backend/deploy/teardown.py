@@ -97,7 +97,7 @@ class Teardown:
                 echo(f"deleting {resource}")
                 match resource.kind:
                     case "runtime":
-                        await self._delete_runtime(control, resource)
+                        await self._delete_runtime(control, resource, echo)
                     case "project":
                         async with self._target.client("codebuild") as codebuild:
                             await codebuild.delete_project(name=resource.id)
@@ -191,7 +191,7 @@ class Teardown:
 
     # --- deletion -----------------------------------------------------------------------------------------
 
-    async def _delete_runtime(self, control: Any, resource: Resource) -> None:
+    async def _delete_runtime(self, control: Any, resource: Resource, echo: Callable[[str], object]) -> None:
         """Delete a runtime with its endpoints, and wait until it is gone. First wait for changes in progress."""
         why, errors = "", control.exceptions
         with contextlib.suppress(TimeoutError):
@@ -203,8 +203,11 @@ class Teardown:
                             await control.delete_agent_runtime_endpoint(
                                 agentRuntimeId=resource.id, endpointName=endpoint["name"]
                             )
-                    if not (why := await delete_runtime(control, resource.id, _DELETE_S)):
+                    before, why = why, await delete_runtime(control, resource.id, _DELETE_S)
+                    if not why:
                         return
+                    if why != before:
+                        echo(f"{resource}: {why}; deleting it again")
                     await asyncio.sleep(pause)
         why = f" ({why})" if why else ""
         raise PreflightError(f"{resource} was not deleted within {_DELETE_S:g} s{why}: run rollout down again later")

@@ -91,9 +91,17 @@ async def test_what_is_ours_is_deleted_and_the_rest_is_named(local_aws, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("status", "why"), [("DELETE_FAILED", r" \(it is DELETE_FAILED: It has interfaces\)"), ("DELETING", "")]
+    ("status", "why", "said"),
+    [
+        (
+            "DELETE_FAILED",
+            r" \(it is DELETE_FAILED: It has interfaces\)",
+            ["runtime r: it is DELETE_FAILED: It has interfaces; deleting it again"],
+        ),
+        ("DELETING", "", []),
+    ],
 )
-def test_a_runtime_that_stays_is_reported_with_the_reason(status, why):
+def test_a_runtime_that_stays_is_reported_with_the_reason(status, why, said):
     class Control:
         exceptions = SimpleNamespace(ResourceNotFoundException=KeyError, ConflictException=IndexError)
 
@@ -110,9 +118,10 @@ def test_a_runtime_that_stays_is_reported_with_the_reason(status, why):
             pass
 
     teardown, resource = Teardown(Target("us-east-1", "b", "r", role=ROLE)), Resource("runtime", "r", "r-1")
-    says = rf"within 300 s{why}: run rollout down again"
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner, pytest.raises(PreflightError, match=says):
-        runner.run(teardown._delete_runtime(Control(), resource))
+    error, lines = rf"within 300 s{why}: run rollout down again", list[str]()
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner, pytest.raises(PreflightError, match=error):
+        runner.run(teardown._delete_runtime(Control(), resource, lines.append))
+    assert lines == said  # once, however often it fails
 
 
 def test_many_runtimes_are_read_below_the_control_planes_rate():
