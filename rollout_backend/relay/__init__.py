@@ -16,7 +16,7 @@ Invariants:
 - When an agent disconnects, its call at the gateway is aborted.
 - Each side proves that it knows the key without sending it.
 
-Modules: `protocol` (the messages, and mutual authentication), `forwarding` (which calls are allowed), `channel` (the
-two streams of one call), `exchange` (all calls, across reconnects), `relay_server`, `dialer`, and `cli`, which runs
-the relay. `serving.model_serving` runs the dialer for the manager.
+Modules: `protocol` (the messages, and mutual authentication), `forwarding` (which calls are allowed), `exchange`
+(calls across reconnects), `relay_server`, `dialer`, and `cli`, which runs the relay. `serving.model_serving` runs the
+dialer for the manager.
 """

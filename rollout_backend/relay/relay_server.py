@@ -27,8 +27,16 @@ from collections.abc import AsyncIterator
 from aiohttp import WSCloseCode, web
 from multidict import CIMultiDict
 
-from rollout_backend.relay.channel import Channel, chunks
-from rollout_backend.relay.exchange import CLOSE_TIMEOUT_S, CallLost, Close, Exchange, Link, LinkClosed
+from rollout_backend.relay.exchange import (
+    CLOSE_TIMEOUT_S,
+    CallLost,
+    Channel,
+    Close,
+    Exchange,
+    Link,
+    LinkClosed,
+    chunks,
+)
 from rollout_backend.relay.forwarding import METHODS, error_body, error_headers, forwarded_headers, route
 from rollout_backend.relay.protocol import (
     HANDSHAKE_S,

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_backend.relay.channel import WINDOW, Channel
-from rollout_backend.relay.exchange import CallLost
+from rollout_backend.relay.exchange import WINDOW, CallLost, Channel
 from rollout_backend.relay.forwarding import error_body, error_headers, forwarded_headers, route
 from rollout_backend.relay.protocol import (
     MAX_CALLS,

@@ -10,9 +10,8 @@ import typer
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rollout_backend.relay.channel import WINDOW
 from rollout_backend.relay.cli import KEY_ENV, serve
-from rollout_backend.relay.exchange import Link
+from rollout_backend.relay.exchange import WINDOW, Link
 from rollout_backend.relay.relay_server import Relay
 from rollout_backend.relay.relay_settings import RelaySettings
 
