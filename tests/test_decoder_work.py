@@ -21,7 +21,7 @@ from agent_wrapper.contract import Announcement, ContractError, Rollout, readabl
 from agent_wrapper.contract.codec import unpack
 from agent_wrapper.shared.redaction import without_secrets
 from agent_wrapper.shared.workspace import unpack_folder
-from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.model_call import ApiError
 from rollout_backend.dialects.base import RequestMemo
 from rollout_backend.dialects.registry import DIALECTS
 

@@ -33,7 +33,7 @@ from rollout_backend.config import AgentCoreConfig, RolloutConfig
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.core.formats import count, size
 from rollout_backend.errors import ConfigError, StartupError
-from rollout_backend.gateway.http_protocol import needed_files
+from rollout_backend.gateway.access import needed_files
 from rollout_backend.serving.engine_commands import interpreter
 from rollout_backend.serving.gateway_process import (
     check_certificate,

@@ -5,7 +5,7 @@ text has no header, so an attacker cannot choose another algorithm, and takes a 
 
 A key contains its claims, so no registration is needed before a dispatch, and every process that knows the secret can
 verify a key. Holders of a key can read its claims but cannot alter them. Keys and secrets never appear in logs or
-messages. `serving.run_secret` issues keys, `gateway.authentication` checks them.
+messages. `serving.run_secret` issues keys, `gateway.access` checks them.
 """
 
 import functools

@@ -22,9 +22,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
-from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.images import Image, message_content
-from rollout_backend.core.model_call import Answer, Choice, Delta, Message, ModelCall
+from rollout_backend.core.model_call import Answer, ApiError, Choice, Delta, Message, ModelCall
 from rollout_backend.dialects import wire
 from rollout_backend.dialects.base import Dialect, EventStream
 from rollout_backend.dialects.wire import Body, HostedTool, ImageReader, JsonObject, ignored, refuse, refused

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
-from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.images import ImageLimits
-from rollout_backend.core.model_call import Answer, Delta, Message, ModelCall
+from rollout_backend.core.model_call import Answer, ApiError, Delta, Message, ModelCall
 from rollout_backend.dialects import wire
 
 _KEPT = 4  # conversations kept, because an agent may alternate between several

@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
-from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.images import Image, message_content
-from rollout_backend.core.model_call import Answer, Delta, Message, ModelCall
+from rollout_backend.core.model_call import Answer, ApiError, Delta, Message, ModelCall
 from rollout_backend.dialects import wire
 from rollout_backend.dialects.base import Dialect, EventStream
 from rollout_backend.dialects.wire import ImageReader, ignored, refuse, refused

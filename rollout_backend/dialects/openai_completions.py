@@ -12,8 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from rollout_backend.core.api_error import ApiError
-from rollout_backend.core.model_call import Answer, Delta, ModelCall
+from rollout_backend.core.model_call import Answer, ApiError, Delta, ModelCall
 from rollout_backend.dialects import wire
 from rollout_backend.dialects.base import Dialect, EventStream
 from rollout_backend.dialects.openai_chat import SAMPLING, SamplingFields, usage

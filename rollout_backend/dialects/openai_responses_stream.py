@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal
 
-from rollout_backend.core.api_error import ApiError
-from rollout_backend.core.model_call import Answer, Delta, ModelCall
+from rollout_backend.core.model_call import Answer, ApiError, Delta, ModelCall
 from rollout_backend.dialects import wire
 from rollout_backend.dialects.base import EventStream
 

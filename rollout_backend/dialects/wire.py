@@ -27,8 +27,8 @@ from pydantic_core import from_json
 
 from agent_wrapper.contract import ContractError
 from agent_wrapper.contract.codec import check_json
-from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.images import Image, ImageLimits, read_image
+from rollout_backend.core.model_call import ApiError
 
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 1000
 _MAX_CONTAINERS, _MAX_VALUES = 20_000, 400_000  # limits of a request: on objects and arrays, and on all values

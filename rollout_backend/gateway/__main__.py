@@ -13,8 +13,8 @@ from uvicorn.config import LOGGING_CONFIG
 
 from rollout_backend.errors import ConfigError
 from rollout_backend.garbage_collection import exempt_loaded_objects
+from rollout_backend.gateway.access import KEEP_ALIVE_S, allow_files, bounded_protocol, max_connections
 from rollout_backend.gateway.gateway_settings import GatewaySettings
-from rollout_backend.gateway.http_protocol import KEEP_ALIVE_S, allow_files, bounded_protocol, max_connections
 from rollout_backend.logs import configure_logs, logs_json
 
 _SWITCH_S = 0.001  # rendering threads would otherwise hold the GIL for 5 ms while the event loop waits

@@ -22,19 +22,17 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from rollout_backend.config import LeftOut
-from rollout_backend.core.api_error import ApiError, context_exceeded, not_adopted
-from rollout_backend.core.model_call import Answer, ModelCall
+from rollout_backend.core.model_call import Answer, ApiError, ModelCall, context_exceeded, not_adopted
+from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.dialects.base import Dialect, EventStream
 from rollout_backend.dialects.wire import to_json
-from rollout_backend.gateway.admission import Admission
-from rollout_backend.gateway.authentication import Authenticator
+from rollout_backend.gateway.admission import Admission, SessionShare, is_brief, too_large
 from rollout_backend.gateway.call_traces import CallTraces
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.model_call_executor import ModelCallExecutor
 from rollout_backend.gateway.sessions import journal as journals
 from rollout_backend.gateway.sessions.calls import InFlightCall, RequestKey
 from rollout_backend.gateway.sessions.registry import OpenSession, SessionRegistry
-from rollout_backend.gateway.sessions.share import SessionShare, is_brief, too_large
 from rollout_backend.gateway.stats import GatewayStats
 
 _BYTES, _TOKEN_BYTES = 1024 * 1024, 32  # limit of a body without images: bytes, plus bytes per token of context
@@ -97,7 +95,6 @@ class CallHandler:
     def __init__(
         self,
         settings: GatewaySettings,
-        authenticator: Authenticator,
         registry: SessionRegistry,
         executor: ModelCallExecutor,
         admission: Admission,
@@ -107,7 +104,6 @@ class CallHandler:
         text_only: bool = False,
     ) -> None:
         self._settings = settings
-        self._authenticator = authenticator
         self._registry = registry
         self._executor = executor
         self._admission = admission
@@ -132,10 +128,9 @@ class CallHandler:
         if name != served and all(rule.model != name for rule in self._settings.leave_out):
             raise ApiError(404, f"there is no model {name!r} here, only {served!r}", code="model_not_found")
 
-    async def count(self, request: Request, dialect: Dialect) -> Response:
+    async def count(self, request: Request, dialect: Dialect, claims: SessionClaims) -> Response:
         """Return the length of a prompt."""
-        request.state.dialect = dialect
-        session = self._registry.open(self._authenticator.session(request))
+        session = self._registry.open(claims)
         share = session.share
         with share.request(self._max_requests):
             async with self._body(request, share) as body:
@@ -144,10 +139,8 @@ class CallHandler:
             tokens = await self._executor.count(session, call, brief=is_brief(body))
         return JSONResponse(dialect.count_body(tokens))
 
-    async def call(self, request: Request, dialect: Dialect) -> Response:
+    async def call(self, request: Request, dialect: Dialect, claims: SessionClaims) -> Response:
         """Answer a model call, with a body or a stream of events."""
-        request.state.dialect = dialect
-        claims = self._authenticator.session(request)
         current = not claims.is_recorded or claims.trainer_incarnation == self._settings.trainer_incarnation
         if not current and claims.session_id not in self._adopted:
             raise not_adopted()

@@ -6,7 +6,7 @@ import time
 
 from agent_wrapper.contract.keys import trace_ids
 from rollout_backend import tracing
-from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.model_call import ApiError
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.gateway.sessions.calls import InFlightCall
 from rollout_backend.tracing import SpanSender

@@ -16,8 +16,15 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from rollout_backend.core.api_error import ApiError, context_exceeded
-from rollout_backend.core.model_call import Answer, Choice, ModelCall, whole_deltas, with_logprobs
+from rollout_backend.core.model_call import (
+    Answer,
+    ApiError,
+    Choice,
+    ModelCall,
+    context_exceeded,
+    whole_deltas,
+    with_logprobs,
+)
 from rollout_backend.errors import EngineUnavailable
 from rollout_backend.gateway.engine.client import EngineClient, EngineRefused
 from rollout_backend.gateway.engine.protocol import (

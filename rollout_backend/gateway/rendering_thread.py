@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 
 from renderers import ParsedResponse
 
-from rollout_backend.core.api_error import NO_TOOL_PARSER, ApiError, context_exceeded
 from rollout_backend.core.images import check_pixels
-from rollout_backend.core.model_call import Choice, Message, ModelCall
+from rollout_backend.core.model_call import NO_TOOL_PARSER, ApiError, Choice, Message, ModelCall, context_exceeded
 from rollout_backend.gateway.sessions.conversations import Conversations, Prompt
 from rollout_backend.rendering.renderer import RendererBundle
 from rollout_backend.rendering.reply import logprob_entry, read_reply

@@ -33,7 +33,7 @@ Invariants:
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -47,26 +47,25 @@ from starlette.routing import Route
 
 from agent_wrapper.contract import Trajectory
 from rollout_backend.core.adapter import AdapterVersions
-from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.images import ImageLimits
+from rollout_backend.core.model_call import ApiError
 from rollout_backend.core.seal import Sealer
+from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.dialects.base import Dialect
 from rollout_backend.dialects.registry import DIALECTS, dialect_of_client
 from rollout_backend.errors import ConfigError
-from rollout_backend.gateway.admission import Admission
-from rollout_backend.gateway.authentication import Authenticator, PathKeys
+from rollout_backend.gateway.access import Authenticator, PathKeys
+from rollout_backend.gateway.admission import Admission, read_body
 from rollout_backend.gateway.call_handler import CallHandler
 from rollout_backend.gateway.call_traces import CallTraces
 from rollout_backend.gateway.engine.client import EngineClient
 from rollout_backend.gateway.engine.engines import Engines
-from rollout_backend.gateway.engine.protocol import EngineProtocol
-from rollout_backend.gateway.engine.sglang import SglangProtocol
+from rollout_backend.gateway.engine.protocol import EngineProtocol, SglangProtocol
 from rollout_backend.gateway.engine.vllm import VllmProtocol
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.model_call_executor import ModelCallExecutor
 from rollout_backend.gateway.sessions.journal import SessionJournal
 from rollout_backend.gateway.sessions.registry import SessionRegistry
-from rollout_backend.gateway.sessions.share import read_body
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.rendering.renderer import RendererBundle, load_renderer
 
@@ -142,7 +141,6 @@ class Gateway:
         self._traces = CallTraces(settings.otlp_endpoint) if settings.otlp_endpoint is not None else None
         self._calls = CallHandler(
             settings,
-            self._authenticator,
             self._registry,
             self._executor,
             self._admission,
@@ -176,13 +174,21 @@ class Gateway:
 
     def _agent_routes(self) -> list[Route]:
         routes = []
+
+        async def handle(
+            request: Request,
+            dialect: Dialect,
+            answer: Callable[[Request, Dialect, SessionClaims], Awaitable[Response]],
+        ) -> Response:
+            request.state.dialect = dialect  # it shapes all errors
+            return await answer(request, dialect, self._authenticator.session(request))
+
         for prefix in _PREFIXES:
             for dialect in self._dialects:
-                call = partial(self._calls.call, dialect=dialect)
-                routes.append(Route(prefix + dialect.path, call, methods=["POST"]))
-                if dialect.count_path is not None:
-                    count = partial(self._calls.count, dialect=dialect)
-                    routes.append(Route(prefix + dialect.count_path, count, methods=["POST"]))
+                for path, answer in ((dialect.path, self._calls.call), (dialect.count_path, self._calls.count)):
+                    if path is not None:
+                        call = partial(handle, dialect=dialect, answer=answer)
+                        routes.append(Route(prefix + path, call, methods=["POST"]))
             routes.append(Route(f"{prefix}/models", self.models, methods=["GET"]))
             routes.append(Route(f"{prefix}/models/{{name:path}}", self.model, methods=["GET"]))
         return routes

@@ -41,8 +41,7 @@ from agent_wrapper.contract import (
 from agent_wrapper.runner import in_thread
 from rollout_backend import aws
 from rollout_backend.config import RolloutConfig
-from rollout_backend.core.api_error import ApiError
-from rollout_backend.core.model_call import ModelCall
+from rollout_backend.core.model_call import ApiError, ModelCall
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.dialects.registry import DIALECTS

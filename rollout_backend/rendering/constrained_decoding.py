@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from rollout_backend.core.api_error import ApiError
-from rollout_backend.core.model_call import ModelCall
+from rollout_backend.core.model_call import ApiError, ModelCall
 from rollout_backend.rendering.renderer import RendererBundle
 
 _WORD = "zqxj"

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 
 from dialect_data import ANTHROPIC, CALL, answer, read_events
-from rollout_backend.core.api_error import ApiError
-from rollout_backend.core.model_call import Delta
+from rollout_backend.core.model_call import ApiError, Delta
 from rollout_backend.dialects.anthropic_messages import AnthropicMessages
 
 DIALECT = AnthropicMessages()

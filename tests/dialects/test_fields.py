@@ -27,8 +27,8 @@ from openai.types.responses import response_create_params
 import field_claims as claims
 from field_claims import Claim, Harmless, Honoured, Ignored, Refused, Trainers, Type
 from gateway_server import GatewayServer
-from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.images import ImageLimits
+from rollout_backend.core.model_call import ApiError
 from rollout_backend.dialects.openai_chat import OpenAIChat
 from rollout_backend.dialects.openai_responses import OpenAIResponses
 

@@ -3,8 +3,7 @@ import json
 import pytest
 
 from builders import user
-from rollout_backend.core.api_error import ApiError
-from rollout_backend.core.model_call import Answer, Choice, Delta, ModelCall
+from rollout_backend.core.model_call import Answer, ApiError, Choice, Delta, ModelCall
 from rollout_backend.dialects.openai_chat import OpenAIChat
 
 CHAT = OpenAIChat()

@@ -4,7 +4,7 @@ import openai
 import pytest
 
 from builders import stream_data
-from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.model_call import ApiError
 from rollout_backend.dialects.openai_completions import OpenAICompletions
 
 CALL = {"model": "scripted", "prompt": "2 + 3 ="}

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from openai.types.responses import ResponseStreamEvent
 
 from dialect_data import CALL, RESPONSES, answer, read_events
-from rollout_backend.core.api_error import ApiError
-from rollout_backend.core.model_call import Delta
+from rollout_backend.core.model_call import ApiError, Delta
 from rollout_backend.dialects.openai_responses import OpenAIResponses
 
 DIALECT = OpenAIResponses()

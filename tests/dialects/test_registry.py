@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 import httpx
 
-from rollout_backend.core.api_error import ApiError
-from rollout_backend.core.model_call import Answer, Delta, ModelCall
+from rollout_backend.core.model_call import Answer, ApiError, Delta, ModelCall
 from rollout_backend.dialects.base import Dialect
 from rollout_backend.dialects.registry import DIALECTS, dialect_of_client
 from rollout_backend.local.scripted import ScriptedEngine

@@ -8,8 +8,8 @@ import random
 import pytest
 from PIL import Image as pillow
 
-from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.images import ImageLimits
+from rollout_backend.core.model_call import ApiError
 from rollout_backend.dialects.base import RequestMemo
 from rollout_backend.dialects.openai_chat import OpenAIChat
 from rollout_backend.dialects.openai_responses import OpenAIResponses

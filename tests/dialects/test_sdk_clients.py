@@ -15,8 +15,7 @@ from openai.types.responses import Response as OpenAIResponse
 
 from builders import assistant, user
 from dialect_data import ANTHROPIC, CALL, FULL, PROMPT_TOKENS, answer
-from rollout_backend.core.api_error import ApiError
-from rollout_backend.core.model_call import Delta, ModelCall, whole_deltas
+from rollout_backend.core.model_call import ApiError, Delta, ModelCall, whole_deltas
 from rollout_backend.dialects.anthropic_messages import AnthropicMessages
 from rollout_backend.dialects.base import Dialect
 from rollout_backend.dialects.openai_responses import OpenAIResponses

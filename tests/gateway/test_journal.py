@@ -15,7 +15,7 @@ import pytest
 
 from agent_wrapper.contract import Trajectory
 from builders import assistant, eventually, function_tool, hang_up, tool_result, until, user
-from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.model_call import ApiError
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_key import KeyRefused, issue, verify
 from rollout_backend.errors import ConfigError

@@ -4,7 +4,7 @@ import pytest
 
 from agent_wrapper.contract import Sampling, Trajectory
 from builders import Clock
-from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.model_call import ApiError
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.gateway.sessions.registry import SessionRegistry
 from rollout_backend.rendering.segments import Completion

@@ -20,9 +20,9 @@ from agent_wrapper import RolloutApp
 from builders import function_tool, until, user
 from gateway_server import CONTROL_KEY, SECRET, ServerThread
 from rollout_backend.gateway.__main__ import server_options
+from rollout_backend.gateway.access import MAX_HEAD_BYTES, bounded_protocol
+from rollout_backend.gateway.admission import SessionShare, decompress
 from rollout_backend.gateway.gateway_settings import GatewaySettings
-from rollout_backend.gateway.http_protocol import MAX_HEAD_BYTES, bounded_protocol
-from rollout_backend.gateway.sessions.share import SessionShare, decompress
 
 CALL = {"model": "scripted", "messages": [user("What is 2 + 3?")]}
 MANY = [user("a")] * 1_000

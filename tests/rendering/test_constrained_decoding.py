@@ -3,8 +3,7 @@ import json
 
 import pytest
 
-from rollout_backend.core.api_error import ApiError
-from rollout_backend.core.model_call import ModelCall
+from rollout_backend.core.model_call import ApiError, ModelCall
 from rollout_backend.rendering.constrained_decoding import Constraints
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "required": ["a"]}}}

@@ -78,7 +78,7 @@ async def test_an_unusable_model_is_reported(tmp_path):
 FILES = """
 import resource
 from rollout_backend.errors import ConfigError
-from rollout_backend.gateway.http_protocol import allow_files
+from rollout_backend.gateway.access import allow_files
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 1024))
 allow_files(64)

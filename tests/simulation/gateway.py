@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from agent_wrapper.contract import ModelEndpoint, RolloutRequest
-from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.model_call import ApiError
 from rollout_backend.core.session_ends import HeartbeatReport
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.gateway.sessions import journal as journals

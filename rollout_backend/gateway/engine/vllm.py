@@ -94,7 +94,7 @@ class VllmReader:
             self.cached_tokens = cached
         choices = reply["choices"]
         if not choices:  # the last event of a stream has only the usage
-            return Tokens([], [])
+            return [], []
         [choice] = choices
         ids = [int(token) for token in choice["token_ids"]]
         entries = (choice.get("logprobs") or {}).get("content") or []
@@ -107,7 +107,7 @@ class VllmReader:
         for i, (entry, token) in enumerate(zip(entries, ids, strict=False)):
             if entry["logprob"] != _MISSING_LOGPROB and _id_of(entry) == token:
                 logprobs[i] = finite(entry["logprob"])
-        return Tokens(ids, logprobs)
+        return ids, logprobs
 
     def experts(self) -> None:
         return None

@@ -30,8 +30,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 from uuid import uuid4
 
-from rollout_backend.core.api_error import session_closed
-from rollout_backend.core.model_call import Answer, Delta, ModelCall, whole_deltas
+from rollout_backend.core.model_call import Answer, Delta, ModelCall, session_closed, whole_deltas
 from rollout_backend.gateway.sessions.conversations import RecordedReply
 
 _KEPT = 16

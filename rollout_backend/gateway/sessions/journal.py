@@ -50,9 +50,8 @@ import msgpack
 
 from agent_wrapper.contract import ImageSpan, VersionSpan
 from rollout_backend.atomic_file import write_file
-from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.images import Image
-from rollout_backend.core.model_call import Answer, Choice
+from rollout_backend.core.model_call import Answer, ApiError, Choice
 from rollout_backend.core.routed_experts import ExpertRows
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.dialects.wire import to_json

@@ -23,16 +23,16 @@ from typing import Any
 from agent_wrapper.contract import ContractError, Trajectory
 from agent_wrapper.contract.codec import MAX_OBJECT_BYTES, unpacked_size
 from rollout_backend.config import ExpertShape
-from rollout_backend.core.api_error import journal_unwritable, session_closed, trajectory_too_large
+from rollout_backend.core.model_call import journal_unwritable, session_closed, trajectory_too_large
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_ends import HeartbeatReport
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.dialects.base import RequestMemo
+from rollout_backend.gateway.admission import SessionShare
 from rollout_backend.gateway.sessions import journal as journals
 from rollout_backend.gateway.sessions.calls import InFlightCall, RetryCache
 from rollout_backend.gateway.sessions.conversations import Conversations, RecordedReply
 from rollout_backend.gateway.sessions.journal import Record, SessionJournal
-from rollout_backend.gateway.sessions.share import SessionShare
 from rollout_backend.gateway.stats import GatewayStats, bounded_name
 from rollout_backend.rendering.renderer import RendererBundle
 

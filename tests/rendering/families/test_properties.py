@@ -12,8 +12,7 @@ import pytest
 
 from builders import assistant, function_tool, system, tool_result, user
 from families import FAMILIES, GEMMA, HERMES, Family
-from rollout_backend.core.api_error import ApiError
-from rollout_backend.core.model_call import ModelCall
+from rollout_backend.core.model_call import ApiError, ModelCall
 from rollout_backend.dialects.openai_chat import OpenAIChat
 from rollout_backend.gateway.rendering_thread import RenderingThread
 from rollout_backend.gateway.sessions.conversations import Conversations
