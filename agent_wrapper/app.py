@@ -46,7 +46,7 @@ from agent_wrapper.outcome import AgentResult, build_rollout, classify, describe
 from agent_wrapper.publish import Publisher, PublishError
 from agent_wrapper.runner import Agent, Returned, in_thread
 from agent_wrapper.shared.redaction import redact_logs
-from agent_wrapper.shared.trajectory import TrajectoryUnavailable, fetch_trajectory, preload
+from agent_wrapper.shared.trajectory import TrajectoryUnavailable, fetch_trajectory
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -427,7 +427,8 @@ class RolloutApp:
         """In the background, while the agent works, load what the end of the rollout needs."""
 
         def prepare() -> None:
-            preload()
+            import tenacity  # noqa: F401  (the rest is loaded with the probe)
+
             self._publisher.prepare(request.result)
 
         try:

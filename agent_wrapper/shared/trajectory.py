@@ -14,13 +14,6 @@ class TrajectoryTooLarge(TrajectoryUnavailable):
     """The trajectory is larger than a result may be. A retry does not help."""
 
 
-def preload() -> None:
-    """Import what fetching a trajectory and writing to a presigned URL need. This takes 0.2 s of CPU."""
-    import httpcore  # noqa: F401  (httpx imports it with the first client)
-    import httpx  # noqa: F401
-    import tenacity  # noqa: F401
-
-
 async def fetch_trajectory(endpoint: ModelEndpoint, budget_s: float) -> Trajectory:
     """Seal the session and return what it sampled. Retry until `budget_s` is used up.
 

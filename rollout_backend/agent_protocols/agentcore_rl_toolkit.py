@@ -91,7 +91,8 @@ class AgentCoreRlToolkit(WrittenResults):
             return _error(status, str(fields.get("stop_reason", "")), fields.get("traceback"))
         value = {name: field for name, field in fields.items() if name not in _NOT_THE_AGENTS}
         if "reward" not in value and "rewards" in value:
-            value["reward"] = _last(value.pop("rewards"))
+            rewards = value.pop("rewards")  # a number, or a list whose last entry is the rollout's
+            value["reward"] = rewards[-1] if isinstance(rewards, list) and rewards else rewards
         return classify(Returned(value), "")
 
 
@@ -132,11 +133,6 @@ def _error(status: int, message: str, trace: object) -> AgentResult:
         return failed(Outcome.INFRA_ERROR, "model_unavailable", message, trace)
     outcome = Outcome.INFRA_ERROR if status in _INFRASTRUCTURE else Outcome.AGENT_ERROR
     return failed(outcome, "status_code", f"the agent wrote status code {status}: {message}", trace)
-
-
-def _last(rewards: object) -> object:
-    """Return the reward of a rollout: agents write a number, or a list whose last entry is the rollout's."""
-    return rewards[-1] if isinstance(rewards, list) and rewards else rewards
 
 
 class AgentCoreRuntimeApp(PolledResults):

@@ -39,13 +39,13 @@ from rollout_backend.local.code_artifacts import CodeStore
 from rollout_backend.local.control_plane import ControlLimits, ControlPlane, RuntimeRecord, check_signed
 from rollout_backend.local.session_pool import (
     COUNTERS,
-    SESSION_HEADER,
     EmulatorLimits,
     RuntimeSession,
     ServiceError,
     SessionPool,
 )
 from rollout_backend.local.spawner import CommandSpawner, PreforkSpawner, Spawner
+from rollout_backend.runtimes.http import SESSION_HEADER
 
 ROLE = "arn:aws:iam::000000000000:role/local"
 _MAX_PAYLOAD_BYTES = 100_000_000

@@ -27,7 +27,6 @@ from rollout_backend.errors import StartupError
 from rollout_backend.local.spawner import Spawner
 from rollout_backend.serving.server_process import SERVER_PORTS, ServerProcess, free_port
 
-SESSION_HEADER = "X-Amzn-Bedrock-AgentCore-Runtime-Session-Id"
 _PORTS = range(SERVER_PORTS.stop, 32_000)  # below the ephemeral range
 COUNTERS = ("started", "failed", "stopped", "died", "idle", "expired", "throttled", "refused", "killed", "peak")
 _REQUEST_S = 900.0  # a synchronous request may take 15 minutes
