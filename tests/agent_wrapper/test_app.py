@@ -547,13 +547,10 @@ def test_importing_the_wrapper_loads_nothing_that_takes_long():
     assert not heavy.intersection(loaded)
 
 
-def test_a_missing_entrypoint_is_reported_before_anything_is_served():
-    with pytest.raises(EntrypointError, match=r"put @app\.entrypoint above"):
-        RolloutApp().run()
-
-
-def test_two_entrypoints_are_refused():
+def test_an_app_has_one_entrypoint():
     app = RolloutApp()
+    with pytest.raises(EntrypointError, match=r"put @app\.entrypoint above"):
+        app.run()
     app.entrypoint(lambda context: 1)
     with pytest.raises(EntrypointError, match="has its entrypoint already"):
         app.entrypoint(lambda context: 2)
