@@ -21,7 +21,7 @@ from bare_agent import BARE_AGENT
 from builders import skip_to_end
 from rollout_backend.config import AgentCoreConfig
 from rollout_backend.core.check_result import CheckResult, raise_problems
-from rollout_backend.deploy.adoption import adopt, adoption_of
+from rollout_backend.deploy.adoption import _READ_ONLY, adopt, adoption_of
 from rollout_backend.errors import InvokeRejected, PreflightError
 from rollout_backend.local.agentcore_emulator import ROLE
 from rollout_backend.runtimes.agentcore.account import needed_permissions
@@ -128,17 +128,6 @@ def test_the_default_name_is_one_that_the_service_takes():
 
 
 MODEL = json.loads(Path(__file__).with_name("agentcore_control_model.json").read_text())
-READ_ONLY = {
-    "agentRuntimeArn",
-    "agentRuntimeId",
-    "agentRuntimeName",
-    "agentRuntimeVersion",
-    "createdAt",
-    "failureReason",
-    "lastUpdatedAt",
-    "status",
-    "workloadIdentityDetails",
-}
 
 
 def test_the_newest_model_has_no_field_that_an_update_would_lose():
@@ -146,7 +135,7 @@ def test_the_newest_model_has_no_field_that_an_update_would_lose():
     shared, mmds = set(DEFINITION), "metadataConfiguration"
     assert members["CreateAgentRuntimeRequest"] == {*shared, "agentRuntimeName", "clientToken", "tags"}
     assert members["UpdateAgentRuntimeRequest"] == {*shared, "agentRuntimeId", "clientToken", mmds}
-    assert members["GetAgentRuntimeResponse"] == {*shared, *READ_ONLY, mmds}
+    assert members["GetAgentRuntimeResponse"] == {*shared, *_READ_ONLY, mmds} - {"ResponseMetadata"}
 
 
 @pytest.mark.parametrize(
