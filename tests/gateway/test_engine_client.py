@@ -192,12 +192,6 @@ async def test_a_lasting_failure_is_reported_with_the_engines_message(engine):
         await engine.generate([(503, "no worker is up")] * 2, attempts=2)
 
 
-async def test_a_refusal_is_not_retried(engine):
-    with pytest.raises(EngineRefused, match="HTTP 400: bad params"):
-        await engine.generate([(400, "bad params")])
-    assert len(engine.bodies) == 1
-
-
 async def test_a_call_ends_at_its_timeout(engine):
     with pytest.raises(EngineUnavailable, match=r"within 0\.2 s"):
         await engine.generate(["hang"], timeout_s=0.2)

@@ -11,13 +11,11 @@ import httpx
 import openai
 import pytest
 
-from agent_wrapper.contract import Rollout, Sampling, Trajectory
+from agent_wrapper.contract import Rollout, Trajectory
 from builders import assistant, function_tool, hang_up, stream_data, system, until, user
 from rollout_backend.core.seal import Sealer
-from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.gateway.stats import bounded_name
 from rollout_backend.local.scripted import Fail, Pieces, ToolCall
-from rollout_backend.serving.server_process import free_port
 
 MODEL = "scripted"
 USER = [user("What is 2 + 3?")]
@@ -399,13 +397,6 @@ def test_a_reply_has_the_seed_of_its_step_task_rollout_and_turn(play):
 # --- keys, sealing, revoking ------------------------------------------------------------------------------
 
 
-def test_a_key_reaches_only_its_own_session(play):
-    gateway = play(lambda _: "x")
-    ask(gateway.client("s1"))
-    assert gateway.trajectory("s2").segments == ()
-    assert len(gateway.trajectory("s1").segments) == 1
-
-
 def test_keys_of_the_previous_secret_are_accepted_and_none_older(serve):
     gateway = serve(previous_secret="the-previous-secret-" * 2)
     keys = [gateway.key(), *(gateway.key(secret=f"the-{age}-secret-" * 2) for age in ("previous", "oldest"))]
@@ -472,22 +463,6 @@ def test_a_trajectory_is_the_same_in_json(play):
     Sealer("a-seal-secret-" * 4).check(Rollout.decode(json.dumps(fields).encode()))
 
 
-def test_a_trajectory_is_sealed_for_the_session_of_the_key_with_its_lost_calls(play):
-    gateway = play(["seven", *[Fail(500)] * 4], seal_secret="a-seal-secret-" * 4)
-    ask(gateway.client())
-    with pytest.raises(openai.InternalServerError, match="engine"):
-        ask(gateway.client(), [user("And 4 + 5?")])
-    found = gateway.trajectory()
-    assert found.unanswered_calls == 1
-    claims = SessionClaims(
-        run_id="run", step=0, rollout_id="r", attempt=1, session_id="s1", sampling=Sampling(), expires_at=1e12
-    )
-    sealer = Sealer("a-seal-secret-" * 4)
-    assert found.seal == sealer.seal(found, claims).seal
-    assert found.seal != sealer.seal(found.model_copy(update={"unanswered_calls": 0}), claims).seal
-    assert found.seal != sealer.seal(found, claims.model_copy(update={"session_id": "s2"})).seal
-
-
 def test_sealing_aborts_calls_in_flight_and_ends_streams_with_an_error(play, held, in_thread):
     gateway = play(lambda prompt: held.pieces("Once upon a time") if "stream" in prompt else held(prompt))
     call = in_thread(gateway.post, CALL)
@@ -548,21 +523,14 @@ def test_the_control_api_needs_its_own_key(serve):
 # --- failures ---------------------------------------------------------------------------------------------
 
 
-def test_if_the_engine_is_down_the_answer_is_503_with_retry_after(serve):
-    gateway = serve(f"http://127.0.0.1:{free_port()}")
-    response = gateway.post(CALL)
-    assert response.status_code == 503
-    assert int(response.headers["retry-after"]) > 0
-    assert response.json()["error"]["code"] == "engine_unavailable"
-    assert gateway.trajectory().segments == ()
-
-
 def test_an_unanswered_call_is_counted_until_it_is_repeated(play):
     down = True
     gateway = play(lambda _: Fail(500) if down else "5")
     question, other = CALL, {**CALL, "messages": [*USER, *USER]}
     for body, session in ((question, "a"), (question, "b"), (other, "b"), (other, "c")):
-        assert gateway.post(body, session).status_code == 503
+        response = gateway.post(body, session)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_unavailable")
+        assert int(response.headers["retry-after"]) > 0
     down = False
     for session in "abc":
         assert gateway.post(question, session).status_code == 200

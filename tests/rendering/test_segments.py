@@ -50,16 +50,6 @@ def test_a_turn_with_other_images_opens_a_segment():
     assert trajectory.images(0, end=5) == [shown(1, "a")]
 
 
-def test_the_same_prompt_again_is_a_branch():
-    trajectory = SegmentRecorder()
-    add(trajectory, [1], [2])
-    add(trajectory, [1, 2, 3], [4])
-    assert add(trajectory, [1, 2, 3], [5], split_reason="branched").opened
-    assert add(trajectory, [1], [2], split_reason="branched").opened
-    assert add(trajectory, [1, 2, 3, 4, 5], [6]).segment == 0
-    assert add(trajectory, [1, 2, 3, 5, 5], [6]).segment == 1
-
-
 def test_weight_versions_have_the_positions_of_their_tokens():
     trajectory = SegmentRecorder()
     spans = [VersionSpan(version="a", start=0, end=1), VersionSpan(version="b", start=1, end=3)]
@@ -77,14 +67,6 @@ def test_an_unknown_logprob_is_nan_and_a_missing_one_is_refused():
     assert logprobs[2] == -1.0
     with pytest.raises(ValueError, match="1 logprobs for 2"):
         trajectory.add([1], Completion((2, 3), (-1.0,)))
-
-
-def test_segments_are_snapshots():
-    trajectory = SegmentRecorder()
-    add(trajectory, [1], [2])
-    before = trajectory.segments()
-    add(trajectory, [1, 2, 3], [4])
-    assert before[0].token_ids == array("i", [1, 2])
 
 
 ids = st.lists(st.integers(min_value=0, max_value=3), max_size=6)
