@@ -172,6 +172,13 @@ def test_a_shared_system_message_does_not_make_a_shared_conversation(session, sa
     assert say(session, [SYSTEM, U2]) == ANOTHER
 
 
+def test_a_continuation_of_one_of_several_equal_replies_continues_the_last(session, say):
+    for _ in range(3):
+        say(session, [U1])
+    assert say(session, [U1, A, U2], text="longer") is None
+    assert [len(segment.turns) for segment in session.recorder.segments()] == [1, 1, 2]
+
+
 def test_without_a_bridge_a_turn_is_rendered_again_and_its_tokens_are_compared(byte_model, say):
     bundle = load_renderer(byte_model.model_copy(update={"renderer": "default"}))
     session = Conversations(bundle)
@@ -233,86 +240,3 @@ def test_alternating_conversations_give_the_digests_of_a_new_memo():
         conversation += texts_of(*(numbers.choice("xyz") for _ in range(numbers.randint(0, 3))))
         conversations = [*conversations[-5:], conversation]
         assert memo.chain(conversation, Steps()) == PrefixMemo().chain(conversation, Steps())
-
-
-# --- through the gateway: rows and trained tokens, counted by hand -----------------------------------------
-
-
-class Agent:
-    """One conversation; several may share a key."""
-
-    def __init__(self, client, *messages: dict) -> None:
-        self._client = client
-        self.messages = list(messages)
-
-    def ask(self, *messages: dict):
-        self.messages += messages
-        reply = self._client.chat.completions.create(model="scripted", messages=self.messages)
-        self.messages.append(reply.choices[0].message.model_dump(exclude_none=True))
-        return self.messages[-1]
-
-
-def a_sub_agent(client):
-    """The child has another system prompt; its parent continues afterwards."""
-    parent = Agent(client, system("Delegate."), user("a"))
-    parent.ask()
-    child = Agent(client, system("You are a helper."), user("b"))
-    child.ask()
-    child.ask(user("c"))
-    parent.ask(user("the helper says so"))
-
-
-def a_compaction(client):
-    """The history is replaced by a summary that the model wrote."""
-    agent = Agent(client, system("s"))
-    agent.ask(user("a"))
-    agent.ask(user("b"))
-    summary = agent.ask(user("Summarise."))["content"]
-    agent.messages = [system("s"), user(f"So far: {summary}")]
-    agent.ask(user("c"))
-    agent.ask(user("d"))
-
-
-def a_second_try(client):
-    """The agent asks twice and continues from the second reply."""
-    agent = Agent(client, user("a"))
-    agent.ask()
-    del agent.messages[-1]
-    agent.ask()
-    agent.ask(user("b"))
-
-
-def best_of_three(client):
-    """Three equal choices of one prompt: a continuation of any of them continues the last."""
-    question = [user("a")]
-    reply = client.chat.completions.create(model="scripted", messages=question, n=3)
-    agent = Agent(client, *question, reply.choices[1].message.model_dump(exclude_none=True))
-    agent.ask(user("b"))
-
-
-@pytest.mark.parametrize(
-    ("converse", "replies", "rows"),
-    [
-        # each row: why it was opened, its turns, its trained tokens
-        (a_sub_agent, ["x", "yy", "zzz", "w"], [(FIRST, 2, 4), (ANOTHER, 2, 7)]),
-        (a_compaction, ["x", "yy", "sum", "z", "w"], [(FIRST, 3, 9), (ANOTHER, 2, 4)]),
-        (a_second_try, ["x", "yy", "zzz"], [(FIRST, 1, 2), (BRANCHED, 2, 7)]),
-        (best_of_three, ["x", "x", "x", "zzz"], [(FIRST, 1, 2), (BRANCHED, 1, 2), (BRANCHED, 2, 6)]),
-    ],
-)
-def test_rows_and_trained_tokens(play, bundle, converse, replies, rows):
-    gateway = play(replies)
-    converse(gateway.client())
-    prompts = [request["input_ids"] for request in gateway.engine.requests]
-    segments = gateway.trajectory().segments
-    assert [(s.split_reason, len(s.turns), s.sampled_tokens) for s in segments] == rows
-    assert sum(s.sampled_tokens for s in segments) == sum(len(str(reply)) + 1 for reply in replies)
-    # Each turn was sampled after exactly the tokens before it.
-    before = [s.token_ids.tolist()[: turn.start] for s in segments for turn in s.turns]
-    assert sorted(before) == sorted(prompts)
-    said = sorted(
-        bundle.decode(s.token_ids[turn.start : turn.end]).removesuffix("<|im_end|>")
-        for s in segments
-        for turn in s.turns
-    )
-    assert said == sorted(map(str, replies))

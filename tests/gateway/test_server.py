@@ -79,7 +79,7 @@ def test_a_call_is_answered_and_recorded(play):
     [sent] = gateway.engine.requests
     [choice] = answer.choices
     assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == ("5", None, "stop")
-    assert [entry.token for entry in choice.logprobs.content] == ["5", "<|im_end|>"]
+    assert [bytes(entry.bytes) for entry in choice.logprobs.content] == [b"5", b"<|im_end|>"]
     assert choice.logprobs.content[0].logprob == -0.5
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(sent["input_ids"]), 2)
     assert (sent["return_logprob"], sent["logprob_start_len"]) == (True, -1)

@@ -1,11 +1,7 @@
 """The gateway matches stop strings, because an engine without a tokenizer rejects them or crashes."""
 
-import openai
 import pytest
 
-from agent_wrapper.contract import Outcome
-from agent_wrapper.outcome import classify
-from agent_wrapper.runner import Raised
 from builders import assistant, function_tool, user
 from rollout_backend.local.scripted import Fail, Pieces
 
@@ -109,14 +105,3 @@ def test_an_engines_refusal_is_a_500_that_is_not_retried(play, status):
     assert "unknown sampling parameter" in answer.json()["error"]["message"]
     assert len(gateway.engine.requests) == 1
     assert gateway.trajectory().unanswered_calls == 1
-
-
-def test_clients_do_not_retry_a_refused_call_and_the_rollout_is_an_infrastructure_error(play):
-    gateway = play(lambda _: Fail(400, "no"))
-    client = gateway.client().with_options(max_retries=3)
-    with pytest.raises(openai.InternalServerError, match="engine refused") as raised:
-        client.chat.completions.create(model="scripted", messages=USER)
-    result = classify(Raised(raised.value), f"{gateway.url}/v1")
-    assert result.outcome is Outcome.INFRA_ERROR
-    assert result.failure.reason == "model_unavailable"
-    assert len(gateway.engine.requests) == 1
