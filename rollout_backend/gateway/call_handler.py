@@ -149,20 +149,18 @@ class CallHandler:
         with contextlib.ExitStack() as open_request:
             open_request.enter_context(share.request(self._max_requests))
             async with self._body(request, share) as body:
-                key, call, question = await share.parse(body, self._parse, session, dialect, body, request.headers)
+                key, call = await share.parse(body, self._parse, session, dialect, body, request.headers)
                 self._registry.check_open(session)
                 running = session.retries.find(key)
                 if running is None:
                     running = InFlightCall(
                         call,
-                        key.digest,
-                        question,
-                        is_retry=key.is_declared,
+                        key,
                         brief=is_brief(body),
                         left_out=_is_left_out(call, request.headers, self._settings.leave_out),
                     )
                     self._start(session, running, request.headers.get("traceparent", ""))
-                    session.retries.add(key, running)
+                    session.retries.add(running)
                 else:
                     self._stats.replayed += 1
             call = replace(call, messages=())  # a client may read its answer slowly
@@ -170,7 +168,7 @@ class CallHandler:
                 response = await self._respond(request, dialect, session, call, running)
             except ApiError as error:
                 if _is_retried(error):
-                    session.retries.failed(running.question)
+                    session.retries.failed(running.key.question)
                 raise
             response.on_end(open_request.pop_all().close)
             return response
@@ -180,20 +178,19 @@ class CallHandler:
 
     def _parse(
         self, session: OpenSession, dialect: Dialect, body: bytes, headers: Mapping[str, str]
-    ) -> tuple[RequestKey, ModelCall, bytes]:
-        """Return the request's key, its call, and the digest of what it asks."""
-        key = RequestKey(dialect.name, body, headers)
+    ) -> tuple[RequestKey, ModelCall]:
         call = self._executor.shown(session.requests.parse(dialect, body))
         self.check_model(call.model)
-        return key, call, session.conversations.question(call.messages, call.tools)
+        question = session.conversations.question(call.messages, call.tools)
+        return RequestKey.of(dialect.name, body, headers, question), call
 
     def _start(self, session: OpenSession, running: InFlightCall, traceparent: str) -> None:
         """Start a call. Raises ApiError (429) if it is not admitted; it then counts as unanswered."""
         choices, share = running.call.n, session.share
         if (refusal := self._admission.check(share.choices, choices)) is not None:
-            session.unanswered.add(running.question)
-            session.write(journals.asked(running.question, is_retry=running.is_retry))
-            session.retries.failed(running.question)
+            session.unanswered.add(running.key.question)
+            session.write(journals.asked(running.key.question, is_retry=running.key.is_declared))
+            session.retries.failed(running.key.question)
             raise refusal
         share.choices += choices
         for _ in range(choices):
@@ -269,7 +266,7 @@ class CallHandler:
         except ApiError as error:
             self._stats.errors[error.code] += 1
             if _is_retried(error):
-                session.retries.failed(running.question)
+                session.retries.failed(running.key.question)
             yield b"".join(stream.failed(error))
         else:
             yield b"".join(stream.end(answer))
@@ -279,7 +276,7 @@ class CallHandler:
         """Remove a listener. Return True if this aborted the call."""
         aborted = running.leave(given_up=given_up)
         if aborted:
-            session.retries.failed(running.question)
+            session.retries.failed(running.key.question)
         if running.delivered:
             session.undelivered.discard(running)
         return aborted

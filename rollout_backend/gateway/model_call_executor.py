@@ -98,10 +98,10 @@ class ModelCallExecutor:
         Raises:
             ApiError: status 400 if the call is invalid, 503 if no engine answers.
         """
-        digest = running.question
-        session.write(journals.asked(digest, is_retry=running.is_retry))
+        digest = running.key.question
+        session.write(journals.asked(digest, is_retry=running.key.is_declared))
         try:
-            answer = await self._answer(session, running, digest)
+            answer = await self._answer(session, running)
         except asyncio.CancelledError:
             if running.given_up:
                 session.write(journals.dropped(digest))
@@ -115,7 +115,7 @@ class ModelCallExecutor:
         session.unanswered.discard(digest)
         return answer
 
-    async def _answer(self, session: OpenSession, running: InFlightCall, digest: bytes) -> Answer:
+    async def _answer(self, session: OpenSession, running: InFlightCall) -> Answer:
         call = running.call
         number = session.started + 1  # taken before any wait, so that choices are numbered in order of arrival
         session.started += call.n
@@ -159,8 +159,8 @@ class ModelCallExecutor:
         )
         session.write(
             journals.answered(
-                digest,
-                running.request,
+                running.key.question,
+                running.key.digest,
                 turns,
                 answer,
                 session.started,

@@ -167,9 +167,6 @@ def _assistant_text(message: Message) -> str:
     pieces = [_text(message)] if message.get("content") else []
     for call in message.get("tool_calls") or ():
         function = call["function"]
-        arguments = function["arguments"]
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
         name = json.dumps(function["name"], ensure_ascii=False)
-        pieces.append(f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>')
+        pieces.append(f'<tool_call>\n{{"name": {name}, "arguments": {function["arguments"]}}}\n</tool_call>')
     return "\n".join(pieces)

@@ -37,7 +37,7 @@ from rollout_backend.errors import ConfigError
 from rollout_backend.rendering.chatml import ChatMLConfig, ChatMLRenderer
 from rollout_backend.rendering.guarded_renderer import GuardedRenderer
 from rollout_backend.rendering.image_positions import Vision, load_vision
-from rollout_backend.rendering.selection import Choice, Create, KnownModels, choose, complete
+from rollout_backend.rendering.selection import Create, KnownModels, Selection, choose, complete
 from rollout_backend.rendering.token_bytes import decode, token_bytes
 from rollout_backend.rendering.tool_call_reader import FORMATS, CallFormat
 
@@ -197,7 +197,7 @@ def _load_tokenizer(model: ModelConfig) -> Any:
         ) from None
 
 
-def _make_renderer(tokenizer: Any, model: ModelConfig) -> tuple[Choice, Any]:
+def _make_renderer(tokenizer: Any, model: ModelConfig) -> tuple[Selection, Any]:
     names = _organisation_and_name(model.folder)
     if known := KnownModels(*names).exact:
         tokenizer.name_or_path = known[0]  # some renderers infer the model's size from it
@@ -210,7 +210,7 @@ def _make_renderer(tokenizer: Any, model: ModelConfig) -> tuple[Choice, Any]:
         if name == "auto":
             choice = _choose(tokenizer, names, model.renderer_options, create)
         else:
-            choice = Choice(
+            choice = Selection(
                 name, complete(tokenizer, name, model.renderer_options, create), "model.renderer names it"
             )
         return choice, create(choice.name, {**choice.options, **model.renderer_options})
@@ -220,12 +220,12 @@ def _make_renderer(tokenizer: Any, model: ModelConfig) -> tuple[Choice, Any]:
         raise ConfigError(f"model.renderer: {name} cannot be used with {model.path}: {error}") from error
 
 
-_choices: dict[str, Choice] = {}  # a process loads the same folder several times
+_choices: dict[str, Selection] = {}  # a process loads the same folder several times
 
 
-def _choose(tokenizer: Any, names: tuple[str, str], options: Mapping[str, Any], create: Create) -> Choice:
+def _choose(tokenizer: Any, names: tuple[str, str], options: Mapping[str, Any], create: Create) -> Selection:
     if options.keys() & {"tool_parser", "reasoning_parser"}:
-        return Choice("default", {}, "model.renderer_options names a parser")
+        return Selection("default", {}, "model.renderer_options names a parser")
     seen = [names, options, tokenizer.chat_template, tokenizer.special_tokens_map, len(tokenizer)]
     key = repr([*seen, sorted((id, str(token)) for id, token in tokenizer.added_tokens_decoder.items())])
     if key not in _choices:

@@ -97,9 +97,6 @@ class SegmentRecorder:
         self._experts = experts
         self._messages: dict[str, dict[str, Any]] = {}  # messages of closed conversations, by their JSON
 
-    def __len__(self) -> int:
-        return len(self._segments)
-
     def add(
         self,
         prompt_ids: Sequence[int],

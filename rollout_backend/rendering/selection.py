@@ -105,7 +105,7 @@ CONVERSATIONS: Mapping[str, _Conversation] = {
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """A selected renderer. `reason` completes "NAME was chosen because". `warns` if prompts or calls may be wrong."""
 
     name: str
@@ -321,7 +321,7 @@ def choose(
     options: Mapping[str, Any],
     create: Create,
     candidates: Sequence[str],
-) -> Choice:
+) -> Selection:
     """Select one of `candidates`, or `default` with the parser that reads the template's calls.
 
     `names` are the model's organisation and name, from its folder.
@@ -335,7 +335,7 @@ def choose(
         template = _render_all(tokenizer, create("default", options))
     if not template.texts:
         why = f"its chat template fails ({template.failure})" if template.failure else "it has no chat template"
-        return Choice(
+        return Selection(
             known.renderer(why), {}, f"the model is named {names[1]}, and {why}", warns=bool(template.failure)
         )
     scores = []
@@ -380,10 +380,10 @@ def choose(
     why = f"every other renderer differs from the model's chat template{nearest}"
     parser = find_parser(tokenizer, template, create, options)
     if parser is not None:
-        return Choice("default", {"tool_parser": parser}, f"{why}; calls are read by the tool_parser {parser}")
+        return Selection("default", {"tool_parser": parser}, f"{why}; calls are read by the tool_parser {parser}")
     if near and template.shows_tools:
         return _chosen(near[0])
-    return Choice("default", {}, f"{why}, and no tool_parser reads its tool calls", warns=True)
+    return Selection("default", {}, f"{why}, and no tool_parser reads its tool calls", warns=True)
 
 
 def complete(tokenizer: Any, name: str, options: Mapping[str, Any], create: Create) -> Mapping[str, Any]:
@@ -419,13 +419,13 @@ def _starts_like(tokenizer: Any, template: _Template, renderer: Any) -> bool:
         return False
 
 
-def _chosen(score: _Score) -> Choice:
+def _chosen(score: _Score) -> Selection:
     options = "".join(f" with {name}={value!r}" for name, value in score.options.items())
     if not score.differs:
-        return Choice(score.name, score.options, f"it renders like the model's chat template{options}")
+        return Selection(score.name, score.options, f"it renders like the model's chat template{options}")
     like = "nearly like" if score.counted else "like"
     reason = f"it renders {like} the model's chat template{options}; they differ in {_listed(score.differs)}"
-    return Choice(score.name, score.options, reason, warns=score.words > 0 and score.name not in _NOT_BY_TEMPLATE)
+    return Selection(score.name, score.options, reason, warns=score.words > 0 and score.name not in _NOT_BY_TEMPLATE)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -73,10 +73,10 @@ async def test_a_retry_of_a_call_that_is_being_aborted_is_a_new_call():
             aborting.set()
             await confirmed.wait()
 
-    cache, asked = RetryCache(), RequestKey("chat", b"body", RETRY)
-    running = InFlightCall(ModelCall("m", []), asked.digest)
+    cache, asked = RetryCache(), RequestKey.of("chat", b"body", RETRY)
+    running = InFlightCall(ModelCall("m", []), asked)
     task = running.start(sample())
-    cache.add(asked, running)
+    cache.add(running)
     running.join()
     assert cache.find(asked) is running
     await asyncio.sleep(0)
@@ -187,7 +187,7 @@ def test_a_retry_of_the_sdk_differs_from_a_new_question(counting):
 
 
 def asked(text: str, **headers: str) -> RequestKey:
-    return RequestKey("chat", text.encode(), headers)
+    return RequestKey.of("chat", text.encode(), headers)
 
 
 RETRIED = {"x-stainless-retry-count": "2"}
@@ -200,10 +200,10 @@ async def call(replays: RetryCache, name: str, result: Answer | Exception = ANSW
             raise result
         return result
 
-    running = InFlightCall(ModelCall("m", []))
+    running = InFlightCall(ModelCall("m", []), asked(name, **headers))
     running.join()
     task = running.start(work())
-    replays.add(asked(name, **headers), running)
+    replays.add(running)
     while not task.done():
         await running.wait_for_more(0)
     return running
@@ -236,7 +236,6 @@ async def test_an_undelivered_answer_is_returned_to_the_next_equal_question():
 
 async def test_the_cache_keeps_the_answer_and_drops_the_question():
     message = {"role": "assistant", "content": "abc", "reasoning_content": "r"}
-    replays = RetryCache()
     running = InFlightCall(ModelCall("m", [{"role": "user", "content": "x"}]))
     running.join()
 
@@ -245,7 +244,6 @@ async def test_the_cache_keeps_the_answer_and_drops_the_question():
         return Answer("i", 0, "m", (Choice(message, "stop", 4),), 1)
 
     await running.start(work())
-    replays.add(asked("a"), running)
     assert [delta.text for delta in running.deltas] == ["a", "b", "c"]
     running.delivered = True
     running.leave()

@@ -37,14 +37,30 @@ _KEPT = 16
 _RETRY_COUNT, _IDEMPOTENCY_KEY = "x-stainless-retry-count", "idempotency-key"
 
 
+@dataclass(frozen=True)
+class RequestKey:
+    """Identifies a request by its digest."""
+
+    digest: bytes = b""
+    question: bytes = b""  # digest of its messages and tools
+    is_declared: bool = False  # it declares itself a retry
+    is_keyed: bool = False  # it has an Idempotency-Key
+
+    @classmethod
+    def of(cls, dialect: str, body: bytes, headers: Mapping[str, str], question: bytes = b"") -> Self:
+        key = headers.get(_IDEMPOTENCY_KEY, "")
+        retries = headers.get(_RETRY_COUNT, "")
+        is_declared = bool(key) or (retries.isdecimal() and bool(retries.strip("0")))
+        digest = hashlib.blake2b(f"{dialect}\0{key}\0".encode() + body, digest_size=16).digest()
+        return cls(digest, question, is_declared, is_keyed=bool(key))
+
+
 @dataclass(eq=False, repr=False)
 class InFlightCall:
     """A model call in flight. A listener calls `join`, sets `delivered` once it has the answer, and calls `leave`."""
 
     call: ModelCall
-    request: bytes = b""  # digest that identifies retries of the request
-    question: bytes = b""  # digest of its messages and tools
-    is_retry: bool = False  # the request declares itself a retry
+    key: RequestKey = RequestKey()
     brief: bool = True  # the event loop may render it
     left_out: bool = False  # it is not trained
     id: str = field(default_factory=lambda: uuid4().hex)
@@ -60,13 +76,13 @@ class InFlightCall:
     _task: asyncio.Future[Answer] | None = None
 
     @classmethod
-    def answered_before(cls, question: bytes, answer: Answer) -> Self:
+    def answered_before(cls, key: RequestKey, answer: Answer) -> Self:
         """Return a call that an earlier process of this gateway answered."""
         task: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         task.set_result(answer)
         return cls(
             ModelCall(answer.model, ()),
-            question=question,
+            key,
             id=answer.id,
             created=answer.created,
             prompt_tokens=answer.prompt_tokens,
@@ -158,18 +174,6 @@ def _deltas_of(answer: Answer) -> list[Delta]:
     ]
 
 
-class RequestKey:
-    """Identifies a request by its digest. `is_declared`: it declares itself a retry; `is_keyed`: it has an
-    Idempotency-Key."""
-
-    def __init__(self, dialect: str, body: bytes, headers: Mapping[str, str]) -> None:
-        key = headers.get(_IDEMPOTENCY_KEY, "")
-        retries = headers.get(_RETRY_COUNT, "")
-        self.is_keyed = bool(key)
-        self.is_declared = self.is_keyed or (retries.isdecimal() and bool(retries.strip("0")))
-        self.digest = hashlib.blake2b(f"{dialect}\0{key}\0".encode() + body, digest_size=16).digest()
-
-
 class RetryCache:
     """The calls of one session that clients may retry."""
 
@@ -180,9 +184,9 @@ class RetryCache:
     def __len__(self) -> int:
         return sum(map(len, self._calls.values()))
 
-    def remember(self, digest: bytes, question: bytes, answer: Answer) -> None:
+    def remember(self, key: RequestKey, answer: Answer) -> None:
         """Add an answer of an earlier process. Add them in order, oldest first."""
-        self._keep(digest, InFlightCall.answered_before(question, answer))
+        self._keep(InFlightCall.answered_before(key, answer))
 
     def find(self, asked: RequestKey) -> InFlightCall | None:
         """Return the call that this request retries; None for a new request."""
@@ -195,18 +199,19 @@ class RetryCache:
         for running in reversed(calls):
             if running.answered or not (running.done or running.aborted):
                 # Without a key, this may be a retry of an attempt that got no answer.
-                return running if asked.is_keyed or not self._failed[running.question] else None
+                return running if asked.is_keyed or not self._failed[running.key.question] else None
         return None
 
-    def add(self, asked: RequestKey, running: InFlightCall) -> None:
-        if asked.is_declared and self._failed[running.question]:
-            self._failed[running.question] -= 1
-        self._keep(asked.digest, running)
+    def add(self, running: InFlightCall) -> None:
+        key = running.key
+        if key.is_declared and self._failed[key.question]:
+            self._failed[key.question] -= 1
+        self._keep(running)
 
-    def _keep(self, digest: bytes, running: InFlightCall) -> None:
-        self._calls.setdefault(digest, []).append(running)
-        self._calls.move_to_end(digest)
-        running.task.add_done_callback(lambda _: self._settled(digest, running))
+    def _keep(self, running: InFlightCall) -> None:
+        self._calls.setdefault(running.key.digest, []).append(running)
+        self._calls.move_to_end(running.key.digest)
+        running.task.add_done_callback(lambda _: self._settled(running))
 
     def failed(self, question: bytes, attempts: int = 1) -> None:
         """Record attempts at this question that failed or were aborted."""
@@ -214,16 +219,16 @@ class RetryCache:
         if len(self._failed) > _KEPT:
             self._failed.pop(next(iter(self._failed)))
 
-    def _settled(self, digest: bytes, running: InFlightCall) -> None:
+    def _settled(self, running: InFlightCall) -> None:
         if not running.answered:
-            self._forget(digest, running)
+            self._forget(running)
             return
-        answered = [(digest, call) for digest, calls in self._calls.items() for call in calls if call.answered]
+        answered = [call for calls in self._calls.values() for call in calls if call.answered]
         for old in answered[: max(0, len(answered) - _KEPT)]:
-            self._forget(*old)
+            self._forget(old)
 
-    def _forget(self, digest: bytes, running: InFlightCall) -> None:
-        calls = self._calls[digest]
+    def _forget(self, running: InFlightCall) -> None:
+        calls = self._calls[running.key.digest]
         calls.remove(running)
         if not calls:
-            del self._calls[digest]
+            del self._calls[running.key.digest]

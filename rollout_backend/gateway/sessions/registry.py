@@ -30,7 +30,7 @@ from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.dialects.base import RequestMemo
 from rollout_backend.gateway.admission import SessionShare
 from rollout_backend.gateway.sessions import journal as journals
-from rollout_backend.gateway.sessions.calls import InFlightCall, RetryCache
+from rollout_backend.gateway.sessions.calls import InFlightCall, RequestKey, RetryCache
 from rollout_backend.gateway.sessions.conversations import Conversations, RecordedReply
 from rollout_backend.gateway.sessions.journal import Record, SessionJournal
 from rollout_backend.gateway.stats import GatewayStats, bounded_name
@@ -275,7 +275,8 @@ class SessionRegistry:
                     attempts[record["call"]] -= 1
                     attempts = +attempts
                     session.started, session.sampled_tokens = record["started"], record["sampled_tokens"]
-                    session.retries.remember(record["request"], record["call"], journals.answer_of(record))
+                    key = RequestKey(record["request"], record["call"])
+                    session.retries.remember(key, journals.answer_of(record))
                 case "sealed":
                     session.unanswered = set(record["unanswered"])
                     self._seal(session, record["at"], journals.undelivered_of(record))
