@@ -59,13 +59,9 @@ class Client:
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
             "method": "POST",
-            "scheme": "http",
             "path": path,
-            "raw_path": path.encode(),
             "query_string": b"",
-            "root_path": "",
             "headers": [(b"authorization", self._headers["Authorization"].encode())],
         }
         async with asyncio.timeout(60):

@@ -1,8 +1,6 @@
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from renderers import ToolCallParseStatus
 from transformers import AutoTokenizer
 
@@ -70,17 +68,6 @@ def test_a_tool_conversation_renders_in_the_hermes_form(bundle, renderer):
     )
 
 
-def test_tool_calls_are_read_in_order(bundle, renderer):
-    text = f"thinking {ToolCall('add', {'a': 1})}\n{ToolCall('näme', {'b': {'c': [1, None]}})}<|im_end|>"
-    parsed = renderer.parse_response(ids_of(bundle, text))
-    assert parsed.content == "thinking"
-    assert [(call.name, call.arguments) for call in parsed.tool_calls] == [
-        ("add", {"a": 1}),
-        ("näme", {"b": {"c": [1, None]}}),
-    ]
-    assert {call.status for call in parsed.tool_calls} == {ToolCallParseStatus.OK}
-
-
 @pytest.mark.parametrize(
     ("body", "status"),
     [
@@ -106,11 +93,6 @@ def test_a_complete_call_without_its_closing_tag_is_read(bundle, renderer):
     parsed = renderer.parse_response(ids_of(bundle, '<tool_call>\n{"name": "add", "arguments": {}}<|im_end|>'))
     assert [(call.name, call.status) for call in parsed.tool_calls] == [("add", ToolCallParseStatus.OK)]
     assert parsed.content == ""
-
-
-@given(st.lists(st.integers(min_value=0, max_value=258), max_size=60))
-def test_no_completion_breaks_the_parser(bundle, renderer, ids):
-    renderer.parse_response(ids)
 
 
 def test_a_continuation_is_what_a_new_rendering_has_after_the_reply(bundle, renderer):
