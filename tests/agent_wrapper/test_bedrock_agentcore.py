@@ -306,16 +306,6 @@ def test_a_restart_of_the_training_side_ends_no_rollout(use, models, entrypoint,
     assert play(use(entrypoint), do=act).reward == 0.5
 
 
-def test_a_model_endpoint_that_fails_is_no_error_of_the_agent(use, models):
-    models.failures = [500]
-    container = use("sync_agent")
-    block = container.request()
-    invoke(container, block, do="ask")
-    until(lambda: container.ping()["status"] == "Healthy", what="the rollout has ended")
-    marker = container.cloud.read(f"p/runs/run/steps/00000003/{block['rollout_id']}~2")
-    assert (marker.outcome, marker.failure.reason) == (Outcome.INFRA_ERROR, "model_unavailable")
-
-
 @pytest.mark.parametrize("entrypoint", ["sync_agent", "async_agent"])
 def test_a_rollout_lasts_until_its_background_tasks_are_complete(use, models, entrypoint, tmp_path, make_signal):
     container = use(entrypoint)
@@ -349,11 +339,6 @@ def test_a_status_of_the_agents_own_is_busy_while_a_rollout_runs_and_a_stop_publ
     for block in blocks:
         marker = container.cloud.read(f"p/runs/run/steps/00000003/{block['rollout_id']}~2")
         assert (marker.outcome, marker.failure.reason) == (Outcome.INFRA_ERROR, "terminated")
-
-
-def test_a_block_that_is_invalid_is_refused(use):
-    answer = invoke(use("sync_agent"), {"run_id": 7})
-    assert (answer.status_code, answer.json()["error"]) == (400, "ContractError")
 
 
 @pytest.mark.slow

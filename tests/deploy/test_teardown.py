@@ -90,68 +90,57 @@ async def test_what_is_ours_is_deleted_and_the_rest_is_named(local_aws, tmp_path
         assert names == ["by_hand"]
 
 
-@pytest.mark.parametrize(
-    ("status", "why", "said"),
-    [
-        (
-            "DELETE_FAILED",
-            r" \(it is DELETE_FAILED: It has interfaces\)",
-            ["runtime r: it is DELETE_FAILED: It has interfaces; deleting it again"],
-        ),
-        ("DELETING", "", []),
-    ],
-)
-def test_a_runtime_that_stays_is_reported_with_the_reason(status, why, said):
-    class Control:
-        exceptions = SimpleNamespace(ResourceNotFoundException=KeyError, ConflictException=IndexError)
+class Control:
+    """A control plane with a hundred runtimes of this status, without endpoints. Notes when it is read."""
 
-        def get_paginator(self, _: str) -> Any:
-            return self
+    exceptions = SimpleNamespace(ResourceNotFoundException=KeyError, ConflictException=IndexError)
 
-        async def paginate(self, **_: Any) -> AsyncIterator[dict[str, Any]]:
-            yield {"runtimeEndpoints": []}
+    def __init__(self, status: str) -> None:
+        self.status = status
+        self.read: list[float] = []
 
-        async def get_agent_runtime(self, **_: Any) -> dict[str, str]:
-            return {"status": status, "failureReason": "It has interfaces"}
+    def get_paginator(self, _: str) -> Any:
+        return self
 
-        async def delete_agent_runtime(self, **_: Any) -> None:
-            pass
+    async def paginate(self, **_: Any) -> AsyncIterator[dict[str, Any]]:
+        fields = ("agentRuntimeId", "agentRuntimeName", "agentRuntimeArn")
+        runtimes = [{**dict.fromkeys(fields, f"r{i}"), "status": self.status} for i in range(100)]
+        yield {"runtimeEndpoints": [], "agentRuntimes": runtimes}
 
-    teardown, resource = Teardown(Target("us-east-1", "b", "r", role=ROLE)), Resource("runtime", "r", "r-1")
-    error, lines = rf"within 300 s{why}: run rollout down again", list[str]()
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner, pytest.raises(PreflightError, match=error):
-        runner.run(teardown._delete_runtime(Control(), resource, lines.append))
-    assert lines == said  # once, however often it fails
+    async def get_agent_runtime(self, **_: Any) -> dict[str, str]:
+        self.read.append(asyncio.get_running_loop().time())
+        return {"roleArn": ROLE, "status": self.status, "failureReason": "It has interfaces"}
+
+    async def list_tags_for_resource(self, **_: Any) -> dict[str, Any]:
+        self.read.append(asyncio.get_running_loop().time())
+        return {"tags": {TAG: "deploy"}}
+
+    async def delete_agent_runtime(self, **_: Any) -> None:
+        pass
+
+
+TEARDOWN = Teardown(Target("us-east-1", "b", "r", role=ROLE))
+
+
+@pytest.mark.parametrize("why", ["it is DELETE_FAILED: It has interfaces", ""])
+def test_a_runtime_that_stays_is_reported_with_the_reason(why):
+    control, resource = Control("DELETE_FAILED" if why else "DELETING"), Resource("runtime", "r", "r-1")
+    lines = list[str]()
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner, pytest.raises(PreflightError) as caught:
+        runner.run(TEARDOWN._delete_runtime(control, resource, lines.append))
+    assert f"within 300 s{why and f' ({why})'}: run rollout down again" in str(caught.value)
+    assert lines == ([f"runtime r: {why}; deleting it again"] if why else [])  # once, however often it fails
 
 
 def test_many_runtimes_are_read_below_the_control_planes_rate():
-    class Control:
-        exceptions = SimpleNamespace(ResourceNotFoundException=KeyError)
+    async def find() -> list[str | None]:
+        return [why async for _, why in TEARDOWN._runtimes(control)]
 
-        def get_paginator(self, _: str) -> Any:
-            return self
-
-        async def paginate(self, **_: Any) -> AsyncIterator[dict[str, Any]]:
-            fields = ("agentRuntimeId", "agentRuntimeName", "agentRuntimeArn")
-            yield {"agentRuntimes": [{**dict.fromkeys(fields, f"r{i}"), "status": "READY"} for i in range(100)]}
-
-        async def get_agent_runtime(self, **_: Any) -> dict[str, str]:
-            called.append(loop.time())
-            return {"roleArn": ROLE}
-
-        async def list_tags_for_resource(self, **_: Any) -> dict[str, Any]:
-            called.append(loop.time())
-            return {"tags": {TAG: "deploy"}}
-
-    async def read() -> list[str | None]:
-        return [why async for _, why in Teardown(Target("us-east-1", "b", "r", role=ROLE))._runtimes(Control())]
-
-    called: list[float] = []
+    control = Control("READY")
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        loop = runner.get_loop()
-        assert runner.run(read()) == [None] * 100
-    assert len(called) == 200
-    assert min(after - before for before, after in pairwise(called)) >= 0.25
+        assert runner.run(find()) == [None] * 100
+    assert len(control.read) == 200
+    assert min(after - before for before, after in pairwise(control.read)) >= 0.25
 
 
 @pytest.mark.parametrize("role", [ROLE.replace("local", "other"), None])

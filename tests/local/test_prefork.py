@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from botocore.loaders import JSONFileLoader
 
+from agent_wrapper.publish import _loader, new_session
 from rollout_backend.local import prefork
 
 SCRIPT = """
@@ -105,24 +107,12 @@ def test_late_imports_of_the_first_session_are_preloaded_for_later_sessions(tmp_
         assert process.wait(60) == 0
 
 
-def test_service_models_are_read_before_the_sessions(tmp_path):
-    agent = tmp_path / "agent.py"
-    agent.write_text(
-        "import agent_wrapper\n"
-        "from agent_wrapper.publish import new_session\n"
-        "from botocore.loaders import JSONFileLoader\n"
-        "read, load = [], JSONFileLoader.load_file\n"
-        "JSONFileLoader.load_file = lambda self, path: read.append(path) or load(self, path)\n"
-        "for service in ('s3', 'sqs'):\n"
-        "    new_session('eu-west-1').client(service, aws_access_key_id='-', aws_secret_access_key='-')\n"
-        "print([path for path in read if path.endswith('/service-2')])\n"
-    )
-    with started(tmp_path) as process:
-        send(process, {"script": str(agent), "preload": []})
-        assert json.loads(process.stdout.readline()) == {"ready": True}
-        log = tmp_path / "log"
-        send(process, {"id": "a", "env": {}, "log": str(log)})
-        assert [json.loads(process.stdout.readline()) for _ in range(2)][1]["code"] == 0, log.read_text()
-        process.stdin.close()
-        assert process.wait(60) == 0
-    assert log.read_text() == "[]\n"
+def test_service_models_are_read_before_the_sessions(agent, monkeypatch):
+    _loader.cache_clear()
+    agent.write_text("import agent_wrapper\n")
+    prefork.preload(agent, [])
+    read, load = [], JSONFileLoader.load_file
+    monkeypatch.setattr(JSONFileLoader, "load_file", lambda self, path: read.append(path) or load(self, path))
+    for service in ("s3", "sqs"):
+        new_session("eu-west-1").client(service, aws_access_key_id="-", aws_secret_access_key="-")
+    assert not [path for path in read if path.endswith("/service-2")]

@@ -11,7 +11,7 @@ import aiohttp
 import httpx
 import pytest
 from aiohttp import web
-from botocore.exceptions import ClientError, ConnectionError, HTTPClientError, ReadTimeoutError
+from botocore.exceptions import ConnectionError, HTTPClientError, ReadTimeoutError
 
 from builders import served
 from rollout_backend import aws
@@ -84,21 +84,6 @@ async def test_clients_work_through_the_proxy_and_calls_are_named(through, local
     names = ["s3:PutObject", "s3:ListObjects", "s3:HeadObject", "s3:GetObject", "s3:DeleteObject", "sqs:SendMessage"]
     assert [call.operation for call in proxy.calls] == names
     assert {call.access_key for call in proxy.calls} == {"local"}
-
-
-async def test_fail_returns_the_error_of_the_rule(through, local_aws, queue) -> None:
-    rules = (
-        Rule("s3:*", Fault.FAIL, status=503, code="SlowDown"),
-        Rule("sqs:*", Fault.FAIL, status=403, code="ExpiredTokenException", access_key="lo*"),
-    )
-    _, s3, sqs = await through(*rules)
-    for call, status, code in (
-        (s3.list_objects_v2(Bucket=local_aws.bucket), 503, "SlowDown"),
-        (sqs.send_message(QueueUrl=queue, MessageBody="x"), 403, "ExpiredTokenException"),
-    ):
-        with pytest.raises(ClientError) as caught:
-            await call
-        assert (aws.status_of(caught.value), aws.code_of(caught.value)) == (status, code)
 
 
 @pytest.mark.parametrize(("fault", "stored"), [(Fault.CUT_BEFORE, False), (Fault.CUT_AFTER, True)])
