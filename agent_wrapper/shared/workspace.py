@@ -54,13 +54,10 @@ def pack_folder(folder: Path, *, skip: Collection[str] = (), mtime: int | None =
     ):
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder).as_posix()
-            if name not in skip and _is_packed(path, root):
+            is_packed = not path.is_symlink() or (path.is_file() and path.resolve().is_relative_to(root))
+            if is_packed and name not in skip:
                 archive.add(path, name, recursive=False, filter=normalized)
     return packed.getvalue()
-
-
-def _is_packed(path: Path, root: Path) -> bool:
-    return not path.is_symlink() or (path.is_file() and path.resolve().is_relative_to(root))
 
 
 def unpack_folder(

@@ -67,7 +67,11 @@ async def push_image(builder: str, folder: Path, target: Target, echo: Callable[
     """
     assert target.repository is not None
     image = new_image(target)
-    password = await _registry_password(target)
+    with aws.explained("the image registry", "--build"):
+        async with target.client("ecr") as client:
+            answer = await client.get_authorization_token()
+    token = answer["authorizationData"][0]["authorizationToken"]
+    password = base64.b64decode(token).decode().partition(":")[2]
     registry = target.repository.partition("/")[0]
     await _run([builder, "login", "--username", "AWS", "--password-stdin", registry], password)
     echo(f"building {image}")
@@ -98,14 +102,6 @@ def _dockerfile(folder: Path, scratch: Path) -> Path:
     (scratch / "Dockerfile.dockerignore").write_text(ignored + (f"\n{own.read_text()}" if own.is_file() else ""))
     shutil.copy(DOCKERFILE, scratch / "Dockerfile")
     return scratch / "Dockerfile"
-
-
-async def _registry_password(target: Target) -> str:
-    with aws.explained("the image registry", "--build"):
-        async with target.client("ecr") as client:
-            answer = await client.get_authorization_token()
-    token = answer["authorizationData"][0]["authorizationToken"]
-    return base64.b64decode(token).decode().partition(":")[2]
 
 
 async def _run(argv: Sequence[str], stdin: str | None = None) -> None:

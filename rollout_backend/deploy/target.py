@@ -100,18 +100,16 @@ class Target:
             "qualifier": self.qualifier if self.is_pinned else None,
             "agent_protocol": self.agent_protocol if self.agent_protocol != "rollout" else None,
         }
+        gateway = {"port": 8000, "public_url": AUTO} if self.in_network else {}
+        if self.network is not None:
+            gateway = self.network.settings()
         return {
             "aws": _given({"region": self.region, "endpoint_url": self.endpoint_url}),
             "storage": _given(storage),
             **({"queue": {"url": self.queue_url}} if self.queue_url else {}),
             "runtime": {"kind": "agentcore", **_given(runtime)},
-            **({"gateway": gateway} if (gateway := self._gateway()) else {}),
+            **({"gateway": gateway} if gateway else {}),
         }
-
-    def _gateway(self) -> dict[str, Any]:
-        if self.network is not None:
-            return self.network.settings()
-        return {"port": 8000, "public_url": AUTO} if self.in_network else {}
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:

@@ -102,7 +102,11 @@ class Teardown:
                         async with self._target.client("codebuild") as codebuild:
                             await codebuild.delete_project(name=resource.id)
                     case "queue":
-                        await self._delete_queue(sqs, resource.id)
+                        try:
+                            await sqs.delete_queue(QueueUrl=resource.id)
+                        except ClientError as error:
+                            if not aws.code_of(error).endswith(("NonExistentQueue", "QueueDoesNotExist")):
+                                raise
                     case _:
                         await self._delete_objects(s3, resource.id)
 
@@ -211,13 +215,6 @@ class Teardown:
                     await asyncio.sleep(pause)
         why = f" ({why})" if why else ""
         raise PreflightError(f"{resource} was not deleted within {_DELETE_S:g} s{why}: run rollout down again later")
-
-    async def _delete_queue(self, sqs: Any, url: str) -> None:
-        try:
-            await sqs.delete_queue(QueueUrl=url)
-        except ClientError as error:
-            if not aws.code_of(error).endswith(("NonExistentQueue", "QueueDoesNotExist")):
-                raise
 
     async def _delete_objects(self, s3: Any, prefix: str) -> None:
         bucket = self._target.bucket

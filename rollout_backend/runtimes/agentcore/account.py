@@ -23,7 +23,10 @@ _SETTING, _NAME = "runtime.max_sessions", "runtime-quotas"
 
 def needed_permissions(config: AgentCoreConfig) -> Sequence[Permission]:
     """Return the permissions for all calls to the runtime that these settings name or describe. Pure."""
-    arn = config.arn or _arn_to_be(config)
+    arn = config.arn
+    if arn is None:  # the runtime is created from an image, and its id is not known yet
+        _, partition, _, _, account, _ = str(config.role).split(":", 5)
+        arn = f"arn:{partition}:{_SERVICE}:{config.region}:{account}:runtime/{config.runtime_name}-0000000000"
     endpoint = f"{arn}/runtime-endpoint/{config.qualifier}"
     own = config.image is not None  # with an image, the runtime is described before it is changed
     found = [
@@ -59,12 +62,6 @@ def _repository(config: AgentCoreConfig) -> str | None:
         return None
     partition = str(config.role).split(":")[1]
     return f"arn:{partition}:ecr:{region}:{account}:repository/{re.split('[:@]', image)[0]}"
-
-
-def _arn_to_be(config: AgentCoreConfig) -> str:
-    """Return the ARN of the runtime that will be created from an image, with a placeholder for its unknown id."""
-    _, partition, _, _, account, _ = str(config.role).split(":", 5)
-    return f"arn:{partition}:{_SERVICE}:{config.region}:{account}:runtime/{config.runtime_name}-0000000000"
 
 
 async def account_quotas(region: str, endpoint_url: str | None) -> Mapping[str, float]:

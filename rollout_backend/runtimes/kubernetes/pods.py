@@ -110,14 +110,10 @@ def _exit(terminated: Mapping[str, Any]) -> Problem:
         return Problem("out_of_memory", "the container was killed because it used more memory than its limit")
     said = f": {terminated['message']}" if terminated.get("message") else ""
     if reason in _NEVER_STARTED:
-        return Problem("container_error", f"the container could not be started{said}{_advice(said)}")
+        if "/agent/" in said:
+            said += ": a task's image must be of Linux with the libc of the Python in runtime.image's folder /agent"
+        return Problem("container_error", f"the container could not be started{said}")
     return Problem("container_lost", f"the container ended with exit code {code} and published no result{said}")
-
-
-def _advice(said: str) -> str:
-    if "/agent/" not in said:
-        return ""
-    return ": a task's image must be of Linux with the libc of the Python in runtime.image's folder /agent"
 
 
 def _refused_start(waiting: Mapping[str, Any]) -> Problem | None:
