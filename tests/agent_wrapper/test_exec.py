@@ -45,19 +45,17 @@ def ending(*arguments: str):
 CONFIGURED = """
 touch $HOME/there && touch $XDG_CONFIG_HOME/there $TMPDIR/there
 echo $OPENAI_API_KEY > $HOME/.agent
-touch {met}/{payload.name}
-while [ $(ls {met} | wc -l) -lt 2 ]; do sleep 0.02; done
-echo '{{"reward": 1, "key": "'$(cat $HOME/.agent)'", "home": "'$HOME'", "file": "'$ROLLOUT_PAYLOAD_FILE'"}}'
+touch $2/$1
+while [ $(ls $2 | wc -l) -lt 2 ]; do sleep 0.02; done
+echo '{"reward": 1, "key": "'$(cat $HOME/.agent)'", "home": "'$HOME'", "file": "'$ROLLOUT_PAYLOAD_FILE'"}'
 """
 
 
 async def run_two(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
     met = tmp_path / "met"
     met.mkdir()
-    script = (
-        CONFIGURED.replace("{met}", str(met)).replace("{payload.name}", "$1").replace("{{", "{").replace("}}", "}")
-    )
-    agent = parse_arguments([*options, "--reward", "stdout", "--", "sh", "-c", script, "-", "{payload.name}"])
+    command = ["sh", "-c", CONFIGURED, "-", "{payload.name}", str(met)]
+    agent = parse_arguments([*options, "--reward", "stdout", "--", *command])
     rollouts = [
         RolloutContext({"name": name}, "http://model/v1", f"key-{name}", "m", rollout_id=name) for name in "ab"
     ]

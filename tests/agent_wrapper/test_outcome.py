@@ -164,22 +164,12 @@ def test_only_the_models_endpoint_failing_is_infrastructure(error, unavailable):
 
 
 def raised_from(cause: Exception, how: str) -> Exception:
-    try:
-        try:
-            raise cause
-        except Exception:
-            match how:
-                case "from":
-                    raise ValueError("wrapped") from cause
-                case "during":
-                    raise ValueError("wrapped")  # noqa: B904
-                case "from None":
-                    raise ValueError("its own") from None
-                case "group":
-                    raise ExceptionGroup("several", [ValueError("other"), cause])  # noqa: B904
-    except Exception as error:
-        return error
-    raise AssertionError
+    if how == "group":
+        return ExceptionGroup("several", [ValueError("other"), cause])
+    error = ValueError("wrapped")
+    error.__cause__ = cause if how == "from" else None
+    error.__context__, error.__suppress_context__ = cause, how != "during"
+    return error
 
 
 @pytest.mark.parametrize("how", ["from", "during", "group"])

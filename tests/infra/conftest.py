@@ -58,28 +58,17 @@ class Stack:
         assert parameters.keys() <= declared.keys()
         self.parameters = {name: str(given.get("Default", "")) for name, given in declared.items()} | parameters
 
-    def trainer(self) -> list[dict[str, Any]]:
-        return self._policy(self._properties("TrainerPolicy")["PolicyDocument"])
-
-    def deployer(self) -> list[dict[str, Any]]:
-        return self._policy(self._properties("DeployerPolicy")["PolicyDocument"])
-
-    def builder(self) -> list[dict[str, Any]]:
-        (policy,) = self._properties("BuildRole")["Policies"]
-        return self._policy(policy["PolicyDocument"])
-
-    def agent(self) -> list[dict[str, Any]]:
-        (policy,) = self._properties("AgentRole")["Policies"]
-        return self._policy(policy["PolicyDocument"])
+    def policy(self, resource: str) -> list[dict[str, Any]]:
+        """Return the statements of a managed policy, or of a role's only policy."""
+        properties = self._properties(resource)
+        (document,) = [each["PolicyDocument"] for each in properties.get("Policies", [properties])]
+        return self._value(document)["Statement"]
 
     def property(self, resource: str, name: str) -> Any:
         return self._value(self._properties(resource)[name])
 
     def _properties(self, name: str) -> dict[str, Any]:
         return self._template["Resources"][name]["Properties"]
-
-    def _policy(self, document: dict[str, Any]) -> list[dict[str, Any]]:
-        return self._value(document)["Statement"]
 
     def _value(self, value: Any) -> Any:
         match value:

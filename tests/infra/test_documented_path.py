@@ -147,7 +147,7 @@ async def deploy(
                 ImageUri=runtime.image,
                 **parameters,
             )
-            proxy.principals = {"trainer": made.trainer(), "agent": made.agent()}
+            proxy.principals = {"trainer": made.policy("TrainerPolicy"), "agent": made.policy("AgentRole")}
             for name, value in {**storage.environ, "AWS_ACCESS_KEY_ID": "trainer"}.items():
                 monkeypatch.setenv(name, value)
             return Account(proxy, storage, runtime, queue_url)

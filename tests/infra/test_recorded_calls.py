@@ -96,7 +96,11 @@ async def test_deploy_and_down_make_the_calls_that_the_table_lists(storage, stac
     async with storage.s3() as s3:
         await s3.create_bucket(Bucket=BUCKET)
     proxy = IamProxy({"s3": storage.endpoint_url, "sqs": storage.endpoint_url}, {})
-    proxy.principals = {"deployer": made.deployer(), "agent": made.agent(), "builder": made.builder()}
+    proxy.principals = {
+        "deployer": made.policy("DeployerPolicy"),
+        "agent": made.policy("AgentRole"),
+        "builder": made.policy("BuildRole"),
+    }
     env = {**storage.environ, "AWS_ENDPOINT_URL": storage.endpoint_url}
     control = ControlLimits(invisible_s=0.5, calls_per_s=20)
     images = {IMAGE: (sys.executable, str(tmp_path / "agent" / "agent.py"))}

@@ -136,10 +136,10 @@ def may_write(statements: list[Statement], folder: str, once: bool) -> bool:
 def test_only_agents_of_another_protocol_may_write_reports(stack, protocol, agent_writes, announces, trainer_writes):
     made = stack(ARNS, AgentName="agent", AgentProtocol=protocol)
     places = [(folder, once) for folder in ("steps", "artifacts", "agents", "manifests") for once in (True, False)]
-    assert {place for place in places if may_write(made.agent(), *place)} == agent_writes
-    assert allowed(made.agent(), Access("sqs:SendMessage", ARNS["Queue"])) is announces
-    assert may_write(made.trainer(), "steps", True) is trainer_writes
-    assert not may_write(made.trainer(), "agents", True)
+    assert {place for place in places if may_write(made.policy("AgentRole"), *place)} == agent_writes
+    assert allowed(made.policy("AgentRole"), Access("sqs:SendMessage", ARNS["Queue"])) is announces
+    assert may_write(made.policy("TrainerPolicy"), "steps", True) is trainer_writes
+    assert not may_write(made.policy("TrainerPolicy"), "agents", True)
 
 
 def test_agents_of_another_protocol_do_not_write_by_presigned_urls(template):
@@ -152,12 +152,12 @@ def test_agents_of_another_protocol_do_not_write_by_presigned_urls(template):
 
 def test_with_presigned_urls_the_trainer_signs_for_one_write_and_the_bucket_announces_it(stack):
     presigned, plain = (stack(ARNS, AgentName="agent", Presigned=value) for value in ("true", "false"))
-    services = {action.partition(":")[0] for action in actions(presigned.agent())}
+    services = {action.partition(":")[0] for action in actions(presigned.policy("AgentRole"))}
     assert not services & {"s3", "sqs"}
     for folder in ("steps", "artifacts"):
-        assert may_write(presigned.trainer(), folder, True)
-        assert not may_write(presigned.trainer(), folder, False)
-        assert not may_write(plain.trainer(), folder, True)
+        assert may_write(presigned.policy("TrainerPolicy"), folder, True)
+        assert not may_write(presigned.policy("TrainerPolicy"), folder, False)
+        assert not may_write(plain.policy("TrainerPolicy"), folder, True)
     notification = presigned.property("Bucket", "NotificationConfiguration")
     assert notification["QueueConfigurations"][0]["Queue"] == ARNS["Queue"]
     assert plain.property("Bucket", "NotificationConfiguration") is None

@@ -24,10 +24,6 @@ sys.path.append(str(_folder))
 TestJobRuntime = import_module("job_runtime_tests").TestJobRuntime
 
 
-def test_it_is_one_file_of_under_80_lines():
-    assert len([line for line in RUNTIME.splitlines() if line]) < 80
-
-
 def test_a_run_finds_it_by_its_import_path():
     config = load_config(base=yaml.safe_load(SETTINGS), env={})
     assert runtime_class(config.runtime).__module__ == "my_package.job_runtime"

@@ -19,7 +19,7 @@ import yaml
 from pydantic import ValidationError
 
 from agent_wrapper.contract import PAYLOAD_VARIABLE, REQUEST_FIELD, RolloutRequest
-from builders import skip, skip_to_end
+from builders import skip_to_end
 from kubernetes_bench import IMAGE, Bench, Containers, payload
 from rollout_backend.config import KubernetesConfig, load_config
 from rollout_backend.core.harbor import TaskContainer
@@ -297,21 +297,6 @@ async def test_a_refusal_names_the_time_after_which_it_may_be_repeated(bench):
     bench.cluster.faults.append(ApiFault("throttle", "GET", "/version"))
     with pytest.raises(PreflightError, match="429 TooManyRequests"):
         await bench.runtime.check()
-
-
-async def test_a_job_ends_at_its_deadline_without_a_trainer(open_bench):
-    bench = await open_bench(keep_finished_s=30)
-    await bench.runtime.invoke("rollout-1", payload("rollout-1"))
-    skip(200)
-    await bench.runtime.invoke("rollout-2", payload("rollout-2"))
-    skip(100)  # activeDeadlineSeconds is 270
-    end = await bench.end()
-    assert (end.session_id, end.reason) == ("rollout-1", "evicted")
-    assert bench.containers.started[0].returncode is not None
-    skip(30)
-    await bench.until(lambda: bench.cluster.names("jobs") == ["rollout-2"])
-    await bench.runtime.stop("rollout-1")
-    assert len(bench.ends) == 1
 
 
 async def test_tls_is_verified_by_the_kubeconfigs_authority(tmp_path):

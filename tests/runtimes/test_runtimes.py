@@ -247,8 +247,6 @@ async def test_http_a_server_that_cannot_stop_sessions_is_not_asked():
 @pytest.mark.parametrize(
     ("status", "kind"),
     [
-        (409, RuntimeConflict),
-        (408, RuntimeUnavailable),
         (520, RuntimeUnavailable),
         (501, InvokeRejected),
     ],
