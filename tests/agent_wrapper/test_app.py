@@ -418,12 +418,6 @@ def test_a_wrong_address_of_the_model_is_reported_before_the_agent_runs(
     assert not mark.exists()
 
 
-def test_an_agent_waits_for_a_gateway_that_restarts(container, gateway):
-    gateway.answers["/restarts/models"] = [(503, b""), (HANG_UP, b""), (200, b"{}")]
-    block = container.request(endpoint__base_url=f"{gateway.url}/restarts")
-    assert container.play("return 1", block).reward == 1
-
-
 def test_a_session_that_is_stopped_while_it_waits_for_the_gateway_starts_no_agent(sync_container, gateway, tmp_path):
     gateway.answers["/down/models"] = [(503, b"")]
     mark = tmp_path / "ran"
@@ -460,11 +454,6 @@ def test_a_failing_model_endpoint_is_not_the_agents_fault(sync_container, gatewa
     rollout = sync_container.play(CALL, stream=stream)
     assert (rollout.outcome, rollout.failure.reason) == (Outcome.INFRA_ERROR, "model_unavailable")
     assert words in rollout.failure.message
-
-
-def test_a_judge_model_elsewhere_is_the_agents_own_affair(sync_container, dead_url):
-    rollout = sync_container.play(CALL, kwargs={"base_url": dead_url})
-    assert (rollout.outcome, rollout.failure.reason) == (Outcome.AGENT_ERROR, "agent_exception")
 
 
 # --- the end of the process -------------------------------------------------------------------------------

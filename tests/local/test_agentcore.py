@@ -164,14 +164,6 @@ async def test_the_end_of_a_session_is_listed_with_its_code_and_its_last_lines(s
     assert (await runtime.seen("exits"))["calls"] == 1  # the next invoke starts a process
 
 
-async def test_crash_at_start_returns_424_with_the_log(start_runtime):
-    runtime = await start_runtime(env={"CRASH": "1"}, preload=())
-    await refused(runtime.invoke("a"), 424, "RuntimeClientError", "no CRASH please")
-    assert runtime.open == []
-    assert runtime.counters["failed"] == 1
-    assert runtime.counters["started"] == 0
-
-
 async def test_libraries_with_threads_are_not_preloaded(start_runtime, app, tmp_path):
     (tmp_path / "threaded.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"

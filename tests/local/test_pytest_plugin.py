@@ -8,7 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from agent_wrapper import AgentFailure, RolloutApp
+from agent_wrapper import RolloutApp
 from rollout_backend.errors import ConfigError
 from rollout_backend.local.harness import AgentRunError
 
@@ -73,16 +73,6 @@ def test_agent_failures_are_results(run_agent, app, script):
     assert "KeyError" in broken.failure.traceback
     unscripted = run_agent(script, TASK, replies=[], outcome=None)
     assert unscripted.outcome != "completed"
-
-    scored = RolloutApp()
-
-    @scored.entrypoint
-    def agent(context):
-        with openai.OpenAI(**context.openai_kwargs()) as client:
-            client.chat.completions.create(model=context.model, messages=[{"role": "user", "content": "hello"}])
-        raise AgentFailure("I gave up", reward=-1.0)
-
-    assert run_agent(scored, {}, replies=["hi"], outcome="agent_error").reward == -1.0
 
 
 def test_another_outcome_fails_the_test_with_the_agents_traceback_and_hides_the_fixture(run_agent, app):
