@@ -158,15 +158,15 @@ def _export(folder: Path, to: ExportFormat, out: Path) -> dict[Path, int]:
 def _export_to_s3(folder: Path, to: ExportFormat, url: str) -> dict[str, int]:
     """Write the files to a temporary folder, and upload them once all are complete."""
     from rollout_backend.config.results import AwsConfig
-    from rollout_backend.results.export import S3Folder
+    from rollout_backend.results.export import SCHEME, parse_s3_folder, upload
     from rollout_backend.results.run_data import read_config
 
-    target, config = S3Folder.parse(url), read_config(folder)
+    (bucket, prefix), config = parse_s3_folder(url), read_config(folder)
     with tempfile.TemporaryDirectory(prefix="rollout-export-") as temporary:
         written = _export(folder, to, Path(temporary))
         files = sorted(Path(temporary).iterdir())
-        asyncio.run(target.upload(files, config.aws if config is not None else AwsConfig()))
-    return {target.url_of(path): count for path, count in written.items()}
+        asyncio.run(upload(files, bucket, prefix, config.aws if config is not None else AwsConfig()))
+    return {f"{SCHEME}{bucket}/{prefix}{path.name}": count for path, count in written.items()}
 
 
 def _print_counts(written: Mapping[Path, int] | Mapping[str, int]) -> None:

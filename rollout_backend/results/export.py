@@ -15,10 +15,9 @@ import json
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol
 
 import pyarrow as pa
 import pyarrow.csv
@@ -151,42 +150,31 @@ class _JsonLines:
 SCHEME = "s3://"
 
 
-@dataclass(frozen=True)
-class S3Folder:
-    """A prefix of a bucket."""
+def parse_s3_folder(url: str) -> tuple[str, str]:
+    """Return bucket and prefix of `s3://BUCKET/PREFIX`. The prefix is empty, or ends in a slash.
 
-    bucket: str
-    prefix: str  # empty, or ends in a slash
+    Raises:
+        ConfigError: the URL names no bucket.
+    """
+    bucket, _, prefix = url.removeprefix(SCHEME).partition("/")
+    if not bucket:
+        raise ConfigError(f"{url} names no bucket: it must be s3://BUCKET/PREFIX")
+    prefix = prefix.strip("/")
+    return bucket, f"{prefix}/" if prefix else ""
 
-    @classmethod
-    def parse(cls, url: str) -> Self:
-        """Parse `s3://BUCKET/PREFIX`; the prefix is optional.
 
-        Raises:
-            ConfigError: the URL names no bucket.
-        """
-        bucket, _, prefix = url.removeprefix(SCHEME).partition("/")
-        if not bucket:
-            raise ConfigError(f"{url} names no bucket: it must be s3://BUCKET/PREFIX")
-        prefix = prefix.strip("/")
-        return cls(bucket, f"{prefix}/" if prefix else "")
+async def upload(files: Iterable[Path], bucket: str, prefix: str, config: AwsConfig) -> None:
+    """Upload files one by one. Each one replaces the object of its name once it is complete.
 
-    def url_of(self, file: Path) -> str:
-        """Return the URL of an uploaded file."""
-        return f"{SCHEME}{self.bucket}/{self.prefix}{file.name}"
-
-    async def upload(self, files: Iterable[Path], config: AwsConfig) -> None:
-        """Upload files one by one. Each one replaces the object of its name once it is complete.
-
-        Raises:
-            ConfigError: S3 refuses a file; says why.
-        """
-        async with aws.client("s3", region=config.region, endpoint_url=config.endpoint_of("s3"), retries=4) as s3:
-            for file in files:
-                try:
-                    await s3.upload_file(str(file), self.bucket, f"{self.prefix}{file.name}")
-                except (ClientError, BotoCoreError) as error:
-                    raise ConfigError(str(aws.preflight_error(error, f"bucket {self.bucket}", "--out"))) from None
+    Raises:
+        ConfigError: S3 refuses a file; says why.
+    """
+    async with aws.client("s3", region=config.region, endpoint_url=config.endpoint_of("s3"), retries=4) as s3:
+        for file in files:
+            try:
+                await s3.upload_file(str(file), bucket, f"{prefix}{file.name}")
+            except (ClientError, BotoCoreError) as error:
+                raise ConfigError(str(aws.preflight_error(error, f"bucket {bucket}", "--out"))) from None
 
 
 def _schema(**columns: str) -> pa.Schema:

@@ -11,7 +11,7 @@ from rollout_backend.core.formats import count
 from rollout_backend.core.ledger import NO_RESULT
 from rollout_backend.gateway.stats import EngineUse
 from rollout_backend.results.records import ResultSummary, RolloutRecord
-from rollout_backend.results.step_report import CallRate, GroupReport, LengthBias, StepReport
+from rollout_backend.results.step_report import CallRate, GroupReport, StepReport
 from rollout_backend.results.summary import TAIL, StepSummary, duration, tail_share
 
 _NO_MODEL_CALL = "no_model_call"
@@ -265,8 +265,7 @@ def _accounts(report: StepReport | None, records: Sequence[RolloutRecord]) -> It
     if report.split_reasons:
         reasons = ", ".join(f"{number} {why}" for why, number in sorted(report.split_reasons.items()))
         yield Finding(Level.NOTE, f"conversations opened {count(report.broken_histories, 'more row')}: {reasons}")
-    if (bias := report.length_bias) is not None:
-        yield Finding(Level.NOTE, f"length: {describe_bias(bias)}", _LENGTH_ADVICE[bias.reason])
+    yield from length_findings(report)
     if report.staleness is not None and report.staleness.max:
         text = f"tokens come from weights up to {count(report.staleness.max, 'version')} old"
         yield Finding(Level.NOTE, f"{text}, {report.staleness.mean:.2f} on average")
@@ -329,33 +328,29 @@ class CallRates(Protocol):
 
 
 def rate_findings(report: CallRates) -> Iterator[Finding]:
-    for calls, setting, rate in call_rates(report):
-        yield Finding(Level.WARNING, describe_rate(calls, setting, rate), setting)
+    """Describe the rate that the runtime granted for each kind of call that it refused."""
+    for calls, setting, rate in (
+        ("invokes", "runtime.invoke_per_s", report.invoke_rate),
+        ("stops", "runtime.stop_per_s", report.stop_rate),
+    ):
+        if rate is not None:
+            text = f"the runtime refused {rate.refused} {calls} in {rate.seconds:.0f} s"
+            if rate.granted_per_s is None:
+                text += "; they were retried"
+            else:
+                text += f" and granted {rate.granted_per_s:.1f} per second; a higher {setting} has no effect"
+            yield Finding(Level.WARNING, text, setting)
 
 
-def call_rates(report: CallRates) -> Iterator[tuple[str, str, CallRate]]:
-    """Yield each kind of call that the runtime refused: its name, the setting of its rate, and the granted rate."""
-    if report.invoke_rate is not None:
-        yield "invokes", "runtime.invoke_per_s", report.invoke_rate
-    if report.stop_rate is not None:
-        yield "stops", "runtime.stop_per_s", report.stop_rate
-
-
-def describe_rate(calls: str, setting: str, rate: CallRate) -> str:
-    """Describe the rate that the runtime granted for one kind of call."""
-    refused = f"the runtime refused {rate.refused} {calls} in {rate.seconds:.0f} s"
-    if rate.granted_per_s is None:
-        return f"{refused}; they were retried"
-    return f"{refused} and granted {rate.granted_per_s:.1f} per second; a higher {setting} has no effect"
-
-
-def describe_bias(bias: LengthBias) -> str:
+def length_findings(report: StepReport) -> Iterator[Finding]:
     """Describe the lengths of rollouts that finished and of rollouts that were cut off."""
-    done, cut = bias.finished, bias.cut_off
-    finished = "none finished"
-    if done.mean_s is not None:
-        finished = (
-            f"{done.rollouts} finished after {done.mean_s:.1f} s, {done.mean_sampled_tokens or 0:.0f} tokens and "
-            f"{done.mean_turns or 0:.1f} turns on average"
-        )
-    return f"{finished}; {cut.rollouts} were cut off after {cut.mean_s or 0:.1f} s and are left out"
+    if (bias := report.length_bias) is not None:
+        done, cut = bias.finished, bias.cut_off
+        finished = "none finished"
+        if done.mean_s is not None:
+            finished = (
+                f"{done.rollouts} finished after {done.mean_s:.1f} s, {done.mean_sampled_tokens or 0:.0f} tokens and "
+                f"{done.mean_turns or 0:.1f} turns on average"
+            )
+        text = f"{finished}; {cut.rollouts} were cut off after {cut.mean_s or 0:.1f} s and are left out"
+        yield Finding(Level.NOTE, f"length: {text}", _LENGTH_ADVICE[bias.reason])

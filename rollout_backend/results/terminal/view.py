@@ -21,7 +21,7 @@ from rich.text import Text
 from agent_wrapper.contract import Outcome, Rollout, Segment, readable
 from rollout_backend.core.formats import count
 from rollout_backend.core.reasons import documented_at
-from rollout_backend.results.findings import call_rates, describe_bias, describe_rate, show_command
+from rollout_backend.results.findings import length_findings, rate_findings, show_command
 from rollout_backend.results.records import ResultSummary, RolloutRecord
 from rollout_backend.results.step_report import GroupReport, StepReport, StepResult
 from rollout_backend.results.summary import duration, mean
@@ -59,12 +59,10 @@ def print_step(console: Console, result: StepResult, run_dir: Path) -> None:
         console.print(f"from PUT to buffer: p50 {report.latency.p50:.3f} s, p99 {report.latency.p99:.3f} s")
     if report.lag is not None:
         console.print(f"from the agent's end to buffer: p50 {report.lag.p50:.3f} s, p99 {report.lag.p99:.3f} s")
-    if report.length_bias is not None:
-        console.print(f"length: {describe_bias(report.length_bias)}")
     if report.surplus:
         console.print(f"{report.surplus} trainable rollouts came beyond their group's size and are not trained")
-    for calls, setting, rate in call_rates(report):
-        console.print(describe_rate(calls, setting, rate))
+    for finding in (*length_findings(report), *rate_findings(report)):
+        console.print(finding.text)
     until = "" if report.until_invoke_s is None else f"{report.until_invoke_s:.1f} s until the first invoke"
     closing = "" if report.closing_s is None else f"{report.closing_s:.1f} s after the last outcome"
     details = ", ".join(filter(None, ("to its deadline" if report.deadline_reached else "", until, closing)))
