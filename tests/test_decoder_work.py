@@ -28,39 +28,9 @@ from rollout_backend.dialects.registry import DIALECTS
 SIZE = 64 * 1024
 FACTOR = 100  # quadratic work would be thousands of times that of an ordinary input
 
-JSON = [
-    '"',
-    '\\"',
-    "\\\\",
-    "\\",
-    "[",
-    "]",
-    "{",
-    "}",
-    ",",
-    ":",
-    '"a":',
-    '"a",',
-    "[0],",
-    "{},",
-    " ",
-    "1",
-    "a",
-    "\\u0061",
-    "-",
-]
+JSON = [*'"\\[]{},: 1a-', '\\"', "\\\\", '"a":', '"a",', "[0],", "{},", "\\u0061"]
 URLS = ["https://", "https://a?", "a", "?", "&", "X-Amz-Signature", "/k/", "/v1", "/k/a/v1", ".", " ", '"', "\u202e"]
-PACKED = [
-    b"\x91",
-    b"\x81",
-    b"\xa1a",
-    b"\x90",
-    b"\xdd\x00\x00\x00\x01",
-    b"\xc4\x01a",
-    b"\x01",
-    b"\xdc\xff\xff",
-    b"\xc0",
-]
+PACKED = [b"\x91", b"\x81", b"\xa1a", b"\x90", b"\xdd\0\0\0\1", b"\xc4\x01a", b"\x01", b"\xdc\xff\xff", b"\xc0"]
 TAR = [b"1", b"1 ", b"9 a=bcde\n", b"\0" * 512, b"a/", tarfile.TarInfo("d/d").tobuf()]
 MESSAGE = {"role": "user", "content": [{"type": "text", "text": "word " * 20}]}
 

@@ -60,16 +60,6 @@ def test_no_full_run_is_made_during_a_step():
         assert runs_of_old_objects() == before, len(kept)
 
 
-@pytest.mark.usefixtures("a_full_run_is_due")
-def test_a_full_run_that_is_due_is_made_after_the_step():
-    before = runs_of_old_objects()
-    with rare_full_collections():
-        step = [[] for _ in range(10_000)]
-    assert runs_of_old_objects() == before
-    kept = [[] for _ in range(10_000)]
-    assert runs_of_old_objects() > before, (len(kept), len(step))
-
-
 def test_steps_without_work_between_them_do_not_postpone_a_full_run_for_ever():
     gc.collect()  # so that none is due
     before = runs_of_old_objects()

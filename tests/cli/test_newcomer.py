@@ -167,13 +167,6 @@ def test_every_problem_is_listed_by_the_check_and_by_a_run(rollout, config, task
     assert "starting" not in output
 
 
-def test_invalid_settings_are_json_too(rollout, config):
-    code, output = rollout("doctor", config({"grup": {}}), "--json")
-    [found] = json.loads(output)
-    assert "grup: no such setting; did you mean group?" in found["text"]
-    assert (code, found["level"]) == (2, "problem")
-
-
 def test_a_config_without_mistakes_passes(rollout, config):
     code, output = rollout("doctor", config({}))
     assert (code, output.endswith(": a run can start")) == (0, True), output
@@ -183,14 +176,6 @@ def test_a_config_without_mistakes_passes(rollout, config):
     for words in ("ok model.context_length: ", "ok model.renderer: chatml renders", "ok output_dir:"):
         assert words in output
     assert "problem " not in output
-
-
-def test_the_services_can_be_checked_from_another_machine(rollout, config):
-    code, output = rollout("doctor", config({"model.path": "/no/model"}), "--services", "-v")
-    assert code == 0, output
-    assert "ok storage.bucket: " in output
-    assert "ok credentials: " in output
-    assert "model.path" not in output
 
 
 @pytest.mark.parametrize(

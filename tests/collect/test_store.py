@@ -1,8 +1,6 @@
 """The result store on a local S3: reading, listing and quarantine."""
 
 import asyncio
-import hashlib
-import json
 
 import pytest
 from aiohttp import web
@@ -49,16 +47,6 @@ async def lost(open_store, s3, run_id):
 # --- preflight --------------------------------------------------------------------------------------------
 
 
-async def test_a_missing_bucket_is_reported(open_store):
-    with pytest.raises(PreflightError, match=r"'no-such' does not exist: create it, or correct storage\.bucket"):
-        await (await open_store(bucket="no-such")).check()
-
-
-async def test_an_unreachable_s3_is_reported(open_store, nowhere):
-    with pytest.raises(PreflightError, match=r"cannot be reached.*aws\.endpoint_url"):
-        await (await open_store(nowhere)).check()
-
-
 @pytest.mark.parametrize("header", ["If-None-Match", "If-Match"])
 async def test_a_store_without_conditional_writes_is_reported(open_store, proxy, header):
     store = await open_store(AwsConfig(endpoint_url=proxy.url))
@@ -74,20 +62,6 @@ async def test_a_store_without_conditional_writes_is_reported(open_store, proxy,
 
 
 # --- get --------------------------------------------------------------------------------------------------
-
-
-async def test_a_missing_object_raises_result_missing(open_store, run_id):
-    with pytest.raises(ResultMissing, match=f"nothing is stored under '{run_id}/nothing'"):
-        await (await open_store()).get(f"{run_id}/nothing")
-
-
-async def test_an_object_up_to_the_cap_is_read_and_a_larger_one_is_not(open_store, put, run_id):
-    store = await open_store(max_result_bytes=2048)
-    await put(f"{run_id}/fits", b"x" * 2048)
-    await put(f"{run_id}/large", b"x" * 2049)
-    assert len(await store.get(f"{run_id}/fits")) == 2048
-    with pytest.raises(ContractError, match="object: has 2049 bytes, more than the cap of 2048"):
-        await store.get(f"{run_id}/large")
 
 
 @pytest.mark.parametrize("prefix", ["", "some/where/"])
@@ -293,25 +267,6 @@ async def test_only_a_steps_wanted_results_and_failure_markers_are_listed(open_s
 
 
 # --- quarantine -------------------------------------------------------------------------------------------
-
-
-async def test_quarantine_stores_the_reason_and_the_first_bytes_once(open_store, run_id):
-    store = await open_store(prefix="team/a/")
-    quarantine, folder = Quarantine(store, run_id), f"team/a/runs/{run_id}/quarantine/"
-    evidence, error = b"<broken>\xff\x00" + b"x" * 5000, ContractError("body", "not JSON")
-    assert await quarantine.record("message m-1", error, evidence)
-    assert await quarantine.record("message m-1", error, evidence)
-    [key] = [key async for key in store.keys(folder)]
-    assert json.loads(await store.get(key)) == {
-        "what": "message m-1",
-        "reason": "body: not JSON",
-        "bytes": len(evidence),
-        "sha256": hashlib.sha256(evidence).hexdigest(),
-        "begins": "<broken>\\xff\x00" + "x" * (4096 - 10),
-    }
-    for what, why, other in (("b", error, evidence), ("a", ContractError("x", "y"), evidence), ("a", error, b"more")):
-        assert await quarantine.record(what, why, other)
-    assert len([key async for key in store.keys(folder)]) == 4
 
 
 async def test_without_an_answer_nothing_is_quarantined(lost, open_store, nowhere):

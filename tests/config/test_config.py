@@ -73,6 +73,9 @@ def by_image(**more: object) -> dict[str, object]:
             r"router\.policy=random has no effect with serving\.engine=vllm",
         ),
         ({"queue": {"wait_s": False}}, r"queue\.wait_s: is false \(YAML reads "),
+        ({"prices": {"session_gb": 1}}, "set both session_vcpus and session_gb"),
+        ({"prices": {"gpu_hour": 1}, "serving": {"kind": "external", "urls": ["http://e"]}}, r"needs prices\.gpus"),
+        ({"prices": {"gpu_hour": -1}}, r"prices\.gpu_hour"),
     ],
 )
 def test_settings_that_make_no_run_are_refused(sections, message):

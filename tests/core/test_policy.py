@@ -68,21 +68,6 @@ def test_oversampled_rollouts_are_used_before_replacements():
     assert policy.decide([dataclasses.replace(lost_one, open=("a.2",), lost=2)]).replace == {"a": 1}
 
 
-def test_a_stragglers_time_limit_follows_from_finished_rollouts():
-    def allowed_s(took: list[float], still_open: int, after: float | None = 0.75) -> float | None:
-        stragglers = Stragglers(GroupConfig(straggler_after=after, straggler_factor=2.0), {})
-        for seconds in took:
-            stragglers.delivered(seconds)
-        return stragglers.allowed_s(still_open)
-
-    assert allowed_s([], 4) is None
-    assert allowed_s([10.0, 10.0], 2) is None
-    assert allowed_s([10.0, 10.0, 10.0], 1) == 20.0
-    assert allowed_s([4.0], 0) == 8.0
-    assert allowed_s([float(i) for i in range(101)], 1) == 190.0
-    assert allowed_s([4.0], 0, after=None) is None
-
-
 @given(st.lists(st.floats(0, 1000), min_size=2, max_size=50))
 def test_the_percentile_is_that_of_the_standard_library(seconds):
     assert percentile_95(sorted(seconds)) == pytest.approx(
@@ -122,34 +107,3 @@ def test_stragglers_equal_a_full_recount(events, after):
         assert following == min(later, default=math.inf)
         for each in due:  # tested again, as a rollout is of which S3 has given no answer
             stragglers.started(each, running[each])
-
-
-STATES = st.builds(
-    lambda enough, spare, **state: dataclasses.replace(group(**state), enough=enough, spare=spare),
-    enough=st.one_of(st.none(), st.integers(1, 5)),
-    spare=st.integers(0, 2),
-    task_id=st.sampled_from(["a", "b", "c"]),
-    needed=st.integers(1, 4),
-    open_=st.lists(st.sampled_from(["x.0", "x.1", "x.2"]), unique=True),
-    trainable=st.integers(0, 4),
-    lost=st.integers(0, 4),
-    replacements=st.integers(0, 2),
-)
-
-
-@given(st.lists(STATES, max_size=4, unique_by=lambda state: state.task_id), st.integers(0, 3))
-def test_an_applied_decision_has_no_further_actions(states, max_replacements):
-    policy = GroupPolicy(GroupConfig(policy="replace", max_replacements=max_replacements))
-    decision = policy.decide(states)
-    fresh, cancelled = decision.replace, decision.cancel.keys()
-    after = []
-    for state in states:
-        new = {f"new.{i}": None for i in range(fresh.get(state.task_id, 0))}
-        doomed = state.trainable + len(state.open) + len(new) < state.needed
-        over = doomed or state.satisfied
-        kept = {} if over else state.open
-        assert not over or set(state.open) <= cancelled
-        assert not (state.satisfied and new)
-        after.append(dataclasses.replace(state, open=kept | new, replacements=state.replacements + len(new)))
-    again = policy.decide(after)
-    assert (again.replace, again.cancel) == ({}, {})

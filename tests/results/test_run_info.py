@@ -54,40 +54,34 @@ def test_the_stored_defaults_of_settings_are_accepted(sections, tmp_path):
     assert load_config(file, env={}) == config
 
 
-def test_a_start_is_killed_if_its_process_ended_without_a_word(tmp_path):
+def test_each_start_is_recorded_with_its_end(tmp_path):
     config = run_config(run_id="a", output_dir=tmp_path)
-    for state in ("ended", None):
+    for state in ("failed", None):
         archive = RunArchive(config.run_dir)
-        archive.write_start(config, RunStart.of(config, "python", {}, None))
-        if state is not None:
-            archive.write_end(state)
+        archive.write_start(config, RunStart.of(config, "verl", {}, None))
+        archive.write_end(state) if state is not None else archive.write_last_step_end()
         archive.close()
     first, second = RunArchive(config.run_dir).read_info().starts
-    assert first.current_state(0.0) == "ended"
-    assert first.ended_at is not None
-    assert second.current_state(0.0) == "running"
-    dead = second.model_copy(update={"process": second.process.model_copy(update={"started": 1})})
-    assert dead.current_state(time.time()) == "killed"
-    elsewhere = second.model_copy(update={"process": second.process.model_copy(update={"machine": "another"})})
-    assert elsewhere.current_state(time.time()) == "running"
-    assert elsewhere.current_state(time.time() - 3600) == "silent"
+    assert (first.current_state(0.0), first.ended_at is None) == ("failed", False)
+    assert (second.current_state(0.0), second.last_step_ended) == ("running", True)
 
 
-def test_a_run_whose_process_is_killed_after_the_last_step_has_ended(tmp_path):
-    config = run_config(run_id="a", output_dir=tmp_path)
-    archive = RunArchive(config.run_dir)
-    archive.write_start(config, RunStart.of(config, "verl", {}, None))
-    archive.write_last_step_end()
-    archive.close()
-    [start] = RunArchive(config.run_dir).read_info().starts
-    assert start.current_state(0.0) == "running"
-    dead, elsewhere = (
-        start.model_copy(update={"process": start.process.model_copy(update=of)})
-        for of in ({"started": 1}, {"machine": "another"})
-    )
-    assert dead.current_state(time.time()) == "ended"
-    assert elsewhere.current_state(time.time()) == "running"
-    assert elsewhere.current_state(time.time() - 3600) == "ended"
+@pytest.mark.parametrize("last_step_ended", [False, True])
+@pytest.mark.parametrize(
+    ("process", "silent_s", "state"),
+    [
+        ({"started": 1}, 0, "killed"),
+        ({"machine": "another"}, 0, "running"),
+        ({"machine": "another"}, 3600, "silent"),
+    ],
+)
+def test_the_state_of_a_start_whose_end_nothing_recorded(process, silent_s, state, last_step_ended):
+    """Ray kills a trainer's process without notice, also after the last step."""
+    start = RunStart.of(run_config(run_id="a"), "verl", {}, None)
+    there = start.process.model_copy(update=process)
+    start = start.model_copy(update={"process": there, "last_step_ended": last_step_ended})
+    expected = "ended" if last_step_ended and state != "running" else state
+    assert start.current_state(time.time() - silent_s) == expected
 
 
 def test_a_run_json_that_cannot_be_read_is_replaced(tmp_path, caplog):
