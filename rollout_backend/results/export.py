@@ -177,100 +177,45 @@ async def upload(files: Iterable[Path], bucket: str, prefix: str, config: AwsCon
                 raise ConfigError(str(aws.preflight_error(error, f"bucket {bucket}", "--out"))) from None
 
 
-def _schema(**columns: str) -> pa.Schema:
-    """Return a schema of columns whose types are keys of `_TYPES`; a trailing `?` marks a nullable column."""
-    return pa.schema([pa.field(name, _TYPES[kind.rstrip("?")], kind.endswith("?")) for name, kind in columns.items()])
+def _schema(*columns: str) -> pa.Schema:
+    """Return a schema of columns such as `reward:float?`: a name and a key of `_TYPES`, with `?` if nullable."""
+    pairs = (column.split(":") for column in " ".join(columns).split())
+    return pa.schema([pa.field(name, _TYPES[kind.rstrip("?")], kind.endswith("?")) for name, kind in pairs])
 
 
-_ROLLOUT = {"run_id": "text", "step": "int", "rollout_id": "text", "task_id": "text"}
-_OF_RESULT = {
-    name: "float?" if name in ("reward", "model_s", "agent_s") else "int?" for name in ResultSummary.model_fields
-}
+_ROLLOUT = "run_id:text step:int rollout_id:text task_id:text"
+_ENDING = "outcome:text? reason:text? message:text?"
+_FLOATS = ("reward", "model_s", "agent_s")
+_OF_RESULT = " ".join(f"{name}:{'float?' if name in _FLOATS else 'int?'}" for name in ResultSummary.model_fields)
 _OF_REPORT = (
-    "attempts",
-    "sessions_opened",
-    "resumed",
-    "reattached",
-    "duplicates",
-    "late",
-    "refused",
-    "unarchived",
-    "surplus",
-    "sampled_tokens",
-    "given_tokens",
-    "broken_histories",
-)
+    "attempts", "sessions_opened", "resumed", "reattached", "duplicates", "late", "refused", "unarchived", "surplus",
+    "sampled_tokens", "given_tokens", "broken_histories",
+)  # fmt: skip
 
 # A row may omit nullable columns.
 SCHEMAS: dict[str, pa.Schema] = {
     "rollouts": _schema(
-        **_ROLLOUT,
-        outcome="text?",
-        reason="text?",
-        message="text?",
-        trainable="bool",
-        group_usable="bool",
-        is_replacement="bool",
-        attempts="int",
-        session_id="text?",
-        log="text?",
-        planned_at="time",
-        invoked_at="time?",
-        accepted_at="time?",
-        result_at="time?",
-        settled_at="time?",
-        **_OF_RESULT,
-        stored="bool",
-        extras="text?",
-        traceback="text?",
+        _ROLLOUT,
+        _ENDING,
+        "trainable:bool group_usable:bool is_replacement:bool attempts:int session_id:text? log:text?",
+        "planned_at:time invoked_at:time? accepted_at:time? result_at:time? settled_at:time?",
+        _OF_RESULT,
+        "stored:bool extras:text? traceback:text?",
     ),
     "turns": _schema(
-        **_ROLLOUT,
-        number="int",
-        segment="int",
-        turn="int",
-        prompt_tokens="int",
-        sampled_tokens="int",
-        cached_tokens="int?",
-        finish_reason="text",
-        weight_version="text?",
-        last_weight_version="text?",
-        seconds="float",
-        mean_logprob="float?",
-        reasoning="text?",
-        text="text?",
-        tool_calls="text?",
+        _ROLLOUT,
+        "number:int segment:int turn:int prompt_tokens:int sampled_tokens:int cached_tokens:int? finish_reason:text",
+        "weight_version:text? last_weight_version:text? seconds:float mean_logprob:float?",
+        "reasoning:text? text:text? tool_calls:text?",
     ),
-    "events": _schema(
-        **_ROLLOUT,
-        number="int",
-        event="text",
-        at="time?",
-        after_s="float?",
-        session_id="text?",
-        outcome="text?",
-        reason="text?",
-        message="text?",
-    ),
+    "events": _schema(_ROLLOUT, "number:int event:text at:time? after_s:float? session_id:text?", _ENDING),
     "steps": _schema(
-        run_id="text",
-        step="int",
-        name="text",
-        validates="bool",
-        planned="int",
-        **dict.fromkeys(Outcome, "int"),
-        trainable="int",
-        mean_reward="float?",
-        groups="int?",
-        groups_usable="int?",
-        groups_with_spread="int?",
-        **dict.fromkeys(_OF_REPORT, "int?"),
-        mean_staleness="float?",
-        max_staleness="int?",
-        seconds="float?",
-        deadline_reached="bool?",
-        cost_dollars="float?",
-        wasted_dollars="float?",
+        "run_id:text step:int name:text validates:bool planned:int",
+        *(f"{outcome}:int" for outcome in Outcome),
+        "trainable:int mean_reward:float? groups:int? groups_usable:int? groups_with_spread:int?",
+        *(f"{name}:int?" for name in _OF_REPORT),
+        "mean_staleness:float? max_staleness:int? seconds:float? deadline_reached:bool?",
+        "cost_dollars:float? wasted_dollars:float?",
     ),
 }
 
