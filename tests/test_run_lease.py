@@ -186,28 +186,13 @@ async def test_answers_that_are_lost_and_refusals_cost_time(manager, proxy):
     assert {call.fault for call in proxy.calls} >= {Fault.CUT_AFTER, Fault.FAIL}
 
 
-async def test_agents_are_started_only_under_a_lease_that_is_sure(manager):
-    started: list[str] = []
-
-    class Runtime:
-        async def invoke(self, session_id: str, payload: bytes) -> bytes:
-            started.append(session_id)
-            return b"{}"
-
-    first = await start(manager())
-    stall(first)
-    first._renewed_at -= LONG
-    runtime = FencedRuntime(Runtime(), first, CallQueue(1000, 1000))  # type: ignore[arg-type]
-    invoking = asyncio.create_task(runtime.invoke("a", b""))
-    await asyncio.sleep(0)
-    assert started == []
-    await first._put(first._record)
-    await invoking
-    assert started == ["a"]
+async def test_a_manager_that_has_lost_the_run_starts_no_agent(manager):
+    first, runtime = await start(manager()), AsyncMock()
     first.mark_lost(RunHeld("taken"))
     with pytest.raises(InvokeRejected, match="taken") as caught:
-        await runtime.invoke("b", b"")
+        await FencedRuntime(runtime, first, CallQueue(1000, 1000)).invoke("a", b"")
     assert (caught.value.reason, caught.value.never_opened) == ("run_taken_over", True)
+    runtime.invoke.assert_not_called()
 
 
 class EndedStep:

@@ -10,13 +10,12 @@ from anyio.from_thread import start_blocking_portal
 
 from builders import eventually
 from collect_bench import Run, Sink, end
-from rollout_backend import aws
 from rollout_backend.collect.queue import AnnouncementQueue, queue_name
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import AwsConfig, QueueConfig, StorageConfig
 from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.serving.server_process import free_port
-from rollout_backend.testing.fault_proxy import FaultProxy, Rule
+from rollout_backend.testing.fault_proxy import FaultProxy
 from tests.emulators.ministack import MiniStack
 
 
@@ -45,30 +44,20 @@ def nowhere(local_aws: LocalStorage) -> AwsConfig:
 
 
 @pytest.fixture
-async def faulty(local_aws: LocalStorage) -> AsyncIterator[Callable[..., Awaitable[tuple[AwsConfig, FaultProxy]]]]:
-    """Open a proxy with fault rules in front of the local storage; returns its address and the proxy."""
-    async with AsyncExitStack() as stack:
-
-        async def open_(*rules: Rule) -> tuple[AwsConfig, FaultProxy]:
-            proxy = await stack.enter_async_context(FaultProxy(local_aws.endpoint_url, rules, seed=3))
-            return AwsConfig(region=local_aws.region, endpoint_url=proxy.url), proxy
-
-        yield open_
+def faulty(proxy: FaultProxy, where: AwsConfig) -> AwsConfig:
+    """The local storage behind `proxy`, which waits for its clients: a test names it before what it opens."""
+    return AwsConfig(region=where.region, endpoint_url=proxy.url)
 
 
 @pytest.fixture
-async def s3(where: AwsConfig) -> AsyncIterator[Any]:
-    async with aws.client(
-        "s3", region=where.region, endpoint_url=where.endpoint_url, connect_timeout_s=240
-    ) as client:
+async def s3(local_aws: LocalStorage) -> AsyncIterator[Any]:
+    async with local_aws.s3() as client:
         yield client
 
 
 @pytest.fixture
-async def sqs(where: AwsConfig) -> AsyncIterator[Any]:
-    async with aws.client(
-        "sqs", region=where.region, endpoint_url=where.endpoint_url, connect_timeout_s=240
-    ) as client:
+async def sqs(local_aws: LocalStorage) -> AsyncIterator[Any]:
+    async with local_aws.client("sqs") as client:
         yield client
 
 
@@ -77,11 +66,8 @@ OpenQueue = Callable[..., Awaitable[AnnouncementQueue]]
 
 
 @pytest.fixture
-async def open_store(where: AwsConfig, local_aws: LocalStorage, faulty: object) -> AsyncIterator[OpenStore]:
-    """Open the bucket. Keywords are settings of `storage`; `at` is another endpoint.
-
-    The fixture is closed before `faulty`, because a proxy waits for its clients.
-    """
+async def open_store(where: AwsConfig, local_aws: LocalStorage) -> AsyncIterator[OpenStore]:
+    """Open the bucket. Keywords are settings of `storage`; `at` is another endpoint."""
     async with AsyncExitStack() as stack:
 
         async def open_(at: AwsConfig = where, **settings: Any) -> ResultStore:

@@ -190,12 +190,12 @@ async def test_a_result_that_cannot_be_quarantined_is_neither_rejected_nor_delet
 
 
 @pytest.mark.parametrize("fault", [Fault.CUT_BODY, Fault.RESET_BODY, Fault.NO_LENGTH])
-async def test_receiving_survives_truncated_bodies(open_run, open_store, faulty, until_logged, fault):
+async def test_receiving_survives_truncated_bodies(faulty, proxy, open_run, open_store, until_logged, fault):
     sink = Sink("task-a.0")
     run = await open_run(receive=False, queue={"visibility_s": 5})
     await run.publish(run.rollout())
-    where, proxy = await faulty(Rule("s3:GetObject", fault))
-    async with run.receive_with(await open_store(where), sink) as buffer:
+    proxy.rules.append(Rule("s3:GetObject", fault))
+    async with run.receive_with(await open_store(faulty), sink) as buffer:
         await until_logged("it is retried")
         assert (sink.arrived, sink.rejected, await run.held()) == ([], {}, 1)
         proxy.rules = []
@@ -203,11 +203,11 @@ async def test_receiving_survives_truncated_bodies(open_run, open_store, faulty,
         assert sink.ids == ["task-a.0"]
 
 
-async def test_expired_credentials_stop_receiving(open_run, open_store, faulty):
+async def test_expired_credentials_stop_receiving(faulty, proxy, open_run, open_store):
     run = await open_run(receive=False)
     await run.announce(run.key())
-    where, _ = await faulty(Rule("s3:GetObject", Fault.FAIL, status=400, code="ExpiredToken"))
-    buffer = RolloutBuffer(run.run_id, await open_store(where), run.queue, 4)
+    proxy.rules.append(Rule("s3:GetObject", Fault.FAIL, status=400, code="ExpiredToken"))
+    buffer = RolloutBuffer(run.run_id, await open_store(faulty), run.queue, 4)
     buffer.attach(Sink("task-a.0"))
     with pytest.RaisesGroup(CredentialsExpired, flatten_subgroups=True):
         await buffer.run(1)

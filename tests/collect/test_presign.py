@@ -7,11 +7,10 @@ from contextlib import aclosing
 from datetime import UTC, datetime, timedelta
 from urllib.parse import parse_qs, urlsplit
 
-import httpx
 import pytest
 from botocore.exceptions import CredentialRetrievalError
 
-from agent_wrapper.contract import artifacts_key, failure_marker_key, put_headers, result_key
+from agent_wrapper.contract import artifacts_key, failure_marker_key, result_key
 from rollout_backend.aws.clients import Credentials
 from rollout_backend.collect.presign import Presigner
 from rollout_backend.config import AwsConfig, StorageConfig
@@ -60,17 +59,6 @@ async def test_on_aws_the_bucket_is_in_the_host_name(local_aws, claims):
         urls = await presigner.urls(claims)
     assert urls.result.startswith("https://some-bucket.s3.")
     assert "eu-central-1" in signature(urls.result)["X-Amz-Credential"]
-
-
-async def test_a_url_writes_one_object_once(presigner, claims):
-    urls = await presigner.urls(claims)
-    async with httpx.AsyncClient(timeout=120) as plain:  # without credentials
-        for url, body, status in (
-            (urls.result, b"1", 200),
-            (urls.result, b"2", 412),
-            (urls.failure_marker, b"3", 200),
-        ):
-            assert (await plain.put(url, content=body, headers=put_headers(body))).status_code == status
 
 
 def test_urls_that_would_outlive_s3s_limit_are_refused_at_start(tmp_path):

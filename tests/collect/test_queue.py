@@ -147,9 +147,8 @@ async def test_a_message_that_cannot_be_deleted_is_logged_and_the_others_are_del
 
 
 @pytest.mark.parametrize("fault", [Fault.CUT_BODY, Fault.RESET_BODY, Fault.NO_LENGTH, Fault.TRUNCATE])
-async def test_a_truncated_answer_is_an_aws_error(faulty, open_queue, fault):
-    where, proxy = await faulty()
-    queue = await open_queue(where, wait_s=0)
+async def test_a_truncated_answer_is_an_aws_error(faulty, proxy, open_queue, fault):
+    queue = await open_queue(faulty, wait_s=0)
     assert await queue.receive() == []
     proxy.rules.append(Rule("sqs:ReceiveMessage", fault))
     with pytest.raises(AWS_ERRORS):

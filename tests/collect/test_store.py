@@ -105,11 +105,11 @@ BODY_FAULTS = [Fault.CUT_BODY, Fault.RESET_BODY, Fault.NO_LENGTH]
 
 
 @pytest.mark.parametrize("fault", BODY_FAULTS)
-async def test_get_retries_a_truncated_body(open_store, faulty, put, run_id, fault):
+async def test_get_retries_a_truncated_body(faulty, proxy, open_store, put, run_id, fault):
     body = bytes(range(256)) * 1000
     await put(f"{run_id}/a", body)
-    where, proxy = await faulty(Rule("s3:GetObject", fault, times=2))
-    assert await (await open_store(where)).get(f"{run_id}/a") == body
+    proxy.rules.append(Rule("s3:GetObject", fault, times=2))
+    assert await (await open_store(faulty)).get(f"{run_id}/a") == body
     assert proxy.count("s3:GetObject", fault) == 2
 
 
@@ -130,10 +130,10 @@ async def test_a_chunked_object_is_read_up_to_the_cap(open_store):
             await (await open_store(where, max_result_bytes=1024)).get("a")
 
 
-async def test_a_body_that_takes_too_long_is_a_transient_error(open_store, faulty, put, run_id):
+async def test_a_body_that_takes_too_long_is_a_transient_error(faulty, proxy, open_store, put, run_id):
     await put(f"{run_id}/a", b"x" * 1000)
-    where, _ = await faulty(Rule("s3:GetObject", Fault.SLOW_BODY, seconds=600))
-    store = await open_store(where)
+    proxy.rules.append(Rule("s3:GetObject", Fault.SLOW_BODY, seconds=600))
+    store = await open_store(faulty)
     store.get_s = 0.3
     with pytest.raises(StoreError, match=r"reading .* from S3 failed"):
         await store.get(f"{run_id}/a")
@@ -148,22 +148,21 @@ PERMANENT = [
 
 
 @pytest.mark.parametrize(("status", "code"), PERMANENT)
-async def test_an_object_that_s3_permanently_refuses_is_invalid(open_store, faulty, put, run_id, status, code):
+async def test_an_object_that_s3_permanently_refuses_is_invalid(faulty, proxy, open_store, put, run_id, status, code):
     await put(f"{run_id}/never")
     await put(f"{run_id}/fine")
-    where, _ = await faulty(Rule("s3:GetObject", Fault.FAIL, status=status, code=code, path="*/never"))
-    store = await open_store(where)
+    proxy.rules.append(Rule("s3:GetObject", Fault.FAIL, status=status, code=code, path="*/never"))
+    store = await open_store(faulty)
     assert await store.get(f"{run_id}/fine") == b"x"
     with pytest.raises(ContractError, match=f"S3 refuses it permanently.*{code}"):
         await store.get(f"{run_id}/never")
 
 
 @pytest.mark.parametrize(("status", "code"), PERMANENT)
-async def test_a_refusal_of_the_whole_bucket_is_transient(open_store, faulty, put, run_id, status, code):
+async def test_a_refusal_of_the_whole_bucket_is_transient(faulty, proxy, open_store, put, run_id, status, code):
     for name in ("a", "b"):
         await put(f"{run_id}/{name}")
-    where, proxy = await faulty()
-    store = await open_store(where)
+    store = await open_store(faulty)
     await store.get(f"{run_id}/a")
     proxy.rules = [Rule("s3:GetObject", Fault.FAIL, status=status, code=code)]
     with pytest.raises(StoreError, match=f"S3 refused.*{code}"):
@@ -181,21 +180,21 @@ async def test_a_refusal_of_the_whole_bucket_is_transient(open_store, faulty, pu
         (503, "SlowDown"),
     ],
 )
-async def test_throttling_and_clock_errors_are_transient(open_store, faulty, put, run_id, status, code):
+async def test_throttling_and_clock_errors_are_transient(faulty, proxy, open_store, put, run_id, status, code):
     await put(f"{run_id}/a")
-    where, _ = await faulty(Rule("s3:GetObject", Fault.FAIL, status=status, code=code, path="*/a"))
-    store = await open_store(where)
+    proxy.rules.append(Rule("s3:GetObject", Fault.FAIL, status=status, code=code, path="*/a"))
+    store = await open_store(faulty)
     await store.put(f"{run_id}/ours", b"{}")
     with pytest.raises(StoreError, match=f"S3 refused.*{code}") as caught:
         await store.get(f"{run_id}/a")
     assert ("This machine's clock is wrong" in str(caught.value)) == (code == "RequestTimeTooSkewed")
 
 
-async def test_a_missing_key_is_missing_even_if_s3_answers_403(open_store, faulty, put, run_id):
+async def test_a_missing_key_is_missing_even_if_s3_answers_403(faulty, proxy, open_store, put, run_id):
     """S3 answers 403 to a role that may not list the whole bucket."""
     await put(f"{run_id}/a.10")
-    where, proxy = await faulty(Rule("s3:GetObject", Fault.FAIL, status=403, code="AccessDenied"))
-    store = await open_store(where)
+    proxy.rules.append(Rule("s3:GetObject", Fault.FAIL, status=403, code="AccessDenied"))
+    store = await open_store(faulty)
     with pytest.raises(ResultMissing):
         await store.get(f"{run_id}/a.1")
     proxy.rules.append(Rule("s3:ListObjects", Fault.FAIL, status=403, code="AccessDenied"))
@@ -221,12 +220,12 @@ async def test_a_failed_listing_raises(lost, open_store, nowhere):
 
 
 @pytest.mark.parametrize("fault", [Fault.CUT_BODY, Fault.RESET_BODY, Fault.NO_LENGTH, Fault.TRUNCATE])
-async def test_a_truncated_listing_is_a_transient_error(open_store, faulty, put, run_id, fault):
+async def test_a_truncated_listing_is_a_transient_error(faulty, proxy, open_store, put, run_id, fault):
     for i in range(20):
         await put(f"{run_id}/{i}")
-    where, _ = await faulty(Rule("s3:ListObjects", fault))
+    proxy.rules.append(Rule("s3:ListObjects", fault))
     with pytest.raises(StoreError, match=r"listing .* in S3 failed"):
-        _ = [key async for key in (await open_store(where)).keys(f"{run_id}/")]
+        _ = [key async for key in (await open_store(faulty)).keys(f"{run_id}/")]
 
 
 async def test_an_empty_response_is_not_an_empty_listing(open_store):

@@ -152,22 +152,6 @@ async def test_a_verifier_without_a_reward_is_a_failure_and_never_a_zero(verifie
     assert verifiers.open == []
 
 
-@pytest.mark.parametrize(
-    ("fate", "words"),
-    [
-        ("is killed for memory", "more memory than its limit"),
-        ("cannot pull its image", "the image cannot be pulled"),
-        ("exits with 1", "exit code 1"),
-    ],
-)
-async def test_a_lost_container_is_a_failure_and_its_job_is_deleted(verifiers, fate, words):
-    verifiers.cluster.fates.append(fate)
-    answer = await verifiers.call()
-    assert words in answer["error"]
-    assert verifiers.open == []
-    assert verifiers.cluster.running_pods() == []
-
-
 async def test_a_verifier_that_does_not_end_is_deleted(verifiers):
     verifiers.runtime.verifier_spare_s = 0.1
     answer = await verifiers.call(timeout_s=0.1)
