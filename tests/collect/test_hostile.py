@@ -87,15 +87,19 @@ async def test_a_flooded_prefix_does_not_hide_results(open_run, caplog):
     assert (sink.ids, store.listed) == (["task-a.0", "task-a.1", "task-a.2"], 2)
 
 
-@pytest.mark.parametrize(("segments", "thread"), [(2, "MainThread"), (40, "decode_0")])
-async def test_a_small_result_that_holds_large_segments_is_decoded_off_the_event_loop(segments, thread):
+@pytest.mark.parametrize(
+    ("segments", "text", "thread"),
+    [(2, "", "MainThread"), (40, "", "decode_0"), (2, "y" * _LARGE_BYTES, "decode_0")],
+    ids=["small", "expands", "large"],
+)
+async def test_large_results_and_those_that_expand_are_decoded_off_the_event_loop(segments, text, thread):
     recorder = SegmentRecorder()
     for turn in range(segments):  # whose prompts begin with the same tokens, which are stored once
         recorder.add([*range(1000), 2000 + turn], Completion((7,), (-0.5,)))
-    rollout = make_rollout(segments=recorder.segments())
+    rollout = make_rollout(segments=recorder.segments(), extras={"x": text})
     threads = []
     decoder = ResultDecoder("run", 2**26, verify=lambda _: threads.append(threading.current_thread().name))
     data = rollout.encode()
-    assert unpacked_size(data) < _LARGE_BYTES
+    assert (unpacked_size(data) < _LARGE_BYTES) == (text == "")
     assert (await decoder.decode(data, ResultName(0, rollout.rollout_id, None))).encode() == data
     assert threads == [thread]
