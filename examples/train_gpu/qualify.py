@@ -38,7 +38,7 @@ from agent_wrapper.shared.trajectory import fetch_trajectory
 from rollout_backend.config import RolloutConfig, load_config
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.local.cloud import LocalCloud
-from rollout_backend.serving.engine_commands import interpreter
+from rollout_backend.serving.local_engine import interpreter
 from rollout_backend.serving.model_serving import ModelServing
 from rollout_backend.serving.server_process import ServerProcess
 from rollout_backend.testing.forward_pass import reference_logprobs

@@ -34,7 +34,6 @@ from rollout_backend.core.check_result import CheckResult
 from rollout_backend.core.formats import count, size
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.gateway.access import needed_files
-from rollout_backend.serving.engine_commands import interpreter
 from rollout_backend.serving.gateway_process import (
     check_certificate,
     gateway_name,
@@ -43,6 +42,7 @@ from rollout_backend.serving.gateway_process import (
     public_url,
 )
 from rollout_backend.serving.install import CPU_ENGINES
+from rollout_backend.serving.local_engine import interpreter
 from rollout_backend.serving.router import check_installed as check_router_installed
 from rollout_backend.serving.server_process import require_port
 from rollout_backend.tracing import check_installed

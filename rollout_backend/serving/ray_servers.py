@@ -33,9 +33,8 @@ from rollout_backend.core.session_ends import HeartbeatReport
 from rollout_backend.errors import ServingError, StartupError
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.serving.engine import REPORT_WAIT_AFTER_S, EngineFactory
-from rollout_backend.serving.engine_commands import sglang_command
 from rollout_backend.serving.gateway_process import GatewayProcess, gateway_name
-from rollout_backend.serving.local_engine import LocalEngine, MakeCommand
+from rollout_backend.serving.local_engine import LocalEngine, MakeCommand, sglang_command
 from rollout_backend.serving.server_process import ServerKilled
 from rollout_backend.serving.supervisor import first_of
 

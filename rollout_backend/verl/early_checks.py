@@ -23,7 +23,7 @@ from rollout_backend.config import RolloutConfig
 from rollout_backend.core.check_result import CheckResult, raise_problems
 from rollout_backend.errors import ConfigError
 from rollout_backend.rendering.image_positions import prepares_images
-from rollout_backend.serving.engine_commands import IMAGE_CACHE
+from rollout_backend.serving.local_engine import IMAGE_CACHE
 from rollout_backend.verl.unsupported import refuse_unsupported
 from rollout_backend.verl.verl_api import check_version
 from rollout_backend.verl.verl_settings import is_asynchronous, max_positions, settings_of

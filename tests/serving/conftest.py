@@ -9,9 +9,8 @@ import pytest
 from builders import eventually, run_config
 from rollout_backend.config import RolloutConfig
 from rollout_backend.serving.engine import is_healthy
-from rollout_backend.serving.engine_commands import Command, ServerNode
 from rollout_backend.serving.gateway_fleet import GatewayFleet
-from rollout_backend.serving.local_engine import LocalEngine
+from rollout_backend.serving.local_engine import Command, LocalEngine, ServerNode
 from rollout_backend.serving.model_serving import ModelServing
 from rollout_backend.serving.server_process import ServerProcess, free_port
 

@@ -6,8 +6,7 @@ import pytest
 
 from rollout_backend.config import ModelConfig, ServingConfig
 from rollout_backend.errors import ConfigError
-from rollout_backend.serving.engine_commands import ServerNode, sglang_command
-from rollout_backend.serving.local_engine import weight_bytes
+from rollout_backend.serving.local_engine import ServerNode, sglang_command, weight_bytes
 from rollout_backend.serving.ray_servers import Placement
 
 MODEL = ModelConfig(path=Path("/models/GLM-5"), name="glm", context_length=4096)

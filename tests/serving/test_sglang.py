@@ -12,9 +12,9 @@ from rollout_backend.checks.model import check_experts
 from rollout_backend.config import ExpertShape, ModelConfig, ServingConfig
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.local.scripted import ScriptedEngine
-from rollout_backend.serving.engine_commands import ServerNode, sglang_command
 from rollout_backend.serving.external_engine import ExternalEngine
 from rollout_backend.serving.install import find_engine
+from rollout_backend.serving.local_engine import ServerNode, sglang_command
 from tests.emulators.scripted_experts import seeded_routing
 
 MODEL = ModelConfig(path=Path("/models/Qwen3-8B"), name="qwen", context_length=4096)

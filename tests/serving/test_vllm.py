@@ -10,9 +10,9 @@ import pytest
 from builders import run_config
 from rollout_backend.config import ModelConfig, RouterConfig, ServingConfig
 from rollout_backend.errors import ConfigError, PreflightError, StartupError
-from rollout_backend.serving.engine_commands import ServerNode, vllm_command
 from rollout_backend.serving.engine_fleet import EngineFleet
 from rollout_backend.serving.external_engine import ExternalEngineFactory, check_vllm, served_model
+from rollout_backend.serving.local_engine import ServerNode, vllm_command
 from rollout_backend.serving.router import EngineDirectory
 from tests.emulators.scripted_vllm import ScriptedVllm
 

@@ -20,7 +20,7 @@ from rollout_backend.gateway.engine.protocol import EngineRequest
 from rollout_backend.gateway.engine.vllm import VllmProtocol
 from rollout_backend.local.tiny_model import make_tiny_model
 from rollout_backend.rendering.segments import Completion
-from rollout_backend.serving.engine_commands import base_environment, cpu_threads
+from rollout_backend.serving.local_engine import base_environment, cpu_threads
 from rollout_backend.serving.server_process import ServerProcess, free_port
 from rollout_backend.testing.forward_pass import adapter_logprobs
 from rollout_backend.verl.verl_api import ADAPTER

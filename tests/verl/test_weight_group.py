@@ -21,7 +21,7 @@ from rollout_backend.gateway.engine.client import EngineClient
 from rollout_backend.gateway.engine.engines import Engines
 from rollout_backend.gateway.engine.protocol import EngineRequest
 from rollout_backend.local.tiny_model import make_tiny_model
-from rollout_backend.serving import weight_group
+from rollout_backend.serving import weights
 from rollout_backend.serving.engine import PROBE
 from rollout_backend.serving.install import find_engine
 from rollout_backend.serving.model_serving import ModelServing
@@ -96,7 +96,7 @@ async def load(server: ScriptedServer, version: int = 1, timeout_s: float = 120.
 
 @pytest.mark.parametrize("bucket_bytes", [2**20, 64])
 async def test_a_server_receives_each_tensor_in_aligned_buckets(monkeypatch, bucket_bytes):
-    monkeypatch.setattr(weight_group, "_BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(weights, "_BUCKET_BYTES", bucket_bytes)
     server = ScriptedServer()
     await load(server, version=7)
     assert server.tensors.keys() == TENSORS.keys()

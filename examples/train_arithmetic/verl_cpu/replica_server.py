@@ -22,8 +22,7 @@ import aiohttp
 
 from rollout_backend.config import ModelConfig, ServingConfig
 from rollout_backend.errors import EngineUnavailable, ServingError
-from rollout_backend.serving.engine_commands import Command, ServerNode, sglang_command
-from rollout_backend.serving.local_engine import LocalEngine, MakeCommand
+from rollout_backend.serving.local_engine import Command, LocalEngine, MakeCommand, ServerNode, sglang_command
 
 ADAPTER = "verl_actor_lora_name"
 """The name under which verl loads its adapter into SGLang."""
