@@ -1,12 +1,16 @@
 import asyncio
-from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import pytest
 from tenacity import wait_none
 
-from agent_wrapper.contract import Outcome
-from attempts import make_rollouts
+from agent_wrapper.contract import Outcome, Sampling
+from builders import run_config
+from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.core.ledger import Phase
+from rollout_backend.core.manifest import StepRequest
+from rollout_backend.core.policy import GroupState
+from rollout_backend.core.tasks import Task
 from rollout_backend.dispatch.call_queue import CallKind, CallQueue
 from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.errors import (
@@ -20,7 +24,10 @@ from rollout_backend.errors import (
     Throttled,
     WrongClock,
 )
-from rollout_backend.step.rollout_task import RolloutTask
+from rollout_backend.step.in_flight import InFlightLog
+from rollout_backend.step.rollout_task import RolloutTask, StepContext
+from rollout_backend.step.services import Pauses, StepServices
+from step_bench import Agents, Gateways
 
 
 class ScriptedRuntime:
@@ -51,12 +58,37 @@ def runtime():
 
 
 @pytest.fixture
-async def make_rollout(runtime):
-    """Plan the rollout a.0, with at most three attempts."""
+def make_rollout(runtime):
+    """Plan the rollout a.0, with at most three attempts. S3 accepts each manifest, and no result arrives.
 
-    async def make(**more) -> RolloutTask:
-        [rollout] = await make_rollouts(runtime, CallQueue(1000, 1000), 1, **more)
-        return rollout
+    A refused invoke is repeated at once, until the loop's time is `until`.
+    """
+
+    async def make(until: float = 1e9) -> RolloutTask:
+        config = run_config(runtime={"kind": "http", "url": "http://127.0.0.1:9", "max_attempts": 3})
+        manifests = create_autospec(ManifestStore, instance=True)
+        manifests.read.return_value = None
+        calls, task = CallQueue(1000, 1000), Task("a", {}, rollouts=1)
+        unused = dict.fromkeys(("buffer", "blocklist", "archive", "breaker"))
+        services = StepServices(
+            config=config,
+            runtime=Agents(None, None),
+            dispatcher=Dispatcher(runtime, calls, max_sessions=1, stop_retry_s=0.0, stop_wait=wait_none()),
+            gateways=Gateways(),
+            manifests=manifests,
+            in_flight=create_autospec(InFlightLog, instance=True),
+            pauses=Pauses(attempt=wait_none(), refusal=wait_none()),
+            **unused,
+        )
+
+        def abort(error: BaseException) -> None:
+            raise AssertionError("the step was aborted") from error
+
+        request = StepRequest(0, (task,), Sampling())
+        context = StepContext(request, services, {"a": GroupState("a", needed=1)}, abort)
+        context.plan.deadline = until + config.timeouts.publish_grace_s
+        await context.plan.write_first()
+        return RolloutTask(context.ledger.plan("a.0", "a"), task, context)
 
     return make
 
@@ -91,20 +123,6 @@ async def test_a_refusal_is_no_attempt_and_nothing_is_stopped(rollout, runtime, 
     assert runtime.stops == []
     assert (rollout.entry.attempts, ledger.sessions_opened) == (1, 1)
     assert ledger.open_sessions == {rollout.entry.session_id}
-
-
-async def test_a_request_that_cannot_be_signed_is_no_attempt(make_rollout, runtime):
-    refusals = [NoCredentials("the provider does not answer")] * 6
-
-    async def urls(claims):
-        if refusals:
-            raise refusals.pop()
-
-    rollout = await make_rollout(presigner=SimpleNamespace(urls=urls))
-    assert await rollout.dispatch()
-    assert runtime.invokes == [rollout.entry.session_id]
-    ledger = rollout.context.ledger
-    assert (rollout.entry.attempts, ledger.sessions_opened, ledger.invokes.refusals) == (1, 1, 6)
 
 
 async def test_between_refusals_a_rollout_has_no_deadline_and_no_session(rollout, runtime, ledger):
@@ -157,30 +175,16 @@ async def test_a_session_that_may_have_begun_is_stopped_and_its_id_never_used_ag
     assert ledger.open_sessions == {second}
 
 
-async def test_a_permanent_failure_is_settled_at_once_with_its_reason(rollout, runtime, ledger):
-    runtime.on_invoke = [InvokeRejected("ResourceNotFoundException: no such runtime", reason="runtime_not_found")]
+@pytest.mark.parametrize(("reason", "may_be_open"), [("runtime_not_found", False), ("container_error", True)])
+async def test_a_permanent_failure_is_settled_at_once_with_its_reason(rollout, runtime, ledger, reason, may_be_open):
+    runtime.on_invoke = [InvokeRejected("no such runtime, or a 500 of the container", reason=reason)]
     assert not await rollout.dispatch()
     entry = rollout.entry
-    assert (entry.outcome, entry.reason) == (Outcome.INFRA_ERROR, "runtime_not_found")
+    assert (entry.outcome, entry.reason) == (Outcome.INFRA_ERROR, reason)
     assert "no such runtime" in entry.message
     assert len(runtime.invokes) == 1
+    assert runtime.stops == runtime.invokes * may_be_open
     assert not ledger.open_sessions
-
-
-async def test_a_container_that_answers_an_error_has_its_session_stopped(rollout, runtime, ledger):
-    runtime.on_invoke = [InvokeRejected("500", reason="container_error")]
-    assert not await rollout.dispatch()
-    assert runtime.stops == runtime.invokes
-    assert rollout.entry.reason == "container_error"
-
-
-async def test_attempts_are_bounded(rollout, runtime, ledger):
-    runtime.on_invoke = [RuntimeUnavailable("500")]
-    assert not await rollout.dispatch()
-    assert runtime.invokes == runtime.stops
-    assert len(set(runtime.invokes)) == 3
-    entry = rollout.entry
-    assert (entry.outcome, entry.reason, entry.attempts) == (Outcome.INFRA_ERROR, "runtime_unavailable", 3)
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"status": "ok"}'])

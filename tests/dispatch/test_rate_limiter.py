@@ -13,14 +13,6 @@ def send(rate: AdaptiveRate, now: float) -> float:
     return at
 
 
-def test_a_burst_of_one_second_is_free_and_then_the_rate_holds():
-    rate, now, sent = AdaptiveRate(3), 100.0, []
-    for _ in range(5):
-        now = send(rate, now)
-        sent.append(round(now - 100, 3))
-    assert sent == [0, 0, 0, 0.333, 0.667]
-
-
 def test_a_refusal_halves_the_rate_down_to_the_floor():
     rate = AdaptiveRate(8)
     found = []

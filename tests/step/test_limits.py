@@ -6,7 +6,7 @@ import json
 import pytest
 
 from agent_wrapper.contract import Outcome
-from builders import eventually, skip
+from builders import eventually
 from rollout_backend.core.manifest import payload_digest
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CircuitOpen, InvokeRejected
@@ -20,20 +20,6 @@ def opens_after(max_failures: int) -> str:
     return f"circuit_breaker={{max_failures: {max_failures}, min_span_s: 0}}"
 
 
-async def test_failures_of_one_kind_stop_the_step_with_a_diagnosis_and_close_what_runs(open_bench):
-    bench = await open_bench(opens_after(3), "group.size=4", "group.min_viable=1")
-
-    async def all_but_the_last(request):
-        if not request.rollout_id.endswith(".3"):
-            raise InvokeRejected("exec format error", reason="container_error")
-
-    with pytest.raises(CircuitOpen, match=r"3 rollouts.*container_error.*exec format error.*the agents' log.*arm64"):
-        await bench.run(before=all_but_the_last, behave=Agents.hang)
-    bench.ledger.reconcile()
-    assert bench.ledger.entries["task-a.3"].reason == "run_failed"
-    assert set(bench.agents.stopped) == bench.agents.invoked
-
-
 async def test_failures_add_up_over_steps_and_a_stopped_run_dispatches_nothing(open_bench):
     bench = await open_bench(opens_after(4))
 
@@ -41,7 +27,8 @@ async def test_failures_add_up_over_steps_and_a_stopped_run_dispatches_nothing(o
         raise InvokeRejected("who are you?", reason="access_denied")
 
     assert (await bench.run(before=refuse)).report.reasons == {"infra_error: access_denied": 2}
-    with pytest.raises(CircuitOpen, match="TrainerPolicyArn"):
+    diagnosis = r"4 rollouts.*access_denied.*who are you.*the agents' log.*TrainerPolicyArn"
+    with pytest.raises(CircuitOpen, match=diagnosis):
         await bench.run(number=1)
     bench.forget()
     with pytest.raises(CircuitOpen):
@@ -152,15 +139,6 @@ async def test_a_straggler_is_cut_off(open_bench):
     assert (bias.cut_off.rollouts, bias.cut_off.mean_sampled_tokens) == (1, None)
     assert bias.cut_off.mean_s > bias.finished.mean_s
     assert bias.reason == "straggler"
-
-
-async def test_no_rollout_is_a_straggler_before_enough_are_finished(open_bench):
-    bench = await open_bench("group.size=4", "group.straggler_after=0.8")
-    running = bench.start(behave=only("task-a.2", Agents.vanish))
-    await eventually(lambda: bench.ledger.counts()[Outcome.COMPLETED] == 3)
-    skip(81)  # the timeouts of an agent and of its publication
-    result = await running
-    assert result.report.reasons == {"timed_out: no_result": 1}
 
 
 # --- spare rollouts ---------------------------------------------------------------------------------------

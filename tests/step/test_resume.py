@@ -61,16 +61,6 @@ async def test_the_manifest_names_a_further_attempt_before_it_is_made(open_bench
     assert sorted(named) == [(1, 1), (1, 1), (2, 2), (3, 3)]
 
 
-async def test_a_finished_step_is_read_and_not_run(open_bench):
-    bench = await open_bench()
-    first = await bench.run("a")
-    bench.forget()
-    again = await bench.run("a")
-    assert bench.agents.requests == []
-    assert again.report.resumed == 2
-    assert {r.rollout_id: r.encode() for r in again.rollouts} == {r.rollout_id: r.encode() for r in first.rollouts}
-
-
 async def test_neither_ids_nor_order_of_the_tasks_matter(open_bench):
     bench = await open_bench()
     await begin_and_die(bench, "a:1", "b:1")
