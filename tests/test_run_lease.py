@@ -4,28 +4,20 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
 
 import pytest
 
-from rollout_backend import manager as manager_module
 from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.collect.store import ResultStore
-from rollout_backend.config import AwsConfig, RolloutConfig, StorageConfig
-from rollout_backend.core.manifest import StepRequest
-from rollout_backend.core.tasks import Task
+from rollout_backend.config import AwsConfig, StorageConfig
 from rollout_backend.dispatch.call_queue import CallQueue
-from rollout_backend.errors import InvokeRejected, RunHeld, ServingError, StoreError, WriteConflict
-from rollout_backend.manager import RolloutManager
-from rollout_backend.results.records import RolloutRecord, records_of
-from rollout_backend.results.step_report import StepResult, make_report
+from rollout_backend.errors import InvokeRejected, RunHeld, StoreError, WriteConflict
 from rollout_backend.run_lease import FencedRuntime, LeaseHolder, RunLease
 from rollout_backend.testing.fault_proxy import Fault, Rule
-from rollouts import make_ledger, make_manifest
+from rollouts import make_manifest
 
 LONG = 600.0
 Open = Callable[..., RunLease]
@@ -81,7 +73,10 @@ def ended_process() -> int:
 
 
 async def test_a_run_is_held_by_one_manager_and_the_second_learns_by_which(manager, store):
-    first = await start(manager())
+    first = manager()
+    await first.begin()
+    assert await first.may_delete_queue()
+    await first.claim()
     before = await record(store, first)
     with pytest.raises(RunHeld, match=rf"held by another manager \(process {first.me.pid} on .*, since 20") as caught:
         await manager().begin()
@@ -91,15 +86,10 @@ async def test_a_run_is_held_by_one_manager_and_the_second_learns_by_which(manag
     assert await first.may_delete_queue()
 
 
-async def test_a_run_whose_process_is_dead_starts_again_at_once_on_its_machine(manager):
-    await start(manager(pid=ended_process()))
-    second = await start(manager())
-    assert second.fencing_token == 2
-
-
-async def test_a_pid_that_is_used_again_is_no_sign_of_life(manager):
-    await start(manager(started=1))
-    await start(manager())
+@pytest.mark.parametrize("is_used_again", [False, True])
+async def test_a_run_whose_process_is_dead_starts_again_at_once_on_its_machine(manager, is_used_again):
+    await start(manager(**{"started": 1} if is_used_again else {"pid": ended_process()}))
+    assert (await start(manager())).fencing_token == 2
 
 
 async def test_a_released_run_is_taken_at_once_on_any_machine(manager):
@@ -152,12 +142,6 @@ async def test_a_start_that_fails_leaves_the_former_holder_on_record(manager, st
     assert (found["manager_id"], found["starting"], found["released"]) == (dead.me.id, None, False)
 
 
-async def test_the_first_start_of_a_run_may_delete_what_it_made(manager):
-    first = manager()
-    await first.begin()
-    assert await first.may_delete_queue()
-
-
 async def test_of_many_managers_that_start_at_once_one_gets_the_run(manager):
     found = await asyncio.gather(*(start(manager()) for _ in range(5)), return_exceptions=True)
     assert sum(isinstance(each, RunLease) for each in found) == 1
@@ -195,69 +179,10 @@ async def test_a_manager_that_has_lost_the_run_starts_no_agent(manager):
     runtime.invoke.assert_not_called()
 
 
-class EndedStep:
-    """A step that is over at once."""
-
-    def __init__(self, request: StepRequest, *_: Any) -> None:
-        self._number = request.step
-
-    async def run(self) -> StepResult:
-        how = {"refused": 0, "seconds": 0.0, "deadline_reached": False}
-        report = make_report("r", make_ledger(self._number), [], [], [], [], **how)
-        return StepResult(self._number, (), (), (), report, tuple(self.records()))
-
-    def records(self) -> list[RolloutRecord]:
-        ledger = make_ledger(0)
-        ledger.plan("a.0", "a")
-        return records_of(ledger, lambda entry: "")
-
-    def release(self) -> None: ...
-
-
-@pytest.fixture
-def collect(monkeypatch, tmp_path) -> Callable[..., Awaitable[StepResult]]:
-    """Collect a step that is over at once, by a manager with this hold on the run."""
-    monkeypatch.setattr(manager_module, "Step", EndedStep)
-    settings = {"run_id": "r", "output_dir": tmp_path, "model": {"path": tmp_path}, "storage": {"bucket": "bucket"}}
-    made = RolloutManager(RolloutConfig.parse({**settings, "runtime": {"kind": "http", "url": "http://agents"}}))
-    monkeypatch.setattr(made.archive, "write_report", lambda report: None)
-
-    async def run(lease: RunLease, step: int | None = None) -> StepResult:
-        gateways = SimpleNamespace(stats=AsyncMock(side_effect=ServingError("gone")))
-        serving = SimpleNamespace(weight_version=None, named_adapter=lambda name: None, gateways=gateways)
-        made._run = SimpleNamespace(
-            for_steps=None, lease=lease, limits=made.config.runtime, serving=serving, background=[]
-        )
-        return await made.collect([Task("a", {})], step=step)
-
-    return run
-
-
-async def test_a_step_without_a_number_gets_none_that_was_used(manager, collect):
-    """Under a number that was used it would resume that step, and train its results twice."""
-    first = await start(manager())
-    assert [(await collect(first, step)).step for step in (None, 5, None, 2, None)] == [0, 5, 6, 2, 7]
-
-
-async def test_a_step_returns_only_to_a_manager_that_still_has_the_run(manager, collect, tmp_path):
-    first = await start(manager(lease_s=1.0, pid=ended_process()))
-    assert (await collect(first)).step == 0
-    records = tmp_path / "r" / "steps" / "00000000.rollouts.jsonl"
-    records.unlink()
-    stall(first)
-    await start(manager())
-    first._renewed_at -= LONG
-    collecting = asyncio.create_task(collect(first))
-    resume(first)
-    with pytest.raises(RunHeld, match="taken over by another manager"):
-        await collecting
-    assert not records.exists()  # the other manager writes them
-
-
-async def test_a_step_returns_though_s3_does_not_answer_for_minutes(manager, collect, caplog):
+async def test_a_lease_that_cannot_be_confirmed_for_minutes_is_reported(manager, caplog):
     first = await start(manager(retry_s=0.1))
     first._renewed_at -= LONG
-    assert (await collect(first)).step == 0
+    await first.try_to_confirm()
     assert "another manager may hold the run" in caplog.text
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from agent_wrapper.contract import Outcome
 from builders import eventually
-from rollout_backend.errors import CircuitOpen, InvokeRejected
+from rollout_backend.core.tasks import Task
+from rollout_backend.errors import CircuitOpen, InvokeRejected, RunHeld
 from rollout_backend.step.step import Step
 from step_bench import Agents, only
 
@@ -71,3 +72,22 @@ async def test_a_resumed_step_has_the_sessions_of_finished_rollouts(open_bench):
     assert (report.resumed, report.until_invoke_s) == (1, None)
     [record] = step.records()
     assert (record.outcome, record.attempts, record.session_ids) == (Outcome.COMPLETED, 0, (request.session_id,))
+
+
+async def test_a_step_without_a_number_gets_none_that_was_used(open_bench, tmp_path):
+    """Under a number that was used it would resume that step, and train its results twice."""
+    manager = (await open_bench("group.size=1", f"output_dir={tmp_path}")).manager()
+    numbers = [(await manager.collect([Task("a", {})], step=step)).step for step in (None, 5, None, 2, None)]
+    assert numbers == [0, 5, 6, 2, 7]
+
+
+async def test_a_step_returns_only_to_a_manager_that_still_has_the_run(open_bench, tmp_path):
+    bench = await open_bench("group.size=1", f"output_dir={tmp_path}")
+    manager = bench.manager()
+    lease = manager._run.lease
+    lease.try_to_confirm.side_effect = RunHeld("taken over by another manager")
+    lease.mark_lost.side_effect = lambda error: setattr(lease, "lost", error)
+    with pytest.raises(RunHeld):
+        await manager.collect([Task("a", {})])
+    assert isinstance(lease.lost, RunHeld)
+    assert not [*tmp_path.rglob("*.rollouts.jsonl")], "the other manager writes them"
