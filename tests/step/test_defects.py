@@ -1,4 +1,4 @@
-"""A request that cannot be signed costs time. A defect in the task of a rollout ends the step, with that error."""
+"""A request that cannot be signed costs time. A defect in a task of a step ends the step, with that error."""
 
 import asyncio
 from collections import Counter
@@ -31,9 +31,10 @@ async def test_urls_that_cannot_be_signed_cost_time_and_no_attempt(open_bench):
     assert {request.result.urls.result for request in bench.agents.requests} == {"http://s3/1"}
 
 
-@pytest.mark.parametrize("where", ["signing", "invoke", "stop", "accepted"])
+@pytest.mark.parametrize("where", ["signing", "invoke", "stop", "accepted", "listing"])
 async def test_a_defect_in_a_rollouts_task_ends_the_step_at_once(open_bench, monkeypatch, where):
-    bench = await open_bench("group.size=4", "timeouts.collection_s=3600", "timeouts.session_key_s=9000")
+    times = ("timeouts.collection_s=3600", "timeouts.session_key_s=9000", "collect.list_after_idle_s=0.1")
+    bench = await open_bench("group.size=4", "queue.wait_s=0", *times)
     defect = ZeroDivisionError("a defect")
 
     async def fail(*_):
@@ -57,6 +58,8 @@ async def test_a_defect_in_a_rollouts_task_ends_the_step_at_once(open_bench, mon
             behave = only("task-a.3", Agents.complete, Agents.hang)
         case "accepted":
             monkeypatch.setattr(bench.services.in_flight, "record_running", lambda *_: 1 / 0)
+        case "listing":
+            monkeypatch.setattr(bench.services.buffer, "sweep", fail)
     async with asyncio.timeout(60):
         with pytest.raises(ZeroDivisionError):
             await bench.run(behave=behave)

@@ -5,43 +5,11 @@ import itertools
 import pytest
 
 from agent_wrapper.contract import Outcome
-from builders import eventually
 from rollout_backend.core.tasks import Task, rollout_id
 from rollout_backend.errors import CircuitOpen
 from rollout_backend.step.circuit_breaker import CircuitBreaker
 from rollouts import make_manifest
 from step_bench import Agents, only
-
-
-async def test_a_result_forged_for_another_rollout_is_no_result_and_it_is_replaced(open_bench):
-    """The forged object occupies the key for good, so the rollout cannot finish. Another one takes its place."""
-    bench = await open_bench("group.size=1", "group.policy=replace")
-
-    def victims():
-        return [request for request in bench.agents.requests if request.rollout_id == "victim.0"]
-
-    async def forge(agents, request):
-        [victim] = victims()
-        await agents.put(victim, agents.result(victim, session_id=request.session_id).encode())
-        await agents.announce(victim)
-        await agents.complete(request)
-
-    async def victim_first(request):
-        if request.task_id == "hostile":
-            await eventually(victims)
-
-    result = await bench.run(
-        "hostile", "victim", before=victim_first, behave=only("hostile", forge, only("victim.0", Agents.hang))
-    )
-    assert result.report.reasons == {"infra_error: invalid_result": 1}
-    [failure] = result.failures
-    assert failure.rollout_id == "victim.0"
-    assert failure.message.startswith("session_id: is not that of attempt 1 of 'victim.0'")
-    assert result.report.replacements == 1
-    assert all(group.usable for group in result.groups)
-    assert {rollout.rollout_id for rollout in result.rollouts} == {"hostile.0", "victim.1"}
-    [record] = await bench.quarantined()
-    assert record["what"].endswith("/victim.0")
 
 
 async def test_results_refused_before_a_restart_do_not_open_the_breaker_again(open_bench):

@@ -38,19 +38,14 @@ async def test_an_attempt_whose_session_ended_is_followed_by_another(open_bench)
     assert bench.agents.stopped.count(attempts[1]) == 1
 
 
-async def test_the_last_attempt_ends_with_the_runtimes_reason(open_bench):
+@pytest.mark.parametrize("final", [False, True])
+async def test_the_last_attempt_ends_with_the_runtimes_reason(open_bench, final):
+    """An end that another attempt would repeat gets none."""
     bench = await open_bench("runtime.max_attempts=2", "group.min_viable=1")
-    result = await bench.run(behave=only("task-a.1", reports_its_end(bench)))
+    result = await bench.run(behave=only("task-a.1", reports_its_end(bench, final=final)))
     assert result.report.reasons == {"infra_error: out_of_memory": 1}
-    [failure] = result.failures
-    assert failure.message.endswith("killed")
-    assert result.report.attempts == 3
-
-
-async def test_an_end_that_another_attempt_would_repeat_gets_none(open_bench):
-    bench = await open_bench("group.min_viable=1")
-    result = await bench.run(behave=only("task-a.1", reports_its_end(bench, final=True)))
-    assert (result.report.reasons, result.report.attempts) == ({"infra_error: out_of_memory": 1}, 2)
+    assert result.failures[0].message.endswith("killed")
+    assert result.report.attempts == (2 if final else 3)
 
 
 async def test_a_result_in_s3_wins_over_the_end_of_its_session(open_bench):
