@@ -6,12 +6,12 @@ import os
 import shutil
 import signal
 
-import aiohttp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from adapters import save_adapter
+from builders import generate
 from rollout_backend.config import ServingConfig
 from rollout_backend.errors import ConfigError, ServingError, WeightsMismatch
 from rollout_backend.serving.adapters import AdapterStore
@@ -56,22 +56,16 @@ def gateways(monkeypatch):
     monkeypatch.setattr(ModelServing, "gateways", Gateways(), raising=False)
 
 
-async def generate(url, adapter, key="s", tokens=1):
+async def sampled(url, adapter, key="s", tokens=1):
     """Return the folder of the adapter that sampled a reply and how it ended, or the status of the refusal."""
-    body = {"input_ids": [1], "sampling_params": {"max_new_tokens": tokens}, "lora_path": adapter}
-    url = f"{url}/generate"
-    async with (
-        aiohttp.ClientSession() as http,
-        http.post(url, json=body, headers={"X-SMG-Routing-Key": key}) as reply,
-    ):
-        answer = await reply.json()
-    return (answer["adapter"], answer["meta_info"]["finish_reason"]["type"]) if reply.status == 200 else reply.status
+    status, answer = await generate(url, key, tokens, lora_path=adapter)
+    return (answer["adapter"], answer["meta_info"]["finish_reason"]["type"]) if status == 200 else status
 
 
 async def served(serving, adapter):
     """Return what the engines answer to calls with this adapter."""
     assert len(serving.engines.engine_urls) == 2
-    return {await generate(url, adapter) for url in serving.engines.engine_urls}
+    return {await sampled(url, adapter) for url in serving.engines.engine_urls}
 
 
 def in_use():
@@ -90,7 +84,7 @@ async def test_a_new_version_takes_the_place_of_the_old_one_on_every_engine(serv
         await serving.load_adapter("b", other)
         assert await served(serving, "a@1") == {(str(first), "length")}
         router = serving.engines.router_url
-        in_flight = [asyncio.create_task(generate(router, "a@1", f"session-{i}", tokens=9999)) for i in range(8)]
+        in_flight = [asyncio.create_task(sampled(router, "a@1", f"session-{i}", tokens=9999)) for i in range(8)]
         await until(lambda: (tmp_path / "engines.log").read_text().count("generates 9999") == 8)
         assert (await serving.load_adapter("a", second)).version == 2
         assert set(await asyncio.gather(*in_flight)) == {(str(first), "abort")}

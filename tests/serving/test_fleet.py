@@ -3,10 +3,9 @@ import os
 import signal
 import socket
 
-import aiohttp
 import pytest
 
-from builders import is_running, post, skip
+from builders import generate, is_running, post, skip
 from rollout_backend.errors import StartupError
 from rollout_backend.serving.engine import is_healthy, is_responding
 from rollout_backend.serving.engine_fleet import EngineFleet, engine_factory
@@ -47,14 +46,10 @@ async def routed_to(fleet, *urls):
     return set(await fleet._router.workers()) == set(urls)
 
 
-async def generate(fleet, key="session"):
-    async with (
-        aiohttp.ClientSession() as http,
-        http.post(
-            f"{fleet.router_url}/generate", json={"input_ids": [1]}, headers={"X-SMG-Routing-Key": key}
-        ) as reply,
-    ):
-        return reply.status, (await reply.json()).get("pid")
+async def served_by(fleet, key="session"):
+    """Return the status of a call, and the process that answered it."""
+    status, answer = await generate(fleet.router_url, key)
+    return status, answer.get("pid")
 
 
 async def test_fleet_serves_and_leaves_no_process(make_fleet):
@@ -68,7 +63,7 @@ async def test_fleet_serves_and_leaves_no_process(make_fleet):
             ("engine-0", True, 0),
             ("engine-1", True, 0),
         ]
-        served = {(await generate(fleet, f"session-{i}"))[1] for i in range(30)}
+        served = {(await served_by(fleet, f"session-{i}"))[1] for i in range(30)}
         assert served == set(pids)
         router = fleet._router.pid
     assert not any(is_running(pid) for pid in [*pids, router])
@@ -80,17 +75,17 @@ async def test_killed_engine_is_restarted_and_calls_succeed_meanwhile(make_fleet
     fleet, events, engines = make_fleet(serving={"servers": 2}, router={})
     async with fleet:
         keys = [f"session-{i}" for i in range(30)]
-        await asyncio.gather(*(generate(fleet, key) for key in keys))  # pins each to an engine
+        await asyncio.gather(*(served_by(fleet, key) for key in keys))  # pins each to an engine
         os.kill(engines[0].pid, signal.SIGKILL)
         await until(lambda: "died" in kinds(events, "engine-0") and engines[0].url not in fleet.engine_urls)
-        assert {status for status, _ in [await generate(fleet, key) for key in keys]} == {200}
+        assert {status for status, _ in [await served_by(fleet, key) for key in keys]} == {200}
         await until(lambda: kinds(events, "engine-0") == ["started", "died", "restarted"])
         died = next(event for event in events if event.kind == "died")
         assert "code -9" in died.detail
         assert "engine-0.log" in died.detail
         assert len(engines) == 3
         assert set(await fleet._router.workers()) == {engines[1].url, engines[2].url} == set(fleet.engine_urls)
-        served = {(await generate(fleet, f"new-{i}"))[1] for i in range(30)}
+        served = {(await served_by(fleet, f"new-{i}"))[1] for i in range(30)}
         assert served == {engines[1].pid, engines[2].pid}
         assert kinds(events, "engine-1") == ["started"]
         assert [state.restarts for state in fleet.snapshot()] == [0, 1, 0]
@@ -110,7 +105,7 @@ async def test_killed_router_restarts_with_all_engines(make_fleet, until, kind):
         await until(lambda: kinds(events, "router") == ["started", "died", "restarted"])
         assert fleet.router_url == url
         assert set(await fleet._router.workers()) == {engine.url for engine in engines}
-        assert (await generate(fleet))[0] == 200
+        assert (await served_by(fleet))[0] == 200
         assert kinds(events, "engine-0") == ["started"]
 
 
@@ -137,20 +132,6 @@ async def test_an_engine_that_the_router_does_not_take_again_is_restarted(make_f
         assert await routed_to(fleet, engines[1].url)
 
 
-async def test_last_engine_out_of_restarts_ends_the_run(make_fleet, until):
-    fleet, events, engines = make_fleet(
-        mode=lambda started: "healthy" if started == 0 else "broken", serving={"max_restarts": 2}
-    )
-    async with fleet:
-        failed = asyncio.create_task(fleet.failed())
-        os.kill(engines[0].pid, signal.SIGKILL)
-        with pytest.raises(StartupError, match=r"gone after 2 restarts[\s\S]*made of cheese"):
-            await asyncio.wait_for(failed, 120)
-        assert kinds(events, "engine-0") == ["started", "died", "died", "died", "gave_up"]
-        assert fleet.engine_urls == ()
-        assert len(engines) == 3
-
-
 async def test_start_fails_if_no_engine_starts(make_fleet):
     fleet, events, engines = make_fleet(mode=lambda started: "broken", serving={"servers": 2, "max_restarts": 0})
     message = r"engine-0 ended with code 1 before it was up[\s\S]*made of cheese[\s\S]*other 1 engines failed"
@@ -167,7 +148,7 @@ async def test_engine_that_does_not_start_does_not_stop_the_others(make_fleet, u
     )
     async with fleet:
         assert fleet.engine_urls == (engines[0].url,)
-        assert await generate(fleet) == (200, engines[0].pid)
+        assert await served_by(fleet) == (200, engines[0].pid)
         await until(lambda: [event.kind for event in events].count("gave_up") == 2)
         assert kinds(events, "engine-2") == ["died", "died", "gave_up"]
         up_at = [(event.server, event.kind) for event in events].index(("engine-0", "started"))
@@ -177,7 +158,7 @@ async def test_engine_that_does_not_start_does_not_stop_the_others(make_fleet, u
             assert event.kind != "gave_up" or limit in event.detail
         assert not fleet._supervisors._failed.is_set()
         os.kill(engines[0].pid, signal.SIGKILL)  # the last one; its replacement is broken too
-        with pytest.raises(StartupError, match=r"engine-0 is gone after 1 restarts.*no other engine is left"):
+        with pytest.raises(StartupError, match=r"gone after 1 restarts.*no other engine is left[\s\S]*cheese"):
             await asyncio.wait_for(fleet.failed(), 120)
 
 
@@ -222,7 +203,7 @@ async def test_external_engines_are_registered_and_left_running(make_config, sta
         await until(lambda: kinds(events, "engine-0") == ["started", "died"])
         await until(lambda: routed_to(fleet, url_b))
         assert fleet.engine_urls == (url_b,)
-        assert await generate(fleet) == (200, b.pid)
+        assert await served_by(fleet) == (200, b.pid)
         await post(f"{url_a}/fail_probes", {"fail": False})
         await until(lambda: kinds(events, "engine-0") == ["started", "died", "restarted"])
         assert set(await fleet._router.workers()) == {url_a, url_b}
@@ -331,7 +312,7 @@ async def test_server_is_idle_when_it_sleeps_and_stays_alive(sleeper, until):
     assert [state.paused for state in fleet.snapshot()] == [False, True]
     assert await asyncio.gather(*calls) == [200, 200]  # aborted
     assert await post(f"{url}/release_memory_occupation") == 200
-    straggler = asyncio.create_task(generate(fleet))
+    straggler = asyncio.create_task(served_by(fleet))
     await until(lambda: "called for 1\n" in process.log.read_text())
     assert not straggler.done(), "a sleeping server generated"
     assert await post(f"{url}/resume_memory_occupation") == 200
@@ -352,7 +333,7 @@ async def test_router_restarted_while_servers_sleep_gets_them_when_they_wake(sle
     assert await fleet._router.workers() == {}
     assert await post(f"{url}/resume_memory_occupation") == 200
     await fleet.resume()
-    assert await generate(fleet) == (200, process.pid)
+    assert await served_by(fleet) == (200, process.pid)
     assert kinds(events, "engine-0") == ["started"]
 
 
@@ -374,7 +355,7 @@ async def test_sleeping_server_that_does_not_answer_counts_no_restart(sleeper, u
     await fleet.resume()
 
     async def generates():
-        return await generate(fleet) == (200, process.pid)
+        return await served_by(fleet) == (200, process.pid)
 
     await until(generates)  # once the router's own health check has succeeded again
     assert [state.restarts for state in fleet.snapshot()] == [0, 0]

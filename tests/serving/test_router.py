@@ -10,7 +10,7 @@ from collections import Counter
 import aiohttp
 import pytest
 
-from builders import post, run_config
+from builders import generate, post, run_config
 from rollout_backend.checks.machine import check_machine
 from rollout_backend.config import RouterConfig
 from rollout_backend.core.check_result import CheckResult
@@ -32,40 +32,24 @@ async def router(request, tmp_path):
         yield router
 
 
-async def call(http: aiohttp.ClientSession, router: Router, key: str, tokens: int = 1) -> tuple[int, int | None]:
+async def call(router: Router, key: str, tokens: int = 1) -> tuple[int, int | None]:
     """Return the status of a call, and the process that answered it."""
-    body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": tokens}}
-    async with http.post(f"{router.url}/generate", json=body, headers={"X-SMG-Routing-Key": key}) as response:
-        return response.status, (await response.json()).get("pid")
+    status, answer = await generate(router.url, key, tokens)
+    return status, answer.get("pid")
 
 
-async def served_by(http: aiohttp.ClientSession, router: Router, key: str) -> int:
-    status, pid = await call(http, router, key)
-    assert status == 200
-    return pid
-
-
-def test_command_line_bounds_every_wait():
-    argv = router_command(RouterConfig(host="0.0.0.0"), 5000, 5001, model_call_s=12.5)
+def test_the_command_line_bounds_every_wait_and_smgs_own_protections_are_off():
+    argv, smg = (
+        router_command(RouterConfig(kind=kind, host="0.0.0.0"), 5000, 5001, model_call_s=12.5) for kind in KINDS
+    )
     assert "sglang_router" in argv[2]
     given = dict(zip(argv[3::2], argv[4::2], strict=True))
     assert given["--host"] == "0.0.0.0"
     assert given["--request-timeout-secs"] == "13"
     assert int(given["--worker-startup-timeout-secs"]) <= 10
     assert given["--policy"] == "manual"
-
-
-def test_smg_gets_the_same_options_and_its_own_protections_are_off():
-    argv = router_command(RouterConfig(kind="smg"), 5000, 5001, model_call_s=12.5)
-    common = router_command(RouterConfig(), 5000, 5001, model_call_s=12.5)
-    assert argv[1:3] == ["-m", "smg.launch_router"]
-    assert argv[3 : len(common)] == common[3:]
-    assert argv[len(common) :] == [
-        "--disable-worker-overload-protection",
-        "--disable-load-monitoring",
-        "--max-concurrent-requests",
-        "0",
-    ]
+    own = ("--disable-worker-overload-protection", "--disable-load-monitoring", "--max-concurrent-requests", "0")
+    assert smg[1:] == ["-m", "smg.launch_router", *argv[3:], *own]
 
 
 def test_a_missing_smg_is_refused_with_the_command_that_installs_it(tmp_path, monkeypatch):
@@ -89,13 +73,10 @@ async def test_sessions_are_spread_and_sticky(router, start_engine):
     (url_a, a), (url_b, b) = await asyncio.gather(start_engine(), start_engine())
     await asyncio.gather(router.add(url_a), router.add(url_b))
     assert set(await router.workers()) == {url_a, url_b}
-    async with aiohttp.ClientSession() as http:
-        keys = [f"session-{i}" for i in range(40)]
-        first = await asyncio.gather(*(served_by(http, router, key) for key in keys))
-        again = await asyncio.gather(*(served_by(http, router, key) for key in keys))
+    first, again = [await asyncio.gather(*(call(router, f"session-{i}") for i in range(40))) for _ in "ab"]
     assert first == again
     counts = Counter(first)
-    assert set(counts) == {a.pid, b.pid}
+    assert set(counts) == {(200, a.pid), (200, b.pid)}
     assert min(counts.values()) >= 10
 
 
@@ -122,51 +103,29 @@ async def test_a_removed_engine_gets_no_new_call_and_finishes_those_in_flight(ro
     (url_a, a), (url_b, b) = await asyncio.gather(start_engine(), start_engine())
     await asyncio.gather(router.add(url_a), router.add(url_b))
     keys = [f"session-{i}" for i in range(20)]
-    async with aiohttp.ClientSession() as http:
-        first = await asyncio.gather(*(call(http, router, key) for key in keys))
-        pinned = [key for key, (_, pid) in zip(keys, first, strict=True) if pid == a.pid]
-        assert pinned
-        in_flight = asyncio.create_task(call(http, router, pinned[0], tokens=10**6))
-        await until(lambda: "generates 1000000" in a.log.read_text())
-        await router.remove(url_a)
-        assert set(await router.workers()) == {url_b}
-        assert {await call(http, router, key) for key in keys} == {(200, b.pid)}
-        assert not in_flight.done()
-        await post(f"{url_a}/abort_request")
-        assert await in_flight == (200, a.pid)
+    pinned = [key for key in keys if await call(router, key) == (200, a.pid)]
+    in_flight = asyncio.create_task(call(router, pinned[0], tokens=10**6))
+    await until(lambda: "generates 1000000" in a.log.read_text())
+    await router.remove(url_a)
+    assert set(await router.workers()) == {url_b}
+    assert {await call(router, key) for key in keys} == {(200, b.pid)}
+    assert not in_flight.done()
+    await post(f"{url_a}/abort_request")
+    assert await in_flight == (200, a.pid)
 
 
 async def test_calls_in_flight_on_a_killed_engine_are_retried_elsewhere(router, start_engine, until):
     """These failures open the killed engine's circuit breaker, so later calls of its sessions succeed too."""
     (url_a, a), (url_b, b) = await asyncio.gather(start_engine(), start_engine())
     await asyncio.gather(router.add(url_a), router.add(url_b))
-    async with aiohttp.ClientSession() as http:
-        keys = [f"session-{i}" for i in range(40)]
-        first = await asyncio.gather(*(call(http, router, key) for key in keys))
-        pinned = [key for key, (_, pid) in zip(keys, first, strict=True) if pid == a.pid][:12]
-        await post(f"{url_a}/pause_generation")
-        calls = [asyncio.create_task(call(http, router, key, tokens=2)) for key in pinned]
-        await until(lambda: a.log.read_text().count("called for 2") == len(calls))
-        os.kill(a.pid, signal.SIGKILL)
-        assert {await each for each in calls} == {(200, b.pid)}
-        assert {await call(http, router, key) for key in keys} == {(200, b.pid)}
-
-
-@pytest.mark.parametrize("router", KINDS, indirect=True)
-async def test_sessions_of_an_idle_killed_engine_move(router, start_engine):
-    """smg retries at another engine; sglang-router retries at the killed one, and answers 500, until it skips it."""
-    (url_a, a), (url_b, b) = await asyncio.gather(start_engine(), start_engine())
-    await asyncio.gather(router.add(url_a), router.add(url_b))
-    async with aiohttp.ClientSession() as http:
-        keys = [f"session-{i}" for i in range(40)]
-        first = await asyncio.gather(*(call(http, router, key) for key in keys))
-        pinned = [key for key, (_, pid) in zip(keys, first, strict=True) if pid == a.pid]
-        os.kill(a.pid, signal.SIGKILL)
-        await a.wait_ended()
-        found = [await call(http, router, key) for key in pinned]
-    assert found[-1] == (200, b.pid)
-    assert set(found) <= {(200, b.pid), (500, None)}
-    assert router._config.kind == "sglang-router" or set(found) == {(200, b.pid)}
+    keys = [f"session-{i}" for i in range(40)]
+    pinned = [key for key in keys if await call(router, key) == (200, a.pid)][:12]
+    await post(f"{url_a}/pause_generation")
+    calls = [asyncio.create_task(call(router, key, tokens=2)) for key in pinned]
+    await until(lambda: a.log.read_text().count("called for 2") == len(calls))
+    os.kill(a.pid, signal.SIGKILL)
+    assert {await each for each in calls} == {(200, b.pid)}
+    assert {await call(router, key) for key in keys} == {(200, b.pid)}
 
 
 @pytest.mark.parametrize("router", KINDS, indirect=True)

@@ -11,7 +11,7 @@ import pytest
 from rollout_backend.child_process import describe_sigkill, oom_kills
 from rollout_backend.errors import StartupError
 from rollout_backend.serving import server_process
-from rollout_backend.serving.server_process import SERVER_PORTS, ServerProcess, free_port
+from rollout_backend.serving.server_process import SERVER_PORTS, ServerKilled, ServerProcess, free_port
 
 
 async def test_stop_cancelled_as_the_process_ends_stays_cancelled(tmp_path, monkeypatch):
@@ -87,6 +87,7 @@ async def test_a_server_without_memory_is_recognised(tmp_path, program, words):
     with pytest.raises(StartupError) as ended:
         await process.wait_healthy(never, 60)
     assert words in str(ended.value)
+    assert isinstance(ended.value, ServerKilled) == ("SIGKILL" in words)  # then another start may succeed
 
 
 def test_a_kill_is_blamed_on_the_lack_of_memory_only_if_the_kernel_has_counted_one(tmp_path):

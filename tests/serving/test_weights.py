@@ -6,12 +6,12 @@ import shutil
 import signal
 import socket
 
-import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
 from safetensors.numpy import save_file
 
+from builders import generate
 from builders import served as serve_http
 from rollout_backend.errors import ConfigError, ServingError, WeightsMismatch, WeightUpdateFailed
 from rollout_backend.serving.model_serving import ModelServing
@@ -33,18 +33,14 @@ def config(make_config, model_folder, tmp_path):
     return make_config(serving={"servers": 2, "max_restarts": 2}, output_dir=tmp_path)
 
 
-async def generate(serving, key, tokens=1):
+async def sampled(serving, key, tokens=1):
     """Return the version and the weights that sampled a reply of the router, and how it ended."""
-    body = {"input_ids": [1], "sampling_params": {"max_new_tokens": tokens}}
-    headers = {"X-SMG-Routing-Key": key}
-    url = f"{serving.engines.router_url}/generate"
-    async with aiohttp.ClientSession() as http, http.post(url, json=body, headers=headers) as reply:
-        answer = await reply.json()
+    _, answer = await generate(serving.engines.router_url, key, tokens)
     return answer["meta_info"]["weight_version"], answer["weights"], answer["meta_info"]["finish_reason"]["type"]
 
 
 async def served(serving):
-    return {(await generate(serving, f"session-{i}"))[:2] for i in range(12)}
+    return {(await sampled(serving, f"session-{i}"))[:2] for i in range(12)}
 
 
 def all_serve(serving, restarts):
@@ -67,7 +63,7 @@ async def test_an_engine_that_fails_or_restarts_serves_only_the_new_weights(
     new = save(tmp_path / "new", 1.0)
     async with serve("healthy", mode) as (serving, events, engines):
         assert await served(serving) == {("0", "original")}
-        in_flight = [asyncio.create_task(generate(serving, f"session-{i}", tokens=9999)) for i in range(8)]
+        in_flight = [asyncio.create_task(sampled(serving, f"session-{i}", tokens=9999)) for i in range(8)]
         await until(lambda: (tmp_path / "engines.log").read_text().count("generates 9999") == 8)
         update = await serving.update_weights(new)
         assert update.version == 1 == serving.weight_version

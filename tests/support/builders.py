@@ -192,6 +192,16 @@ async def post(url: str, body: object = None) -> int:
         return reply.status
 
 
+async def generate(url: str, key: str = "session", tokens: int = 1, **body: object) -> tuple[int, dict[str, Any]]:
+    """Call an engine, or the router, in the session `key`; return the status and the answer of the fake engine."""
+    import aiohttp
+
+    sent = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": tokens}, **body}
+    headers = {"X-SMG-Routing-Key": key}
+    async with aiohttp.ClientSession() as http, http.post(f"{url}/generate", json=sent, headers=headers) as reply:
+        return reply.status, await reply.json()
+
+
 async def eventually(condition: Callable[[], object], timeout_s: float = 240.0) -> None:
     """Wait until the condition, or the awaitable that it returns, is true."""
     async with asyncio.timeout(timeout_s):

@@ -195,27 +195,6 @@ async def test_calls_to_a_sleeping_server_are_held_then_answered_503_and_lose_no
 
 
 @pytest.mark.slow
-@pytest.mark.release
-async def test_a_server_that_sleeps_too_long_is_an_infrastructure_error(server, backend, work):
-    """Calls are retried until the agent's deadline. The rollout has no reward, and is no agent error."""
-    backend.go(False)
-    collecting = asyncio.create_task(backend.manager.collect([task("never")]))
-    await backend.at_work("never")
-    await backend.sleep()
-    before = (await backend.errors()).get("engine_unavailable", 0)
-    backend.go()
-    result = await collecting
-    await backend.wake(work / "model", 8)
-    assert await version_of_a_token(server) == "8", "the server has crashed"
-    assert (await backend.errors()).get("engine_unavailable", 0) >= before + 2 * GROUP
-    outcomes = result.report.outcomes
-    assert outcomes[Outcome.TIMED_OUT] > 0
-    assert outcomes[Outcome.AGENT_ERROR] == outcomes[Outcome.COMPLETED] == 0, result.failures
-    assert result.report.trainable == 0
-    assert result.report.balanced
-
-
-@pytest.mark.slow
 async def test_verl_may_release_the_memory_as_soon_as_the_engines_are_paused(server, backend, work):
     """SGLang stays busy briefly after its last response, and runs a call for seconds after its client disconnects."""
     async with httpx.AsyncClient(timeout=60) as http:

@@ -1,4 +1,4 @@
-"""New weights over a gloo group, to scripted and real SGLang servers. Here, because it needs torch."""
+"""New weights as tensors, over a gloo group to scripted and real SGLang servers. Here, because they need torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from builders import eventually, run_config, served, skip
-from rollout_backend.errors import ServingError
+from rollout_backend.errors import ServingError, WeightsMismatch
 from rollout_backend.gateway.engine.client import EngineClient
 from rollout_backend.gateway.engine.engines import Engines
 from rollout_backend.gateway.engine.protocol import EngineRequest
@@ -25,7 +25,7 @@ from rollout_backend.serving import weights
 from rollout_backend.serving.engine import PROBE
 from rollout_backend.serving.install import find_engine
 from rollout_backend.serving.model_serving import ModelServing
-from rollout_backend.serving.weights import Weights, load_weights
+from rollout_backend.serving.weights import ModelFolder, Weights, load_weights
 from rollout_backend.testing.forward_pass import reference_logprobs
 
 TENSORS = {
@@ -139,6 +139,24 @@ async def test_a_server_that_is_gone_is_named():
     serving = run_config().serving
     with pytest.raises(ServingError, match="does not accept connections"):
         await load_weights("http://127.0.0.1:1", Weights(1, None, tensors=TENSORS), serving)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop("model.norm.weight"), "model.norm.weight is missing"),
+        (lambda w: w.update(stray=torch.zeros(2)), r"stray is \(2,\) and should be absent"),
+        (lambda w: w.update({n: w[n][:1] for n in list(w) if "layers" in n}), "more"),
+    ],
+)
+def test_weights_must_match_the_model(tmp_path, change, message):
+    model, into = make_tiny_model(tmp_path / "model"), tmp_path / "into"
+    into.mkdir()
+    tensors = load_file(model / "model.safetensors")
+    change(tensors)
+    with pytest.raises(WeightsMismatch, match=message):
+        ModelFolder.at(model).write(tensors, into, "float32")
+    assert not list(into.iterdir())
 
 
 @pytest.mark.engine
