@@ -493,7 +493,7 @@ class RolloutManager:
         """Replace the list of engines, for `serving.kind=external` without `serving.follow_dns`."""
         if self.config.serving.follow_dns:
             raise ConfigError("serving.follow_dns follows the engines already: remove it to call follow_engines")
-        await self._started.serving.follow_engines(urls)
+        await self._started.serving.engines.follow(urls)
 
     async def pause_engines(self) -> None:
         """Hold all model calls, for a trainer that takes the engines' memory: for `serving.kind=external`.
@@ -516,7 +516,7 @@ class RolloutManager:
 
     def servers(self) -> tuple[ServerState, ...]:
         """Return the state of the router and of each engine."""
-        return self._run.serving.snapshot() if self._run is not None else ()
+        return self._run.serving.engines.snapshot() if self._run is not None else ()
 
     async def progress(self) -> Progress:
         """Return counts of the rollouts of all current steps."""

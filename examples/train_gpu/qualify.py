@@ -291,14 +291,14 @@ class Qualification:
 
     @property
     def _engine(self) -> str:
-        return next(server.url for server in self._serving.snapshot() if server.name == "engine-0")
+        return next(server.url for server in self._serving.engines.snapshot() if server.name == "engine-0")
 
     @property
     def _longest(self) -> int:
         return self._config.model.context_tokens - 128
 
     def _check_restarts(self, expected: int) -> None:
-        restarts = sum(server.restarts for server in self._serving.snapshot())
+        restarts = sum(server.restarts for server in self._serving.engines.snapshot())
         if restarts != expected:
             raise Failed(f"servers were restarted {restarts} times, expected {expected}")
 

@@ -124,7 +124,7 @@ class AdapterStore:
         self._write({other: adapter for other, adapter in self.loaded.items() if other != name})
 
     def _check(self, folder: Path) -> None:
-        AdapterFolder(folder).check(ModelFolder.at(self._model.weight_folder), self._serving)
+        AdapterFolder(folder).check(ModelFolder(self._model.weight_folder), self._serving)
 
     def _write(self, loaded: dict[str, Adapter]) -> None:
         last = {**self._last, **{name: adapter.version for name, adapter in loaded.items()}}

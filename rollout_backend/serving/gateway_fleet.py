@@ -210,8 +210,6 @@ class GatewayFleet:
     async def _instruct_owners(
         self, session_ids: Iterable[str], send: Callable[[Shard, list[str]], Awaitable[None]]
     ) -> None:
-        if not self._gateways:
-            raise ServingError("the gateway is not running")
         by_shard: dict[int, list[str]] = {}
         for session_id in session_ids:
             by_shard.setdefault(shard_of(session_id, len(self._gateways)), []).append(session_id)

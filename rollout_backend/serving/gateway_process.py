@@ -39,6 +39,8 @@ class GatewayProcess:
     gateway's number among `gateway.processes`: it refuses the sessions of other shards. `journal` is the folder with
     which it can be restarted after it ended, at the same address and with the same sessions. `node_ip` is this
     machine's address for other machines.
+
+    The control requests, from `revoke` to `stats`, raise ServingError if the gateway does not answer.
     """
 
     def __init__(
@@ -167,57 +169,37 @@ class GatewayProcess:
         return self._process.log_tail()
 
     async def revoke(self, session_ids: Iterable[str]) -> None:
-        """Close these sessions: abort their calls and refuse their keys.
-
-        Raises:
-            ServingError: the gateway does not answer.
-        """
+        """Close these sessions: abort their calls and refuse their keys."""
         await self._control("POST", "/control/revoke", {"session_ids": list(session_ids)})
 
     async def adopt(self, session_ids: Iterable[str]) -> None:
-        """Resume these sessions, which began before the trainer restarted.
-
-        Raises:
-            ServingError: the gateway does not answer.
-        """
+        """Resume these sessions, which began before the trainer restarted."""
         wanted = list(session_ids)
         self._adopted.update(wanted)  # so that a restarted gateway adopts them too
         await self._control("POST", "/control/adopt", {"session_ids": wanted})
 
     async def heartbeats(self) -> HeartbeatReport:
-        """Return the sessions that sent a heartbeat or call since the last request.
-
-        Raises:
-            ServingError: the gateway does not answer.
-        """
+        """Return the sessions that sent a heartbeat or call since the last request."""
         heard = await self._control("POST", "/control/heartbeats")
         return HeartbeatReport(frozenset(heard["beats"]), frozenset(heard["calls"]))
 
     async def pause(self) -> None:
-        """Hold model calls, even after a restart. Return once none is at an engine.
-
-        Raises:
-            ServingError: the gateway does not answer.
-        """
+        """Hold model calls, even after a restart. Return once none is at an engine."""
         self._paused = True
         await self._control("POST", "/control/pause")
 
     async def resume(self) -> None:
-        """Undo `pause`. Raises ServingError if the gateway does not answer."""
+        """Undo `pause`."""
         self._paused = False
         await self._control("POST", "/control/resume")
 
     async def set_adapters(self, versions: Mapping[str, int]) -> None:
-        """Set the version of each LoRA adapter that model calls name from now on, even after a restart.
-
-        Raises:
-            ServingError: the gateway does not answer.
-        """
+        """Set the version of each LoRA adapter that model calls name from now on, even after a restart."""
         self._adapters = dict(versions)
         await self._control("POST", "/control/adapters", {"versions": self._adapters})
 
     async def stats(self) -> GatewayStats:
-        """Return the gateway's statistics. Raises ServingError if it does not answer."""
+        """Return the gateway's statistics."""
         return GatewayStats.model_validate(await self._control("GET", "/control/stats"))
 
     async def _control(self, method: str, path: str, body: object = None) -> Any:

@@ -27,7 +27,7 @@ from rollout_backend.errors import ConfigError, ServingError, StartupError, Weig
 from rollout_backend.relay.protocol import new_id
 from rollout_backend.relay.relay_settings import REFUSED, DialerSettings
 from rollout_backend.serving.adapters import AdapterStore, AdapterUpdate
-from rollout_backend.serving.engine_fleet import EngineFleet, ServerState
+from rollout_backend.serving.engine_fleet import EngineFleet
 from rollout_backend.serving.gateway_fleet import GatewayFleet
 from rollout_backend.serving.gateway_process import public_gateway_config
 from rollout_backend.serving.run_secret import key_secret
@@ -124,10 +124,6 @@ class ModelServing:
         """Return a coroutine for each part, which raises ServingError once the part is permanently lost."""
         dialer = [self.dialer.run()] if self.dialer is not None else []
         return [self.engines.failed(), self.gateways.failed(), *dialer]
-
-    async def follow_engines(self, urls: Sequence[str]) -> None:
-        """Serve with these engines from now on."""
-        await self.engines.follow(urls)
 
     async def pause(self) -> None:
         """Hold all model calls. Return once no call is at an engine and every engine is idle.
@@ -235,10 +231,6 @@ class ModelServing:
             self._adapters.remove(name)
             await self.gateways.set_adapters(self.adapters)
             await self.engines.routing.unload_adapter(name)
-
-    def snapshot(self) -> tuple[ServerState, ...]:
-        """Return the state of the router and of each engine."""
-        return self.engines.snapshot()
 
 
 class DialerProcess(Supervisor):

@@ -27,7 +27,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from safetensors import SafetensorError, safe_open
@@ -116,10 +116,10 @@ class WeightStore:
             ServingError: the tensors could not be written.
         """
         version = self._last + 1
-        model = ModelFolder.at(self._model.weight_folder)
+        model = ModelFolder(self._model.weight_folder)
         if isinstance(source, Path):
             weights = Weights.of(version, source.absolute())
-            model.check_folder(ModelFolder.at(source))
+            model.check(ModelFolder(source).shapes)
             return weights
         if self._in_memory:
             return Weights(version, None, tensors=model.copies(source, self._dtype))
@@ -182,7 +182,7 @@ class WeightStore:
             )
         try:
             weights.check_unchanged()
-            ModelFolder.at(self._model.weight_folder).check_folder(ModelFolder.at(weights.folder))
+            ModelFolder(self._model.weight_folder).check(ModelFolder(weights.folder).shapes)
         except (ServingError, WeightsMismatch) as error:
             raise ConfigError(f"this run cannot serve its newest weights again, use a new run_id: {error}") from None
         return version, weights
@@ -262,8 +262,8 @@ class ModelFolder:
         ConfigError: `path` is not a model folder, or has no complete safetensors.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: str | Path) -> None:
+        self.path = path = Path(path).absolute()
         try:
             config = json.loads((path / "config.json").read_text())
         except OSError as error:
@@ -276,19 +276,8 @@ class ModelFolder:
         if not self.shapes:
             raise ConfigError(f"{path} has no .safetensors: save the model with save_pretrained first")
 
-    @classmethod
-    def at(cls, path: str | Path) -> Self:
-        return cls(Path(path).absolute())
-
-    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise WeightsMismatch unless `tensors` have exactly the names and shapes of the model."""
-        self._check({name: tuple(tensor.shape) for name, tensor in tensors.items()})
-
-    def check_folder(self, other: ModelFolder) -> None:
-        """Raise WeightsMismatch unless another folder has exactly the names and shapes of the model."""
-        self._check(other.shapes)
-
-    def _check(self, shapes: Mapping[str, Shape]) -> None:
+    def check(self, shapes: Mapping[str, Shape]) -> None:
+        """Raise WeightsMismatch unless these are exactly the names and shapes of the model's tensors."""
         got = {name: shape for name, shape in shapes.items() if self._known(name)}
         faults = [
             f"{name} is {got.get(name, 'missing')} and should be {self.shapes.get(name, 'absent')}"
@@ -310,7 +299,7 @@ class ModelFolder:
         """
         import torch
 
-        self.check(tensors)
+        self.check({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         # Copies, because safetensors refuses tensors that share memory, and the trainer continues to change its own.
         copies = {
             name: tensor.detach().to(

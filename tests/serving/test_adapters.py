@@ -73,7 +73,7 @@ def in_use():
 
 
 def all_serve(serving, restarts):
-    engines = serving.snapshot()[1:]
+    engines = serving.engines.snapshot()[1:]
     return all(each.serving for each in engines) and sum(each.restarts for each in engines) == restarts
 
 

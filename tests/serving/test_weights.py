@@ -44,7 +44,7 @@ async def served(serving):
 
 
 def all_serve(serving, restarts):
-    engines = serving.snapshot()[1:]
+    engines = serving.engines.snapshot()[1:]
     return all(each.serving for each in engines) and sum(each.restarts for each in engines) == restarts
 
 
@@ -119,7 +119,7 @@ async def test_a_restarted_trainer_serves_the_newest_weights_and_counts_on(serve
 async def test_an_interrupted_update_restarts_the_engines_with_the_previous_weights(serve, tmp_path, until):
     async with serve("hangs", "hangs") as (serving, _, _):
         updating = asyncio.create_task(serving.update_weights(save(tmp_path / "new", 1.0)))
-        await until(lambda: serving.snapshot()[1].paused)
+        await until(lambda: serving.engines.snapshot()[1].paused)
         updating.cancel()
         with pytest.raises(asyncio.CancelledError):
             await updating
@@ -199,7 +199,7 @@ def test_a_group_with_engines_that_cannot_join_it_is_refused(make_config, engine
 
 def test_a_folder_without_safetensors_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"config\.json"):
-        ModelFolder.at(tmp_path)
+        ModelFolder(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="save_pretrained"):
-        ModelFolder.at(tmp_path)
+        ModelFolder(tmp_path)

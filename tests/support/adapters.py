@@ -29,7 +29,7 @@ def save_adapter(
     (folder / "adapter_config.json").write_text(json.dumps(config | settings))
     random = np.random.default_rng(seed)
     tensors = {}
-    for name, shape in sorted(ModelFolder.at(model).shapes.items()):
+    for name, shape in sorted(ModelFolder(model).shapes.items()):
         module = name.removesuffix(".weight")
         if module.rpartition(".")[2] in modules:
             for part, size in (("A", (rank, shape[1])), ("B", (shape[0], rank))):

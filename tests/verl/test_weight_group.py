@@ -155,7 +155,7 @@ def test_weights_must_match_the_model(tmp_path, change, message):
     tensors = load_file(model / "model.safetensors")
     change(tensors)
     with pytest.raises(WeightsMismatch, match=message):
-        ModelFolder.at(model).write(tensors, into, "float32")
+        ModelFolder(model).write(tensors, into, "float32")
     assert not list(into.iterdir())
 
 
@@ -196,7 +196,9 @@ async def test_a_real_server_samples_with_the_tensors_also_after_its_restart(tmp
         of_folder = await sample()
         await serving.update_weights({name: 1.0 * tensor for name, tensor in tensors.items()})
         os.kill(serving.engines._engines[0].server.pid, signal.SIGKILL)
-        await eventually(lambda: serving.snapshot()[1].restarts == 1 and serving.snapshot()[1].serving, 400)
+        await eventually(
+            lambda: serving.engines.snapshot()[1].restarts == 1 and serving.engines.snapshot()[1].serving, 400
+        )
         after_restart = await sample()
     assert [done.weight_versions[0].version for done in (of_tensors, of_folder, after_restart)] == ["1", "2", "3"]
     assert of_tensors.token_ids == of_folder.token_ids == after_restart.token_ids

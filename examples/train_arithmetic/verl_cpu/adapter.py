@@ -41,7 +41,7 @@ class DiskAdapter(BaseRollout):  # type: ignore[misc]
         self.is_leader_rank = True
         self._settings = ServerSettings.of(self.config)
         self._dtype = self.config.dtype
-        self._model = ModelFolder.at(self.model_config.path)
+        self._model = ModelFolder(self.model_config.path)
         self._serves_adapter = serves_adapter(self.model_config)
         self._server: Any = None
 
