@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from agent_wrapper.contract import Outcome, ResultUrls
+from builders import eventually
 from rollout_backend.errors import NoCredentials
 from step_bench import Agents, only
 
@@ -47,6 +48,10 @@ async def test_a_defect_in_a_rollouts_task_ends_the_step_at_once(open_bench, mon
         if request.rollout_id.endswith(".3"):
             raise defect
 
+    async def fail_at_work(_):
+        await eventually(lambda: bench.agents.sessions)
+        raise defect
+
     behave = Agents.hang
     match where:
         case "signing":
@@ -59,7 +64,7 @@ async def test_a_defect_in_a_rollouts_task_ends_the_step_at_once(open_bench, mon
         case "accepted":
             monkeypatch.setattr(bench.services.in_flight, "record_running", lambda *_: 1 / 0)
         case "listing":
-            monkeypatch.setattr(bench.services.buffer, "sweep", fail)
+            monkeypatch.setattr(bench.services.buffer, "sweep", fail_at_work)
     async with asyncio.timeout(60):
         with pytest.raises(ZeroDivisionError):
             await bench.run(behave=behave)
