@@ -25,7 +25,7 @@ def reply(ids, kind="stop", versions=None, **meta):
 
 
 @pytest.fixture
-async def engine(monkeypatch):
+async def engine():
     """A server with a list of replies: a body, (status, text), "cut", "hang", or a list of events; and a client."""
 
     class Engine:
@@ -34,7 +34,6 @@ async def engine(monkeypatch):
         hosts: list[str]
         ended: list[str]
         url: str
-        asked = asyncio.Event()
         aborted = asyncio.Event()
         abort_asked = asyncio.Event()
         read_to_the_end = False
@@ -46,7 +45,6 @@ async def engine(monkeypatch):
                 return web.Response()
             self.bodies.append((await request.json(), request.headers["X-SMG-Routing-Key"]))
             self.hosts.append(request.host)
-            self.asked.set()
             answer = self.replies.pop(0)
             if answer == "hang":
                 await self.hang()

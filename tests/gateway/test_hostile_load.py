@@ -3,18 +3,14 @@
 import asyncio
 import contextlib
 import json
-import os
-import sys
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import aiohttp
 import pytest
 
-from gateway_server import CONTROL_KEY, SECRET, session_key
-from rollout_backend.gateway.gateway_settings import GatewaySettings
+from builders import run_config
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
-from rollout_backend.serving.server_process import ServerProcess, free_port
+from rollout_backend.serving.gateway_fleet import GatewayFleet
+from rollouts import make_claims
 
 CALLS = 128  # gateway.max_concurrent_calls
 SESSIONS, TURNS = 64, 6
@@ -26,15 +22,13 @@ TOOL = '{"type":"function","function":{"name":"f"}}'
 class Bench:
     """A gateway process before a scripted engine."""
 
-    def __init__(self, port: int, http: aiohttp.ClientSession) -> None:
-        self.url = f"http://127.0.0.1:{port}/v1"
-        self.http = http
-
-    def headers(self, session: str) -> dict[str, str]:
-        return {"Authorization": f"Bearer {session_key(session)}", "Content-Type": "application/json"}
+    def __init__(self, fleet: GatewayFleet, http: aiohttp.ClientSession) -> None:
+        self._fleet, self._http = fleet, http
 
     async def post(self, session: str, body: bytes, path: str = "/chat/completions") -> int:
-        async with self.http.post(self.url + path, data=body, headers=self.headers(session)) as reply:
+        endpoint = self._fleet.endpoint(make_claims(session))
+        headers = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
+        async with self._http.post(endpoint.base_url + path, data=body, headers=headers) as reply:
             await reply.read()
             return reply.status
 
@@ -72,37 +66,19 @@ ATTACKS: dict[str, tuple[bytes, str]] = {  # what the session's clients post, an
 }
 
 
-@contextlib.asynccontextmanager
-async def gateway(log: Path) -> AsyncIterator[Bench]:
-    port = free_port()
-    settings = GatewaySettings(
-        port=port,
-        model={"path": BYTE_MODEL, "name": "scripted", "renderer": "chatml", "context_length": 32_768},
-        gateway={"max_concurrent_calls": CALLS},
-        engine_url="http://127.0.0.1:1",
-        secret=SECRET,
-        control_key=CONTROL_KEY,
-    )
+@pytest.fixture
+async def bench(tmp_path):
+    model = {"path": BYTE_MODEL, "name": "scripted", "renderer": "chatml", "context_length": 32_768}
+    config = run_config(model=model, gateway={"max_concurrent_calls": CALLS})
+    timeout = aiohttp.ClientTimeout(total=HANG_S)
     with ScriptedEngine(lambda _: "ok") as engine:
-        given = settings.model_dump(mode="json", exclude={"gateway": {"secret"}}) | {"engine_url": engine.url}
-        argv = [sys.executable, "-m", "rollout_backend.gateway"]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        process = ServerProcess("the gateway", argv, log, env, json.dumps(given).encode())
-        await process.start()
-        try:
-            timeout = aiohttp.ClientTimeout(total=HANG_S)
-            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as http:
-                bench = Bench(port, http)
-                await process.wait_healthy(lambda: answers(bench), 120.0)
-                yield bench
-        finally:
-            await process.stop()
-
-
-async def answers(bench: Bench) -> bool:
-    with contextlib.suppress(aiohttp.ClientError):
-        return await bench.post("first", body(said("a"))) == 200
-    return False
+        fleet = GatewayFleet(config, engine.url, tmp_path, journals=tmp_path / "journals")
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as http:
+            try:
+                await fleet.start()
+                yield Bench(fleet, http)
+            finally:
+                await fleet.stop()
 
 
 async def attack_until(stop: asyncio.Event, content: bytes, path: str, bench: Bench) -> None:
@@ -114,16 +90,15 @@ async def attack_until(stop: asyncio.Event, content: bytes, path: str, bench: Be
 @pytest.mark.slow
 @pytest.mark.release  # it measures latency
 @pytest.mark.parametrize("attack", ATTACKS)
-async def test_ordinary_sessions_keep_their_latency(attack, tmp_path):
-    async with gateway(tmp_path / "gateway.log") as bench:
-        await bench.percentile()
-        alone = await bench.percentile()
-        stop = asyncio.Event()
-        attackers = [asyncio.create_task(attack_until(stop, *ATTACKS[attack], bench)) for _ in range(4)]
-        beside = await bench.percentile()
-        stop.set()
-        for attacker in attackers:
-            attacker.cancel()
-        await asyncio.gather(*attackers, return_exceptions=True)
+async def test_ordinary_sessions_keep_their_latency(bench, attack):
+    await bench.percentile()
+    alone = await bench.percentile()
+    stop = asyncio.Event()
+    attackers = [asyncio.create_task(attack_until(stop, *ATTACKS[attack], bench)) for _ in range(4)]
+    beside = await bench.percentile()
+    stop.set()
+    for attacker in attackers:
+        attacker.cancel()
+    await asyncio.gather(*attackers, return_exceptions=True)
     print(f"{attack}: p99 {alone:.2f} s alone, {beside:.2f} s beside it")
     assert beside <= FACTOR * alone
