@@ -50,6 +50,16 @@ def test_a_turn_with_other_images_opens_a_segment():
     assert trajectory.images(0, end=5) == [shown(1, "a")]
 
 
+def test_a_turn_extends_the_longest_segment_that_its_prompt_begins_with():
+    trajectory = SegmentRecorder()
+    add(trajectory, [1], [2])
+    add(trajectory, [1, 2, 3], [4])
+    assert add(trajectory, [1, 2, 3], [5], split_reason="branched").opened
+    assert add(trajectory, [1], [2], split_reason="branched").opened
+    assert add(trajectory, [1, 2, 3, 4, 5], [6]).segment == 0
+    assert add(trajectory, [1, 2, 3, 5, 5], [6]).segment == 1
+
+
 def test_weight_versions_have_the_positions_of_their_tokens():
     trajectory = SegmentRecorder()
     spans = [VersionSpan(version="a", start=0, end=1), VersionSpan(version="b", start=1, end=3)]

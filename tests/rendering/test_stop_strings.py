@@ -1,7 +1,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_backend.rendering.token_bytes import StopStrings
+from rollout_backend.rendering.token_bytes import Stop, StopStrings
+
+
+def test_the_string_that_completes_first_counts_even_within_a_token():
+    assert StopStrings(["e", "ne "], {0: b"one "}).find([0]) == Stop(1, "e")
+
 
 text = st.text(alphabet="ab\u00e9", max_size=12)
 
