@@ -4,7 +4,7 @@ import logging
 import os
 import ssl
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -12,31 +12,26 @@ from rollout_backend.relay.protocol import MIN_KEY_CHARS
 from rollout_backend.relay.relay_settings import RelaySettings
 
 KEY_ENV = "ROLLOUT__RELAY__KEY"
-
-
-def _default(name: str) -> Any:
-    return RelaySettings.model_fields[name].default
+_DEFAULTS = RelaySettings.model_construct()
 
 
 def serve(
-    host: Annotated[str, typer.Option(help="Address to listen on; use 0.0.0.0 in a container.")] = _default("host"),
-    port: Annotated[int, typer.Option(min=1, max=65535)] = _default("port"),
-    wait_s: Annotated[float, typer.Option(help="Time for which a call waits for the training side.")] = _default(
-        "wait_s"
-    ),
+    host: Annotated[str, typer.Option(help="Address to listen on; use 0.0.0.0 in a container.")] = _DEFAULTS.host,
+    port: Annotated[int, typer.Option(min=1, max=65535)] = _DEFAULTS.port,
+    wait_s: Annotated[
+        float, typer.Option(help="Time for which a call waits for the training side.")
+    ] = _DEFAULTS.wait_s,
     reconnect_s: Annotated[
         float, typer.Option(help="Time for which calls in flight survive without a connection.")
-    ] = _default("reconnect_s"),
-    heartbeat_s: Annotated[float, typer.Option(help="Interval of pings on a silent connection.")] = _default(
-        "heartbeat_s"
-    ),
-    call_s: Annotated[float, typer.Option(help="Timeout of one call.")] = _default("call_s"),
-    max_calls: Annotated[int, typer.Option(min=1, max=65_536, help="Maximum calls in flight.")] = _default(
-        "max_calls"
-    ),
-    max_body_bytes: Annotated[int, typer.Option(min=1024, help="Maximum size of a request body.")] = _default(
-        "max_body_bytes"
-    ),
+    ] = _DEFAULTS.reconnect_s,
+    heartbeat_s: Annotated[
+        float, typer.Option(help="Interval of pings on a silent connection.")
+    ] = _DEFAULTS.heartbeat_s,
+    call_s: Annotated[float, typer.Option(help="Timeout of one call.")] = _DEFAULTS.call_s,
+    max_calls: Annotated[int, typer.Option(min=1, max=65_536, help="Maximum calls in flight.")] = _DEFAULTS.max_calls,
+    max_body_bytes: Annotated[
+        int, typer.Option(min=1024, help="Maximum size of a request body.")
+    ] = _DEFAULTS.max_body_bytes,
     tls_certificate: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file, to serve HTTPS.")
     ] = None,

@@ -24,7 +24,7 @@ from starlette.routing import Route
 from agent_wrapper.contract import Sampling, Trajectory
 from rollout_backend.core.session_key import SessionClaims, issue
 from rollout_backend.gateway.access import bounded_protocol, max_connections
-from rollout_backend.gateway.engine.protocol import EngineProtocol, EngineRequest, ReplyReader, SglangProtocol
+from rollout_backend.gateway.engine.protocol import EngineRequest, ReplyReader, SglangProtocol
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.local.scripted import Script, ScriptedEngine
 from rollout_backend.serving.server_process import free_port
@@ -242,8 +242,8 @@ class Sampled:
 class Witness(ServerThread):
     """Forward requests for tokens to the engine, and record every answer."""
 
-    def __init__(self, engine_url: str, protocol: EngineProtocol | None = None) -> None:
-        self._protocol = protocol or SglangProtocol()
+    def __init__(self, engine_url: str) -> None:
+        self._protocol = SglangProtocol()
         super().__init__(Starlette(routes=[Route(self._protocol.path, self._generate, methods=["POST"])]))
         self._calls: list[Sampled] = []
         self._generate_url = engine_url + self._protocol.path
@@ -252,14 +252,11 @@ class Witness(ServerThread):
     def sampled(self) -> list[Sampled]:
         return [call for call in self._calls if call.finished]
 
-    def clear(self) -> None:
-        self._calls.clear()
-
     async def _generate(self, request: Request) -> Response:
         body = await request.json()
         params = body["sampling_params"]
-        prompt = body.get("input_ids") or body["token_ids"]
-        constrained = not {"structural_tag", "json_schema", "structured_outputs"}.isdisjoint(params)
+        prompt = body["input_ids"]
+        constrained = not {"structural_tag", "json_schema"}.isdisjoint(params)
         call = Sampled(prompt, constrained, self._protocol.reader(EngineRequest(prompt, params)))
         self._calls.append(call)
         if body.get("stream"):
