@@ -9,7 +9,7 @@ from builders import eventually, served
 from rollout_backend.core.adapter import AdapterVersions
 from rollout_backend.errors import EngineUnavailable
 from rollout_backend.gateway.engine.client import EngineClient, EngineRefused
-from rollout_backend.gateway.engine.engines import Engines
+from rollout_backend.gateway.engine.engines import CallsPaused, Engines
 from rollout_backend.gateway.engine.protocol import EngineRequest
 from rollout_backend.rendering.token_bytes import StopStrings
 from rollout_backend.serving.server_process import free_port
@@ -426,6 +426,41 @@ async def test_an_engine_that_aborts_keeps_the_call(engine):
     engines.urls = [engine.url, engine.url.replace("127.0.0.1", "localhost")]
     await engine.generate([reply([7], "abort"), reply([7])], params=FORCED, engines=engines, resumable=False)
     assert len(set(engine.hosts)) == 1
+
+
+# --- pauses -----------------------------------------------------------------------------------------------
+
+
+async def test_a_pause_cancels_running_calls_and_waits_until_they_have_ended():
+    calls, ended = Engines("http://engine"), asyncio.Event()
+
+    async def call() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.set()
+
+    running = asyncio.create_task(calls.run(call()))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await calls.pause()
+    assert ended.is_set()
+    with pytest.raises(CallsPaused):
+        await running
+    with pytest.raises(CallsPaused):
+        await calls.run(call())
+    waiting = asyncio.create_task(calls.wait_resumed())
+    calls.resume()
+    await waiting
+
+
+async def test_a_cancelled_caller_does_not_pause_calls():
+    calls = Engines("http://engine")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await calls.run(asyncio.Event().wait())
+    assert not calls.paused
 
 
 # --- a router that restarts -------------------------------------------------------------------------------
