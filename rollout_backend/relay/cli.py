@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import SecretStr
 
 from rollout_backend.relay.protocol import MIN_KEY_CHARS
 from rollout_backend.relay.relay_settings import RelaySettings
 
 KEY_ENV = "ROLLOUT__RELAY__KEY"
-_DEFAULTS = RelaySettings.model_construct()
+_DEFAULTS = RelaySettings.model_construct(key=SecretStr(""))
 
 
 def serve(
