@@ -6,7 +6,7 @@ Invariant: an image's bytes are part of the request. This module opens no path o
 import base64
 import hashlib
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +97,21 @@ def check_pixels(image: Image) -> None:
             opened.load()
     except Exception as error:
         raise ValueError(f"cannot be read to its end: {error}") from None
+
+
+def collapse_images(ids: Sequence[int], placed: Sequence[PlacedImage]) -> Sequence[int]:
+    """Return the ids with one token per image, which is the form that engines accept.
+
+    Without images, returns `ids` itself.
+    """
+    if not placed:
+        return ids
+    found: list[int] = []
+    at = 0
+    for place in placed:
+        found += ids[at : place.start + 1]
+        at = place.end
+    return [*found, *ids[at:]]
 
 
 def image_names(messages: Iterable[Mapping[str, Any]]) -> list[str]:

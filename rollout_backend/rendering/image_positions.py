@@ -70,21 +70,6 @@ class Vision:
         return expanded, tuple(placed)
 
 
-def collapse_images(ids: Sequence[int], placed: Sequence[PlacedImage]) -> Sequence[int]:
-    """Return the ids with one token per image, which is the form that engines accept.
-
-    Without images, returns `ids` itself.
-    """
-    if not placed:
-        return ids
-    found: list[int] = []
-    at = 0
-    for place in placed:
-        found += ids[at : place.start + 1]
-        at = place.end
-    return [*found, *ids[at:]]
-
-
 def prepares_images(path: Path) -> bool:
     """Return whether the model in `path` has a supported image processor."""
     for file in (path / "processor_config.json", path / "preprocessor_config.json"):

@@ -26,12 +26,11 @@ from numpy.typing import NDArray
 
 from agent_wrapper.contract import Sampling
 from rollout_backend.config import ExpertShape, RouterKind
-from rollout_backend.core.images import PlacedImage
+from rollout_backend.core.images import PlacedImage, collapse_images
 from rollout_backend.core.model_call import ApiError, ModelCall, context_exceeded
 from rollout_backend.core.routed_experts import pack
 from rollout_backend.core.tasks import planned_id
 from rollout_backend.errors import ServingError
-from rollout_backend.rendering.image_positions import collapse_images
 from rollout_backend.rendering.token_bytes import StopStrings
 
 _SAMPLING = ("temperature", "top_p", "top_k", "seed")
