@@ -66,13 +66,11 @@ class Constraints:
         self._allowed = allowed
 
     def params(self, call: ModelCall, prompt_ids: Sequence[int]) -> dict[str, str]:
-        """Return the sampling parameters that constrain the reply; empty if the call needs no constraint.
+        """Return the sampling parameters that constrain the reply of a call that `is_constrained`.
 
         Raises:
             ApiError: status 400 if constrained decoding is disabled or cannot express the form for this renderer.
         """
-        if not call.is_constrained:
-            return {}
         forced = call.tool_choice == "required"
         where = "tool_choice" if forced else "response_format"
         if not self._allowed:

@@ -53,12 +53,6 @@ def test_forced_tool_calls_are_a_structural_tag(bundle, asked, wanted):
     assert params == {}
 
 
-@pytest.mark.parametrize("asked", [{}, {"tools": [ADD]}, {"tools": [ADD], "tool_choice": "none"}])
-def test_a_call_without_constraints_is_sampled_freely(bundle, asked):
-    for allowed in (True, False):
-        assert Constraints(bundle, allowed).params(ModelCall("m", [], **asked), []) == {}
-
-
 @pytest.mark.parametrize("asked", [{}, {"tools": [ADD], "tool_choice": "none"}])
 def test_json_alone_is_a_schema(bundle, asked):
     call = ModelCall("m", [], json_schema=SCHEMA, **asked)
