@@ -241,10 +241,17 @@ async def test_received_frames_are_returned_before_a_failure():
         await pair.b.receive()
 
 
-async def test_a_repeated_frame_and_a_resume_of_unsent_frames_are_refused():  # other breaches: test_hostile.py
+async def test_receiver_enforces_the_window():
     pair = Pair()
-    pair.b.on_frame(Chunk(1, 0, b""))
+    for n in range(3):
+        pair.b.on_frame(Chunk(1, n, b"x" * MAX_CHUNK))
+    with pytest.raises(FrameError, match="window"):
+        pair.b.on_frame(Chunk(1, 3, b"x" * MAX_CHUNK))
     with pytest.raises(FrameError, match="instead of"):
-        pair.b.on_frame(Chunk(1, 0, b""))
+        pair.a.on_frame(Chunk(1, 1, b""))
+    with pytest.raises(FrameError, match="instead of"):
+        pair.b.on_frame(Chunk(1, 0, b""))  # a second time
+    with pytest.raises(FrameError, match="Ack of 1"):
+        pair.a.on_ack(1)
     with pytest.raises(FrameError, match="is expected"):
         pair.a.resume(1)
