@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.auth import S3SigV4Auth, SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import ReadOnlyCredentials
 from botocore.exceptions import ClientError, HTTPClientError
 from botocore.parsers import ResponseParserError
+from multidict import CIMultiDict
 
 from rollout_backend import aws
+from rollout_backend.aws.repeated_call import Request, authorize
 
 KEY = "runs/run/steps/0/task-a.0~1"
 ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/mine-0123456789"
@@ -159,6 +164,24 @@ async def test_renewed_credentials_are_used(played_aws, monkeypatch, tmp_path: P
         for _ in range(3):
             await get(Key=KEY)
     assert len({sent.headers["authorization"].partition("/")[0] for sent in played_aws.sent}) == 3
+
+
+@pytest.mark.parametrize(("version", "botocores"), [("v4", SigV4Auth), ("s3v4", S3SigV4Auth)])
+@pytest.mark.parametrize("token", [None, "token"])
+@pytest.mark.parametrize("day", [1, 2])
+def test_a_signature_equals_that_of_botocore(monkeypatch, version, botocores, token, day):
+    """The services of the other tests check no signature."""
+    now = datetime(2026, 1, day, 3, 4, 5, tzinfo=UTC)
+    monkeypatch.setattr("botocore.auth.get_current_datetime", lambda *_, **__: now)
+    credentials = ReadOnlyCredentials("AK", f"secret {day}", token)
+    headers = {"Host": "h.example", "X-Amz-B": " a   b\tc ", "x-amz-a": "é", "User-Agent": "not signed", "B": ""}
+    url, body = "https://h.example/a%20b/../c?z=1&a=%2F&a=", b"body"
+
+    expected = AWSRequest("POST", url, headers, body)
+    botocores(credentials, "service", "region").add_auth(expected)
+    request = Request("POST", url, CIMultiDict(headers), body, {})
+    authorize(request, credentials, version, "service", "region")
+    assert request.headers["Authorization"] == expected.headers["Authorization"]
 
 
 # --- errors -----------------------------------------------------------------------------------------------

@@ -207,6 +207,23 @@ async def test_receiving_survives_truncated_bodies(faulty, proxy, open_run, open
         assert sink.ids == ["task-a.0"]
 
 
+async def test_a_defect_in_handling_one_result_does_not_stop_receiving(open_run, until_logged):
+    def verify(rollout):
+        if rollout.rollout_id == "task-a.0":
+            raise ZeroDivisionError("a defect")
+
+    sink = Sink("task-a.0", "task-a.1")
+    run = await open_run(receive=False)
+    await run.store_(run.rollout(), run.rollout("task-a.1"))
+    await run.announce(run.key())
+    async with run.receive_with(run.store, sink, verify=verify) as buffer:
+        await until_logged("failed; it is retried")
+        await run.announce(run.key("task-a.1"))
+        await sink.until(lambda: sink.arrived)
+        assert not await buffer.sweep(sink)
+    assert (sink.ids, sink.rejected, await run.held()) == (["task-a.1"], {}, 1)
+
+
 async def test_expired_credentials_stop_receiving(faulty, proxy, open_run, open_store):
     run = await open_run(receive=False)
     await run.announce(run.key())
@@ -247,6 +264,18 @@ async def test_messages_that_could_not_be_deleted_change_nothing(open_run, until
 
 
 # --- by listing -------------------------------------------------------------------------------------------
+
+
+async def test_what_s3_does_not_return_does_not_count_as_absent(faulty, proxy, open_run, open_store):
+    sink = Sink("task-a.0")
+    run = await open_run(queue=False)
+    buffer = RolloutBuffer(run.run_id, await open_store(faulty), None, 4)
+    for key in ("*/task-a.0", "*/task-a.0~1"):  # a result, a failure marker
+        proxy.rules = [Rule("s3:GetObject", Fault.FAIL, code="SlowDown", path=key)]
+        assert not await buffer.fetch_by_key(sink, "task-a.0", 1)
+    proxy.rules = []
+    assert await buffer.fetch_by_key(sink, "task-a.0", 1)
+    assert (sink.arrived, sink.rejected) == ([], {})
 
 
 async def test_fetches_at_once_are_limited(open_run):

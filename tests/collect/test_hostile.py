@@ -1,6 +1,7 @@
 """With the agent's role, a container can write under other rollouts' keys. Such results never count."""
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,25 @@ from rollout_backend.collect.store import ResultStore
 from rollout_backend.errors import StoreError
 from rollout_backend.rendering.segments import Completion, SegmentRecorder
 from rollouts import make_rollout
+
+FORGED: dict[str, Callable[..., bytes]] = {
+    "sampled": lambda make: make(session_id="made-up").encode(),
+    "scored error": lambda make: make(outcome=Outcome.AGENT_ERROR, reward=0.0, session_id="made-up").encode(),
+    "no session": lambda make: make(session_id="").encode(),
+    "another rollout's session": lambda make: make(session_id="session-task-b.0").encode(),
+}
+
+
+@pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
+async def test_a_result_of_another_session_is_rejected_with_evidence(open_run, forge):
+    sink = Sink("task-a.0")
+    run = await open_run(queue=False)
+    key = await run.put(run.key(), forge(run.rollout))
+    assert await run.buffer.sweep(sink)
+    assert sink.arrived == []
+    assert sink.rejected["task-a.0"].field == "session_id"
+    [record] = await run.quarantined()
+    assert (record["what"], record["reason"].partition(":")[0]) == (key, "session_id")
 
 
 @pytest.mark.parametrize(
