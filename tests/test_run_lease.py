@@ -240,3 +240,11 @@ async def test_a_write_under_a_condition(store, run_id):
     stored = await store.fetch(key)
     assert (stored.body, stored.etag) == (b"2", second)
     assert 0 <= stored.age_s < 60
+
+
+async def test_a_write_whose_answer_is_lost_is_found_done(store, proxy, run_id):
+    proxy.rules.append(Rule("s3:PutObject", Fault.CUT_AFTER, times=1))
+    etag = await store.put_if_match(f"{run_id}/a", b"1", None)
+    proxy.rules.append(Rule("s3:PutObject", Fault.CUT_AFTER, times=1))
+    await store.put_if_match(f"{run_id}/a", b"2", etag)
+    assert await store.get(f"{run_id}/a") == b"2"

@@ -167,6 +167,13 @@ def test_every_problem_is_listed_by_the_check_and_by_a_run(rollout, config, task
     assert "starting" not in output
 
 
+def test_invalid_settings_are_json_too(rollout, config):
+    code, output = rollout("doctor", config({"grup": {}}), "--json")
+    [found] = json.loads(output)
+    assert "grup: no such setting; did you mean group?" in found["text"]
+    assert (code, found["level"]) == (2, "problem")
+
+
 def test_a_config_without_mistakes_passes(rollout, config):
     code, output = rollout("doctor", config({}))
     assert (code, output.endswith(": a run can start")) == (0, True), output

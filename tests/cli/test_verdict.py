@@ -72,3 +72,10 @@ def test_a_run_names_losses_of_every_kind_and_exits_with_3_if_too_few_rollouts_c
     for part in ("completed, reward 1", "do 1", "short", "mean logprob -0.500"):
         assert part in output
     assert json.loads(rollout(*shown, "--json")[1])["outcome"] == "completed"
+
+
+def test_more_completed_rollouts_than_planned_cannot_be_asked_for(run_groups):
+    code, output = run_groups([1], [1], options=("--min-completed", 3))
+    assert code == 2
+    assert "--min-completed=3 is more than the 2 rollouts that the run plans" in output
+    assert "starting" not in output

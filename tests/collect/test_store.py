@@ -1,6 +1,8 @@
 """The result store on a local S3: reading, listing and quarantine."""
 
 import asyncio
+import hashlib
+import json
 
 import pytest
 from aiohttp import web
@@ -71,6 +73,8 @@ async def test_the_cap_of_results_does_not_hold_for_what_only_trainers_write(ope
     for key in (manifest_key(*place[:3]), score_key(*place, "d"), artifacts_key(*place, 1), lease_key(*place[:2])):
         await put(key, b"x" * 1025)
         assert len(await store.get(key)) == 1025
+    await put(result_key(*place), b"x" * 1024)
+    assert len(await store.get(result_key(*place))) == 1024
     await put(result_key(*place), b"x" * 1025)
     with pytest.raises(ContractError, match="more than the cap of 1024"):
         await store.get(result_key(*place))
@@ -266,6 +270,25 @@ async def test_only_a_steps_wanted_results_and_failure_markers_are_listed(open_s
 
 
 # --- quarantine -------------------------------------------------------------------------------------------
+
+
+async def test_quarantine_stores_the_reason_and_the_first_bytes_once(open_store, run_id):
+    store = await open_store(prefix="team/a/")
+    quarantine, folder = Quarantine(store, run_id), f"team/a/runs/{run_id}/quarantine/"
+    evidence, error = b"<broken>\xff\x00" + b"x" * 5000, ContractError("body", "not JSON")
+    assert await quarantine.record("message m-1", error, evidence)
+    assert await quarantine.record("message m-1", error, evidence)
+    [key] = [key async for key in store.keys(folder)]
+    assert json.loads(await store.get(key)) == {
+        "what": "message m-1",
+        "reason": "body: not JSON",
+        "bytes": len(evidence),
+        "sha256": hashlib.sha256(evidence).hexdigest(),
+        "begins": "<broken>\\xff\x00" + "x" * (4096 - 10),
+    }
+    for what, why, other in (("b", error, evidence), ("a", ContractError("x", "y"), evidence), ("a", error, b"more")):
+        assert await quarantine.record(what, why, other)
+    assert len([key async for key in store.keys(folder)]) == 4
 
 
 async def test_without_an_answer_nothing_is_quarantined(lost, open_store, nowhere):

@@ -31,6 +31,16 @@ class Bench:
         return self.heartbeats.lost_sessions
 
 
+def test_a_session_that_becomes_silent_while_others_beat_is_lost_within_a_minute():
+    bench = Bench("a", "b", "c")
+    assert bench.play(600) == set()
+    bench.dead = {"b"}
+    assert bench.play(30) == set()
+    assert bench.play(30) == {"b"}
+    bench.heartbeats.forget(["b"])
+    assert bench.play(600) == set()
+
+
 def test_an_agent_that_never_sent_a_heartbeat_is_never_lost():
     bench = Bench("a", "by-hand")
     bench.dead = {"by-hand"}

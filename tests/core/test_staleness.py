@@ -59,6 +59,11 @@ def test_no_group_is_too_old_when_it_is_trained(max_staleness, batch_size, durat
         now += 1
 
 
+def test_the_age_of_abandoned_weights_is_the_way_back_and_forth():
+    abandoned = AbandonedWeights(checkpoint=5, last=8)
+    assert [abandoned.equivalent(version) for version in (3, 5, 6, 8, 9)] == [3, 5, 4, 2, 9]
+
+
 def relabelled(abandoned, *versions):
     turns = [make_turn(3 + i, 4 + i, version) for i, version in enumerate(versions)]
     segment = make_segment(3, len(versions)).model_copy(update={"turns": tuple(turns)})

@@ -43,7 +43,7 @@ from pathlib import Path
 from rollout_backend.collect.queue import AnnouncementQueue, queue_name
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import load_config
-from rollout_backend.janitor.janitor_process import Janitor, WatchedRuntime
+from rollout_backend.janitor.janitor_process import Janitor
 from rollout_backend.run_lease import LeaseHolder, RunLease
 from rollout_backend.runtimes.base import open_runtime
 

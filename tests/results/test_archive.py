@@ -31,6 +31,15 @@ def ended(step: int, *rollout_ids: str) -> StepResult:
     return make_step(dict.fromkeys(rollout_ids, (Outcome.INFRA_ERROR, "container_lost", message)), step=step)
 
 
+def test_results_are_found_by_their_id_oldest_first(archive):
+    for step in (10, 9, 100):
+        write(archive, make_rollout("task-a.0", step=step, extras={"x": [1]}))
+    paths = archive.find_rollout("task-a.0")
+    assert [path.parent.name for path in paths] == ["00000009", "00000010", "00000100"]
+    assert paths[0] == archive.run_dir / "rollouts" / "00000009" / "task-a.0"
+    assert paths[0].read_bytes() == make_rollout("task-a.0", step=9, extras={"x": [1]}).encode()
+
+
 @pytest.mark.parametrize(
     "wanted", ["task-a", "task-a.", "*", "task-a.[0]", "task-a.0/../task-a.0", ".task-a.0.part", ""]
 )

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from agent_wrapper.contract import Outcome
-from builders import eventually
+from builders import eventually, skip
 from rollout_backend.core.manifest import payload_digest
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CircuitOpen, InvokeRejected
@@ -139,6 +139,15 @@ async def test_a_straggler_is_cut_off(open_bench):
     assert (bias.cut_off.rollouts, bias.cut_off.mean_sampled_tokens) == (1, None)
     assert bias.cut_off.mean_s > bias.finished.mean_s
     assert bias.reason == "straggler"
+
+
+async def test_no_rollout_is_a_straggler_before_enough_are_finished(open_bench):
+    bench = await open_bench("group.size=4", "group.straggler_after=0.8")
+    running = bench.start(behave=only("task-a.2", Agents.vanish))
+    await eventually(lambda: bench.ledger.counts()[Outcome.COMPLETED] == 3)
+    skip(81)  # the timeouts of an agent and of its publication
+    result = await running
+    assert result.report.reasons == {"timed_out: no_result": 1}
 
 
 # --- spare rollouts ---------------------------------------------------------------------------------------
