@@ -103,7 +103,8 @@ def test_names_decide_between_renderers_that_fit_equally_well(tmp_path):
 )
 def test_a_named_renderer_thinks_as_the_template_says(tmp_path, own, thinks):
     """Without a template, the folder's name says the size."""
-    folder = model_folder(tmp_path / "Qwen3.5-0.8B", "qwen3.5", own and template(own))
+    without_one = "hy3"  # Qwen's vocabulary, with more markers
+    folder = model_folder(tmp_path / "Qwen3.5-0.8B", without_one, own and template(own))
     for given in ({}, {"enable_thinking": True}):
         bundle = load(folder, renderer="qwen3.5", renderer_options=given)
         prompt = bundle.decode(bundle.render([user("Q")], None))

