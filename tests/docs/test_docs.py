@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -202,45 +203,27 @@ def test_what_deploy_promises_stands_in_the_template() -> None:
     assert all(f"\n  {name}:\n" in template for name in outputs)
 
 
-def test_every_threat_names_a_test_that_exists() -> None:
-    page = (ROOT / "tests" / "README.md").read_text()
-    section = page.partition("## Threats and the tests")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| .* \|$", section, flags=re.M)
-    threats = [row for row in rows if "---" not in row and not row.endswith("| shown by |")]
-    assert len(threats) > 25
-    for row in threats:
-        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row.rsplit("|", 2)[1])
-        assert named, row
-        for file, test in named:
-            assert re.search(rf"^(?:async )?def {test}\(", (ROOT / file).read_text(), flags=re.M), f"{file}::{test}"
-
-
-def test_each_first_mistake_names_a_test_that_expects_its_message() -> None:
-    page = (ROOT / "tests" / "README.md").read_text()
-    section = page.partition("## Fourteen first mistakes\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| [^|]+ \| `([^`]+)` \| `([\w/]+\.py)::(\w+)` \|$", section, flags=re.M)
-    assert len(rows) == 14
-    for message, file, test in rows:
-        source = (ROOT / file).read_text()
-        assert f"def {test}(" in source, test
-        assert message in re.sub(r'"\n\s+f?"', "", source), message  # a text on several lines is one
-
-
-def test_the_tests_and_mutants_of_the_fault_tables_exist() -> None:
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in (ROOT / "tests" / "README.md").read_text().splitlines()
-        if line.startswith("| ") and line.count("|") == 5 and "---" not in line and "mutant |" not in line
-    ]
-    assert len(rows) > 60
-    for *_, tests, mutant in rows:
-        named = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", tests)
-        assert named, f"no test is named in {tests!r}"
-        for file, name in named:
-            path = ROOT / file if file.startswith("benchmarks/") else ROOT / "tests" / file
-            assert path.is_file(), file
-            assert not name or f"def {name}(" in path.read_text(), f"{file}::{name}"
-        assert not mutant or mutant.strip("`") in MUTANTS, mutant
+def test_the_tests_messages_and_mutants_of_the_tests_tables_exist() -> None:
+    counts: Counter[str] = Counter()
+    for table in re.findall(r"(?:^\| .*\n)+", (ROOT / "tests" / "README.md").read_text(), flags=re.M):
+        header, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
+        if not {"test", "shown by"} & {*header}:
+            continue
+        for cells in rows:
+            row = dict(zip(header, cells, strict=False))  # an empty mutant is stripped
+            named = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", row.get("test") or row["shown by"])
+            assert named, row
+            for file, name in named:
+                path = next(place / file for place in (ROOT, ROOT / "tests") if (place / file).is_file())
+                assert not name or f"def {name}(" in path.read_text(), f"{file}::{name}"
+                if "mistake" in row:
+                    source = re.sub(r'"\n\s+f?"', "", path.read_text())  # a text on several lines is one
+                    assert row["message"].strip("`") in source, row
+            assert not row.get("mutant") or row["mutant"].strip("`") in MUTANTS, row
+        counts[header[0]] += len(rows)
+    assert counts["mistake"] == 14
+    assert counts["what fails"] > 60
+    assert counts["attack"] > 25
 
 
 def test_paths_in_the_documentation_exist() -> None:
