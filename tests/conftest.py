@@ -59,7 +59,6 @@ GROUPS = {
     "several engines": (
         "tests/e2e/test_killed_machine.py",
         "tests/e2e/test_new_weights.py",
-        "tests/e2e/test_real_engine.py",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""New weights for a real SGLang server while agents call it, on the CPU in float32."""
+"""New weights for a real SGLang server while agents call it, and its death, on the CPU in float32."""
 
 import asyncio
 import os
@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from agent_wrapper.contract import Outcome
 from rollout_backend.core.tasks import read_tasks
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.manager import RolloutManager
@@ -24,7 +25,9 @@ from tiny_engine import (
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-async def test_each_token_is_of_its_version_through_an_update_and_a_restart(repository, tmp_path, monkeypatch):
+async def test_an_update_and_a_kill_lose_no_rollout_and_each_token_is_of_its_version(
+    repository, tmp_path, monkeypatch
+):
     example = repository / "examples" / "arithmetic"
     first, second = tmp_path / "first", tmp_path / "second"
     make_models(find_engine(), repository, first, second)
@@ -38,13 +41,17 @@ async def test_each_token_is_of_its_version_through_an_update_and_a_restart(repo
             update = await manager.update_weights(second)
             assert (update.version, update.failed) == (1, {})
             crossed = await collecting
+            collecting = asyncio.create_task(manager.collect(tasks))
+            await asyncio.wait_for(requests_run(manager), 120)
             os.killpg(server_process(engine_url(manager)), signal.SIGKILL)
-            restarted = await manager.collect(tasks)
+            restarted = await collecting
+        assert (await cloud.sessions())["sessions"] == []
     assert ("0", "1") in versions_of(crossed) <= {("0",), ("0", "1"), ("1",)}
     assert versions_of(restarted) == {("1",)}
     rollouts = [*crossed.rollouts, *restarted.rollouts]
-    assert len(rollouts) == 16
+    assert [rollout.outcome for rollout in rollouts] == [Outcome.COMPLETED] * 16
     segments = [segment for rollout in rollouts for segment in rollout.segments]
+    assert len(segments) == 16  # one turn each, and no broken history
     sequences = [list(segment.token_ids) for segment in segments]
     passes = {
         version: await asyncio.to_thread(reference_logprobs, find_engine(), model, sequences)

@@ -58,14 +58,14 @@ def server_process(url: str) -> int:
     return next(pid for pid, command in processes_with("sglang.launch_server").items() if port in command)
 
 
-async def requests_run(manager: RolloutManager, engine: EngineName = "sglang", number: int = 4) -> None:
-    """Return once at least this number of requests run on the engine."""
+async def requests_run(manager: RolloutManager, engine: EngineName = "sglang") -> None:
+    """Return once at least four requests run on the engine."""
     path, pattern = _RUNNING[engine]
     async with aiohttp.ClientSession() as http:
         while True:
             async with http.get(engine_url(manager) + path) as reply:
                 found = re.search(pattern, await reply.text())
-            if found is not None and float(found[1]) >= number:
+            if found is not None and float(found[1]) >= 4:
                 return
             await asyncio.sleep(0.1)
 
@@ -80,14 +80,14 @@ def versions_of(step: StepResult) -> set[tuple[str, ...]]:
 
 
 def check_versions(segments: Sequence[Segment], passes: Mapping[str, Sequence[Sequence[float]]]) -> None:
-    """Check that each token of a first turn has the logprob of its version's forward pass.
+    """Check that each sampled token has the logprob of its version's forward pass.
 
     `passes` has the logprobs of all segments for each version. The others' differ, so that the check can tell them
     apart.
     """
-    of_others: dict[str, list[float]] = {version: [] for version in passes}
+    of_others: dict[str, list[float]] = {version: [] for version in passes if len(passes) > 1}
     for number, segment in enumerate(segments):
-        for span in segment.turns[0].weight_versions:
+        for span in (span for turn in segment.turns for span in turn.weight_versions):
             for at in range(span.start, span.end):
                 for version, logprobs in passes.items():
                     difference = abs(segment.logprobs[at] - logprobs[number][at])
