@@ -23,11 +23,13 @@ from rollouts import make_ledger
 
 BEGAN = 1_795_350_000.0
 FRUIT = {"melon": 9, "pear": 3, "plum": 2, "kiwi": 4, "fig": 6, "lime": 5, "date": 7, "apple": 8}
+THOUGHTS = "I will look up the price first.", "Let me ask for the price of one.", "The price is in the shop's list."
 TRACEBACK = """Traceback (most recent call last):
   File "/app/agent.py", line 41, in agent
     item = json.loads(call.function.arguments)["item"]
 json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)
 """
+MESSAGE = "JSONDecodeError: Expecting value: line 1 column 1 (char 0)"
 
 
 @dataclass(frozen=True)
@@ -84,23 +86,21 @@ def reopen_last_step(run_dir: Path, still_open: int) -> tuple[int, list[RolloutR
     return step, records
 
 
+@dataclass
 class _Step:
     """One step; the ledger's clock is set to the time of each event."""
 
-    def __init__(
-        self,
-        archive: RunArchive,
-        tokenizer: Tokenizer,
-        made: MadeRun,
-        step: int,
-        draw: random.Random,
-        began: float,
-        skill: float,
-    ) -> None:
-        self.archive, self.tokenizer, self.made, self.draw = archive, tokenizer, made, draw
-        self.step, self.began, self.skill = step, began, skill
-        self.now = began
-        self.ledger = make_ledger(step, lambda: self.now)
+    archive: RunArchive
+    tokenizer: Tokenizer
+    made: MadeRun
+    step: int
+    draw: random.Random
+    began: float
+    skill: float
+
+    def __post_init__(self) -> None:
+        self.now = self.began
+        self.ledger = make_ledger(self.step, lambda: self.now)
         self.rollouts: list[Rollout] = []
 
     def run(self) -> float:
@@ -139,21 +139,17 @@ class _Step:
         fate = self.draw.random()
         if fate < self.made.lost / 2:
             self.now += self.draw.uniform(2, 20)
-            message = "424: the container answered 500"
-            self._settle(each, session, Outcome.INFRA_ERROR, "container_error", message)
+            each.settle(Outcome.INFRA_ERROR, "container_error", "424: the container answered 500")
+            self.ledger.session_closed(session)
             return
         self.now += self.draw.uniform(0.6, 3)
         each.accept()
         accepted = self.now
         if fate < self.made.lost * 0.75:
             self.now += 120
-            self._settle(
-                each,
-                session,
-                Outcome.TIMED_OUT,
-                "agent_deadline",
-                "the agent did not return within 120 s; it stood in agent.py:52 price()",
-            )
+            message = "the agent did not return within 120 s; it stood in agent.py:52 price()"
+            each.settle(Outcome.TIMED_OUT, "agent_deadline", message)
+            self.ledger.session_closed(session)
             return
         work = self.draw.lognormvariate(3.3, 0.55)
         self.now += work
@@ -170,10 +166,6 @@ class _Step:
         if len(self.rollouts) <= self.made.stored:
             self.archive.write_rollout(rollout, rollout.encode())
 
-    def _settle(self, each: LedgerEntry, session: str, outcome: Outcome, reason: str, message: str) -> None:
-        each.settle(outcome, reason, message)
-        self.ledger.session_closed(session)
-
     def _result(self, each: LedgerEntry, session: str, accepted: float, work: float, ease: float | None) -> Rollout:
         _, amount, fruit = each.task_id.split("-")
         price, number = FRUIT[fruit], int(amount)
@@ -181,13 +173,7 @@ class _Step:
         answer = price * number if right else price + number
         question = f"What do {amount} {fruit}s cost?"
         call = f'<tool_call>\n{{"name": "price", "arguments": {{"item": "{fruit}"}}}}\n</tool_call>'
-        thought = self.draw.choice(
-            [
-                "I will look up the price first.",
-                "Let me ask for the price of one.",
-                "The price is in the shop's list.",
-            ]
-        )
+        thought = self.draw.choice(THOUGHTS)
         how = "times" if right else "plus"
         last = f"One {fruit} costs {price}, so {amount} of them cost {price} {how} {amount} = {answer}."
         last += " Let me check that again." * self.draw.choice([0, 0, 1, 1, 2, 3, 6]) + f" The answer is {answer}."
@@ -213,13 +199,7 @@ class _Step:
             outcome=Outcome.AGENT_ERROR if fails else Outcome.COMPLETED,
             reward=None if fails else 1.0 if right else self.draw.choice([0.0, 0.2]),
             extras={} if fails else {"expected": price * number, "read": answer},
-            failure=Failure(
-                reason="agent_exception",
-                message="JSONDecodeError: Expecting value: line 1 column 1 (char 0)",
-                traceback=TRACEBACK,
-            )
-            if fails
-            else None,
+            failure=Failure(reason="agent_exception", message=MESSAGE, traceback=TRACEBACK) if fails else None,
             model="Qwen3-4B",
             segments=(segment,),
             started_at=accepted + 0.1,
