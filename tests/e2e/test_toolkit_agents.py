@@ -58,8 +58,7 @@ async def test_an_agent_of_the_toolkit_is_trained_token_exact(open_run, script, 
 
 async def test_an_agent_in_a_runtime_app_is_trained_token_exact(open_run, script):
     settings = ("runtime.agent_protocol=agentcore-runtime-app", "runtime.poll_interval_s=0.2", "group.size=1")
-    script = [script[0], str(AGENT.parent / "runtime_app_agent.py")]
-    run = await open_run(*settings, "runtime.max_attempts=1", replies=answer, script=script)
+    run = await open_run(*settings, "runtime.max_attempts=1", replies=answer, script=[*script, "runtime"])
     tasks = [
         Task("right", {"question": "2 + 2?", "answer": "4"}),
         Task("wrong", {"question": "3 + 3?", "answer": "4"}),
