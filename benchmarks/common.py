@@ -7,20 +7,21 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import os
 import platform
-import re
 import tempfile
 import urllib.error
 import urllib.request
+from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from io import StringIO
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
+from agent_wrapper.contract import Segment, Turn
 from rollout_backend.errors import RolloutBackendError
 from rollout_backend.serving.server_process import ServerProcess
 
@@ -166,6 +167,17 @@ def resident_bytes(process: str | int) -> int:
     return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def half_sampled(token_ids: Sequence[int]) -> Segment:
+    """Return a segment of one turn, which sampled the second half of its tokens."""
+    half = len(token_ids) // 2
+    return Segment(
+        token_ids=array("i", token_ids),
+        response_mask=array("B", [0] * half + [1] * half),
+        logprobs=array("f", [math.nan] * half + [-0.5] * half),
+        turns=(Turn(start=half, end=2 * half, finish_reason="stop", weight_versions=()),),
+    )
+
+
 # --- tables and pictures ----------------------------------------------------------------------------------
 
 
@@ -190,7 +202,7 @@ def shown(value: float | None) -> str:
 def drawing(rows: int, columns: int, width: float, height: float, **more: Any) -> Iterator[tuple[Any, StringIO]]:
     """Yield matplotlib's axes, in a grid, and a file that is the SVG when the block has ended.
 
-    Equal values give equal bytes, a tenth of those that matplotlib writes.
+    Equal values give equal bytes.
     """
     import matplotlib as mpl
 
@@ -206,53 +218,3 @@ def drawing(rows: int, columns: int, width: float, height: float, **more: Any) -
         figure.tight_layout()
         figure.savefig(written, format="svg", metadata={"Date": None}, bbox_inches="tight")
         pyplot.close(figure)
-        small = _compact(written.getvalue())
-        written.seek(0)
-        written.truncate()
-        written.write(small)
-
-
-_TEXT = "text{font:9px sans-serif}"
-_RECTANGLE = re.compile(r"M(\S+ \S+)L(\S+) \S+L\S+ (\S+)L(\S+) \S+z")
-
-
-def _compact(drawn: str) -> str:
-    """Return an SVG of matplotlib without what no picture shows, in tenths of a point."""
-    for name, url in (("", "http://www.w3.org/2000/svg"), ("xlink", "http://www.w3.org/1999/xlink")):
-        ElementTree.register_namespace(name, url)
-    root = ElementTree.fromstring(drawn)  # noqa: S314
-    [metadata] = [each for each in root if each.tag.endswith("metadata")]
-    root.remove(metadata)
-    used = [*dict.fromkeys(re.findall(r"#([mp][0-9a-f]+)", drawn))]
-    names = {name: f"a{at}" for at, name in enumerate(used)}
-    for element in root.iter():
-        element.tail = None
-        if element.tag.endswith("style"):
-            element.text = f"{element.text}{_TEXT}"
-        elif not element.tag.endswith("text"):
-            element.text = None
-        attributes = element.attrib
-        for key, value in attributes.items():
-            value = re.sub(r"#([mp][0-9a-f]+)", lambda found: f"#{names[found[1]]}", value)
-            if key != "style":
-                value = re.sub(r"-?\d+\.\d+", lambda found: f"{round(float(found[0]), 1) + 0:g}", value)
-            attributes[key] = re.sub(r"font-family: [^;]*(; |$)|font-size: 9px(; |$)", "", value)
-        if "d" in attributes:
-            attributes["d"] = _RECTANGLE.sub(r"M\1H\2V\3H\4z", re.sub(r"\s*([A-Za-z])\s*", r"\1", attributes["d"]))
-        if attributes.get("transform", "").startswith("rotate(-0 "):
-            del attributes["transform"]
-        if attributes.get("id") in names:
-            attributes["id"] = names[attributes["id"]]
-        else:
-            attributes.pop("id", None)
-    _unwrap(root)
-    return ElementTree.tostring(root, encoding="unicode").replace("><", ">\n<") + "\n"
-
-
-def _unwrap(element: ElementTree.Element) -> None:
-    """Replace each group without attributes by what it contains."""
-    children = []
-    for child in element:
-        _unwrap(child)
-        children += [*child] if child.tag.endswith("}g") and not child.attrib else [child]
-    element[:] = children
