@@ -13,13 +13,13 @@ import asyncio
 import json
 import math
 import random
-from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+from common import half_sampled
 from emulated_aws import S3, Sqs
 
 from agent_wrapper.contract import (
@@ -30,9 +30,7 @@ from agent_wrapper.contract import (
     Rollout,
     RolloutRequest,
     Sampling,
-    Segment,
     Trajectory,
-    Turn,
     result_key,
 )
 from rollout_backend.core.seal import Sealer
@@ -248,14 +246,16 @@ class FaultyAgents:
         claims = SessionClaims(
             **{name: ids[name] for name in ids if name != "task_id"}, sampling=Sampling(), expires_at=request.deadline
         )
-        sealed = self._sealer.seal(Trajectory(model=MODEL, segments=(_segment(session.proof),)), claims)
+        sealed = self._sealer.seal(
+            Trajectory(model=MODEL, segments=(half_sampled(tokens_of(session.proof)),)), claims
+        )
         forged = self._fault == "forged_tokens" and session.victim
         return Rollout(
             **ids,
             outcome=Outcome.COMPLETED,
             reward=reward,
             model=MODEL,
-            segments=(_segment(0),) if forged else sealed.segments,
+            segments=(half_sampled(tokens_of(0)),) if forged else sealed.segments,
             seal=sealed.seal,
         )
 
@@ -297,13 +297,3 @@ def _ids(request: RolloutRequest) -> dict[str, Any]:
 
 def _failed(request: RolloutRequest, outcome: Outcome, reason: str, message: str) -> Rollout:
     return Rollout(**_ids(request), outcome=outcome, failure=Failure(reason=reason, message=message))
-
-
-def _segment(proof: int) -> Segment:
-    half = TOKENS // 2
-    return Segment(
-        token_ids=array("i", tokens_of(proof)),
-        response_mask=array("B", [0] * half + [1] * half),
-        logprobs=array("f", [math.nan] * half + [-0.5] * half),
-        turns=(Turn(start=half, end=TOKENS, finish_reason="stop", weight_versions=()),),
-    )

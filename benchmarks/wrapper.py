@@ -27,12 +27,11 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from common import Unmeasured, arguments, resident_bytes, write
+from common import Unmeasured, arguments, half_sampled, resident_bytes, write
 from http_server import Answer, Request, Response, listen
 from rivals.environments import environment, python_of
 
@@ -44,9 +43,7 @@ from agent_wrapper.contract import (
     Rollout,
     RolloutRequest,
     Sampling,
-    Segment,
     Trajectory,
-    Turn,
 )
 from rollout_backend.serving.server_process import free_port
 
@@ -163,7 +160,7 @@ class Services:
 
     def __init__(self, wrapper: Wrapper) -> None:
         self.wrapper = wrapper
-        self._trajectory = trajectory().encode()
+        self._trajectory = Trajectory(model="m", segments=(half_sampled(range(TOKENS)),)).encode()
         self.at: dict[str, float] = {}  # seconds of the machine's monotonic clock, by event
         self.published = threading.Event()
         loop = asyncio.new_event_loop()
@@ -188,17 +185,6 @@ class Services:
         answer(Response(200, (body,)), 0)
         if ("announced" if self.wrapper.announces else "stored") in self.at:
             self.published.set()
-
-
-def trajectory() -> Trajectory:
-    half = TOKENS // 2
-    segment = Segment(
-        token_ids=array("i", range(TOKENS)),
-        response_mask=array("B", bytes(half) + b"\x01" * half),
-        logprobs=array("f", [-0.5] * TOKENS),
-        turns=(Turn(start=half, end=TOKENS, finish_reason="stop", weight_versions=()),),
-    )
-    return Trajectory(model="m", segments=(segment,))
 
 
 class Container:
