@@ -76,14 +76,19 @@ def rows_of(rollouts: Any) -> list[str]:
     )
 
 
-def steps_done(checkpoint: Path) -> int:
-    return len(checkpoint.read_text().splitlines())
+def lines_of(file: Path) -> list[Any]:
+    lines = file.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be half written
+
+
+def steps_of(checkpoint: Path) -> list[Any]:
+    """Return the lines of a checkpoint that are of a step."""
+    return [line for line in lines_of(checkpoint) if "step" in line]
 
 
 def append(file: Path, line: Any) -> None:
-    with file.open("a") as lines:
-        lines.write(json.dumps(line) + "\n")
-        lines.flush()
+    with file.open("ab", buffering=0) as lines:  # one write, so that no kill comes between two
+        lines.write(json.dumps(line).encode() + b"\n")
         os.fsync(lines.fileno())
 
 
@@ -131,19 +136,24 @@ def answers(version: Path, engine: ScriptedEngine) -> Callable[[str], str]:
     return reply
 
 
-async def train(settings: Path, checkpoint: Path, steps: int, tasks: int) -> None:
-    """Run the trainer: a step, then a checkpoint, until all steps are done. It may be killed at any time."""
+async def train(settings: Path, checkpoint: Path, tasks: int, goes_on: Callable[[int], bool]) -> None:
+    """Run the trainer: a step, then a checkpoint, while `goes_on` of the next step. It may be killed at any time."""
     async with RolloutManager(load_config(settings)) as manager:
+        append(checkpoint, {"ready": time.time()})
         print(READY, flush=True)
-        while (done := steps_done(checkpoint)) < steps:
-            result = await manager.collect(tasks_of(done, tasks), step=done)
+        while goes_on(step := len(steps_of(checkpoint))):
+            result = await manager.collect(tasks_of(step, tasks), step=step)
             report = result.report
             line = {
-                "step": done,
+                "step": step,
+                "at": time.time(),
                 "planned": report.planned,
-                "outcomes": {outcome.value: n for outcome, n in report.outcomes.items()},
+                "outcomes": {outcome.value: n for outcome, n in report.outcomes.items() if n},
+                "ids": [record.rollout_id for record in result.records],
+                "trained": sum(len(group.rollouts) for group in result.groups if group.usable),
                 "resumed": report.resumed,
                 "reattached": report.reattached,
+                "latency": report.latency and [report.latency.p50, report.latency.max],
                 "rows": rows_of(result.rollouts),
             }
             append(checkpoint, line)
@@ -171,9 +181,9 @@ async def supervise(work: Path, options: argparse.Namespace, kills: int) -> dict
                 trainer = ServerProcess("the trainer", command, log, {**os.environ, **cloud.environ})
                 await trainer.start()
                 ended = asyncio.create_task(trainer.wait())
-                while not ended.done() and (killed == kills or steps_done(checkpoint) < due[killed]):
+                while not ended.done() and (killed == kills or len(steps_of(checkpoint)) < due[killed]):
                     await asyncio.wait({ended}, timeout=0.02)
-                at = steps_done(checkpoint)
+                at = len(steps_of(checkpoint))
                 if draw.random() < 0.9:  # kill the others during their start
                     while READY not in log.read_text() and not ended.done():
                         await asyncio.wait({ended}, timeout=0.02)
@@ -186,10 +196,11 @@ async def supervise(work: Path, options: argparse.Namespace, kills: int) -> dict
                 os.kill(trainer.pid, signal.SIGKILL)
                 await ended
                 killed += 1
-                print(f"  kill {killed}: {after:.1f} s into step {at}; {steps_done(checkpoint)} are done", flush=True)
+                done = len(steps_of(checkpoint))
+                print(f"  kill {killed}: {after:.1f} s into step {at}; {done} are done", flush=True)
             open_sessions = (await cloud.sessions())["sessions"]
             _, twice = await stored_and_run_again(cloud)
-    lines = [json.loads(line) for line in checkpoint.read_text().splitlines()]
+    lines = steps_of(checkpoint)
     outcomes = sum((Counter(line["outcomes"]) for line in lines), Counter())
     return {
         "steps": len(lines),
@@ -243,7 +254,7 @@ def main() -> None:
         if options.asynchronous:
             work = train_asynchronously(*options.trainer, options.steps, options.tasks, options.save_every)
         else:
-            work = train(*options.trainer, options.steps, options.tasks)
+            work = train(*options.trainer, options.tasks, lambda step: step < options.steps)
         asyncio.run(work)
         return
     for name in ("calm", "killed"):

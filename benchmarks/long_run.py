@@ -31,14 +31,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import resident_bytes, stat_of, write_section
-from kill_trainer import AGENT, append, stored_and_run_again, tasks_of, write_settings
+from kill_trainer import AGENT, append, lines_of, steps_of, stored_and_run_again, train, write_settings
 from long_run_report import KILLED, POINTS
 
-from rollout_backend.config import load_config
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.local.session_pool import EmulatorLimits
-from rollout_backend.manager import RolloutManager
 from rollout_backend.serving.local_engine import LocalEngine, LocalEngineFactory
 from rollout_backend.serving.server_process import ServerProcess
 
@@ -84,33 +82,6 @@ def serve_engine(port: int) -> None:
 
     with ScriptedEngine(reply, port=port) as engine:
         signal.sigwait({signal.SIGINT})  # SIGTERM ends it as it ends any process
-
-
-async def train(settings: Path, checkpoint: Path, until: float) -> None:
-    """Collect step after step, at least one, until this time. It may be killed at any time."""
-    async with RolloutManager(load_config(settings)) as manager:
-        append(checkpoint, {"ready": time.time()})
-        step = sum("step" in line for line in lines_of(checkpoint))
-        while step == 0 or time.time() < until:
-            result = await manager.collect(tasks_of(step, TASKS), step=step)
-            report = result.report
-            line = {
-                "step": step,
-                "at": time.time(),
-                "planned": report.planned,
-                "outcomes": {outcome.value: n for outcome, n in report.outcomes.items() if n},
-                "ids": [record.rollout_id for record in result.records],
-                "trained": sum(len(group.rollouts) for group in result.groups if group.usable),
-                "resumed": report.resumed,
-                "reattached": report.reattached,
-                "latency": report.latency and [report.latency.p50, report.latency.max],
-            }
-            append(checkpoint, line)
-            step += 1
-
-
-def lines_of(file: Path) -> list[Any]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def processes(mark: str, at: float = 0.0) -> list[Sample]:
@@ -207,7 +178,7 @@ class LongRun:
             await asyncio.sleep(SAMPLE_S)
 
     def _account(self) -> dict[str, Any]:
-        steps = [line for line in lines_of(self._checkpoint) if "step" in line]
+        steps = steps_of(self._checkpoint)
         ids = Counter(rollout_id for line in steps for rollout_id in line["ids"])
         return {
             "hours": round((time.time() - self._began) / 3600, 2),
@@ -280,7 +251,8 @@ def main() -> None:
         return
     if options.trainer:
         settings, checkpoint, until = options.trainer
-        asyncio.run(train(Path(settings), Path(checkpoint), float(until)))
+        goes_on = lambda step: step == 0 or time.time() < float(until)  # noqa: E731
+        asyncio.run(train(Path(settings), Path(checkpoint), TASKS, goes_on))
         return
     shutil.rmtree(options.work, ignore_errors=True)
     options.work.mkdir(parents=True)
