@@ -92,12 +92,10 @@ class Session:
         if response[9:12] != b"200":
             raise ValueError(f"HTTP {response[9:12].decode()}")
         reply = _streamed(response) if b"chunked" in response[:500] else _message(response)
-        added = [reply]
-        for call in reply.get("tool_calls", ()):
-            added.append({"role": "tool", "tool_call_id": call["id"], "content": self._result})
-        if len(added) == 1:
-            added.append({"role": "user", "content": self._result})
-        self._messages += b"," + ",".join(map(_json, added)).encode()
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "content": self._result} for call in reply["tool_calls"]
+        ]
+        self._messages += b"," + ",".join(map(_json, [reply, *results])).encode()
 
     async def _send(self, request: bytes) -> bytes:
         if self._connection.transport is None or self._connection.transport.is_closing():
@@ -119,18 +117,17 @@ def _message(response: bytes) -> dict[str, Any]:
 
 
 def _streamed(response: bytes) -> dict[str, Any]:
-    """Return the reply of a stream: its text, or its tool calls."""
-    text, calls = "", []
+    """Return the reply of a stream, which is tool calls."""
+    calls = []
     for line in response.split(b"\n"):
         if line.startswith(b"data: {"):
             event = json.loads(line[6:])
             if "error" in event:
                 raise ValueError(event["error"].get("code", "error event"))
             for choice in event["choices"]:
-                text += choice["delta"].get("content") or ""
-                calls += choice["delta"].get("tool_calls", ())
+                calls += choice["delta"].get("tool_calls") or ()
     plain = [{name: value for name, value in call.items() if name != "index"} for call in calls]
-    return {"role": "assistant", **({"content": text} if text else {}), **({"tool_calls": plain} if plain else {})}
+    return {"role": "assistant", "tool_calls": plain}
 
 
 async def run(job: dict[str, Any]) -> dict[str, Any]:
