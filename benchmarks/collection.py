@@ -33,6 +33,7 @@ from rollout_backend.serving.server_process import free_port
 
 AT_ONCE = 1e5  # sessions per second
 TIMEOUT_S = 400  # of one system and step
+WARM_UP = 64  # rollouts before a measurement
 SECRET = "the secret of a load test, 32 characters"
 
 
@@ -42,8 +43,6 @@ class Work:
     rate: float = AT_ONCE
     tokens: int = 1200
     agent_s: float = 1.0
-    spread: float = 0.5
-    warm_up: int = 64
 
 
 COMPARED = (Work(512, rate=25), Work(1024))
@@ -65,6 +64,7 @@ async def measure(system: str, work: Work) -> dict[str, Any]:
     with kept_folder() as folder:
         asked = {
             **asdict(work),
+            "warm_up": WARM_UP,
             "way": way,
             "url": f"http://127.0.0.1:{port}",
             "port": port,
@@ -103,16 +103,14 @@ async def measure(system: str, work: Work) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=list(SYSTEMS))
-    options = parser.parse_args()
+    options = arguments(__doc__).parse_args()
 
     def one(work: Work, system: str) -> dict[str, Any] | None:
         if options.smoke or work in SYSTEMS[system][2]:
             return asyncio.run(measure(system, work))
         return None
 
-    compare(options.json, [Work(64)] if options.smoke else TABLE, options.systems, one)
+    compare(options.json, [Work(64)] if options.smoke else TABLE, SYSTEMS, one)
 
 
 if __name__ == "__main__":

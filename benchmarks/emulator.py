@@ -122,7 +122,7 @@ class Emulator(Cloud):
         s3_s, sqs_s, runtime_s = work.get("latencies_s", (0.03, 0.01, 0.15))
         super().__init__(s3_s=s3_s, sqs_s=sqs_s, runtime_s=runtime_s)
         self.agents = self
-        self._agent_s, self._spread, self._random = work["agent_s"], work["spread"], random.Random(0)
+        self._agent_s, self._random = work["agent_s"], random.Random(0)
         self._results = ReadyMadeResults(work["tokens"], work["secret"])
         size = sum(map(len, self._results.make({**dict.fromkeys(_IDENTITY, "s" * 30), "step": 0, "attempt": 1})))
         self._toolkits = {"rewards": [1.0], "status_code": 200, "stop_reason": "end_turn", "messages": "x" * size}
@@ -167,8 +167,7 @@ class Emulator(Cloud):
         if session_id in self._open:  # a repeated call
             return
         self._open.add(session_id)
-        seconds = self._agent_s * (1 + self._spread * (2 * self._random.random() - 1))
-        asyncio.get_running_loop().call_later(seconds, end)
+        asyncio.get_running_loop().call_later(self._agent_s * self._random.uniform(0.5, 1.5), end)
 
     def _publish(self, asked: dict[str, Any]) -> None:
         target, rollout_id = asked["result"], asked["rollout_id"]

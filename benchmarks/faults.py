@@ -282,10 +282,8 @@ async def one(system: str, case: Case) -> dict[str, Any]:
         return {**head, **await run(system, case, Path(folder))}
 
 
-async def matrix(
-    systems: Iterable[str], cases: Iterable[Case], jobs: int, done: Callable[[dict[str, Any]], None]
-) -> None:
-    free = asyncio.Semaphore(jobs)
+async def matrix(systems: Iterable[str], cases: Iterable[Case], done: Callable[[dict[str, Any]], None]) -> None:
+    free = asyncio.Semaphore(2)  # steps wait most of the time
 
     async def limited(system: str, case: Case) -> None:
         async with free:
@@ -307,7 +305,6 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--faults", nargs="*", choices=BY_NAME, default=list(BY_NAME))
     parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--jobs", type=int, default=2, help="steps at the same time; they wait most of the time")
     options = parser.parse_args()
     try:
         for system in options.systems:
@@ -338,7 +335,7 @@ def main() -> None:
         write_section(options.json, "faults", "python benchmarks/faults.py", time.monotonic() - began, results)
 
     names = options.faults[:2] if options.smoke else options.faults
-    asyncio.run(matrix(options.systems, [BY_NAME[name] for name in names], options.jobs, done))
+    asyncio.run(matrix(options.systems, [BY_NAME[name] for name in names], done))
 
 
 if __name__ == "__main__":

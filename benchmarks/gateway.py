@@ -319,9 +319,7 @@ def summary(scenario: Scenario, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=list(SYSTEMS))
-    options = parser.parse_args()
+    options = arguments(__doc__).parse_args()
     model = find_model()
     allow_files(1500)
 
@@ -329,7 +327,7 @@ def main() -> None:
         wanted = SYSTEMS[system][1] if not options.smoke else SMOKE if system == "ours" else SMOKE[:1]
         return asyncio.run(measure(scenario, model, system)) if scenario in wanted else None
 
-    compare(options.json, SMOKE if options.smoke else TABLE, options.systems, one)
+    compare(options.json, SMOKE if options.smoke else TABLE, SYSTEMS, one)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,9 @@ from operator import sub
 from pathlib import Path
 from typing import Any
 
+import psutil  # verl needs it, too
 from arithmetic_reward import compute_score
-from common import arguments, cpu_s, stat_of, write_section
+from common import arguments, write_section
 from learning_report import CALLS, TIMELINE
 from tiny_learner import fit_sums
 from verl_training import COMPARED, ORDERED, Sums, Training, parts_of, without_first
@@ -95,18 +96,11 @@ def cpu_of_steps(metrics: Path) -> Iterator[list[dict[str, float]]]:
 
 
 def _spent() -> Counter[str]:
-    parents, spent = {}, Counter[str]()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            parents[int(folder.name)] = int(stat_of(folder.name)[1])
-    for pid in parents:
-        ancestor = pid
-        while ancestor in parents and ancestor != os.getpid():
-            ancestor = parents[ancestor]
-        if ancestor == os.getpid():
-            with contextlib.suppress(OSError):
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                spent[next((kind for part, kind in KINDS.items() if part in command), OTHER)] += cpu_s(pid)
+    this, spent = psutil.Process(), Counter[str]()
+    for process in (this, *this.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            command, times = " ".join(process.cmdline()), process.cpu_times()
+            spent[next((kind for part, kind in KINDS.items() if part in command), OTHER)] += times.user + times.system
     return spent
 
 
@@ -144,13 +138,12 @@ def medians(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--seeds", nargs="*", type=int, default=list(range(5)))
     parser.add_argument("--parts", action="store_true", help="one seed and 12 steps, to see where their time goes")
     options = parser.parse_args()
     section, option, steps = ("parts", " --parts", 12) if options.parts else ("learning", "", Sums.steps)
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
     sums, runs, began = Sums(steps=2 if options.smoke else steps), [], time.monotonic()
-    for seed in options.seeds[:1] if options.smoke or options.parts else options.seeds:
+    for seed in range(1 if options.smoke or options.parts else 5):
         with tempfile.TemporaryDirectory() as folder:
             fit_sums(Path(folder) / "model", seed, sums.right_at_start)
             for variant in (VERL, OURS):

@@ -80,7 +80,7 @@ class Game:
     warm_steps: int = 0
     tails: tuple[tuple[int, int], ...] = ()  # see `fit`
     refits: tuple[int, ...] = ()  # steps of more fits, each with the learning rate of the start
-    prompts: int = 8
+    prompts: int = 8  # in a step
 
     def tasks(self, seed: int, count: int) -> list[Task]:
         """Return tasks whose ids and seeds no other seed has."""
@@ -102,7 +102,7 @@ LAKE = Game(
     "lake",
     "board_game.py",
     weak_lake,
-    {"game": "FrozenLake-v0", "max_moves": 12, "terse": True, "compact_after": 4, "max_tokens": 6},
+    {"game": "FrozenLake-v0", "max_moves": 12, "compact_after": 4, "max_tokens": 6},
     warm_steps=110,
     steps=10,
     prompt_tokens=144,
@@ -228,15 +228,13 @@ async def run(options: Any, work: Path) -> None:
     began, runs = time.monotonic(), []
     versions = dict(pin.split("==") for pin in PINS.read_text().split())
     for game, train_seeds in TRAININGS:
-        if game.name not in options.only:
-            continue
         model = work / game.name / "model"
         played = await play(game, work / game.name / "player")
         rows = [(list(s.token_ids), list(s.response_mask)) for rollout in played for s in rollout.segments]
         fit(model, rows, game.warm_steps, tails=game.tails)
         for steps in game.refits:
             fit(model, rows, steps)
-        seeds, steps = (options.seeds[:1], 2) if options.smoke else (options.seeds, game.steps)
+        seeds, steps = (range(1), 2) if options.smoke else (range(5), game.steps)
         trained = train_seeds(game, model, seeds, steps, work / game.name / "training")
         for seed in seeds:
             runs.append({"name": game.name, "seed": seed, "steps": await anext(trained)})
@@ -252,11 +250,7 @@ async def run(options: Any, work: Path) -> None:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    names = [game.name for game, _ in TRAININGS]
-    parser.add_argument("--only", nargs="*", choices=names, default=names)
-    parser.add_argument("--seeds", nargs="*", type=int, default=list(range(5)))
-    options = parser.parse_args()
+    options = arguments(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as work:
         asyncio.run(run(options, Path(work)))
 

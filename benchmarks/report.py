@@ -30,19 +30,11 @@ def _called(row: Row) -> str:
     return f"{kind} with {row['history']:,} tokens {rate}, {row['in_flight']:,} in flight"
 
 
-def _trained(row: Row) -> str:
-    return "a step of the tiny model"
-
-
-def _contained(row: Row) -> str:
-    return "a container"
-
-
 WORK: dict[str, Callable[[Row], str]] = {
     "collection": _collected,
     "gateway": _called,
-    "training_step": _trained,
-    "wrapper": _contained,
+    "training_step": lambda row: "a step of the tiny model",
+    "wrapper": lambda row: "a container",
     "ceilings": lambda row: "a call",
 }
 COLUMNS = {

@@ -28,32 +28,26 @@ LOOP = Path(__file__).parent.parent / "examples" / "plain_loop" / "train.py"
 Row = tuple[list[int], list[int]]  # token ids, and 1 for each that is sampled
 
 
-def fit(
-    folder: Path, rows: Sequence[Row], steps: int, seed: int = 0, *, tails: Sequence[tuple[int, int]] = ()
-) -> list[float]:
+def fit(folder: Path, rows: Sequence[Row], steps: int, tails: Sequence[tuple[int, int]] = ()) -> None:
     """Fit the model in `folder`, which is created unless it is there, to the sampled tokens of a weak player's rows.
 
     For each of `tails`, a length and a number of steps, it is first fitted to the last tokens of each row. That is
-    cheaper if rows have long beginnings in common, and a rare decision counts for more. Equal seeds give equal
-    weights. Return the loss of each step, in nats per sampled token.
+    cheaper if rows have long beginnings in common, and a rare decision counts for more.
     """
     import torch
 
-    model, optimizer, _ = _start(folder, seed)
+    model, optimizer, _ = _start(folder, seed=0)
     total = steps + sum(count for _, count in tails)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total, LEARNING_RATE / 10)
-    draw, losses = random.Random(seed), []
+    draw = random.Random(0)
     for tail, count in (*tails, (0, steps)):  # a tail of 0 is the whole row
         size = min(4 * BATCH, 4096 // tail, len(rows)) if tail else min(BATCH, len(rows))
         cut = [(ids[-tail:], mask[-tail:]) for ids, mask in rows]
         for _ in range(count):
             logprobs_B_T, mask_B_T = _logprobs(model, draw.sample(cut, size))
-            loss = -(logprobs_B_T * mask_B_T).sum() / mask_B_T.sum()
-            _take_step(model, optimizer, loss)
+            _take_step(model, optimizer, -(logprobs_B_T * mask_B_T).sum() / mask_B_T.sum())
             schedule.step()
-            losses.append(loss.item())
     model.save_pretrained(folder)
-    return losses
 
 
 def question(a: int, b: int) -> str:

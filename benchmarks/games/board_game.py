@@ -1,14 +1,9 @@
-"""Play a one-player game of TextArena over many turns, and compact the conversation every few moves.
+"""Cross TextArena's frozen lake over many turns, and compact the conversation every few moves.
 
-The payload's fields:
-
-- `game`: an id of TextArena such as `FrozenLake-v0`, `seed` of its start, `max_moves` (invalid ones do not count).
-- `terse`: show the cells around the player of a frozen lake instead of TextArena's text, which is too long for a
-  byte-level model.
-- `compact_after`: moves after which the conversation is replaced by a summary; 0: never.
-- `max_tokens` of a reply.
-
-The reward is TextArena's, from 0 to 1.
+The agent shows the cells around the player instead of TextArena's text, which is too long for a byte-level model. The
+payload has the `game`'s id, the `seed` of its start, `max_moves` (invalid ones do not count), `compact_after`, the
+moves after which a summary replaces the conversation, and `max_tokens` of a reply. The reward is TextArena's, from
+0 to 1.
 """
 
 from typing import Any
@@ -25,20 +20,15 @@ STEPS = {"w": (-1, 0), "a": (0, -1), "s": (1, 0), "d": (0, 1)}
 
 
 class Game:
-    def __init__(self, name: str, seed: int, max_moves: int, terse: bool) -> None:
+    def __init__(self, name: str, seed: int, max_moves: int) -> None:
         self._env = textarena.make(f"{name}-raw")
         self._env.reset(num_players=1, seed=seed)
         self._env.state.max_turns = max_moves
-        self._terse = terse
 
     def observe(self) -> str:
-        """Return what is new since the last call; with `terse`, the cells around the player."""
-        if self._terse:
-            y, x = self._env.state.game_state["player_pos"]
-            return " ".join(f"{move}{self._cell(y + down, x + right)}" for move, (down, right) in STEPS.items())
-        _, seen = self._env.get_observation()
-        own = textarena.ObservationType.PLAYER_ACTION
-        return "\n".join(text for _, text, kind in seen if kind is not own)
+        """Return the cells around the player."""
+        y, x = self._env.state.game_state["player_pos"]
+        return " ".join(f"{move}{self._cell(y + down, x + right)}" for move, (down, right) in STEPS.items())
 
     def _cell(self, y: int, x: int) -> str:
         grid = self._env.state.game_state["grid"]
@@ -51,17 +41,17 @@ class Game:
         return bool(over)
 
     def result(self) -> dict[str, Any]:
-        rewards, info = self._env.close()
-        reward = max(0.0, float(rewards[0]))  # some games score an invalid move below 0
-        return {"reward": reward, "won": reward >= 1, "invalid": bool(info[0].get("invalid_move"))}
+        rewards, _ = self._env.close()
+        reward = max(0.0, float(rewards[0]))  # an invalid move may score below 0
+        return {"reward": reward, "won": reward >= 1}
 
 
 @app.entrypoint
 async def agent(context: RolloutContext) -> dict[str, object]:
     task = context.payload
-    game = Game(task["game"], task["seed"], task["max_moves"], task["terse"])
-    rules = [{"role": "system", "content": RULES}] if task["terse"] else []
-    messages = [*rules, {"role": "user", "content": game.observe()}]
+    game = Game(task["game"], task["seed"], task["max_moves"])
+    rules = {"role": "system", "content": RULES}
+    messages = [rules, {"role": "user", "content": game.observe()}]
     moves: list[str] = []
     async with AsyncOpenAI(**context.openai_kwargs()) as client:
         while True:
@@ -71,9 +61,9 @@ async def agent(context: RolloutContext) -> dict[str, object]:
             moves.append(completion.choices[0].message.content or "")
             if game.play(moves[-1]):
                 return game.result()
-            if task["compact_after"] and len(moves) % task["compact_after"] == 0:
+            if len(moves) % task["compact_after"] == 0:
                 summary = "".join(move.strip("[]") for move in moves)
-                messages = [*rules, {"role": "user", "content": f"moves: {summary}\n{game.observe()}"}]
+                messages = [rules, {"role": "user", "content": f"moves: {summary}\n{game.observe()}"}]
             else:
                 messages += [
                     {"role": "assistant", "content": moves[-1]},
