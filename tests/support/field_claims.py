@@ -64,6 +64,11 @@ ACCOUNT = {
     "store": Ignored(True),
 }
 
+STREAM_OPTIONS = Type(
+    ("stream_options",),
+    {"include_obfuscation": Harmless(True), "include_usage": Harmless(True)},
+    given={"include_usage": False},
+)
 _FUNCTION = {"name": "add", "description": "Adds.", "parameters": SCHEMA, "strict": True}
 _CALLED = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 CHAT = {
@@ -159,11 +164,7 @@ CHAT_TYPES = {
         {"function": Refused({"name": "nobody"}), "type": TAG},
         given={"type": "function", "function": {"name": "add"}},
     ),
-    "ChatCompletionStreamOptionsParam": Type(
-        ("stream_options",),
-        {"include_obfuscation": Harmless(True), "include_usage": Harmless(True)},
-        given={"include_usage": False},
-    ),
+    "ChatCompletionStreamOptionsParam": STREAM_OPTIONS,
     "ResponseFormatText": Type(("response_format",), {"type": TAG}, given={"type": "text"}),
     "ResponseFormatJSONObject": Type(("response_format",), {"type": TAG}, given={"type": "json_object"}),
     "ResponseFormatJSONSchema": Type(
@@ -205,11 +206,7 @@ COMPLETIONS_TYPES = {
             "user": Ignored("x"),
         },
     ),
-    "ChatCompletionStreamOptionsParam": Type(
-        ("stream_options",),
-        {"include_obfuscation": Harmless(True), "include_usage": Harmless(True)},
-        given={"include_usage": False},
-    ),
+    "ChatCompletionStreamOptionsParam": STREAM_OPTIONS,
 }
 
 RESPONSES = {

@@ -28,6 +28,7 @@ from rollout_backend.gateway.engine.protocol import EngineRequest, ReplyReader, 
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.local.scripted import Script, ScriptedEngine
 from rollout_backend.serving.server_process import free_port
+from rollouts import make_claims
 
 if TYPE_CHECKING:  # verl's environment has neither
     import anthropic
@@ -70,31 +71,11 @@ class ServerThread:
         self._thread.join()
 
 
-def session_key(
-    session: str,
-    *,
-    secret: str = SECRET,
-    lives_s: float = 600,
-    journal_id: str = "",
-    routing_key: str = "",
-    step: int = 0,
-    rollout_id: str = "r",
-    attempt: int = 1,
-    **sampling: Any,
-) -> str:
-    """Return a session's key; `sampling` is the trainer's."""
-    claims = SessionClaims(
-        run_id="run",
-        step=step,
-        rollout_id=rollout_id,
-        attempt=attempt,
-        session_id=session,
-        sampling=Sampling(**sampling),
-        expires_at=time.time() + lives_s,
-        journal_id=journal_id,
-        routing_key=routing_key,
-    )
-    return issue(secret, claims)
+def session_key(session: str, *, secret: str = SECRET, lives_s: float = 600, **more: Any) -> str:
+    """Return a session's key; `more` are its other claims, and the trainer's sampling."""
+    claims = {name: more.pop(name) for name in SessionClaims.model_fields.keys() & more.keys()}
+    claims = {"run_id": "run", "rollout_id": "r", "expires_at": time.time() + lives_s, **claims}
+    return issue(secret, make_claims(session, sampling=Sampling(**more), **claims))
 
 
 class GatewayServer(ServerThread):
