@@ -312,26 +312,18 @@ def main() -> None:
     except Unmeasured as error:
         sys.exit(f"a rival cannot be installed: {error}\nPass --systems {OURS} to run without the rivals.")
     began, rows = time.monotonic(), []
+    limits = {"limit_s": LIMIT_S, "limit_in_outages_s": LIMIT_IN_OUTAGES_S, "outage_s": OUTAGE_S}
+    programs = {system: program for system, (program, _) in PROGRAMS.items() if program in PACKAGES}
+    results = {
+        "versions": {system: version_of(PACKAGES[program]) for system, program in programs.items()},
+        "settings": {"groups": GROUPS, "group": GROUP, **limits},
+        "cases": {case.name: case.title for case in CASES},
+        "rows": rows,
+    }
 
     def done(row: dict[str, Any]) -> None:
         print(line(row), flush=True)
         rows.append(row)
-        results = {
-            "versions": {
-                system: version_of(PACKAGES[program])
-                for system, (program, _) in PROGRAMS.items()
-                if program in PACKAGES
-            },
-            "settings": {
-                "groups": GROUPS,
-                "group": GROUP,
-                "limit_s": LIMIT_S,
-                "limit_in_outages_s": LIMIT_IN_OUTAGES_S,
-                "outage_s": OUTAGE_S,
-            },
-            "cases": {case.name: case.title for case in CASES},
-            "rows": rows,
-        }
         write_section(options.json, "faults", "python benchmarks/faults.py", time.monotonic() - began, results)
 
     names = options.faults[:2] if options.smoke else options.faults
