@@ -104,7 +104,10 @@ class RunServices:
             runtime_class(config.runtime), VerifierRuntime
         )
         scorer = await self._start_scorer(stack, store) if config.scoring.enabled and not in_containers else None
-        await self._begin_lease(stack, store)
+        me, lease_s = LeaseHolder.this_process(), config.janitor.lease_s
+        self.lease = RunLease(store, config.run_id, me, lease_s, on_status=self._on_status)
+        stack.push_async_callback(self.lease.release)
+        await self.lease.begin()
         runtime = preflight.runtime or await self._make_runtime(stack)
         self.limits, self.agent = runtime.limits(), runtime.describe()
         admission = CallQueue.from_config(self.limits)
@@ -115,7 +118,11 @@ class RunServices:
         verifiers = None
         if in_containers:
             assert isinstance(runtime, VerifierRuntime)
-            verifiers = self._verifier_jobs(stack, runtime, presigner, janitor, admission)
+            opened, closed = janitor.session_opened, janitor.session_closed
+            verifiers = VerifierJobs(
+                runtime, presigner, config.scoring, admission=admission, on_open=opened, on_closed=closed
+            )
+            stack.push_async_callback(verifiers.aclose)
             scorer = self._scorer(store, verifiers)
         queue = await self._open_queue(stack, janitor) if config.uses_queue else None
         stack.push_async_callback(self.serving.stop)
@@ -174,12 +181,6 @@ class RunServices:
                 self._on_status(f"warning: {finding}")
         return preflight
 
-    async def _begin_lease(self, stack: AsyncExitStack, store: ResultStore) -> None:
-        me, lease_s = LeaseHolder.this_process(), self._config.janitor.lease_s
-        self.lease = RunLease(store, self._config.run_id, me, lease_s, on_status=self._on_status)
-        stack.push_async_callback(self.lease.release)
-        await self.lease.begin()
-
     async def _start_scorer(self, stack: AsyncExitStack, store: ResultStore) -> RolloutScorer:
         pool = WorkerPool(self._config.scoring, self._archive.logs / "scorer.log")
         stack.push_async_callback(pool.close)
@@ -190,25 +191,6 @@ class RunServices:
         return RolloutScorer(
             store, self._config.run_id, calls.call, calls.name, calls.sha256, self._archive.write_artifacts
         )
-
-    def _verifier_jobs(
-        self,
-        stack: AsyncExitStack,
-        runtime: VerifierRuntime,
-        presigner: Presigner,
-        janitor: Janitor,
-        admission: CallQueue,
-    ) -> VerifierJobs:
-        jobs = VerifierJobs(
-            runtime,
-            presigner,
-            self._config.scoring,
-            admission=admission,
-            on_open=janitor.session_opened,
-            on_closed=janitor.session_closed,
-        )
-        stack.push_async_callback(jobs.aclose)
-        return jobs
 
     async def _make_runtime(self, stack: AsyncExitStack) -> AgentRuntime:
         runtime = await open_runtime(self._config.run_runtime, self._on_status)

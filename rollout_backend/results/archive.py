@@ -92,13 +92,12 @@ class RunArchive:
     def write_end(self, state: RunState, error: str = "") -> None:
         """Record how the last start ended. Does nothing without a start."""
         if self._info is not None:
-            self._write_info(self._info.with_end(state, error, time.time()))
+            self._write_info(self._info.with_last(state=state, error=error, ended_at=time.time()))
 
     def write_last_step_end(self) -> None:
         """Record that the last step's rollouts have ended, so that the run has ended once its process is gone."""
         if self._info is not None:
-            last = self._info.starts[-1].model_copy(update={"last_step_ended": True})
-            self._info = self._info.model_copy(update={"starts": (*self._info.starts[:-1], last)})
+            self._info = self._info.with_last(last_step_ended=True)
             self._write_info(self._info)
 
     def renew_info(self) -> None:

@@ -85,10 +85,9 @@ class RunInfo(BaseModel, frozen=True):
     starts: tuple[RunStart, ...]
     """The last start is the current one."""
 
-    def with_end(self, state: RunState, error: str, at: float) -> RunInfo:
-        """Return a copy in which the last start has ended."""
-        ended = self.starts[-1].model_copy(update={"state": state, "error": error, "ended_at": at})
-        return self.model_copy(update={"starts": (*self.starts[:-1], ended)})
+    def with_last(self, **changes: object) -> RunInfo:
+        """Return a copy whose last start has these values."""
+        return self.model_copy(update={"starts": (*self.starts[:-1], self.starts[-1].model_copy(update=changes))})
 
 
 def settings_yaml(config: RolloutConfig) -> str:

@@ -15,7 +15,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType, ModuleType
@@ -220,8 +219,16 @@ def command_scorer(command: Sequence[str], timeout_s: float) -> Scorer:
 
 
 def _adapted(function: Callable[..., Any], is_async: bool, what: str) -> Callable[[ScoreInput], Any]:
+    """Return a function of a `ScoreInput`. Verl's functions get the columns of the private part."""
+
+    def call(given: ScoreInput) -> object:
+        return _read_verl_result(function(**_verl_arguments(given)))
+
+    async def call_async(given: ScoreInput) -> object:
+        return _read_verl_result(await function(**_verl_arguments(given)))
+
     if _accepts(function, **dict.fromkeys(_VERL_ARGUMENTS)):
-        return partial(_call_async_verl_function if is_async else _call_verl_function, function)
+        return call_async if is_async else call
     if not _accepts(function, None):
         raise ConfigError(
             f"{what} must accept one argument, a ScoreInput, or verl's arguments {', '.join(_VERL_ARGUMENTS)}"
@@ -237,16 +244,7 @@ def _accepts(function: Callable[..., object], *arguments: object, **named: objec
     return True
 
 
-def _call_verl_function(function: Callable[..., object], given: ScoreInput) -> object:
-    return _read_verl_result(function(**_verl_arguments(given)))
-
-
-async def _call_async_verl_function(function: Callable[..., Any], given: ScoreInput) -> object:
-    return _read_verl_result(await function(**_verl_arguments(given)))
-
-
 def _verl_arguments(given: ScoreInput) -> dict[str, Any]:
-    """Return the arguments for verl's reward functions. The private part has the columns that verl would pass."""
     named = {name: given.private.get(name) for name in _VERL_ARGUMENTS}
     return named | {"solution_str": given.reply}
 

@@ -71,7 +71,11 @@ class WorkerPool:
             worker = next(free, None) or self._add_worker()
             worker.calls += 1
             try:
-                await self._check(worker)
+                hello = await worker.hello()
+                if (hello["scorer"], hello["sha256"]) != (self.name, self.sha256):
+                    raise ScoringError(
+                        "the scorer's file has changed since the run began: restart the run to use the new one"
+                    )
                 return await worker.ask(request, self._config.timeout_s + _KILL_AFTER_S)
             except BaseException as error:
                 if not isinstance(error, asyncio.CancelledError) or self._calls_per_worker == 1:
@@ -92,13 +96,6 @@ class WorkerPool:
     def _add_worker(self) -> _Worker:
         self._workers.append(_Worker(self._config, self._log))
         return self._workers[-1]
-
-    async def _check(self, worker: _Worker) -> None:
-        hello = await worker.hello()
-        if (hello["scorer"], hello["sha256"]) != (self.name, self.sha256):
-            raise ScoringError(
-                "the scorer's file has changed since the run began: restart the run to use the new one"
-            )
 
 
 class _Worker:
