@@ -20,13 +20,6 @@ def refused(match: str, **sections) -> None:
         load_config(base={**MINIMAL, **sections}, env={})
 
 
-def test_the_minimum_is_enough_and_names_are_derived():
-    config = load_config(base=MINIMAL, env={})
-    assert config.model.served_name == "SmolLM2"
-    assert config.run_id.startswith("run-")
-    assert config.run_dir.name == config.run_id
-
-
 def test_later_sources_win(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("group: {size: 2, policy: strict}\nstorage: {bucket: from-file}\n")

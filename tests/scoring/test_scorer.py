@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from rollout_backend.errors import ConfigError
 from rollout_backend.scoring.scorer import ScoreInput, Scorer, ScoringError, command_scorer, load_scorer
 from rollouts import make_rollout, make_segment
 
@@ -120,10 +119,3 @@ def test_a_command_reads_json_and_prints_the_reward(tmp_path):
     assert command_scorer([sys.executable, "-S", str(script)], 20).sha256 != scorer.sha256
     with pytest.raises(ScoringError, match="No such file"):
         command_scorer([str(tmp_path / "none")], 20).score(given({}))
-
-
-def test_a_function_with_other_arguments_is_refused(tmp_path):
-    file = tmp_path / "scorer.py"
-    file.write_text("def score(payload, messages, rollout): return 1.0")
-    with pytest.raises(ConfigError, match="must accept one argument, a ScoreInput, or verl's arguments"):
-        load_scorer(f"{file}:score")
