@@ -4,6 +4,7 @@ from agent_wrapper.contract import Outcome, Rollout, Segment, Turn
 from rollout_backend.results.records import ResultSummary, RolloutRecord, StepRecords, records_of
 from rollout_backend.results.summary import summarize
 from rollouts import make_ledger, make_rollout
+from run_folders import make_record
 
 
 def rollout_of(*cached: int | None) -> Rollout:
@@ -48,27 +49,21 @@ def test_every_planned_rollout_has_one_record():
         ledger, lambda entry: f"log of {entry.last_session_id}", [make_rollout("a.done", reward=0.0)]
     )
 
-    assert (done.step, done.rollout_id, done.task_id, done.trainable, done.group_usable) == (
-        3, "a.done", "a", True, True,
-    )  # fmt: skip
-    assert (done.outcome, done.reason, done.attempts, done.session_ids) == (Outcome.COMPLETED, "", 1, ("s1",))
-    assert (done.planned_at, done.invoked_at, done.accepted_at, done.result_at, done.settled_at) == (
-        100, 104, 105, 106, 106,
-    )  # fmt: skip
-
-    assert done.result == ResultSummary(
+    result = ResultSummary(
         reward=0.0, turns=1, segments=1, sampled_tokens=2, trained_tokens=2, prompt_tokens=3, cached_tokens=None,
         cut_replies=0, model_s=0.0, agent_s=1.0,
     )  # fmt: skip
-    assert (done.reward, lost.reward, lost.result) == (0.0, None, None)
-
-    assert (lost.outcome, lost.reason, lost.message) == (Outcome.INFRA_ERROR, "container_error", "424")
-    assert (lost.attempts, lost.session_ids, lost.log) == (2, ("s2", "s3"), "log of s3")
-    assert (lost.invoked_at, lost.accepted_at, lost.result_at, lost.settled_at) == (109, None, None, 110)
-    assert (lost.is_replacement, done.is_replacement) == (True, False)
-
+    planned = {"step": 3, "task_id": "a", "group_usable": True}
+    assert done == make_record(
+        "a.done", **planned, trainable=True, session_ids=("s1",), log="log of s1", planned_at=100.0, result=result,
+        first_invoked_at=104.0, invoked_at=104.0, accepted_at=105.0, result_at=106.0, settled_at=106.0,
+    )  # fmt: skip
+    assert lost == make_record(
+        "a.lost", **planned, outcome=Outcome.INFRA_ERROR, reason="container_error", message="424", attempts=2,
+        is_replacement=True, session_ids=("s2", "s3"), log="log of s3", planned_at=101.0, first_invoked_at=107.0,
+        invoked_at=109.0, accepted_at=None, result_at=None, settled_at=110.0,
+    )  # fmt: skip
     assert (refused.attempts, refused.session_ids, refused.log, refused.invoked_at) == (0, (), None, 111)
-
     assert (waiting.outcome, waiting.log, waiting.invoked_at, waiting.settled_at) == (None, None, None, None)
 
 
