@@ -350,28 +350,28 @@ class KubernetesEmulator:
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         answer, cut = web.StreamResponse(), self._cut
         await answer.prepare(request)
-        seen = int(request.query["resourceVersion"])
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(self.watch_s, float(request.query["timeoutSeconds"]))):
-                while not cut.is_set():
-                    if seen < self._oldest:
-                        gone = Refusal(410, "Expired", f"too old resource version: {seen} ({self._oldest})")
-                        await _send(answer, "ERROR", gone.body())
-                        return answer
-                    for version, kind, pod in list(self._history):
-                        if version > seen and _selected(pod, request):
-                            await _send(answer, kind, pod)
-                            seen = version
-                    changes = [asyncio.ensure_future(each.wait()) for each in (self._changed, cut)]
-                    try:
-                        await asyncio.wait(changes, return_when=asyncio.FIRST_COMPLETED)
-                    finally:
-                        for change in changes:
-                            change.cancel()
-                _abort(request)
+        seen, loop = int(request.query["resourceVersion"]), asyncio.get_running_loop()
+        ends = loop.time() + min(self.watch_s, float(request.query["timeoutSeconds"]))
+        while not cut.is_set():
+            if seen < self._oldest:
+                gone = Refusal(410, "Expired", f"too old resource version: {seen} ({self._oldest})")
+                await _send(answer, "ERROR", gone.body())
                 return answer
-        seen = max(seen, self._version)
-        await _send(answer, "BOOKMARK", {"kind": "Pod", "metadata": {"resourceVersion": str(seen)}})
+            changed, version = self._changed, self._version
+            for each, kind, pod in list(self._history):
+                if each > seen and _selected(pod, request):
+                    await _send(answer, kind, pod)
+            seen = max(seen, version)
+            if loop.time() >= ends:
+                await _send(answer, "BOOKMARK", {"kind": "Pod", "metadata": {"resourceVersion": str(seen)}})
+                return answer
+            changes = [asyncio.ensure_future(each.wait()) for each in (changed, cut)]
+            try:
+                await asyncio.wait(changes, timeout=ends - loop.time(), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for change in changes:
+                    change.cancel()
+        _abort(request)
         return answer
 
 
