@@ -386,28 +386,45 @@ def engines() -> Engines:
 
 
 @pytest.mark.parametrize("params", [FORCED, {**PARAMS, "logit_bias": {"7": -100}}])
-def test_calls_that_a_router_would_change_go_to_one_engine_per_session(engines, params):
-    first = {key: engines.for_direct_call(params, key) for key in map(str, range(200))}
+async def test_calls_that_a_router_would_change_go_to_one_engine_per_session(engines, params):
+    first = {key: await engines.url_for(params, key) for key in map(str, range(200))}
     assert set(first.values()) == set(URLS)  # all of them have work
     gone = first["0"]
     engines.urls = [url for url in reversed(URLS) if url != gone]
-    after = {key: engines.for_direct_call(params, key) for key in first}
+    after = {key: await engines.url_for(params, key) for key in first}
     assert all(after[key] == url for key, url in first.items() if url != gone)
     assert gone not in after.values()
 
 
-def test_the_router_gets_what_it_forwards_unchanged_and_every_call_without_known_engines(engines):
-    assert engines.for_direct_call({**PARAMS, "json_schema": "{}", "stop": ["x"]}, "s") is None
-    engines.urls = []
-    assert engines.for_direct_call(FORCED, "s") is None
+async def test_the_router_gets_what_it_forwards_unchanged(engines):
+    assert await engines.url_for({**PARAMS, "json_schema": "{}", "stop": ["x"]}, "s") == engines.url
 
 
-def test_failed_engines_are_tried_last(engines):
+async def test_failed_engines_are_tried_last(engines):
     order: list[str] = []
     for _ in URLS:
-        order.append(engines.for_direct_call(FORCED, "s", order))
+        order.append(await engines.url_for(FORCED, "s", order))
     assert sorted(order) == sorted(URLS)
-    assert engines.for_direct_call(FORCED, "s", order) == order[0]
+    assert await engines.url_for(FORCED, "s", order) == order[0]
+
+
+@pytest.mark.parametrize(("all_calls_direct", "params"), [(True, PARAMS), (False, FORCED)])
+async def test_a_call_past_the_router_waits_until_the_router_lists_an_engine(engine, all_calls_direct, params):
+    answers = iter([503, {"workers": []}])  # it starts, and has no engine yet
+
+    async def router(request: web.Request) -> web.Response:
+        assert request.path == "/workers"
+        answer = next(answers, {"workers": [{"url": engine.url}]})
+        return web.Response(status=answer) if isinstance(answer, int) else web.json_response(answer)
+
+    async with served(router) as url:
+        engines = Engines(url, all_calls_direct)
+        polling = asyncio.create_task(engines.poll(lambda loads: None, 0.01))
+        await asyncio.sleep(0)  # it has begun
+        completion = await engine.generate([reply([7])], params=params, engines=engines, attempts=100)
+        polling.cancel()
+        await asyncio.gather(polling, return_exceptions=True)
+    assert (completion.token_ids, len(engine.hosts)) == ((7,), 1)
 
 
 @pytest.mark.parametrize("failure", [(503, "starting"), "cut"])

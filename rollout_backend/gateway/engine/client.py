@@ -43,7 +43,7 @@ from agent_wrapper.contract import VersionSpan
 from rollout_backend.core.adapter import AdapterVersions, NamedAdapter
 from rollout_backend.core.routed_experts import ExpertRows
 from rollout_backend.errors import EngineUnavailable, ServingError
-from rollout_backend.gateway.engine.engines import CallsPaused, Engines
+from rollout_backend.gateway.engine.engines import CallsPaused, Engines, NoEngineListed
 from rollout_backend.gateway.engine.protocol import EngineProtocol, EngineRequest, ReplyReader, SglangProtocol
 from rollout_backend.rendering.segments import Completion
 from rollout_backend.rendering.token_bytes import Stop
@@ -74,7 +74,7 @@ class _Interrupted(_Aborted):
     """An abort after more tokens, or by a pause. Not counted: a long call spans many weight updates."""
 
 
-_TRANSIENT = (_Retry, aiohttp.ClientError, TimeoutError)  # errors that are retried
+_TRANSIENT = (_Retry, NoEngineListed, aiohttp.ClientError, TimeoutError)  # errors that are retried
 
 
 @dataclass
@@ -199,9 +199,10 @@ class EngineClient:
             await self._engines.wait_resumed()
             if not request.resumable:
                 partial = _Partial(routed=request.experts_from or 0)
-            url = self._engines.for_direct_call(request.params, request.routing_key, failed) or self._engines.url
-            adapter = self._adapters.newest(request.adapter)
+            url = self._engines.url
             try:
+                url = await self._engines.url_for(request.params, request.routing_key, failed)
+                adapter = self._adapters.newest(request.adapter)
                 await self._engines.run(self._advance(url, partial, request, adapter))
             except CallsPaused:
                 raise _Interrupted("the engines were paused") from None

@@ -9,7 +9,7 @@ sglang-router's own `/get_loads` uses a page that SGLang 0.5.23 no longer has.
 Invariants:
 
 - All direct calls of a session go to the same engine while the router lists it, to hit its prefix cache.
-- If no engine is known, the call goes to the router.
+- A call that must bypass the router waits until the engines are known, and never reaches the router instead.
 - An engine that does not report its load only causes one log line.
 - Once `Engines.pause` has returned, no request to an engine is in flight, and none begins before `resume`.
 """
@@ -37,16 +37,22 @@ class CallsPaused(Exception):
     """Raised when a pause interrupts a call."""
 
 
+class NoEngineListed(Exception):
+    """Raised when the router lists no healthy engine for a call that must bypass it."""
+
+
 class Engines:
     """The engines behind `url`, a router or an engine, and the calls of one gateway process to them.
 
-    `poll` updates `urls`. With `all_calls_direct`, every call bypasses the router.
+    `poll` updates `urls`; without it, `url` is taken for an engine. With `all_calls_direct`, every call bypasses the
+    router.
     """
 
     def __init__(self, url: str, all_calls_direct: bool = False, *, paused: bool = False) -> None:
         self.url = url.rstrip("/")
         self.urls: Collection[str] = ()
         self._all_calls_direct = all_calls_direct
+        self._listed: asyncio.Event | None = None  # set once `poll` knows the engines
         self._resumed = asyncio.Event()
         if not paused:
             self._resumed.set()
@@ -54,15 +60,25 @@ class Engines:
         self.restart_limit_s = _RESTART_S
         self.restart: asyncio.Task[None] | None = None  # the wait for a restarted router
 
-    def for_direct_call(
-        self, params: Mapping[str, Any], routing_key: str, failed: Collection[str] = ()
-    ) -> str | None:
-        """Return the engine for a call with these sampling parameters, or None to use the router.
+    async def url_for(self, params: Mapping[str, Any], routing_key: str, failed: Collection[str] = ()) -> str:
+        """Return the URL for a call with these sampling parameters: that of the router, or of an engine if the router
+        would drop some of them or reject the call.
 
         An engine in `failed` is selected only if all engines are in it.
+
+        Raises:
+            NoEngineListed: the call must bypass the router, which lists no healthy engine.
         """
         if not (self._all_calls_direct or _DROPPED & params.keys()):
-            return None
+            return self.url
+        if self._listed is None:
+            return self._ranked(routing_key, failed) or self.url
+        await self._listed.wait()
+        if url := self._ranked(routing_key, failed):
+            return url
+        raise NoEngineListed(f"the router at {self.url} lists no healthy engine")
+
+    def _ranked(self, routing_key: str, failed: Collection[str]) -> str | None:
         ranked = sorted(self.urls, key=lambda url: hashlib.blake2b(f"{routing_key} {url}".encode()).digest())
         return next((url for url in ranked if url not in failed), ranked[0] if ranked else None)
 
@@ -110,23 +126,24 @@ class Engines:
 
     async def poll(self, observe: Callable[[Mapping[str, EngineLoad]], None], interval_s: float) -> NoReturn:
         """Update `urls`, and report the load of all engines to `observe`, until cancelled."""
-        warned = False
+        warned, self._listed = False, asyncio.Event()
         async with aiohttp.ClientSession(timeout=_TIMEOUT) as http:
             while True:
                 listed = await _listed_engines(http, self.url)
-                if listed is None:  # the router did not answer this time, or `url` is an engine
-                    listed = [*self.urls] or [self.url]
-                self.urls = listed
-                found = await asyncio.gather(*(_load(http, engine) for engine in listed))
-                loads = {url: load for url, load in zip(listed, found, strict=True) if load is not None}
+                if listed is not None:
+                    self.urls = listed
+                    self._listed.set()
+                urls = [*self.urls]
+                found = await asyncio.gather(*(_load(http, engine) for engine in urls))
+                loads = {url: load for url, load in zip(urls, found, strict=True) if load is not None}
                 if loads:
                     observe(loads)
-                elif listed and not warned:
+                elif urls and not warned:
                     warned = True
                     logger.info(
                         "no engine has reported its load at /v1/loads (asked: %s): until one does, calls are bounded "
                         "by gateway.max_concurrent_calls alone",
-                        ", ".join(listed),
+                        ", ".join(urls),
                     )
                 await asyncio.sleep(interval_s)
 
@@ -184,12 +201,18 @@ class _Workers(BaseModel):
 
 
 async def _listed_engines(http: aiohttp.ClientSession, url: str) -> list[str] | None:
-    """Return the healthy engines of the router at `url`; None if it does not answer, or is an engine."""
-    workers = await _get(http, f"{url}/workers")
+    """Return the healthy engines of the router at `url`, or `url` itself if it is an engine; None if it does not
+    answer, so that nothing is known."""
     try:
-        return [worker.url for worker in _Workers.model_validate(workers).workers if worker.is_healthy]
-    except ValidationError:
+        async with http.get(f"{url}/workers") as response:
+            if response.status >= 500:
+                return None
+            workers = _Workers.model_validate_json(await response.read()).workers
+    except (aiohttp.ClientError, TimeoutError):
         return None
+    except ValidationError:  # an engine has no such page
+        return [url]
+    return [worker.url for worker in workers if worker.is_healthy]
 
 
 async def _load(http: aiohttp.ClientSession, engine: str) -> EngineLoad | None:
