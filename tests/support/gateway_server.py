@@ -24,7 +24,8 @@ from starlette.routing import Route
 from agent_wrapper.contract import Sampling, Trajectory
 from rollout_backend.core.session_key import SessionClaims, issue
 from rollout_backend.gateway.access import bounded_protocol, max_connections
-from rollout_backend.gateway.engine.protocol import EngineRequest, ReplyReader, SglangProtocol
+from rollout_backend.gateway.engine.protocol import EngineRequest, ReplyReader
+from rollout_backend.gateway.engine.sglang import SglangProtocol
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.local.scripted import Script, ScriptedEngine
 from rollout_backend.serving.server_process import free_port
