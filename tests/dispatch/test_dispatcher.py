@@ -187,6 +187,15 @@ async def test_a_permanent_failure_is_settled_at_once_with_its_reason(rollout, r
     assert not ledger.open_sessions
 
 
+async def test_attempts_are_bounded(rollout, runtime, ledger):
+    runtime.on_invoke = [RuntimeUnavailable("500")]
+    assert not await rollout.dispatch()
+    assert runtime.invokes == runtime.stops
+    assert len(set(runtime.invokes)) == 3
+    entry = rollout.entry
+    assert (entry.outcome, entry.reason, entry.attempts) == (Outcome.INFRA_ERROR, "runtime_unavailable", 3)
+
+
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"status": "ok"}'])
 async def test_an_agent_without_the_wrapper_is_reported(rollout, runtime, ledger, body):
     runtime.on_invoke = [body]

@@ -151,6 +151,19 @@ async def test_replacements_made_before_a_restart_are_known(open_bench):
     assert {"a.1", "a.2"} <= {r.rollout_id for r in again.rollouts}
 
 
+async def test_a_late_result_of_an_earlier_session_counts_once(open_bench):
+    bench = await open_bench()
+    await begin_and_die(bench, "a")
+    old = Manifest.parse(await bench.manifest()).session_id("a.1", 1)
+
+    async def the_old_session_is_done(agents, request):
+        await agents.complete(request, attempt=1, session_id=old)
+
+    result = await bench.run("a", behave=the_old_session_is_done)
+    assert result.report.outcomes[Outcome.COMPLETED] == 2
+    assert {r.session_id for r in result.rollouts if r.rollout_id == "a.1"} == {old}
+
+
 async def test_the_failure_marker_of_an_abandoned_attempt_settles_nothing(open_bench):
     bench = await open_bench()
     first = {}

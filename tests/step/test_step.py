@@ -26,6 +26,17 @@ def completed_in(bench) -> int:
     return bench.ledger.counts()[Outcome.COMPLETED]
 
 
+async def test_each_rollout_arrives_once_and_its_session_is_closed(open_bench):
+    bench = await open_bench()
+    result = await bench.run("task-a", "task-b")
+    assert completed(result) == 4
+    assert {rollout.rollout_id for rollout in result.rollouts} == {"task-a.0", "task-a.1", "task-b.0", "task-b.1"}
+    assert [group.usable for group in result.groups] == [True, True]
+    assert len(bench.kept) == 4
+    assert sorted(bench.agents.stopped) == sorted(request.session_id for request in bench.agents.requests)
+    assert sorted(bench.revoked) == sorted(bench.agents.stopped)
+
+
 async def test_a_full_disk_costs_the_local_copies_alone(open_bench, tmp_path, caplog):
     bench = await open_bench()
     folder = tmp_path / "rollouts" / "00000000"
