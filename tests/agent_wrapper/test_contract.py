@@ -200,7 +200,9 @@ def test_a_rollout_of_messages_alone_is_refused(form):
     fields = make_fields(segments=[make_segment()])
     talk = [{"messages": [{"role": "assistant", "content": "!"}]}]
     for more in ({"segments": [], "conversations": talk}, {"conversations": talk}):
-        with pytest.raises(ContractError, match="conversations holds messages without sampled tokens"):
+        with pytest.raises(
+            ContractError, match="conversations holds messages without sampled tokens: call the model at base_url"
+        ):
             Rollout.decode(as_json({**fields, **more}))
     with pytest.raises(ContractError, match=r"segments.*retokenized holds messages without sampled tokens"):
         Rollout.decode(as_json(make_fields(segments=[{**make_segment(), "retokenized": True}])))

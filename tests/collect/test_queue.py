@@ -198,6 +198,7 @@ class Sqs:
 @pytest.mark.parametrize(
     ("code", "why"),
     [
+        ("RequestThrottled", "An error occurred"),
         ("ThrottlingException", "An error occurred"),
         ("AWS.SimpleQueueService.QueueDeletedRecently", "its name is blocked"),
     ],
