@@ -52,6 +52,7 @@ async def test_a_result_written_after_its_announcement_is_fetched_on_redelivery(
     ("body", "reason"),
     [
         ("not json", "body: not JSON"),
+        ("[{}]", "body: not a JSON object"),
         ("{}", "Records: missing"),
         ('{"Records": [{"s3": {"bucket": {"name": 5}}}]}', "Records.0.s3.bucket.name: not a text"),
         ("[" * 10_000, "body: not JSON"),
