@@ -14,7 +14,7 @@ Invariants:
 import asyncio
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from rollout_backend.config import EngineName, RolloutConfig, ServingConfig
 from rollout_backend.core.adapter import NamedAdapter
 from rollout_backend.errors import ConfigError, ServingError, WeightsMismatch
 from rollout_backend.serving.engine import control
-from rollout_backend.serving.weights import ModelFolder, Shape, Weights, tensor_shapes
+from rollout_backend.serving.weights import ModelFolder, Weights, tensor_shapes
 
 _TIMEOUT_S = 120.0
 _NAMES: TypeAdapter[str] = TypeAdapter(Identifier)
@@ -124,7 +124,7 @@ class AdapterStore:
         self._write({other: adapter for other, adapter in self.loaded.items() if other != name})
 
     def _check(self, folder: Path) -> None:
-        AdapterFolder(folder).check(ModelFolder(self._model.weight_folder), self._serving)
+        check_adapter(folder, ModelFolder(self._model.weight_folder), self._serving)
 
     def _write(self, loaded: dict[str, Adapter]) -> None:
         last = {**self._last, **{name: adapter.version for name, adapter in loaded.items()}}
@@ -199,57 +199,46 @@ _REFUSED = (
 _NAMED = 5
 
 
-class AdapterFolder:
-    """The settings of an adapter and the shapes of its tensors. The tensors themselves are not read.
+def check_adapter(path: Path, model: ModelFolder, serving: ServingConfig) -> None:
+    """Check that the engines can load the adapter in this folder, by its settings and the shapes of its tensors.
 
     Raises:
-        ConfigError: `path` is not the folder of a LoRA adapter, or has unsupported PEFT settings.
+        ConfigError: `path` is not the folder of a LoRA adapter, has unsupported PEFT settings, or its rank or modules
+            exceed `serving.lora_rank` or `serving.lora_targets`.
+        WeightsMismatch: the tensors do not fit the model's.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            config = json.loads((path / CONFIG).read_text())
-        except OSError as error:
-            raise ConfigError(f"{path} is not an adapter's folder: {error.strerror} for {CONFIG}") from None
-        except ValueError as error:
-            raise ConfigError(f"{path / CONFIG} cannot be read ({error}): is it still being written?") from None
-        if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-            raise ConfigError(f"{path / CONFIG} does not describe a LoRA adapter: peft_type must be LORA")
-        self.rank = _rank(path, config)
-        self.shapes = tensor_shapes(path / WEIGHTS)
-
-    def check(self, model: ModelFolder, serving: ServingConfig) -> None:
-        """Check that the engines can load the adapter.
-
-        Raises:
-            ConfigError: the rank or the modules exceed `serving.lora_rank` or `serving.lora_targets`.
-            WeightsMismatch: the tensors do not fit the model's.
-        """
-        assert serving.lora_rank is not None, "the caller checks that the engines take adapters"
-        if self.rank > serving.lora_rank:
-            raise ConfigError(f"{self.path} has rank {self.rank}, and serving.lora_rank is {serving.lora_rank}")
-        if faults := list(self._faults(model)):
-            more = f", and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
-            raise WeightsMismatch(
-                f"the adapter {self.path} does not fit the model {model.path}, and was not loaded: "
-                f"{'; '.join(faults[:_NAMED])}{more}. Was it trained on another model?"
-            )
-        modules = {_module(name).rpartition(".")[2] for name in self.shapes}
-        if others := sorted(modules - set(serving.lora_targets)):
-            raise ConfigError(f"{self.path} changes {', '.join(others)}, which serving.lora_targets does not name")
-
-    def _faults(self, model: ModelFolder) -> Iterator[str]:
-        for name, shape in sorted(self.shapes.items()):
-            match = _TENSOR.fullmatch(name)
-            weight = f"{match['module']}.weight" if match is not None else ""
-            of_model = model.shapes.get(weight, ())
-            if match is None or len(of_model) != 2:
-                yield f"{name} changes no matrix of the model"
-                continue
-            expected: Shape = (self.rank, of_model[1]) if match["part"] == "A" else (of_model[0], self.rank)
-            if shape != expected:
-                yield f"{name} is {shape} and should be {expected}"
+    assert serving.lora_rank is not None, "the caller checks that the engines take adapters"
+    try:
+        config = json.loads((path / CONFIG).read_text())
+    except OSError as error:
+        raise ConfigError(f"{path} is not an adapter's folder: {error.strerror} for {CONFIG}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path / CONFIG} cannot be read ({error}): is it still being written?") from None
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise ConfigError(f"{path / CONFIG} does not describe a LoRA adapter: peft_type must be LORA")
+    rank, shapes = _rank(path, config), tensor_shapes(path / WEIGHTS)
+    if rank > serving.lora_rank:
+        raise ConfigError(f"{path} has rank {rank}, and serving.lora_rank is {serving.lora_rank}")
+    faults, modules = [], set()
+    for name, shape in sorted(shapes.items()):
+        match = _TENSOR.fullmatch(name)
+        module = match["module"] if match is not None else ""
+        of_model = model.shapes.get(f"{module}.weight", ())
+        if match is None or len(of_model) != 2:
+            faults.append(f"{name} changes no matrix of the model")
+            continue
+        modules.add(module.rpartition(".")[2])
+        expected = (rank, of_model[1]) if match["part"] == "A" else (of_model[0], rank)
+        if shape != expected:
+            faults.append(f"{name} is {shape} and should be {expected}")
+    if faults:
+        more = f", and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
+        raise WeightsMismatch(
+            f"the adapter {path} does not fit the model {model.path}, and was not loaded: "
+            f"{'; '.join(faults[:_NAMED])}{more}. Was it trained on another model?"
+        )
+    if others := sorted(modules - set(serving.lora_targets)):
+        raise ConfigError(f"{path} changes {', '.join(others)}, which serving.lora_targets does not name")
 
 
 def _rank(path: Path, config: Mapping[str, Any]) -> int:
@@ -264,9 +253,3 @@ def _rank(path: Path, config: Mapping[str, Any]) -> int:
     if not isinstance(config.get("target_modules"), list):
         raise ConfigError(f"{path / CONFIG}: target_modules must be a list of names, not a pattern")
     return int(config["r"])
-
-
-def _module(tensor: str) -> str:
-    """Return the name of the module that a tensor modifies."""
-    match = _TENSOR.fullmatch(tensor)
-    return match["module"] if match is not None else tensor

@@ -23,6 +23,9 @@ def verl_config(*more: str, **base: Any) -> Any:
     return verl_settings(f"{ROLLOUT}.name=sglang", *more, **base)
 
 
+VLLM = (f"{ROLLOUT}.name=vllm", f"+{ROLLOUT}.engine_kwargs.vllm.middleware={MIDDLEWARE}")
+
+
 @pytest.mark.parametrize(
     "more",
     [
@@ -33,18 +36,12 @@ def verl_config(*more: str, **base: Any) -> Any:
         [f"{MODEL}.lora_rank=8"],
         [f"{MODEL}.lora_rank=8", "trainer.use_v1=False"],
         ["reward.num_workers=0"],
+        VLLM,
+        [*VLLM, f"{MODEL}.lora_rank=8"],
     ],
 )
 def test_supported_settings_pass(more: list[str]) -> None:
     refuse_unsupported(verl_config(*more))
-
-
-VLLM = (f"{ROLLOUT}.name=vllm", f"+{ROLLOUT}.engine_kwargs.vllm.middleware={MIDDLEWARE}")
-
-
-@pytest.mark.parametrize("more", [[], [f"{MODEL}.lora_rank=8"]])
-def test_vllm_is_supported_with_the_middleware(more: list[str]) -> None:
-    refuse_unsupported(verl_config(*VLLM, *more))
 
 
 @pytest.mark.parametrize(
