@@ -53,7 +53,7 @@ from rollout_backend.serving.adapters import AdapterUpdate
 from rollout_backend.serving.engine import reported_version
 from rollout_backend.serving.engine_fleet import ServerState
 from rollout_backend.serving.model_serving import RunPhase
-from rollout_backend.serving.supervisor import ServingEvent
+from rollout_backend.serving.supervisor import ServingEvent, cancel_all
 from rollout_backend.serving.weights import WeightUpdate
 from rollout_backend.step.step import Step
 from rollout_backend.tracing import Span, SpanSender
@@ -162,7 +162,9 @@ class RolloutManager:
                 self._traces = SpanSender(self.config.observe.otlp_endpoint, "rollout-manager")
                 stack.push_async_callback(asyncio.to_thread, self._traces.close)
             await self._serve_metrics(stack)
-            stack.push_async_callback(self._end_steps)  # pushed last, so it runs first: steps need the services
+            stack.push_async_callback(
+                cancel_all, self._collecting
+            )  # pushed last, so it runs first: steps need the services
             self._stack = stack.pop_all()
         self._on_phase(RunPhase.ROLLOUTS)
         return self
@@ -222,11 +224,6 @@ class RolloutManager:
                 await asyncio.to_thread(self._traces.send, spans)  # 0.6 s for 4,000 rollouts
         except Exception:  # a monitor never ends a step
             log.warning("metrics or traces of step %d are incomplete", step.step, exc_info=True)
-
-    async def _end_steps(self) -> None:
-        for collecting in self._collecting:
-            collecting.cancel()
-        await asyncio.gather(*self._collecting, return_exceptions=True)
 
     async def _watch_gateways(self, first_call: FirstCall) -> None:
         """Sample the engines' load for the current steps. Log a warning if agents run for long and none of them has

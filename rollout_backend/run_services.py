@@ -11,7 +11,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from agent_wrapper.contract import RolloutRequest, Trajectory
 from agent_wrapper.shared.trajectory import fetch_trajectory
@@ -45,13 +45,11 @@ from rollout_backend.scoring.verifier_jobs import VerifierJobs
 from rollout_backend.scoring.worker_pool import WorkerPool
 from rollout_backend.serving.model_serving import ModelServing, RunPhase
 from rollout_backend.serving.run_secret import revealed, run_secret
-from rollout_backend.serving.supervisor import OnEvent
+from rollout_backend.serving.supervisor import OnEvent, cancel_all, first_of
 from rollout_backend.step.circuit_breaker import CircuitBreaker
 from rollout_backend.step.in_flight import InFlightLog, StepFiles
 from rollout_backend.step.services import StepServices
 from rollout_backend.step.task_blocklist import TaskBlocklist
-
-_T = TypeVar("_T")
 
 _SEAL_S = 60.0  # in which a killed gateway restarts
 
@@ -93,7 +91,8 @@ class RunServices:
         Raises:
             ConfigError, PreflightError, StartupError, RunHeld, CloudLost: `stack` holds what had been started.
         """
-        await self._unless_lost(self._start(stack, rollouts))
+        starting = self._start(stack, rollouts)
+        await (starting if self._wait_lost is None else first_of(starting, _forever(self._wait_lost)))
 
     async def _start(self, stack: AsyncExitStack, rollouts: int | None) -> None:
         config = self._config
@@ -239,13 +238,8 @@ class RunServices:
         if self._wait_lost is not None:
             work.append(_forever(self._wait_lost))
         self.background = [asyncio.create_task(each) for each in work]
-        stack.push_async_callback(self._stop_background)
+        stack.push_async_callback(cancel_all, self.background)
         return heartbeats
-
-    async def _stop_background(self) -> None:
-        for task in self.background:
-            task.cancel()
-        await asyncio.gather(*self.background, return_exceptions=True)
 
     def failure(self) -> BaseException:
         """Return why a background task has ended."""
@@ -255,19 +249,6 @@ class RunServices:
                     error = error.exceptions[0]
                 return error
         return ServingError("a background task of the run ended without an error: see the logs")
-
-    async def _unless_lost(self, starting: Coroutine[Any, Any, _T]) -> _T:
-        """Return what a coroutine returns, or raise CloudLost."""
-        if self._wait_lost is None:
-            return await starting
-        tasks = asyncio.create_task(starting), asyncio.create_task(_forever(self._wait_lost))
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            return await (tasks[0] if tasks[0] in done else tasks[1])
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     # --- agents of other protocols ------------------------------------------------------------------------
 

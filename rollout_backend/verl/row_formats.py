@@ -163,6 +163,8 @@ def legacy_batch(
         if vision is not None or row.images:
             images[i], of_row = _multi_modal(row, torch.from_numpy(row.tokens), vision)
             positions[i, :, start : prompt_length + end] = of_row
+    columns = np.arange(length)
+    places = columns - starts[:, None]
     arrays = {
         "prompts": ids[:, :prompt_length].copy(),
         "responses": ids[:, prompt_length:].copy(),
@@ -171,9 +173,10 @@ def legacy_batch(
         "rollout_log_probs": log_probs,
         **({"routed_experts": routed} if experts else {}),
         "input_ids": ids,
-        "attention_mask": _attention(starts, stops, length),
-        **({} if vision else {"position_ids": _positions(starts, stops, length)}),
+        "attention_mask": ((places >= 0) & (columns < stops[:, None])).astype(np.int64),
     }
+    if vision is None:  # padding repeats the place of the nearest token
+        arrays["position_ids"] = np.clip(places, 0, (stops - starts - 1)[:, None], out=places)
     tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
     if vision is not None:
         tensors["position_ids"] = positions
@@ -184,15 +187,3 @@ def legacy_batch(
         left_out_tokens=left_out,
         moved_turn_rewards=moved,
     )
-
-
-def _attention(starts: NDArray[np.int64], stops: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """Return 1 for the columns `[start, stop)` of each line, [B, length]."""
-    columns = np.arange(length)
-    return ((columns >= starts[:, None]) & (columns < stops[:, None])).astype(np.int64)
-
-
-def _positions(starts: NDArray[np.int64], stops: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """Return the places of the tokens `[start, stop)` of each line; padding repeats the nearest one, [B, length]."""
-    places = np.arange(length) - starts[:, None]
-    return np.clip(places, 0, (stops - starts - 1)[:, None], out=places)

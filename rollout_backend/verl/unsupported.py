@@ -24,14 +24,15 @@ _MODES = "run python -m verl.trainer.main_ppo with trainer.v1.trainer_mode=separ
 
 @dataclass(frozen=True)
 class _Rule:
-    """`setting` is refused unless it is absent, empty, off, or one of `allowed`."""
+    """`setting` is refused unless it is absent, empty, off, or one of `allowed`; with `refused`, if it is that."""
 
     setting: str
     advice: str
     allowed: tuple[object, ...] = ()
+    refused: object = None
 
     def refuses(self, value: Any) -> bool:
-        return bool(value) and value not in self.allowed
+        return bool(value) and value not in self.allowed and self.refused in (None, value)
 
 
 _RULES = (
@@ -84,6 +85,11 @@ _RULES = (
         "on-policy distillation calls its teacher inside verl's own agent loop: set it to False, or train without "
         "this backend",
     ),
+    _Rule(
+        "algorithm.adv_estimator",
+        "it reads rewards by name, and rows have those of the rollout and of its turns: use grpo_skip_missing",
+        refused="gdpo",
+    ),
     _Rule("async_training", f"verl's fully_async trainer does not load a manager class: {_MODES}"),
     _Rule("rollout", f"verl's one_step_off trainer awaits what both other trainers do not: {_MODES}"),
 )
@@ -99,7 +105,6 @@ def refuse_unsupported(config: Any) -> None:
         *_refused(config),
         *_vllm(config),
         *_adapters(config),
-        *_estimators(config),
         *_routing(config),
     ]
     if problems:
@@ -150,15 +155,6 @@ def _adapters(config: Any) -> Iterable[str]:
         yield f"  {model}.lora_rank={rank}: asynchronous trainers of verl send no adapter to their servers: {merge}"
     elif rank and backend not in (None, "naive"):
         yield f"  {_CHECKPOINT_ENGINE}={backend}: it does not send an adapter to verl's servers: {merge}"
-
-
-def _estimators(config: Any) -> Iterable[str]:
-    """Yield problems with estimators that do not read the token-level rewards of the rows."""
-    if str(_at(config, "algorithm.adv_estimator")) == "gdpo":
-        yield (
-            "  algorithm.adv_estimator=gdpo: it reads rewards by name, and rows have those of the rollout and of its "
-            "turns: use grpo_skip_missing"
-        )
 
 
 def _routing(config: Any) -> Iterable[str]:

@@ -30,8 +30,8 @@ SERVERS = (
 )
 
 
-async def test_a_steps_rollouts_calls_and_times_are_counted_once(open_bench):
-    bench = await open_bench("group.size=1")
+async def test_a_steps_rollouts_calls_and_times_are_counted_once_and_served_as_documented(open_bench):
+    bench = await open_bench("group.size=1", "observe.metrics_port=0")
     refused = set()
 
     async def refuse_once(request):
@@ -43,20 +43,24 @@ async def test_a_steps_rollouts_calls_and_times_are_counted_once(open_bench):
     step = bench.step("done", "own", behave=only("own", lambda *args: Agents.fail(*args, failure=own)))
     bench.agents.before = refuse_once
     metrics = RunMetrics(bench.config)
+    metrics.record_event(ServingEvent(0.0, "engine-1", "died"))
     value = metrics.registry.get_sample_value
     accounts = [step], bench.services.dispatcher, bench.services.buffer, SERVERS
     metrics.update(*accounts, None)
     assert value("rollout_gateway_up") == 0
     bench.check_ended(await step.run())
-    for _ in range(2):
-        metrics.update(
-            [step],
-            bench.services.dispatcher,
-            bench.services.buffer,
-            SERVERS,
-            GatewayStats(sessions_open=1, calls_in_flight=2, calls=5, errors={"x": 1}),
-        )
+
+    async def refresh():
+        metrics.update(*accounts, GatewayStats(sessions_open=1, calls_in_flight=2, calls=5, errors={"x": 1}))
+
+    await refresh()
     metrics.end_step(step, step.records())
+    async with serve_metrics(bench.config.observe, metrics, refresh) as url, httpx.AsyncClient(timeout=120) as client:
+        families = {each.name: each for each in text_string_to_metric_families((await client.get(url)).text)}
+        config = bench.config.observe.model_copy(update={"metrics_port": httpx.URL(url).port})
+        with pytest.raises(StartupError, match=r"observe\.metrics_port"):
+            async with serve_metrics(config, metrics, refresh):
+                pass
     assert value("rollout_rollouts_total", {"outcome": "completed", "reason": ""}) == 1
     assert value("rollout_rollouts_total", {"outcome": "agent_error", "reason": "other"}) == 1
     assert value("rollout_runtime_calls_total", {"call": "invoke", "answer": "granted"}) == 2
@@ -69,31 +73,6 @@ async def test_a_steps_rollouts_calls_and_times_are_counted_once(open_bench):
     assert value("rollout_gateway_calls_total") == 5  # two scrapes
     assert value("rollout_gateway_errors_total", {"code": "x"}) == 1
     assert value("rollout_open_sessions") == value("rollout_open_rollouts", {"phase": "running"}) == 0
-
-
-async def test_the_endpoint_serves_each_metric_with_its_type_and_labels(open_bench):
-    bench = await open_bench("observe.metrics_port=0")
-    metrics, step = RunMetrics(bench.config), bench.step()
-    metrics.record_event(ServingEvent(0.0, "engine-1", "died"))
-    bench.check_ended(await step.run())
-
-    async def refresh():
-        metrics.update(
-            [step],
-            bench.services.dispatcher,
-            bench.services.buffer,
-            SERVERS,
-            GatewayStats(errors={"x": 1}),
-        )
-
-    async with serve_metrics(bench.config.observe, metrics, refresh) as url, httpx.AsyncClient(timeout=120) as client:
-        await refresh()
-        metrics.end_step(step, step.records())
-        families = {each.name: each for each in text_string_to_metric_families((await client.get(url)).text)}
-        config = bench.config.observe.model_copy(update={"metrics_port": httpx.URL(url).port})
-        with pytest.raises(StartupError, match=r"observe\.metrics_port"):
-            async with serve_metrics(config, metrics, refresh):
-                pass
     served = {name for name in families if not name.endswith("_created")}
     assert served == {name.removesuffix("_total") for name in DOCUMENTED}
     for name, (kind, labels) in DOCUMENTED.items():

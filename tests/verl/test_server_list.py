@@ -75,23 +75,15 @@ async def verl() -> AsyncIterator[Verl]:
         await runner.cleanup()
 
 
-async def test_a_server_that_leaves_is_dropped_at_once_and_its_version_cleared(verl: Verl) -> None:
+async def test_a_returning_server_gets_calls_from_the_next_batch_with_its_new_version(verl: Verl) -> None:
     stays, hybrid = verl.listed
     servers = ServerList(verl.listed, verl.urls, verl.follow)
     await servers.begin_batch(3)
     assert verl.labels == {stays: "3", hybrid: "3"}
     verl.listed = [stays]
     await servers.refresh()
-    assert verl.followed == [stays]
+    assert verl.followed == [stays], "it is dropped at once"
     assert verl.servers[hybrid].version == UNKNOWN, "its calls in flight are answered by other weights"
-
-
-async def test_a_returning_server_gets_calls_from_the_next_batch_with_its_new_version(verl: Verl) -> None:
-    stays, hybrid = verl.listed
-    servers = ServerList(verl.listed, verl.urls, verl.follow)
-    await servers.begin_batch(3)
-    verl.listed = [stays]
-    await servers.refresh()
     verl.listed = [stays, hybrid]  # verl adds it before it has its weights
     await servers.refresh()
     assert verl.followed == [stays]

@@ -45,38 +45,30 @@ def scores(rows: Rows) -> list[list[float]]:
 # --- places -----------------------------------------------------------------------------------------------
 
 
-def test_a_turns_reward_is_on_its_last_token_and_the_final_one_on_the_last_of_the_row() -> None:
-    found = rollout(1.0, (0.5, -0.25), segment(2, 3))
-    rows = rows_of(found, 1, 9)
-    assert scores(rows) == [[0, 0.5, 0, 0, 0, 0.75]]
-    assert rows.rows[0].response_mask.tolist() == [1, 1, 0, 1, 1, 1]
-    assert rows.moved_turn_rewards == 0
-    assert scores(rows_of(rollout(1.0, (), segment(2, 3)), 1, 9)) == [[0, 0, 0, 0, 0, 1.0]]
+@pytest.mark.parametrize(
+    ("of_turns", "source", "length", "expected", "moved"),
+    [
+        ((0.5, -0.25), segment(2, 3), 9, [0, 0.5, 0, 0, 0, 0.75], 0),
+        ((), segment(2, 3), 9, [0, 0, 0, 0, 0, 1.0], 0),
+        ((0.5, 0.25, -4.0), segment(2, 2, 2), 5, [0, 0.5, 0, 0, 0.25 - 4.0 + 1.0], 1),
+        ((0.5, 0.25, -4.0), segment(2, 2, 2), 4, [0, 0.5, 0, 0.25 - 4.0 + 1.0], 1),
+        ((0.5, -0.25, 0.125), segment(2, 1, 1, unknown=(4,)), 9, [0, 0.25, 0, 0, 0, 1.125], 1),
+        ((0.5, -0.25), segment(1, 2, unknown=(1,)), 9, [0, 0, 0.5, 1.0 - 0.25], 1),
+    ],
+    ids=["last token", "none", "cut turn", "cut in a turn", "no logprob", "no logprob in the first turn"],
+)
+def test_a_turns_reward_is_on_its_last_token_that_is_trained_or_on_the_one_before(
+    of_turns, source, length, expected, moved
+) -> None:
+    rows = rows_of(rollout(1.0, of_turns, source), 1, length)
+    assert scores(rows) == [expected]
+    assert rows.moved_turn_rewards == moved
 
 
 def test_each_row_adds_up_to_the_return_of_its_rollout() -> None:
     found = rollout(1.0, (0.5, -0.25, 0.125), segment(1, 1), segment(2))
     assert scores(rows_of(found, 1, 9)) == [[0.5, 0, -0.25 + 1.0 + 0.125], [0, 0.125 + 1.0 + 0.25]]
     assert scores(rows_of(found, 1, 9, own_turns_only=True)) == [[0.5, 0, 0.75], [0, 1.125]]
-
-
-def test_the_reward_of_a_turn_that_was_cut_off_is_on_the_last_token_that_was_kept() -> None:
-    found = rollout(1.0, (0.5, 0.25, -4.0), segment(2, 2, 2))
-    rows = rows_of(found, 1, 5)  # the first two turns
-    assert scores(rows) == [[0, 0.5, 0, 0, 0.25 - 4.0 + 1.0]]
-    assert (rows.moved_turn_rewards, rows.truncated_tokens) == (1, 2)
-    half = rows_of(found, 1, 4)  # a token of the second turn
-    assert scores(half) == [[0, 0.5, 0, 0.25 - 4.0 + 1.0]]
-    assert (half.moved_turn_rewards, half.truncated_tokens) == (1, 3)
-
-
-def test_the_reward_of_a_turn_without_a_logprob_is_on_the_token_before_it() -> None:
-    middle = rows_of(rollout(1.0, (0.5, -0.25, 0.125), segment(2, 1, 1, unknown=(4,))), 1, 9)
-    assert scores(middle) == [[0, 0.25, 0, 0, 0, 1.125]]
-    assert middle.moved_turn_rewards == 1
-    first = rows_of(rollout(1.0, (0.5, -0.25), segment(1, 2, unknown=(1,))), 1, 9)
-    assert scores(first) == [[0, 0, 0.5, 1.0 - 0.25]], "no token precedes it, so it is on the first one"
-    assert first.moved_turn_rewards == 1
 
 
 @pytest.mark.parametrize(("alone", "expected"), [(False, [[1.5], [1.5]]), (True, [[1.0], [1.5]])])
