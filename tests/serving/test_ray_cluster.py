@@ -9,9 +9,8 @@ import aiohttp
 import pytest
 
 from ray_cluster import REMOVABLE, machine, ray_machines
-from rollout_backend.errors import StartupError
 from rollout_backend.serving.engine_fleet import EngineFleet
-from rollout_backend.serving.ray_servers import RayEngine, RayEngineFactory
+from rollout_backend.serving.ray_servers import RayEngineFactory
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -33,10 +32,6 @@ def command():
     python, script = sys.executable, str(FAKE_ENGINE)
 
     def make(model, serving, node):
-        import os
-
-        assert len(os.environ["CUDA_VISIBLE_DEVICES"]) == 1  # the GPU that Ray assigned to the actor
-        assert node.first_gpu == 0  # the index among the assigned GPUs
         words = ["healthy", f"{node.rank}/{serving.nodes_per_server}@{node.rendezvous}"]
         return [python, "-S", script, node.host, str(node.port), *words], {}
 
@@ -130,12 +125,3 @@ async def test_a_run_begins_with_the_engines_that_find_a_machine(machines, make_
         assert len(fleet.engine_urls) == 4
     async with make_fleet(events, servers="auto", tensor_parallel=2, nodes_per_server=2) as fleet:
         assert len(fleet.engine_urls) == 2
-
-
-async def test_missing_gpus_are_reported(machines, command, make_config, tmp_path):
-    config = make_config(serving={"kind": "ray", "tensor_parallel": 2, "resources_timeout_s": 0.5})
-    engine = RayEngine("engine-0", config.model, config.serving, tmp_path / "log", command)
-    message = r"did not have 2 GPUs on one machine free within 0\.5 s .*free are 1 \+ 1 \+ 1 GPUs.*parallel sizes"
-    with pytest.raises(StartupError, match=message):
-        await anext(engine.reserve())
-    await engine.stop()

@@ -45,7 +45,7 @@ async def test_a_steps_rollouts_calls_and_times_are_counted_once_and_served_as_d
     metrics = RunMetrics(bench.config)
     metrics.record_event(ServingEvent(0.0, "engine-1", "died"))
     value = metrics.registry.get_sample_value
-    accounts = [step], bench.services.dispatcher, bench.services.buffer, SERVERS
+    accounts = steps, *_ = [step], bench.services.dispatcher, bench.services.buffer, SERVERS
     metrics.update(*accounts, None)
     assert value("rollout_gateway_up") == 0
     bench.check_ended(await step.run())
@@ -54,7 +54,9 @@ async def test_a_steps_rollouts_calls_and_times_are_counted_once_and_served_as_d
         metrics.update(*accounts, GatewayStats(sessions_open=1, calls_in_flight=2, calls=5, errors={"x": 1}))
 
     await refresh()
+    await refresh()
     metrics.end_step(step, step.records())
+    steps.clear()
     async with serve_metrics(bench.config.observe, metrics, refresh) as url, httpx.AsyncClient(timeout=120) as client:
         families = {each.name: each for each in text_string_to_metric_families((await client.get(url)).text)}
         config = bench.config.observe.model_copy(update={"metrics_port": httpx.URL(url).port})
@@ -70,7 +72,7 @@ async def test_a_steps_rollouts_calls_and_times_are_counted_once_and_served_as_d
     assert value("rollout_step_duration_seconds_count") == 1
     assert value("rollout_phase_seconds_total", {"phase": "own"}) > 0
     assert value("rollout_queue_up") == value("rollout_servers_up", {"server": "engine"}) == 1
-    assert value("rollout_gateway_calls_total") == 5  # two scrapes
+    assert value("rollout_gateway_calls_total") == 5  # three scrapes
     assert value("rollout_gateway_errors_total", {"code": "x"}) == 1
     assert value("rollout_open_sessions") == value("rollout_open_rollouts", {"phase": "running"}) == 0
     served = {name for name in families if not name.endswith("_created")}
