@@ -94,6 +94,13 @@ def test_overdue_rollouts_are_returned_once():
     assert ledger.take_overdue(50.0) == ([third], math.inf)
 
 
+def test_changed_groups_are_returned_once():
+    ledger = planned(*IDS)
+    assert ledger.take_changed_groups() == ["a", "b"]
+    ledger.entries["b.0"].settle(Outcome.CANCELLED, "x")
+    assert ledger.take_changed_groups() == ["b"]
+
+
 EVENTS = st.lists(
     st.tuples(
         st.sampled_from(["start_attempt", "accept", "record_result", "settle", "abandon_attempt", "replace"]),
