@@ -8,14 +8,13 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from agent_wrapper.contract import Sampling
 from rollout_backend.config import RolloutConfig, load_config
-from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.deploy.image import DOCKERFILE
 from rollout_backend.dialects.registry import DIALECTS
 from rollout_backend.relay.forwarding import route as relay_route
 from rollout_backend.serving.gateway_process import public_url
 from rollout_backend.serving.run_secret import model_endpoint
+from rollouts import make_claims
 from tests.infra.conftest import Stack
 
 TEMPLATE = Path(__file__).parents[2] / "infra" / "network.yaml"
@@ -65,9 +64,7 @@ class LoadBalancer:
 
 def urls_of_run(config: RolloutConfig, shard: int) -> Iterator[str]:
     """Yield every URL that a run gives to agents, their clients or the reader, and those that clients derive."""
-    claims = SessionClaims(
-        run_id="run", step=0, rollout_id="a.0", attempt=1, session_id="s" * 60, sampling=Sampling(), expires_at=4e9
-    )
+    claims = make_claims("s" * 60)
     for key_in_path in (False, True):
         public = public_url(config.gateway, shard, "")
         endpoint = model_endpoint(public, "model", "secret" * 8, claims, key_in_path=key_in_path)

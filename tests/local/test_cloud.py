@@ -7,8 +7,9 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import patch
 from urllib.parse import urlsplit
 
 import aioboto3
@@ -27,17 +28,9 @@ from rollout_backend.runtimes.base import open_runtime
 SESSION = "a" * 40
 
 
-@contextmanager
-def environment(cloud: LocalCloud):
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in cloud.environ.items():
-            patch.setenv(name, value)
-        yield
-
-
 @asynccontextmanager
 async def client(service: str, cloud: LocalCloud, url: str):
-    with environment(cloud):
+    with patch.dict(os.environ, cloud.environ):
         async with aioboto3.Session().client(service, endpoint_url=url) as made:
             yield made
 
@@ -66,7 +59,7 @@ async def test_cloud_leaves_no_process(app, tmp_path, mark):
         config = load_config(overrides=["model.path=/models/tiny"], env={}, base=cloud.settings())
         assert config.storage.bucket == "mine"
         assert config.runtime.kind == "agentcore"
-        with environment(cloud):
+        with patch.dict(os.environ, cloud.environ):
             runtime = await open_runtime(config.runtime)
         log = runtime.log_location(SESSION)
         await runtime.aclose()

@@ -20,31 +20,17 @@ from rich.console import Console
 
 from agent_wrapper.contract import Rollout, readable
 from agent_wrapper.shared.workspace import WORKSPACE, pack_folder
-from builders import assistant, eventually, function_call, processes_with, user
+from builders import assistant, eventually, function_call, processes_with, run_config, user
 from rollout_backend.cli.laptop import find_tasks
-from rollout_backend.config import RolloutConfig
 from rollout_backend.core.model_call import ModelCall
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError, TaskFileError
 from rollout_backend.local.dev import CallPrinter, DevRunner, agent_traceback, run_after_changes, source_changes
 from rollout_backend.local.harness import AgentHarness, AgentRunError, CallProxy, Watcher
-from rollout_backend.local.scripted import BYTE_MODEL
 from rollouts import make_rollout
 from stub_server import Request, StubServer
 
 TASK = Task("paris", {"question": "Weather in [Paris]?"})
-
-
-def config(folder: Path, **sections: object) -> RolloutConfig:
-    return RolloutConfig.parse(
-        {
-            "model": {"path": BYTE_MODEL, "renderer": "chatml", "context_length": 32_768},
-            "storage": {"bucket": "rollouts"},
-            "runtime": {"kind": "http", "url": "http://127.0.0.1"},
-            "output_dir": folder,
-            **sections,
-        }
-    )
 
 
 CALL = {"model": "m", "messages": [{"role": "user", "content": "Weather?"}]}
@@ -164,7 +150,7 @@ async def test_an_agent_whose_process_cannot_start_prints_why(tmp_path, error):
             raise error("the app did not accept the task: no memory")
 
     console = Console(file=io.StringIO(), width=200)
-    await DevRunner(Harness(), tmp_path / "agent.py", console, config(tmp_path)).run(TASK)
+    await DevRunner(Harness(), tmp_path / "agent.py", console, run_config()).run(TASK)
     assert console.file.getvalue() == "task paris\nthe app did not accept the task: no memory\n"
 
 
@@ -190,7 +176,7 @@ async def test_the_tests_of_a_harbor_task_score_what_the_agent_left(tmp_path):
     harbor = {"tests": base64.b64encode(pack_folder(tests)).decode(), "timeout_s": 600, "env": {}, "workdir": "/app"}
     task = Task("t", {"instruction": "Answer."}, private={"harbor": harbor})
     harness, console = Harness(), Console(file=io.StringIO(), width=200)
-    runner = DevRunner(harness, tmp_path / "agent.py", console, config(tmp_path))
+    runner = DevRunner(harness, tmp_path / "agent.py", console, run_config())
     await runner.run(task)
     assert "reward 42  (" in console.file.getvalue()
     harness.published = False
@@ -215,7 +201,7 @@ async def test_a_run_in_which_nothing_happens_says_what_it_waits_for(tmp_path):
             await says("s: the agent has made 1 model call, and has not ended since the last reply; its limit")
             raise AgentRunError("the process of session s exited with code 3 without a result")
 
-    settings = config(tmp_path, timeouts={"model_call_s": 60, "agent_s": 240})
+    settings = run_config(timeouts={"model_call_s": 60, "agent_s": 240})
     await DevRunner(Harness(), tmp_path / "agent.py", console, settings, quiet_s=0.01).run(TASK)
     printed = console.file.getvalue()
     assert printed.endswith("the process of session s exited with code 3 without a result\n")

@@ -6,7 +6,6 @@ import json
 import re
 import socket
 import struct
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -38,11 +37,7 @@ from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime, _to_cal
 from rollout_backend.runtimes.base import AgentRuntime
 from rollout_backend.runtimes.http import SESSION_HEADER, HttpRuntime, session_stopper
 from rollout_backend.runtimes.kubernetes.runtime import KubernetesRuntime
-
-
-def session() -> str:
-    return f"rollout-{uuid.uuid4().hex}"
-
+from rollout_backend.testing.runtime_contract import new_session
 
 # --- AgentCore --------------------------------------------------------------------------------------------
 
@@ -75,7 +70,7 @@ async def test_a_runtime_describes_its_agent_and_another_one_does_not_exist(open
     with pytest.raises(PreflightError, match=r"does not exist.*runtime\.arn"):
         raise_problems(await runtime.check())
     with pytest.raises(InvokeRejected) as caught:
-        await runtime.invoke(session(), b"{}")
+        await runtime.invoke(new_session(), b"{}")
     assert caught.value.reason == "runtime_not_found"
 
 
@@ -89,22 +84,22 @@ async def test_a_runtime_that_ends_sessions_before_their_agents_is_refused(open_
 async def test_errors_of_agentcore_are_classified(open_agentcore):
     runtime, local = await open_agentcore(max_sessions=1)
     with pytest.raises(InvokeRejected) as caught:
-        await runtime.invoke(session(), b'{"do": "fail"}')
+        await runtime.invoke(new_session(), b'{"do": "fail"}')
     assert caught.value.reason == "container_error"
     with pytest.raises(QuotaExceeded, match="ServiceQuotaExceededException"):
-        await runtime.invoke(session(), b"{}")
+        await runtime.invoke(new_session(), b"{}")
     with pytest.raises(InvokeRejected, match="valid min length: 33"):
         await runtime.invoke("too-short", b"{}")
     await local.stop()
     with pytest.raises(RuntimeUnavailable):
-        await runtime.invoke(session(), b"{}")
+        await runtime.invoke(new_session(), b"{}")
     with pytest.raises(RuntimeUnavailable):
-        await runtime.stop(session())
+        await runtime.stop(new_session())
 
 
 async def test_a_quota_that_invokes_and_stops_share_is_kept(open_agentcore):
     runtime, _ = await open_agentcore(calls_per_s=0.001)
-    name = session()
+    name = new_session()
     await runtime.invoke(name, b"{}")
     with pytest.raises(Throttled):
         await runtime.stop(name)
@@ -114,7 +109,7 @@ async def test_a_container_that_is_not_up_in_time_is_worth_another_attempt(open_
     runtime, _ = await open_agentcore(startup_timeout_s=0.1)
     (tmp_path / "agent.py").write_text("import time\ntime.sleep(60)\n")
     with pytest.raises(ContainerStartTimeout, match="initialization time exceeded"):
-        await runtime.invoke(session(), b"{}")
+        await runtime.invoke(new_session(), b"{}")
 
 
 START_TIMEOUT = "Runtime initialization time exceeded. Please make sure it completes in 120s."
@@ -181,17 +176,19 @@ async def http_runtime() -> AsyncIterator[HttpRuntime]:
 
 
 @pytest.mark.parametrize(
-    ("payload", "kind"),
+    ("call", "given", "kind"),
     [
-        (b"402", QuotaExceeded),
-        (b"409", RuntimeConflict),
-        (b"500", InvokeRejected),
-        (b'"hang up"', OutcomeUnknown),
+        ("invoke", b"402", QuotaExceeded),
+        ("invoke", b"409", RuntimeConflict),
+        ("invoke", b"500", InvokeRejected),
+        ("invoke", b'"hang up"', OutcomeUnknown),
+        ("stop", "520", RuntimeUnavailable),
+        ("stop", "501", InvokeRejected),
     ],
 )
-async def test_http_errors_are_classified(http_runtime, payload, kind):
+async def test_http_errors_are_classified(http_runtime, call, given, kind):
     with pytest.raises(kind):
-        await http_runtime.invoke(session(), payload)
+        await (http_runtime.invoke(new_session(), given) if call == "invoke" else http_runtime.stop(given))
 
 
 async def test_http_an_answer_that_does_not_come_leaves_the_outcome_unknown():
@@ -199,7 +196,7 @@ async def test_http_an_answer_that_does_not_come_leaves_the_outcome_unknown():
         config = HttpConfig(url=f"http://127.0.0.1:{silent.getsockname()[1]}", read_timeout_s=0.1)
         runtime = await HttpRuntime.open(config)
         with pytest.raises(OutcomeUnknown):
-            await runtime.invoke(session(), b"{}")
+            await runtime.invoke(new_session(), b"{}")
         await runtime.aclose()
 
 
@@ -229,7 +226,7 @@ async def test_a_connect_that_times_out_opened_no_session(kind, local_keys, tmp_
             runtime = await KubernetesRuntime.open(config)
         payload = json.dumps({"_rollout": make_request().model_dump(mode="json")}).encode()
         with pytest.raises(RuntimeUnavailable) as caught:
-            await runtime.invoke(session(), payload)
+            await runtime.invoke(new_session(), payload)
         assert caught.value.refused
         assert caught.value.never_opened
         await runtime.aclose()
@@ -239,21 +236,9 @@ async def test_a_connect_that_times_out_opened_no_session(kind, local_keys, tmp_
 
 async def test_http_a_server_that_cannot_stop_sessions_is_not_asked():
     runtime = await HttpRuntime.open(HttpConfig(url="http://127.0.0.1:9", can_stop=False))
-    await runtime.stop(session())
+    await runtime.stop(new_session())
     assert runtime.cleanup_spec() is None
     await runtime.aclose()
-
-
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        (520, RuntimeUnavailable),
-        (501, InvokeRejected),
-    ],
-)
-async def test_failed_http_stops_are_classified(http_runtime, status, kind):
-    with pytest.raises(kind, match=str(status)):
-        await http_runtime.stop(str(status))
 
 
 @pytest.mark.parametrize("status", [301, 303, 307])
@@ -267,8 +252,8 @@ async def test_http_follows_no_redirect(status):
     async with served(redirect) as url:
         runtime = await HttpRuntime.open(HttpConfig(url=url, token="t" * 32))
         options = runtime.cleanup_spec().options
-        calls = [runtime.check(), runtime.invoke(session(), b"{}"), runtime.stop(session())]
-        for call in [*calls, asyncio.to_thread(session_stopper(options), session())]:
+        calls = [runtime.check(), runtime.invoke(new_session(), b"{}"), runtime.stop(new_session())]
+        for call in [*calls, asyncio.to_thread(session_stopper(options), new_session())]:
             with pytest.raises((PreflightError, InvokeRejected, HTTPError), match=r"elsewhere|HTTP Error 30"):
                 await call
         await runtime.aclose()
@@ -290,7 +275,7 @@ async def test_http_never_invokes_on_a_connection_that_the_server_may_be_closing
     server = await asyncio.start_server(once, "127.0.0.1", 0)
     runtime = await HttpRuntime.open(HttpConfig(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
     try:
-        assert [await runtime.invoke(session(), b"{}") for _ in range(3)] == [b"ok"] * 3
+        assert [await runtime.invoke(new_session(), b"{}") for _ in range(3)] == [b"ok"] * 3
     finally:
         await runtime.aclose()
         server.close()
@@ -351,11 +336,11 @@ async def answering(request, local_keys) -> AsyncIterator[Callable[..., Awaitabl
 async def test_an_invoke_whose_answer_is_cut_has_an_unknown_outcome(answering, sent, reset):
     runtime = await answering([sent], reset)
     with pytest.raises(OutcomeUnknown):
-        await runtime.invoke(session(), b"{}")
+        await runtime.invoke(new_session(), b"{}")
 
 
 async def test_a_whole_answer_needs_no_length(answering):
-    assert await (await answering([HEAD + b"\r\n" + WHOLE])).invoke(session(), b"{}") == WHOLE
+    assert await (await answering([HEAD + b"\r\n" + WHOLE])).invoke(new_session(), b"{}") == WHOLE
 
 
 async def test_64_kib_of_an_answer_are_read(answering):
@@ -369,5 +354,5 @@ async def test_64_kib_of_an_answer_are_read(answering):
             yield b"x" * 65536
 
     runtime = await answering(without_an_end())
-    assert await runtime.invoke(session(), b"{}") == b"x" * 65536
+    assert await runtime.invoke(new_session(), b"{}") == b"x" * 65536
     assert sent < 100_000_000, "the rest stays where it is"
