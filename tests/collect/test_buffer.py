@@ -1,5 +1,7 @@
 """The buffer delivers announced and listed results to their step, and no message or object stops it."""
 
+import asyncio
+import gc
 import time
 
 import pytest
@@ -103,6 +105,19 @@ async def test_an_announcement_gives_access_to_this_runs_results_only(open_run, 
     reasons = [record["reason"] for record in await run.quarantined()]
     assert sum(reason.startswith("bucket.name: ") for reason in reasons) == 1
     assert sum(reason.startswith("object.key: ") for reason in reasons) == len(forged)
+
+
+async def test_messages_are_not_begun_after_the_step_has_ended(open_run):
+    """A coroutine that is created and never awaited would warn, and warnings fail tests."""
+    run = await open_run(Sink("task-0.0"), receive=False)
+    await run.announce(run.key("task-0.0"))
+    messages = await run.queue.receive()
+    handling = asyncio.create_task(run.buffer.handle(run.queue, messages))
+    await asyncio.sleep(0)  # until it has created a task for the message, which has not begun
+    handling.cancel()
+    await asyncio.wait([handling])
+    assert handling.cancelled()
+    gc.collect()
 
 
 async def test_runs_that_share_a_queue_leave_each_other_their_announcements(open_run, sqs, s3, run_id):

@@ -12,14 +12,6 @@ from rollout_backend.core.tasks import MAX_TASK_ID, Task, check_private, check_u
 from rollout_backend.errors import ConfigError, TaskFileError
 
 
-def test_a_jsonl_file_is_read(tmp_path):
-    file = tmp_path / "t.jsonl"
-    file.write_text('{"task_id": "x", "payload": {"q": 1}}\n\n{"payload": {"q": "é"}}\n', encoding="utf-8")
-    first, second = read_tasks(file)
-    assert (first.task_id, first.payload) == ("x", {"q": 1})
-    assert (second.task_id, second.payload) == ("task-00001", {"q": "é"})
-
-
 @pytest.mark.parametrize("as_text", [False, True])
 def test_a_parquet_file_is_read(tmp_path, as_text):
     file = tmp_path / "t.parquet"
