@@ -306,6 +306,16 @@ def test_a_restart_of_the_training_side_ends_no_rollout(use, models, entrypoint,
     assert play(use(entrypoint), do=act).reward == 0.5
 
 
+def test_a_model_endpoint_that_fails_is_no_error_of_the_agent(use, models):
+    models.failures = [500]
+    container = use("sync_agent")
+    block = container.request()
+    invoke(container, block, do="ask")
+    until(lambda: container.ping()["status"] == "Healthy", what="the rollout has ended")
+    marker = container.cloud.read(f"p/runs/run/steps/00000003/{block['rollout_id']}~2")
+    assert (marker.outcome, marker.failure.reason) == (Outcome.INFRA_ERROR, "model_unavailable")
+
+
 @pytest.mark.parametrize("entrypoint", ["sync_agent", "async_agent"])
 def test_a_rollout_lasts_until_its_background_tasks_are_complete(use, models, entrypoint, tmp_path, make_signal):
     container = use(entrypoint)

@@ -470,6 +470,7 @@ def test_a_key_contains_its_step_and_rollout(prefix, run_id, step, rollout_id):
         "p/runs/run/steps/00000001/" + "a" * 129,
         "p/runs/run/steps/00000001/a~0",
         "p/runs/run/steps/00000001/a~01",
+        "p/runs/run/steps/00000001/a~1000000000",
         "p/runs/run/steps/00000001/a~1~1",
         "p/runs/run/steps/00000001/~1",
         "",

@@ -75,6 +75,10 @@ def test_other_values_are_a_bad_reward(value):
     assert "return a finite number, or a dict" in ending.failure.message
 
 
+def test_a_bad_reward_is_named():
+    assert "the reward is 'good', a str, not a number" in classify(Returned("good"), URL).failure.message
+
+
 def test_more_extras_than_a_result_may_hold_are_a_bad_reward():
     ending = classify(Returned({"reward": 1, "steps": [[]] * 130_000}), URL)
     assert (ending.outcome, ending.failure.reason) == (Outcome.AGENT_ERROR, "bad_reward")

@@ -70,6 +70,13 @@ def test_a_failed_announcement_does_not_lose_the_result(publisher, cloud, target
     assert "was written but could not be announced" in caplog.text
 
 
+def test_with_urls_no_client_of_aws_is_made(cloud):
+    urls = {"result": "http://s3/r", "failure_marker": "http://s3/n"}
+    publisher = Publisher()
+    publisher.prepare(ResultTarget.parse({"bucket": cloud.bucket, "urls": urls}))
+    assert publisher._clients == {}
+
+
 @pytest.mark.parametrize(("body", "outcome"), [("good", Outcome.COMPLETED), ("cut", Outcome.INFRA_ERROR)])
 def test_a_container_without_credentials_publishes_its_result_or_its_failure_marker(
     start_container, cloud, body, outcome

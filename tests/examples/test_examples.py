@@ -7,6 +7,7 @@ import pytest
 from aiohttp import web
 
 from agent_wrapper import RolloutContext
+from agent_wrapper.contract import Sampling
 from agent_wrapper.exec import make_app, parse_arguments
 from agent_wrapper.outcome import classify
 from agent_wrapper.runner import Raised
@@ -73,6 +74,13 @@ def arithmetic(load):
 )
 def test_the_last_integer_counts(arithmetic, reply, right):
     assert arithmetic.is_right(reply, "7") is right
+
+
+@pytest.mark.parametrize(("reply", "reward"), [("7", 1.0), ("8", 0.0)])
+def test_a_reply_is_scored(run_agent, arithmetic, reply, reward):
+    rollout = run_agent(arithmetic.app, {"question": "What is 3 + 4?", "answer": "7"}, replies=[reply])
+    assert (rollout.outcome, rollout.reward, rollout.extras) == ("completed", reward, {"reply": reply})
+    assert [len(segment.turns) for segment in rollout.segments] == [1]
 
 
 # --- tool_agent -----------------------------------------------------------------------------------------
@@ -147,6 +155,13 @@ def test_endless_tool_calls_are_stopped(run_agent, tool_agent, task):
     rollout = run_agent(tool_agent.app, task, replies=replies)
     assert (rollout.outcome, rollout.reward) == ("completed", 0.0)
     assert len(rollout.segments[0].turns) == tool_agent.MAX_TURNS
+
+
+def test_a_truncated_reply_is_scored(run_agent, tool_agent, task):
+    sampling = Sampling(max_tokens=20)
+    rollout = run_agent(tool_agent.app, task, replies=["word " * 100], sampling=sampling, outcome="agent_error")
+    assert rollout.reward == 0.0
+    assert rollout.trainable
 
 
 async def test_a_lost_model_is_detected_through_the_framework(tool_agent, task):

@@ -23,6 +23,7 @@ CONFIG = KubernetesConfig(
     node_selector={"pool": "agents"},
     tolerations=({"key": "agents", "operator": "Exists", "effect": "NoSchedule"},),
     service_account="agent",
+    keep_finished_s=300,
     image_pull_secrets=("registry",),
     environment={"HOUSE": "1"},
     command=("/agent/bin/python", "agent.py"),
@@ -64,7 +65,7 @@ def test_a_jobs_settings_reach_its_pod() -> None:
     [container] = pod["containers"]
     assert container["resources"] == {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"memory": "2Gi"}}
     assert {"name": "HOUSE", "value": "1"} in container["env"]
-    assert (job["spec"]["backoffLimit"], job["spec"]["ttlSecondsAfterFinished"]) == (0, 600)
+    assert (job["spec"]["backoffLimit"], job["spec"]["ttlSecondsAfterFinished"]) == (0, 300)
 
 
 def test_a_task_has_its_image_and_its_resources_and_the_agents_files() -> None:

@@ -164,6 +164,13 @@ async def test_the_end_of_a_session_is_listed_with_its_code_and_its_last_lines(s
     assert (await runtime.seen("exits"))["calls"] == 1  # the next invoke starts a process
 
 
+async def test_an_agent_that_crashes_at_its_start_returns_424_with_its_log(start_runtime, app):
+    app.write_text("raise SystemExit('no licence')")
+    runtime = await start_runtime(preload=())
+    await refused(runtime.invoke("a"), 424, "RuntimeClientError", "no licence")
+    assert (runtime.open, runtime.counters["failed"], runtime.counters["started"]) == ([], 1, 0)
+
+
 async def test_libraries_with_threads_are_not_preloaded(start_runtime, app, tmp_path):
     (tmp_path / "threaded.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"

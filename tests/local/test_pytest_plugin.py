@@ -73,6 +73,7 @@ def test_agent_failures_are_results(run_agent, app, script):
     assert "KeyError" in broken.failure.traceback
     unscripted = run_agent(script, TASK, replies=[], outcome=None)
     assert unscripted.outcome != "completed"
+    assert "requested more than 0 replies" in unscripted.failure.message
 
 
 def test_another_outcome_fails_the_test_with_the_agents_traceback_and_hides_the_fixture(run_agent, app):

@@ -93,3 +93,13 @@ async def test_what_is_not_there_or_cannot_be_read_is_unknown(ecr):
     assert not any(each.is_unfit for each in (*unreadable, repository, tag, public, elsewhere))
     [unreachable] = (await ask_ecr([IMAGE], endpoint_url="http://127.0.0.1:1")).values()
     assert (unreachable.is_missing, "127.0.0.1:1" in unreachable.unknown) == (False, True)
+
+
+async def test_moto_answers_the_call_as_the_emulator_does(storage, ecr, local_aws):
+    images = [f"{IMAGE}-list", f"{IMAGE}-none"]
+    ecr.push(images[0], "amd64", "arm64", kind="docker")
+    manifest = ecr.manifest(images[0])
+    async with storage.client("ecr") as moto:
+        await moto.create_repository(repositoryName="team/tasks")
+        await moto.put_image(repositoryName="team/tasks", imageManifest=manifest, imageTag="1-list")
+    assert await ask_ecr(images, endpoint_url=storage.endpoint_url) == await ask_ecr(images, endpoint_url=ecr.url)

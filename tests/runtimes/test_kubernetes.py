@@ -209,6 +209,13 @@ async def test_missing_permissions_name_the_rule(bench):
     assert refused.value.never_opened
 
 
+async def test_a_secret_that_may_not_be_created_leaves_a_job_to_stop(bench):
+    bench.cluster.denied.add(("secrets", "create"))
+    with pytest.raises(InvokeRejected, match=r'apiGroups: \[""\], resources: \["secrets"\]') as refused:
+        await bench.runtime.invoke("rollout-1", payload("rollout-1"))
+    assert not refused.value.never_opened
+
+
 async def test_a_new_token_is_read_and_an_old_one_is_renewed(bench):
     await bench.runtime.invoke("rollout-1", payload("rollout-1"))
     bench.cluster.rotate_token()

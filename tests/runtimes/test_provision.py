@@ -120,6 +120,14 @@ def test_nothing_is_done_to_a_runtime_in_transition(status):
     assert plan(SPEC, described(status=status)).action is Action.WAIT
 
 
+@pytest.mark.parametrize("status", ["CREATE_FAILED", "DELETE_FAILED", "UPDATE_FAILED"])
+def test_a_failed_runtime_is_changed_only_if_it_is_ours(status):
+    assert plan(SPEC, described(status=status)).action is (
+        Action.UPDATE if status == "UPDATE_FAILED" else Action.REPLACE
+    )
+    assert plan(SPEC, described(status=status, description="by hand")).action is Action.LEAVE
+
+
 def test_the_default_name_is_one_that_the_service_takes():
     assert config().runtime_name == NAME
     assert config(name="mine").runtime_name == "mine"
@@ -136,6 +144,7 @@ def test_the_newest_model_has_no_field_that_an_update_would_lose():
     assert members["CreateAgentRuntimeRequest"] == {*shared, "agentRuntimeName", "clientToken", "tags"}
     assert members["UpdateAgentRuntimeRequest"] == {*shared, "agentRuntimeId", "clientToken", mmds}
     assert members["GetAgentRuntimeResponse"] == {*shared, *_READ_ONLY, mmds} - {"ResponseMetadata"}
+    assert shared.isdisjoint(_READ_ONLY), "an adoption would lose it"
 
 
 @pytest.mark.parametrize(

@@ -182,12 +182,13 @@ async def http_runtime() -> AsyncIterator[HttpRuntime]:
         ("invoke", b"409", RuntimeConflict),
         ("invoke", b"500", InvokeRejected),
         ("invoke", b'"hang up"', OutcomeUnknown),
+        ("stop", "408", RuntimeUnavailable),
         ("stop", "520", RuntimeUnavailable),
         ("stop", "501", InvokeRejected),
     ],
 )
 async def test_http_errors_are_classified(http_runtime, call, given, kind):
-    with pytest.raises(kind):
+    with pytest.raises(kind, match=given if call == "stop" else None):
         await (http_runtime.invoke(new_session(), given) if call == "invoke" else http_runtime.stop(given))
 
 
