@@ -25,6 +25,13 @@ def test_a_reply_has_parsed_calls_and_the_text_of_broken_ones():
     assert (reply.finish_reason, reply.malformed_tool_calls) == ("tool_calls", 1)
 
 
+def test_a_reply_with_only_a_broken_call_is_not_empty():
+    parsed = ParsedResponse(content="", tool_calls=[BAD])
+    reply = read_reply(parsed, "", OFFERS, SAMPLED)
+    assert reply.message == {"role": "assistant", "content": '{"name": "f"'}
+    assert reply.finish_reason == "stop"
+
+
 @pytest.mark.parametrize(
     ("text", "content", "reasoning"),
     [

@@ -79,6 +79,15 @@ def test_an_unknown_logprob_is_nan_and_a_missing_one_is_refused():
         trajectory.add([1], Completion((2, 3), (-1.0,)))
 
 
+def test_segments_are_snapshots():
+    trajectory = SegmentRecorder()
+    add(trajectory, [1], [2])
+    [before] = trajectory.segments()
+    add(trajectory, [1, 2, 3], [4])
+    arrays = before.token_ids, before.response_mask, before.logprobs
+    assert ([len(each) for each in arrays], len(before.turns)) == ([2] * 3, 1)
+
+
 ids = st.lists(st.integers(min_value=0, max_value=3), max_size=6)
 
 

@@ -175,6 +175,13 @@ def text_of_broken_call(family, start, said: str, **more) -> tuple[str, str]:
     return choice.message.content, choice.finish_reason
 
 
+def test_a_call_cut_by_the_limit_is_text(family, start):
+    said = family.say(None, "", [("write", json.dumps({"text": "word " * 60}))])
+    text, finish = text_of_broken_call(family, start, said, max_completion_tokens=50)
+    assert finish == "length"
+    assert "word word" in text
+
+
 @pytest.mark.parametrize(
     "arguments",
     ['{"a": 1,}', '{"a": "x', "[1, 2]", '"text"', '{"a": NaN}', '{"a": ' * 1500 + "1" + "}" * 1500],
