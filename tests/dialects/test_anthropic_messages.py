@@ -151,8 +151,10 @@ def test_tool_choice(choice, wanted):
 @pytest.mark.parametrize(
     ("fault", "param", "says"),
     [
+        ({"max_tokens": 0}, "max_tokens", "greater"),
         ({"messages": [user({"type": "image", "source": {}})]}, "messages.0.content.0", "takes text only"),
         ({"messages": [user(IN_A_RESULT)]}, "messages.0.content.0.content.0", "takes text only"),
+        ({"messages": [user({"type": "server_tool_use"})]}, "messages.0.content.0", "'server_tool_use' is not supp"),
         ({"messages": [user({"no": "type"})]}, "messages.0.content.0", "type is missing"),
         ({"messages": [user({"type": "tool_use", "id": "i", "name": "f", "input": {}})]}, None, "cannot hold"),
         ({"messages": [assistant({"type": "tool_result", "tool_use_id": "i"})] * 2 + [user()]}, None, "cannot hold"),
@@ -168,6 +170,7 @@ def test_tool_choice(choice, wanted):
         ({"tools": [{"name": "f"}]}, "tools.0.custom.input_schema", "required"),
         ({"tool_choice": {"type": "tool"}, "tools": [TOOL]}, "tool_choice.name", "is missing"),
         ({"tool_choice": {"type": "tool", "name": "g"}, "tools": [TOOL]}, "tool_choice.name", "name one of f"),
+        ({"stop_sequences": ["a"] * 17}, "stop_sequences", "17 stop strings, and at most 16"),
     ],
 )
 def test_an_unsupported_field_is_refused(fault, param, says):

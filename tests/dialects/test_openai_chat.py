@@ -54,11 +54,60 @@ def test_usage_within_a_stream_is_refused():
 
 
 def test_sampling_and_limits():
-    asked = {"temperature": 0.5, "top_k": 3, "logit_bias": {"1": 2}, "thinking": {"type": "enabled"}}
-    call = parse(max_tokens=3, max_completion_tokens=4, stop="x", parallel_tool_calls=False, **asked)
-    assert (call.max_new_tokens, call.stop, call.parallel_tool_calls) == (4, ("x",), False)
-    assert call.sampling == {"temperature": 0.5, "top_k": 3, "logit_bias": True, "thinking": True}
+    call = parse(
+        max_tokens=3,
+        max_completion_tokens=4,
+        stop="x",
+        n=2,
+        logprobs=True,
+        stream=True,
+        stream_options={"include_usage": True},
+        temperature=0.5,
+        top_k=3,
+        min_p=0.1,
+        logit_bias={"1": 2},
+        reasoning={"effort": "low"},
+        thinking={"type": "enabled"},
+        parallel_tool_calls=False,
+    )
+    assert (call.max_new_tokens, call.stop, call.n, call.logprobs, call.stream) == (4, ("x",), 2, True, True)
+    assert call.sampling == {
+        "temperature": 0.5,
+        "top_k": 3,
+        "min_p": 0.1,
+        "logit_bias": True,
+        "reasoning": True,
+        "thinking": True,
+    }
+    assert not call.parallel_tool_calls
     assert parse() == ModelCall("m", [{"role": "user", "content": "a"}], dialect_data=False)
+
+
+@pytest.mark.parametrize(
+    ("choice", "wanted"),
+    [
+        (None, ("auto", None)),
+        ("none", ("none", None)),
+        ("required", ("required", None)),
+        ({"type": "function", "function": {"name": "f"}}, ("required", "f")),
+    ],
+)
+def test_tool_choice(choice, wanted):
+    call = parse(tools=[TOOL], tool_choice=choice)
+    assert (call.tool_choice, call.tool_name) == wanted
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [
+        (None, None),
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, {"type": "object"}),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array"}}}, {"type": "array"}),
+    ],
+)
+def test_response_format(asked, wanted):
+    assert parse(response_format=asked).json_schema == wanted
 
 
 @pytest.mark.parametrize(

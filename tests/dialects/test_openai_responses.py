@@ -216,6 +216,7 @@ def test_text_formats(wanted, schema):
             "not supported",
         ),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema", "is missing"),
+        ({"top_logprobs": 2}, "top_logprobs", "/v1/chat/completions"),
         ({"metadata": {"a": 1e999}}, None, "not JSON"),
     ],
 )
@@ -347,6 +348,15 @@ def test_a_stream_ends_in_the_body(message, size):
     ] + [Delta("tool_call", tool_call=call) for call in message.get("tool_calls", ())]
     sent = streamed(pieces, lambda events: events.end(answer(message)))
     assert sent[-1]["response"] == body(message, tools=[TOOL])
-    for field, kind in (("reasoning_content", "reasoning_text"), ("content", "output_text")):
-        deltas = [data["delta"] for data in sent if data["type"] == f"response.{kind}.delta"]
-        assert "".join(deltas) == message.get(field, "")
+    ids = [item["id"] for item in sent[-1]["response"]["output"]]
+    for data in sent[2:-1]:
+        assert ids[data["output_index"]] == (data.get("item_id") or data["item"]["id"])
+    said = {
+        "reasoning_text": message.get("reasoning_content", ""),
+        "output_text": message["content"],
+        "function_call_arguments": "".join(c["function"]["arguments"] for c in message.get("tool_calls", ())),
+    }
+    for kind, text in said.items():
+        of_kind = [data for data in sent if data["type"].startswith(f"response.{kind}.")]
+        assert "".join(data.get("delta", "") for data in of_kind) == text
+        assert "".join(data.get("text", data.get("arguments", "")) for data in of_kind) == text
