@@ -134,6 +134,20 @@ async def test_failures(generate, engine):
         await generate()
 
 
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"choices": [{"token_ids": ["x"], "finish_reason": "stop"}]},
+        {"choices": [{"finish_reason": "stop"}]},  # taken for an empty reply, it would be trained
+        {"output_ids": [1]},
+        {"choices": [{"token_ids": [1], "finish_reason": None, "logprobs": {"content": [{"token": "a"}]}}]},
+    ],
+)
+def test_replies_of_another_form_are_refused(reply):
+    with pytest.raises((LookupError, ValueError, TypeError)):
+        VllmProtocol().reader(EngineRequest([1], {})).read(reply)
+
+
 async def test_an_unknown_end_is_no_completion(engine, generate, monkeypatch):
     monkeypatch.setattr(
         engine, "_choice", lambda *_: {"token_ids": [5], "finish_reason": "repetition", "logprobs": None}
