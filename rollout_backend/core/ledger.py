@@ -114,7 +114,7 @@ class LedgerEntry:
         self.attempts += 1
         self.attempt, self.deadline, self.began = attempt, deadline, self.ledger.clock()
         self.invoked_at, self.accepted_at = self.ledger.now(), None
-        if self.attempts == 1:  # again, if the first one was throttled
+        if self.attempts == 1:
             self.first_invoked_at = self.invoked_at
         self._open(session_id, Phase.DISPATCHING)
         self.ledger.watch(self)
@@ -122,6 +122,8 @@ class LedgerEntry:
     def refuse_attempt(self) -> None:
         """Record that the invoke was refused for now. The next attempt reuses its number and session."""
         self.attempts -= 1
+        if self.attempts == 0:
+            self.first_invoked_at = None
         self.abandon_attempt()
 
     def accept(self) -> None:
