@@ -222,6 +222,13 @@ def test_digests_of_another_context_are_not_reused():
     assert steps.taken == 2
 
 
+def test_a_list_that_its_owner_extends_later_changes_nothing():
+    memo, messages = PrefixMemo(), texts_of("a")
+    memo.chain(messages, Steps())
+    messages += texts_of("b")
+    assert memo.chain(messages, Steps()) == [b"'a'", b"'a''b'"]
+
+
 def test_alternating_conversations_give_the_digests_of_a_new_memo():
     numbers, memo = random.Random(3), PrefixMemo()
     conversations = [texts_of("system")]

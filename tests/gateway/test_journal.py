@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from agent_wrapper.contract import Trajectory
-from builders import assistant, eventually, hang_up, until, user
+from builders import assistant, eventually, function_tool, hang_up, tool_result, until, user
 from rollout_backend.core.model_call import ApiError
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_key import KeyRefused, issue, verify
@@ -320,6 +320,21 @@ def test_a_session_continues_after_a_restart_exactly_as_without_one(start, tmp_p
     segments, prompts = seen[0]
     assert [segment["split_reason"] for segment in segments][:2] == ["first_call", "branched"]
     assert len(prompts) >= 5
+
+
+def test_a_restarted_gateway_continues_from_the_sampled_tokens(start):
+    tool = function_tool("look")
+    own_way = '<tool_call>\n{"name":"look",   "arguments":{}}\n</tool_call>'  # no template writes it so
+    gateway = start([own_way, "seen"])
+    messages = [user("Look.")]
+    first = gateway.post({"model": "scripted", "messages": messages, "tools": [tool]}).json()
+    reply = first["choices"][0]["message"]
+    gateway.restart()
+    result = tool_result(reply["tool_calls"][0]["id"], "nothing")
+    body = {"model": "scripted", "messages": [*messages, reply, result], "tools": [tool]}
+    assert text_of(gateway.post(body)) == "seen"
+    [segment] = Trajectory.decode(gateway.seal()).segments
+    assert len(segment.turns) == 2
 
 
 def test_a_retry_after_a_restart_gets_the_recorded_answer(start):

@@ -138,6 +138,12 @@ def test_a_session_with_several_rows_counts_once(norm: bool) -> None:
     )
 
 
+def test_rloo_by_sessions() -> None:
+    found = _v1("rloo_skip_missing", uid_of_row=True)
+    # of "a": 1, 0, 0.5; of "b": 1, 0
+    assert found[:, 0].tolist() == pytest.approx([0.75, -1.0, -0.75, 0.75, 0.75, 1.0, 0.0, -1.0, 0.0, 0.0])
+
+
 # --- registration -----------------------------------------------------------------------------------------
 
 REGISTRATION = """

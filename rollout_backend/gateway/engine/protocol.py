@@ -206,6 +206,3 @@ def covering(listed: Sequence[Mapping[str, Any]], n: int) -> list[Span] | None:
             return None
         at = end
     return spans if at == n else None
-
-
-# --- SGLang -----------------------------------------------------------------------------------------------------
