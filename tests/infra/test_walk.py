@@ -59,6 +59,10 @@ def test_each_command_names_what_is_there(load_template, page, until):
             case ["scp", *paths, _]:
                 for path in (each for each in paths if not each.startswith(("-", "ProxyCommand"))):
                     assert path == "rollout.yaml" or (ROOT / path).is_file()
+            case ["pip", *_]:
+                assert (ROOT / words[words.index("-c") + 1]).is_file()
+            case ["docker", "run", *_]:
+                assert {"$PWD:/work", "--gpus"} <= {*words}
             case ["rollout", *_] if "--stack" in words:
                 assert words[words.index("--stack") + 1] in stacks
     assert stacks == {}
