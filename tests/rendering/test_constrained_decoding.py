@@ -53,6 +53,11 @@ def test_forced_tool_calls_are_a_structural_tag(bundle, asked, wanted):
     assert params == {}
 
 
+@pytest.mark.parametrize("asked", [{}, {"tools": [ADD]}, {"tools": [ADD], "tool_choice": "none"}])
+def test_a_call_that_asks_for_no_form_is_sampled_freely(asked):
+    assert not ModelCall("m", [], **asked).is_constrained
+
+
 @pytest.mark.parametrize("asked", [{}, {"tools": [ADD], "tool_choice": "none"}])
 def test_json_alone_is_a_schema(bundle, asked):
     call = ModelCall("m", [], json_schema=SCHEMA, **asked)
