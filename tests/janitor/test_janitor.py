@@ -24,7 +24,7 @@ from rollout_backend.collect.queue import queue_name
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import StorageConfig, load_config
 from rollout_backend.core.harbor import CONTAINER_FIELD, container_key
-from rollout_backend.errors import QuotaExceeded
+from rollout_backend.errors import OutcomeUnknown, QuotaExceeded
 from rollout_backend.janitor.__main__ import RunState, _s3_client, clean_up, stop_sessions
 from rollout_backend.janitor.janitor_process import Janitor, WatchedRuntime
 from rollout_backend.local.cloud import LocalRuntime, LocalStorage
@@ -405,11 +405,13 @@ async def test_a_run_continues_without_its_janitor(cloud, caplog, tmp_path):
     await store.aclose()
 
 
-async def test_a_session_that_never_opened_is_closed_in_the_janitors_books():
-    janitor, runtime = Mock(), Mock(invoke=AsyncMock(side_effect=QuotaExceeded("too many")))
-    with pytest.raises(QuotaExceeded):
+@pytest.mark.parametrize("error", [QuotaExceeded("too many"), OutcomeUnknown("cut")])
+async def test_only_a_session_that_never_opened_is_closed_in_the_janitors_books(error):
+    janitor, runtime = Mock(), Mock(invoke=AsyncMock(side_effect=error))
+    with pytest.raises(type(error)):
         await WatchedRuntime(runtime, janitor).invoke("x", b"{}")
-    assert janitor.mock_calls == [call.session_opened("x"), call.session_closed("x")]
+    closed = [call.session_closed("x")] if error.never_opened else []
+    assert janitor.mock_calls == [call.session_opened("x"), *closed]
 
 
 def test_the_books_are_read_in_pieces_of_any_size():
