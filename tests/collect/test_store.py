@@ -234,7 +234,7 @@ async def test_a_truncated_listing_is_a_transient_error(faulty, proxy, open_stor
 
 async def test_an_empty_response_is_not_an_empty_listing(open_store):
     async def nothing(request):
-        return web.Response()
+        return web.Response(status=200 if "list-type" in request.query else 403)
 
     app = web.Application()
     app.router.add_route("GET", "/{path:.*}", nothing)
@@ -242,6 +242,8 @@ async def test_an_empty_response_is_not_an_empty_listing(open_store):
         store = await open_store(AwsConfig(endpoint_url=str(server.make_url(""))))
         with pytest.raises(StoreError, match=r"listing .* in S3 failed"):
             _ = [key async for key in store.keys("p/")]
+        with pytest.raises(StoreError, match="S3 refused 'p/a'"):  # it is not missing
+            await store.get("p/a")
 
 
 @pytest.mark.parametrize("prefix", ["", "team/a/"])
