@@ -8,6 +8,10 @@ def test_the_string_that_completes_first_counts_even_within_a_token():
     assert StopStrings(["e", "ne "], {0: b"one "}).find([0]) == Stop(1, "e")
 
 
+def test_a_token_that_is_no_text_matches_nothing():
+    assert StopStrings(["end"], {0: b"<end>", 1: b"end"}, silent_tokens=[0]).find([0, 1]) == Stop(2, "end")
+
+
 text = st.text(alphabet="ab\u00e9", max_size=12)
 
 
