@@ -33,6 +33,7 @@ from rollout_backend.local.session_pool import ServiceError
 from rollout_backend.local_keys import names_key
 from rollout_backend.runtimes.agentcore.provision import DEFINITION
 
+_NAME = r"[a-zA-Z][a-zA-Z0-9_]{0,47}"
 _IMAGE = (
     r"(?:\d{12}\.dkr\.ecr\.[a-z0-9-]+\.amazonaws\.com|public\.ecr\.aws)"
     r"/[a-z0-9._/-]+(?::[^:@]{1,300})?(?:@.+)?"
@@ -177,6 +178,8 @@ class ControlPlane:
     async def _create(self, request: Request) -> Response:
         asked = await self._body(request)
         name = asked.get("agentRuntimeName", "")
+        if not re.fullmatch(_NAME, name):
+            raise ServiceError("ValidationException", f"agentRuntimeName {name!r} does not match {_NAME}")
         definition = self._checked(asked)
         if any(record.name == name for record in self.runtimes.values()):
             raise ServiceError("ConflictException", f"An agent with the name {name} already exists in your account")
@@ -232,6 +235,8 @@ class ControlPlane:
     async def _get(self, request: Request) -> Response:
         record = self._named(request)
         if version := request.query_params.get("version"):
+            if int(version) not in record.versions:
+                raise ServiceError("ResourceNotFoundException", f"Agent {record.id} has no version {version}")
             older = {**_brief(record), "agentRuntimeVersion": version, "status": "READY"}
             return JSONResponse({**record.versions[int(version)], **older, "agentRuntimeName": record.name})
         why = {"failureReason": record.why} if record.why else {}
@@ -248,6 +253,8 @@ class ControlPlane:
     async def _create_endpoint(self, request: Request) -> Response:
         asked = await self._body(request)
         record, name = self._named(request), asked.get("name", "")
+        if not re.fullmatch(_NAME, name):
+            raise ServiceError("ValidationException", f"name {name!r} does not match {_NAME}")
         if name in record.endpoints:
             raise ServiceError("ConflictException", f"An endpoint with the name {name} already exists")
         if len(record.endpoints) >= _MAX_ENDPOINTS:
@@ -363,7 +370,10 @@ class ControlPlane:
 
     async def _body(self, request: Request) -> dict[str, Any]:
         self._admit(request)
-        return dict(json.loads(await request.body()))
+        try:
+            return dict(json.loads(await request.body()))
+        except (ValueError, TypeError):
+            raise ServiceError("ValidationException", "the body is not a JSON object") from None
 
     def _named(self, request: Request) -> RuntimeRecord:
         if request.method != "PUT":  # whose body was read before

@@ -212,7 +212,7 @@ async def eventually(condition: Callable[[], object], timeout_s: float = 240.0) 
             await asyncio.sleep(0.01)
 
 
-async def complete(endpoint: ModelEndpoint, *messages: Any, retries: int = 0) -> str:
+async def complete(endpoint: ModelEndpoint, *messages: Any, retries: int = 0, stream: bool = False) -> str:
     """Call the model as an agent does; return the text of the reply. A string is a user's message."""
     import openai  # takes a second
 
@@ -220,5 +220,8 @@ async def complete(endpoint: ModelEndpoint, *messages: Any, retries: int = 0) ->
     async with openai.AsyncOpenAI(
         base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=retries
     ) as client:
-        reply = await client.chat.completions.create(model=endpoint.name, messages=asked)
-        return reply.choices[0].message.content or ""
+        create = client.chat.completions.create
+        if stream:
+            chunks = await create(model=endpoint.name, messages=asked, stream=True)
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks if chunk.choices])
+        return (await create(model=endpoint.name, messages=asked)).choices[0].message.content or ""
