@@ -123,7 +123,7 @@ def picture(results: Results) -> str:
             drawn = axis.barh(range(len(bars)), widths, left=starts, color=colours)
             axis.bar_label(drawn, [shown(row[key]) for row in bars], padding=3)
             axis.set_yticks(range(len(bars)), [f"{WORK[part](row)}: {row['system']}" for row in bars])
-            axis.set_title(title, loc="left", fontweight="bold")
+            axis.set_title(title, loc="right", fontweight="bold")
             axis.set_xscale("log" if any(starts) else "linear")
             axis.invert_yaxis()
             axis.margins(x=0.15)
