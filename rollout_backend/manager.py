@@ -162,9 +162,8 @@ class RolloutManager:
                 self._traces = SpanSender(self.config.observe.otlp_endpoint, "rollout-manager")
                 stack.push_async_callback(asyncio.to_thread, self._traces.close)
             await self._serve_metrics(stack)
-            stack.push_async_callback(
-                cancel_all, self._collecting
-            )  # pushed last, so it runs first: steps need the services
+            # Pushed last, so it runs first: steps need the services.
+            stack.push_async_callback(cancel_all, self._collecting)
             self._stack = stack.pop_all()
         self._on_phase(RunPhase.ROLLOUTS)
         return self
