@@ -31,12 +31,29 @@ from rollout_backend.dispatch.rate_limiter import TokenBucket
 from rollout_backend.local.code_artifacts import BuildFailed, CodeStore
 from rollout_backend.local.session_pool import ServiceError
 from rollout_backend.local_keys import names_key
-from rollout_backend.runtimes.agentcore.provision import DEFINITION
 
 _NAME = r"[a-zA-Z][a-zA-Z0-9_]{0,47}"
 _IMAGE = (
     r"(?:\d{12}\.dkr\.ecr\.[a-z0-9-]+\.amazonaws\.com|public\.ecr\.aws)"
     r"/[a-z0-9._/-]+(?::[^:@]{1,300})?(?:@.+)?"
+)
+# A list of its own: a field that the runtime's code forgets is kept here.
+_DEFINITION = (
+    "description",
+    "agentRuntimeArtifact",
+    "roleArn",
+    "networkConfiguration",
+    "protocolConfiguration",
+    "lifecycleConfiguration",
+    "environmentVariables",
+    "authorizerConfiguration",
+    "requestHeaderConfiguration",
+    "hooksConfiguration",
+    "filesystemConfigurations",
+    "capacityProviderConfiguration",
+    "platformVersion",
+    "allowedPorts",
+    "resourceConfigurations",
 )
 _MICROVM_S, _INSTANCE_S = 28_800, 1_209_600  # maximum lifetime of a session
 _MAX_ENDPOINTS, _MAX_TAGS = 10, 50
@@ -413,7 +430,7 @@ class ControlPlane:
             raise ServiceError("ValidationException", f"platformVersion {platform!r} does not exist")
         if "hooksConfiguration" in asked and (platform == "V1" or on_instances):
             raise ServiceError("ValidationException", "hooksConfiguration needs platformVersion V2 and microVMs")
-        given = {key: asked[key] for key in DEFINITION if key in asked}
+        given = {key: asked[key] for key in _DEFINITION if key in asked}
         return given | {"lifecycleConfiguration": lifetimes, "platformVersion": platform}
 
 

@@ -136,7 +136,7 @@ class Channel:
         self._unacknowledged = 0
         self._out(encode(Ack(self.call, self._consumed)))
 
-    # --- both ---------------------------------------------------------------------------------------------
+    # --- a new link ---------------------------------------------------------------------------------------
 
     @property
     def next_expected(self) -> int:

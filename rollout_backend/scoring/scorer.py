@@ -219,7 +219,11 @@ def command_scorer(command: Sequence[str], timeout_s: float) -> Scorer:
 
 
 def _adapted(function: Callable[..., Any], is_async: bool, what: str) -> Callable[[ScoreInput], Any]:
-    """Return a function of a `ScoreInput`. Verl's functions get the columns of the private part."""
+    """Return `function`, or one that passes a `ScoreInput` to it by verl's argument names.
+
+    Raises:
+        ConfigError: it takes neither one argument nor verl's.
+    """
 
     def call(given: ScoreInput) -> object:
         return _read_verl_result(function(**_verl_arguments(given)))

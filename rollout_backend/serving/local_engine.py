@@ -219,7 +219,7 @@ def vllm_command(
     if total_tokens is not None:  # by default, vLLM uses all free GPU memory
         argv += ["--block-size", str(block), "--num-gpu-blocks-override", str(-(-total_tokens // block))]
     if on_cpu:
-        # Pinned threads of several servers would share cores.
+        # By default each server pins its threads, and several would pin them to the same cores.
         env |= cpu_threads(serving.threads) | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         argv += [
             "--enforce-eager",  # compiling would take a minute at the start

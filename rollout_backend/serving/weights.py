@@ -331,7 +331,7 @@ class ModelFolder:
 # --- tensors over a gloo group ----------------------------------------------------------------------------
 
 Post = Callable[[str, Mapping[str, object]], Awaitable[None]]
-"""Post a JSON body to a path of the server. Raises ServingError unless it succeeds."""
+"""Posts a JSON body to a path of the server. Raises ServingError unless it succeeds."""
 
 _JOIN_S = 60.0
 _BUCKET_BYTES = 512 * 2**20

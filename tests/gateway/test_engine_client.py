@@ -409,8 +409,11 @@ async def test_failed_engines_are_tried_last(engines):
 
 
 @pytest.mark.parametrize(("all_calls_direct", "params"), [(True, PARAMS), (False, FORCED)])
-async def test_a_call_past_the_router_waits_until_the_router_lists_an_engine(engine, all_calls_direct, params):
-    answers, asked = iter([503, {"workers": []}]), set()  # it starts, and has no engine yet
+@pytest.mark.parametrize(("first", "attempts"), [(503, 1), ({"workers": []}, 100)])  # it waits, and is retried
+async def test_a_call_past_the_router_goes_to_an_engine_once_one_is_listed(
+    engine, all_calls_direct, params, first, attempts
+):
+    answers, asked = iter([first]), set()
 
     async def router(request: web.Request) -> web.Response:
         asked.add(request.path)
@@ -421,7 +424,7 @@ async def test_a_call_past_the_router_waits_until_the_router_lists_an_engine(eng
         engines = Engines(url, all_calls_direct)
         polling = asyncio.create_task(engines.poll(lambda loads: None, 0.01))
         await asyncio.sleep(0)  # it has begun
-        completion = await engine.generate([reply([7])], params=params, engines=engines, attempts=100)
+        completion = await engine.generate([reply([7])], params=params, engines=engines, attempts=attempts)
         polling.cancel()
         await asyncio.gather(polling, return_exceptions=True)
     assert (completion.token_ids, len(engine.hosts), asked) == ((7,), 1, {"/workers"})

@@ -143,13 +143,15 @@ async def test_a_straggler_is_cut_off(open_bench):
 
 async def test_no_rollout_is_a_straggler_before_enough_are_finished(open_bench):
     bench = await open_bench("group.size=4", "group.straggler_after=0.8")
-    running = bench.start(behave=only("task-a.2", Agents.vanish))
-    await eventually(lambda: bench.ledger.counts()[Outcome.COMPLETED] == 3)
+    step = bench.step(behave=only("task-a.2", Agents.vanish))
+    running = asyncio.create_task(step.run())
+    await eventually(lambda: step.ledger.counts()[Outcome.COMPLETED] == 3)
     skip(30)  # much longer than the others took
-    await asyncio.sleep(0.1)
+    step._changed.set()
+    await eventually(lambda: running.done() or not step._changed.is_set())  # it has looked for late rollouts
+    seen = step.ledger.open, len(step._absence_check._pending)
     skip(51)  # the timeouts of an agent and of its publication
-    result = await running
-    assert result.report.reasons == {"timed_out: no_result": 1}
+    assert ((await running).report.reasons, seen) == ({"timed_out: no_result": 1}, (1, 0))
 
 
 # --- spare rollouts ---------------------------------------------------------------------------------------
