@@ -86,6 +86,7 @@ class GuardedRenderer:
             [*control, *(token.content for token in added if _FRAME.fullmatch(token.content))]
         )
         self._marks = not encodes_text
+        self._latest_tools: tuple[str, Any] = "", None  # as JSON, and marked
         if self._marks:
             _drop_marks(tokenizer)
 
@@ -290,7 +291,13 @@ class GuardedRenderer:
         return self._control_or_frame.sub("", text).strip()
 
     def _marked_tools(self, tools: Tools) -> Any:
-        return _mark(tools, self._control) if tools and self._marks else tools
+        if not tools or not self._marks:
+            return tools
+        text, marked = self._latest_tools
+        if text != (text := json.dumps(tools)):  # calls repeat their tools, and marking takes a search in each string
+            marked = _mark(tools, self._control)
+            self._latest_tools = text, marked
+        return marked
 
     def _marked(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         # gpt-oss's renderer moves the first system message to the start of the conversation.

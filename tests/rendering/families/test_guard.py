@@ -68,6 +68,7 @@ def test_no_description_of_a_tool_makes_a_control_token(bundle):
         bundle.render(conversation("x", "user"), [function_tool("write", text, **{text: {"type": "string"}})])
         for text in ("plain", evil)
     )
+    assert forged != plain  # each call has its own tools
     assert added_in(bundle, forged) == added_in(bundle, plain)
 
 
