@@ -22,6 +22,7 @@ SAMPLING = (
     *("temperature", "top_p", "top_k", "seed"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "logit_bias"),
 )
+_SHOWN = frozenset({"name", "description", "parameters", "strict"})
 _HARMLESS = frozenset(
     {
         *("metadata", "store", "user", "safety_identifier", "service_tier", "prediction"),
@@ -72,17 +73,18 @@ class _Message(_Body):
     partial: Annotated[JsonValue, refuse(_NO_PREFILL, False)] = None
 
 
-def _is_tool(tool: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    tool = tool if "type" in tool else {"type": "function", **tool}
+def _as_shown(tool: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Return the fields that engines give to the template, which prints all of them, in the client's order."""
     function = tool.get("function")
-    if tool.get("type") != "function" or not isinstance(function, dict):
+    if tool.get("type", "function") != "function" or not isinstance(function, dict):
         raise ValueError("only tools of type function are supported")
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise ValueError("function.name must be a string")
-    return tool
+    left_out = function.keys() - _SHOWN | ({"strict"} if function.get("strict") is None else set())
+    return {"type": "function", "function": {k: v for k, v in function.items() if k not in left_out}}
 
 
-_Tool = Annotated[dict[str, JsonValue], AfterValidator(_is_tool)]  # otherwise unchanged, because templates print it
+_Tool = Annotated[dict[str, JsonValue], AfterValidator(_as_shown)]
 
 
 class _ToolChoiceFunction(_Body):
