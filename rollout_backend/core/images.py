@@ -125,8 +125,10 @@ def image_names(messages: Iterable[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def message_content(pieces: Iterable[str | Image]) -> str | list[dict[str, Any]]:
-    """Return a message's content: a string, or a list of parts if it has images. Adjacent texts are joined."""
+def message_content(pieces: Sequence[str | Image], separator: str = "") -> str | list[dict[str, Any]]:
+    """Return a message's content: its texts joined, or a list of parts if it has images. Templates join those."""
+    if all(isinstance(piece, str) for piece in pieces):
+        return separator.join(map(str, pieces))
     parts: list[dict[str, Any]] = []
     for piece in pieces:
         if isinstance(piece, Image):
@@ -135,6 +137,4 @@ def message_content(pieces: Iterable[str | Image]) -> str | list[dict[str, Any]]
             parts[-1]["text"] += piece
         elif piece:
             parts.append({"type": "text", "text": piece})
-    if all(part["type"] == "text" for part in parts):
-        return "".join(part["text"] for part in parts)
     return parts

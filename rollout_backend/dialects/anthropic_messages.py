@@ -3,7 +3,7 @@
 Invariants:
 
 - A conversation becomes the same messages as in OpenAI's Chat Completions API. The assistant's blocks form one
-  message: consecutive texts are joined, `thinking` becomes `reasoning_content`, and each `tool_use` a tool call with
+  message: their texts are joined, `thinking` becomes `reasoning_content`, and each `tool_use` a tool call with
   its input as JSON text. Each `tool_result` in a user's turn is a separate message, in order, before the turn's text.
 - An answer sent back as history becomes the message that was sampled. Arguments that JSON in UTF-8 cannot represent
   (half of a surrogate pair) are returned as {"INVALID_JSON": "the sampled text"}, the form that Anthropic documents
@@ -26,6 +26,7 @@ from rollout_backend.core.images import Image, message_content
 from rollout_backend.core.model_call import Answer, ApiError, Choice, Delta, Message, ModelCall
 from rollout_backend.dialects import wire
 from rollout_backend.dialects.base import Dialect, EventStream
+from rollout_backend.dialects.text_parts import Separators
 from rollout_backend.dialects.wire import Body, HostedTool, ImageReader, JsonObject, ignored, refuse, refused
 
 _TEXT_ONLY = "image blocks cannot be read: this model takes text only, so send what it says as text"
@@ -245,6 +246,7 @@ class AnthropicMessages(Dialect):
         return _call(
             request,
             ImageReader(self._images, _TEXT_ONLY),
+            self._separators,
             max_new_tokens=request.max_tokens,
             stop=request.stop_sequences or (),
             stream=bool(request.stream),
@@ -255,7 +257,7 @@ class AnthropicMessages(Dialect):
 
     def parse_count(self, body: bytes) -> ModelCall:
         request = wire.read(_Conversation, body, _HARMLESS | _Request.model_fields.keys())
-        return _call(request, ImageReader(self._images, _TEXT_ONLY))
+        return _call(request, ImageReader(self._images, _TEXT_ONLY), self._separators)
 
     def count_body(self, prompt_tokens: int) -> dict[str, Any]:
         return {"input_tokens": prompt_tokens}
@@ -276,7 +278,7 @@ class AnthropicMessages(Dialect):
         return _error(error)
 
 
-def _call(request: _Conversation, images: ImageReader, **more: Any) -> ModelCall:
+def _call(request: _Conversation, images: ImageReader, separators: Separators, **more: Any) -> ModelCall:
     choice = request.tool_choice or _ToolChoice(type="auto")
     forced = choice.type in ("any", "tool")
     if choice.type == "tool" and choice.name is None:
@@ -292,7 +294,7 @@ def _call(request: _Conversation, images: ImageReader, **more: Any) -> ModelCall
         )
     call = ModelCall(
         model=request.model,
-        messages=_messages(request, images),
+        messages=_messages(request, images, separators),
         images=images.found,
         tools=[wire.chat_tool(t.name, t.description, t.input_schema, t.strict) for t in tools] or None,
         tool_choice="required" if forced else "none" if choice.type == "none" else "auto",
@@ -308,20 +310,21 @@ def _call(request: _Conversation, images: ImageReader, **more: Any) -> ModelCall
     return call
 
 
-def _messages(request: _Conversation, images: ImageReader) -> list[Message]:
+def _messages(request: _Conversation, images: ImageReader, separators: Separators) -> list[Message]:
     plain: list[Message] = []
-    if system := "".join(_BILLING.sub("", block.text) for block in request.system or ()):
-        plain.append({"role": "system", "content": system})
+    system = [_BILLING.sub("", block.text) for block in request.system or ()]
+    if shown := separators.system.join(filter(None, system)):
+        plain.append({"role": "system", "content": shown})
     for role, turn in groupby(enumerate(request.messages), key=lambda numbered: numbered[1].role):
         if role == "assistant":  # the API joins consecutive assistant messages
             plain.append(_assistant(turn))
         else:
             for i, message in turn:
-                plain += _given(message, f"messages.{i}", images)
+                plain += _given(message, f"messages.{i}", images, separators)
     return plain
 
 
-def _given(message: _Message, where: str, images: ImageReader) -> Iterator[Message]:
+def _given(message: _Message, where: str, images: ImageReader, separators: Separators) -> Iterator[Message]:
     """Return the messages of a user's or system turn."""
     said: list[str | Image] = []
     results = 0
@@ -333,17 +336,18 @@ def _given(message: _Message, where: str, images: ImageReader) -> Iterator[Messa
             said.append(_image(block, at, images))
         elif isinstance(block, _ToolResult) and message.role == "user":
             results += 1
-            content = message_content(
+            parts = [
                 _image(part, f"{at}.content.{j}", images) if isinstance(part, _Image) else part.text
                 for j, part in enumerate(block.content or ())
-            )
+            ]
+            content = message_content(parts, separators.result)
             if block.is_error and not content:
                 content = "Error"  # the result has no other content
             yield {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
         else:
             raise refused(at, f"a {message.role} message cannot hold a {block.type} block")
     if said or not results:
-        yield {"role": message.role, "content": message_content(said)}
+        yield {"role": message.role, "content": message_content(said, separators.message)}
 
 
 def _image(block: _Image, where: str, images: ImageReader) -> Image:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 from rollout_backend.core.images import ImageLimits
 from rollout_backend.core.model_call import Answer, ApiError, Delta, Message, ModelCall
 from rollout_backend.dialects import wire
+from rollout_backend.dialects.text_parts import Separators
 
 _KEPT = 4  # conversations kept, because an agent may alternate between several
 _TAIL = 64  # bytes compared before everything is digested
@@ -59,9 +60,10 @@ class Dialect(ABC):
     appended_field: ClassVar[str | None] = None
     """Field with the messages, if each item becomes one message independent of the others. See `RequestMemo`."""
 
-    def __init__(self, images: ImageLimits | None = None) -> None:
+    def __init__(self, images: ImageLimits | None = None, separators: Separators | None = None) -> None:
         """`images` is None for a text-only model."""
         self._images = images
+        self._separators = separators or Separators()
 
     @abstractmethod
     def parse(self, body: bytes) -> ModelCall:

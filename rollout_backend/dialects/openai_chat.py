@@ -13,6 +13,7 @@ from rollout_backend.core.images import Image, message_content
 from rollout_backend.core.model_call import Answer, ApiError, Delta, Message, ModelCall
 from rollout_backend.dialects import wire
 from rollout_backend.dialects.base import Dialect, EventStream
+from rollout_backend.dialects.text_parts import Separators
 from rollout_backend.dialects.wire import ImageReader, ignored, refuse, refused
 
 _MAX_CHOICES = 16
@@ -172,7 +173,10 @@ class OpenAIChat(Dialect):
         images = ImageReader(self._images, _TEXT_ONLY)
         call = ModelCall(
             model=request.model,
-            messages=[_plain(message, f"messages.{i}", images) for i, message in enumerate(request.messages)],
+            messages=[
+                _plain(message, f"messages.{i}", images, self._separators)
+                for i, message in enumerate(request.messages)
+            ],
             images=images.found,
             tools=request.tools or None,
             tool_choice="required" if choice.type == "function" else choice.type,
@@ -219,11 +223,10 @@ def _schema(wanted: _ResponseFormat | None) -> Mapping[str, Any] | None:
     return wire.schema_of(wanted.type, schema, "response_format.json_schema.schema")
 
 
-def _plain(message: _Message, where: str, images: ImageReader) -> Message:
-    plain: Message = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": _content(message, where, images),
-    }
+def _plain(message: _Message, where: str, images: ImageReader, separators: Separators) -> Message:
+    role = "system" if message.role == "developer" else message.role
+    separator = {"assistant": "", "tool": separators.result}.get(role, separators.message)
+    plain: Message = {"role": role, "content": _content(message, where, images, separator)}
     if message.name is not None:
         plain["name"] = message.name
     if message.role == "tool" and message.tool_call_id is not None:
@@ -246,7 +249,7 @@ def _plain_call(call: _ToolCall, where: str) -> dict[str, Any]:
     return {**call.model_dump(exclude_none=True), "function": function}
 
 
-def _content(message: _Message, where: str, images: ImageReader) -> str | list[dict[str, Any]]:
+def _content(message: _Message, where: str, images: ImageReader, separator: str) -> str | list[dict[str, Any]]:
     pieces: list[str | Image] = []
     for i, part in enumerate(message.content or ()):
         at = f"{where}.content.{i}"
@@ -264,7 +267,7 @@ def _content(message: _Message, where: str, images: ImageReader) -> str | list[d
         if any(pieces):
             raise refused(f"{where}.refusal", "a reply is content or a refusal; send one of the two")
         pieces = [message.refusal]
-    return message_content(pieces)
+    return message_content(pieces, separator)
 
 
 # --- the answer -------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from rollout_backend.core.model_call import Answer, Message, ModelCall, whole_de
 from rollout_backend.dialects import wire
 from rollout_backend.dialects.base import Dialect, EventStream
 from rollout_backend.dialects.openai_responses_stream import ResponseEcho, ResponseEvents
+from rollout_backend.dialects.text_parts import Separators
 from rollout_backend.dialects.wire import Body, HostedTool, ImageReader, JsonObject, ignored, refuse, refused
 
 _TEXT_ONLY = "input_image cannot be read: this model takes text only, so send what it says as input_text"
@@ -305,7 +306,7 @@ class OpenAIResponses(Dialect):
         images = ImageReader(self._images, _TEXT_ONLY)
         call = ModelCall(
             model=request.model,
-            messages=_messages(request, images),
+            messages=_messages(request, images, self._separators),
             images=images.found,
             tools=tools or None,
             tool_choice="required" if choice.type == "function" or choice.type == "custom" else choice.type,
@@ -360,7 +361,7 @@ def _tools(request: _Request) -> tuple[list[dict[str, Any]], ResponseEcho]:
     return offered, ResponseEcho(_echo(request), echoed, custom, namespaces)
 
 
-def _messages(request: _Request, images: ImageReader) -> list[Message]:
+def _messages(request: _Request, images: ImageReader, separators: Separators) -> list[Message]:
     plain: list[Message] = []
     if request.instructions:
         plain.append({"role": "system", "content": request.instructions})
@@ -368,13 +369,14 @@ def _messages(request: _Request, images: ImageReader) -> list[Message]:
     before = None
     for i, item in enumerate(request.input or ()):
         if isinstance(item, _CallOutput):
-            content = _content(item.output, f"input.{i}.output", images)
+            content = _content(item.output, f"input.{i}.output", images, separators.output)
             plain.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
             reply = {}
         elif isinstance(item, _Message) and item.role != "assistant":
             role = "system" if item.role == "developer" else item.role
             where = f"input.{i}.message.content"
-            content = _content(item.content, where, images, None if role == "user" else item.role)
+            text_of = None if role == "user" else item.role
+            content = _content(item.content, where, images, separators.message, text_of)
             plain.append({"role": role, "content": content})
             reply = {}
         else:
@@ -390,7 +392,7 @@ def _add(
     reply: Message, item: _Message | _Reasoning | _FunctionCall | _CustomCall, where: str, images: ImageReader
 ) -> None:
     if isinstance(item, _Message):
-        reply["content"] += _content(item.content, f"{where}.message.content", images, item.role)
+        reply["content"] += _content(item.content, f"{where}.message.content", images, "", item.role)
     elif isinstance(item, (_FunctionCall, _CustomCall)):
         arguments = wire.call_arguments(item.arguments, f"{where}.arguments")
         function = {"name": _flat_name(item.name, item.namespace), "arguments": arguments}
@@ -400,7 +402,11 @@ def _add(
 
 
 def _content(
-    parts: list[_TextPart | _RefusalPart | _ImagePart], where: str, images: ImageReader, text_of: str | None = None
+    parts: list[_TextPart | _RefusalPart | _ImagePart],
+    where: str,
+    images: ImageReader,
+    separator: str,
+    text_of: str | None = None,
 ) -> str | list[dict[str, Any]]:
     """Return the content of a message. `text_of` is its role if messages of that role cannot contain images."""
     pieces: list[str | Image] = []
@@ -413,7 +419,7 @@ def _content(
         pieces.append(images.url(part.image_url or "", f"{where}.{i}"))
         if text_of is not None:
             raise refused(f"{where}.{i}", f"a message of the {text_of} cannot hold an image")
-    return message_content(pieces)
+    return message_content(pieces, separator)
 
 
 def _echo(request: _Request) -> dict[str, Any]:

@@ -53,6 +53,7 @@ from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.dialects.base import Dialect
 from rollout_backend.dialects.registry import DIALECTS, dialect_of_client
+from rollout_backend.dialects.text_parts import separators
 from rollout_backend.errors import ConfigError
 from rollout_backend.gateway.access import Authenticator, PathKeys
 from rollout_backend.gateway.admission import Admission, read_body
@@ -110,7 +111,8 @@ class Gateway:
         self._model_name = settings.model.served_name
         self._created = int(time.time())
         limits = _image_limits(settings, bundle)
-        self._dialects = [dialect(limits) for dialect in dialects]
+        joined = separators(settings.engine_name, bundle.tokenizer.chat_template)
+        self._dialects = [dialect(limits, joined) for dialect in dialects]
         self._journal = SessionJournal(settings.journal) if settings.journal is not None else None
         sealer = Sealer(settings.seal_secret) if settings.seal_secret is not None else None
         experts = settings.model.expert_shape

@@ -1,0 +1,76 @@
+import json
+
+import pytest
+
+from rollout_backend.dialects.anthropic_messages import AnthropicMessages
+from rollout_backend.dialects.base import Dialect
+from rollout_backend.dialects.openai_chat import OpenAIChat
+from rollout_backend.dialects.openai_responses import OpenAIResponses
+from rollout_backend.dialects.text_parts import separators
+
+STRINGS = "{% for m in messages %}{% if '</think>' in m.content %}{{ m.content }}{% endif %}{% endfor %}"
+LISTS = "{% for m in messages %}{% for part in m['content'] %}{{ part.text }}{% endfor %}{% endfor %}"
+MACRO = "{% macro text(content) %}{% for item in content %}{{ item.text }}{% endfor %}{% endmacro %}"
+
+
+def parts(kind: str) -> list[dict[str, str]]:
+    return [{"type": kind, "text": "a"}, {"type": kind, "text": "b"}]
+
+
+CALLED = {"type": "function", "id": "1", "function": {"name": "f", "arguments": "{}"}}
+CHAT = [
+    {"role": "system", "content": parts("text")},
+    {"role": "user", "content": parts("text")},
+    {"role": "assistant", "content": parts("text"), "tool_calls": [CALLED]},
+    {"role": "tool", "tool_call_id": "1", "content": parts("text")},
+]
+ITEMS = [
+    {"role": "developer", "content": parts("input_text")},
+    {"role": "user", "content": parts("input_text")},
+    {"role": "assistant", "content": parts("output_text")},
+    {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "1", "output": parts("input_text")},
+]
+TURNS = [
+    {"role": "user", "content": parts("text")},
+    {"role": "assistant", "content": [*parts("text"), {"type": "tool_use", "id": "1", "name": "f", "input": {}}]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": parts("text")}]},
+]
+
+
+@pytest.mark.parametrize(
+    ("engine", "template", "chat", "responses", "messages"),
+    [
+        ("sglang", STRINGS, ["a b", "a b", "ab", "a b"], ["a b", "a b", "ab", "ab"], ["a\nb", "a b", "ab", "a b"]),
+        ("sglang", LISTS, ["ab", "ab", "ab", "a b"], ["ab", "ab", "ab", "ab"], ["a\nb", "ab", "ab", "a b"]),
+        (
+            "vllm",
+            STRINGS,
+            ["a\nb", "a\nb", "ab", "a\nb"],
+            ["a\nb", "a\nb", "ab", "a\nb"],
+            ["ab", "a\nb", "ab", "a\nb"],
+        ),
+        ("vllm", LISTS, ["ab", "ab", "ab", "a\nb"], ["ab", "ab", "ab", "a\nb"], ["ab", "ab", "ab", "a\nb"]),
+    ],
+)
+def test_text_parts_are_joined_as_the_engine_does(engine, template, chat, responses, messages):
+    def contents(dialect: type[Dialect], **body) -> list[str]:
+        call = dialect(None, separators(engine, template)).parse(json.dumps({"model": "m", **body}).encode())
+        return [message["content"] for message in call.messages]
+
+    assert contents(OpenAIChat, messages=CHAT) == chat
+    assert contents(OpenAIResponses, input=ITEMS) == responses
+    assert contents(AnthropicMessages, max_tokens=1, system=parts("text"), messages=TURNS) == messages
+
+
+@pytest.mark.parametrize(
+    ("template", "sglang", "vllm"),
+    [
+        (None, " ", "\n"),
+        (MACRO, " ", ""),
+        (MACRO + "{% if item.type == 'image' %}", "", ""),
+        ({"default": STRINGS, "tool_use": LISTS}, "", ""),
+    ],
+)
+def test_engines_recognize_templates_that_take_lists(template, sglang, vllm):
+    assert (separators("sglang", template).message, separators("vllm", template).message) == (sglang, vllm)
