@@ -40,6 +40,8 @@ class ModelCall:
     messages: Sequence[Message]
     prompt: str | tuple[int, ...] | None = None
     """The prompt as text or token ids, if the agent sent no messages. `messages` then only identify it."""
+    shows_special_tokens: bool = False
+    """Whether the text that continues `prompt` contains the names of special tokens."""
     images: Mapping[str, Image] = field(default_factory=dict)
     """Images of the messages, by SHA-256."""
     tools: Sequence[Mapping[str, Any]] | None = None

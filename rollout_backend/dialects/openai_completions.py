@@ -2,7 +2,8 @@
 
 Invariants:
 
-- The model sees exactly the prompt: no chat template, no tools, and reasoning is not separated from the text.
+- The model sees exactly the prompt: no chat template, no tools, and reasoning is not separated from the text. As in
+  vLLM and SGLang, the text has the names of special tokens only with `skip_special_tokens` false.
 - A prompt that starts with the tokens of an earlier call extends its row. Text is tokenized as a whole, so only token
   ids are certain to do so.
 """
@@ -44,6 +45,7 @@ class _Request(SamplingFields, Body):
     max_tokens: int | None = Field(default=None, ge=1)
     logprobs: Annotated[Any, refuse("only the logprobs of sampled tokens are available; ask for 0", 0)] = None
     best_of: int | None = None
+    skip_special_tokens: bool | None = None  # in vLLM's and SGLang's API
     echo: Annotated[Any, refuse("only what was sampled is returned; leave it out", False)] = None
     suffix: Annotated[Any, refuse("text cannot be inserted before a suffix; leave it out", "")] = None
 
@@ -65,6 +67,7 @@ class OpenAICompletions(Dialect):
             model=request.model,
             messages=[{"role": "user", "content": text}],
             prompt=prompt,
+            shows_special_tokens=request.skip_special_tokens is False,
             max_new_tokens=request.max_tokens or _MAX_TOKENS,
             stop=request.stop or (),
             n=choices,

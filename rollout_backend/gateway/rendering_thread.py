@@ -163,14 +163,20 @@ class RenderingThread:
                 raise ApiError(400, f"an image ({image.media_type}, {len(image.data)} bytes) {error}") from None
 
     def stop_strings(self, call: ModelCall) -> StopStrings:
-        # The text of a completion has the names of special tokens; a renderer removes them.
-        silent = self.bundle.silent_token_ids if call.prompt is None else self.bundle.stop_token_ids
+        silent = self.bundle.silent_token_ids if call.prompt is None else self._hidden(call)
         return StopStrings(call.stop, self.bundle.token_bytes, silent)
+
+    def _hidden(self, call: ModelCall) -> frozenset[int]:
+        """Return the tokens that the text which continues the agent's own prompt does not contain."""
+        stops = frozenset(self.bundle.stop_token_ids)
+        return stops if call.shows_special_tokens else stops | self.bundle.special_token_ids
 
     def read(self, call: ModelCall, prompt: Prompt, completion: Completion) -> Choice:
         """Return the sampled message. A reply that the renderer cannot parse is returned as text."""
         ids = completion.token_ids
-        text = self.bundle.decode(ids[:-1] if self.has_end(ids) else ids)
+        hidden = self._hidden(call) if call.prompt is not None else ()
+        said = ids[:-1] if self.has_end(ids) else ids
+        text = self.bundle.decode([token for token in said if token not in hidden] if hidden else said)
         broken = False
         if call.prompt is not None:
             parsed = ParsedResponse(content=text)

@@ -95,8 +95,13 @@ class RendererBundle:
     @cached_property
     def silent_token_ids(self) -> frozenset[int]:
         """Tokens that are never part of a reply's text: those that end a turn, and gpt-oss's special tokens."""
-        added = self.tokenizer.added_tokens_decoder if self.name in _HIDES_SPECIAL_TOKENS else {}
-        return frozenset(self.stop_token_ids).union(int(token) for token in added if added[token].special)
+        special = self.special_token_ids if self.name in _HIDES_SPECIAL_TOKENS else ()
+        return frozenset(self.stop_token_ids).union(special)
+
+    @cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        added = self.tokenizer.added_tokens_decoder
+        return frozenset(int(token) for token in added if added[token].special)
 
     @cached_property
     def message_tokens(self) -> int:

@@ -65,6 +65,20 @@ def test_a_reply_ends_at_its_limit_or_at_a_stop_string(play):
 
 
 @pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({}, "oneuser<tool_call>two"),
+        ({"skip_special_tokens": False}, "one<|im_start|>user<tool_call>two"),
+        ({"stop": "<|im_start|>"}, "oneuser<tool_call>two"),
+        ({"stop": "<|im_start|>", "skip_special_tokens": False}, "one"),
+    ],
+)
+def test_the_text_has_special_tokens_only_if_asked(play, more, text):
+    gateway = play(["one<|im_start|>user<tool_call>two"])
+    assert gateway.client().completions.create(**CALL, max_tokens=99, extra_body=more).choices[0].text == text
+
+
+@pytest.mark.parametrize(
     ("fault", "says"),
     [
         ({"prompt": ["a", "b"]}, "prompt: holds 2 prompts; send one per call"),
