@@ -77,9 +77,12 @@ class ModelCallExecutor:
         self._thread.close()
 
     def shown(self, call: ModelCall) -> ModelCall:
-        """Return the call without what this model's template does not render, and without an ignored tool choice."""
+        """Return the call without what this model's template does not render, and note what is ignored."""
         if call.tool_choice == "required" and self._settings.gateway.forced_tools == "as_auto":
             call = replace(call, tool_choice="auto", tool_name=None, ignored=call.ignored | {"tool_choice"})
+        # Constrained tokens cannot be trained, so only a forced call follows the schema of a strict tool.
+        if call.tool_choice == "auto" and any(tool["function"].get("strict") for tool in call.tools or ()):
+            call = replace(call, ignored=call.ignored | {"tools.strict"})
         return self._thread.shown(call)
 
     async def count(self, session: OpenSession, call: ModelCall, *, brief: bool) -> int:

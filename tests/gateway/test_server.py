@@ -264,6 +264,15 @@ def test_a_forced_tool_call_may_be_treated_as_auto(play, forced):
     assert not math.isnan(segment.logprobs[-1])
 
 
+@pytest.mark.parametrize(("strict", "counted"), [(True, {"tools.strict": 1}), (False, {})])
+def test_a_strict_tool_does_not_constrain_its_calls_and_is_counted(play, strict, counted):
+    gateway = play(["5"])
+    (tool,) = TOOLS
+    gateway.post({**CALL, "tools": [{**tool, "function": {**tool["function"], "strict": strict}}]}).raise_for_status()
+    assert gateway.stats().ignored == counted
+    assert "structural_tag" not in gateway.engine.requests[0]["sampling_params"]
+
+
 def test_calls_of_tools_that_were_not_offered_are_counted_by_name(play):
     gateway = play([f"{ToolCall('sub', {'a': 1})}{ToolCall('add', {'a': 1})}"])
     gateway.post({**CALL, "tools": TOOLS}).raise_for_status()
