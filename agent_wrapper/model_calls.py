@@ -34,6 +34,8 @@ _PATHS = ("/chat/completions", "/completions", "/messages/count_tokens", "/messa
 _REPLACED = frozenset({"authorization", "x-api-key", "api-key", "host", "content-length"})
 _RETRIED = frozenset({502, 503, 504})
 _RETRY_COUNT = "x-stainless-retry-count"
+# Parameters of OpenAI's API, and the settings of a BedrockModel.
+_PARAMS = {"max_tokens": "max_tokens", "stop": "stop_sequences", "temperature": "temperature", "top_p": "top_p"}
 # The SDKs create no client without a key. Each request is later sent with the key of its rollout.
 _KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY")
 
@@ -174,21 +176,22 @@ def _redirect_strands() -> None:
 
     stream, structured_output = BedrockModel.stream, BedrockModel.structured_output
 
-    def substitute() -> Any:
+    def substitute(model: Any) -> Any:
         if (context := rollout_of_this_code()) is None:
             return None
         from strands.models.openai import OpenAIModel  # an agent for Bedrock may not have its dependencies
 
-        return OpenAIModel(client_args=context.openai_kwargs(), model_id=context.model)
+        params = {name: model.config[key] for name, key in _PARAMS.items() if model.config.get(key) is not None}
+        return OpenAIModel(client_args=context.openai_kwargs(), model_id=context.model, params=params)
 
     @functools.wraps(stream)
     def redirected_stream(model: Any, *args: Any, **more: Any) -> Any:
-        other = substitute()
+        other = substitute(model)
         return stream(model, *args, **more) if other is None else other.stream(*args, **more)
 
     @functools.wraps(structured_output)
     def redirected_output(model: Any, *args: Any, **more: Any) -> Any:
-        other = substitute()
+        other = substitute(model)
         return structured_output(model, *args, **more) if other is None else other.structured_output(*args, **more)
 
     BedrockModel.stream, BedrockModel.structured_output = redirected_stream, redirected_output

@@ -21,10 +21,11 @@ if os.environ.get("CLIENTS"):  # made before any invoke
     import anthropic
     import openai
     from strands import Agent
+    from strands.models import BedrockModel
 
     OPENAI = openai.OpenAI(max_retries=0)
     ANTHROPIC = anthropic.AsyncAnthropic(max_retries=0)
-    STRANDS = Agent(callback_handler=None)  # of Bedrock
+    STRANDS = Agent(BedrockModel(max_tokens=77, stop_sequences=["END"]), callback_handler=None)
 MESSAGES = [{"role": "user", "content": "Hi"}]
 tasks = []
 
