@@ -2,6 +2,7 @@
 types.
 
 Invariant: a conversation yields the same messages in every dialect, so a session may switch dialects between turns.
+Only several text parts of one message may be joined differently: see `dialects.text_parts`.
 """
 
 from collections.abc import Mapping, Sequence
