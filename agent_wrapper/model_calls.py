@@ -32,8 +32,9 @@ from agent_wrapper.context import CURRENT, MAX_RETRIES, RUNNING, RolloutContext,
 _HTTP_CLIENTS = ("httpx", "httpx2")  # openai 3 uses httpx2
 _PATHS = ("/chat/completions", "/completions", "/messages/count_tokens", "/messages", "/responses")
 _REPLACED = frozenset({"authorization", "x-api-key", "api-key", "host", "content-length"})
-_RETRIED = frozenset({502, 503, 504})
+_RETRIED = frozenset({429, 502, 503, 504})
 _RETRY_COUNT = "x-stainless-retry-count"
+_MAX_ASKED_PAUSE_S = 60
 # Parameters of OpenAI's API, and the settings of a BedrockModel.
 _PARAMS = {"max_tokens": "max_tokens", "stop": "stop_sequences", "temperature": "temperature", "top_p": "top_p"}
 # The SDKs create no client without a key. Each request is later sent with the key of its rollout.
@@ -94,6 +95,7 @@ def _redirect_http(module: Any) -> None:
             else:
                 if pause_s is None or response.status_code not in _RETRIED:
                     return response
+                pause_s = max(pause_s, _asked_pause(response))
                 response.close()
             time.sleep(pause_s)
 
@@ -114,6 +116,7 @@ def _redirect_http(module: Any) -> None:
             else:
                 if pause_s is None or response.status_code not in _RETRIED:
                     return response
+                pause_s = max(pause_s, _asked_pause(response))
                 await response.aclose()
             await asyncio.sleep(pause_s)
 
@@ -159,7 +162,7 @@ def _redirect(request: Any, context: RolloutContext) -> Any:
 def _pauses(request: Any, context: RolloutContext) -> Iterator[float | None]:
     """Yield the pause after each attempt at the request, and None for the last one. Repeats are marked as such.
 
-    Clients make few retries by default, but a rollout must outlast a restart of the training side.
+    Clients make few retries by default, but a rollout must outlast a restart of the training side and a full gateway.
     """
     made = int(request.headers.get(_RETRY_COUNT, "0"))
     for number in range(MAX_RETRIES):
@@ -169,6 +172,12 @@ def _pauses(request: Any, context: RolloutContext) -> Iterator[float | None]:
         yield pause_s
         request.headers[_RETRY_COUNT] = str(made + number + 1)
     yield None
+
+
+def _asked_pause(response: Any) -> int:
+    """Return the seconds that a busy gateway asks for."""
+    asked = response.headers.get("retry-after", "")
+    return min(int(asked[:9]), _MAX_ASKED_PAUSE_S) if asked.isdecimal() else 0
 
 
 def _redirect_strands() -> None:

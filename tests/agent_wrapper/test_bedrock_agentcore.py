@@ -301,9 +301,9 @@ def test_a_call_that_could_belong_to_several_rollouts_is_not_made(use, models, m
 
 
 @pytest.mark.parametrize(("entrypoint", "act"), [("sync_agent", "ask"), ("async_agent", "anthropic")])
-def test_a_restart_of_the_training_side_ends_no_rollout(use, models, entrypoint, act):
+def test_a_restart_of_the_training_side_or_a_full_gateway_ends_no_rollout(use, models, entrypoint, act):
     """The clients themselves make no retry."""
-    models.failures = [503, 502]
+    models.failures = [503, 502, 429]
     assert play(use(entrypoint), do=act).reward == 0.5
 
 
