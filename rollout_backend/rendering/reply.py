@@ -90,7 +90,7 @@ def read_reply(parsed: Any, text: str, call: ModelCall, completion: Completion) 
             calls.append(tool_call(found))
         else:
             malformed += 1
-            if found.raw not in content:
+            if found.raw.strip() not in content:  # parsers strip the content
                 content = f"{content}\n{found.raw}" if content else found.raw
     if completion.matched is not None:
         if content:

@@ -32,6 +32,11 @@ def test_a_reply_with_only_a_broken_call_is_not_empty():
     assert reply.finish_reason == "stop"
 
 
+def test_a_broken_call_that_ends_in_whitespace_is_shown_once():
+    parsed = ParsedResponse(content=BAD.raw, tool_calls=[replace(BAD, raw=f"{BAD.raw}\n")])
+    assert read_reply(parsed, "", OFFERS, SAMPLED).message["content"] == BAD.raw
+
+
 @pytest.mark.parametrize(
     ("text", "content", "reasoning"),
     [
