@@ -28,6 +28,7 @@ from renderers.configs import _CONFIG_BY_NAME, CustomRendererConfig, Qwen3Render
 from renderers.deepseek_v4 import DeepSeekV4Renderer
 from renderers.default import DefaultRenderer, _decode_tool_call_arguments
 from renderers.gpt_oss import GptOssRenderer
+from renderers.parsing import harmony_blocks
 from renderers.qwen3 import Qwen3Renderer
 from renderers.tagged import DEEPSEEK_V4_GRAMMAR, TaggedGrammar, scan_tagged_response
 from transformers import AutoTokenizer
@@ -52,6 +53,7 @@ _ENCODES_TEXT = frozenset({"gpt-oss"})
 _HIDES_SPECIAL_TOKENS = frozenset({"gpt-oss"})
 # OpenAI's encoder of gpt-oss needs this file and would download it.
 _VOCABULARY_FOLDER, _VOCABULARY_FILE = "TIKTOKEN_ENCODINGS_BASE", "o200k_base.tiktoken"
+_RECIPIENT = re.compile(r"(?<=\bto=)(?:functions\.)?(?P<name>[^\s<]+)")  # of gpt-oss's message
 _THINK, _TAIL_TOKENS = "<think>", 16  # as text, the marker has as many tokens as characters at most
 _TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 
@@ -330,6 +332,9 @@ class _GptOss(GptOssRenderer):  # type: ignore[misc]  # the package carries no t
     """Ends a prompt with `<|start|>assistant`, as OpenAI's library, the chat template and engines do.
 
     The package's prompt also holds the header of the reasoning. Elsewhere the model samples it, or answers at once.
+
+    Reads calls without `functions.` before the tool's name, which the model leaves out in long contexts, and calls
+    without arguments, as engines do.
     """
 
     def render(self, messages: Any, *, add_generation_prompt: bool = False, **more: Any) -> RenderedTokens:
@@ -347,6 +352,23 @@ class _GptOss(GptOssRenderer):  # type: ignore[misc]  # the package carries no t
             message_indices=rendered.message_indices[:end],
             message_roles=rendered.message_roles,
         )
+
+    def parse_response(self, token_ids: Any, *, tools: Any = None, prompt_ids: Any = None) -> ParsedResponse:
+        ids = [*self._response_prefix(token_ids, prompt_ids), *token_ids]
+        names = {tool["function"]["name"] for tool in tools or ()}
+        marks = {f"{mark}_id": getattr(self, f"_{mark}") for mark in ("start", "message", "end", "call")}
+        written: list[int] = []
+        at = 0
+        for begin, body, end, closed in harmony_blocks(ids, **marks):
+            header = decode(self._tokenizer, ids[begin:body])
+            called = _RECIPIENT.search(header)
+            if called is not None and called["name"] in names:
+                header = f"{header[: called.start()]}functions.{called['name']}{header[called.end() :]}"
+                arguments = decode(self._tokenizer, ids[body + 1 : end])
+                given = self._encode("{}") if closed and not arguments.strip() else ids[body + 1 : end]
+                written += [*ids[at:begin], *self._encode(header), self._message, *given]
+                at = end
+        return super().parse_response([*written, *ids[at:]], tools=tools)
 
     def _response_prefix(self, token_ids: list[int], prompt_ids: list[int] | None) -> list[int]:
         """Return the part of a message's header that the prompt contains."""

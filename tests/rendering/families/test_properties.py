@@ -166,6 +166,20 @@ def test_a_function_needs_no_tag_around_it(family, before):
     assert "a</tool_call>b" in read(family, "a</tool_call>b")[0].message["content"]
 
 
+def test_gpt_oss_may_leave_out_the_namespace_of_tools(family):
+    if family.name != "gpt-oss":
+        pytest.skip("another format")
+    ls = family.call("bash", {"command": "ls"})
+    for call in (
+        ls.replace("functions.", ""),
+        "<|start|>assistant<|channel|>analysis to=bash code" + ls[ls.index("<|message|>") :],
+    ):
+        assert read(family, call)[1] == [("bash", {"command": "ls"})]
+    for name in ("python", "bash2"):
+        assert read(family, ls.replace("functions.bash", name))[1] == []
+    assert read(family, ls.replace("functions.bash", "bash").removesuffix("}"))[0].malformed_tool_calls == 1
+
+
 def test_llama_3_may_mark_a_call(family):
     if family.name != "llama-3":
         pytest.skip("another format")
