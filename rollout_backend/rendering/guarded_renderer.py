@@ -25,7 +25,7 @@ from tokenizers import pre_tokenizers
 
 from rollout_backend.rendering.chatml import ChatMLRenderer
 from rollout_backend.rendering.token_bytes import decode
-from rollout_backend.rendering.tool_call_reader import FORMATS, USABLE, CallFormat, loads, read_calls
+from rollout_backend.rendering.tool_call_reader import FORMATS, NOTHING, USABLE, CallFormat, loads, read_calls
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
@@ -377,7 +377,7 @@ def _drops_json(raw: str, arguments: Mapping[str, Any]) -> bool:
         value = loads(text)
     except (ValueError, RecursionError):
         return True
-    fields = [field for key, field in value.items() if key not in ("name", "id", "type")]
+    fields = [field for key, field in value.items() if key not in ("name", "id", "type") and field not in NOTHING]
     return value != arguments and fields != ([arguments] if fields or arguments else [])
 
 
@@ -389,12 +389,14 @@ def _plainly_named(call: ParsedToolCall) -> ParsedToolCall:
 
 
 def _checked(call: ParsedToolCall) -> ParsedToolCall:
+    if call.status == ToolCallParseStatus.INVALID_JSON and call.raw.strip() and call.arguments == "":  # Kimi's
+        call = replace(call, status=ToolCallParseStatus.OK)
     if call.status not in USABLE:
         return call
     if not isinstance(call.name, str) or not call.name or _SURROGATE.search(call.name):
         return replace(call, name=None, status=ToolCallParseStatus.MISSING_NAME)
     try:
-        arguments = call.arguments if call.arguments is not None else {}
+        arguments = {} if call.arguments in NOTHING else call.arguments
         arguments = loads(arguments) if isinstance(arguments, str) else arguments
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):

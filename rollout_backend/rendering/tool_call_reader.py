@@ -25,6 +25,7 @@ from renderers import ParsedToolCall, ToolCallParseStatus
 Tools = Sequence[Mapping[str, Any]] | None
 
 USABLE = (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)  # the agent reports a tool that does not exist
+NOTHING = (None, "")  # arguments of a call without any, as in a history
 _UNIONS = ("anyOf", "oneOf", "allOf")
 _DEPTH = 16  # limit on nested references and unions in a schema
 _LITERALS = {"True": True, "False": False, "None": None}  # printed by the templates of Qwen3.5 and Nemotron 3
@@ -178,23 +179,30 @@ def read_calls(
 
 def _read_json(form: CallFormat, text: str, at: int, tools: Tools, whole: bool) -> tuple[ParsedToolCall, int]:
     begin = form.begin.match(text, at)
+    if begin is None:
+        return _malformed(form, text, at)
+    named = "name" in form.begin.groupindex
     try:
-        value, after = _DECODER.raw_decode(text, begin.end()) if begin else (None, at)
+        value, after = _DECODER.raw_decode(text, begin.end())
     except (ValueError, RecursionError):
-        return _malformed(form, text, at, ToolCallParseStatus.INVALID_JSON)
+        value, after = None, begin.end()
+        if not named or form.end.match(text, after) is None:
+            return _malformed(form, text, at, ToolCallParseStatus.INVALID_JSON)
     end = form.end.match(text, after)
-    if begin is None or end is None or not isinstance(value, dict):
+    call = {"name": begin["name"].strip(), "arguments": value} if named else value
+    if end is None or not isinstance(call, dict):
         return _malformed(form, text, at)
     raw = text[at : end.end()]
-    named = "name" in form.begin.groupindex
-    name, arguments = (begin["name"].strip(), value) if named else (value.get("name"), value.get("arguments", {}))
-    if isinstance(arguments, str):  # as in OpenAI's API
+    name, arguments = call.get("name"), call.get("arguments")
+    if arguments in NOTHING:
+        arguments = {}
+    elif isinstance(arguments, str):  # as in OpenAI's API
         with suppress(ValueError, RecursionError):
             arguments = loads(arguments)
     status = ToolCallParseStatus.OK
     if not isinstance(name, str) or not name:
         status, name = ToolCallParseStatus.MISSING_NAME, None
-    elif not isinstance(arguments, dict) or (not named and value.keys() - _LABELS - {"name", "arguments"}):
+    elif not isinstance(arguments, dict) or call.keys() - _LABELS - {"name", "arguments"}:
         status = ToolCallParseStatus.MALFORMED_STRUCTURE
     return ParsedToolCall(raw=raw, name=name, arguments=arguments, status=status), end.end()
 

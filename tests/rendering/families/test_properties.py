@@ -166,6 +166,14 @@ def test_a_function_needs_no_tag_around_it(family, before):
     assert "a</tool_call>b" in read(family, "a</tool_call>b")[0].message["content"]
 
 
+def test_a_call_may_have_no_arguments(family):
+    call = family.call("bash", {})
+    alone = family.is_json and family.name not in ("llama-3", "inkling") and family.write is not HERMES
+    for nothing in ("", "null") if alone else ('""', "null") if family.is_json else ("{}",):
+        reply, calls = read(family, nothing.join(call.rsplit("{}", 1)))
+        assert (reply.malformed_tool_calls, calls) == (0, [("bash", {})])
+
+
 def test_gpt_oss_may_leave_out_the_namespace_of_tools(family):
     if family.name != "gpt-oss":
         pytest.skip("another format")
