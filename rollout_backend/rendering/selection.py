@@ -61,16 +61,16 @@ def _result(content: str, name: str, i: int = 0) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": f"functions.{name}:{i}", "name": name, "content": content}
 
 
-_ARGUMENTS = {"fetch": '{"path": "x"}', "add": '{"a": 3, "b": "four"}'}
+_ARGUMENTS = {"fetch": '{"path": "x"}', "add": '{"a": 3, "b": "four", "c": true}'}
 _TOOLS = (
     _tool("fetch", path={"type": "string", "description": "A path."}),
-    _tool("add", a={"type": "integer"}, b={"type": "string"}),
+    _tool("add", a={"type": "integer"}, b={"type": "string"}, c={"type": "boolean"}),
 )
 _BRIEF = {"role": "system", "content": "Be brief."}
 _ASKED = {"role": "user", "content": "Fetch x."}
 _NEXT = {"role": "user", "content": "Two?"}
 _CALLED = _said("", "add")
-CALL = ("add", {"a": 3, "b": "four"})
+CALL = ("add", {"a": 3, "b": "four", "c": True})
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,11 @@ def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
 def read_calls_of(renderer: Any, turn: tuple[list[int], list[int]]) -> list[tuple[str, Any]]:
     """Return the calls that a guarded renderer parses from the turn after a prompt; none if it leaves any text."""
     parsed = renderer.parse_response(turn[1], tools=list(_TOOLS), prompt_ids=turn[0])
-    return [] if parsed.content.strip() else [(call.name, call.arguments) for call in parsed.tool_calls]
+    return (
+        []
+        if parsed.content.replace("</think>", "").strip()
+        else [(call.name, call.arguments) for call in parsed.tool_calls]
+    )
 
 
 def _render_all(tokenizer: Any, own: Any) -> _Template:

@@ -58,6 +58,7 @@ REAL = [
             ("qwen3", "qwen3_instruct_2507", "qwen3", {}),
             ("qwen3.5", "qwen3_vl", "qwen3-vl", {}),
             ("qwen3.5", "qwen3_5_think", "qwen3.5", {}),
+            ("qwen3.5", "qwen3_6", "qwen3.6", {}),
             ("qwen3.5", "qwen3_8", "qwen3.8", {}),
             ("glm-4.5", "glm4moe", "glm-4.5", {}),
             ("glm-4.5", None, "default", {"tool_parser": "glm"}),  # GLM-4.5V's reply begins in a new line
@@ -95,7 +96,8 @@ def test_the_template_of_a_public_model_selects_its_renderer(tmp_path, tokenizer
 
 
 def test_names_decide_between_renderers_that_fit_equally_well(tmp_path):
-    assert load(model_folder(tmp_path / "Qwen3.5-27B", "qwen3.5", template("qwen3_6"))).name == "qwen3.5"
+    for name, renderer in (("Qwen3-4B-Instruct-2507", "qwen3"), ("Qwen3-VL-4B-Instruct", "qwen3-vl")):
+        assert load(model_folder(tmp_path / name, "qwen3", template("qwen3_instruct_2507"))).name == renderer
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,8 @@ CALLS = {
     "deepseek-v4": '<\uff5cDSML\uff5cfunction_calls>\n<\uff5cDSML\uff5cinvoke name="{{ c.function.name }}">\n'
     + EACH.replace(
         "PAIR",
-        "<\uff5cDSML\uff5cparameter name=\"{{ k }}\" string=\"{{ 'true' if v is string else 'false' }}\">{{ v }}"
+        "<\uff5cDSML\uff5cparameter name=\"{{ k }}\" string=\"{{ 'true' if v is string else 'false' }}\">"
+        "{{ v if v is string else v | tojson }}"
         "</\uff5cDSML\uff5cparameter>\n",
     )
     + "</\uff5cDSML\uff5cinvoke>\n</\uff5cDSML\uff5cfunction_calls>",
@@ -190,6 +193,12 @@ def test_the_calls_of_another_template_are_read_by_its_parser(folder, parser):
     parsed = bundle.renderer.parse_response(whole[len(prompt) : -1], tools=TOOLS, prompt_ids=prompt)
     assert [(call.name, call.arguments) for call in parsed.tool_calls] == [("bash", {"command": " ls\n"})]
     assert parsed.content.strip() == "So."
+
+
+def test_a_template_may_write_the_end_of_reasoning_before_a_call(folder):
+    """As a public template of DeepSeek V3.2, whose prompts begin the reply with more than that."""
+    bundle = load(folder(CHATML.replace("CALL", f"</think>{CALLS['deepseek-v4']}")))
+    assert options_of(bundle, ["tool_parser"]) == {"tool_parser": "deepseek-v4"}
 
 
 @pytest.mark.parametrize(
