@@ -12,6 +12,7 @@ The parsers of the package `renderers` strip values, drop what they do not recog
 closing tag. Only the position of the first call is taken from their result.
 """
 
+import ast
 import json
 import math
 import re
@@ -285,8 +286,8 @@ def typed(text: str, schema: Any, root: Any) -> Any:
     If the schema allows strings, the text is converted only if it is valid for another allowed type. Null is
     excluded, because templates print the string `null` and a missing string alike.
 
-    Text that is not JSON stays text, even if the schema allows no string: as in engines, the tool refuses it, and the
-    model can correct its call.
+    An object or array may be written in Python's syntax. Other text stays text, even if the schema allows no string:
+    as in engines, the tool refuses it, and the model can correct its call.
     """
     branches = list(_branches(schema, root))
     members = [member for branch in branches for member in _members(branch)]
@@ -297,6 +298,9 @@ def typed(text: str, schema: Any, root: Any) -> Any:
     value = _LITERALS[text] if text in _LITERALS and "string" not in kinds and kinds else _json_or_text(text)
     if not kinds:
         return text if isinstance(value, str) else value
+    if value is text and "string" not in kinds:
+        literal = _python_literal(text)
+        return literal if kinds & _kinds_of(literal) else text
     if "string" not in kinds or (value is None and not free and "null" in kinds):
         return value
     return value if value is not None and kinds & _kinds_of(value) - {"string"} else text
@@ -306,6 +310,19 @@ def _json_or_text(text: str) -> Any:
     try:
         return loads(text)
     except (ValueError, RecursionError):
+        return text
+
+
+def _python_literal(text: str) -> Any:
+    """Parse an object or array that some models write with Python's quotes and names. Return other text unchanged."""
+    if not text.lstrip().startswith(("{", "[")):
+        return text
+    with suppress(ValueError, RecursionError):
+        json.loads(text)
+        return text  # JSON that `loads` refused
+    try:
+        return loads(json.dumps(ast.literal_eval(text.strip())))
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return text
 
 

@@ -47,6 +47,12 @@ DSML = (
         ({"const": "7"}, "7", "7"),
         ({"type": "boolean"}, "True", True),
         ({"type": "number"}, "1e3", 1000.0),
+        ({"type": "array"}, "['it\\'s', None, (1,)]", ["it's", None, [1]]),
+        ({"anyOf": [{"type": "object"}, NULL]}, "\n{'a': True}", {"a": True}),
+        ({"type": "object"}, "['a']", "['a']"),
+        ({"type": "object"}, "{'a', f()}", "{'a', f()}"),
+        ({"type": ["object", "string"]}, "{'a': 1}", "{'a': 1}"),
+        ({}, "['a']", "['a']"),
         ({}, "ls -la", "ls -la"),
         ({}, "True", "True"),
         ({}, "42", 42),
@@ -60,7 +66,7 @@ def test_a_value_has_a_declared_type(schema, text, value):
 
 
 @pytest.mark.parametrize("schema", [INTEGER, {"type": "object"}, {"enum": [1]}, {"anyOf": [INTEGER, NULL]}])
-@pytest.mark.parametrize("text", ["ls", "1e999", '{"a": 1, "a": 2}', "[" * 3000, "9" * 5000, ""])
+@pytest.mark.parametrize("text", ["ls", "1e999", '{"a": 1, "a": 2}', "{'a'}", "[" * 3000, "9" * 5000, ""])
 def test_a_text_that_is_no_json_stays_text(schema, text):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": schema}}}}]
     for name, pair in (
