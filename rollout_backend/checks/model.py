@@ -101,6 +101,7 @@ def check_experts(model: ModelConfig) -> CheckResult:
 
 def check_renderer(config: RolloutConfig) -> CheckResult:
     """Check that the renderer fits the model in `model.path`, a folder of this machine."""
+    from rollout_backend.rendering.image_positions import prepares_images
     from rollout_backend.rendering.renderer import load_renderer  # transformers are slow to import
 
     try:
@@ -125,7 +126,12 @@ def check_renderer(config: RolloutConfig) -> CheckResult:
     text = f"{bundle.name} renders a prompt and reads a reply. {bundle.name} is used because {bundle.reason}"
     if not bundle.reads_tool_calls:
         text += f". Agents that offer tools are refused (400): {NO_TOOL_PARSER}"
-    return CheckResult("ok" if bundle.reads_tool_calls else "warning", "model.renderer", text)
+    blind = bool(config.gateway.max_images) and bundle.vision is None and prepares_images(config.model.folder)
+    if blind:
+        text += (
+            f". The model takes images, but {bundle.name} does not render them: calls with images are refused (400)"
+        )
+    return CheckResult("ok" if bundle.reads_tool_calls and not blind else "warning", "model.renderer", text)
 
 
 # --- tools -----------------------------------------------------------------------------------------------

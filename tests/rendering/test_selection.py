@@ -239,6 +239,18 @@ def test_tools_of_a_model_whose_calls_nobody_reads_are_refused_at_the_first_call
     assert ask(model="m", messages=[user("Q")], tools=TOOLS, tool_choice="none").choices
 
 
+@pytest.mark.parametrize(("images", "level"), [({}, "warning"), ({"max_images": 0}, "ok")])
+def test_a_renderer_that_shows_no_images_of_a_model_that_takes_them_is_named(tmp_path, images, level):
+    """Qwen3-VL-Thinking's prompts end as those of Qwen3-Thinking-2507, which no renderer with images has."""
+    path = model_folder(tmp_path / "Qwen3-VL-4B-Thinking", "qwen3", thinking_2507())
+    (path / "preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessorFast"}')
+    found = check_renderer(run_config(model={"path": path}, gateway=images))
+    assert (found.level, "does not render them: calls with images are refused (400)" in found.text) == (
+        level,
+        level == "warning",
+    )
+
+
 ENDLESS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
 
 
