@@ -455,7 +455,7 @@ def find_parser(tokenizer: Any, template: _Template, create: Create, options: Ma
     return None
 
 
-_PARSERS = ("qwen3", "qwen3.5", "glm", "minimax-m2", "hy3", "deepseek-v3", "deepseek-v3.1", "deepseek-v4")
+_PARSERS = ("qwen3", "qwen3.5", "glm", "minimax-m2", "hy3", "deepseek-v3", "deepseek-v3.1", "deepseek-v4", "mistral")
 # The start of an argument, for parsers of calls that start as in another format.
 _DESCRIBED = dict.fromkeys(("qwen3.5", "minimax-m2", "hy3", "deepseek-v4", "glm", "qwen3"), "")
 _DESCRIBED |= {"qwen3.5": "<parameter=", "glm": "<arg_key>"}

@@ -138,6 +138,14 @@ _DEEPSEEK_31 = _json(
     "(?P<name>[^\n<>]+)<\uff5ctool\u2581sep\uff5c>",
     "<\uff5ctool\u2581calls\u2581(?:begin|end)\uff5c>",
 )
+# Nothing closes a call: it ends with its arguments, and a broken one with the reply.
+_MISTRAL = CallFormat(
+    "[TOOL_CALLS]",
+    re.compile(r"\[TOOL_CALLS\]\s*(?P<name>[^\s\[\]{}]+)\s*\[ARGS\]\s*(?=\{)"),
+    re.compile(r"\s*(?!\{)"),
+    "</s>",
+    re.compile(r"(?!)"),
+)
 
 # By name of a renderer, or of a tool parser of `default`.
 FORMATS: Mapping[str, CallFormat] = {
@@ -151,6 +159,7 @@ FORMATS: Mapping[str, CallFormat] = {
     "deepseek-v4": _DSML,
     "minimax-m2": _MINIMAX,
     "hy3": _HUNYUAN,
+    "mistral": _MISTRAL,
 }
 
 

@@ -166,6 +166,7 @@ CALLS = {
     "deepseek-v3.1": "<\uff5ctool\u2581calls\u2581begin\uff5c><\uff5ctool\u2581call\u2581begin\uff5c>"
     "{{ c.function.name }}<\uff5ctool\u2581sep\uff5c>{{ c.function.arguments | tojson }}"
     "<\uff5ctool\u2581call\u2581end\uff5c><\uff5ctool\u2581calls\u2581end\uff5c>",
+    "mistral": "[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}",
 }
 UNKNOWN = "[CALL {{ c.function.name }} {{ c.function.arguments | tojson }}]"
 

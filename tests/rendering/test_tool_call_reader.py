@@ -103,6 +103,7 @@ PIECES = {
     "glm": ("<tool_call>f", "<arg_key>a</arg_key><arg_value>", "x</arg_value>", "</tool_call>"),
     "minimax-m2": ('<invoke name="f">', '<parameter name="a">', "x</parameter>", "</invoke>"),
     "qwen3": ("<tool_call>", '{"name": "f", "arguments": {', "}", "</tool_call>"),
+    "mistral": ("[TOOL_CALLS]f", "[ARGS]", '{"a": "x', '"}'),
 }
 
 
@@ -132,3 +133,29 @@ def test_no_reading_returns_another_call():
         _, calls = read_calls(FORMATS["qwen3.5"], f"{one[:cut]}\n{two}")
         found = [json.dumps(call.arguments) for call in calls if call.status == "ok"]
         assert all(re.fullmatch(r'\{"a": "(first|second)"\}', arguments) for arguments in found), one[:cut]
+
+
+MISTRAL = ['[TOOL_CALLS]f[ARGS]{"a": "[TOOL_CALLS]"}', "[TOOL_CALLS]g[ARGS]{}"]
+
+
+def test_a_call_that_nothing_closes_ends_with_its_arguments():
+    both = "".join(MISTRAL)
+    said, calls = read_calls(FORMATS["mistral"], f"So. {both}")
+    assert [(call.name, call.arguments, call.status) for call in calls] == [
+        ("f", {"a": "[TOOL_CALLS]"}, "ok"),
+        ("g", {}, "ok"),
+    ]
+    assert said == "So. "
+    said, [call] = read_calls(FORMATS["mistral"], f"{MISTRAL[1]} Done.")
+    assert (said, call.status) == ("Done.", "ok")
+    whole = {len(MISTRAL[0]): 1, len(both): 2}
+    for cut in range(1, len(both)):
+        _, calls = read_calls(FORMATS["mistral"], both[:cut], whole=False)
+        assert sum(call.status == "ok" for call in calls) == max(n for at, n in {0: 0, **whole}.items() if at <= cut)
+    for broken in (
+        "[TOOL_CALLS]f{}",
+        "[TOOL_CALLS]f[ARGS]{}{}",
+        '[TOOL_CALLS]f[ARGS]{"a" 1}',
+        "[TOOL_CALLS]f[ARGS][1]",
+    ):
+        assert [call.status for call in read_calls(FORMATS["mistral"], broken)[1]] == ["unclosed_block"], broken

@@ -48,6 +48,7 @@ _INKLING = in_json(
     '<|content_text|><|end_message|><|message_model|>NAME<|content_invoke_tool_json|>{"name": "NAME", "args": ',
     "}<|end_message|>",
 )
+MISTRAL = in_json("[TOOL_CALLS]NAME[ARGS]", "")
 _QWEN = in_tags(
     "<tool_call>\n<function=NAME>\n", "<parameter=KEY>\nVALUE\n</parameter>\n", "</function>\n</tool_call>"
 )
@@ -89,7 +90,7 @@ class Family:
 
     @property
     def is_json(self) -> bool:
-        return self.write in (HERMES, _LLAMA, _GPT_OSS, _DEEPSEEK, _KIMI, _INKLING)
+        return self.write in (HERMES, _LLAMA, _GPT_OSS, _DEEPSEEK, _KIMI, _INKLING, MISTRAL)
 
     @property
     def reasons(self) -> bool:
@@ -140,6 +141,7 @@ FAMILIES = [
     Family("default+qwen3.5", "qwen3", _QWEN),
     Family("default+glm", "glm-4.7", _GLM, "<|user|>", opened="</think>"),
     Family("default+deepseek-v3", "deepseek-v3", _DEEPSEEK, _END, frame=_SECTION),
+    Family("default+mistral", "mistral", MISTRAL),
     Family("prime-qwen3", "qwen3", _QWEN),
     *(Family(name, "qwen3.5", _QWEN, opened=_THINK) for name in ("qwen3.5", "qwen3.6", "qwen3.8")),
     *(Family(name, "qwen3", _QWEN, opened=_THINK) for name in ("nemotron-3", "nemotron-3-ultra", "nemotron-3.5")),

@@ -87,6 +87,7 @@ class _Marked:
     """Qwen3's byte pairs, with the markers of a family whose tokenizer no registry has."""
 
     markers: tuple[str, ...]
+    template: str | None = None
 
     def unpack(self, folder: Path) -> None:
         described = json.loads((tokenizer_folder("qwen3") / "tokenizer.json").read_text())
@@ -97,7 +98,7 @@ class _Marked:
                 place = {"id": added[-1]["id"] + 1, "content": marker, "special": not _FRAME.fullmatch(marker)}
                 added.append({**added[-1], **place})
         (folder / "tokenizer.json").write_text(json.dumps(described))
-        (folder / "tokenizer_config.json").write_text(json.dumps(_CONFIG))
+        (folder / "tokenizer_config.json").write_text(json.dumps({**_CONFIG, "chat_template": self.template}))
 
 
 _CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
@@ -172,6 +173,15 @@ TOKENIZERS: dict[str, _Npm | _Wheel | _Marked] = {
             "\u3008|EOS|\u3009",
             *(f"<{slash}{name}>" for name in ("assistant", "user", "system") for slash in ("", "/")),
         )
+    ),
+    "mistral": _Marked(
+        ("[TOOL_CALLS]", "[ARGS]"),
+        """{%- if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}{{ m.content or '' }}
+{%- for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}
+{%- endfor %}{{ eos_token }}
+{%- else %}{{ '[' ~ m.role ~ ']' ~ m.content ~ '[/' ~ m.role ~ ']' }}{% endif %}{% endfor %}""",
     ),
     "minimax-m2": _Marked(("]~!b[", "]~b]", "[e~[", "<minimax:tool_call>", "</minimax:tool_call>")),
 }

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from builders import assistant, function_tool, system, tool_result, user
-from families import FAMILIES, GEMMA, HERMES, Family
+from families import FAMILIES, GEMMA, HERMES, MISTRAL, Family
 from rollout_backend.core.model_call import ApiError, ModelCall
 from rollout_backend.dialects.openai_chat import OpenAIChat
 from rollout_backend.gateway.rendering_thread import RenderingThread
@@ -118,7 +118,9 @@ def broken(family: Family) -> dict[str, str]:
         cases = {
             "another key": ls.replace('"arguments"', '"input"').replace('"parameters"', '"input"'),
             "a doubled parameter": ls.replace('{"command"', '{"command": "pwd", "command"'),
-            "text left over": ls.replace('"ls"}', '"ls"} x'),
+            "text left over": ls.replace('"ls"}', '"ls"} x')
+            if family.write is not MISTRAL
+            else ls,  # nothing closes it
         }
         return {what: text for what, text in cases.items() if text != ls}
     empty = family.call("bash", {})
@@ -167,6 +169,8 @@ def test_a_function_needs_no_tag_around_it(family, before):
 
 
 def test_a_call_may_have_no_arguments(family):
+    if family.write is MISTRAL:
+        pytest.skip("its calls have an object as arguments")
     call = family.call("bash", {})
     alone = family.is_json and family.name not in ("llama-3", "inkling") and family.write is not HERMES
     for nothing in ("", "null") if alone else ('""', "null") if family.is_json else ("{}",):
