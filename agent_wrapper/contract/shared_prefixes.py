@@ -124,6 +124,7 @@ def expand(
         try:
             own = check_messages(segment.get("messages", ()))
             arrays = {name: parsers[name](segment.get(name)) for name in ("token_ids", "response_mask", "logprobs")}
+            size += len(arrays["token_ids"]) * _TOKEN_BYTES
             pool += own
             messages = own
             if shared is not None:
@@ -140,7 +141,6 @@ def expand(
             raise
         except ValueError as error:
             raise ContractError(f"segments.{i}", str(error)) from None
-        size += len(arrays["token_ids"]) * _TOKEN_BYTES
         segment.update(arrays, messages=CheckedMessages(messages))
 
 

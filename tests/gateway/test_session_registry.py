@@ -58,14 +58,14 @@ async def test_a_revoked_session_is_remembered_until_its_key_expires(registry, c
 
 
 async def test_a_trajectory_that_the_trainer_would_refuse_is_not_returned(bundle, clock):
-    registry = SessionRegistry(bundle, "m", session_key_s=50.0, clock=clock, max_result_bytes=2_000_000)
-    for session, turns in (("fits", 2), ("large", 3)):
+    registry = SessionRegistry(bundle, "m", session_key_s=50.0, clock=clock, max_result_bytes=2_500_000)
+    for session, turns in (("fits", 3), ("large", 4)):
         recorder = registry.open(claims(session)).conversations.recorder
         for turn in range(turns):  # whose prompts begin with the same tokens, which are stored once
             recorder.add([*range(90_000), 200_000 + turn], Completion((7,), (-0.5,)), split_reason="x")
-    assert len(Trajectory.decode(await registry.seal(claims("fits"))).segments) == 2
+    assert len(Trajectory.decode(await registry.seal(claims("fits"))).segments) == 3
     for _ in range(2):
-        with pytest.raises(ApiError, match=r"with 3 segments, .*raise storage\.max_result_bytes") as caught:
+        with pytest.raises(ApiError, match=r"with 4 segments, .*raise storage\.max_result_bytes") as caught:
             await registry.seal(claims("large"))
         assert (caught.value.status, caught.value.code) == (413, "trajectory_too_large")
 
