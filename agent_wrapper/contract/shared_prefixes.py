@@ -24,7 +24,7 @@ from agent_wrapper.contract.codec import ContractError, ExpandedBeyondCap
 
 _CANDIDATES = 8  # number of latest segments that are compared
 _LEAST_TOKENS = 16
-_TOKEN_BYTES = 9  # bytes of an id, a mask and a logprob
+TOKEN_BYTES = 9  # bytes of an id, a mask and a logprob
 _UNKNOWN = array("f", [float("nan")])
 
 
@@ -124,12 +124,12 @@ def expand(
         try:
             own = check_messages(segment.get("messages", ()))
             arrays = {name: parsers[name](segment.get(name)) for name in ("token_ids", "response_mask", "logprobs")}
-            size += len(arrays["token_ids"]) * _TOKEN_BYTES
+            size += len(arrays["token_ids"]) * TOKEN_BYTES
             pool += own
             messages = own
             if shared is not None:
                 source, tokens, places = _read(shared, segments, i, parsers["shared"], len(pool))
-                size += tokens * _TOKEN_BYTES + len(places) * 8
+                size += tokens * TOKEN_BYTES + len(places) * 8
                 if size > max_bytes:
                     reason = f"{size} bytes are shared so far, more than the cap of {max_bytes}"
                     raise ExpandedBeyondCap(f"segments.{i}", reason)

@@ -202,10 +202,10 @@ def journal_unwritable() -> ApiError:
     )
 
 
-def trajectory_too_large(segments: int, error: object) -> ApiError:
+def trajectory_too_large(why: str, status: int = 413) -> ApiError:
     return ApiError(
-        413,
-        f"the trajectory of this session, with {segments} segments, is larger than a result may be ({error}): raise "
+        status,
+        f"the trajectory of this session is larger than a result may be ({why}): raise "
         "storage.max_result_bytes, or let the agent rewrite its history less often, because each rewriting opens a "
         "segment",
         code="trajectory_too_large",

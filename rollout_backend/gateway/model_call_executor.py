@@ -22,6 +22,7 @@ from rollout_backend.core.model_call import (
     Choice,
     ModelCall,
     context_exceeded,
+    trajectory_too_large,
     whole_deltas,
     with_logprobs,
 )
@@ -123,6 +124,9 @@ class ModelCallExecutor:
         number = session.started + 1  # taken before any wait, so that choices are numbered in order of arrival
         session.started += call.n
         prompt = await self._prompt(session, call, running.brief)
+        max_bytes, spans = self._settings.max_result_bytes, [placed.span for placed in prompt.images]
+        if not session.conversations.recorder.has_room(prompt.ids, spans, call.n, max_bytes):
+            raise trajectory_too_large(f"with this call it would exceed {max_bytes} bytes", status=400)
         form = {}
         if call.is_constrained:
             form = await session.share.render(lambda: self._thread.run(self._constraints.params, call, prompt.ids))

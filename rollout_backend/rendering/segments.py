@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agent_wrapper.contract import CheckedMessages, ImageSpan, Segment, Turn, VersionSpan
+from agent_wrapper.contract.shared_prefixes import TOKEN_BYTES
 from rollout_backend.config import ExpertShape
 from rollout_backend.core.routed_experts import ExpertRows, routed_experts, row_bytes
 
@@ -172,6 +173,14 @@ class SegmentRecorder:
         if self._experts is None or len(segment.experts) != row_bytes(self._experts) * (place.end - 1):
             return None
         return ExpertRows(start, bytes(segment.experts[start * row_bytes(self._experts) :]))
+
+    def has_room(self, prompt: IntArray, images: Sequence[ImageSpan], choices: int, max_bytes: int) -> bool:
+        """Return whether the segments fit into `max_bytes` with the prompt of one more call."""
+        token_bytes = TOKEN_BYTES + (0 if self._experts is None else row_bytes(self._experts))
+        tokens = sum(len(segment.ids) for segment in self._segments) + choices * len(prompt)
+        if tokens * token_bytes > max_bytes and (index := self._extended_by(prompt, images)) is not None:
+            tokens -= len(self._segments[index].ids)
+        return tokens * token_bytes <= max_bytes
 
     def prompt_ids(self, place: TurnPosition) -> IntArray:
         return self._segments[place.segment].ids[: place.start]

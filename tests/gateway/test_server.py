@@ -254,6 +254,20 @@ def test_a_session_samples_at_most_its_budget_and_is_named_if_it_runs_on(play):
     assert gateway.stats().after_stop == {"s1": 2}
 
 
+def test_no_call_makes_the_rows_of_a_session_larger_than_a_result(play):
+    gateway = play(lambda _: "x", max_result_bytes=9 * 600)  # 600 tokens
+    first, second, third = ([user(f"{n} {'y' * 200}")] for n in range(3))
+    assert [gateway.post({**CALL, "messages": each}).status_code for each in (first, second)] == [200, 200]
+    for more in ({"messages": third}, {"messages": first, "n": 2}):
+        refused = gateway.post({**CALL, **more})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "trajectory_too_large")
+    assert len(gateway.engine.requests) == 2
+    assert gateway.post({**CALL, "messages": [*first, assistant("x"), user("z")]}).status_code == 200
+    sealed = gateway.trajectory()
+    assert [len(segment.turns) for segment in sealed.segments] == [2, 1]
+    assert sealed.unanswered_calls == 0
+
+
 @pytest.mark.parametrize("forced", ["required", {"type": "function", "function": {"name": "add"}}])
 def test_a_forced_tool_call_may_be_treated_as_auto(play, forced):
     gateway = play(["I would rather not."], gateway={"forced_tools": "as_auto"})

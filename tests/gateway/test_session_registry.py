@@ -65,7 +65,7 @@ async def test_a_trajectory_that_the_trainer_would_refuse_is_not_returned(bundle
             recorder.add([*range(90_000), 200_000 + turn], Completion((7,), (-0.5,)), split_reason="x")
     assert len(Trajectory.decode(await registry.seal(claims("fits"))).segments) == 3
     for _ in range(2):
-        with pytest.raises(ApiError, match=r"with 4 segments, .*raise storage\.max_result_bytes") as caught:
+        with pytest.raises(ApiError, match=r"\(4 segments; .*raise storage\.max_result_bytes") as caught:
             await registry.seal(claims("large"))
         assert (caught.value.status, caught.value.code) == (413, "trajectory_too_large")
 

@@ -341,7 +341,7 @@ class SessionRegistry:
                 try:
                     Trajectory.decode(data, self._max_result_bytes)
                 except ContractError as error:
-                    raise trajectory_too_large(len(segments), error) from None
+                    raise trajectory_too_large(f"{len(segments)} segments; {error}") from None
             return data
 
         return await asyncio.to_thread(encode)
