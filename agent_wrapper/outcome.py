@@ -217,7 +217,7 @@ def _classify_value(value: object) -> AgentResult:
         result = failed(Outcome.AGENT_ERROR, NO_REWARD, message)
         try:
             return replace(result, extras=read_extras(value.values))
-        except ValueError as error:
+        except Exception as error:
             return failed(Outcome.AGENT_ERROR, "bad_reward", f"{error}; return JSON values")
     extras: dict[str, Any] = {}
     turn_rewards: tuple[float, ...] = ()
@@ -231,7 +231,7 @@ def _classify_value(value: object) -> AgentResult:
         else:
             reward = finite_number(value)
         check_rewards(reward, turn_rewards)
-    except ValueError as error:
+    except Exception as error:  # the agent's own objects can raise anything
         return failed(Outcome.AGENT_ERROR, "bad_reward", f"{error}; {_WANTED}")
     return AgentResult(Outcome.COMPLETED, reward, extras, turn_rewards)
 
@@ -296,16 +296,20 @@ def _library(cls: type) -> str:
     return cls.__module__.partition(".")[0].rstrip("0123456789")  # httpx2 is httpx, httpcore2 is httpcore
 
 
-def _server(url: str) -> tuple[str | None, int]:
-    parts = urlsplit(url)
-    return parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+def _server(url: str) -> tuple[str | None, int] | None:
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:  # an error may name anything as its URL
+        return None
+    return parts.hostname, port or (443 if parts.scheme == "https" else 80)
 
 
 def _attribute(value: object, *path: str) -> object:
     for name in path:
         try:
             value = getattr(value, name, None)
-        except RuntimeError:  # httpx's errors raise for a request that was never set
+        except Exception:  # httpx's errors raise for a request that was never set, and others in their properties
             return None
     return value
 

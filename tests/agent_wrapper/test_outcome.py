@@ -4,6 +4,7 @@ import math
 import urllib.error
 from collections import OrderedDict
 from email.message import Message
+from typing import NoReturn
 
 import aiohttp
 import httpx
@@ -57,6 +58,11 @@ def test_numbers_are_rewards(value, reward):
     assert type(ending.reward) is float
 
 
+class Unreadable(dict[str, int]):
+    def items(self) -> NoReturn:
+        raise KeyError("the connection is closed")
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -75,6 +81,7 @@ def test_numbers_are_rewards(value, reward):
         {"reward": 3e38, "turn_rewards": [3e38]},
         {"reward": 1, "x": 2**70},
         {"reward": 1, "x": "\ud800"},
+        Unreadable(reward=1),
     ],
 )
 def test_other_values_are_a_bad_reward(value):
@@ -161,6 +168,12 @@ class ModelThrottledException(Exception):
     """As strands-agents names its own."""
 
 
+class FailsToDescribeItself(Exception):
+    @property
+    def status(self) -> NoReturn:
+        raise KeyError("status")
+
+
 @pytest.mark.parametrize(
     ("error", "unavailable"),
     [
@@ -185,6 +198,8 @@ class ModelThrottledException(Exception):
         (aiohttp_error(503, TOOL), False),
         (aiohttp_error(None, MODEL), True),
         (aiohttp_error(None, TOOL), False),
+        (urllib_error(503, "http://tool:${PORT}/search"), False),
+        (FailsToDescribeItself(), False),
         (ConnectionError("a tool's"), False),
         (RuntimeError("Connection error."), False),
     ],
