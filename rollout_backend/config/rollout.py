@@ -40,6 +40,17 @@ from rollout_backend.errors import ConfigError
 _ID_FORM = "an id of at most 128 letters, digits, '.', '_' and '-' that begins with a letter or a digit"
 ENV_PREFIX = "ROLLOUT__"
 _PLACEHOLDER = re.compile(r"<yours, (.*)>")
+_NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # ValueError: no UTF-8, or a number such as 0x_
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads dates as texts: no setting is a date, and names of runs look like one."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [each for each in resolvers if each[0] != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 class RolloutConfig(Section):
@@ -134,6 +145,9 @@ def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
                 lines.append(f"  {key}: no such setting; {advice}")
             case "missing":
                 lines.append(f"  {key}: is missing")
+            case "string_type" if isinstance(item["input"], int | float):
+                advice = "put it in quotes: '123', and in a shell \"'123'\""
+                lines.append(f"  {key}: must be a text, and YAML reads it as a number: {advice}")
             case _:
                 lines.append(f"  {key}: {item['msg'].removeprefix('Value error, ')}")
         path = key
@@ -223,7 +237,7 @@ def merge_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> None:
         key, separator, value = override.partition("=")
         if not separator:
             raise ConfigError(f"override {override!r} must look like key.key=value")
-        _merge(tree, _nest(key.split("."), value, override))
+        _merge(tree, _nest(key.split("."), value, key))
 
 
 def is_placeholder(value: object) -> bool:
@@ -248,13 +262,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """Return a file's settings, and the line of each one, by its dotted name."""
     try:
-        loader = yaml.SafeLoader(path.read_text(encoding="utf-8-sig"))
+        loader = _Loader(path.read_text(encoding="utf-8-sig"))
         node = loader.get_single_node()
         lines = dict(_lines(node, path)) if node is not None else {}
         data = loader.construct_document(node) if node is not None else None
     except OSError as error:
         raise ConfigError(f"cannot read the settings {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except _NOT_YAML as error:
         raise ConfigError(f"{path} is not YAML: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a map of settings")
@@ -277,9 +291,9 @@ def _lines(node: yaml.Node, path: Path, prefix: str = "") -> Iterator[tuple[str,
 
 def _nest(keys: list[str], text: str, where: str) -> dict[str, Any]:
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"the value of {where!r} is not YAML: {error}") from None
+        value = yaml.load(text, _Loader)  # noqa: S506  # a SafeLoader
+    except _NOT_YAML:  # whose message shows the value, which may be a secret
+        raise ConfigError(f"the value of {where} is not YAML: put it in quotes, in a shell \"'...'\"") from None
     for key in reversed(keys):
         value = {key: value}
     return dict(value)

@@ -190,12 +190,23 @@ def test_a_file_or_an_override_that_cannot_be_read(tmp_path):
     file = tmp_path / "c.yaml"
     with pytest.raises(ConfigError, match="cannot read the settings"):
         load_config(file, env={})
-    for content, match in (("a: [", "is not YAML"), ("- 1", "must hold a map")):
+    for content, match in (("a: [", "is not YAML"), ("- 1", "must hold a map"), ("a: &a {b: *a}", "is not YAML")):
         file.write_text(content)
         with pytest.raises(ConfigError, match=match):
             load_config(file, env={})
     with pytest.raises(ConfigError, match=r"must look like key\.key=value"):
         load_config(base=MINIMAL, env={}, overrides=["group.size"])
+    with pytest.raises(ConfigError, match="the value of ROLLOUT__GATEWAY__SECRET is not YAML") as caught:
+        load_config(base=MINIMAL, env={"ROLLOUT__GATEWAY__SECRET": "*secret"})
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("run_id", ["2026-11-27", "2026-27-11"])
+def test_a_date_is_a_text(tmp_path, run_id):
+    file = tmp_path / "c.yaml"
+    file.write_text(f"run_id: {run_id}")
+    assert load_config(file, base=MINIMAL, env={}).run_id == run_id
+    assert load_config(base=MINIMAL, env={"ROLLOUT__RUN_ID": run_id}).run_id == run_id
 
 
 def test_a_variable_with_single_underscores_is_refused_with_the_right_one():
@@ -232,6 +243,7 @@ def test_no_setting_is_checked_by_a_pattern_that_its_error_would_show():
         ),
         ("scoring.function=score.py", "'score.py' is not of the form FILE.py:NAME or module:NAME"),
         ("run_id=a/b", "run_id: 'a/b' is not "),
+        ("run_id=123", "run_id: must be a text, and YAML reads it as a number: put it in quotes"),
     ],
 )
 def test_a_value_of_another_form_is_refused_in_words(setting, message):
