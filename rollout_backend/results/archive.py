@@ -239,9 +239,9 @@ class RunArchive:
     def running_steps(self) -> dict[int, float]:
         """Return the steps that were running when their records were last written, with that time in Unix seconds."""
         found = {}
-        for path in self.run_dir.glob(f"steps/*{_RUNNING}"):
+        for step in self._steps_with(_RUNNING):
             with contextlib.suppress(FileNotFoundError):  # the step has just ended
-                step, written_at = int(path.name.removesuffix(_RUNNING)), path.stat().st_mtime
+                written_at = self._step_file(step, _RUNNING).stat().st_mtime
                 ended = self._step_file(step, _RECORDS)
                 if not ended.is_file() or ended.stat().st_mtime < written_at:
                     found[step] = written_at
@@ -286,8 +286,12 @@ class RunArchive:
 
     def steps(self) -> list[int]:
         """Return the numbers of the steps that have records."""
-        numbers = (int(path.name.removesuffix(_RECORDS)) for path in self.run_dir.glob(f"steps/*{_RECORDS}"))
-        return sorted(numbers, key=order_of)
+        return sorted(self._steps_with(_RECORDS), key=order_of)
+
+    def _steps_with(self, kind: str) -> list[int]:
+        """Return the steps with a file of this kind. Other files, such as a copy or macOS's `._NAME`, are ignored."""
+        names = (path.name.removesuffix(kind) for path in self.run_dir.glob(f"steps/*{kind}"))
+        return [int(name) for name in names if name.isdecimal()]
 
     def begun_steps(self) -> list[int]:
         """Return the numbers of steps with tasks, records or results, including killed steps."""

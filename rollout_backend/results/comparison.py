@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import yaml
 from pydantic import BaseModel
 
 from agent_wrapper.contract import Outcome
+from rollout_backend.config import read_yaml
 from rollout_backend.errors import ConfigError
 from rollout_backend.results.archive import CONFIG, RunArchive
 from rollout_backend.results.records import RolloutRecord
@@ -189,9 +189,9 @@ class _Run:
             self.records = [record for step in steps for record in archive.read_records(step)]
             info = archive.read_info()
             config = folder / CONFIG
-            settings = yaml.safe_load(config.read_text()) if config.is_file() else {}
+            settings = read_yaml(config) if config.is_file() else {}
             self.tasks = archive.read_tasks(*steps)
-        except (ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{folder} cannot be read: {error}") from None
         if not self.records:
             raise ConfigError(f"{folder} has no records of rollouts: its run was killed, or has not ended a step")

@@ -248,24 +248,25 @@ def summarize_run(folder: Path) -> RunOverview:
     except ValueError:
         info = None
     steps, seen_at = archive.begun_steps(), archive.info_renewed_at()
+    error = info.starts[-1].error if info is not None else ""
     completed, planned, rewards = 0, 0, list[float]()
     for step in steps:
         lines = archive.record_lines(step)
         planned += len(lines) or _planned(archive, step) or 0
-        if not lines:  # the step is running, or its process was killed
-            completed += len(archive.results(step))
-        for line in lines:
-            record = from_json(line)
-            if record.get("outcome") == Outcome.COMPLETED:
-                completed += 1
-                reward = (record.get("result") or {}).get("reward")
-                rewards += [] if reward is None else [reward]
+        try:
+            done = [record for line in lines if (record := from_json(line)).get("outcome") == Outcome.COMPLETED]
+            found = [(record.get("result") or {}).get("reward") for record in done]
+        except (ValueError, AttributeError) as damage:
+            error = error or f"a record of step {step} cannot be read: {damage}"
+            continue
+        completed += len(done) if lines else len(archive.results(step))  # no lines: it is running, or was killed
+        rewards += [reward for reward in found if reward is not None]
     return RunOverview(
         run_id=folder.name,
         folder=str(folder),
         began=info.starts[-1].process.since if info is not None else None,
         state=info.starts[-1].current_state(seen_at) if info is not None else "unknown",
-        error=info.starts[-1].error if info is not None else "",
+        error=error,
         steps=len(steps),
         seen_at=seen_at or None,
         completed=completed,

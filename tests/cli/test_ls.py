@@ -33,9 +33,18 @@ def test_runs_are_listed_with_their_state_the_newest_first(rollout, here):
         ("first", "ended", 1, 3, 4, 0.5),
         ("old", "unknown", 0, 0, None, None),
     ]
+    (runs / "cut" / "steps").mkdir(parents=True)
+    (runs / "cut" / "steps" / "00000000.rollouts.jsonl").write_text('{"outcome": "compl')
     code, output = rollout("ls")
     assert code == 0
-    for words in ("third", "running 1 1/8", "first", "ended 1 3/4 0.500", "old unknown 0 0/?"):
+    for words in (
+        "third",
+        "running 1 1/8",
+        "first",
+        "ended 1 3/4 0.500",
+        "old unknown 0 0/?",
+        "cut unknown 1 0/1 a record of step 0 cannot",
+    ):
         assert words in output
     refused(rollout("ls", here), "there is no run in")
 
@@ -48,6 +57,8 @@ def test_two_runs_are_compared_by_name(rollout, here):
     assert "mean reward 0.000 and 1.000 over 8 tasks of both runs: +1.000" in output
     assert json.loads(rollout("compare", "a", "b", "--json")[1])["measures"][0]["change"]["value"] == 1.0
     refused(rollout("compare", "a", "none"), "there is no run 'none'")
+    (here / "runs" / "b" / "config.yaml").write_text("")
+    refused(rollout("compare", "a", "b"), "config.yaml must hold a map of settings")
 
 
 def test_a_run_that_failed_to_start_is_listed_with_its_reason_and_is_not_the_newest(rollout, here, local_aws):

@@ -80,6 +80,15 @@ def test_records_of_several_steps_are_found_oldest_first(archive):
     assert archive.find_records("task.1") == [*ended(10, "task.1").records]
 
 
+def test_files_that_no_run_has_written_are_no_steps(archive):
+    archive.write_records(9, ended(9, "task.0").records)
+    archive.write_running(10, ["{}"]).result()
+    for copy in ("._00000009.rollouts.jsonl", "00000009 copy.rollouts.jsonl", "._00000010.running.jsonl"):
+        (archive.run_dir / "steps" / copy).touch()
+    assert archive.steps() == [9]
+    assert list(archive.running_steps()) == [10]
+
+
 def test_a_step_that_planned_nothing_keeps_earlier_records(archive):
     archive.write_records(9, ended(9, "task.0").records)
     archive.write_records(9, [])
