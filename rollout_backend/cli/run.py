@@ -151,6 +151,8 @@ def _read_run(folder: Path, overrides: Sequence[str]) -> tuple[RolloutConfig, Se
     if (by := info.starts[-1].by) != "run":
         raise ConfigError(f"{folder} cannot be resumed by `rollout run`: {_RESTARTS[by]}")
     if folder.name != info.run_id:
+        folder = folder.resolve()  # it may be `.`, or a link
+    if folder.name != info.run_id:
         raise ConfigError(f"{folder} cannot be resumed: it holds run {info.run_id!r}; rename it to that")
     try:
         settings = load_config(

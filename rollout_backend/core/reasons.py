@@ -21,7 +21,8 @@ WHAT_TO_DO = {
     "agent_exception": "read the traceback: `rollout show`",
     "agent_failure": "nothing, if that is intended",
     "command_failed": "read the end of its output in the message",
-    "command_not_started": "check the command's name, and that the image has it",
+    "command_not_started": "check the command's name, and that the image has it; pass a long payload by stdin or "
+    "as a file",
     "verifier_failed": "read the end of the verifier's output in the message",
     "bad_reward": "return a finite number as `reward`",
     "no_reward": "return `reward`, or set `scoring.function`: see rewards.md",

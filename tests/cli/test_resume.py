@@ -149,12 +149,16 @@ def test_a_run_that_cannot_be_resumed_is_refused(rollout, settings, tasks, here)
         refused(rollout("run", *arguments), words)
 
 
-def test_a_task_that_has_become_unfit_stays_in_a_resumed_run(rollout, here):
+@pytest.mark.parametrize("name", ["unfit", ".", "../latest"])
+def test_a_task_that_has_become_unfit_stays_in_a_resumed_run(rollout, here, monkeypatch, name):
     image = f"{REGISTRY}/agent:1"
     runtime = {"kind": "agentcore", "image": image, "role": ROLE, "endpoint_url": "http://127.0.0.1:9"}
     tasks = [Task("a", {}), Task("odd", {CONTAINER_FIELD: 5})]
-    started(here, "unfit", "run", tasks, runtime=runtime, group={"size": 2})
-    code, output = rollout("run", "--resume", "unfit", "--min-completed", 5)
+    folder = started(here, "unfit", "run", tasks, runtime=runtime, group={"size": 2})
+    if name != "unfit":
+        (here / "runs" / "latest").symlink_to("unfit")
+        monkeypatch.chdir(folder)
+    code, output = rollout("run", "--resume", name, "--min-completed", 5)
     assert code == 2
     assert "task 'odd' cannot run" in output
     assert "--min-completed=5 is more than the 4 rollouts that the run plans" in output
