@@ -58,6 +58,13 @@ class StepPlan:
                 await self.retry(self.record)
             except WriteConflict:  # a manager that has lost the run wrote once more: its rollouts count as well
                 continue
+            if before is not None and not self.manifest.resumed and request is self.request:
+                same_weights = request.same_weights and before.weights == request.weights
+                log.warning(
+                    "step %d was begun with other %s: all of its rollouts run again",
+                    request.step,
+                    "tasks, sampling or group sizes" if same_weights else f"weights ({before.weights or 'unknown'})",
+                )
             return before
 
     def add_rollout(self, task_id: str) -> str:

@@ -98,17 +98,17 @@ async def test_a_second_kill_loses_nothing_of_the_tasks_that_were_left_out(open_
 
 
 @pytest.mark.parametrize(
-    ("tasks", "more"),
+    ("tasks", "more", "other"),
     [
-        (["a", "c"], {}),
-        (["a"], {}),
-        (["a", "a:2", "b"], {}),
-        (["a", "b"], {"same_weights": False}),
-        (["a", "b"], {"weights": "model@1"}),
+        (["a", "c"], {}, "tasks, sampling or group sizes"),
+        (["a"], {}, "tasks, sampling or group sizes"),
+        (["a", "a:2", "b"], {}, "tasks, sampling or group sizes"),
+        (["a", "b"], {"same_weights": False}, "weights (unknown)"),
+        (["a", "b"], {"weights": "model@1"}, "weights (unknown)"),
     ],
     ids=["another task", "one less", "one more", "other weights", "another version"],
 )
-async def test_another_step_of_the_same_number_reuses_nothing(open_bench, tasks, more):
+async def test_another_step_of_the_same_number_reuses_nothing(open_bench, caplog, tasks, more, other):
     bench = await open_bench()
     await begin_and_die(bench, "a", "b")
     before = Manifest.parse(await bench.manifest())
@@ -116,6 +116,7 @@ async def test_another_step_of_the_same_number_reuses_nothing(open_bench, tasks,
     assert {*before.open_sessions()} <= {*bench.agents.stopped}
     assert len(bench.agents.requests) == 2 * len(tasks)
     assert result.report.resumed == 0
+    assert f"step {before.step} was begun with other {other}: all of its rollouts run again" in caplog.text
     assert not {r.rollout_id for r in result.rollouts} & {"a.0", "a.1", "b.0", "b.1"}
     more.pop("same_weights", None)
     assert (await bench.run(*tasks, **more)).report.resumed == 2 * len(tasks), "the new step replaced the old one"
