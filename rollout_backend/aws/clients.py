@@ -10,7 +10,7 @@ import importlib
 import json
 import logging
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import datetime
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from aiobotocore.credentials import AioCredentials
 from aiobotocore.hooks import AioHierarchicalEmitter
 from aiobotocore.httpsession import AIOHTTPSession
 from aiobotocore.session import AioSession
-from botocore.exceptions import CredentialRetrievalError, HTTPClientError, NoCredentialsError
+from botocore.exceptions import BotoCoreError, CredentialRetrievalError, HTTPClientError, NoCredentialsError
 from botocore.loaders import Loader, create_loader
 from botocore.parsers import ResponseParserError
 from botocore.utils import deep_merge
@@ -30,6 +30,7 @@ from multidict import CIMultiDict
 from rollout_backend import local_keys
 from rollout_backend.aws.errors import UNSIGNED, is_html, log_call
 from rollout_backend.aws.repeated_call import RepeatedCall, Request
+from rollout_backend.errors import PreflightError
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +99,9 @@ async def client(
     `retries` is the number of botocore's own retries. Leave it 0 for calls that are not idempotent, such as an
     invoke. `newer_fields` are fields that this botocore does not know yet; they are merged into its model of the
     service. `more` are further arguments of `AioConfig`.
+
+    Raises:
+        PreflightError: the AWS settings of this process, such as AWS_PROFILE, make no client.
     """
     sessions: list[HTTPSession] = []
 
@@ -114,19 +118,28 @@ async def client(
         tcp_keepalive=True,
         **{"s3": {"addressing_style": "path"} if endpoint_url else {}, **more},
     )
-    core = _session((service, json.dumps(newer_fields)) if newer_fields is not None else None)
-    core.register_component("credential_provider", _CredentialProvider(endpoint_url))
-    await asyncio.to_thread(_preload, core.get_component("data_loader"), service)
-    # The types have one overload per service, and lag behind the services.
-    session: Any = aioboto3.Session(botocore_session=core)
     plain = endpoint_url is not None and endpoint_url.startswith("http://")
-    async with session.client(
-        service,
-        region_name=region,
-        endpoint_url=endpoint_url,
-        config=config,
-        verify=False if plain else None,  # without TLS there is nothing to verify: spares reading the certificates
-    ) as made:
+    async with AsyncExitStack() as stack:
+        try:
+            core = _session((service, json.dumps(newer_fields)) if newer_fields is not None else None)
+            core.register_component("credential_provider", _CredentialProvider(endpoint_url))
+            await asyncio.to_thread(_preload, core.get_component("data_loader"), service)
+            # The types have one overload per service, and lag behind the services.
+            session: Any = aioboto3.Session(botocore_session=core)
+            made = await stack.enter_async_context(
+                session.client(
+                    service,
+                    region_name=region,
+                    endpoint_url=endpoint_url,
+                    config=config,
+                    verify=False if plain else None,  # nothing to verify: spares reading the certificates
+                )
+            )
+        except (BotoCoreError, OSError, ValueError) as error:
+            raise PreflightError(
+                f"the AWS settings cannot be used: {str(error).rstrip('.')}. Check AWS_PROFILE, the files in ~/.aws, "
+                "and aws.region"
+            ) from error
         [http] = sessions
         # First: botocore's handler for S3 takes every 200 that is not XML for a 500, and retries it.
         made.meta.events.register_first("before-parse", _drop_html)

@@ -94,12 +94,12 @@ class StorageConfig(Section):
 class AwsConfig(Section):
     region: str = "us-east-1"
     """Region of bucket and queue. The runtime's region follows from its ARN or its image."""
-    endpoint_url: str | None = None
+    endpoint_url: HttpUrl | None = None
     """Endpoint of S3 and SQS if not AWS, such as a local emulator. Agents read it from their own environment."""
-    s3_endpoint_url: str | None = None
+    s3_endpoint_url: HttpUrl | None = None
     """Endpoint of S3 if it differs from `aws.endpoint_url`, for example an object store of your own. Agents: set
     AWS_ENDPOINT_URL_S3."""
-    sqs_endpoint_url: str | None = None
+    sqs_endpoint_url: HttpUrl | None = None
     """Endpoint of SQS if it differs from `aws.endpoint_url`. Agents: set AWS_ENDPOINT_URL_SQS."""
 
     def endpoint_of(self, service: Literal["s3", "sqs"]) -> str | None:

@@ -210,7 +210,7 @@ class AgentCoreConfig(RuntimeConfig):
     invokes are retried until the step's deadline."""
     max_sessions: int = Field(default=5000, ge=1)
     """Maximum open sessions. Default: the quota of us-east-1 and us-west-2; 2,500 in other regions."""
-    endpoint_url: str | None = None
+    endpoint_url: HttpUrl | None = None
     """Endpoint of data plane and control plane if not AWS, such as the local emulator."""
     session_logs: Path | None = None
     """Folder of the sessions' logs, SESSION.log, at the local emulator. Default: the logs are in CloudWatch."""

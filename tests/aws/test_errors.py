@@ -72,6 +72,23 @@ async def test_expired_credentials_at_s3_or_sqs_end_the_run(proxy, stack, local_
     proxy.rules.clear()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "region", "said"),
+    [
+        ("AWS_PROFILE", "nope", "us-east-1", "The config profile (nope) could not be found. Check AWS_PROFILE"),
+        ("AWS_CONFIG_FILE", "damaged", "us-east-1", "Unable to parse config file"),
+        ("AWS_PAGER", "", "us east", "Provided region_name 'us east' doesn't match a supported format. "),
+    ],
+)
+async def test_aws_settings_that_make_no_client_are_named(tmp_path, monkeypatch, name, value, region, said) -> None:
+    (tmp_path / "damaged").write_text("[default\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(PreflightError) as caught:
+        await ResultStore.open(StorageConfig(bucket="a-bucket"), AwsConfig(region=region))
+    assert said in str(caught.value)
+
+
 async def test_the_runtimes_refusal_of_expired_credentials_has_its_own_reason(proxy, stack) -> None:
     proxy.rules.append(Rule("*", Fault.FAIL, status=403, code="ExpiredTokenException"))
     runtime = await a_runtime(proxy, stack)

@@ -241,6 +241,10 @@ def test_no_setting_is_checked_by_a_pattern_that_its_error_would_show():
             "observe.otlp_endpoint=collector:4318",
             "'collector:4318' is not a URL that begins with http:// or https://",
         ),
+        (
+            "aws.endpoint_url=localhost:4566",
+            "aws.endpoint_url: 'localhost:4566' is not a URL that begins with http://",
+        ),
         ("scoring.function=score.py", "'score.py' is not of the form FILE.py:NAME or module:NAME"),
         ("run_id=a/b", "run_id: 'a/b' is not "),
         ("run_id=123", "run_id: must be a text, and YAML reads it as a number: put it in quotes"),
