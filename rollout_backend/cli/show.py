@@ -84,7 +84,7 @@ def show(
             shown.run()
         elif not shown.rollout(name) and not shown.task(name):
             _show_similar(shown, name, other_runs=run is None)
-    except ValueError as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"a record in {folder / 'steps'} cannot be read: {error}") from None
 
 

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import AfterValidator, Field, SecretStr, model_validator
 
-from rollout_backend.config.section import HttpUrl, Seconds, Section, matching
+from rollout_backend.config.section import HttpUrl, Seconds, Section, check_address, matching
 
 if TYPE_CHECKING:
     from rollout_backend.config.rollout import RolloutConfig
@@ -94,6 +94,8 @@ class GatewayConfig(Section):
             )
         if url and not re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", url):
             raise ValueError(f"public_url={url!r} is not a URL such as https://gateway.example.com")
+        if url:
+            check_address(re.sub(r"\{\w+\}", "1", url))
         if url.rstrip("/").endswith("/v1"):
             raise ValueError(f"public_url must not end in /v1, which agents' URLs append: {url}")
         if "{port}" in url and not self.port:
@@ -126,7 +128,11 @@ class RelayConfig(Section):
     """For agents that cannot reach the training side: a relay near them, to which the training side connects.
     Default: none. See [relay.md](relay.md)."""
 
-    url: Annotated[str, matching(r"wss?://[^/?#]+(/[^?#]*)?", "a URL of the form wss://HOST or ws://HOST:PORT/PATH")]
+    url: Annotated[
+        str,
+        matching(r"wss?://[^/?#]+(/[^?#]*)?", "a URL of the form wss://HOST or ws://HOST:PORT/PATH"),
+        AfterValidator(check_address),
+    ]
     """URL of the relay: `wss://relay.example.com`. `ws://` has no TLS: eavesdroppers read session keys and
     prompts."""
     public_url: HttpUrl | None = None

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -38,7 +39,22 @@ def matching(shape: str, what: str) -> AfterValidator:
     return AfterValidator(lambda value: check_matches(value, shape, what))
 
 
-HttpUrl = Annotated[str, matching(r"https?://.+", "a URL that begins with http:// or https://")]
+def check_address(url: str) -> str:
+    """Return a URL whose host and port can be read. Raises ValueError."""
+    try:
+        parts = urlsplit(url)
+        if parts.port != 0 and parts.hostname:
+            return url
+    except ValueError:  # a port that is no number, or brackets without an IPv6 address
+        pass
+    raise ValueError(f"{url!r} names no host, or no port from 1 to 65535")
+
+
+HttpUrl = Annotated[
+    str,
+    matching(r"https?://\S+", "a URL that begins with http:// or https://"),
+    AfterValidator(check_address),
+]
 
 
 class Section(BaseModel):

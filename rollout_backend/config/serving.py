@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rollout_backend.config.section import Seconds, Section, import_kind, kind_choices
+from rollout_backend.config.section import HttpUrl, Seconds, Section, import_kind, kind_choices
 
 if TYPE_CHECKING:
     from rollout_backend.config.rollout import RolloutConfig
@@ -110,7 +110,7 @@ class ServingConfig(Section):
     extra_args: tuple[str, ...] = ()
     """Arguments appended to the engine's command line. Options that decide on which GPUs a server runs, and those for
     adapters, are refused: each one has a setting here."""
-    urls: tuple[str, ...] = ()
+    urls: tuple[HttpUrl, ...] = ()
     """URLs of the servers, for `external`."""
     follow_dns: bool = False
     """Treat each address of the hosts in `urls` as a server, and follow DNS changes: for a headless service of

@@ -176,4 +176,5 @@ def test_a_damaged_record_is_named(rollout, here):
     folder = here / "runs" / "a" / "steps"
     folder.mkdir(parents=True)
     (folder / "00000000.rollouts.jsonl").write_text('{"rollout_id": "task-00000.0"}\n')
-    refused(rollout("show", "task-00000.0"), "a record in runs/a/steps cannot be read")
+    for name in ("task-00000.0", "another"):
+        refused(rollout("show", name), "a record in runs/a/steps cannot be read")
