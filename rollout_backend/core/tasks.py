@@ -39,13 +39,14 @@ class Task:
     private: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_TASK_ID - 1}}}", self.task_id):
+        shape = rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_TASK_ID - 1}}}"
+        if not (isinstance(self.task_id, str) and re.fullmatch(shape, self.task_id)):
             raise TaskFileError(
                 f"task_id {self.task_id!r} must be 1 to {MAX_TASK_ID} letters, digits, '.', '_' or '-', "
                 "and begin with a letter or a digit"
             )
-        if self.rollouts is not None and self.rollouts < 1:
-            raise TaskFileError(f"task {self.task_id!r} has rollouts={self.rollouts}: plan at least one, or omit it")
+        if self.rollouts is not None and not (isinstance(self.rollouts, int) and self.rollouts >= 1):
+            raise TaskFileError(f"task {self.task_id!r} has rollouts={self.rollouts!r}: it must be an int from 1 on")
         if REQUEST_FIELD in self.payload:
             raise TaskFileError(f"the payload of task {self.task_id!r} must not have a field {REQUEST_FIELD!r}")
         try:
@@ -258,13 +259,17 @@ def _parquet(path: Path) -> Iterator[tuple[str, object]]:
 
     try:
         table = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowInvalid, OSError) as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise TaskFileError(f"{path} is not a parquet file: {error}") from None
     for each in table.schema:
         if "map<" in str(each.type):  # its values are read as pairs
             raise TaskFileError(f"{path}: the column {each.name} holds maps of Parquet: write it as JSON text")
+    try:
+        rows = table.to_pylist()
+    except (ArithmeticError, LookupError, ValueError, pyarrow.ArrowException) as error:
+        raise TaskFileError(f"{path} has a text, time or time zone that cannot be read: {error}") from None
     nulls = _Nulls(path)
-    for number, row in enumerate(table.to_pylist()):
+    for number, row in enumerate(rows):
         # A struct column is the union of all rows' fields; a field that a row lacks reads as null. A column of
         # JSON text keeps each payload as it was written.
         for column in ("payload", "private"):

@@ -152,6 +152,15 @@ def test_nulls_that_a_library_fills_in_are_named(tmp_path, caplog):
     assert not caplog.messages
 
 
+@pytest.mark.parametrize("kind", [pyarrow.timestamp("s"), pyarrow.timestamp("s", "Nowhere/Town")])
+def test_values_that_python_cannot_hold_are_refused(tmp_path, kind):
+    file = tmp_path / "t.parquet"
+    column = pyarrow.array([{"at": 10**15}], pyarrow.struct([("at", kind)]))
+    pyarrow.parquet.write_table(pyarrow.table({"payload": column}), file)
+    with pytest.raises(TaskFileError, match=r"t\.parquet has a text, time or time zone that cannot be read"):
+        read_tasks(file)
+
+
 def test_maps_of_parquet_are_refused(tmp_path):
     file = tmp_path / "t.parquet"
     kind = pyarrow.struct([("m", pyarrow.map_(pyarrow.string(), pyarrow.int64()))])
@@ -189,5 +198,9 @@ def test_a_doubled_task_id_names_the_file_and_both_lines(tmp_path):
 
 def test_an_id_is_bounded_so_that_the_rollouts_number_fits():
     Task("a" * MAX_TASK_ID, {"deep": nested(MAX_DEPTH - 1), "text": "\U0001f600\u2028", "numbers": (10**300, None)})
-    with pytest.raises(TaskFileError, match="must be 1 to 100"):
-        Task("a" * (MAX_TASK_ID + 1), {})
+    for task_id in ("a" * (MAX_TASK_ID + 1), 3):
+        with pytest.raises(TaskFileError, match="must be 1 to 100"):
+            Task(task_id, {})
+    for rollouts in (0, 2.5, "4"):
+        with pytest.raises(TaskFileError, match=f"rollouts={rollouts!r}: it must be an int from 1 on"):
+            Task("a", {}, rollouts=rollouts)
