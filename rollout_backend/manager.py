@@ -31,7 +31,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
-from agent_wrapper.contract import Sampling
+from agent_wrapper.contract import MAX_STEP, Sampling
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.harbor import describe_ignored, fit_to_runtime
 from rollout_backend.core.ledger import Phase
@@ -298,8 +298,8 @@ class RolloutManager:
         Raises:
             TaskFileError: no task, or two with one id.
             ConfigError: the rollouts cannot finish within `timeouts.collection_s`, or a task has a private part and
-                no scorer is configured, or no such adapter is loaded, or the step is being collected already; nothing
-                was dispatched.
+                no scorer is configured, or no such adapter is loaded, or the step is being collected already, or its
+                number is impossible; nothing was dispatched.
             ManifestError: the step was started before, and its manifest cannot be read.
             StoreError: S3 refused the step's manifest until the step's deadline; nothing was dispatched.
             ServingError: no engine or no gateway is left; the step's open rollouts ended as infra_error.
@@ -313,6 +313,8 @@ class RolloutManager:
             served, wanted = self._started.serving, self._check_tasks(tasks)
             named = served.named_adapter(adapter)
             number = self._next_step if step is None else step
+            if not 0 <= number <= MAX_STEP:
+                raise ConfigError(f"step {number} is not from 0 to {MAX_STEP}")
             self._next_step = max(self._next_step, number + 1)
             request = StepRequest(
                 number,
