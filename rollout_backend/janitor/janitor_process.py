@@ -34,6 +34,7 @@ class Janitor:
     def __init__(self, process: subprocess.Popen[bytes] | None) -> None:
         self._process = process
         self._reachable = process is not None
+        self._unsent = bytearray()  # lines for which the pipe has no room yet
 
     @classmethod
     async def start(cls, config: RolloutConfig, lease: RunLease, runtime: AgentRuntime, log_file: Path) -> Self:
@@ -63,29 +64,41 @@ class Janitor:
         """Stop the janitor or, if `done` is False, let it clean up as after a death."""
         if self._process is None:
             return
+        if done:
+            self._report({"done": True})
+        stdin = self._process.stdin
+        assert stdin is not None
+        while self._unsent and self._reachable:
+            _, ready, _ = await asyncio.to_thread(select.select, (), (stdin,), (), _END_S)
+            if not ready:
+                break
+            self._send()
+        process, self._process = self._process, None
         if not done:
-            process, self._process = self._process, None
             for pipe in (process.stdin, process.stdout):
                 assert pipe is not None
                 pipe.close()
             return
-        self._report({"done": True})
-        process, self._process = self._process, None
-        assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.close()
+        stdin.close()
         ended, _, _ = await asyncio.to_thread(select.select, [process.stdout], [], [], _END_S)  # wait for its exit
         if not ended:
             log.warning("the run's janitor has not ended yet")
         process.stdout.close()
 
     def _report(self, line: dict[str, Any]) -> None:
-        if self._process is None or not self._reachable:
-            return
+        if self._process is not None and self._reachable:
+            self._unsent += json.dumps(line).encode() + b"\n"
+            self._send()
+
+    def _send(self) -> None:
+        assert self._process is not None
         assert self._process.stdin is not None
-        try:  # atomic: a line is shorter than PIPE_BUF
-            os.write(self._process.stdin.fileno(), json.dumps(line).encode() + b"\n")
-        except OSError as error:  # the janitor was killed or suspended
+        try:
+            del self._unsent[: os.write(self._process.stdin.fileno(), self._unsent)]
+        except BlockingIOError:  # the pipe is full: the janitor had no CPU time, or is suspended
+            pass
+        except OSError as error:  # the janitor was killed
             self._reachable = False
             log.warning("the run's janitor cannot be reached (%s): queues and sessions stay if it is killed", error)
 

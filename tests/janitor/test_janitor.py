@@ -415,6 +415,22 @@ async def test_a_run_continues_without_its_janitor(cloud, caplog, tmp_path):
     await store.aclose()
 
 
+async def test_a_janitor_without_cpu_time_learns_of_every_session_later(tmp_path):
+    books = tmp_path / "books"
+    argv = ["sh", "-c", f"exec cat > {books}"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        os.set_blocking(process.stdin.fileno(), False)
+        janitor = Janitor(process)
+        os.kill(process.pid, signal.SIGSTOP)
+        for i in range(2000):
+            janitor.session_opened(sid(str(i)))
+        os.kill(process.pid, signal.SIGCONT)
+        await janitor.aclose()
+    state = RunState()
+    state.read(books.read_bytes())
+    assert (len(state.sessions), state.done) == (2000, True)
+
+
 @pytest.mark.parametrize("error", [QuotaExceeded("too many"), OutcomeUnknown("cut")])
 async def test_only_a_session_that_never_opened_is_closed_in_the_janitors_books(error):
     janitor, runtime = Mock(), Mock(invoke=AsyncMock(side_effect=error))
