@@ -1,6 +1,7 @@
 """Classify responses of AWS: what an error says about the call, what the user can do about it, and which permissions
 it shows."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -198,6 +199,11 @@ def _refusal(error: ClientError, what: str, setting: str) -> str:
         return f"{what} is in another region ({said}): set aws.region"
     if status == 404 or code.endswith(_NO_SUCH):
         return f"{what} does not exist: create it, or correct {setting}"
+    if kms := re.search(r"\bkms:\w+", said):
+        return (
+            f"{what}: {error.operation_name} is not allowed ({said}). Its encryption uses a KMS key: allow {kms[0]} "
+            "on that key to these credentials, and to the agents' role if agents write there"
+        )
     if is_denied(error) and setting in _GRANTED_BY:
         return f"{what}: {error.operation_name} is not allowed ({message_of(error)}). {_GRANTED_BY[setting]}"
     if status in (401, 403) or code.startswith("AccessDenied"):

@@ -128,6 +128,10 @@ def refused(status: int, code: str, message: str = "") -> ClientError:
             "expecting 'eu-west-1'.*set aws.region",
         ),
         (refused(403, "AccessDenied"), "CreateQueue is not allowed.*TrainerPolicyArn.*QueueUrl"),
+        (
+            refused(403, "AccessDenied", "u is not authorized to perform: kms:GenerateDataKey on resource: k"),
+            "CreateQueue is not allowed.*on resource: k.*allow kms:GenerateDataKey on that key to these credentials",
+        ),
         (refused(403, "Forbidden"), "Give these credentials the permission that is missing"),
         (refused(400, "InvalidAttributeValue", "too long"), "InvalidAttributeValue: too long. Check queue.url"),
     ],
