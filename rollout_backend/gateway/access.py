@@ -8,6 +8,7 @@ Invariants:
 
 - The head of a request arrives within `HEAD_S` and has at most `MAX_HEAD_BYTES` plus the size of one read. The same
   limits apply to the frames and trailers of a chunked body.
+- A connection has at most `_MAX_PIPELINED` requests waiting for their turn: uvicorn would parse and keep any number.
 - When all connections are in use, a new one replaces the connection that has waited longest for its first request, or
   else the one that has been idle longest.
 - Keys and secrets are never logged. Behind `PathKeys`, no path contains a key, so no log, error, trace or journal can
@@ -37,6 +38,7 @@ from rollout_backend.logs import bind_log_fields
 HEAD_S = 5.0
 KEEP_ALIVE_S = 4200  # longer than any load balancer's, so that none reuses a connection that this side is closing
 MAX_HEAD_BYTES = 64 * 1024
+_MAX_PIPELINED = 64  # clients and proxies of today send none before the answer to the last
 _FRAME_BYTES = 16  # framing allowed per byte of content in a chunked body
 _MAX_CONNECTIONS = 65_536
 _FILES_OF_A_CALL = 3  # a connection of the agent, one to the engine, and one that an agent keeps open when idle
@@ -118,6 +120,9 @@ def bounded_protocol(connections: int, head_s: float = HEAD_S) -> type[HttpTools
             self._in_body = True
             self._received_head()
             super().on_headers_complete()
+            if len(self.pipeline) > _MAX_PIPELINED:
+                self.transport.abort()
+                raise ConnectionError("too many requests wait on this connection")  # ends the parser
 
         def on_body(self, body: bytes) -> None:
             self._head_bytes = max(0, self._head_bytes - (1 + _FRAME_BYTES) * len(body))

@@ -1,6 +1,7 @@
 """What one session, or a connection without a request, may use of a gateway."""
 
 import asyncio
+import contextlib
 import gzip
 import json
 import socket
@@ -85,6 +86,29 @@ def test_a_body_in_tiny_chunks_is_read(bounded, connect):
     connection = connect(bounded)
     connection.sendall(CHUNKED + b"1\r\na\r\n" * 40_000 + b"0\r\n\r\n")
     assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
+
+
+def test_requests_on_one_connection_wait_in_a_limited_number(connect):
+    go, begun = threading.Event(), []
+
+    async def slow(scope, receive, send) -> None:
+        if scope["type"] == "http":
+            begun.append(scope)
+            await asyncio.to_thread(go.wait, 60)
+            await app(scope, receive, send)
+
+    request = HEAD + b"Content-Length: 1\r\n\r\na"
+    with ServerThread(slow, http=bounded_protocol(4), ws="none") as server:
+        few, many = connect(server), connect(server)
+        few.sendall(request * 10)
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            many.sendall(request * 100)
+            assert many.recv(1000) == b""
+        go.set()
+        received = b""
+        while received.count(b"HTTP/1.1 200 ") < 10:
+            received += few.recv(1000)
+    assert len(begun) <= 12
 
 
 def test_a_request_that_offers_http_2_is_read_with_its_body(play):
