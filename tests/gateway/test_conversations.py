@@ -5,6 +5,7 @@ The model is byte-level: a reply of n ASCII letters is n tokens and its end toke
 
 import copy
 import random
+from collections import Counter
 
 import pytest
 
@@ -78,6 +79,18 @@ def test_a_reply_that_says_its_reasoning_is_the_same_without_the_reasoning(sessi
 def with_another_id(text: str) -> list[dict]:
     call = {**CALL, "id": "chosen_by_the_agent"}
     return [assistant("", tool_calls=[call]), tool_result(call["id"], text)]
+
+
+def test_the_work_grows_with_the_messages_and_not_with_their_square(session):
+    read = Counter()
+
+    class Read(dict):
+        def get(self, *args):
+            read.update(args[:1])
+            return super().get(*args)
+
+    session.question([Read(role="tool", content="", tool_call_id=f"c{i}") for i in range(1000)], None)
+    assert max(read.values()) < 10_000
 
 
 def test_a_changed_call_id_matters_only_if_ids_are_rendered(session, say, bundle, monkeypatch):

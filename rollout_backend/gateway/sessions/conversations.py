@@ -327,7 +327,9 @@ class Conversations:
         if text != (text := to_json(tools)):
             digest, defaults = _digest(b"tools", tools or []), _defaults(tools)
             self._offered = text, digest, defaults
-        step = partial(_compared_digest, defaults=defaults, with_ids=self._bundle.renders_call_ids)
+        with_ids = self._bundle.renders_call_ids
+        named = messages if with_ids else _with_tool_names(messages)  # without ids, the tool identifies a result
+        step = partial(_compared_digest, named=named, defaults=defaults, with_ids=with_ids)
         return digest, defaults, self._prepared.chain(messages, step, digest)
 
     def _split_reason(self, messages: Sequence[Message], chain: list[_Digest], tools_digest: _Digest) -> str:
@@ -350,27 +352,20 @@ def _with_tool_names(messages: Sequence[Message], start: int = 0) -> list[Messag
 
     The name comes from the latest earlier call with the result's id. A result without such a call is not changed.
     """
-    return [_with_tool_name(messages, i) for i in range(start, len(messages))]
-
-
-def _with_tool_name(messages: Sequence[Message], i: int) -> Message:
-    """Return message `i`, with the tool's name if it is a tool result."""
-    message = messages[i]
-    if message["role"] != "tool" or "name" in message:
-        return message
-    call_id = message.get("tool_call_id")
-    for before in reversed(range(i)):
-        for call in reversed(messages[before].get("tool_calls") or ()):
-            if call.get("id") == call_id:
-                return {"name": call["function"]["name"], **message}
-    return message
+    names: dict[str | None, str] = {}  # by the call's id
+    named: list[Message] = []
+    for message in messages:
+        if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names:
+            message = {"name": names[message.get("tool_call_id")], **message}
+        named.append(message)
+        names.update((call.get("id"), call["function"]["name"]) for call in message.get("tool_calls") or ())
+    return named[start:]
 
 
 def _compared_digest(
-    before: _Digest, messages: Sequence[Message], i: int, *, defaults: _Defaults, with_ids: bool
+    before: _Digest, _: Sequence[Message], i: int, *, named: Sequence[Message], defaults: _Defaults, with_ids: bool
 ) -> _Digest:
-    # Without ids, the name of the called tool identifies a result.
-    message = messages[i] if with_ids else _with_tool_name(messages, i)
+    message = named[i]
     reasoning = (message.get("reasoning_content") or "").strip()
     if reasoning and message.get("tool_calls") and message.get("content") == reasoning:
         message = {**message, "content": ""}  # Copilot repeats it as the text of a reply that only calls tools
