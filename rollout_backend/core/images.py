@@ -8,6 +8,7 @@ import hashlib
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from PIL import Image as pillow
@@ -130,11 +131,9 @@ def message_content(pieces: Sequence[str | Image], separator: str = "") -> str |
     if all(isinstance(piece, str) for piece in pieces):
         return separator.join(map(str, pieces))
     parts: list[dict[str, Any]] = []
-    for piece in pieces:
-        if isinstance(piece, Image):
-            parts.append(piece.part)
-        elif parts and parts[-1]["type"] == "text":
-            parts[-1]["text"] += piece
-        elif piece:
-            parts.append({"type": "text", "text": piece})
+    for is_image, run in groupby(pieces, lambda piece: isinstance(piece, Image)):
+        if is_image:
+            parts += [image.part for image in run if isinstance(image, Image)]
+        elif text := "".join(piece for piece in run if isinstance(piece, str)):
+            parts.append({"type": "text", "text": text})
     return parts

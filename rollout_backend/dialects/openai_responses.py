@@ -51,6 +51,7 @@ _HOSTED = frozenset(
         *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
     }
 )
+_MAX_REPEATED = 4 * 2**20  # characters; any body's length squared could be asked for
 _TEXT_INPUT = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -339,9 +340,17 @@ class OpenAIResponses(Dialect):
 
 def _tools(request: _Request) -> tuple[list[dict[str, Any]], ResponseEcho]:
     """Return the tools to offer to the model, and the fields of the request that the answer repeats."""
-    offered, echoed, custom, namespaces = [], [], [], {}
+    offered, echoed, custom, namespaces, repeated = [], [], [], {}, 0
     for declared in request.tools or ():
         space = declared if isinstance(declared, _Namespace) else None
+        if space is not None:
+            repeated += len(space.tools) * len(space.name + (space.description or ""))
+            if repeated > _MAX_REPEATED:
+                raise refused(
+                    "tools",
+                    f"a namespace's name and description are shown with each of its tools, which "
+                    f"makes more than {_MAX_REPEATED} characters; shorten them",
+                )
         for tool in [declared] if space is None else space.tools:
             if isinstance(tool, (_Namespace, HostedTool)):
                 continue
@@ -381,10 +390,14 @@ def _messages(request: _Request, images: ImageReader, separators: Separators) ->
             reply = {}
         else:
             if not reply or (isinstance(item, _Message) and isinstance(before, _Message)):
-                reply = {"role": "assistant", "content": ""}
+                reply = {"role": "assistant", "content": []}
                 plain.append(reply)
             _add(reply, item, f"input.{i}", images)
         before = item
+    for message in plain:
+        if message["role"] == "assistant":
+            for name in message.keys() & {"content", "reasoning_content"}:
+                message[name] = "".join(message[name])
     return plain
 
 
@@ -392,13 +405,13 @@ def _add(
     reply: Message, item: _Message | _Reasoning | _FunctionCall | _CustomCall, where: str, images: ImageReader
 ) -> None:
     if isinstance(item, _Message):
-        reply["content"] += _content(item.content, f"{where}.message.content", images, "", item.role)
+        reply["content"].append(_content(item.content, f"{where}.message.content", images, "", item.role))
     elif isinstance(item, (_FunctionCall, _CustomCall)):
         arguments = wire.call_arguments(item.arguments, f"{where}.arguments")
         function = {"name": _flat_name(item.name, item.namespace), "arguments": arguments}
         reply.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
     elif item.content:
-        reply["reasoning_content"] = reply.get("reasoning_content", "") + "".join(part.text for part in item.content)
+        reply.setdefault("reasoning_content", []).extend(part.text for part in item.content)
 
 
 def _content(

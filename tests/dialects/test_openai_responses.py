@@ -200,6 +200,7 @@ def test_text_formats(wanted, schema):
         ({"tools": [{"type": ["function"]}]}, "tools.0", "type is missing"),
         ({"tools": [{"type": "browser"}]}, "tools.0", "type 'browser' is not supported here"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.0.function.name", "required"),
+        ({"tools": [{**SPACE, "description": "d" * 2**17, "tools": [TOOL] * 50}]}, "tools", "shorten them"),
         ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice.name", "is missing"),
         ({"tool_choice": {"type": "function", "name": "g"}, "tools": [TOOL]}, "tool_choice.name", "name one of f"),
         ({"tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice", "send only those tools"),

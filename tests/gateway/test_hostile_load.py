@@ -18,6 +18,9 @@ FACTOR = 10  # of the 99th percentile, on a machine that does other things at th
 HANG_S = 300
 TOOL = '{"type":"function","function":{"name":"f"}}'
 
+RESULT = '{"role":"tool","tool_call_id":"a","content":""}'
+PART = {"type": "text", "text": "word " * 12}
+
 
 class Bench:
     """A gateway process before a scripted engine."""
@@ -59,6 +62,8 @@ MANY = body(",".join([said("a")] * 400_000))
 ATTACKS: dict[str, tuple[bytes, str]] = {  # what the session's clients post, and where
     "14 MiB of tiny messages": (MANY, "/chat/completions"),
     "as many messages as are parsed": (body(",".join([said("a")] * 19_000)), "/chat/completions"),
+    "as many results of tools": (body(",".join([said("a"), *[RESULT] * 19_000])), "/chat/completions"),
+    "as many parts of a text": (body(json.dumps({"role": "user", "content": [PART] * 19_000})), "/chat/completions"),
     "a long text": (body(said("word " * 380_000)), "/chat/completions"),
     "a text of the context's length": (body(said("word " * 6_000)), "/chat/completions"),
     "counting tokens": (body(said("word " * 380_000)), "/messages/count_tokens"),
