@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -71,6 +72,7 @@ log = logging.getLogger(__name__)
 _FOLLOW_EVERY_S = 0.25  # one call to verl's load balancer actor, which answers from memory
 _CLOSE_S = 60.0
 _GREEDY = "-greedy"
+_MAX_EXTRAS = 100  # of one rollout
 
 
 class CloudAgentLoopManager:
@@ -465,11 +467,12 @@ def _pad_token_id(model: Path) -> int:
 def reward_extra_info(rollout: Rollout, validate: bool) -> dict[str, float]:
     """Return the agent's numeric extras: verl's validation logs their means, and its group filter can read one.
 
-    The filter finds the reward under verl's usual names, too. A metric "acc" of validation would count lost rollouts
-    as 0. verl adds "reward" itself.
+    At most the first `_MAX_EXTRAS` count, because each name becomes a metric. The filter finds the reward under
+    verl's usual names, too. A metric "acc" of validation would count lost rollouts as 0. verl adds "reward" itself.
     """
     extras = rollout.extras.items()
-    found = {key: float(value) for key, value in extras if isinstance(value, int | float) and key != "reward"}
+    numbers = ((key, float(value)) for key, value in extras if isinstance(value, int | float) and key != "reward")
+    found = dict(islice(numbers, _MAX_EXTRAS))
     if validate or rollout.reward is None:
         return found
     return dict.fromkeys(("acc", "score"), rollout.reward) | found

@@ -476,6 +476,8 @@ def test_groups_are_filtered_by_the_reward_or_an_extra(queue: Any, metric: str, 
 
 def test_validation_has_the_extras_alone() -> None:
     assert reward_extra_info(make_rollout(extras={"f1": 1, "reward": 2.0}), validate=True) == {"f1": 1.0}
+    many = make_rollout(extras={f"name {i}": i for i in range(10_000)})
+    assert len(reward_extra_info(many, validate=True)) == 100
 
 
 @pytest.mark.parametrize(
