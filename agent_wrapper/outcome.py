@@ -44,8 +44,6 @@ from agent_wrapper.shared.json_values import finite_number, read_extras, short
 from agent_wrapper.shared.redaction import without_key
 from agent_wrapper.shared.trajectory import TrajectoryTooLarge, TrajectoryUnavailable
 
-_MESSAGE_CHARS = 2_000
-_TRACEBACK_CHARS = 20_000
 _WANTED = "return a finite number, or a dict with one under 'reward' and other JSON values"
 
 _OF_COMMANDS: dict[type[Exception], tuple[Outcome, str]] = {
@@ -111,11 +109,7 @@ class Unscored:
 def failed(
     outcome: Outcome, reason: str, message: str, trace: str | None = None, reward: float | None = None
 ) -> AgentResult:
-    failure = Failure(
-        reason=reason,
-        message=_text(message)[:_MESSAGE_CHARS],
-        traceback=_text(trace)[-_TRACEBACK_CHARS:] if trace else None,  # the end of a traceback names the error
-    )
+    failure = Failure(reason=reason, message=_text(message), traceback=_text(trace) if trace else None)
     return AgentResult(outcome, reward, failure=failure)
 
 

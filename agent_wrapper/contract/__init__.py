@@ -18,7 +18,7 @@ Two encodings of the same fields are accepted (`codec`): the compact form that `
 zstd frame, arrays as little-endian raw bytes), and plain JSON, for agents in any language.
 """
 
-from agent_wrapper.contract.codec import ContractError
+from agent_wrapper.contract.codec import ContractError, readable
 from agent_wrapper.contract.keys import (
     MAX_STEP,
     ResultName,
@@ -68,7 +68,6 @@ from agent_wrapper.contract.objects import (
     VersionSpan,
     check_rewards,
     pack_artifacts,
-    readable,
     unpack_artifacts,
 )
 from agent_wrapper.contract.shared_prefixes import CheckedMessages

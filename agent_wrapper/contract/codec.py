@@ -23,15 +23,28 @@ MAX_VALUES = 4_000_000  # limit on all values in one object, including keys
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 # Possessive, and a string without an end reaches to the end of the input: each byte is visited once.
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+_MAX_FIELD_CHARS, _MAX_REASON_CHARS = 200, 1000
+
+# The second line: those that reorder or break lines, with which a text can show another than it is (CVE-2021-42574).
+_UNREADABLE = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f"
+    r"\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
+)
+
+
+def readable(text: str) -> str:
+    """Replace control characters other than tab and newline, which a terminal, a log or a browser would interpret."""
+    return _UNREADABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 class ContractError(ValueError):
-    """An object that violates the contract. `field` names the place, `reason` says what is wrong."""
+    """An object that violates the contract. `field` names the place, `reason` says what is wrong: both are short and
+    readable, although the object may choose the names of its fields and what is quoted."""
 
     def __init__(self, field: str, reason: str) -> None:
-        super().__init__(f"{field}: {reason}")
-        self.field = field
-        self.reason = reason
+        self.field = " ".join(readable(field[:_MAX_FIELD_CHARS]).split("\n"))
+        self.reason = readable(reason[:_MAX_REASON_CHARS])
+        super().__init__(f"{self.field}: {self.reason}")
 
 
 class ExpandedBeyondCap(ContractError):

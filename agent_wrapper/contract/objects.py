@@ -6,7 +6,6 @@ import base64
 import binascii
 import hashlib
 import math
-import re
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,7 +33,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 from pydantic_core import to_json
 
-from agent_wrapper.contract.codec import MAX_OBJECT_BYTES, ContractError, pack, unpack
+from agent_wrapper.contract.codec import MAX_OBJECT_BYTES, ContractError, pack, readable, unpack
 from agent_wrapper.contract.keys import ID_PATTERN, MAX_STEP
 from agent_wrapper.contract.shared_prefixes import CheckedMessages, add_to_schema, expand, share
 
@@ -153,19 +152,9 @@ Images = dict[Sha256, RawBytes]
 Identifier = Annotated[str, StringConstraints(pattern=rf"^{ID_PATTERN}$")]
 """An id that is valid in a key, a URL and a file name: no slash, no leading dot, at most 128 characters."""
 
-# The second line: those that reorder or break lines, with which a text can show another than it is (CVE-2021-42574).
-_UNREADABLE = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f"
-    r"\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
-)
-
-
-def readable(text: str) -> str:
-    """Replace control characters other than tab and newline, which a terminal, a log or a browser would interpret."""
-    return _UNREADABLE.sub("\N{REPLACEMENT CHARACTER}", text)
-
-
-Readable = Annotated[str, AfterValidator(readable)]
+_MESSAGE_CHARS, _TRACEBACK_CHARS = 2_000, 20_000  # a container writes them, and logs, records and pages show them
+_Message = Annotated[str, AfterValidator(lambda text: readable(text[:_MESSAGE_CHARS]))]
+_Traceback = Annotated[str, AfterValidator(lambda text: readable(text[-_TRACEBACK_CHARS:]))]  # its end has the error
 Seal = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 """The gateway's signature of a trajectory. Only the training side creates and reads it."""
 
@@ -348,8 +337,8 @@ class Failure(ContractObject):
     """Why a rollout did not complete: a reason to count by, a message to read, a traceback to debug with."""
 
     reason: Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
-    message: Readable
-    traceback: Readable | None = None
+    message: _Message
+    traceback: _Traceback | None = None
 
 
 def check_rewards(reward: float, turn_rewards: Iterable[float]) -> None:

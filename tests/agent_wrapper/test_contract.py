@@ -18,6 +18,7 @@ from agent_wrapper.contract import (
     MAX_STEP,
     Announcement,
     ContractError,
+    Failure,
     Outcome,
     Rollout,
     Segment,
@@ -80,6 +81,9 @@ def make_fields(**changes: Any) -> dict[str, Any]:
 
 def make_rollout(**changes: Any) -> Rollout:
     return Rollout.parse(make_fields(**changes))
+
+
+TRICK = "\x1b]52;c;ZXZpbA==\x07\n\u202e" * 10_000
 
 
 def pack(fields: object) -> bytes:
@@ -425,6 +429,23 @@ def test_a_bomb_is_refused_unopened():
     bomb = zstandard.ZstdCompressor().compress(bytes(300 * 1024 * 1024))
     with pytest.raises(ContractError, match="more than the cap"):
         Rollout.decode(bomb[:20])  # its header, after which nothing can be decompressed
+
+
+@BOTH_INPUTS
+@pytest.mark.parametrize(
+    "changes", [{TRICK: 1}, {"schema_version": TRICK}, {"images": {TRICK: ""}}, {"model": [TRICK]}]
+)
+def test_what_is_said_of_a_hostile_result_is_short_and_readable(encode, changes):
+    with pytest.raises(ContractError) as caught:
+        Rollout.decode(encode(make_fields(**changes)))
+    assert len(str(caught.value)) < 1500
+    assert str(caught.value).isprintable()
+
+
+def test_a_failure_is_cut_as_records_and_pages_show_it():
+    failure = Failure(reason="crashed", message="m" * 10**6, traceback="t" * 10**6 + "end")
+    assert (len(failure.message), failure.traceback[-4:]) == (2_000, "tend")
+    assert len(failure.traceback) == 20_000
 
 
 def test_a_frame_that_hides_its_size_is_refused():
