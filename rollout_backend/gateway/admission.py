@@ -147,11 +147,10 @@ class SessionShare:
         self._spent_s = 0.0  # seconds spent on the large request that holds `_parsing`
 
     @contextlib.contextmanager
-    def request(self, limit: int) -> Iterator[None]:
+    def request(self, limit: int, why: str = "gateway.max_session_calls allows no more") -> Iterator[None]:
         """Count a request until its response is complete. Raises ApiError (429) if `limit` are open."""
         if self._requests >= limit:
-            message = f"this session has {limit} requests open, and gateway.max_session_calls allows no more"
-            raise _refusal(message, _MIN_RETRY_S)
+            raise _refusal(f"this session has {limit} requests open, and {why}", _MIN_RETRY_S)
         self._requests += 1
         try:
             yield

@@ -67,8 +67,8 @@ class _Answer(Response):
         await super().__call__(scope, receive, send)
 
 
-class _Stream(_Answer, StreamingResponse):
-    """A stream of events that ends when the client disconnects."""
+class Stream(_Answer, StreamingResponse):
+    """A response sent in parts, which ends when the client disconnects."""
 
 
 class _Whole(_Answer):
@@ -230,7 +230,7 @@ class CallHandler:
             if call.stream:
                 stream = dialect.stream(call, running.id, running.created, self._settings.model.served_name)
                 events = self._events(stream, session, running)
-                response: _Answer = _Stream(events, media_type="text/event-stream", headers=_STREAM_HEADERS)
+                response: _Answer = Stream(events, media_type="text/event-stream", headers=_STREAM_HEADERS)
             else:
                 response = _Whole(request, running, dialect.body(call, answer))
         except BaseException as error:

@@ -57,7 +57,7 @@ from rollout_backend.dialects.text_parts import separators
 from rollout_backend.errors import ConfigError
 from rollout_backend.gateway.access import Authenticator, PathKeys
 from rollout_backend.gateway.admission import Admission, read_body
-from rollout_backend.gateway.call_handler import CallHandler
+from rollout_backend.gateway.call_handler import CallHandler, Stream
 from rollout_backend.gateway.call_traces import CallTraces
 from rollout_backend.gateway.engine.client import EngineClient
 from rollout_backend.gateway.engine.engines import Engines
@@ -74,6 +74,8 @@ from rollout_backend.rendering.renderer import RendererBundle, load_renderer
 SERVER_NAME = "rollout-backend"
 """Marker in the body of /health, by which a check recognizes a gateway behind a public address."""
 _SWEEP_S = 5.0
+_FETCHES = 4  # answers with one session's trajectory at a time; as JSON, each holds it as a whole
+_PIECE_BYTES = 256 * 1024
 _PREFIXES = ("/v1", "/v1/v1", "")
 _Body = TypeVar("_Body", bound=BaseModel)
 
@@ -235,14 +237,20 @@ class Gateway:
 
     async def trajectory(self, request: Request) -> Response:
         claims = self._authenticator.session(request)
-        sealed = await self._registry.seal(claims)
-        if "application/json" in request.headers.get("accept", ""):
+        sealed, media_type = await self._registry.seal(claims), "application/octet-stream"
+        share = self._registry.share(claims)
+        with contextlib.ExitStack() as fetch:
+            fetch.enter_context(share.request(_FETCHES, "its trajectory is sent to no more clients at once"))
+            if "application/json" in request.headers.get("accept", ""):
+                content, media_type = sealed, "application/json"
 
-            async def to_json() -> bytes:
-                return await asyncio.to_thread(lambda: Trajectory.decode(sealed).to_json())
+                async def to_json() -> bytes:
+                    return await asyncio.to_thread(lambda: Trajectory.decode(content).to_json())
 
-            return Response(await self._registry.share(claims).render(to_json), media_type="application/json")
-        return Response(sealed, media_type="application/octet-stream")
+                sealed = await share.render(to_json)
+            response = Stream(_pieces(sealed), media_type=media_type, headers={"Content-Length": str(len(sealed))})
+            response.on_end(fetch.pop_all().close)
+            return response
 
     async def heartbeat(self, request: Request) -> Response:
         self._registry.record_heartbeat(self._authenticator.session(request))
@@ -344,6 +352,12 @@ class Gateway:
 
     async def _unexpected(self, request: Request, error: Exception) -> Response:
         return await self._api_error(request, ApiError(500, "internal error of the gateway; its log says more"))
+
+
+async def _pieces(data: bytes) -> AsyncIterator[bytes]:
+    """Yield parts of an answer, so that a client that reads slowly holds one of them and not the whole."""
+    for start in range(0, len(data), _PIECE_BYTES):
+        yield data[start : start + _PIECE_BYTES]
 
 
 def _image_limits(settings: GatewaySettings, bundle: RendererBundle) -> ImageLimits | None:

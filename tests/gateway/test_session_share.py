@@ -310,6 +310,25 @@ def test_a_session_has_a_limited_number_of_open_requests(play, connect, path):
     until(lambda: gateway.post(call, path=path).status_code == 200)
 
 
+def test_a_trajectory_is_sent_to_a_limited_number_of_slow_clients(play, byte_model, connect):
+    gateway = play(["ok"], model=byte_model.model_copy(update={"context_length": 2_000_000}))
+    assert gateway.post({**CALL, "messages": [user("a" * 1_900_000)]}).status_code == 200
+    [key] = gateway.headers().values()
+    path, form = "/v1/rollout/trajectory", {"Accept": "application/json"}
+    assert len(gateway.post(b"", path=path, headers=form).content) > 16 * 2**20  # more than sockets hold
+    held = [connect(gateway) for _ in range(4)]
+    for connection in held:
+        head = (
+            f"POST {path} HTTP/1.1\r\nAuthorization: {key}\r\nAccept: application/json\r\nContent-Length: 0\r\n\r\n"
+        )
+        connection.sendall(head.encode())
+        assert connection.recv(12) == b"HTTP/1.1 200"
+    assert gateway.seal().status_code == 429
+    for connection in held:
+        connection.close()
+    until(lambda: gateway.seal().status_code == 200)
+
+
 async def test_a_cancelled_caller_keeps_its_turn_until_its_work_has_ended():
     share, go, began = SessionShare(), threading.Event(), asyncio.Event()
 

@@ -81,9 +81,9 @@ class OpenSession:
 @dataclass
 class _SealedSession:
     trajectory: asyncio.Task[bytes]
-    share: SessionShare
     at: float
     expires_at: float
+    share: SessionShare = field(default_factory=SessionShare)  # apart from that of its calls, which may still end
 
     def close(self) -> None:
         self.trajectory.cancel()
@@ -300,7 +300,7 @@ class SessionRegistry:
         self._stats.undelivered += len(session.conversations.drop(undelivered))
         session.conversations.leave_out(session.left_out)
         trajectory = asyncio.create_task(self._encode(session, len(session.unanswered)))
-        sealed = _SealedSession(trajectory, session.share, at, session.expires_at)
+        sealed = _SealedSession(trajectory, at, session.expires_at)
         self._sessions[session.claims.session_id] = sealed
         return sealed
 
