@@ -19,6 +19,7 @@ _NOT_THE_AGENTS = frozenset({"status_code", "input_id", "s3_bucket", "result_key
 _INFRASTRUCTURE = frozenset({408, 429, 502, 503, 504})
 _STOPPED = frozenset({"CancelledError", "GeneratorExit", "KeyboardInterrupt", "SystemExit"})  # by SIGTERM, mostly
 _ERROR_LINE = re.compile(r"^(?:\w+\.)*(\w+)(?::|$)", re.MULTILINE)
+_TRACE_CHARS = 20_000
 _VERSION = 1
 _CONFIG, _ENVELOPE = "_config", "_agentcore_runtime"
 _ENDED = {
@@ -64,7 +65,7 @@ class AgentCoreRlToolkit(WrittenResults):
         try:
             fields = json.loads(answer)
             accepted = fields["status"] == "processing"
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             accepted = False
         if not accepted:
             raise InvokeRejected(
@@ -125,7 +126,7 @@ class Verl4216(AgentCoreRlToolkit):
 
 
 def _error(status: int, message: str, trace: object) -> AgentResult:
-    trace = trace if isinstance(trace, str) else None
+    trace = trace[-_TRACE_CHARS:] if isinstance(trace, str) else None  # its end names the error
     classes = _ERROR_LINE.findall(trace or "")
     if classes and classes[-1] in _STOPPED:
         return failed(Outcome.INFRA_ERROR, TERMINATED, f"the agent was stopped: {classes[-1]}", trace)

@@ -77,10 +77,10 @@ class Dispatcher:
         """
         answer = await self._runtime.invoke(session_id, payload)
         try:
-            status = json.loads(answer)["status"]
-        except (ValueError, KeyError, TypeError):
-            status = None
-        if status not in _ACCEPTED:
+            accepted = json.loads(answer)["status"] in _ACCEPTED
+        except (ValueError, KeyError, TypeError, RecursionError):  # a container answers anything
+            accepted = False
+        if not accepted:
             raise InvokeRejected(
                 f"the agent answered {answer[:200]!r} instead of accepting the rollout: is its function wrapped in "
                 "RolloutApp, or its BedrockAgentCoreApp imported from agent_wrapper.bedrock_agentcore, and the "

@@ -177,7 +177,7 @@ def _to_call_error(reply: aiohttp.ClientResponse, body: bytes) -> RuntimeCallErr
 def _is_session_not_found(body: bytes) -> bool:
     try:
         return bool(json.loads(body)["error"] == "SessionNotFound")
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return False
 
 
@@ -219,6 +219,6 @@ async def read_answer(reply: aiohttp.ClientResponse) -> bytes:
 def _is_json(body: bytes) -> bool:
     try:
         json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True

@@ -175,7 +175,7 @@ def _read_reward(end: VerifierEnd, log_location: str) -> dict[str, Any]:
     if end.succeeded:
         try:
             reported = json.loads(end.message)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ScoringError(
                 f"the verifier reported {end.message[:100]!r}, and no reward. Its log: {log_location}"
             ) from None

@@ -48,7 +48,9 @@ def test_the_payload_of_the_pull_request_names_session_and_queue():
     assert VERL.result_key(REQUEST) == f"{block['exp_id']}/{block['input_id']}_{block['session_id']}.json"
 
 
-@pytest.mark.parametrize("answer", [b"", b"[]", b'{"status": "accepted"}', b'{"status": "processing"}'])
+@pytest.mark.parametrize(
+    "answer", [b"", b"[]", b'{"status": "accepted"}', b'{"status": "processing"}', b"[" * 60_000]
+)
 def test_an_answer_of_another_app_is_refused_by_name(answer: bytes):
     with pytest.raises(InvokeRejected, match=r"AgentCoreRLApp|0\.2\.0"):
         TOOLKIT.check_accepted(answer, REQUEST)

@@ -196,7 +196,7 @@ async def test_attempts_are_bounded(rollout, runtime, ledger):
     assert (entry.outcome, entry.reason, entry.attempts) == (Outcome.INFRA_ERROR, "runtime_unavailable", 3)
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b'{"status": "ok"}'])
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"status": "ok"}', b'{"status": {}}', b"[" * 60_000])
 async def test_an_agent_without_the_wrapper_is_reported(rollout, runtime, ledger, body):
     runtime.on_invoke = [body]
     assert not await rollout.dispatch()

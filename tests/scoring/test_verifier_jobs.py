@@ -141,6 +141,7 @@ async def test_the_reward_comes_from_a_job_with_the_tests_and_a_url_of_the_artif
         (1, "the tests wrote no reward.txt", "has no reward: the tests wrote no reward.txt. Its log: kubectl logs"),
         (2, "", "exit code 2"),
         (0, "", "reported '', and no reward"),
+        (0, "[" * 4000, "and no reward"),
         (0, "[1]", "no reward: [1]"),
         (0, '{"reward": null}', "reward"),
     ],
