@@ -3,6 +3,7 @@
 Invariants:
 
 - `ROLLOUT_LOG_FORMAT` in the environment selects the form, so child processes log in the same form.
+- A line has no control characters, with which a container that it quotes could control a terminal.
 - A JSON line names the run, step, rollout and session that its code works on, as far as they are known.
 
 It imports only the standard library, so that a janitor and a relay can use it.
@@ -23,6 +24,8 @@ _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _VARYING = re.compile(r"\S*\d\S*")  # numbers and ids
 _REPEAT_S = 60.0
 _KINDS_KEPT = 1000
+
+_SPACES = "\n\t\xa0\u3000"
 
 _NO_FIELDS: Mapping[str, object] = {}
 _fields: ContextVar[Mapping[str, object]] = ContextVar("log_fields", default=_NO_FIELDS)
@@ -45,7 +48,9 @@ def configure_logs(
     counts repeated lines of text instead of printing each."""
     if logs_json() or handler is None:
         handler = logging.StreamHandler()
-        handler.setFormatter(JsonFormatter() if logs_json() else logging.Formatter(text_format))
+        handler.setFormatter(JsonFormatter() if logs_json() else _TextFormatter(text_format))
+    else:
+        handler.setFormatter(_TextFormatter())
     if collapse and not logs_json():
         handler.addFilter(RepeatFilter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
@@ -64,6 +69,16 @@ def log_fields(**fields: object) -> Iterator[None]:
         yield
     finally:
         _fields.reset(before)
+
+
+class _TextFormatter(logging.Formatter):
+    """Formats a record as text without control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return "".join(
+            each if each.isprintable() or each in _SPACES else "\N{REPLACEMENT CHARACTER}" for each in text
+        )
 
 
 class RepeatFilter(logging.Filter):

@@ -1,4 +1,4 @@
-"""Log lines as JSON."""
+"""Log lines as text and as JSON."""
 
 import io
 import json
@@ -6,6 +6,8 @@ import logging
 from contextvars import ContextVar
 
 import pytest
+from rich.console import Console
+from rich.logging import RichHandler
 from typer.testing import CliRunner
 
 from rollout_backend import logs
@@ -26,6 +28,17 @@ def lines(monkeypatch):
     stream = io.StringIO()
     logging.root.handlers[0].setStream(stream)
     return lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize("handler", [None, RichHandler(console=Console(width=200))])
+def test_a_line_of_text_controls_no_terminal(monkeypatch, handler):
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(logging.root, "level", logging.INFO)
+    monkeypatch.setenv("ROLLOUT_LOG_FORMAT", "")
+    logs.configure_logs(logging.INFO, handler)
+    [used] = logging.root.handlers
+    record = logging.makeLogRecord({"msg": "the agent answered %s", "args": ("500\n\x1b]0;evil\x07\u202e \u4e2d",)})
+    assert used.format(record).endswith("the agent answered 500\n\ufffd]0;evil\ufffd\ufffd \u4e2d")
 
 
 def test_a_line_is_an_object_with_the_bound_fields(lines):
