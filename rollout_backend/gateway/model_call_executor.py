@@ -46,7 +46,7 @@ from rollout_backend.rendering.constrained_decoding import Constraints
 from rollout_backend.rendering.renderer import RendererBundle
 from rollout_backend.rendering.reply import StreamingParser
 from rollout_backend.rendering.segments import Completion
-from rollout_backend.rendering.token_bytes import StopStrings
+from rollout_backend.rendering.token_bytes import ClearTokens, StopStrings
 
 logger = logging.getLogger(__name__)
 
@@ -308,7 +308,7 @@ class _LiveStream:
     ) -> None:
         self._running = running
         self._parser = parser
-        self._stops = stops
+        self._clear_tokens = None if stops is None else ClearTokens(stops)
         self._thread = thread
         self._more, self._ended = asyncio.Event(), asyncio.Event()
         self._tokens: Sequence[int] = ()
@@ -317,7 +317,7 @@ class _LiveStream:
 
     def progress(self, tokens: Sequence[int], logprobs: Sequence[float | None]) -> None:
         self._tokens, self._logprobs = tokens, logprobs
-        self._clear = len(tokens) if self._stops is None else self._stops.clear(tokens)
+        self._clear = len(tokens) if self._clear_tokens is None else self._clear_tokens.count(tokens)
         self._more.set()
 
     def end(self) -> None:

@@ -120,35 +120,19 @@ class StopStrings:
         self._strings = {string.encode(errors="surrogatepass"): string for string in strings}
         self._bytes = token_bytes
         self._silent = frozenset(silent_tokens)
+        self.borders = {string: _borders(string) for string in self._strings}
         self._before = max(map(len, self._strings), default=1) - 1  # bytes of a match that may precede a new token
 
     def find(self, ids: Sequence[int], searched: int = 0) -> Stop | None:
         """Return where the first stop string completes; none may complete in the first `searched` tokens."""
         tail = self._tail(ids, searched)
         for n in range(searched, len(ids)):
-            tail += self._bytes_of(ids[n])
+            tail += self.bytes_of(ids[n])
             matches = [(at + len(stop), at, stop) for stop in self._strings if (at := tail.find(stop)) >= 0]
             if matches:
                 return Stop(n + 1, self._strings[min(matches)[2]])
             tail = tail[len(tail) - self._before :] if len(tail) > self._before else tail
         return None
-
-    def clear(self, ids: Sequence[int]) -> int:
-        """Return how many of the tokens cannot belong to a stop string. None may have completed in them."""
-        tail = self._tail(ids, len(ids))
-        held = next(
-            (
-                n
-                for n in range(min(self._before, len(tail)), 0, -1)
-                if any(s.startswith(tail[-n:]) for s in self._strings)
-            ),
-            0,
-        )
-        n = len(ids)
-        while held > 0:
-            n -= 1
-            held -= len(self._bytes_of(ids[n]))
-        return n
 
     def _tail(self, ids: Sequence[int], end: int) -> bytes:
         """Return the last of the first `end` tokens' bytes, as many as a match that ends later can include."""
@@ -156,10 +140,45 @@ class StopStrings:
         missing = self._before
         while end > 0 and missing > 0:
             end -= 1
-            pieces.append(self._bytes_of(ids[end]))
+            pieces.append(self.bytes_of(ids[end]))
             missing -= len(pieces[-1])
         tail = b"".join(reversed(pieces))
         return tail[len(tail) - self._before :] if len(tail) > self._before else tail
 
-    def _bytes_of(self, token: int) -> bytes:
+    def bytes_of(self, token: int) -> bytes:
         return b"" if token in self._silent else self._bytes.get(token, b"")
+
+
+class ClearTokens:
+    """Counts the tokens of one reply that cannot belong to a stop string. Takes time for the new tokens only."""
+
+    def __init__(self, stops: StopStrings) -> None:
+        self._stops = stops
+        self._matched = dict.fromkeys(stops.borders, 0)  # by string, how much of its beginning ends the reply
+        self._read = 0
+
+    def count(self, ids: Sequence[int]) -> int:
+        """Return how many of the tokens are clear. They extend those of the last call, and complete no string."""
+        for byte in b"".join(map(self._stops.bytes_of, ids[self._read :])):
+            for string, borders in self._stops.borders.items():
+                matched = self._matched[string]
+                while matched and (matched == len(string) or string[matched] != byte):
+                    matched = borders[matched]
+                self._matched[string] = matched + (string[matched] == byte)
+        self._read = n = len(ids)
+        held = max(self._matched.values(), default=0)
+        while held > 0:
+            n -= 1
+            held -= len(self._stops.bytes_of(ids[n]))
+        return n
+
+
+def _borders(string: bytes) -> list[int]:
+    """Return, for each beginning of the string, the length of its longest shorter beginning that also ends it."""
+    borders, border = [0, 0], 0
+    for byte in string[1:]:
+        while border and string[border] != byte:
+            border = borders[border]
+        border += string[border] == byte
+        borders.append(border)
+    return borders

@@ -14,7 +14,7 @@ from rollout_backend.core.model_call import Choice, Delta, ModelCall
 from rollout_backend.rendering.renderer import load_renderer
 from rollout_backend.rendering.reply import StreamingParser, read_reply
 from rollout_backend.rendering.segments import Completion
-from rollout_backend.rendering.token_bytes import StopStrings
+from rollout_backend.rendering.token_bytes import ClearTokens, StopStrings
 from vocabularies import byte_vocabulary
 
 TOOLS = [function_tool("f", a={"type": "integer"})]
@@ -49,10 +49,11 @@ class Streamed:
         call = ModelCall("m", [], tools=tools, parallel_tool_calls=parallel)
         increments = StreamingParser(bundle, [1, 2], call)
         self.early: list[Delta] = []
+        clears = ClearTokens(stops)
         at, fed, sizes = 0, 0, list(sizes) or [1]
         while (at := at + sizes[0]) < len(ids):
             sizes = [*sizes[1:], sizes[0]]
-            clear = stops.clear(ids[:at])
+            clear = clears.count(ids[:at])
             self.early += feed(increments, ids[fed:clear])
             fed = clear
         parsed = bundle.renderer.parse_response(list(ids), tools=tools, prompt_ids=[1, 2])
