@@ -15,13 +15,15 @@ from rollout_backend.errors import ConfigError
 from rollout_backend.garbage_collection import exempt_loaded_objects
 from rollout_backend.gateway.access import KEEP_ALIVE_S, allow_files, bounded_protocol, max_connections
 from rollout_backend.gateway.gateway_settings import GatewaySettings
-from rollout_backend.logs import configure_logs, logs_json
+from rollout_backend.logs import RepeatFilter, configure_logs, logs_json
 
 _SWITCH_S = 0.001  # rendering threads would otherwise hold the GIL for 5 ms while the event loop waits
 
 
 def main() -> None:
-    configure_logs(logging.INFO)
+    configure_logs(logging.INFO, collapse=True)
+    if not logs_json():
+        logging.getLogger("uvicorn.error").addFilter(RepeatFilter())  # strangers cause a line per invalid request
     settings = GatewaySettings.model_validate_json(sys.stdin.buffer.read())
     try:
         allow_files(settings.gateway.max_concurrent_calls)

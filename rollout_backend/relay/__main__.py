@@ -10,7 +10,7 @@ from rollout_backend.logs import configure_logs
 from rollout_backend.relay.cli import serve
 
 if __name__ == "__main__":
-    configure_logs(logging.WARNING)
+    configure_logs(logging.WARNING, collapse=True)
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(serve)
     app()
