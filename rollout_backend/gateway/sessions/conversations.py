@@ -353,12 +353,14 @@ def _with_tool_names(messages: Sequence[Message], start: int = 0) -> list[Messag
     The name comes from the latest earlier call with the result's id. A result without such a call is not changed.
     """
     names: dict[str | None, str] = {}  # by the call's id
-    named: list[Message] = []
-    for message in messages:
-        if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names:
-            message = {"name": names[message.get("tool_call_id")], **message}
-        named.append(message)
-        names.update((call.get("id"), call["function"]["name"]) for call in message.get("tool_calls") or ())
+    named = list(messages)
+    for i, message in enumerate(messages):
+        if message["role"] == "tool":
+            if "name" not in message and (name := names.get(message.get("tool_call_id"))) is not None:
+                named[i] = {"name": name, **message}
+        else:
+            for call in message.get("tool_calls") or ():
+                names[call.get("id")] = call["function"]["name"]
     return named[start:]
 
 
