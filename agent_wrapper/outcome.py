@@ -202,6 +202,14 @@ def describe(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(error)).strip()
 
 
+def _said(error: BaseException) -> str:
+    """Return the error's message. An agent's error may fail to give one."""
+    try:
+        return str(error)
+    except Exception:
+        return describe(error)
+
+
 # --- what the agent returned ------------------------------------------------------------------------------
 
 
@@ -212,7 +220,7 @@ def _classify_value(value: object) -> AgentResult:
         try:
             return replace(result, extras=read_extras(value.values))
         except Exception as error:
-            return failed(Outcome.AGENT_ERROR, "bad_reward", f"{error}; return JSON values")
+            return failed(Outcome.AGENT_ERROR, "bad_reward", f"{_said(error)}; return JSON values")
     extras: dict[str, Any] = {}
     turn_rewards: tuple[float, ...] = ()
     try:
@@ -226,7 +234,7 @@ def _classify_value(value: object) -> AgentResult:
             reward = finite_number(value)
         check_rewards(reward, turn_rewards)
     except Exception as error:  # the agent's own objects can raise anything
-        return failed(Outcome.AGENT_ERROR, "bad_reward", f"{error}; {_WANTED}")
+        return failed(Outcome.AGENT_ERROR, "bad_reward", f"{_said(error)}; {_WANTED}")
     return AgentResult(Outcome.COMPLETED, reward, extras, turn_rewards)
 
 
@@ -243,19 +251,21 @@ def _classify_error(error: BaseException, base_url: str) -> AgentResult:
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, AgentFailure):
         if error.reward is None:
-            return failed(Outcome.AGENT_ERROR, "agent_failure", str(error), trace)
+            return failed(Outcome.AGENT_ERROR, "agent_failure", _said(error), trace)
         try:
             reward = finite_number(error.reward)
             check_rewards(reward, ())
-        except ValueError as bad:
-            return failed(Outcome.AGENT_ERROR, "bad_reward", f"{bad}, in AgentFailure({str(error)!r})", trace)
-        return failed(Outcome.AGENT_ERROR, "agent_failure", str(error), trace, reward)
+        except Exception as bad:
+            return failed(
+                Outcome.AGENT_ERROR, "bad_reward", f"{_said(bad)}, in AgentFailure({_said(error)!r})", trace
+            )
+        return failed(Outcome.AGENT_ERROR, "agent_failure", _said(error), trace, reward)
     cause = next((link for link in _chain(error) if _is_model_unavailable(link, base_url)), None)
     if cause is not None:
         return failed(Outcome.INFRA_ERROR, "model_unavailable", describe(cause), trace)
     for kind, (outcome, reason) in _OF_COMMANDS.items():
         if isinstance(error, kind):
-            return failed(outcome, reason, str(error), trace)
+            return failed(outcome, reason, _said(error), trace)
     return failed(Outcome.AGENT_ERROR, "agent_exception", describe(error), trace)
 
 

@@ -38,8 +38,10 @@ def readable(text: str) -> str:
 
 
 class ContractError(ValueError):
-    """An object that violates the contract. `field` names the place, `reason` says what is wrong: both are short and
-    readable, although the object may choose the names of its fields and what is quoted."""
+    """An object that violates the contract. `field` names the place, and `reason` says what is wrong.
+
+    Both quote the object, so they are cut to a length and contain no control characters.
+    """
 
     def __init__(self, field: str, reason: str) -> None:
         self.field = " ".join(readable(field[:_MAX_FIELD_CHARS]).split("\n"))

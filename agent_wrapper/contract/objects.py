@@ -152,9 +152,9 @@ Images = dict[Sha256, RawBytes]
 Identifier = Annotated[str, StringConstraints(pattern=rf"^{ID_PATTERN}$")]
 """An id that is valid in a key, a URL and a file name: no slash, no leading dot, at most 128 characters."""
 
-_MESSAGE_CHARS, _TRACEBACK_CHARS = 2_000, 20_000  # a container writes them, and logs, records and pages show them
+_MESSAGE_CHARS, TRACEBACK_CHARS = 2_000, 20_000  # a container writes them, and logs, records and pages show them
 _Message = Annotated[str, AfterValidator(lambda text: readable(text[:_MESSAGE_CHARS]))]
-_Traceback = Annotated[str, AfterValidator(lambda text: readable(text[-_TRACEBACK_CHARS:]))]  # its end has the error
+_Traceback = Annotated[str, AfterValidator(lambda text: readable(text[-TRACEBACK_CHARS:]))]  # its end has the error
 Seal = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 """The gateway's signature of a trajectory. Only the training side creates and reads it."""
 

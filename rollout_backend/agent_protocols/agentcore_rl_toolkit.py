@@ -7,6 +7,7 @@ from typing import Any
 
 from agent_wrapper.contract import REQUEST_FIELD, ContractError, Outcome, RolloutRequest
 from agent_wrapper.contract.codec import unpack
+from agent_wrapper.contract.objects import TRACEBACK_CHARS
 from agent_wrapper.outcome import SDK_ERRORS, AgentResult, classify, failed
 from agent_wrapper.runner import Returned
 from rollout_backend.agent_protocols.base import PolledResults, WrittenResults, results_prefix
@@ -19,7 +20,6 @@ _NOT_THE_AGENTS = frozenset({"status_code", "input_id", "s3_bucket", "result_key
 _INFRASTRUCTURE = frozenset({408, 429, 502, 503, 504})
 _STOPPED = frozenset({"CancelledError", "GeneratorExit", "KeyboardInterrupt", "SystemExit"})  # by SIGTERM, mostly
 _ERROR_LINE = re.compile(r"^(?:\w+\.)*(\w+)(?::|$)", re.MULTILINE)
-_TRACE_CHARS = 20_000
 _VERSION = 1
 _CONFIG, _ENVELOPE = "_config", "_agentcore_runtime"
 _ENDED = {
@@ -126,7 +126,7 @@ class Verl4216(AgentCoreRlToolkit):
 
 
 def _error(status: int, message: str, trace: object) -> AgentResult:
-    trace = trace[-_TRACE_CHARS:] if isinstance(trace, str) else None  # its end names the error
+    trace = trace[-TRACEBACK_CHARS:] if isinstance(trace, str) else None  # its end names the error
     classes = _ERROR_LINE.findall(trace or "")
     if classes and classes[-1] in _STOPPED:
         return failed(Outcome.INFRA_ERROR, TERMINATED, f"the agent was stopped: {classes[-1]}", trace)

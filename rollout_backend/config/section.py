@@ -40,7 +40,7 @@ def matching(shape: str, what: str) -> AfterValidator:
 
 
 def check_address(url: str) -> str:
-    """Return a URL whose host and port can be read. Raises ValueError."""
+    """Return the URL unchanged. Raises ValueError if it has no valid host and port."""
     try:
         parts = urlsplit(url)
         if parts.port != 0 and parts.hostname:

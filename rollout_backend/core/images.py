@@ -127,7 +127,10 @@ def image_names(messages: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def message_content(pieces: Sequence[str | Image], separator: str = "") -> str | list[dict[str, Any]]:
-    """Return a message's content: its texts joined, or a list of parts if it has images. Templates join those."""
+    """Return the content of a message with these texts and images.
+
+    Without images it is a string, joined by `separator`. Otherwise it is a list of parts, which the template joins.
+    """
     if all(isinstance(piece, str) for piece in pieces):
         return separator.join(map(str, pieces))
     parts: list[dict[str, Any]] = []

@@ -2,7 +2,7 @@
 types.
 
 Invariant: a conversation yields the same messages in every dialect, so a session may switch dialects between turns.
-Only several text parts of one message may be joined differently: see `dialects.text_parts`.
+The exception is a message of several text parts, which may be joined differently: see `dialects.text_parts`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ class ModelCall:
     prompt: str | tuple[int, ...] | None = None
     """The prompt as text or token ids, if the agent sent no messages. `messages` then only identify it."""
     shows_special_tokens: bool = False
-    """Whether the text that continues `prompt` contains the names of special tokens."""
+    """Whether the returned text includes the names of special tokens. Used only with `prompt`."""
     images: Mapping[str, Image] = field(default_factory=dict)
     """Images of the messages, by SHA-256."""
     tools: Sequence[Mapping[str, Any]] | None = None

@@ -14,11 +14,11 @@ class Separators(NamedTuple):
 
     message: str = ""
     result: str = ""
-    """In a tool's result."""
+    """The separator in a tool's result."""
     output: str = ""
-    """In a call's output in the Responses API."""
+    """The separator in a call's output, in the Responses API."""
     system: str = ""
-    """In `system` of the Messages API."""
+    """The separator in `system`, in the Messages API."""
 
 
 # How SGLang 0.5.23 and vLLM recognize a template that takes lists.
@@ -29,7 +29,10 @@ _TAKES_LISTS: dict[str, Callable[[str], object]] = {
 
 
 def separators(engine: Literal["sglang", "vllm"], template: str | Mapping[str, str] | None) -> Separators:
-    """Return the separators of an engine that serves a model with this chat template, or these by name."""
+    """Return the separators that the engine uses for a model with this chat template.
+
+    `template` may also map names to templates, as tokenizers with several do.
+    """
     text = template if isinstance(template, str) else " ".join((template or {}).values())
     takes_lists = bool(_TAKES_LISTS[engine](text))
     if engine == "vllm":

@@ -9,21 +9,18 @@ from types import ModuleType
 from typing import Any
 
 import uvicorn
-from uvicorn.config import LOGGING_CONFIG
 
 from rollout_backend.errors import ConfigError
 from rollout_backend.garbage_collection import exempt_loaded_objects
 from rollout_backend.gateway.access import KEEP_ALIVE_S, allow_files, bounded_protocol, max_connections
 from rollout_backend.gateway.gateway_settings import GatewaySettings
-from rollout_backend.logs import RepeatFilter, configure_logs, logs_json
+from rollout_backend.logs import configure_logs
 
 _SWITCH_S = 0.001  # rendering threads would otherwise hold the GIL for 5 ms while the event loop waits
 
 
 def main() -> None:
     configure_logs(logging.INFO, collapse=True)
-    if not logs_json():
-        logging.getLogger("uvicorn.error").addFilter(RepeatFilter())  # strangers cause a line per invalid request
     settings = GatewaySettings.model_validate_json(sys.stdin.buffer.read())
     try:
         allow_files(settings.gateway.max_concurrent_calls)
@@ -40,7 +37,7 @@ def server_options(settings: GatewaySettings) -> dict[str, Any]:
         "host": settings.host,
         "port": settings.port,
         "log_level": "info",
-        "log_config": None if logs_json() else LOGGING_CONFIG,
+        "log_config": None,  # its lines pass through this process's handler, which counts repeated ones
         "access_log": False,
         "http": bounded_protocol(max_connections(settings.gateway.max_concurrent_calls)),
         "ws": "none",

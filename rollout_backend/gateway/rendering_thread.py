@@ -167,7 +167,7 @@ class RenderingThread:
         return StopStrings(call.stop, self.bundle.token_bytes, silent)
 
     def _hidden(self, call: ModelCall) -> frozenset[int]:
-        """Return the tokens that the text which continues the agent's own prompt does not contain."""
+        """Return the tokens that are left out of the text of a completion."""
         stops = frozenset(self.bundle.stop_token_ids)
         return stops if call.shows_special_tokens else stops | self.bundle.special_token_ids
 

@@ -237,18 +237,17 @@ class Gateway:
 
     async def trajectory(self, request: Request) -> Response:
         claims = self._authenticator.session(request)
-        sealed, media_type = await self._registry.seal(claims), "application/octet-stream"
-        share = self._registry.share(claims)
+        sealed = await self._registry.seal(claims)
+        share, as_json = self._registry.share(claims), "application/json" in request.headers.get("accept", "")
+
+        async def to_json() -> bytes:
+            return await asyncio.to_thread(lambda: Trajectory.decode(sealed).to_json())
+
         with contextlib.ExitStack() as fetch:
             fetch.enter_context(share.request(_FETCHES, "its trajectory is sent to no more clients at once"))
-            if "application/json" in request.headers.get("accept", ""):
-                content, media_type = sealed, "application/json"
-
-                async def to_json() -> bytes:
-                    return await asyncio.to_thread(lambda: Trajectory.decode(content).to_json())
-
-                sealed = await share.render(to_json)
-            response = Stream(_pieces(sealed), media_type=media_type, headers={"Content-Length": str(len(sealed))})
+            data = await share.render(to_json) if as_json else sealed
+            media_type = "application/json" if as_json else "application/octet-stream"
+            response = Stream(_pieces(data), media_type=media_type, headers={"Content-Length": str(len(data))})
             response.on_end(fetch.pop_all().close)
             return response
 

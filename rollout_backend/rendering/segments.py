@@ -175,7 +175,7 @@ class SegmentRecorder:
         return ExpertRows(start, bytes(segment.experts[start * row_bytes(self._experts) :]))
 
     def has_room(self, prompt: IntArray, images: Sequence[ImageSpan], choices: int, max_bytes: int) -> bool:
-        """Return whether the segments fit into `max_bytes` with the prompt of one more call."""
+        """Return whether the segments fit into `max_bytes` together with the prompt of one more call."""
         token_bytes = TOKEN_BYTES + (0 if self._experts is None else row_bytes(self._experts))
         tokens = sum(len(segment.ids) for segment in self._segments) + choices * len(prompt)
         if tokens * token_bytes > max_bytes and (index := self._extended_by(prompt, images)) is not None:

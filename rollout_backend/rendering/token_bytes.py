@@ -174,7 +174,7 @@ class ClearTokens:
 
 
 def _borders(string: bytes) -> list[int]:
-    """Return, for each beginning of the string, the length of its longest shorter beginning that also ends it."""
+    """Return, for each prefix of the string, the length of its longest proper prefix that is also its suffix."""
     borders, border = [0, 0], 0
     for byte in string[1:]:
         while border and string[border] != byte:

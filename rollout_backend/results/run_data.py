@@ -81,7 +81,7 @@ class RunData:
 
     @property
     def training(self) -> tuple[StepData, ...]:
-        """Return the training steps; the validations if there are no others."""
+        """Return the training steps. If there are only validations, return those."""
         return tuple(step for step in self.steps if not step.validates) or self.steps
 
     @property
@@ -127,7 +127,7 @@ def read_steps(run_dir: Path, only: Sequence[int] | None = None) -> Iterator[Ste
 
 
 def training_steps(archive: RunArchive) -> list[int]:
-    """Return the numbers of the recorded training steps; those of the validations if there are no others."""
+    """Return the numbers of the recorded training steps. If only validations are recorded, return theirs."""
     steps, by_verl = archive.steps(), _is_by_verl(archive)
     return [step for step in steps if not (by_verl and validates(step))] or steps
 

@@ -213,6 +213,23 @@ def test_only_the_models_endpoint_failing_is_infrastructure(error, unavailable):
     assert (ending.outcome, ending.failure.reason) == expected
 
 
+class Mute(AgentFailure):
+    def __str__(self) -> NoReturn:
+        raise KeyError("message")
+
+
+class RaisesMute(dict[str, int]):
+    def items(self) -> NoReturn:
+        raise Mute("x")
+
+
+@pytest.mark.parametrize("raised", [Raised(Mute("x")), Raised(Mute("x", 0.5)), Returned(RaisesMute(reward=1))])
+def test_an_error_without_a_readable_message_is_published(raised):
+    ending = classify(raised, URL)
+    assert ending.outcome is Outcome.AGENT_ERROR
+    assert "Mute" in ending.failure.message
+
+
 def raised_from(cause: Exception, how: str) -> Exception:
     if how == "group":
         return ExceptionGroup("several", [ValueError("other"), cause])

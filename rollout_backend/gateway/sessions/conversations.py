@@ -329,8 +329,8 @@ class Conversations:
             self._offered = text, digest, defaults
         with_ids = self._bundle.renders_call_ids
         named = messages if with_ids else _with_tool_names(messages)  # without ids, the tool identifies a result
-        step = partial(_compared_digest, named=named, defaults=defaults, with_ids=with_ids)
-        return digest, defaults, self._prepared.chain(messages, step, digest)
+        step = partial(_compared_digest, defaults=defaults, with_ids=with_ids)
+        return digest, defaults, self._prepared.chain(named, step, digest)
 
     def _split_reason(self, messages: Sequence[Message], chain: list[_Digest], tools_digest: _Digest) -> str:
         if not self._seen:
@@ -365,9 +365,9 @@ def _with_tool_names(messages: Sequence[Message], start: int = 0) -> list[Messag
 
 
 def _compared_digest(
-    before: _Digest, _: Sequence[Message], i: int, *, named: Sequence[Message], defaults: _Defaults, with_ids: bool
+    before: _Digest, messages: Sequence[Message], i: int, *, defaults: _Defaults, with_ids: bool
 ) -> _Digest:
-    message = named[i]
+    message = messages[i]
     reasoning = (message.get("reasoning_content") or "").strip()
     if reasoning and message.get("tool_calls") and message.get("content") == reasoning:
         message = {**message, "content": ""}  # Copilot repeats it as the text of a reply that only calls tools
