@@ -56,7 +56,7 @@ print(json.dumps(stop_sessions(json.loads(sys.argv[1]), 1000, sys.argv[2:])))
 """
 
 
-class Fault(StrEnum):
+class ServiceFault(StrEnum):
     """How the service fails every call of one kind."""
 
     THROTTLED = "throttled"  # it refuses the call, because there are too many
@@ -87,7 +87,7 @@ class Service(ABC):
         """End the agent of a session like a crash, if `RuntimeContract.reports_ends`."""
         raise NotImplementedError
 
-    def failing(self, fault: Fault, call: Call) -> AbstractAsyncContextManager[None]:
+    def failing(self, fault: ServiceFault, call: Call) -> AbstractAsyncContextManager[None]:
         """Let every call of this kind fail within a block, for each fault of `RuntimeContract.faults`."""
         raise NotImplementedError
 
@@ -95,14 +95,14 @@ class Service(ABC):
 class ProxiedService(Service):
     """A service that a runtime reaches through a `FaultProxy`, which makes the faults."""
 
-    FAULTS: ClassVar[Collection[Fault]] = tuple(Fault)
+    FAULTS: ClassVar[Collection[ServiceFault]] = tuple(ServiceFault)
     paths: ClassVar[Mapping[Call, str]]
     """The path of each kind of call, as a glob pattern."""
-    statuses: ClassVar[Mapping[Fault, tuple[int, str]]] = {
-        Fault.THROTTLED: (429, "ThrottlingException"),
-        Fault.UNAVAILABLE: (503, "ServiceUnavailableException"),
-        Fault.BROKEN: (502, "BadGateway"),
-        Fault.FORBIDDEN: (403, "AccessDeniedException"),
+    statuses: ClassVar[Mapping[ServiceFault, tuple[int, str]]] = {
+        ServiceFault.THROTTLED: (429, "ThrottlingException"),
+        ServiceFault.UNAVAILABLE: (503, "ServiceUnavailableException"),
+        ServiceFault.BROKEN: (502, "BadGateway"),
+        ServiceFault.FORBIDDEN: (403, "AccessDeniedException"),
     }
     """How the service answers: the status, and the code of an error of AWS."""
 
@@ -110,8 +110,8 @@ class ProxiedService(Service):
         self._proxy = proxy
 
     @asynccontextmanager
-    async def failing(self, fault: Fault, call: Call) -> AsyncIterator[None]:
-        if fault is Fault.LOST_ANSWER:
+    async def failing(self, fault: ServiceFault, call: Call) -> AsyncIterator[None]:
+        if fault is ServiceFault.LOST_ANSWER:
             rule = fault_proxy.Rule("*", fault_proxy.Fault.CUT_AFTER, path=self.paths[call])
         else:
             status, code = self.statuses[fault]
@@ -126,7 +126,7 @@ class ProxiedService(Service):
 class RuntimeContract:
     """The tests. A subclass defines `serve`, and sets what its service can do."""
 
-    faults: ClassVar[Collection[Fault]] = ()
+    faults: ClassVar[Collection[ServiceFault]] = ()
     """The faults that the service's `failing` makes."""
     capacity: ClassVar[int | None] = None
     """The service refuses more sessions than this, at most four. None: it has no such limit."""
@@ -250,7 +250,7 @@ class RuntimeContract:
 
     # --- faults -------------------------------------------------------------------------------------------
 
-    def test_a_failed_invoke_says_what_may_be_done_about_it(self, tmp_path: Path, fault: Fault) -> None:
+    def test_a_failed_invoke_says_what_may_be_done_about_it(self, tmp_path: Path, fault: ServiceFault) -> None:
         async def play(service: Service, runtime: AgentRuntime) -> None:
             session = new_session()
             async with service.failing(fault, "invoke"):
@@ -265,7 +265,7 @@ class RuntimeContract:
 
         self._play(play, tmp_path)
 
-    def test_a_failed_stop_says_what_may_be_done_about_it(self, tmp_path: Path, fault: Fault) -> None:
+    def test_a_failed_stop_says_what_may_be_done_about_it(self, tmp_path: Path, fault: ServiceFault) -> None:
         async def play(service: Service, runtime: AgentRuntime) -> None:
             session = new_session()
             await runtime.invoke(session, service.payload)
@@ -384,29 +384,29 @@ def new_session() -> str:
     return f"rollout-{uuid4().hex}"
 
 
-def _check_invoke_error(fault: Fault, error: RuntimeCallError) -> None:
+def _check_invoke_error(fault: ServiceFault, error: RuntimeCallError) -> None:
     match fault:
-        case Fault.THROTTLED:
+        case ServiceFault.THROTTLED:
             assert isinstance(error, (Throttled, QuotaExceeded)), error
-        case Fault.UNAVAILABLE:
+        case ServiceFault.UNAVAILABLE:
             assert isinstance(error, RuntimeUnavailable), error
             assert error.refused
-        case Fault.BROKEN:
+        case ServiceFault.BROKEN:
             assert isinstance(error, (RuntimeUnavailable, OutcomeUnknown)), error
             assert not error.never_opened, "the session may be open"
-        case Fault.LOST_ANSWER:
+        case ServiceFault.LOST_ANSWER:
             assert isinstance(error, (OutcomeUnknown, RuntimeUnavailable)), error
             assert not error.never_opened, "the session may be open"
-        case Fault.FORBIDDEN:
+        case ServiceFault.FORBIDDEN:
             assert isinstance(error, (InvokeRejected, NoCredentials)), error
             assert error.never_opened
 
 
-def _check_stop_error(fault: Fault, error: RuntimeCallError) -> None:
+def _check_stop_error(fault: ServiceFault, error: RuntimeCallError) -> None:
     match fault:
-        case Fault.THROTTLED:
+        case ServiceFault.THROTTLED:
             assert isinstance(error, (Throttled, QuotaExceeded)), error
-        case Fault.FORBIDDEN:
+        case ServiceFault.FORBIDDEN:
             assert isinstance(error, (InvokeRejected, NoCredentials)), error
         case _:
             assert isinstance(error, (RuntimeUnavailable, OutcomeUnknown)), error
@@ -472,4 +472,4 @@ async def _at_most(count: int) -> bool:
     return await _count_connections() <= count
 
 
-__all__ = ["Call", "Fault", "ProxiedService", "RuntimeContract", "Service", "new_session"]
+__all__ = ["Call", "ProxiedService", "RuntimeContract", "Service", "ServiceFault", "new_session"]

@@ -18,7 +18,7 @@ from rollout_backend.config import ProcessConfig, RayConfig
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.errors import RuntimeUnavailable
 from rollout_backend.runtimes.base import AgentRuntime, open_runtime
-from rollout_backend.testing.runtime_contract import Call, Fault, RuntimeContract, Service, new_session
+from rollout_backend.testing.runtime_contract import Call, RuntimeContract, Service, ServiceFault, new_session
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
@@ -61,9 +61,9 @@ class ProcessService(Service):
                 _kill(pid)
 
     @asynccontextmanager
-    async def failing(self, fault: Fault, call: Call) -> AsyncIterator[None]:
+    async def failing(self, fault: ServiceFault, call: Call) -> AsyncIterator[None]:
         """Let a file take the place of the folder of the sessions."""
-        assert fault is Fault.UNAVAILABLE
+        assert fault is ServiceFault.UNAVAILABLE
         folder = self.config.session_logs
         assert folder is not None
         folder.mkdir(exist_ok=True)
@@ -90,7 +90,7 @@ def _kill(pid: int) -> None:
 
 
 class TestProcessRuntime(RuntimeContract):
-    faults = (Fault.UNAVAILABLE,)
+    faults = (ServiceFault.UNAVAILABLE,)
     capacity = 4
     reports_ends = True
 

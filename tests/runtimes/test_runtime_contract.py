@@ -18,7 +18,7 @@ from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.runtimes.http import SESSION_HEADER
 from rollout_backend.runtimes.kubernetes.runtime import KubernetesRuntime
 from rollout_backend.testing.fault_proxy import FaultProxy
-from rollout_backend.testing.runtime_contract import Call, Fault, ProxiedService, RuntimeContract, Service
+from rollout_backend.testing.runtime_contract import Call, ProxiedService, RuntimeContract, Service, ServiceFault
 from tests.emulators.kubernetes_emulator import ApiFault, FaultKind, KubernetesEmulator
 
 TOKEN = "the token of the agent server"
@@ -29,7 +29,7 @@ NOWHERE = "http://127.0.0.1:9"
 
 class AgentCoreService(ProxiedService):
     paths: ClassVar = {"invoke": "*/invocations", "stop": "*/stopruntimesession"}
-    statuses: ClassVar = {**ProxiedService.statuses, Fault.BROKEN: (500, "InternalServerException")}
+    statuses: ClassVar = {**ProxiedService.statuses, ServiceFault.BROKEN: (500, "InternalServerException")}
 
     def __init__(self, local: LocalRuntime, proxy: FaultProxy) -> None:
         super().__init__(proxy)
@@ -106,9 +106,9 @@ class KubernetesService(Service):
         await self._cluster.delete_pod(session_id)
 
     @asynccontextmanager
-    async def failing(self, fault: Fault, call: Call) -> AsyncIterator[None]:
+    async def failing(self, fault: ServiceFault, call: Call) -> AsyncIterator[None]:
         method, path = ("POST", "*/jobs") if call == "invoke" else ("DELETE", "*/jobs/*")
-        if fault is Fault.FORBIDDEN:
+        if fault is ServiceFault.FORBIDDEN:
             self._cluster.denied.add(("jobs", "create" if call == "invoke" else "delete"))
         else:
             self._cluster.faults.append(ApiFault(API_FAULTS[fault], method, path, times=1000))
@@ -119,11 +119,11 @@ class KubernetesService(Service):
             self._cluster.faults.clear()
 
 
-API_FAULTS: Mapping[Fault, FaultKind] = {
-    Fault.THROTTLED: "throttle",
-    Fault.UNAVAILABLE: "unavailable",
-    Fault.BROKEN: "error",
-    Fault.LOST_ANSWER: "lose answer",
+API_FAULTS: Mapping[ServiceFault, FaultKind] = {
+    ServiceFault.THROTTLED: "throttle",
+    ServiceFault.UNAVAILABLE: "unavailable",
+    ServiceFault.BROKEN: "error",
+    ServiceFault.LOST_ANSWER: "lose answer",
 }
 
 

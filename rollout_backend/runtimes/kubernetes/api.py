@@ -46,7 +46,7 @@ _MAX_RETRY_AFTER_S = 60.0
 _WATCH_S = 60  # seconds until the server ends a watch; a silently dropped connection is noticed soon after
 
 
-class Credentials:
+class ClusterCredentials:
     """How calls are authenticated: by a token in the kubeconfig, or by a client certificate."""
 
     def __init__(self, fixed: str | None) -> None:
@@ -61,7 +61,7 @@ class Credentials:
         return self._token
 
 
-class TokenFile(Credentials):
+class TokenFile(ClusterCredentials):
     """A token in a file that another process replaces."""
 
     def __init__(self, path: Path) -> None:
@@ -74,7 +74,7 @@ class TokenFile(Credentials):
             raise NoCredentials(f"the token file {self._path} cannot be read: {error}") from error
 
 
-class ExecPlugin(Credentials):
+class ExecPlugin(ClusterCredentials):
     """A command that prints a token, such as `aws eks get-token`."""
 
     def __init__(self, spec: Mapping[str, Any], folder: Path) -> None:
@@ -118,7 +118,7 @@ class Cluster:
 
     url: str
     ssl: ssl.SSLContext | None  # None: plain HTTP
-    credentials: Credentials
+    credentials: ClusterCredentials
 
 
 def load_cluster(kubeconfig: Path | None, context: str | None) -> Cluster:
@@ -203,12 +203,12 @@ def _content(entry: Mapping[str, Any], name: str, folder: Path) -> bytes | None:
     return (folder / entry[name]).read_bytes() if entry.get(name) else None
 
 
-def _credentials(user: Mapping[str, Any], folder: Path) -> Credentials:
+def _credentials(user: Mapping[str, Any], folder: Path) -> ClusterCredentials:
     if spec := user.get("exec"):
         return ExecPlugin(spec, folder)
     if file := user.get("tokenFile"):
         return TokenFile(folder / file)
-    return Credentials(user.get("token"))
+    return ClusterCredentials(user.get("token"))
 
 
 def proxy_of(url: str) -> str | None:
@@ -226,7 +226,7 @@ def proxy_of(url: str) -> str | None:
     return proxy if "://" in proxy else f"http://{proxy}"
 
 
-class ApiError(Exception):
+class ClusterError(Exception):
     """The API server refused a call."""
 
     def __init__(self, status: int, reason: str, message: str, retry_after_s: float = 0.0) -> None:
@@ -264,7 +264,7 @@ class KubernetesApi:
         """Send a request and return the object in the response.
 
         Raises:
-            ApiError: the server refused the request.
+            ClusterError: the server refused the request.
             NoCredentials: the request was not sent. aiohttp.ClientError, TimeoutError: no complete response arrived.
         """
         async with self._request(method, path, query, json=body) as reply:
@@ -309,11 +309,11 @@ async def _events(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]
             event: dict[str, Any] = json.loads(line)
             if event["type"] == "ERROR":
                 status = event["object"]
-                raise ApiError(status.get("code", 500), status.get("reason", ""), status.get("message", ""))
+                raise ClusterError(status.get("code", 500), status.get("reason", ""), status.get("message", ""))
             yield event
 
 
-async def _error(reply: aiohttp.ClientResponse) -> ApiError:
+async def _error(reply: aiohttp.ClientResponse) -> ClusterError:
     text = (await reply.content.read(4000)).decode(errors="replace")
     try:
         status = json.loads(text)
@@ -322,4 +322,4 @@ async def _error(reply: aiohttp.ClientResponse) -> ApiError:
         reason, message = str(reply.reason), text[:500]
     after = reply.headers.get("Retry-After", "")  # the API server sends a number; a proxy may send a date
     retry_after_s = min(float(after), _MAX_RETRY_AFTER_S) if after.isdecimal() else 0.0
-    return ApiError(reply.status, reason, message, retry_after_s)
+    return ClusterError(reply.status, reason, message, retry_after_s)

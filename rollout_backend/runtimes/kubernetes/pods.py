@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_backend.core.session_ends import SessionEnd
-from rollout_backend.runtimes.kubernetes.api import ApiError, KubernetesApi
+from rollout_backend.runtimes.kubernetes.api import ClusterError, KubernetesApi
 from rollout_backend.runtimes.kubernetes.manifests import (
     CONTAINER,
     COPY_CONTAINER,
@@ -241,7 +241,7 @@ class PodWatch:
                 if not await self._follow():
                     await asyncio.sleep(_PAUSES_S[0])  # a proxy may end every watch immediately
             except Exception as error:  # no fault of network or server may end the task
-                if isinstance(error, ApiError) and error.status == 410:  # the server no longer keeps this version
+                if isinstance(error, ClusterError) and error.status == 410:  # the server no longer keeps this version
                     listed = False
                 await self._pause(error)
 
@@ -280,7 +280,7 @@ class PodWatch:
         self.trouble = f"the pods cannot be watched: {str(error) or type(error).__name__}"
         if self._failures == len(_PAUSES_S):
             log.warning("%s; retrying", self.trouble)
-        asked_s = error.retry_after_s if isinstance(error, ApiError) else 0.0
+        asked_s = error.retry_after_s if isinstance(error, ClusterError) else 0.0
         await asyncio.sleep(max(asked_s, _PAUSES_S[min(self._failures, len(_PAUSES_S) - 1)]))
         self._failures += 1
 

@@ -32,7 +32,7 @@ from rollout_backend.errors import (
     Throttled,
 )
 from rollout_backend.runtimes.base import CleanupSpec, VerifierEnd, VerifierRuntime
-from rollout_backend.runtimes.kubernetes.api import ApiError, KubernetesApi
+from rollout_backend.runtimes.kubernetes.api import ClusterError, KubernetesApi
 from rollout_backend.runtimes.kubernetes.manifests import (
     COMPONENT_LABEL,
     MAX_PAYLOAD_BYTES,
@@ -98,7 +98,7 @@ class KubernetesRuntime(VerifierRuntime):
                 missing = f"the namespace {self._config.namespace!r} has no {what}"
                 path = self._api.path("serviceaccounts", account)
                 found.append(await self._check_exists(setting, path, f"the {what}", missing))
-        except ApiError as error:
+        except ClusterError as error:
             raise PreflightError(f"the API server {server} refuses calls: {error}") from error
         except NoCredentials as error:
             raise PreflightError(f"there are no credentials for {server}: {error}") from error
@@ -131,7 +131,7 @@ class KubernetesRuntime(VerifierRuntime):
     async def _check_exists(self, setting: str, path: str, what: str, missing: str) -> CheckResult:
         try:
             await self._api.call("GET", path)
-        except ApiError as error:
+        except ClusterError as error:
             match error.status:
                 case 404:
                     return CheckResult("problem", setting, missing)
@@ -211,7 +211,7 @@ class KubernetesRuntime(VerifierRuntime):
             for pod in found["items"]:
                 if not pod_state(pod).finished:
                     stopped += await delete_job(self._api, pod["metadata"]["labels"][SESSION_LABEL])
-        except ApiError as error:
+        except ClusterError as error:
             raise _to_call_error(error, "find and delete Jobs of verifiers") from error
         except _NO_ANSWER as error:
             raise RuntimeUnavailable(f"the API server did not answer: {_text(error)}") from error
@@ -236,7 +236,7 @@ class KubernetesRuntime(VerifierRuntime):
             job = await self._create("jobs", manifest)
             if job is None:  # created by an earlier call, whose response was lost
                 job = await self._api.call("GET", self._api.path("jobs", job_name(session_id)))
-        except ApiError as error:
+        except ClusterError as error:
             if error.status == 404 and error.reason == "NotFound" and "namespaces" not in error.message:
                 raise RuntimeConflict(f"the session's Job is being deleted: {error}") from error
             raise _to_call_error(error, "create a Job") from error
@@ -251,7 +251,7 @@ class KubernetesRuntime(VerifierRuntime):
         refused: RuntimeCallError
         try:
             await self._create("secrets", secret_manifest(job, files, uid))
-        except ApiError as error:
+        except ClusterError as error:
             refused = _to_call_error(error, "create a Secret")
             refused.never_opened = False  # the Job exists
             raise refused from error
@@ -265,7 +265,7 @@ class KubernetesRuntime(VerifierRuntime):
         """Return the new object; None if an object with this name exists."""
         try:
             return await self._api.call("POST", self._api.path(resource), manifest, fieldValidation="Strict")
-        except ApiError as error:
+        except ClusterError as error:
             if error.reason == "AlreadyExists":
                 return None
             raise
@@ -276,7 +276,7 @@ class KubernetesRuntime(VerifierRuntime):
             name = job_name(session_id)
             selector = f"involvedObject.kind=Job,involvedObject.name={name},reason=FailedCreate"
             found = await self._api.call("GET", self._api.path("events"), fieldSelector=selector)
-        except (ApiError, NoCredentials, *_NO_ANSWER):
+        except (ClusterError, NoCredentials, *_NO_ANSWER):
             return
         messages = [str(event.get("message", "")) for event in found["items"]]
         if not messages:
@@ -305,7 +305,7 @@ class KubernetesRuntime(VerifierRuntime):
                 return
         try:
             await delete_job(self._api, session_id)
-        except ApiError as error:
+        except ClusterError as error:
             raise _to_call_error(error, "delete a Job") from error
         except _NO_ANSWER as error:
             raise RuntimeUnavailable(f"the stop was not answered: {_text(error)}") from error
@@ -333,7 +333,7 @@ async def delete_job(api: KubernetesApi, session_id: str) -> bool:
     options = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
     try:
         await api.call("DELETE", api.path("jobs", job_name(session_id)), options)
-    except ApiError as error:
+    except ClusterError as error:
         if error.status != 404:
             raise
         return False
@@ -363,13 +363,13 @@ def _rule_text(group: str, resource: str, verb: str) -> str:
     return f'{{apiGroups: ["{group}"], resources: ["{resource}"], verbs: ["{verb}"]}}'
 
 
-def _to_call_error(error: ApiError, action: str) -> RuntimeCallError:
+def _to_call_error(error: ClusterError, action: str) -> RuntimeCallError:
     found = _classify(error, action)
     found.retry_after_s = error.retry_after_s
     return found
 
 
-def _classify(error: ApiError, action: str) -> RuntimeCallError:
+def _classify(error: ClusterError, action: str) -> RuntimeCallError:
     text = f"Kubernetes refused to {action}: {error}"
     match error.status:
         case 429:
