@@ -56,7 +56,7 @@ async def app(scope, receive, send) -> None:
 
 @pytest.fixture
 def bounded():
-    with ServerThread(app, http=bounded_protocol(4), ws="none") as server:
+    with ServerThread(app, http=bounded_protocol(4, head_s=60), ws="none") as server:
         yield server
 
 
@@ -98,7 +98,7 @@ def test_requests_on_one_connection_wait_in_a_limited_number(connect):
             await app(scope, receive, send)
 
     request = HEAD + b"Content-Length: 1\r\n\r\na"
-    with ServerThread(slow, http=bounded_protocol(4), ws="none") as server:
+    with ServerThread(slow, http=bounded_protocol(4, head_s=60), ws="none") as server:
         few, many = connect(server), connect(server)
         few.sendall(request * 10)
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):

@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from agent_wrapper.contract import Sampling, Trajectory
 from rollout_backend.core.session_key import SessionClaims, issue
-from rollout_backend.gateway.access import bounded_protocol, max_connections
+from rollout_backend.gateway.access import KEEP_ALIVE_S, bounded_protocol, max_connections
 from rollout_backend.gateway.engine.protocol import EngineRequest, ReplyReader
 from rollout_backend.gateway.engine.sglang import SglangProtocol
 from rollout_backend.gateway.stats import GatewayStats
@@ -54,7 +54,8 @@ class ServerThread:
     def __init__(self, app: Any, port: int | None = None, **options: Any) -> None:
         port = port or free_port()
         self.url = f"http://127.0.0.1:{port}"
-        self._server = _Server(uvicorn.Config(app, port=port, log_level="warning", access_log=False, **options))
+        options = {"log_level": "warning", "access_log": False, "timeout_keep_alive": KEEP_ALIVE_S, **options}
+        self._server = _Server(uvicorn.Config(app, port=port, **options))
         self._thread = threading.Thread(target=self._server.run)
 
     def __enter__(self) -> Self:
@@ -89,7 +90,7 @@ class GatewayServer(ServerThread):
     control = {"Authorization": f"Bearer {CONTROL_KEY}"}  # noqa: RUF012
 
     def __init__(self, app: Any, port: int | None = None, engine: ScriptedEngine | None = None) -> None:
-        super().__init__(app, port, http=bounded_protocol(max_connections(1024)), ws="none")
+        super().__init__(app, port, http=bounded_protocol(max_connections(1024), head_s=60), ws="none")
         self.engine: Any = engine
         self._clients = ExitStack()
         self._prefix = ""
