@@ -6,11 +6,9 @@ its session.
 
 Invariants:
 
-- The head of a request arrives within `HEAD_S` and has at most `MAX_HEAD_BYTES` plus the size of one read. The same
-  limits apply to the frames and trailers of a chunked body.
+- The head of a request has at most `MAX_HEAD_BYTES` plus the size of one read. The same limit applies to the frames
+  and trailers of a chunked body. `WaitingConnections` limits its time, and the number of connections.
 - A connection has at most `_MAX_PIPELINED` requests waiting for their turn: uvicorn would parse and keep any number.
-- When all connections are in use, a new one replaces the connection that has waited longest for its first request, or
-  else the one that has been idle longest.
 - Keys and secrets are never logged. Behind `PathKeys`, no path contains a key, so no log, error, trace or journal can
   contain one.
 """
@@ -34,13 +32,12 @@ from rollout_backend.errors import ConfigError
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.sessions.journal import OPEN_FILES, check_journal
 from rollout_backend.logs import bind_log_fields
+from rollout_backend.waiting_connections import HEAD_S, MAX_CONNECTIONS, WaitingConnections, raise_file_limit
 
-HEAD_S = 5.0
 KEEP_ALIVE_S = 4200  # longer than any load balancer's, so that none reuses a connection that this side is closing
 MAX_HEAD_BYTES = 64 * 1024
 _MAX_PIPELINED = 64  # clients and proxies of today send none before the answer to the last
 _FRAME_BYTES = 16  # framing allowed per byte of content in a chunked body
-_MAX_CONNECTIONS = 65_536
 _FILES_OF_A_CALL = 3  # a connection of the agent, one to the engine, and one that an agent keeps open when idle
 _OTHER_FILES = 256 + OPEN_FILES
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -62,49 +59,41 @@ def allow_files(calls: int) -> None:
         ConfigError: the hard limit is lower.
     """
     needed = needed_files(calls)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < needed:
+    if (allowed := raise_file_limit(needed)) < needed:
         raise ConfigError(
             f"gateway.max_concurrent_calls={calls} takes {needed} open files, and this machine allows a process "
-            f"{hard}: raise that (`ulimit -Hn`), or lower the setting and raise gateway.processes"
+            f"{allowed}: raise that (`ulimit -Hn`), or lower the setting and raise gateway.processes"
         )
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def max_connections(calls: int) -> int:
     """Return the number of connections that fit into this process's limit on open files, besides those to engines."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(16, soft - _OTHER_FILES - calls)
+    files = MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else soft - _OTHER_FILES - calls
+    return max(16, min(files, MAX_CONNECTIONS))
 
 
 def bounded_protocol(connections: int, head_s: float = HEAD_S) -> type[HttpToolsProtocol]:
     """Return a server protocol that keeps at most this many connections."""
-    new: dict[BoundedProtocol, None] = {}  # connections without a request so far, oldest first
-    idle: dict[BoundedProtocol, None] = {}  # connections kept open after a response
+    waiting = WaitingConnections(connections, head_s)
 
     class BoundedProtocol(HttpToolsProtocol):
         def __init__(self, *args: Any, **more: Any) -> None:
             super().__init__(*args, **more)
             self._head_bytes = 0
             self._in_body = False
-            self._deadline: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            new[self] = None
-            self._expect_head()
-            if len(self.connections) > connections:
-                next(iter(new if len(new) > 1 else idle or new)).transport.abort()
+            waiting.opened(transport)
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._received_head()
+            waiting.closed(self.transport)
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
             self._head_bytes += len(data)
-            if self in idle and self._deadline is None:  # a further request on this connection begins
-                self._expect_head()
+            waiting.received(self.transport)
             if not self._in_body:
                 # httptools drops the body of a request that offers another protocol, as Java's client does (HTTP/2).
                 head, end, rest = data.partition(b"\r\n\r\n")
@@ -118,7 +107,7 @@ def bounded_protocol(connections: int, head_s: float = HEAD_S) -> type[HttpTools
         def on_headers_complete(self) -> None:
             self._head_bytes = 0
             self._in_body = True
-            self._received_head()
+            waiting.request_began(self.transport)
             super().on_headers_complete()
             if len(self.pipeline) > _MAX_PIPELINED:
                 self.transport.abort()
@@ -134,18 +123,8 @@ def bounded_protocol(connections: int, head_s: float = HEAD_S) -> type[HttpTools
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            if not self.pipeline and not self.transport.is_closing():
-                idle[self] = None
-
-        def _expect_head(self) -> None:
-            self._deadline = self.loop.call_later(head_s, self.transport.abort)
-
-        def _received_head(self) -> None:
-            new.pop(self, None)
-            idle.pop(self, None)
-            if self._deadline is not None:
-                self._deadline.cancel()
-                self._deadline = None
+            if not self.pipeline:
+                waiting.request_ended(self.transport)
 
     return BoundedProtocol
 

@@ -20,11 +20,14 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import signal
 import ssl
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from typing import Any
 
-from aiohttp import WSCloseCode, web
+from aiohttp import StreamReader, WSCloseCode, web
 from multidict import CIMultiDict
 
 from rollout_backend.relay.exchange import (
@@ -57,6 +60,7 @@ from rollout_backend.relay.protocol import (
     verify_dialer,
 )
 from rollout_backend.relay.relay_settings import RelaySettings
+from rollout_backend.waiting_connections import HEAD_S, MAX_CONNECTIONS, WaitingConnections, raise_file_limit
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +70,8 @@ _REMEMBERED = 64  # number of replaced dialers to remember
 _BACKLOG = 64 * 2**20  # bytes queued for the dialer; beyond it, new calls get 429
 _KEEPALIVE_S = 4200.0  # longer than any load balancer's, so that none reuses a connection that the relay is closing
 _SHUTDOWN_S = 5.0
+_FILES_OF_A_CALL = 2  # a connection of the agent, and one that it keeps open when idle
+_OTHER_FILES = 64
 
 
 class _DialerRefused(Exception):
@@ -90,7 +96,7 @@ class Relay(Exchange):
         self._dialer = ""  # id of the dialer whose calls are in flight, even while it is disconnected
         self._current: Link | None = None
         self._replaced: deque[str] = deque(maxlen=_REMEMBERED)
-        self.app = web.Application(handler_args={"auto_decompress": False})  # bodies are forwarded unchanged
+        self.app = web.Application()
         self.app.router.add_get("/health", self.health)
         self.app.router.add_get("/relay", self.dialer)
         self.app.router.add_route("*", "/{path:.*}", self.call)
@@ -305,17 +311,95 @@ def _error(status: int, message: str) -> web.Response:
     return web.Response(status=status, body=error_body(status, message), headers=error_headers(status))
 
 
+class _Connection(web.RequestHandler):
+    """A connection of which `waiting` knows whether it has a request."""
+
+    def __init__(self, server: web.Server, waiting: WaitingConnections, **options: Any) -> None:
+        super().__init__(server, loop=asyncio.get_running_loop(), **options)
+        self._waiting = waiting
+        self._last_body: StreamReader | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        super().connection_made(transport)
+        self._connected = transport
+        self._waiting.opened(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._waiting.closed(self._connected)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        # aiohttp calls this without data too, and ends bodies that outlast their answer.
+        if data and (self._last_body is None or self._last_body.is_eof()):
+            self._waiting.received(self._connected)
+        super().data_received(data)
+
+    @contextlib.contextmanager
+    def request(self, body: StreamReader) -> Iterator[None]:
+        self._waiting.request_began(self._connected)
+        try:
+            yield
+        finally:
+            self._last_body = body
+            self._waiting.request_ended(self._connected)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    settings: RelaySettings,
+    tls: ssl.SSLContext | None = None,
+    max_connections: int | None = None,
+    head_s: float = HEAD_S,
+) -> AsyncIterator[int]:
+    """Serve a relay and yield its port. The default of `max_connections` depends on this process's open files."""
+    if max_connections is None:
+        files = raise_file_limit(settings.max_calls * _FILES_OF_A_CALL + _OTHER_FILES) - _OTHER_FILES
+        max_connections = max(16, min(files, MAX_CONNECTIONS))
+    runner = web.AppRunner(
+        Relay(settings).app,
+        access_log=None,
+        handler_cancellation=True,  # an agent that disconnects cancels its call
+        shutdown_timeout=_SHUTDOWN_S,
+    )
+    await runner.setup()
+    assert runner.server is not None
+    handle = runner.server.request_handler
+
+    async def handled(request: web.BaseRequest) -> web.StreamResponse:
+        assert isinstance(request.protocol, _Connection)
+        with request.protocol.request(request.content):
+            return await handle(request)
+
+    runner.server.request_handler = handled
+    connection = partial(
+        _Connection,
+        runner.server,
+        WaitingConnections(max_connections, head_s),
+        access_log=None,
+        auto_decompress=False,  # bodies are forwarded unchanged
+        keepalive_timeout=_KEEPALIVE_S,
+    )
+    try:
+        server = await asyncio.get_running_loop().create_server(
+            connection, settings.host, settings.port, ssl=tls, backlog=4096
+        )
+        try:
+            yield server.sockets[0].getsockname()[1]
+        finally:
+            server.close()
+    finally:
+        await runner.cleanup()
+
+
 def run(settings: RelaySettings, tls: ssl.SSLContext | None = None) -> None:
     """Serve until SIGTERM or Ctrl-C."""
-    web.run_app(
-        Relay(settings).app,
-        host=settings.host,
-        port=settings.port,
-        ssl_context=tls,
-        access_log=None,
-        backlog=4096,
-        handler_cancellation=True,  # an agent that disconnects cancels its call
-        keepalive_timeout=_KEEPALIVE_S,
-        shutdown_timeout=_SHUTDOWN_S,
-        print=None,
-    )
+
+    async def serve() -> None:
+        stopped = asyncio.Event()
+        for each in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(each, stopped.set)
+        async with serving(settings, tls):
+            await stopped.wait()
+
+    asyncio.run(serve())

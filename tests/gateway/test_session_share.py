@@ -316,11 +316,10 @@ def test_a_trajectory_is_sent_to_a_limited_number_of_slow_clients(play, byte_mod
     [key] = gateway.headers().values()
     path, form = "/v1/rollout/trajectory", {"Accept": "application/json"}
     assert len(gateway.post(b"", path=path, headers=form).content) > 16 * 2**20  # more than sockets hold
-    held = [connect(gateway) for _ in range(4)]
-    for connection in held:
-        head = (
-            f"POST {path} HTTP/1.1\r\nAuthorization: {key}\r\nAccept: application/json\r\nContent-Length: 0\r\n\r\n"
-        )
+    head = f"POST {path} HTTP/1.1\r\nAuthorization: {key}\r\nAccept: application/json\r\nContent-Length: 0\r\n\r\n"
+    held = []
+    for _ in range(4):
+        held.append(connection := connect(gateway))  # a silent one is closed after some seconds
         connection.sendall(head.encode())
         assert connection.recv(12) == b"HTTP/1.1 200"
     assert gateway.seal().status_code == 429

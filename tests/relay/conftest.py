@@ -18,9 +18,9 @@ from anyio.from_thread import start_blocking_portal
 from builders import eventually, served
 from relays import KEY, RelayProcess, RelayServer, relay_process
 from rollout_backend.relay.dialer import Dialer
-from rollout_backend.relay.relay_server import Relay
+from rollout_backend.relay.relay_server import serving
 from rollout_backend.relay.relay_settings import DialerSettings, RelaySettings
-from rollout_backend.serving.server_process import free_port
+from rollout_backend.waiting_connections import HEAD_S
 
 
 @pytest.fixture
@@ -62,14 +62,10 @@ async def host_relay() -> AsyncIterator[Callable[..., Awaitable[RelayServer]]]:
     """Serve a relay with these settings in this process, where its process is not the subject."""
     async with AsyncExitStack() as stack:
 
-        async def host(**settings: Any) -> RelayServer:
-            app = Relay(RelaySettings(**{"key": KEY, **settings})).app
-            server = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
-            await server.setup()
-            stack.push_async_callback(server.cleanup)
-            port = free_port()
-            await web.TCPSite(server, "127.0.0.1", port).start()
-            return RelayServer(port)
+        async def host(max_connections: int | None = None, head_s: float = HEAD_S, **settings: Any) -> RelayServer:
+            given = RelaySettings(**{"key": KEY, "port": 0, **settings})
+            served = serving(given, max_connections=max_connections, head_s=head_s)
+            return RelayServer(await stack.enter_async_context(served))
 
         yield host
 

@@ -1,11 +1,13 @@
 """Hostile peers: invalid messages to the relay, and a relay that an attacker controls."""
 
 import asyncio
+import contextlib
 
 import aiohttp
 import pytest
 from aiohttp import web
 
+from builders import skip
 from rollout_backend.relay.exchange import Close
 from rollout_backend.relay.protocol import (
     VERSION,
@@ -23,6 +25,7 @@ from rollout_backend.relay.protocol import (
     make_welcome,
 )
 from rollout_backend.relay.relay_server import _HANDSHAKES
+from rollout_backend.waiting_connections import HEAD_S
 
 
 async def door(http, url: str) -> tuple[aiohttp.ClientWebSocketResponse, Challenge]:
@@ -84,6 +87,81 @@ async def test_a_stranger_sends_little(line, http):
     await socket.send_bytes(b"\x92\x01" + b"\xdc\xff\xff" * 21_000)
     assert (await socket.receive()).type is aiohttp.WSMsgType.CLOSE
     assert socket.close_code == Close.BROKEN_FRAME
+
+
+HEAD = b"POST /elsewhere HTTP/1.1\r\nHost: x\r\n"
+REQUEST = HEAD + b"Content-Length: 0\r\n\r\n"
+
+
+@pytest.fixture
+async def connect():
+    """`connect(relay, data)` sends data over a new connection."""
+    writers = []
+
+    async def start(relay, data: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", relay.port)
+        writers.append(writer)
+        writer.write(data)
+        return reader, writer
+
+    yield start
+    for writer in writers:
+        writer.transport.abort()
+
+
+async def not_found(reader: asyncio.StreamReader) -> None:
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 404 ")
+    await reader.readuntil(b"}}")
+
+
+async def test_a_connection_without_a_request_is_closed(host_relay, connect):
+    relay = await host_relay(head_s=0.01)
+    for begin in (b"", HEAD):
+        reader, _ = await connect(relay, begin)
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+
+
+async def test_a_further_request_arrives_in_time_too(host_relay, connect):
+    reader, writer = await connect(await host_relay(), REQUEST)
+    await not_found(reader)
+    writer.write(HEAD)
+    for _ in range(100):  # the relay has read it
+        await asyncio.sleep(0)
+    skip(HEAD_S)
+    with contextlib.suppress(ConnectionResetError):
+        assert await reader.read() == b""
+
+
+async def test_a_body_that_outlasts_its_answer_is_no_further_request(host_relay, connect):
+    reader, writer = await connect(await host_relay(), HEAD + b"Content-Length: 2\r\n\r\n")
+    await not_found(reader)
+    for byte in b"ab":
+        writer.write(bytes([byte]))
+        for _ in range(100):
+            await asyncio.sleep(0)
+    skip(HEAD_S)
+    writer.write(REQUEST)
+    await not_found(reader)
+
+
+async def test_new_connections_replace_silent_ones_but_no_call(line, host_relay, connect, get):
+    relay = await host_relay(max_connections=5)
+    laid = await line(relay)
+    go = laid.upstream.hold()
+    call = await laid.held_call(get)
+    kept, again = await connect(relay, REQUEST)
+    await not_found(kept)
+    silent = [await connect(relay) for _ in range(8)]
+    for reader, _ in silent[:5]:
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+    again.write(REQUEST)
+    await not_found(kept)
+    for reader, _ in [await connect(relay, REQUEST) for _ in range(5)][:1]:  # the idle ones follow
+        await not_found(reader)
+    go.set()
+    assert (await call).status == 200
 
 
 class FalseRelay:
