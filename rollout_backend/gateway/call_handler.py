@@ -130,7 +130,7 @@ class CallHandler:
 
     async def count(self, request: Request, dialect: Dialect, claims: SessionClaims) -> Response:
         """Return the length of a prompt."""
-        session = self._registry.open(claims)
+        session = await self._registry.open(claims)
         share = session.share
         with share.request(self._max_requests):
             async with self._body(request, share) as body:
@@ -144,7 +144,7 @@ class CallHandler:
         current = not claims.is_recorded or claims.trainer_incarnation == self._settings.trainer_incarnation
         if not current and claims.session_id not in self._adopted:
             raise not_adopted()
-        session = self._registry.open(claims)  # a closed session is refused before its body is read
+        session = await self._registry.open(claims)  # a closed session is refused before its body is read
         share = session.share
         with contextlib.ExitStack() as open_request:
             open_request.enter_context(share.request(self._max_requests))

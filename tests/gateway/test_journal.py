@@ -1,5 +1,6 @@
 """The journal: sessions continue after a restart of their gateway, or are refused."""
 
+import asyncio
 import errno
 import gc
 import os
@@ -155,7 +156,7 @@ def test_a_session_that_is_not_resumed_is_removed_when_its_key_expires(folder, j
     for name in ("resumed", "left"):
         journal.append(name, {})
     again = open_journal()
-    again.read("resumed")
+    again.take("resumed")
     again.sweep({}, time.time() + 40_000, session_key_s=50_000)
     assert len(list((folder / "sessions").iterdir())) == 2
     again.sweep({}, time.time() + 60_000, session_key_s=50_000)
@@ -191,48 +192,74 @@ async def test_a_sealed_session_stays_sealed_and_a_revoked_one_revoked(bundle, o
 
     first = registry()
     for name in ("sealed", "revoked", "open"):
-        session = first.open(claims(name))
+        session = await first.open(claims(name))
         session.write(journals.asked(b"lost", is_retry=False))
         session.unanswered.add(b"lost")
     sealed = await first.seal(claims("sealed"))
     await first.revoke(["revoked", "never seen"])
     again = registry()
     with pytest.raises(ApiError, match="closed"):
-        again.open(claims("sealed"))
+        await again.open(claims("sealed"))
     assert await again.seal(claims("sealed")) == sealed
     for name in ("sealed", "revoked", "never seen"):
         with pytest.raises(ApiError, match="closed"):
-            again.open(claims(name))
+            await again.open(claims(name))
     assert Trajectory.decode(await again.seal(claims("open"))).unanswered_calls == 1
 
 
 async def test_a_session_that_cannot_be_journaled_is_closed(bundle, folder, journal, claims):
     registry = SessionRegistry(bundle, "m", 50.0, journal=journal)
-    session = registry.open(claims())
+    session = await registry.open(claims())
     (folder / "sessions").rmdir()
     with pytest.raises(ApiError, match="cannot write the journal") as caught:
         session.write({})
     assert caught.value.status == 503
     with pytest.raises(ApiError, match="closed"):
-        registry.open(claims())
+        await registry.open(claims())
 
 
 async def test_a_session_that_could_not_be_read_is_not_taken_for_a_new_one(bundle, open_journal, claims, monkeypatch):
-    session = SessionRegistry(bundle, "m", 50.0, journal=open_journal()).open(claims())
+    session = await SessionRegistry(bundle, "m", 50.0, journal=open_journal()).open(claims())
     session.write(journals.asked(b"lost", is_retry=False))
     again = SessionRegistry(bundle, "m", 50.0, journal=open_journal())
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_bytes", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
         with pytest.raises(OSError, match="Too many"):
-            again.open(claims())
+            await again.open(claims())
     assert Trajectory.decode(await again.seal(claims())).unanswered_calls == 1
+
+
+async def test_a_session_is_read_once_beside_the_event_loop(bundle, open_journal, claims, monkeypatch):
+    first = SessionRegistry(bundle, "m", 50.0, journal=open_journal())
+    for name in ("resumed", "revoked"):
+        (await first.open(claims(name))).write(journals.asked(b"lost", is_retry=False))
+    go, readers, read = threading.Event(), [], SessionJournal.read
+
+    def slow(journal: SessionJournal, session_id: str) -> list[journals.Record]:
+        readers.append(threading.current_thread())
+        go.wait(60)
+        return read(journal, session_id)
+
+    monkeypatch.setattr(SessionJournal, "read", slow)
+    again = SessionRegistry(bundle, "m", 50.0, journal=open_journal())
+    opened = [asyncio.create_task(again.open(claims(name))) for name in ("resumed", "resumed", "revoked")]
+    await eventually(lambda: len(readers) == 2)
+    opened[0].cancel()  # its client disconnected
+    await again.revoke(["revoked"])
+    go.set()
+    _, resumed, revoked = await asyncio.gather(*opened, return_exceptions=True)
+    assert resumed.unanswered == {b"lost"}
+    assert isinstance(revoked, ApiError)
+    assert await again.open(claims("resumed")) is resumed
+    assert len(readers) == 2
+    assert threading.main_thread() not in readers
 
 
 async def test_a_closed_session_is_freed_without_a_garbage_collection(bundle, journal, claims):
     registry = SessionRegistry(bundle, "m", 50.0, journal=journal)
     gc.disable()
     try:
-        freed = weakref.ref(registry.open(claims()))
+        freed = weakref.ref(await registry.open(claims()))
         await registry.seal(claims())
         await registry.revoke(["s"])
         await eventually(lambda: freed() is None)  # the thread that sealed it may not have dropped it yet
@@ -242,7 +269,7 @@ async def test_a_closed_session_is_freed_without_a_garbage_collection(bundle, jo
 
 async def test_a_call_in_flight_does_not_reopen_a_revoked_session(bundle, folder, journal, claims):
     registry = SessionRegistry(bundle, "m", 50.0, journal=journal)
-    session = registry.open(claims())
+    session = await registry.open(claims())
     await registry.revoke(["s"])
     session.write({"kind": "asked", "call": b"c"})
     assert list((folder / "sessions").iterdir()) == []

@@ -10,7 +10,7 @@ import pytest
 
 from builders import hang_up, stream_data, until, user
 from rollout_backend.core.model_call import Answer, Choice, Delta, ModelCall
-from rollout_backend.gateway.sessions.calls import _KEPT, InFlightCall, RequestKey, RetryCache
+from rollout_backend.gateway.sessions.calls import MAX_ANSWERS, InFlightCall, RequestKey, RetryCache
 from rollout_backend.local.scripted import Fail, Pieces
 
 BODY = {"model": "scripted", "messages": [user("Say something.")]}
@@ -211,11 +211,11 @@ async def call(replays: RetryCache, name: str, result: Answer | Exception = ANSW
 
 async def test_the_oldest_answers_are_forgotten():
     replays = RetryCache()
-    for i in range(_KEPT + 5):
+    for i in range(MAX_ANSWERS + 5):
         running = await call(replays, str(i))
         running.delivered = True
         running.leave()
-    assert len(replays) == _KEPT
+    assert len(replays) == MAX_ANSWERS
     assert replays.find(asked("4", **RETRIED)) is None
     assert replays.find(asked("5", **RETRIED)) is not None
 

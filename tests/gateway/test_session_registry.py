@@ -27,8 +27,8 @@ def registry(bundle, clock) -> SessionRegistry:
 
 
 async def test_an_expired_session_is_removed_and_its_calls_are_aborted(registry, clock):
-    session = registry.open(claims())
-    registry.open(claims("other", 200.0))
+    session = await registry.open(claims())
+    await registry.open(claims("other", 200.0))
     call = asyncio.create_task(asyncio.sleep(60))
     session.calls.add(call)
     clock.now = 100.0
@@ -38,7 +38,7 @@ async def test_an_expired_session_is_removed_and_its_calls_are_aborted(registry,
 
 
 async def test_a_session_whose_key_expires_while_a_body_is_read_makes_no_call(registry, clock):
-    session = registry.open(claims())
+    session = await registry.open(claims())
     clock.now = 100.0
     await registry.sweep()
     with pytest.raises(ApiError, match="expired") as caught:
@@ -51,7 +51,7 @@ async def test_a_revoked_session_is_remembered_until_its_key_expires(registry, c
     clock.now = 49.0
     await registry.sweep()
     with pytest.raises(ApiError, match="closed"):
-        registry.open(claims(expires_at=49.9))
+        await registry.open(claims(expires_at=49.9))
     clock.now = 50.0
     await registry.sweep()
     assert registry.closed_count == 0
@@ -60,7 +60,7 @@ async def test_a_revoked_session_is_remembered_until_its_key_expires(registry, c
 async def test_a_trajectory_that_the_trainer_would_refuse_is_not_returned(bundle, clock):
     registry = SessionRegistry(bundle, "m", session_key_s=50.0, clock=clock, max_result_bytes=2_500_000)
     for session, turns in (("fits", 3), ("large", 4)):
-        recorder = registry.open(claims(session)).conversations.recorder
+        recorder = (await registry.open(claims(session))).conversations.recorder
         for turn in range(turns):  # whose prompts begin with the same tokens, which are stored once
             recorder.add([*range(90_000), 200_000 + turn], Completion((7,), (-0.5,)), split_reason="x")
     assert len(Trajectory.decode(await registry.seal(claims("fits"))).segments) == 3
@@ -71,7 +71,7 @@ async def test_a_trajectory_that_the_trainer_would_refuse_is_not_returned(bundle
 
 
 async def test_revoking_a_session_ends_its_sealing(registry):
-    session = registry.open(claims())
+    session = await registry.open(claims())
     stubborn = asyncio.create_task(asyncio.sleep(60))
     session.calls.add(stubborn)
     seal = asyncio.create_task(registry.seal(claims()))
@@ -82,7 +82,7 @@ async def test_revoking_a_session_ends_its_sealing(registry):
 
 
 async def test_a_cancelled_seal_is_still_made(registry):
-    registry.open(claims())
+    await registry.open(claims())
     seal = asyncio.create_task(registry.seal(claims()))
     await asyncio.sleep(0)
     seal.cancel()
@@ -102,7 +102,7 @@ async def test_a_sealed_trajectory_is_dropped_after_ten_minutes(registry, clock)
     with pytest.raises(ApiError, match="sealed long ago"):
         await registry.seal(claims(expires_at=1000.0))
     with pytest.raises(ApiError, match="sealed long ago"):
-        registry.open(claims(expires_at=1000.0))
+        await registry.open(claims(expires_at=1000.0))
     clock.now = 1000.0
     await registry.sweep()
     assert registry.closed_count == 0

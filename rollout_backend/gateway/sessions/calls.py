@@ -18,7 +18,7 @@ Invariants:
 
 - Every listener gets all deltas from the beginning. A call without listeners is aborted.
 - An answered call keeps its answer but not its messages, because each call repeats all messages before it.
-- A session remembers at most its `_KEPT` latest answered calls.
+- A session remembers at most its `MAX_ANSWERS` latest answered calls.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from uuid import uuid4
 from rollout_backend.core.model_call import Answer, Delta, ModelCall, session_closed, whole_deltas
 from rollout_backend.gateway.sessions.conversations import RecordedReply
 
-_KEPT = 16
+MAX_ANSWERS = 16
 _RETRY_COUNT, _IDEMPOTENCY_KEY = "x-stainless-retry-count", "idempotency-key"
 
 
@@ -216,7 +216,7 @@ class RetryCache:
     def failed(self, question: bytes, attempts: int = 1) -> None:
         """Record attempts at this question that failed or were aborted."""
         self._failed[question] += attempts
-        if len(self._failed) > _KEPT:
+        if len(self._failed) > MAX_ANSWERS:
             self._failed.pop(next(iter(self._failed)))
 
     def _settled(self, running: InFlightCall) -> None:
@@ -224,7 +224,7 @@ class RetryCache:
             self._forget(running)
             return
         answered = [call for calls in self._calls.values() for call in calls if call.answered]
-        for old in answered[: max(0, len(answered) - _KEPT)]:
+        for old in answered[: max(0, len(answered) - MAX_ANSWERS)]:
             self._forget(old)
 
     def _forget(self, running: InFlightCall) -> None:

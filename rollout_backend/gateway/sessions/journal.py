@@ -122,7 +122,10 @@ def read_session(folder: Path, session_id: str) -> list[Record]:
 
 
 class SessionJournal:
-    """A journal in a folder made by `prepare`, held until `release` or the end of the process. Not thread-safe."""
+    """A journal in a folder made by `prepare`, held until `release` or the end of the process.
+
+    Only `read` is thread-safe.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Raise ConfigError if the folder cannot be used, or another gateway holds it."""
@@ -157,11 +160,17 @@ class SessionJournal:
             os.close(self._open.pop(next(iter(self._open))))
         _write(descriptor, _frame(record))
 
+    def is_left(self, session_id: str) -> bool:
+        """Return whether an earlier process wrote this session, and nobody has taken it yet."""
+        return _name(session_id) in self._left
+
+    def take(self, session_id: str) -> None:
+        """Take a session of an earlier process, which `sweep` then leaves to the registry."""
+        self._left.pop(_name(session_id), None)
+
     def read(self, session_id: str) -> list[Record]:
-        """Return the records of a session, in order. `sweep` then leaves this session to the registry."""
-        path = self._file(session_id)
-        self._left.pop(path.name, None)
-        return list(_records(path))
+        """Return the records of a session, in order. Another thread may do this while nothing is appended to it."""
+        return list(_records(self._file(session_id)))
 
     def close(self, sessions: Mapping[str, float]) -> None:
         """Delete these sessions except for their names, each of which has an expiry time. Raises OSError."""

@@ -15,22 +15,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent_wrapper.contract import ContractError, Trajectory
 from agent_wrapper.contract.codec import MAX_OBJECT_BYTES, unpacked_size
 from rollout_backend.config import ExpertShape
-from rollout_backend.core.model_call import journal_unwritable, session_closed, trajectory_too_large
+from rollout_backend.core.model_call import Answer, journal_unwritable, session_closed, trajectory_too_large
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_ends import HeartbeatReport
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.dialects.base import RequestMemo
 from rollout_backend.gateway.admission import SessionShare
 from rollout_backend.gateway.sessions import journal as journals
-from rollout_backend.gateway.sessions.calls import InFlightCall, RequestKey, RetryCache
+from rollout_backend.gateway.sessions.calls import MAX_ANSWERS, InFlightCall, RequestKey, RetryCache
 from rollout_backend.gateway.sessions.conversations import Conversations, RecordedReply
 from rollout_backend.gateway.sessions.journal import Record, SessionJournal
 from rollout_backend.gateway.stats import GatewayStats, bounded_name
@@ -118,6 +118,7 @@ class SessionRegistry:
         self._clock = clock
         self._sealer = sealer
         self._sessions: dict[str, OpenSession | _SealedSession] = {}
+        self._restoring: dict[str, asyncio.Task[None]] = {}
         self._journal = journal
         self._beats: set[str] = set()  # since the last call of `take_heartbeats`
         self._calls: set[str] = set()
@@ -159,7 +160,7 @@ class SessionRegistry:
         self._calls.clear()
         return heard
 
-    def open(self, claims: SessionClaims) -> OpenSession:
+    async def open(self, claims: SessionClaims) -> OpenSession:
         """Return the session of a key. The first call creates the session or restores it from the journal.
 
         Raises:
@@ -167,10 +168,8 @@ class SessionRegistry:
         """
         if not claims.is_recorded:
             return OpenSession(claims, Conversations(self._bundle, self._experts))
-        session = self._find(claims)
-        if isinstance(session, _SealedSession):
-            raise session_closed("sealed")
-        return session
+        await self._restore(claims)
+        return self._find_open(claims)
 
     def check_open(self, session: OpenSession) -> None:
         """Raise ApiError (410) if the session was closed in the meantime."""
@@ -178,7 +177,7 @@ class SessionRegistry:
             return
         name = session.claims.session_id
         if name in self._sessions or name in self._closed:
-            self.open(session.claims)
+            self._find_open(session.claims)
         raise session_closed("its key has expired")
 
     async def seal(self, claims: SessionClaims) -> bytes:
@@ -187,6 +186,7 @@ class SessionRegistry:
         Raises:
             ApiError: status 410 if the session was revoked; 413 if the trajectory is too large.
         """
+        await self._restore(claims)
         session = self._find(claims)
         if isinstance(session, OpenSession):
             now = self._clock()
@@ -243,47 +243,46 @@ class SessionRegistry:
             self._refused_after_stop(name)
             raise session_closed("revoked, or sealed long ago")
         self._calls.add(name)
-        if name not in self._sessions:
-            session = OpenSession(claims, Conversations(self._bundle, self._experts))
-            if self._journal is not None:
-                self._restore(session, self._journal)
-            self._sessions.setdefault(name, session)  # `_restore` keeps a sealed session
-        found = self._sessions[name]
+        found = self._sessions.get(name)
+        if found is None:
+            found = self._sessions[name] = self._new_session(claims)
         found.expires_at = max(found.expires_at, claims.expires_at)
         return found
 
-    def _restore(self, session: OpenSession, journal: SessionJournal) -> None:
-        """Apply what an earlier process recorded of the session."""
-        unanswered: Counter[bytes] = Counter()  # attempts since the last answer, by question
-        attempts: Counter[bytes] = Counter()  # attempts without an answer, by question
-        session.journal = self._write
-        for record in journal.read(session.claims.session_id):
-            match record["kind"]:
-                case "asked":
-                    unanswered[record["call"]] += 1
-                    if not record.get("is_retry"):  # a retry belongs to an attempt that is already counted
-                        attempts[record["call"]] += 1
-                case "dropped":
-                    unanswered[record["call"]] -= 1
-                    unanswered = +unanswered
-                case "answered":
-                    for turn in journals.turns(record):
-                        session.conversations.add(turn)
-                        if record.get("left_out"):
-                            session.left_out.append(session.conversations.recorded(turn))
-                    del unanswered[record["call"]]
-                    attempts[record["call"]] -= 1
-                    attempts = +attempts
-                    session.started, session.sampled_tokens = record["started"], record["sampled_tokens"]
-                    key = RequestKey(record["request"], record["call"])
-                    session.retries.remember(key, journals.answer_of(record))
-                case "sealed":
-                    session.unanswered = set(record["unanswered"])
-                    self._seal(session, record["at"], journals.undelivered_of(record))
-                    return
-        session.unanswered = set(unanswered)
-        for question, failed in attempts.items():
-            session.retries.failed(question, failed)
+    def _find_open(self, claims: SessionClaims) -> OpenSession:
+        session = self._find(claims)
+        if isinstance(session, _SealedSession):
+            raise session_closed("sealed")
+        return session
+
+    def _new_session(self, claims: SessionClaims) -> OpenSession:
+        session = OpenSession(claims, Conversations(self._bundle, self._experts), expires_at=claims.expires_at)
+        if self._journal is not None:
+            session.journal = self._write
+        return session
+
+    async def _restore(self, claims: SessionClaims) -> None:
+        """Read what an earlier process recorded of the session, once. Its size is the agent's choice."""
+        name, journal = claims.session_id, self._journal
+        if name in self._closed or name in self._sessions or journal is None or not journal.is_left(name):
+            return
+
+        async def restore() -> None:
+            session = self._new_session(claims)
+            read = await asyncio.to_thread(_replay, session, journal.read, name)
+            journal.take(name)
+            if name in self._closed:  # it was revoked in the meantime
+                return
+            self._sessions[name] = session
+            for key, answer in read.answers:
+                session.retries.remember(key, answer)
+            if read.sealed is not None:
+                self._seal(session, read.sealed["at"], journals.undelivered_of(read.sealed))
+
+        if name not in self._restoring:
+            self._restoring[name] = task = asyncio.create_task(restore())
+            task.add_done_callback(lambda _: self._restoring.pop(name))
+        await asyncio.shield(self._restoring[name])
 
     def _write(self, session: OpenSession, record: Record) -> None:
         assert self._journal is not None
@@ -345,3 +344,41 @@ class SessionRegistry:
             return data
 
         return await asyncio.to_thread(encode)
+
+
+class _Replayed(NamedTuple):
+    answers: Sequence[tuple[RequestKey, Answer]]  # the latest ones
+    sealed: Record | None
+
+
+def _replay(session: OpenSession, read: Callable[[str], Iterable[Record]], name: str) -> _Replayed:
+    """Apply the records of a session, except for its answers: their futures belong to the event loop."""
+    unanswered: Counter[bytes] = Counter()  # attempts since the last answer, by question
+    attempts: Counter[bytes] = Counter()  # attempts without an answer, by question
+    answers: deque[tuple[RequestKey, Answer]] = deque(maxlen=MAX_ANSWERS)
+    for record in read(name):
+        match record["kind"]:
+            case "asked":
+                unanswered[record["call"]] += 1
+                if not record.get("is_retry"):  # a retry belongs to an attempt that is already counted
+                    attempts[record["call"]] += 1
+            case "dropped":
+                unanswered[record["call"]] -= 1
+                unanswered = +unanswered
+            case "answered":
+                for turn in journals.turns(record):
+                    session.conversations.add(turn)
+                    if record.get("left_out"):
+                        session.left_out.append(session.conversations.recorded(turn))
+                del unanswered[record["call"]]
+                attempts[record["call"]] -= 1
+                attempts = +attempts
+                session.started, session.sampled_tokens = record["started"], record["sampled_tokens"]
+                answers.append((RequestKey(record["request"], record["call"]), journals.answer_of(record)))
+            case "sealed":
+                session.unanswered = set(record["unanswered"])
+                return _Replayed(answers, record)
+    session.unanswered = set(unanswered)
+    for question, failed in attempts.items():
+        session.retries.failed(question, failed)
+    return _Replayed(answers, None)
