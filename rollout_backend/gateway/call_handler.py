@@ -188,9 +188,11 @@ class CallHandler:
         """Start a call. Raises ApiError (429) if it is not admitted; it then counts as unanswered."""
         choices, share = running.call.n, session.share
         if (refusal := self._admission.check(share.choices, choices)) is not None:
-            session.unanswered.add(running.key.question)
-            session.write(journals.asked(running.key.question, is_retry=running.key.is_declared))
-            session.retries.failed(running.key.question)
+            question, is_retry = running.key.question, running.key.is_declared
+            if not (is_retry and question in session.unanswered):  # otherwise the journal says so already
+                session.write(journals.asked(question, is_retry=is_retry))
+            session.lose(question)
+            session.retries.failed(question)
             raise refusal
         share.choices += choices
         for _ in range(choices):

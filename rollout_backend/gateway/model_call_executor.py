@@ -112,7 +112,7 @@ class ModelCallExecutor:
             raise
         except Exception as error:
             if not isinstance(error, ApiError) or error.status >= 500:
-                session.unanswered.add(digest)
+                session.lose(digest)
             else:
                 session.write(journals.dropped(digest))
             raise

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import Mock
@@ -22,7 +23,7 @@ from rollout_backend.core.session_key import KeyRefused, issue, verify
 from rollout_backend.errors import ConfigError
 from rollout_backend.gateway.sessions import journal as journals
 from rollout_backend.gateway.sessions.journal import SessionJournal
-from rollout_backend.gateway.sessions.registry import SessionRegistry
+from rollout_backend.gateway.sessions.registry import MAX_UNANSWERED, SessionRegistry
 from rollout_backend.local.scripted import Fail, ScriptedEngine
 from rollout_backend.serving.run_secret import key_secret
 
@@ -216,6 +217,23 @@ async def test_a_session_that_cannot_be_journaled_is_closed(bundle, folder, jour
     assert caught.value.status == 503
     with pytest.raises(ApiError, match="closed"):
         await registry.open(claims())
+
+
+async def test_calls_without_an_answer_take_limited_space(bundle, folder, open_journal, claims):
+    registry = SessionRegistry(bundle, "m", 50.0, journal=open_journal())
+    few, many = await registry.open(claims("few")), await registry.open(claims("many"))
+    for session, calls in ((few, MAX_UNANSWERED // 2), (many, MAX_UNANSWERED * 3)):
+        for i in range(calls):
+            question = i.to_bytes(16)
+            session.write(journals.asked(question, is_retry=False))
+            session.lose(question)
+            session.write(journals.dropped(question))
+    assert len(few.unanswered) == MAX_UNANSWERED // 2
+    assert len(many.unanswered) == MAX_UNANSWERED + 1
+    sizes = sorted(file.stat().st_size for file in (folder / "sessions").iterdir())
+    assert sizes[1] < sizes[0] + 100
+    again = SessionRegistry(bundle, "m", 50.0, journal=open_journal())
+    assert [len((await again.open(claims(name))).unanswered) for name in ("few", "many")] == [0, 1]
 
 
 async def test_a_session_that_could_not_be_read_is_not_taken_for_a_new_one(bundle, open_journal, claims, monkeypatch):
@@ -444,6 +462,26 @@ def test_a_call_that_the_agent_gave_up_needs_no_answer_after_a_restart(start, fa
     go.set()
     gateway.restart()
     assert Trajectory.decode(gateway.seal()).unanswered_calls == failed_before
+
+
+def test_a_refused_call_is_journaled_once_however_often_it_is_retried(start, folder):
+    go, asked = threading.Event(), threading.Event()
+
+    def reply(_):
+        asked.set()
+        return go.wait(60) and "late"
+
+    gateway = start(reply, gateway={"max_concurrent_calls": 1})
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(gateway.post, ask("a"))
+        assert asked.wait(60)
+        assert [gateway.post(ask("b"), headers).status_code for headers in (None, *[RETRY] * 5)] == [429] * 6
+        go.set()
+        text_of(first.result(60))
+    records = [file.read_bytes() for file in (folder / "sessions").iterdir()]
+    assert [each.count(b"asked") for each in records] == [2]
+    gateway.restart()
+    assert Trajectory.decode(gateway.seal()).unanswered_calls == 1
 
 
 def test_a_session_of_a_lost_journal_is_refused(start, folder, tmp_path):

@@ -38,6 +38,9 @@ from rollout_backend.rendering.renderer import RendererBundle
 
 _FETCHABLE_S = 600.0  # after the seal; the wrapper retries for 30 s once a restarted gateway is back
 _MAX_HEARD = 100_000
+MAX_UNANSWERED = 20_000  # calls of one session: 2 MB of its journal, and as much memory
+_WITHOUT_ANSWER = {"asked": 1, "dropped": 1, "answered": -1}
+_TOO_MANY = b""  # in place of questions
 _READ_FROM_BYTES = 100_000  # smaller trajectories are below any limit
 
 log = logging.getLogger(__name__)
@@ -61,15 +64,32 @@ class OpenSession:
     expires_at: float = 0.0
     journal: Callable[[OpenSession, Record], None] | None = None
     is_open: bool = True
+    _without_answer: int = 0  # records of calls that have none
+    _lost_count: bool = False
 
     def write(self, record: Record) -> None:
         """Append a record to the journal, if there is one and the session is open.
 
+        Of calls without an answer, it keeps a limited number. A session that has more was refused for hours, or is
+        hostile; if the gateway restarts, it counts as one with a lost call.
+
         Raises:
             ApiError: status 503 if the record cannot be written; this also closes the session.
         """
-        if self.journal is not None and self.is_open:
-            self.journal(self, record)
+        if self.journal is None or not self.is_open:
+            return
+        change = _WITHOUT_ANSWER.get(record.get("kind", ""), 0)
+        self._without_answer += change
+        if change > 0 and self._without_answer > MAX_UNANSWERED:
+            if self._lost_count:
+                return
+            self._lost_count, record = True, journals.asked(_TOO_MANY, is_retry=False)
+        self.journal(self, record)
+
+    def lose(self, question: bytes) -> None:
+        """Count a call that failed on our side as unanswered, until it is repeated or there are too many."""
+        if question not in self.unanswered:
+            self.unanswered.add(question if len(self.unanswered) < MAX_UNANSWERED else _TOO_MANY)
 
     def close(self) -> None:
         """Abort the calls in flight. None of them records or journals anything afterwards."""
@@ -363,16 +383,14 @@ def _replay(session: OpenSession, read: Callable[[str], Iterable[Record]], name:
                 if not record.get("is_retry"):  # a retry belongs to an attempt that is already counted
                     attempts[record["call"]] += 1
             case "dropped":
-                unanswered[record["call"]] -= 1
-                unanswered = +unanswered
+                _decrement(unanswered, record["call"])
             case "answered":
                 for turn in journals.turns(record):
                     session.conversations.add(turn)
                     if record.get("left_out"):
                         session.left_out.append(session.conversations.recorded(turn))
                 del unanswered[record["call"]]
-                attempts[record["call"]] -= 1
-                attempts = +attempts
+                _decrement(attempts, record["call"])
                 session.started, session.sampled_tokens = record["started"], record["sampled_tokens"]
                 answers.append((RequestKey(record["request"], record["call"]), journals.answer_of(record)))
             case "sealed":
@@ -382,3 +400,9 @@ def _replay(session: OpenSession, read: Callable[[str], Iterable[Record]], name:
     for question, failed in attempts.items():
         session.retries.failed(question, failed)
     return _Replayed(answers, None)
+
+
+def _decrement(counts: Counter[bytes], key: bytes) -> None:
+    counts[key] -= 1
+    if counts[key] <= 0:
+        del counts[key]
