@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import subprocess
 import sys
 from contextlib import suppress
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from agent_wrapper.shared.harbor_tests import MAX_OUTPUT_BYTES, TestsFailed, read_reward, run_tests
 from agent_wrapper.shared.workspace import WORKSPACE, pack_folder
 from builders import until
 from rollout_backend.scoring.harbor import verify
@@ -84,6 +86,22 @@ def test_the_environment_is_the_tasks_and_not_the_trainers(given, monkeypatch):
 def test_tests_without_a_reward_are_a_failure_and_never_a_zero(given, script, message):
     with pytest.raises(ScoringError, match=message):
         verify(given(script, timeout_s=0.5 if "sleep" in script else 120.0))
+
+
+def test_output_and_reward_of_any_size_are_not_kept(tmp_path):
+    script, output, reward = tmp_path / "test.sh", tmp_path / "output", tmp_path / "reward.json"
+    script.write_text("head -c $SIZE /dev/zero; echo the end; exec >&- 2>&-; exit 3")
+    for size, kept in ((10, 18), (3 * MAX_OUTPUT_BYTES, MAX_OUTPUT_BYTES)):
+        environ = {"PATH": os.defpath, "SIZE": str(size)}
+        ended = run_tests(script, cwd=tmp_path, environ=environ, output=output, timeout_s=120)
+        assert ended.startswith("tests/test.sh exited with 3: ")
+        assert ended.endswith("the end")
+        assert len(ended) < 3_000
+        assert output.stat().st_size == kept
+    with reward.open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(TestsFailed, match=r"wrote no number to reward\.json"):
+        read_reward(tmp_path, ended)
 
 
 def test_tests_that_use_more_memory_than_the_task_has_are_killed(given):
