@@ -4,8 +4,8 @@ Invariants:
 
 - The command and its children end with the call, even if the call is cancelled at the agent's deadline. On Linux,
   this includes children that have left the command's process group.
-- The command's output goes to the session's log as it is written, up to `_LOGGED_BYTES` per stream. Memory holds the
-  last `_KEPT_BYTES` of stdout and the last `_SHOWN_BYTES` of stderr.
+- The command's output goes to the session's log as it is written, up to `LOGGED_BYTES` per stream. Memory holds the
+  last `KEPT_BYTES` of stdout and the last `_SHOWN_BYTES` of stderr.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from agent_wrapper.contract import PAYLOAD_VARIABLE
 from agent_wrapper.errors import CommandError, CommandNotStarted
 from agent_wrapper.shared.processes import describe_exit
 
-_LOGGED_BYTES = 16 * 1024 * 1024
-_KEPT_BYTES = 16 * 1024 * 1024
+LOGGED_BYTES = 16 * 1024 * 1024
+KEPT_BYTES = 16 * 1024 * 1024
 _SHOWN_BYTES = 4_000
 _SHOWN_CHARS, _SHOWN_STDOUT_CHARS = 1_000, 300
 _READ_BYTES = 65_536
@@ -84,9 +84,7 @@ async def run_command(
     if result.failure is not None:
         raise CommandError(result.failure)
     if result.truncated:
-        raise CommandError(
-            f"{result.name} wrote more than {_KEPT_BYTES} bytes to stdout: let it write a file instead"
-        )
+        raise CommandError(f"{result.name} wrote more than {KEPT_BYTES} bytes to stdout: let it write a file instead")
     return result.stdout
 
 
@@ -107,7 +105,7 @@ async def run_to_end(
     inherited = {name: value for name, value in os.environ.items() if name != PAYLOAD_VARIABLE}
     with (
         TemporaryFile() as stdin,
-        _Output(_KEPT_BYTES, sys.stdout if log_stdout else None) as stdout,
+        _Output(KEPT_BYTES, sys.stdout if log_stdout else None) as stdout,
         _Output(_SHOWN_BYTES, sys.stderr) as stderr,
     ):
         stdin.write(input.encode(errors="replace"))
@@ -145,7 +143,7 @@ class _Output:
     def __init__(self, kept_bytes: int, log: TextIO | None) -> None:
         self._kept_bytes = kept_bytes
         self._log = log
-        self._log_budget = _LOGGED_BYTES
+        self._log_budget = LOGGED_BYTES
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._kept = bytearray()
         self.truncated = False
@@ -184,7 +182,7 @@ class _Output:
             self._log.write(self._decoder.decode(data))
             self._log_budget -= len(data)
             if self._log_budget <= 0:
-                self._log.write(f"\n[the command wrote more than {_LOGGED_BYTES} bytes; the rest is not logged]\n")
+                self._log.write(f"\n[the command wrote more than {LOGGED_BYTES} bytes; the rest is not logged]\n")
         return True
 
 

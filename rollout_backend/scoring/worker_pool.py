@@ -38,10 +38,11 @@ class WorkerPool:
     name: str
     sha256: str
 
-    def __init__(self, config: ScoringConfig, log: Path) -> None:
+    def __init__(self, config: ScoringConfig, log: Path, kill_after_s: float = _KILL_AFTER_S) -> None:
         """`log` is the file for the scorer's output."""
         self._config = config
         self._log = log
+        self._kill_after_s = kill_after_s
         self._workers: list[_Worker] = []
         self._calls_per_worker = 1
         self._slots = asyncio.Semaphore(config.processes)
@@ -77,7 +78,7 @@ class WorkerPool:
                     raise ScoringError(
                         "the scorer's file has changed since the run began: restart the run to use the new one"
                     )
-                return await worker.ask(request, self._config.timeout_s + _KILL_AFTER_S)
+                return await worker.ask(request, self._config.timeout_s + self._kill_after_s)
             except BaseException as error:
                 if not isinstance(error, asyncio.CancelledError) or self._calls_per_worker == 1:
                     with contextlib.suppress(ValueError):  # another call has removed it

@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # a manager whose trainer is another process does not need to
 log = logging.getLogger(__name__)
 
 _MESSAGE_CHARS = 500
+_BUCKET_BYTES = 512 * 2**20  # of tensors sent at once
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ class WeightStore:
         return version, weights
 
 
-async def load_weights(url: str, weights: Weights, serving: ServingConfig) -> None:
+async def load_weights(url: str, weights: Weights, serving: ServingConfig, bucket_bytes: int = _BUCKET_BYTES) -> None:
     """Make an SGLang server load these weights and flush its cache. No request may be running on it.
 
     Raises:
@@ -210,7 +211,7 @@ async def load_weights(url: str, weights: Weights, serving: ServingConfig) -> No
             source = {"model_path": str(weights.folder), "weight_version": version, "flush_cache": True}
             await post("/update_weights_from_disk", source)
         else:
-            await send_tensors(post, url, version, weights.tensors, serving.tensor_parallel, timeout_s)
+            await send_tensors(post, url, version, weights.tensors, serving.tensor_parallel, timeout_s, bucket_bytes)
         async with http.get(url + PROBE) as reply:
             reported = _fields(await reply.text(errors="replace")).get("weight_version")
     if reported != version:
@@ -340,7 +341,6 @@ Post = Callable[[str, Mapping[str, object]], Awaitable[None]]
 """Posts a JSON body to a path of the server. Raises ServingError unless it succeeds."""
 
 _JOIN_S = 60.0
-_BUCKET_BYTES = 512 * 2**20
 
 
 async def send_tensors(
@@ -350,6 +350,7 @@ async def send_tensors(
     tensors: Mapping[str, torch.Tensor],
     ranks: int,
     timeout_s: float,
+    bucket_bytes: int,
 ) -> None:
     """Replace the weights of an SGLang server of `ranks` processes, and flush its cache. Nothing may run on it.
 
@@ -358,7 +359,7 @@ async def send_tensors(
             tensors. It may now have some of them.
     """
     join_s = min(_JOIN_S, timeout_s / 2)
-    sender = await asyncio.to_thread(_Sender, url, tensors, ranks, timeout_s)
+    sender = await asyncio.to_thread(_Sender, url, tensors, ranks, timeout_s, bucket_bytes)
     sender.start()
     group = {"group_name": sender.name}
     joining = {**group, "rank_offset": 1, "world_size": 1 + ranks, "backend": "gloo"}
@@ -403,7 +404,9 @@ class _Sender:
     have to read from them.
     """
 
-    def __init__(self, url: str, tensors: Mapping[str, torch.Tensor], ranks: int, timeout_s: float) -> None:
+    def __init__(
+        self, url: str, tensors: Mapping[str, torch.Tensor], ranks: int, timeout_s: float, bucket_bytes: int
+    ) -> None:
         from torch.distributed import TCPStore
 
         server = urlsplit(url)
@@ -416,7 +419,7 @@ class _Sender:
             raise ServingError(f"it does not accept connections: {error}") from None
         self.port: int = listener.getsockname()[1]
         self.name = f"rollout-{uuid.uuid4().hex}"
-        self.buckets = list(_buckets(tensors))
+        self.buckets = list(_buckets(tensors, bucket_bytes))
         self._world = 1 + ranks
         self._timeout = datetime.timedelta(seconds=timeout_s)
         create = functools.partial(
@@ -459,15 +462,15 @@ class _Sender:
             group.broadcast(flat, 0).wait()
 
 
-def _buckets(tensors: Mapping[str, torch.Tensor]) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
-    """Yield the tensors in buckets of 512 MiB, or of one larger tensor.
+def _buckets(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
+    """Yield the tensors in buckets of this size, or of one larger tensor.
 
     The widest elements come first, because the server refuses a tensor that is not aligned to its element size.
     """
     bucket: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in sorted(tensors.items(), key=lambda named: -named[1].element_size()):
-        if bucket and size + tensor.nbytes > _BUCKET_BYTES:
+        if bucket and size + tensor.nbytes > bucket_bytes:
             yield bucket
             bucket, size = [], 0
         bucket.append((name, tensor))

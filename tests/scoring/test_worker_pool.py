@@ -87,10 +87,10 @@ echo 1
 
 
 async def test_a_command_that_hangs_is_killed_by_the_pool_with_its_children(tmp_path, monkeypatch):
-    monkeypatch.setattr("rollout_backend.scoring.worker_pool._KILL_AFTER_S", 600.0)
     monkeypatch.chdir(tmp_path)
     pids = tmp_path / "pids"
-    pool = WorkerPool(ScoringConfig(command=("sh", "-c", COMMAND), timeout_s=0.001), tmp_path / "scorer.log")
+    config = ScoringConfig(command=("sh", "-c", COMMAND), timeout_s=0.001)
+    pool = WorkerPool(config, tmp_path / "scorer.log", kill_after_s=600.0)
     await pool.start()
     try:
         assert (await pool.call(request()))["reward"] == 1.0, "the process itself does not stop it"

@@ -13,7 +13,6 @@ import pytest
 
 from agent_wrapper.contract import VersionSpan
 from rollout_backend.errors import EngineUnavailable, PreflightError
-from rollout_backend.gateway.engine import client as engine_client
 from rollout_backend.gateway.engine.client import EngineClient, EngineRefused
 from rollout_backend.gateway.engine.engines import Engines
 from rollout_backend.gateway.engine.protocol import EngineRequest
@@ -79,12 +78,11 @@ def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
-    monkeypatch.setattr(engine_client, "_AFTER_ABORT_S", 0.0)
+async def client() -> AsyncIterator[Any]:
     clients = []
 
     async def generate(server: VerlServer, **more: Any) -> Any:
-        client = EngineClient(Engines(server.url), 120.0, 3, protocol=VllmProtocol())
+        client = EngineClient(Engines(server.url), 120.0, 3, VllmProtocol(), after_abort_s=0.0)
         clients.append(client)
         await client.start()
         return await client.generate(EngineRequest([1, 2], {**PARAMS, **more.pop("params", {})}, "s", **more))

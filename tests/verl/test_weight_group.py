@@ -22,7 +22,6 @@ from rollout_backend.gateway.engine.client import EngineClient
 from rollout_backend.gateway.engine.engines import Engines
 from rollout_backend.gateway.engine.protocol import EngineRequest
 from rollout_backend.local.tiny_model import make_tiny_model
-from rollout_backend.serving import weights
 from rollout_backend.serving.engine import PROBE
 from rollout_backend.serving.install import find_engine
 from rollout_backend.serving.model_serving import ModelServing
@@ -89,17 +88,16 @@ class ScriptedServer:
         self.flushed.append(body["flush_cache"])
 
 
-async def load(server: ScriptedServer, version: int = 1, timeout_s: float = 120.0) -> None:
+async def load(server: ScriptedServer, version: int = 1, timeout_s: float = 120.0, **options: int) -> None:
     serving = run_config(serving={"startup_timeout_s": timeout_s}).serving
     async with served(server.handle, shutdown_timeout=0.1) as url:
-        await load_weights(url, Weights(version, None, tensors=TENSORS), serving)
+        await load_weights(url, Weights(version, None, tensors=TENSORS), serving, **options)
 
 
 @pytest.mark.parametrize("bucket_bytes", [2**20, 64])
-async def test_a_server_receives_each_tensor_in_aligned_buckets(monkeypatch, bucket_bytes):
-    monkeypatch.setattr(weights, "_BUCKET_BYTES", bucket_bytes)
+async def test_a_server_receives_each_tensor_in_aligned_buckets(bucket_bytes):
     server = ScriptedServer()
-    await load(server, version=7)
+    await load(server, version=7, bucket_bytes=bucket_bytes)
     assert server.tensors.keys() == TENSORS.keys()
     assert all(torch.equal(server.tensors[name], tensor) for name, tensor in TENSORS.items())
     assert server.version == "7"
