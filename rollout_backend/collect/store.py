@@ -320,12 +320,17 @@ def describe_keeping(versioning: str, rules: Iterable[Mapping[str, Any]], prefix
     days = [
         rule["Expiration"]["Days"]
         for rule in rules
-        if rule.get("Status") == "Enabled"
-        and "Days" in rule.get("Expiration", {})
-        and prefix.startswith(rule.get("Filter", {}).get("Prefix", rule.get("Prefix", "")))
+        if rule.get("Status") == "Enabled" and "Days" in rule.get("Expiration", {}) and _applies(rule, prefix)
     ]
     kept = f"objects expire after {min(days)} days" if days else "objects never expire"
     return f"versioning is {versioning.lower()}, {kept}"
+
+
+def _applies(rule: Mapping[str, Any], prefix: str) -> bool:
+    """Return whether a lifecycle rule applies to objects under `prefix`, which have no tags but any size."""
+    where = rule.get("Filter") or rule  # rules of the first version have no filter
+    where = where.get("And", where)
+    return prefix.startswith(where.get("Prefix", "")) and where.keys().isdisjoint(("Tag", "Tags"))
 
 
 def _age_s(headers: Mapping[str, str]) -> float:

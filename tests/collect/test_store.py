@@ -22,6 +22,7 @@ from collect_bench import Sink
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.fetcher import Quarantine
 from rollout_backend.collect.manifest_store import ManifestStore
+from rollout_backend.collect.store import describe_keeping
 from rollout_backend.config import AwsConfig
 from rollout_backend.errors import ManifestError, PreflightError, ResultMissing, StoreError
 from rollout_backend.testing.fault_proxy import Fault, Rule
@@ -296,3 +297,23 @@ async def test_quarantine_stores_the_reason_and_the_first_bytes_once(open_store,
 async def test_without_an_answer_nothing_is_quarantined(lost, open_store, nowhere):
     for store in (lost, await open_store(nowhere)):
         assert not await Quarantine(store, "run").record("a", ContractError("x", "y"), b"")
+
+
+@pytest.mark.parametrize(
+    ("filtered", "applies"),
+    [
+        ({"Prefix": "team/"}, True),
+        ({"Filter": {"Prefix": "team/runs/"}}, True),
+        ({"Filter": {}}, True),
+        ({"Filter": {"ObjectSizeGreaterThan": 1000}}, True),
+        ({"Filter": {"And": {"Prefix": "team/", "ObjectSizeGreaterThan": 1000}}}, True),
+        ({"Filter": {"Prefix": "logs/"}}, False),
+        ({"Filter": {"Tag": {"Key": "a", "Value": "b"}}}, False),
+        ({"Filter": {"And": {"Prefix": "logs/", "ObjectSizeGreaterThan": 1000}}}, False),
+        ({"Filter": {"And": {"Prefix": "team/", "Tags": [{"Key": "a", "Value": "b"}]}}}, False),
+    ],
+)
+def test_a_lifecycle_rule_counts_if_it_applies_to_results(filtered, applies):
+    rule = {"Status": "Enabled", "Expiration": {"Days": 7}, **filtered}
+    kept = "objects expire after 7 days" if applies else "objects never expire"
+    assert describe_keeping("Enabled", [rule], "team/runs/") == f"versioning is enabled, {kept}"
