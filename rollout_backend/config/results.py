@@ -98,9 +98,10 @@ class AwsConfig(Section):
     """Endpoint of S3 and SQS if not AWS, such as a local emulator. Agents read it from their own environment."""
     s3_endpoint_url: HttpUrl | None = None
     """Endpoint of S3 if it differs from `aws.endpoint_url`, for example an object store of your own. Agents: set
-    AWS_ENDPOINT_URL_S3."""
+    AWS_ENDPOINT_URL_S3, which is also the default here unless `aws.endpoint_url` is set."""
     sqs_endpoint_url: HttpUrl | None = None
-    """Endpoint of SQS if it differs from `aws.endpoint_url`. Agents: set AWS_ENDPOINT_URL_SQS."""
+    """Endpoint of SQS if it differs from `aws.endpoint_url`. Agents: set AWS_ENDPOINT_URL_SQS, which is also the
+    default here unless `aws.endpoint_url` is set."""
 
     def endpoint_of(self, service: Literal["s3", "sqs"]) -> str | None:
         """Return the endpoint of a service, or None for AWS's own."""

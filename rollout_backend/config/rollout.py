@@ -198,7 +198,8 @@ def load_config(
         merged, lines = _read_yaml(Path(path))
         _merge(tree, merged)
         sources |= {key: f"{path}:{line}" for key, line in lines.items()}
-    for name, value in sorted((os.environ if env is None else env).items()):
+    env = os.environ if env is None else env
+    for name, value in sorted(env.items()):
         if name.startswith(ENV_PREFIX):
             keys = name.removeprefix(ENV_PREFIX).lower().split("__")
             _merge(tree, _nest(keys, value, name))
@@ -209,6 +210,11 @@ def load_config(
         merge_overrides(tree, [override])
         _replace_source(sources, override.partition("=")[0], f"-o {override}")
     _merge(tree, top or {})
+    for service in ("s3", "sqs"):  # botocore uses these variables, and the checks and presigned URLs must know
+        aws, name, variable = tree.get("aws", {}), f"{service}_endpoint_url", f"AWS_ENDPOINT_URL_{service.upper()}"
+        if env.get(variable) and isinstance(aws, Mapping) and not (aws.get("endpoint_url") or aws.get(name)):
+            tree["aws"] = {**aws, name: env[variable]}
+            sources[f"aws.{name}"] = variable
     if empty := [f"  {key}: {what}" for key, what in _to_fill_in(tree)]:
         raise ConfigError("\n".join(["fill in your values in the settings, in place of each <yours ...>:", *empty]))
     return RolloutConfig.parse(tree, sources)

@@ -37,6 +37,20 @@ def test_later_sources_win(tmp_path):
     assert config.serving.extra_args == ("--a", "1")
 
 
+@pytest.mark.parametrize(
+    ("given", "s3", "sqs"),
+    [
+        ({}, "http://env-s3", "http://env-sqs"),
+        ({"s3_endpoint_url": "http://file"}, "http://file", "http://env-sqs"),
+        ({"endpoint_url": "http://all"}, "http://all", "http://all"),
+    ],
+)
+def test_the_endpoints_of_aws_clients_are_those_of_the_run(given, s3, sqs):
+    env = {"AWS_ENDPOINT_URL_S3": "http://env-s3", "AWS_ENDPOINT_URL_SQS": "http://env-sqs"}
+    aws = load_config(base={**MINIMAL, "aws": given}, env=env).aws
+    assert (aws.endpoint_of("s3"), aws.endpoint_of("sqs")) == (s3, sqs)
+
+
 IMAGE = "123456789012.dkr.ecr.eu-west-1.amazonaws.com/team/my-agent:git-0123abc"
 ROLE = "arn:aws:iam::123456789012:role/agent"
 
