@@ -32,7 +32,7 @@ SERVER_PORTS = range(15_000, 26_000)  # lower ports are often a program's defaul
 
 # A reservation is an abstract Unix socket named after the port: it belongs to the same network as the port, and ends
 # with this process. The oldest are dropped, because each holds a descriptor and its server listens by then.
-_reserved: deque[socket.socket] = deque(maxlen=256)
+_reserved: deque[int] = deque(maxlen=256)  # descriptors: sockets would warn at exit that they are open
 
 
 class ServerKilled(StartupError):
@@ -67,8 +67,8 @@ def _reserve(port: int) -> bool:
         reservation.close()
         return False
     if len(_reserved) == _reserved.maxlen:
-        _reserved.popleft().close()
-    _reserved.append(reservation)
+        os.close(_reserved.popleft())
+    _reserved.append(reservation.detach())
     return True
 
 

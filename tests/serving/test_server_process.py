@@ -55,6 +55,12 @@ async def test_a_start_that_is_cancelled_leaves_no_process(tmp_path, monkeypatch
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's port range is known on Linux only")
+def test_reserved_ports_cause_no_warnings_at_exit():
+    code = "from rollout_backend.serving.server_process import free_port; [free_port() for _ in range(300)]"
+    argv = [sys.executable, "-W", "always::ResourceWarning", "-c", code]
+    assert subprocess.run(argv, capture_output=True, text=True, check=True).stderr == ""
+
+
 def test_free_port_is_outside_the_ephemeral_range():
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     assert low > SERVER_PORTS.start + 1000, "this machine's kernel leaves us none"
