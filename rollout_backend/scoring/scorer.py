@@ -12,13 +12,15 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from types import MappingProxyType, ModuleType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import msgpack
 from pydantic import Field
@@ -31,6 +33,7 @@ from rollout_backend.errors import ConfigError
 _MODULE = "rollout_scorer"  # module name for a scorer's file, which shadows no other module
 _VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _STDERR_CHARS = 2_000
+_KEPT_BYTES = 16 * 1024 * 1024  # the end of an output, which holds the last line
 
 
 class ScoringError(Exception):
@@ -308,19 +311,54 @@ def run_command(
         subprocess.TimeoutExpired: the command took longer than `timeout_s`. Its children may still run.
         OSError: the command cannot be executed.
     """
-    with TemporaryDirectory(prefix="rollout-artifacts-") as folder:
+    began = time.monotonic()
+
+    def left_s() -> float | None:
+        return None if timeout_s is None else max(0.0, began + timeout_s - time.monotonic())
+
+    with TemporaryDirectory(prefix="rollout-artifacts-") as folder, TemporaryFile() as stdin:
         for name, content in artifacts.items():
             Path(folder, name).write_bytes(content)
         environment = os.environ | {"ROLLOUT_ARTIFACTS": folder}
-        done = subprocess.run(  # the command comes from the user's own settings
-            [*command], input=given, capture_output=True, timeout=timeout_s, check=False, env=environment
-        )
-    end = done.stderr.decode(errors="replace").strip()[-_STDERR_CHARS:]
-    if done.returncode:
-        raise ValueError(f"the command exited with {done.returncode}: {end or 'it printed nothing to stderr'}")
-    lines = done.stdout.decode(errors="replace").strip().splitlines()
+        stdin.write(given)
+        stdin.seek(0)
+        with subprocess.Popen(  # the command comes from the user's own settings
+            [*command], bufsize=0, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+        ) as process:
+            outputs = [_Output(pipe) for pipe in (process.stdout, process.stderr) if pipe is not None]
+            try:
+                code = process.wait(left_s())
+                for output in outputs:
+                    output.join(left_s())
+                    if output.is_alive():
+                        raise subprocess.TimeoutExpired(command, timeout_s or 0.0)
+            except BaseException:
+                process.kill()
+                raise
+    stdout, stderr = (output.kept.decode(errors="replace").strip() for output in outputs)
+    if code:
+        end = stderr[-_STDERR_CHARS:] or "it printed nothing to stderr"
+        raise ValueError(f"the command exited with {code}: {end}")
+    last = stdout.rpartition("\n")[2]
     try:
-        return json.loads(lines[-1])
-    except (IndexError, ValueError):
-        last = repr(lines[-1][:100]) if lines else "nothing"
-        raise ValueError(f"the command printed {last} as its last line, and not a number or a JSON object") from None
+        return json.loads(last)
+    except ValueError:
+        shown = repr(last[:100]) if last else "nothing"
+        raise ValueError(f"the command printed {shown} as its last line, and not a number or a JSON object") from None
+
+
+class _Output(threading.Thread):
+    """Reads a pipe and keeps its end: the command may run the agent's code, which may print any amount."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        super().__init__(daemon=True)
+        self._pipe = pipe
+        self.kept = bytearray()
+        self.start()
+
+    def run(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # it was closed after a timeout
+            while data := self._pipe.read(65_536):
+                self.kept += data
+                if len(self.kept) > 2 * _KEPT_BYTES:
+                    del self.kept[:-_KEPT_BYTES]

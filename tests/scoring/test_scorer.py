@@ -1,6 +1,7 @@
 """Scorers as functions, as commands, and as verl's reward functions."""
 
 import sys
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -99,6 +100,22 @@ def test_anything_else_is_no_score(load, returned, message):
         load("wrong").score(given({"returned": returned}))
 
 
+def test_the_output_of_a_command_takes_limited_memory():
+    many = "head -c 120000000 /dev/zero | tr '\\0' '\\n'"
+    scorer = command_scorer(["sh", "-c", f"{many}; {many} >&2; echo failed >&2; echo 0.5; exit $CODE"], 120)
+    tracemalloc.start()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CODE", "0")
+            assert scorer.score(given({})).reward == 0.5
+            patch.setenv("CODE", "1")
+            with pytest.raises(ScoringError, match="exited with 1: failed"):
+                scorer.score(given({}))
+        assert tracemalloc.get_traced_memory()[1] < 150_000_000
+    finally:
+        tracemalloc.stop()
+
+
 def test_a_command_reads_json_and_prints_the_reward(tmp_path):
     script = tmp_path / "score.py"
     script.write_text(
@@ -106,7 +123,7 @@ def test_a_command_reads_json_and_prints_the_reward(tmp_path):
         "if fields['private'] == {}: sys.exit('there is no answer')\n"
         "print(json.dumps({'reward': fields['private']['answer'] in fields['reply'], 'was': fields}))"
     )
-    scorer = command_scorer([sys.executable, "-S", str(script)], 20)
+    scorer = command_scorer([sys.executable, "-S", str(script)], 120)
     found = scorer.score(given({"answer": "7"}))
     assert found.reward == 1.0
     of_result = {"rollout_id": "t.0", "outcome": "completed", "extras": {"note": "x"}, "agent_reward": 1.0}
@@ -116,6 +133,6 @@ def test_a_command_reads_json_and_prints_the_reward(tmp_path):
     script.write_text("print('good')")
     with pytest.raises(ScoringError, match="printed 'good' as its last line"):
         scorer.score(given({}))
-    assert command_scorer([sys.executable, "-S", str(script)], 20).sha256 != scorer.sha256
+    assert command_scorer([sys.executable, "-S", str(script)], 120).sha256 != scorer.sha256
     with pytest.raises(ScoringError, match="No such file"):
-        command_scorer([str(tmp_path / "none")], 20).score(given({}))
+        command_scorer([str(tmp_path / "none")], 120).score(given({}))
