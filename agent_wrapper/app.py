@@ -45,6 +45,7 @@ from agent_wrapper.one_shot import payload_file, run_and_exit
 from agent_wrapper.outcome import AgentResult, build_rollout, classify, describe, failed, without_artifacts
 from agent_wrapper.publish import Publisher, PublishError
 from agent_wrapper.runner import Agent, Returned, in_thread
+from agent_wrapper.shared.json_values import plain_json
 from agent_wrapper.shared.redaction import redact_logs
 from agent_wrapper.shared.trajectory import TrajectoryUnavailable, fetch_trajectory
 
@@ -295,8 +296,8 @@ class RolloutApp:
         result = await asyncio.wrap_future(call.future)
         if isinstance(result, Returned):
             try:
-                return _respond(result.value)
-            except (TypeError, ValueError) as error:
+                return _respond(plain_json(result.value))
+            except (RecursionError, TypeError, ValueError) as error:
                 return _refuse(500, type(error).__name__, f"what the agent returned is not JSON: {error}")
         logger.error("the agent raised", exc_info=result.error)
         return _refuse(500, type(result.error).__name__, str(result.error))

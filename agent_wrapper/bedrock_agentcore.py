@@ -39,6 +39,7 @@ from agent_wrapper.errors import AgentFailure
 from agent_wrapper.one_shot import payload_file, run_and_exit
 from agent_wrapper.outcome import Unscored
 from agent_wrapper.runner import Agent
+from agent_wrapper.shared.json_values import plain_json
 
 _POLL_S = 0.05
 
@@ -172,7 +173,10 @@ class BedrockAgentCoreApp(_BedrockAgentCoreApp):
         return {**rewards, **extras} if "reward" in rewards else Unscored(extras)
 
     def _as_json(self, value: Any) -> Any:
-        return json.loads(self._safe_serialize_to_json_string(value))
+        try:
+            return plain_json(value)
+        except (RecursionError, TypeError, ValueError):
+            return json.loads(self._safe_serialize_to_json_string(value))
 
 
 class _Rollouts(RolloutApp):

@@ -53,7 +53,9 @@ _OF_COMMANDS: dict[type[Exception], tuple[Outcome, str]] = {
     VerifierError: (Outcome.INFRA_ERROR, "verifier_failed"),
 }
 # No exception says so in this case.
-_MODEL_COULD_CAUSE = frozenset({"bad_reward", "command_failed", "invocation_error", NO_REWARD, "status_code"})
+_MODEL_COULD_CAUSE = frozenset(
+    {"bad_extras", "bad_reward", "command_failed", "invocation_error", NO_REWARD, "status_code"}
+)
 
 SDK_ERRORS = frozenset(
     {
@@ -214,28 +216,29 @@ def _said(error: BaseException) -> str:
 
 
 def _classify_value(value: object) -> AgentResult:
+    turn_rewards: tuple[float, ...] = ()
     if isinstance(value, Unscored):
         message = "the agent returned no `reward`, and no scorer has computed one: see docs/rewards.md"
         result = failed(Outcome.AGENT_ERROR, NO_REWARD, message)
+    else:
         try:
-            return replace(result, extras=read_extras(value.values))
-        except Exception as error:
-            return failed(Outcome.AGENT_ERROR, "bad_reward", f"{_said(error)}; return JSON values")
-    extras: dict[str, Any] = {}
-    turn_rewards: tuple[float, ...] = ()
+            if isinstance(value, Mapping):
+                if "reward" not in value:
+                    raise ValueError(f"the agent returned a dict without 'reward' (it has {sorted(map(str, value))})")
+                reward = finite_number(value["reward"])
+                turn_rewards = _turn_rewards(value.get("turn_rewards", ()))
+            else:
+                reward = finite_number(value)
+            check_rewards(reward, turn_rewards)
+        except Exception as error:  # the agent's own objects can raise anything
+            return failed(Outcome.AGENT_ERROR, "bad_reward", f"{_said(error)}; {_WANTED}")
+        result = AgentResult(Outcome.COMPLETED, reward, turn_rewards=turn_rewards)
+    returned = value.values if isinstance(value, Unscored) else value if isinstance(value, Mapping) else {}
     try:
-        if isinstance(value, Mapping):
-            if "reward" not in value:
-                raise ValueError(f"the agent returned a dict without 'reward' (it has {sorted(map(str, value))})")
-            reward = finite_number(value["reward"])
-            turn_rewards = _turn_rewards(value.get("turn_rewards", ()))
-            extras = read_extras({k: v for k, v in value.items() if k not in ("reward", "turn_rewards")})
-        else:
-            reward = finite_number(value)
-        check_rewards(reward, turn_rewards)
-    except Exception as error:  # the agent's own objects can raise anything
-        return failed(Outcome.AGENT_ERROR, "bad_reward", f"{_said(error)}; {_WANTED}")
-    return AgentResult(Outcome.COMPLETED, reward, extras, turn_rewards)
+        extras = read_extras({k: v for k, v in returned.items() if k not in ("reward", "turn_rewards")})
+    except Exception as error:
+        return failed(Outcome.AGENT_ERROR, "bad_extras", f"{_said(error)}; return JSON values, numbers or arrays")
+    return replace(result, extras=extras)
 
 
 def _turn_rewards(value: object) -> tuple[float, ...]:

@@ -8,6 +8,7 @@ import json
 import math
 import numbers
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 import msgpack
@@ -75,6 +76,8 @@ def read_extras(values: Mapping[Any, object]) -> dict[str, Any]:
 def finite_number(value: object) -> float:
     """Convert a number of Python, NumPy or PyTorch. True is 1 and False is 0, so `return answer == wanted` is a
     reward, also if NumPy or PyTorch has compared them."""
+    if isinstance(value, Decimal):  # which numbers.Real does not include
+        value = float(value)
     if getattr(value, "shape", None) == () and not isinstance(value, numbers.Real):
         value = getattr(value, "item", lambda: value)()
     if not isinstance(value, numbers.Real):
@@ -88,11 +91,30 @@ def finite_number(value: object) -> float:
     return number
 
 
+def plain_json(value: object) -> Any:
+    """Return the value as JSON stores it, with the numbers and arrays of NumPy and PyTorch as those of Python.
+
+    Raises:
+        TypeError, ValueError, RecursionError: it is not JSON.
+    """
+    return json.loads(json.dumps(value, allow_nan=False, default=_plain))
+
+
+def _plain(value: Any) -> object:
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, (numbers.Real, Decimal)):
+        return float(value)
+    if hasattr(value, "dtype") and hasattr(value, "tolist"):  # of NumPy, PyTorch, JAX or pandas
+        return value.tolist()
+    raise TypeError(f"{short(value)}, a {type(value).__name__}, is not JSON: write it as a text or a number")
+
+
 def _json(key: object, value: object) -> Any:
     if not isinstance(key, str):
         raise ValueError(f"the key {short(key)} is not a string")  # noqa: TRY004
     try:
-        plain = json.loads(json.dumps(value, allow_nan=False))
+        plain = plain_json(value)
         check_json_value(plain, "it", _EXTRAS_DEPTH)
         msgpack.packb([key, plain])  # msgpack has no integers over 64 bits
     except (TypeError, ValueError, OverflowError, RecursionError) as error:

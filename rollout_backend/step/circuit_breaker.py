@@ -23,7 +23,7 @@ from rollout_backend.config import CircuitBreakerConfig, RolloutConfig
 from rollout_backend.core.ledger import Ledger, LedgerEntry
 from rollout_backend.core.reasons import SCORER_FAILED, documented_at, what_to_do
 
-_WITHOUT_REWARD = frozenset({NO_REWARD, "bad_reward", "no_model_call"})
+_WITHOUT_REWARD = frozenset({NO_REWARD, "bad_extras", "bad_reward", "no_model_call"})
 _OF_ONE_IMAGE = "runtime_create_failed"
 _FOR_WANT_OF_ROOM = frozenset({"throttled", "quota_exceeded"})
 _OF_RUN_LOGS = frozenset({"model_unavailable", "model_unreachable", "trajectory_unavailable", SCORER_FAILED})

@@ -5,6 +5,7 @@ import functools
 import os
 import threading
 import time
+from fractions import Fraction
 
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
@@ -87,7 +88,7 @@ def act(payload, context):
         case "return":
             return payload["value"]
         case "object":
-            return {"made": {1, 2}, "other": object}
+            return {"made": {1, 2}, "other": object, "score": Fraction(1, 2)}
         case "begin":
             tasks.append(app.add_async_task("job", {"n": 1}))
             return app.get_current_ping_status().value

@@ -377,6 +377,12 @@ def test_without_the_block_it_is_an_ordinary_service(start_container):
     assert container.ping()["status"] == "Healthy"
 
 
+def test_an_ordinary_service_answers_with_numpys_numbers(container):
+    body = "import numpy\nreturn {'reward': numpy.float32(0.5), 'passed': numpy.bool_(True)}"
+    answer = container.client.post("/invocations", json={"body": body})
+    assert answer.json() == {"reward": 0.5, "passed": True}
+
+
 @pytest.mark.parametrize(
     ("body", "error", "words"),
     [

@@ -226,7 +226,7 @@ def test_what_a_rollout_returns_or_raises_is_its_result(use):
     assert found.keys() == {"agent_exception", "agent_failure", "bad_reward"}
     assert found["agent_failure"] == 'the agent returned HTTP 404: {"error":"not found"}'
     odd = play(container, do="object").extras
-    assert (odd["made"], odd["other"]) == ([1, 2], "<class 'object'>")
+    assert (odd["made"], odd["other"], odd["score"]) == ([1, 2], "<class 'object'>", 0.5)
 
 
 @pytest.mark.parametrize(

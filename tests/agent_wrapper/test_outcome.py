@@ -3,7 +3,9 @@
 import math
 import urllib.error
 from collections import OrderedDict
+from decimal import Decimal
 from email.message import Message
+from fractions import Fraction
 from typing import NoReturn
 
 import aiohttp
@@ -49,6 +51,7 @@ def ended(rollout: Rollout) -> tuple[Outcome, float | None, str]:
         (numpy.float32(0.5), 0.5),
         (numpy.float32(0.5) == 0.5, 1.0),
         (numpy.array(0.5), 0.5),
+        (Decimal("0.5"), 0.5),
         (OrderedDict(reward=2), 2.0),
     ],
 )
@@ -73,15 +76,10 @@ class Unreadable(dict[str, int]):
         [1.0],
         numpy.array([1.0]),
         numpy.array("1"),
+        Decimal("nan"),
         {"reward": None},
-        {"reward": 1, 2: 3},
-        {"reward": 1, "x": math.nan},
-        {"reward": 1, "x": {1, 2}},
         1e39,
         {"reward": 3e38, "turn_rewards": [3e38]},
-        {"reward": 1, "x": 2**70},
-        {"reward": 1, "x": "\ud800"},
-        Unreadable(reward=1),
     ],
 )
 def test_other_values_are_a_bad_reward(value):
@@ -92,14 +90,53 @@ def test_other_values_are_a_bad_reward(value):
     assert "return a finite number, or a dict" in ending.failure.message
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"reward": 1, 2: 3},
+        {"reward": 1, "x": math.nan},
+        {"reward": 1, "x": numpy.float32("nan")},
+        {"reward": 1, "x": {1, 2}},
+        {"reward": 1, "x": numpy.datetime64("2026-01-01")},
+        {"reward": 1, "x": 2**70},
+        {"reward": 1, "x": "\ud800"},
+        Unreadable(reward=1),
+        {"reward": 1, "steps": [[]] * 130_000},
+    ],
+)
+def test_values_that_are_not_json_are_bad_extras(value):
+    ending = classify(Returned(value), URL)
+    assert (ending.outcome, ending.reward, ending.extras) == (Outcome.AGENT_ERROR, None, {})
+    assert ending.failure is not None
+    assert ending.failure.reason == "bad_extras"
+    assert "; return JSON values, numbers or arrays" in ending.failure.message
+
+
+def test_extras_store_numbers_and_arrays_of_other_libraries_as_pythons():
+    values = {
+        "score": numpy.float32(0.5),
+        "long": numpy.longdouble(0.5),
+        "steps": [numpy.int64(3)],
+        "passed": numpy.float32(0.5) == 0.5,
+        "each": {"scores": numpy.array([[1, 2], [3, 4]])},
+        "price": Decimal("0.25"),
+        "share": Fraction(1, 4),
+    }
+    extras = classify(Returned({"reward": 1, **values}), URL).extras
+    assert extras == {
+        "score": 0.5,
+        "long": 0.5,
+        "steps": [3],
+        "passed": True,
+        "each": {"scores": [[1, 2], [3, 4]]},
+        "price": 0.25,
+        "share": 0.25,
+    }
+    assert (type(extras["steps"][0]), type(extras["passed"])) == (int, bool)
+
+
 def test_a_bad_reward_is_named():
     assert "the reward is 'good', a str, not a number" in classify(Returned("good"), URL).failure.message
-
-
-def test_more_extras_than_a_result_may_hold_are_a_bad_reward():
-    ending = classify(Returned({"reward": 1, "steps": [[]] * 130_000}), URL)
-    assert (ending.outcome, ending.failure.reason) == (Outcome.AGENT_ERROR, "bad_reward")
-    assert "more than 125000 maps and lists" in ending.failure.message
 
 
 JSON = st.recursive(
@@ -307,7 +344,7 @@ def test_an_agent_may_leave_its_reward_to_a_scorer():
         ({}, SAMPLED.model_copy(update={"unanswered_calls": 1}), "model_unavailable"),
         ({}, TrajectoryUnavailable("no answer"), "trajectory_unavailable"),
         ({}, TrajectoryTooLarge("it has 300 segments"), "trajectory_too_large"),
-        ({"result": math.nan}, SAMPLED, "bad_reward"),
+        ({"result": math.nan}, SAMPLED, "bad_extras"),
     ],
 )
 def test_an_unscored_rollout_without_what_a_scorer_needs_cannot_be_scored(values, trajectory, reason):

@@ -87,7 +87,7 @@ async def test_an_async_function_is_a_scorer(load):
         (float("inf"), "which is not finite"),
         ({"score": 1}, "a dict without 'reward'"),
         ({"reward": 1, "turn_rewards": ["a"]}, "the reward is 'a'"),
-        ({"reward": 1, "what": {1, 2}}, "not JSON serializable"),
+        ({"reward": 1, "what": {1, 2}}, "a set, is not JSON"),
         (1e39, "beyond float32"),
         ({"reward": 1, "turn_rewards": [3e38, 3e38]}, "beyond float32"),
         ({"reward": 1, "what": 2**64}, "'what' cannot be stored as JSON"),
