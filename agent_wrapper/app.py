@@ -24,6 +24,7 @@ import os
 import random
 import sys
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -328,18 +329,21 @@ class RolloutApp:
             self._busy_since_change = (self.is_busy, int(time.time()))
 
     async def _run_job(self, job: _Job, payload: dict[str, Any]) -> None:
-        heartbeats = asyncio.create_task(self._send_heartbeats(job))
+        heartbeats, started_at = asyncio.create_task(self._send_heartbeats(job)), time.time()
         try:
-            rollout = await self._run_rollout(job, payload)
-            job.outcome = rollout.outcome
-            job.reason = rollout.failure.reason if rollout.failure else None
-            await self._publish(job, rollout)
-        except PublishError as error:
-            job.status, job.reason = "unpublished", str(error)
-            logger.error("rollout %s is lost: %s", job.request.rollout_id, error)  # noqa: TRY400
+            try:
+                await self._publish(job, await self._run_rollout(job, payload))
+            except PublishError:
+                raise
+            except Exception as error:  # a bug in the wrapper, or no memory or thread left
+                logger.exception("the wrapper failed in rollout %s", job.request.rollout_id)
+                trace = "".join(traceback.format_exception(error))
+                lost = failed(Outcome.INFRA_ERROR, "wrapper_failed", f"the wrapper failed: {describe(error)}", trace)
+                await self._publish(job, build_rollout(job.request, lost, None, started_at, time.time()))
         except Exception as error:
-            job.status, job.reason = "unpublished", describe(error)
-            logger.exception("rollout %s is lost to a bug in the wrapper", job.request.rollout_id)
+            message = str(error) if isinstance(error, PublishError) else describe(error)
+            job.status, job.reason = "unpublished", message
+            logger.error("rollout %s is lost: %s", job.request.rollout_id, message)  # noqa: TRY400
         else:
             job.status = "finished"
         finally:
@@ -456,6 +460,7 @@ class RolloutApp:
 
     async def _publish(self, job: _Job, rollout: Rollout) -> None:
         request, body = job.request, rollout.encode()
+        job.outcome, job.reason = rollout.outcome, rollout.failure.reason if rollout.failure else None
         budget_s = _LAST_PUBLISH_S if job.stopping.is_set() else job.publish_s
         key, url = request.key_for(rollout.outcome), request.url_for(rollout.outcome)
         await in_thread(lambda: self._publisher.publish(request.result, key, body, budget_s, url), "publish")

@@ -36,6 +36,7 @@ WHAT_TO_DO = {
     "another version, or with other flags, may refuse calls",
     "trajectory_too_large": "raise `storage.max_result_bytes`, or rewrite the history less often",
     "trajectory_unavailable": "check that agents can reach `gateway.public_url`; read `logs/`",
+    "wrapper_failed": "read the traceback: `rollout show`; report it, unless the container ran out of something",
     "terminated": "keep `runtime.max_lifetime_s` above `timeouts.agent_s`; do not deploy during a run",
     "throttled": "raise the quota, or `timeouts.collection_s`; see throttling",
     "quota_exceeded": "lower `runtime.max_sessions`, or raise the quota",

@@ -74,12 +74,36 @@ def marker_of(cloud, block) -> Rollout | None:
         return None
 
 
+def test_a_failure_of_the_wrapper_ends_the_attempt_and_says_where(sync_container, cloud):
+    body = """
+class Address:
+    def __str__(self):
+        raise KeyError("no address")
+
+error = OSError("the agent's")
+error.status, error.url = 503, Address()
+raise error
+"""
+    block = sync_container.request()
+    sync_container.invoke(body, block)
+    sync_container.await_idle()
+    failure = marker_of(cloud, block).failure
+    assert (failure.reason, failure.message) == ("wrapper_failed", "the wrapper failed: KeyError: 'no address'")
+    assert "outcome.py" in failure.traceback
+    assert sync_container.invoke("", block).json() == {
+        "status": "finished",
+        "rollout_id": block["rollout_id"],
+        "outcome": "infra_error",
+        "reason": "wrapper_failed",
+    }
+
+
 @pytest.mark.parametrize("levels", [191, 5000])
 @pytest.mark.parametrize("name", ["deep", "messages"])
 def test_too_deep_nesting_is_the_agents_error(sync_container, levels, name):
     body = f"value = 1\nfor _ in range({levels}):\n    value = [value]\nreturn {{'reward': 1, {name!r}: value}}"
     rollout = sync_container.play(body)
-    assert (rollout.outcome, rollout.failure.reason, rollout.reward) == (Outcome.AGENT_ERROR, "bad_reward", None)
+    assert (rollout.outcome, rollout.failure.reason, rollout.reward) == (Outcome.AGENT_ERROR, "bad_extras", None)
     assert "cannot be stored as JSON" in rollout.failure.message
 
 
