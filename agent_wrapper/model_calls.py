@@ -4,7 +4,7 @@ Clients are often created when the agent's module is imported, before any rollou
 changes each request as it is sent:
 
 - with httpx, which the SDKs of OpenAI and Anthropic use, a POST of a JSON object with `model` to a path of their APIs
-  gets the endpoint, the key and the model's name of its rollout;
+  gets the endpoint, the key and the model's name of its rollout, and so does an SDK's lookup of models;
 - with Strands, a call of `BedrockModel`, whose API only Bedrock has, is made through `OpenAIModel`.
 
 Invariants:
@@ -22,6 +22,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -31,6 +32,8 @@ from agent_wrapper.context import CURRENT, MAX_RETRIES, RUNNING, RolloutContext,
 
 _HTTP_CLIENTS = ("httpx", "httpx2")  # openai 3 uses httpx2
 _PATHS = ("/chat/completions", "/completions", "/messages/count_tokens", "/messages", "/responses")
+_MODELS = re.compile(r"/models(/.+)?$")
+_SDK = "x-stainless-lang"  # a header of OpenAI's and Anthropic's clients; other services have models too
 _REPLACED = frozenset({"authorization", "x-api-key", "api-key", "host", "content-length"})
 _RETRIED = frozenset({429, 502, 503, 504})
 _RETRY_COUNT = "x-stainless-retry-count"
@@ -125,36 +128,41 @@ def _redirect_http(module: Any) -> None:
 
 def _context_of(request: Any) -> RolloutContext | None:
     """Return the rollout to whose endpoint the request is redirected; None to send it unchanged."""
-    if (
-        request.method != "POST"
-        or not request.url.path.endswith(_PATHS)
-        or (context := rollout_of_this_code()) is None
-    ):
+    is_call = request.method == "POST" and request.url.path.endswith(_PATHS)
+    is_lookup = request.method == "GET" and _SDK in request.headers and _MODELS.search(request.url.path)
+    if not (is_call or is_lookup) or (context := rollout_of_this_code()) is None:
         return None
+    if is_call and not _names_model(request):
+        return None
+    key = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
+    # A client created by an earlier rollout has the same address, but its own key.
+    return None if str(request.url).startswith(context.base_url) and key == context.api_key else context
+
+
+def _names_model(request: Any) -> bool:
     try:
         body = json.loads(request.content)
     except (ValueError, RuntimeError):  # not JSON, or a stream, which no SDK sends
-        return None
-    has_model = isinstance(body, dict) and isinstance(body.get("model"), str)
-    key = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
-    # A client created by an earlier rollout has the same address, but its own key.
-    is_own = str(request.url).startswith(context.base_url) and key == context.api_key
-    return context if has_model and not is_own else None
+        return False
+    return isinstance(body, dict) and isinstance(body.get("model"), str)
 
 
 def _redirect(request: Any, context: RolloutContext) -> Any:
     """Return the redirected request."""
-    path = next(path for path in _PATHS if request.url.path.endswith(path))
-    body = {**json.loads(request.content), "model": context.model}
+    if request.method == "GET":
+        content, path = b"", "/models" if request.url.path.endswith("/models") else f"/models/{context.model}"
+    else:
+        content = json.dumps({**json.loads(request.content), "model": context.model}).encode()
+        path = next(path for path in _PATHS if request.url.path.endswith(path))
     headers = [(name, value) for name, value in request.headers.multi_items() if name.lower() not in _REPLACED]
     # A call that the client gives up and repeats is sampled twice.
     left_s = None if math.isinf(context.remaining_s) else max(1.0, context.remaining_s)
     timeout = {**request.extensions.get("timeout", {}), "read": left_s}
     return type(request)(
-        "POST",
+        request.method,
         context.base_url + path,
         headers=[*headers, ("Authorization", f"Bearer {context.api_key}")],
-        content=json.dumps(body).encode(),
+        content=content,
         extensions={**request.extensions, "timeout": timeout},
     )
 

@@ -1,0 +1,79 @@
+"""Which requests of clients that were made before their rollout go to its endpoint."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from agent_wrapper.context import CURRENT, RolloutContext
+from agent_wrapper.model_calls import _redirect_http
+from rollout_backend.dialects.registry import DIALECTS
+
+ENDPOINT = "http://gateway/v1"
+CONTEXT = RolloutContext(payload={}, base_url=ENDPOINT, api_key="session", model="org/the-model")
+
+
+class Client(httpx.Client):
+    """A client whose class is redirected, and no other."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def redirected() -> None:
+    class AsyncClient(httpx.AsyncClient):
+        pass
+
+    _redirect_http(SimpleNamespace(Client=Client, AsyncClient=AsyncClient, ConnectError=httpx.ConnectError))
+
+
+@pytest.fixture
+def sent():
+    token = CURRENT.set(CONTEXT)
+    requests: list[httpx.Request] = []
+
+    def record(request: httpx.Request) -> httpx.Response:
+        requests.append(request)
+        return httpx.Response(200, json={"data": [], "id": "x"})
+
+    with Client(transport=httpx.MockTransport(record)) as client:
+        yield SimpleNamespace(client=client, requests=requests)
+    CURRENT.reset(token)
+
+
+def summary(request: httpx.Request) -> tuple[str, str | None, Any]:
+    model = json.loads(request.content)["model"] if request.content else None
+    return str(request.url), request.headers.get("authorization"), model
+
+
+@pytest.mark.parametrize("path", [p for each in DIALECTS for p in (each.path, each.count_path) if p is not None])
+def test_every_call_that_the_gateway_serves_goes_there(sent, path):
+    sent.client.post(f"https://provider/api/v1{path}", json={"model": "gpt"}, headers={"x-api-key": "users"})
+    assert [summary(each) for each in sent.requests] == [(ENDPOINT + path, "Bearer session", "org/the-model")]
+    assert "x-api-key" not in sent.requests[0].headers
+
+
+def test_an_sdks_lookups_of_models_go_there(sent):
+    clients: list[Any] = [openai.OpenAI(api_key="users", http_client=sent.client)]
+    clients += [anthropic.Anthropic(api_key="users", http_client=sent.client)]
+    for client in clients:
+        client.models.list()
+        client.models.retrieve("some-model")
+    asked = [(ENDPOINT + path, "Bearer session", None) for path in ("/models", "/models/org/the-model")]
+    assert [summary(each) for each in sent.requests] == [*asked, *asked]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "/models", None),
+        ("GET", "/chat/completions", None),
+        ("POST", "/embeddings", {"model": "e"}),
+        ("POST", "/messages", {"text": "to a chat of people"}),
+    ],
+)
+def test_other_requests_are_sent_unchanged(sent, method, path, body):
+    sent.client.request(method, f"https://service{path}", json=body)
+    assert str(sent.requests[0].url) == f"https://service{path}"
