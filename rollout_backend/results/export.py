@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.csv
 import pyarrow.parquet
 from botocore.exceptions import BotoCoreError, ClientError
@@ -126,10 +127,29 @@ def _open(path: Path, schema: pa.Schema, to: TableFormat) -> _Writer:
     if to == "parquet":
         writer: _Writer = pyarrow.parquet.ParquetWriter(path, schema, compression="zstd")
     elif to == "csv":
-        writer = pyarrow.csv.CSVWriter(path, schema)
+        writer = _Csv(path, schema)
     else:
         writer = _JsonLines(path)
     return writer
+
+
+class _Csv:
+    """Writes CSV whose texts a spreadsheet does not run as formulas: agents' texts are untrusted."""
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        self._writer = pyarrow.csv.CSVWriter(path, schema)
+
+    def write_batch(self, batch: Any) -> None:
+        columns = [
+            pyarrow.compute.replace_substring_regex(column, r"\A([=+\-@\t\r])", r"'\1")
+            if pa.types.is_string(column.type)
+            else column
+            for column in batch.columns
+        ]
+        self._writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=batch.schema))
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 class _JsonLines:

@@ -5,13 +5,14 @@ import json
 import re
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
 from made_runs import MadeRun, make_run
 from rollout_backend.errors import ConfigError
 from rollout_backend.results.archive import RunArchive
-from rollout_backend.results.export import SCHEMAS, TABLES_VERSION, event_rows, export_run, turn_rows
+from rollout_backend.results.export import SCHEMAS, TABLES_VERSION, _open, event_rows, export_run, turn_rows
 from rollout_backend.results.records import RolloutRecord
 from rollout_backend.results.step_report import StepReport
 from rollouts import make_rollout, make_segment
@@ -122,6 +123,18 @@ def test_csv_and_json_lines_hold_the_same_rows(run: Path, tables, tmp_path: Path
             assert [line[column] for line in lines] == [row[column] for row in tables[name]]
             assert [row[column] == "" for row in cells] == [line[column] is None for line in lines]
     assert json.loads((tmp_path / "schema.json").read_text())["schema_version"] == TABLES_VERSION
+
+
+def test_a_spreadsheet_runs_no_text_of_a_csv_as_a_formula(tmp_path: Path):
+    texts = ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "a=1", "a\n=1", "", None]
+    schema = pa.schema([("text", pa.string()), ("number", pa.int64())])
+    writer = _open(tmp_path / "t.csv", schema, "csv")
+    writer.write_batch(pa.RecordBatch.from_pylist([{"text": text, "number": -1} for text in texts], schema))
+    writer.close()
+    with (tmp_path / "t.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["text"] for row in rows] == [*(f"'{text}" for text in texts[:6]), "a=1", "a\n=1", "", ""]
+    assert {row["number"] for row in rows} == {"-1"}
 
 
 def test_rows_are_written_in_batches(run: Path, tables, tmp_path: Path):
