@@ -284,9 +284,10 @@ class CloudAgentLoopManager:
         parts = [row.versions(fallback=version) for of_rollout in slots for row in of_rollout or ()]
         counts["trained_tokens"] = sum(tokens for tokens, _, _ in parts)
         lag = result.report.lag
+        extras = {"missing": batch.missing} | ({"acc": row_formats.validation_rewards(batch)} if validate else {})
         return verl_api.DataProto(
             batch=batch.tensors,
-            non_tensor_batch={**batch.non_tensors, "missing": batch.missing},
+            non_tensor_batch={**batch.non_tensors, **extras},
             meta_info={
                 # The only values that this trainer logs for us, under timing_s/.
                 "timing": {
@@ -295,7 +296,7 @@ class CloudAgentLoopManager:
                     **as_metrics(counts, int((~batch.missing).sum())),
                     **staleness(parts, version),
                 },
-                "reward_extra_keys": ["missing"],
+                "reward_extra_keys": [*extras],
             },
         )
 

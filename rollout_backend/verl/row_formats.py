@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -187,3 +188,16 @@ def legacy_batch(
         left_out_tokens=left_out,
         moved_turn_rewards=moved,
     )
+
+
+def validation_rewards(batch: LegacyBatch) -> NDArray[Any]:
+    """Return the reward of each rollout, None if it is missing, and set the scores of missing ones to NaN.
+
+    verl's `reward` of a row is the sum of its scores, so that of a missing rollout would count as 0. verl leaves None
+    out of the means of other values, and logs one named `acc` under `val-core/` instead of `reward`.
+    """
+    scores = batch.tensors["rm_scores"]
+    scores[torch.from_numpy(batch.missing)] = math.nan
+    rewards: NDArray[Any] = scores.sum(-1).numpy().astype(object)
+    rewards[batch.missing] = None
+    return rewards

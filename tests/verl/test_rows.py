@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from verl import DataProto
-from verl.trainer.ppo.metric_utils import compute_data_metrics
+from verl.trainer.ppo.metric_utils import compute_data_metrics, process_validation_metrics
 from verl.trainer.ppo.ray_trainer import compute_advantage
+from verl.trainer.ppo.reward import extract_reward
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.utils.padding import (
     left_right_2_no_padding,
@@ -22,6 +25,7 @@ from verl.workers.utils.padding import (
 )
 
 from agent_wrapper.contract import Outcome, Rollout, Segment
+from rollout_backend.verl.manager import CloudAgentLoopManager
 from rollout_backend.verl.row_formats import legacy_batch, v1_fields, v1_tag
 from rollout_backend.verl.rows import Rows, rows_of
 from rollouts import make_rollout, make_turn
@@ -237,6 +241,28 @@ def test_a_legacy_batch_keeps_the_order_and_pads_as_verl_does() -> None:
     assert made.missing.tolist() == [False, True]
     assert made.non_tensors["__num_turns__"].tolist() == [1, 0]
     assert list(made.non_tensors["multi_modal_inputs"]) == [{}, {}]
+
+
+def test_verls_validation_leaves_lost_rollouts_out_of_its_mean_reward() -> None:
+    found = [rows_of(rollout(segment([("sampled", 2)]), reward=reward), 3, 4) for reward in (1.0, 0.5)]
+    maker = SimpleNamespace(_lengths=(3, 4), _pad_token_id=PAD, _vision=None, _experts=None)
+    result = SimpleNamespace(report=SimpleNamespace(lag=None))
+
+    def validate(*slots: Rows | None) -> tuple[dict[str, float], dict[str, float]]:
+        batch = CloudAgentLoopManager._legacy_output(maker, [*slots], Counter(), result, 0, 0.0, True)
+        scores, values = extract_reward(batch)
+        values = {"reward": scores.sum(-1).tolist()} | {name: each.tolist() for name, each in values.items()}
+        uids = [str(i) for i in range(len(slots))]
+        of_source = process_validation_metrics(["a"] * len(slots), uids, values)["a"]
+        return of_source.get("acc", {}), of_source["reward"]
+
+    acc, reward = validate(*found, None)
+    assert acc == {"mean@1": 0.75}
+    assert math.isnan(reward["mean@1"])
+    assert validate(*found) == ({"mean@1": 0.75}, {"mean@1": 0.75})
+    acc, reward = validate(None)
+    assert acc == {}
+    assert math.isnan(reward["mean@1"])
 
 
 def test_legacy_trains_the_segment_with_the_most_trained_tokens() -> None:
