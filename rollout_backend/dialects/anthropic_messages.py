@@ -48,6 +48,9 @@ _HARMLESS = frozenset(
         "betas",  # these fields are checked individually
     }
 )
+_DETAILS: Mapping[str | None, Mapping[str, Any]] = {  # the SDK's tool runner then sends whole conversations
+    "thread": {"details": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}},
+}
 _ERROR_TYPES = {
     401: "authentication_error",
     402: "billing_error",
@@ -444,7 +447,8 @@ def _error(error: ApiError) -> dict[str, Any]:
     message = error.message
     if error.code == "context_length_exceeded":
         message = f"prompt is too long: {message}"  # agents recognise an overflow by these words
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+    detail = {"type": kind, "message": message}
+    return {"type": "error", "error": {**detail, **_DETAILS.get(error.param, {})}, "request_id": None}
 
 
 class _Events:

@@ -82,3 +82,19 @@ def test_each_client_raises_failures_as_its_own_errors(play, stream):
         MessagesAgent(gateway, "a" * 5000, stream=stream).turn()
     with pytest.raises(openai.BadRequestError, match="send the whole conversation"):
         ResponsesAgent(gateway).client.responses.create(model="scripted", input="a", previous_response_id="resp_1")
+
+
+def test_anthropics_tool_runner_continues_without_a_stored_conversation(play):
+    gateway = play([ToolCall("add", {"a": 2, "b": 3}), "It is 5."])
+
+    @anthropic.beta_tool
+    def add(a: int, b: int) -> str:
+        """Add two numbers."""
+        return str(a + b)
+
+    ask = {"model": "scripted", "max_tokens": 100, "messages": [user(ASK)]}
+    said = gateway.anthropic().beta.messages.tool_runner(**ask, tools=[add]).until_done()
+    assert said.content[0].text == "It is 5."
+    assert gateway.stats().segments == {"first_call": 1}
+    refusal = gateway.post({**ask, "thread": {"type": "create"}}, path="/v1/messages").json()["error"]
+    assert refusal["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
