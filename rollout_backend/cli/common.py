@@ -51,6 +51,10 @@ _OF_THE_MACHINE = {
     errno.EPERM: "Change the permissions, or set output_dir to a folder that you may write",
     errno.EMFILE: "Raise the limit of open files: ulimit -n",
     errno.ENOMEM: "This machine has too little memory",
+    **dict.fromkeys(
+        (errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP),
+        "Correct the path, or the setting that names it",
+    ),
 }
 """What to do about errors of the operating system. Other errors are bugs of this package."""
 
@@ -156,8 +160,10 @@ def find_run(name: str | None) -> Path:
                 f"there is no run in {RUNS.absolute()}: name a run's folder (`rollout show`: with --run)"
             )
         return max(active, key=active.__getitem__)
+    if not name:  # such as a variable of the shell that is not set
+        raise ConfigError("the name of the run is empty")
     for folder in (RUNS / name, Path(name)):
-        if folder.is_dir():
+        if folder.is_dir() and folder != RUNS:  # `.` is the current folder
             return folder
     found = sorted(path for path in RUNS.glob(f"{glob.escape(name)}*") if path.is_dir())
     if len(found) > 1:

@@ -300,7 +300,10 @@ def infra(
     }
     if changed := [str(path) for path, text in files.items() if path.exists() and path.read_text() != text]:
         raise ConfigError(f"{', '.join(changed)} differs from this version's: move it, or name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    for path, text in files.items():
-        path.write_text(text)
-        echo(f"wrote {path}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in files.items():
+            path.write_text(text)
+            echo(f"wrote {path}")
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror}") from None

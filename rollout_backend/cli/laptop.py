@@ -61,9 +61,13 @@ def _copy(template: Template, folder: Path) -> None:
         raise ConfigError(f"{folder} is not a folder: name a new one")
     if folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty: name a new or an empty folder")
-    for source in (_COMMON, template):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(TEMPLATES / source, folder, ignore=ignored, dirs_exist_ok=True)
+    try:
+        for source in (_COMMON, template):
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(TEMPLATES / source, folder, ignore=ignored, dirs_exist_ok=True)
+    except OSError as error:
+        why = error.args[0][0][-1] if isinstance(error, shutil.Error) else error  # shutil's lists each file
+        raise ConfigError(f"{folder} cannot be written: {why}") from None
 
 
 async def dev(

@@ -136,7 +136,7 @@ def export(
     folder = find_run(run)
     default = folder / ("inspect" if to == "inspect" else "tables")
     try:
-        if out is not None and out.startswith("s3://"):
+        if out is not None and "://" in out:
             _print_counts(_export_to_s3(folder, to, out))
         else:
             _print_counts(_export(folder, to, default if out is None else Path(out)))

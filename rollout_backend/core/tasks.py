@@ -258,7 +258,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, object]]:
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(path)
+        table = pyarrow.parquet.read_table(path.absolute())  # it takes a relative path with a colon for a URL
     except (pyarrow.ArrowException, OSError) as error:
         raise TaskFileError(f"{path} is not a parquet file: {error}") from None
     for each in table.schema:

@@ -124,6 +124,7 @@ class _Table:
 
 
 def _open(path: Path, schema: pa.Schema, to: TableFormat) -> _Writer:
+    path = path.absolute()  # pyarrow takes a relative one with a colon for a URL
     if to == "parquet":
         writer: _Writer = pyarrow.parquet.ParquetWriter(path, schema, compression="zstd")
     elif to == "csv":
@@ -174,10 +175,10 @@ def parse_s3_folder(url: str) -> tuple[str, str]:
     """Return bucket and prefix of `s3://BUCKET/PREFIX`. The prefix is empty, or ends in a slash.
 
     Raises:
-        ConfigError: the URL names no bucket.
+        ConfigError: the URL is another one, or names no bucket.
     """
     bucket, _, prefix = url.removeprefix(SCHEME).partition("/")
-    if not bucket:
+    if not bucket or not url.startswith(SCHEME):
         raise ConfigError(f"{url} names no bucket: it must be s3://BUCKET/PREFIX")
     prefix = prefix.strip("/")
     return bucket, f"{prefix}/" if prefix else ""

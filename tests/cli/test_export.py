@@ -25,6 +25,8 @@ def test_the_newest_run_or_a_named_one(rollout, tmp_path: Path, monkeypatch: pyt
     assert rollout("export", "--to", "xml")[0] == 2
     refused(rollout("export", "--out", tmp_path / "out" / "steps.jsonl"), "the export of runs/new cannot be written")
     refused(rollout("export", "no-such-run"), "there is no run 'no-such-run'")
+    assert rollout("export", "--out", "lr:1")[0] == 0
+    assert (tmp_path / "lr:1" / "turns.parquet").is_file()
 
 
 @pytest.fixture
@@ -56,7 +58,5 @@ def test_what_s3_refuses_is_said(rollout, stored):
         rollout("export", stored, "--out", "s3://no-such-bucket/tables"),
         "bucket no-such-bucket does not exist: create it, or correct --out",
     )
-    refused(
-        rollout("export", stored, "--out", "s3:///tables"),
-        "s3:///tables names no bucket: it must be s3://BUCKET/PREFIX",
-    )
+    for url in ("s3:///tables", "gs://bucket/tables"):
+        refused(rollout("export", stored, "--out", url), f"{url} names no bucket: it must be s3://BUCKET/PREFIX")

@@ -73,6 +73,8 @@ def test_a_folder_with_files_is_refused_and_an_empty_one_is_used(rollout, tmp_pa
     (tmp_path / "notes.txt").write_text("mine")
     refused(rollout("init", tmp_path), f"{tmp_path} is not empty: name a new or an empty folder")
     refused(rollout("init", tmp_path / "notes.txt"), "notes.txt is not a folder")
+    for command in ("init", "infra"):
+        refused(rollout(command, tmp_path / "notes.txt" / "x"), "notes.txt/x cannot be written")
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     (tmp_path / "empty").mkdir()
     assert rollout("init", tmp_path / "empty")[0] == 0

@@ -13,11 +13,12 @@ from rollout_backend.errors import ConfigError, TaskFileError
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-def test_a_parquet_file_is_read(tmp_path, as_text):
-    file = tmp_path / "t.parquet"
+def test_a_parquet_file_is_read(tmp_path, as_text, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = "train:1.parquet"
     payloads = [{"q": 1, "deep": {"a": [1, 2]}}, {"q": 2, "deep": {"a": []}}]
     column = [json.dumps(payload) for payload in payloads] if as_text else payloads
-    pyarrow.parquet.write_table(pyarrow.table({"task_id": ["a", "b"], "payload": column}), file)
+    pyarrow.parquet.write_table(pyarrow.table({"task_id": ["a", "b"], "payload": column}), tmp_path / file)
     assert [task.payload for task in read_tasks(file)] == payloads
 
 
