@@ -4,8 +4,10 @@ Exit codes: 0, success; 1, the run failed; 2, the input is invalid and nothing w
 nothing to train on, or with too few completed rollouts; 130, interrupted, and everything that was started is stopped.
 """
 
+import io
 import logging
 import os
+import sys
 from importlib.metadata import version
 from typing import Annotated
 
@@ -105,6 +107,8 @@ def main() -> None:
     if level not in _LOG_LEVELS:
         errors.print(f"[red]error:[/] ROLLOUT_LOG_LEVEL={level} is none of {', '.join(_LOG_LEVELS)}")
         raise SystemExit(2)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # an encoding that lacks a character must not end a run
+        sys.stdout.reconfigure(errors="backslashreplace")
     handler = RichHandler(console=errors, show_path=False) if errors.is_terminal else None
     configure_logs(level, handler, collapse=True)
     app()

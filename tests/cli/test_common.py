@@ -50,6 +50,7 @@ def test_a_second_interrupt_exits_at_once_without_a_traceback():
     [
         (errno.ENOSPC, "runs/logs: No space left on device. Free space on that disk, or set output_dir"),
         (errno.EACCES, "runs/logs: Permission denied. Change the permissions, or set output_dir"),
+        (errno.ENOTDIR, "runs/logs: Not a directory. Correct the path, or the setting that names it"),
     ],
 )
 def test_an_error_of_the_machine_is_one_line_on_stderr(capsys, number, words):
@@ -72,6 +73,18 @@ def test_a_bad_log_level_is_named(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         main()
     assert capsys.readouterr().err.startswith("error: ROLLOUT_LOG_LEVEL=LOUD is none of DEBUG, INFO")
+
+
+def test_a_character_that_the_output_cannot_encode_is_escaped(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "rollout_backend", "init", "größe"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.startswith(rb"gr\xf6\xdfe holds an agent")
 
 
 def test_a_pipe_gets_whole_lines(capsys):
