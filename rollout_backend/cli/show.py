@@ -210,8 +210,8 @@ class _Shown:
 
 def _run_named(name: str) -> Path | None:
     """Return the directory of the run with that id in ./runs, or at that path, or None."""
-    if (RUNS / name).is_dir():
-        return RUNS / name
+    if not name or (RUNS / name).is_dir():
+        return find_run(name)
     return Path(name) if any((Path(name) / part).exists() for part in ("run.json", "steps", "rollouts")) else None
 
 

@@ -262,7 +262,7 @@ def summarize_run(folder: Path) -> RunOverview:
         completed += len(done) if lines else len(archive.results(step))  # no lines: it is running, or was killed
         rewards += [reward for reward in found if reward is not None]
     return RunOverview(
-        run_id=folder.name,
+        run_id=folder.absolute().name,
         folder=str(folder),
         began=info.starts[-1].process.since if info is not None else None,
         state=info.starts[-1].current_state(seen_at) if info is not None else "unknown",

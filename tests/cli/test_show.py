@@ -129,6 +129,9 @@ def test_the_id_that_a_wrong_one_means_is_suggested(rollout, runs):
     code, output = rollout("show", "zzz", "--run", "one")
     assert (code, "did you mean" in output) == (2, False), output
     refused(rollout("show", "--step", 7), "step 7 of runs/two has no records: it has those of steps 0 to 2")
+    refused(rollout("show", ""), "the name of the run is empty")
+    for name in (".", runs.parent):
+        refused(rollout("show", name), f"{name} holds no run")
 
 
 def test_the_beginning_of_an_id_is_enough(rollout, runs):

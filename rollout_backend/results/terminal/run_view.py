@@ -77,8 +77,11 @@ class RunView:
         """Read a run directory: one step, its `last` steps, or all steps.
 
         Raises:
-            ConfigError: the run has no such step, or a file is damaged or has another version.
+            ConfigError: there is no run or no such step, or a file is damaged or has another version.
         """
+        about = summarize_run(run_dir)
+        if about.state == "unknown" and not about.steps:
+            raise ConfigError(f"{run_dir} holds no run: no step, and no run.json that can be read")
         config, ended = read_config(run_dir), RunArchive(run_dir).steps()
         prices = Prices.of(config) if config is not None else None
         if step is not None and step not in ended:
@@ -86,7 +89,7 @@ class RunView:
             raise ConfigError(f"step {step} of {run_dir} has no records: it has those of {others}")
         wanted = ended[-last:] if last is not None and step is None else ended if step is None else [step]
         steps = tuple(read_steps(run_dir, wanted) if wanted else ())
-        return cls(run_dir, summarize_run(run_dir), steps, step, show, prices)
+        return cls(run_dir, about, steps, step, show, prices)
 
     def fields(self) -> dict[str, Any]:
         """Return the run, or the requested step, as an object for JSON."""
