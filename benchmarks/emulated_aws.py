@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from email.utils import formatdate
 from typing import Any, Protocol
-from urllib.parse import quote
+from urllib.parse import parse_qsl, quote
 
 from http_server import Answer, Request, Response, json_response, listen
 
@@ -74,7 +74,7 @@ class S3:
 
     def _list(self, request: Request, bucket: str) -> Response:
         """List up to 1,000 keys, without folders."""
-        bucket, asked = bucket.rstrip("/"), request.arguments()
+        bucket, asked = bucket.rstrip("/"), dict(parse_qsl(request.query, keep_blank_values=True))
         prefix, limit = asked.get("prefix", ""), int(asked.get("max-keys", 1000))
         after = f"{bucket}/" + max(asked.get("start-after", ""), asked.get("continuation-token", ""))
         named = sorted(name for name in self._objects if name.startswith(f"{bucket}/{prefix}") and name > after)
