@@ -19,56 +19,42 @@ RULES = "Around you: # edge, H hole, G goal. Reply [w] [a] [s] or [d]"
 STEPS = {"w": (-1, 0), "a": (0, -1), "s": (1, 0), "d": (0, 1)}
 
 
-class Game:
-    def __init__(self, name: str, seed: int, max_moves: int) -> None:
-        self._env = textarena.make(f"{name}-raw")
-        self._env.reset(num_players=1, seed=seed)
-        self._env.state.max_turns = max_moves
-
-    def observe(self) -> str:
-        """Return the cells around the player."""
-        y, x = self._env.state.game_state["player_pos"]
-        return " ".join(f"{move}{self._cell(y + down, x + right)}" for move, (down, right) in STEPS.items())
-
-    def _cell(self, y: int, x: int) -> str:
-        grid = self._env.state.game_state["grid"]
-        on_it = 0 <= y < len(grid) and 0 <= x < len(grid)
-        return grid[y][x].replace(" ", ".") if on_it else "#"
-
-    def play(self, move: str) -> bool:
-        """Return whether the game is over."""
-        over, _ = self._env.step(move)
-        return bool(over)
-
-    def result(self) -> dict[str, Any]:
-        rewards, _ = self._env.close()
-        reward = max(0.0, float(rewards[0]))  # an invalid move may score below 0
-        return {"reward": reward, "won": reward >= 1}
+def observe(state: Any) -> str:
+    """Return the cells around the player."""
+    (y, x), grid = state["player_pos"], state["grid"]
+    cells = []
+    for move, (down, right) in STEPS.items():
+        on_it = 0 <= y + down < len(grid) and 0 <= x + right < len(grid)
+        cells.append(move + (grid[y + down][x + right].replace(" ", ".") if on_it else "#"))
+    return " ".join(cells)
 
 
 @app.entrypoint
 async def agent(context: RolloutContext) -> dict[str, object]:
     task = context.payload
-    game = Game(task["game"], task["seed"], task["max_moves"])
+    game = textarena.make(f"{task['game']}-raw")
+    game.reset(num_players=1, seed=task["seed"])
+    game.state.max_turns = task["max_moves"]
     rules = {"role": "system", "content": RULES}
-    messages = [rules, {"role": "user", "content": game.observe()}]
+    messages = [rules, {"role": "user", "content": observe(game.state.game_state)}]
     moves: list[str] = []
+    over = False
     async with AsyncOpenAI(**context.openai_kwargs()) as client:
-        while True:
+        while not over:
             completion = await client.chat.completions.create(
                 model=context.model, messages=messages, max_tokens=task["max_tokens"]
             )
             moves.append(completion.choices[0].message.content or "")
-            if game.play(moves[-1]):
-                return game.result()
+            over, _ = game.step(moves[-1])
+            seen = observe(game.state.game_state)
             if len(moves) % task["compact_after"] == 0:
                 summary = "".join(move.strip("[]") for move in moves)
-                messages = [rules, {"role": "user", "content": f"moves: {summary}\n{game.observe()}"}]
+                messages = [rules, {"role": "user", "content": f"moves: {summary}\n{seen}"}]
             else:
-                messages += [
-                    {"role": "assistant", "content": moves[-1]},
-                    {"role": "user", "content": game.observe()},
-                ]
+                messages += [{"role": "assistant", "content": moves[-1]}, {"role": "user", "content": seen}]
+    rewards, _ = game.close()
+    reward = max(0.0, float(rewards[0]))  # an invalid move may score below 0
+    return {"reward": reward, "won": reward >= 1}
 
 
 if __name__ == "__main__":
