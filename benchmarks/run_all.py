@@ -2,8 +2,9 @@
 
     python benchmarks/run_all.py --only collection
 
-It takes some 20 minutes on two cores, and more at the first time, when it installs the rivals. `results.json` has all
-figures, the machine, the date and the command of each part. `docs/make_performance.py` makes a page of it.
+It takes some 20 minutes on two cores, and more at the first time, when it installs the rivals. `results.json` has the
+machine, the date, the command of each part, and its figures in `parts`, or the reason why there are none in `failed`.
+`docs/make_performance.py` makes a page of it.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, arguments, kept_folder, machine, today, write
-from report import failures, picture, summary, table
+from common import ROOT, Table, arguments, drawing, kept_folder, machine, shown, today, write
 
 PARTS = {  # the environment of each
     "collection": ".venv",
@@ -26,6 +27,131 @@ PARTS = {  # the environment of each
     "wrapper": ".venv",
     "ceilings": ".venv",
 }
+Results = Mapping[str, Any]
+Row = Mapping[str, Any]
+AT_ONCE = 1e5  # sessions per second, from which a work is called "at once"
+FLOORS = ("checked HTTP", "bare proxy", "no gateway")  # what transport, libraries and stand-ins allow
+BLUE, GREY, LIGHT = "#1f6feb", "#9aa4b2", "#d6dbe1"
+
+
+def _collected(row: Row) -> str:
+    rate = "at once" if row["rate"] >= AT_ONCE else f"at {row['rate']:g}/s"
+    size = "" if row["tokens"] == 1200 else f" of {row['tokens']:,} tokens"
+    return f"{row['rollouts']:,} results{size} {rate}"
+
+
+def _called(row: Row) -> str:
+    kind = "streamed calls" if row["stream"] else "calls"
+    rate = "without a pause" if row["rate"] is None else f"at {row['rate']:g}/s"
+    return f"{kind} with {row['history']:,} tokens {rate}, {row['in_flight']:,} in flight"
+
+
+WORK: dict[str, Callable[[Row], str]] = {
+    "collection": _collected,
+    "gateway": _called,
+    "training_step": lambda row: "a step of the tiny model",
+    "wrapper": lambda row: "a container",
+    "ceilings": lambda row: "a call",
+}
+COLUMNS = {
+    "collection": {
+        "p50_s": "p50, s", "p99_s": "p99, s", "cpu_ms": "CPU per rollout, ms", "calls": "calls",
+        "last_s": "last result, s", "peak_mib": "peak, MiB",
+    },
+    "gateway": {
+        "calls_per_s": "calls/s", "cpu_ms": "CPU per call, ms", "added_p50_ms": "added p50, ms",
+        "added_p99_ms": "added p99, ms", "session_kib": "KiB per session", "errors": "errors",
+    },
+}  # fmt: skip
+FIGURES = {"training_step": "part", "wrapper": "figure", "ceilings": "call"}  # where each system has a column
+FIVE = (  # the summary: part, work, and figure
+    ("collection", "512 results at 25/s", "p50_s"),
+    ("collection", "1,024 results at once", "cpu_ms"),
+    ("gateway", "calls with 2,048 tokens without a pause, 32 in flight", "calls_per_s"),
+    ("gateway", "calls with 2,048 tokens at 500/s, 100 in flight", "added_p50_ms"),
+    ("training_step", "a step of the tiny model", "total"),
+)
+
+
+def rows_of(results: Results, part: str) -> list[Row]:
+    """Return the rows with figures, by work."""
+    rows = [row for row in results["parts"].get(part, []) if "failed" not in row]
+    works = [*dict.fromkeys(map(WORK[part], rows))]
+    return sorted(rows, key=lambda row: works.index(WORK[part](row)))
+
+
+def summary(results: Results) -> Table:
+    """Return five figures of ours, of the rivals that did the same work, and of the floor."""
+    lines = []
+    for part, work, key in FIVE:
+        found = {row["system"]: row[key] for row in rows_of(results, part) if WORK[part](row) == work}
+        if "ours" not in found:
+            continue
+        ours, floors = found.pop("ours"), [found.pop(name) for name in FLOORS if name in found]
+        floor = floors[0] if floors else None
+        rivals = ", ".join(f"{shown(value)} ({name})" for name, value in found.items())
+        name = COLUMNS[part][key] if part in COLUMNS else "s"
+        lines.append([work, name, shown(ours), rivals, shown(floor), shown(ours / floor if floor else None)])
+    return Table(("work", "figure", "ours", "rivals", "floor", "ours / floor"), lines)
+
+
+def table(results: Results, part: str) -> Table:
+    """Return one line for each work and system, or for each figure of them."""
+    rows = rows_of(results, part)
+    if part not in COLUMNS:
+        names = [name for name in rows[0] if name != "system" and any(row.get(name, 0) >= 0.005 for row in rows)]
+        form = "{:.2f}".format if part == "training_step" else shown
+        lines = [[name, *(form(row[name]) if name in row else "" for row in rows)] for name in names]
+        return Table((FIGURES[part], *(row["system"] for row in rows)), lines)
+    columns = COLUMNS[part]
+    cells = [[row.get(key) for key in columns] for row in rows]
+    lines = [
+        [WORK[part](row), row["system"], *(value if isinstance(value, str) else shown(value) for value in values)]
+        for row, values in zip(rows, cells, strict=True)
+    ]
+    return Table(("work", "system", *columns.values()), lines)
+
+
+def failures(results: Results) -> list[str]:
+    """Return one line for each part and each rival that has no figures, with the reason."""
+    found = [f"{part}: {reason}" for part, reason in results["failed"].items()]
+    for part, rows in results["parts"].items():
+        found += [f"{row['system']}, {WORK[part](row)}: {row['failed']}" for row in rows if "failed" in row]
+    return found
+
+
+def picture(results: Results) -> str:
+    """Return an SVG with bars of the works that others did, too."""
+    panels = (
+        ("collection", "p99_s", "from a result's PUT to the trainer: p50 to p99 in s, log scale"),
+        ("collection", "cpu_ms", "CPU of the trainer's process per rollout, in ms"),
+        ("gateway", "cpu_ms", "CPU of the gateway's process per call, in ms"),
+        ("training_step", "total", "a training step on the CPU, in s"),
+    )
+    rows = [[*_compared(results, part, key)] for part, key, _ in panels]
+    heights = [max(1, len(each)) for each in rows]
+    with drawing(4, 1, 9, 2 + sum(heights) / 5, height_ratios=heights) as (axes, written):
+        for axis, (part, key, title), bars in zip(axes[:, 0], panels, rows, strict=True):
+            systems = [row["system"] for row in bars]
+            colours = [BLUE if name.startswith("ours") else LIGHT if name in FLOORS else GREY for name in systems]
+            starts = [row["p50_s"] if key == "p99_s" else 0.0 for row in bars]
+            widths = [row[key] - start for row, start in zip(bars, starts, strict=True)]
+            drawn = axis.barh(range(len(bars)), widths, left=starts, color=colours)
+            axis.bar_label(drawn, [shown(row[key]) for row in bars], padding=3)
+            axis.set_yticks(range(len(bars)), [f"{WORK[part](row)}: {row['system']}" for row in bars])
+            axis.set_title(title, loc="right", fontweight="bold")
+            axis.set_xscale("log" if any(starts) else "linear")
+            axis.invert_yaxis()
+            axis.margins(x=0.15)
+    return written.getvalue()
+
+
+def _compared(results: Results, part: str, key: str) -> Iterator[Row]:
+    """Yield the rows of the works that others did, too, with this figure."""
+    rows = [row for row in rows_of(results, part) if key in row and row.get("rate", 0) != 500]
+    for row in rows:
+        if sum(WORK[part](row) == WORK[part](other) for other in rows) > 1:
+            yield row
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "benchmarks"))
 
-import report  # noqa: E402
+import run_all  # noqa: E402
 from common import described  # noqa: E402
 
 RESULTS, PAGE, DRAWING = (HERE / f"performance.{kind}" for kind in ("json", "md", "svg"))
@@ -76,15 +76,15 @@ def page(results: dict[str, Any]) -> str:
 
 def _lines(results: dict[str, Any]) -> Iterator[str]:
     yield _HEAD
-    yield report.summary(results).markdown() + "\n"
+    yield run_all.summary(results).markdown() + "\n"
     yield "![The figures as bars](performance.svg)\n"
     yield f"Measured on {results['date']}: {described(results['machine'])}. To repeat it: `make bench`.\n"
     yield _SUMMARY
     for part in results["parts"]:
         yield f"## {_TITLES[part]}\n"
         yield _SECTIONS[part]
-        yield report.table(results, part).markdown() + "\n"
-    if missing := report.failures(results):
+        yield run_all.table(results, part).markdown() + "\n"
+    if missing := run_all.failures(results):
         yield "## No figures\n"
         yield from (f"- {line}" for line in missing)
         yield ""
@@ -103,7 +103,7 @@ def main() -> None:
         RESULTS.write_text(args.source.read_text())
     results = json.loads(RESULTS.read_text())
     PAGE.write_text(page(results), encoding="utf-8")
-    DRAWING.write_text(report.picture(results), encoding="utf-8")
+    DRAWING.write_text(run_all.picture(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

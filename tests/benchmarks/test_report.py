@@ -16,7 +16,7 @@ def results() -> dict[str, Any]:
 
 
 def test_the_summary_compares_the_same_work_only(load, results) -> None:
-    at_once, calls, added, step = load("report").summary(results).rows
+    at_once, calls, added, step = load("run_all").summary(results).rows
 
     assert at_once == ["1,024 results at once", "CPU per rollout, ms", "1.5", "3.1 (toolkit, S3)", "3", "0.5"]
     assert calls[1:] == ["calls/s", "900", "", "1,800", "0.5"]
@@ -36,7 +36,7 @@ def test_the_page_has_the_machine_the_tables_and_the_commands(load, results) -> 
 
 
 def test_the_picture_has_a_bar_for_each_system_that_did_the_same_work(load, results) -> None:
-    drawn = ElementTree.fromstring(load("report").picture(results))
+    drawn = ElementTree.fromstring(load("run_all").picture(results))
 
     texts = [element.text for element in drawn.iter() if element.tag.endswith("text")]
     assert texts.count("1,024 results at once: toolkit, S3") == 2
