@@ -2,21 +2,20 @@
 
     python benchmarks/long_run.py --hours 8 --json runs/results/long_run.json
 
-Everything except the model is real, as in `kill_trainer.py`: a trainer with router, gateway and engine, agent
-processes, S3 and SQS. The engine is a process that the backend starts and supervises; it answers in 2 to 20 s.
+Everything except the model is real, as in `kill_trainer.py`. The engine is a process that the backend starts and
+supervises; it answers in 2 to 20 s.
 
 - First half: every 20 to 90 s, one of the four gets SIGKILL. The trainer is restarted here, the rest by the backend.
 - Third quarter: the trainer is spared. Last quarter: the gateway, too. So both live long enough to see them grow.
 
-The memory and the open descriptors of all processes are read every 10 s, on Linux. At the end each planned rollout
-must have completed, been trained and be in S3 exactly once, and no session, queue or process may be left.
+At the end each planned rollout must have completed, been trained and be in S3 exactly once, and no session, queue or
+process may be left.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import os
 import random
@@ -30,9 +29,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import resident_bytes, stat_of, write_section
-from kill_trainer import AGENT, append, lines_of, steps_of, stored_and_run_again, train, write_settings
-from long_run_report import KILLED, POINTS
+from common import Table, drawing, resident_bytes, stat_of, write_section
+from kill_trainer import AGENT, lines_of, steps_of, stored_and_run_again, train, write_settings
 
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.scripted import ScriptedEngine
@@ -40,15 +38,16 @@ from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.serving.local_engine import LocalEngine, LocalEngineFactory
 from rollout_backend.serving.server_process import ServerProcess
 
-TASKS = 4  # in a step, with two rollouts each
-SAMPLE_S, WARM_UP_S = 10.0, 600.0
-LEFT_S = 600  # for the janitors of killed trainers to end
-COMMANDS = {
+KILLED = {  # processes, by a part of their command
     "trainer": b"--trainer",
     "gateway": b"rollout_backend.gateway",
     "engine": b"--engine",
     "janitor": b"rollout_backend.janitor",
 }
+POINTS = 120  # of a line in the picture
+TASKS = 4  # in a step, with two rollouts each
+SAMPLE_S, WARM_UP_S = 10.0, 600.0
+LEFT_S = 600  # for the janitors of killed trainers to end
 
 
 class Sample(NamedTuple):
@@ -92,7 +91,7 @@ def processes(mark: str, at: float = 0.0) -> list[Sample]:
             if not folder.name.isdigit() or mark.encode() not in (folder / "environ").read_bytes():
                 continue
             command = (folder / "cmdline").read_bytes()
-            if kind := next((kind for kind, word in COMMANDS.items() if word in command), None):
+            if kind := next((kind for kind, word in KILLED.items() if word in command), None):
                 began, mib = int(stat_of(folder.name)[19]), resident_bytes(folder.name) / 2**20
                 found.append(Sample(at, kind, int(folder.name), began, mib, len(os.listdir(folder / "fd"))))
         except OSError:  # it has ended
@@ -103,7 +102,7 @@ def processes(mark: str, at: float = 0.0) -> list[Sample]:
 class LongRun:
     def __init__(self, work: Path, hours: float, seed: int) -> None:
         self._work, self._seed, self._seconds = work, seed, 3600 * hours
-        self._checkpoint, self._samples = work / "checkpoint.jsonl", work / "samples.jsonl"
+        self._checkpoint, self._samples = work / "checkpoint.jsonl", list[Sample]()
         self._began = time.time()
         self._mark = f"LONG_RUN={self._began}"
         self._starts: list[float] = []  # of trainers
@@ -132,7 +131,7 @@ class LongRun:
         account = self._account() | {"results in S3": stored, "finished and run again": again}
         return {
             "account": account | {"left": {"sessions": sessions, "queues": queues, "processes": len(left)}},
-            "growth": [line for kind in COMMANDS for line in self._growth(kind)],
+            "growth": [line for kind in KILLED for line in self._growth(kind)],
             "series": self._series(),
             "kills": [[round(at / 3600, 4), kind] for at, kind in self._kills],
         }
@@ -159,9 +158,10 @@ class LongRun:
         while True:
             await asyncio.sleep(draw.uniform(20, 90))
             part = (time.time() - self._began) / self._seconds
-            kinds = KILLED[0 if part < 0.5 else 1 if part < 0.75 else 2 :] if part < 1 else ()
+            spared = 0 if part < 0.5 else 1 if part < 0.75 else 2 if part < 1 else len(KILLED)
+            kinds = [*KILLED][spared:]
             if max((line.get("ready", 0) for line in lines_of(self._checkpoint)), default=0) < self._starts[-1]:
-                kinds = tuple(kind for kind in kinds if kind in ("trainer", "janitor"))  # a start needs the others
+                kinds = [kind for kind in kinds if kind in ("trainer", "janitor")]  # a start needs the others
             living = {each.kind: each.pid for each in processes(self._mark) if each.kind in kinds}
             if "trainer" in living and self._trainer is not None and self._trainer.pid is not None:
                 living["trainer"] = self._trainer.pid  # not that of its fork
@@ -173,8 +173,7 @@ class LongRun:
 
     async def _sample(self) -> None:
         while True:
-            for sample in processes(self._mark, time.time() - self._began):
-                append(self._samples, [*sample])
+            self._samples += processes(self._mark, time.time() - self._began)
             await asyncio.sleep(SAMPLE_S)
 
     def _account(self) -> dict[str, Any]:
@@ -192,7 +191,7 @@ class LongRun:
     def _growth(self, kind: str) -> list[dict[str, Any]]:
         """Return the growth of the process that ran longest, after its warm-up, and from each to the next."""
         lives: dict[tuple[int, int], list[Sample]] = defaultdict(list)
-        for sample in itertools.starmap(Sample, lines_of(self._samples)):
+        for sample in self._samples:
             if sample.kind == kind:
                 lives[sample.pid, sample.began].append(sample)
         longest = max(lives.values(), key=len, default=[])
@@ -218,7 +217,7 @@ class LongRun:
         def note(name: str, at: float, value: float) -> None:
             read[name][int(at / self._seconds * POINTS)].append(value)
 
-        for sample in itertools.starmap(Sample, lines_of(self._samples)):
+        for sample in self._samples:
             note(f"{sample.kind}, MiB", sample.at, sample.mib)
             note(f"{sample.kind}, descriptors", sample.at, sample.descriptors)
         for line in lines_of(self._checkpoint):
@@ -237,6 +236,71 @@ class LongRun:
         }
 
 
+# --- the page ----------------------------------------------------------------------------------------------
+
+
+def accounts(results: Mapping[str, Any]) -> Table:
+    """Return the accounts, one line for each figure."""
+    found = results["account"]
+    killed = Counter(kind for _, kind in results["kills"])
+    lost = found["planned"] - found["outcomes"].get("completed", 0)
+    lines = {
+        "killed": ", ".join(f"{killed[kind]} x {kind}" for kind in KILLED),
+        "steps": f"{found['steps']:,}",
+        "rollouts planned, each once": f"{found['planned once']:,} of {found['planned']:,}",
+        "lost": str(lost),
+        "trained": f"{found['trained']:,}",
+        "results in S3": f"{found['results in S3']:,}",
+        "finished and run again": str(found["finished and run again"]),
+        "continued under the next trainer": f"{found['reattached']:,}",
+        "finished under an earlier trainer": f"{found['resumed']:,}",
+        "trainers that ended by themselves": str(len(found["failures"])),
+        "left at the end": ", ".join(f"{count} {what}" for what, count in found["left"].items()),
+    }
+    return Table(("", "count"), [[*line] for line in lines.items()])
+
+
+def growth(results: Mapping[str, Any]) -> Table:
+    header = ("process", "within", "samples", "hours", "MiB", "MiB an hour", "descriptors", "descriptors an hour")
+    lines = [
+        [
+            *(line["kind"], line["what"], f"{line['samples']:,}", f"{line['hours']:.2f}"),
+            *(f"{line['mib']:.1f}", f"{line['mib_per_h']:+.2f}"),
+            *(f"{line['descriptors']:.0f}", f"{line['descriptors_per_h']:+.2f}"),
+        ]
+        for line in results["growth"]
+    ]
+    return Table(header, lines)
+
+
+def picture(results: Mapping[str, Any]) -> str:
+    """Return an SVG with a panel for memory, descriptors, lag, restarts and rollouts, and a mark for each kill."""
+    series, hours = results["series"], results["account"]["hours"]
+    panels = {
+        "resident memory, MiB": [name for name in series if name.endswith(", MiB")],
+        "open descriptors": [name for name in series if name.endswith(", descriptors")],
+        "from a result's PUT to the trainer, s": [name for name in series if name.startswith("lag, ")],
+        "from a trainer's start to its first step, s": ["restart, s"],
+        f"rollouts completed in {60 * hours / POINTS:.1f} minutes": ["completed"],
+    }
+    with drawing(len(panels), 1, 7.6, 9, sharex=True) as (axes, written):
+        for axis, (title, names) in zip(axes[:, 0], panels.items(), strict=True):
+            for name in names:
+                points = [
+                    (hours * (at + 0.5) / POINTS, value) for at, value in enumerate(series[name]) if value is not None
+                ]
+                axis.plot(*zip(*points, strict=True), label=name.removeprefix("lag, ").partition(",")[0])
+            axis.set_title(title, loc="left")
+            axis.set_ylim(bottom=0)
+            axis.grid(axis="y", alpha=0.4)
+            if len(names) > 1:
+                axis.legend(frameon=False, bbox_to_anchor=(1, 1), loc="upper left")
+        kills = [at for at, _ in results["kills"]]
+        axes[-1, 0].plot(kills, [0.0] * len(kills), "|", color="black", clip_on=False)
+        axes[-1, 0].set_xlabel(f"hours; a mark for each of {len(kills)} kills")
+    return written.getvalue()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hours", type=float, default=8.0)
@@ -251,8 +315,9 @@ def main() -> None:
         return
     if options.trainer:
         settings, checkpoint, until = options.trainer
-        goes_on = lambda step: step == 0 or time.time() < float(until)  # noqa: E731
-        asyncio.run(train(Path(settings), Path(checkpoint), TASKS, goes_on))
+        asyncio.run(
+            train(Path(settings), Path(checkpoint), TASKS, lambda step: not step or time.time() < float(until))
+        )
         return
     shutil.rmtree(options.work, ignore_errors=True)
     options.work.mkdir(parents=True)

@@ -19,7 +19,7 @@ sys.path.append(str(HERE.parent / "benchmarks"))
 
 import fault_report  # noqa: E402
 import learning_report  # noqa: E402
-import long_run_report  # noqa: E402
+import long_run  # noqa: E402
 from common import Table, described  # noqa: E402
 
 RESULTS, PAGE = HERE / "results.json", HERE / "results.md"
@@ -210,7 +210,7 @@ def pictures(sections: dict[str, Any]) -> dict[str, str]:
             results = sections[section]["results"]
             drawn[f"results-{name}.svg"] = learning_report.picture(results, variants, label, neighbours)
     if "long_run" in sections:
-        drawn["results-long-run.svg"] = long_run_report.picture(sections["long_run"]["results"])
+        drawn["results-long-run.svg"] = long_run.picture(sections["long_run"]["results"])
     return drawn
 
 
@@ -332,10 +332,10 @@ def _long_run(results: dict[str, Any]) -> Iterator[str]:
     account = results["account"]
     yield _LONG_RUN.format(hours=account["hours"], rollouts=account["planned"] // max(1, account["steps"]))
     yield from results.get("notes", ())
-    yield long_run_report.account(results).markdown() + "\n"
+    yield long_run.accounts(results).markdown() + "\n"
     yield "![Memory, descriptors, lag, starts and rollouts over the run](results-long-run.svg)\n"
     yield _GROWTH
-    yield long_run_report.growth(results).markdown() + "\n"
+    yield long_run.growth(results).markdown() + "\n"
 
 
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterator[str]]]] = {
