@@ -14,12 +14,13 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable
-from dataclasses import dataclass
 from email.utils import formatdate
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import parse_qsl, quote
 
 from http_server import Answer, Request, Response, json_response, listen
+
+from agent_wrapper.contract import REQUEST_FIELD
 
 ACCOUNT, REGION = "000000000000", "us-east-1"
 ARN = f"arn:aws:bedrock-agentcore:{REGION}:{ACCOUNT}:runtime/load-0123456789"
@@ -122,12 +123,8 @@ def _xml(text: str, status: int = 200) -> Response:
 # --- SQS --------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Message:
-    id: str
-    body: str
-    sent_at: float
-    receives: int = 0
+Message = dict[str, Any]
+"""A message as ReceiveMessage returns it."""
 
 
 class Queue:
@@ -140,7 +137,12 @@ class Queue:
         self._arrived = asyncio.Event()
 
     def send(self, body: str) -> Message:
-        message = Message(uuid.uuid4().hex, body, time.time())
+        message = {
+            "MessageId": uuid.uuid4().hex,
+            "MD5OfBody": hashlib.md5(body.encode(), usedforsecurity=False).hexdigest(),
+            "Body": body,
+            "Attributes": {"SentTimestamp": str(int(time.time() * 1000)), "ApproximateReceiveCount": "0"},
+        }
         self._show(message)
         return message
 
@@ -148,8 +150,9 @@ class Queue:
         self.visible.append(message)
         self._arrived.set()
 
-    async def receive(self, limit: int, visibility_s: float, wait_s: float) -> list[dict[str, Any]]:
-        """Return up to `limit` messages, as soon as there is one."""
+    async def receive(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Return messages as soon as there is one."""
+        limit, wait_s = int(asked.get("MaxNumberOfMessages", 1)), float(asked.get("WaitTimeSeconds", 0))
         if wait_s and not self.visible:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
@@ -159,18 +162,15 @@ class Queue:
         taken = []
         while self.visible and len(taken) < limit:
             message = self.visible.popleft()
-            message.receives += 1
-            receipt = f"{message.id}.{message.receives}"
-            self._hide(receipt, message, visibility_s)
-            times = {
-                "SentTimestamp": str(int(message.sent_at * 1000)),
-                "ApproximateReceiveCount": str(message.receives),
-            }
-            about = {"MD5OfBody": _md5(message.body), "Body": message.body, "Attributes": times}
-            taken.append({"MessageId": message.id, "ReceiptHandle": receipt, **about})
-        return taken
+            receives = int(message["Attributes"]["ApproximateReceiveCount"]) + 1
+            message["Attributes"]["ApproximateReceiveCount"] = str(receives)
+            message["ReceiptHandle"] = f"{message['MessageId']}.{receives}"
+            self._hide(message, float(asked.get("VisibilityTimeout", self.visibility_s)))
+            taken.append(message)
+        return {"Messages": taken} if taken else {}
 
-    def _hide(self, receipt: str, message: Message, seconds: float) -> None:
+    def _hide(self, message: Message, seconds: float) -> None:
+        receipt = message["ReceiptHandle"]
         timer = asyncio.get_running_loop().call_later(seconds, self.hide, receipt, 0.0)
         self.hidden[receipt] = message, timer
 
@@ -178,7 +178,7 @@ class Queue:
         """Hide a received message for some more time; 0 shows it."""
         if message := self.delete(receipt):
             if seconds:
-                self._hide(receipt, message, seconds)
+                self._hide(message, seconds)
             else:
                 self._show(message)
 
@@ -216,18 +216,13 @@ class Sqs:
 
     async def receive(self, asked: dict[str, Any]) -> Response:
         queue = self._queues.get(asked["QueueUrl"].rpartition("/")[2])
-        if queue is None:
-            return _no_queue()
-        limit, wait_s = int(asked.get("MaxNumberOfMessages", 1)), float(asked.get("WaitTimeSeconds", 0))
-        hidden_s = float(asked.get("VisibilityTimeout", queue.visibility_s))
-        messages = await queue.receive(limit, hidden_s, wait_s)
-        return json_response({"Messages": messages} if messages else {})
+        return _no_queue() if queue is None else json_response(await queue.receive(asked))
 
     def _do(self, queue: Queue, operation: str, asked: dict[str, Any]) -> dict[str, Any]:
         match operation:
             case "SendMessage":
                 message = queue.send(asked["MessageBody"])
-                return {"MessageId": message.id, "MD5OfMessageBody": _md5(message.body)}
+                return {"MessageId": message["MessageId"], "MD5OfMessageBody": message["MD5OfBody"]}
             case "DeleteMessage":
                 queue.delete(asked["ReceiptHandle"])
             case "ChangeMessageVisibility":
@@ -256,30 +251,18 @@ def _no_queue() -> Response:
     return json_response({"__type": f"com.amazonaws.sqs#{error}", "message": error}, 400)
 
 
-def _md5(text: str) -> str:
-    return hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
-
-
 # --- AgentCore, and all of it on one port -------------------------------------------------------------------
 
 
-class Agents(Protocol):
-    """The sessions of a runtime."""
-
-    async def invoke(self, session_id: str, payload: Any) -> Any:
-        """Return the answer of the session's container."""
-
-    async def stop(self, session_id: str) -> bool:
-        """Return whether the session was open."""
-
-
 class Cloud:
-    """Set `agents` before it serves; they can use this `s3` and `sqs`. Latencies are in seconds.
+    """The services, and a runtime. Latencies are in seconds.
 
     A call takes effect when it arrives. A long poll is answered as soon as a message is visible, plus the latency.
-    """
 
-    agents: Agents
+    A subclass has the sessions: `begin_ours`, `begin_by_s3` and `call_by_http` for agents of this project and for the
+    toolkit's by S3 and by HTTP, `stop`, which returns whether the session was open, and `control`, which returns what
+    `/_emulator/NAME` answers.
+    """
 
     def __init__(self, *, s3_s: float = 0.0, sqs_s: float = 0.0, runtime_s: float = 0.0) -> None:
         self.calls: Counter[str] = Counter()
@@ -287,9 +270,19 @@ class Cloud:
         self._latencies_s = s3_s, sqs_s, runtime_s
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def control(self, name: str) -> Any:
-        """Return what `/_emulator/NAME` answers."""
-        raise NotImplementedError
+    async def invoke(self, session_id: str, payload: Any) -> Any:
+        """Return the answer of the session's container."""
+        if call := payload.get("_agentcore_runtime"):
+            name = call["invocation_id"]
+            state = self.call_by_http(session_id, name, call["operation"] == "start", payload)
+            return {"version": 1, "invocation_id": name, **state}
+        asked = payload[REQUEST_FIELD]
+        if "rollout_id" in asked:
+            self.begin_ours(session_id, asked)
+            return {"status": "accepted"}
+        key = f"{asked['exp_id']}/{asked['input_id']}/{session_id}.json"
+        self.begin_by_s3(session_id, key, payload)
+        return {"status": "processing", "s3_bucket": asked["s3_bucket"], "result_key": key}
 
     @contextlib.asynccontextmanager
     async def serve(self, port: int = 0) -> AsyncIterator[str]:
@@ -336,11 +329,11 @@ class Cloud:
         session_id = request.headers.get(SESSION.lower(), "")
         if request.path.endswith("/invocations"):
             self.calls["InvokeAgentRuntime"] += 1
-            found = await self.agents.invoke(session_id, json.loads(request.body))
+            found = await self.invoke(session_id, json.loads(request.body))
             return json_response(found, headers=f"{SESSION}: {session_id}\r\n")
         if request.path.endswith("/stopruntimesession"):
             self.calls["StopRuntimeSession"] += 1
-            if await self.agents.stop(session_id):
+            if await self.stop(session_id):
                 return json_response({"runtimeSessionId": session_id, "statusCode": 200})
             return _refused(404, "ResourceNotFoundException")
         return _refused(403, "AccessDeniedException")  # the control plane

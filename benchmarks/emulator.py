@@ -35,7 +35,6 @@ from agent_wrapper.contract import (
 from rollout_backend.core.seal import SealClaims, Sealer
 from rollout_backend.core.session_key import SessionClaims, read_claims, sign_claims
 
-ENVELOPE = "_agentcore_runtime"
 MODEL = "scripted"
 _TURN = 1000  # tokens, of which half are sampled
 _IDENTITY = ("run_id", "step", "task_id", "rollout_id", "attempt", "session_id")
@@ -52,13 +51,9 @@ class ReadyMadeResults:
 
     def __init__(self, tokens: int, secret: str) -> None:
         segments = (_segment(tokens),)
-        sealer, ids = (
-            Sealer(secret),
-            {"run_id": "run", "step": 0, "rollout_id": "t.0", "attempt": 1, "session_id": "s"},
-        )
-        claims = SessionClaims(**ids, sampling=Sampling(), expires_at=0)
+        ids = {"run_id": "run", "step": 0, "rollout_id": "t.0", "attempt": 1, "session_id": "s"}
+        sealer, claims = Sealer(secret), SessionClaims(**ids, sampling=Sampling(), expires_at=0)
         seal = sealer.seal(Trajectory(model=MODEL, segments=segments), claims).seal
-        assert seal is not None
         self._key, self._seal = sealer._keys[0], read_claims(seal, SealClaims)
         rollout = Rollout(
             **ids, task_id="t", outcome=Outcome.COMPLETED, reward=1.0, model=MODEL, segments=segments, started_at=1.0
@@ -113,15 +108,11 @@ def _segment(tokens: int) -> Segment:
 
 
 class Emulator(Cloud):
-    """S3, SQS and the sessions of three contracts: this project's, and the toolkit's by S3 and by HTTP.
-
-    The toolkit's results are JSON with as many bytes as ours.
-    """
+    """S3, SQS and a runtime. The toolkit's results are JSON with as many bytes as ours."""
 
     def __init__(self, work: dict[str, Any]) -> None:
         s3_s, sqs_s, runtime_s = work.get("latencies_s", (0.03, 0.01, 0.15))
         super().__init__(s3_s=s3_s, sqs_s=sqs_s, runtime_s=runtime_s)
-        self.agents = self
         self._agent_s, self._random = work["agent_s"], random.Random(0)
         self._results = ReadyMadeResults(work["tokens"], work["secret"])
         size = sum(map(len, self._results.make({**dict.fromkeys(_IDENTITY, "s" * 30), "step": 0, "attempt": 1})))
@@ -135,28 +126,26 @@ class Emulator(Cloud):
             self._published.clear()
         return {"published": self._published, "calls": self.calls}
 
-    async def invoke(self, session_id: str, payload: Any) -> Any:
-        if ENVELOPE in payload:
-            return self._call(session_id, payload[ENVELOPE])
-        asked = payload[REQUEST_FIELD]
-        if "rollout_id" in asked:
-            self._begin(session_id, lambda: self._publish(asked))
-            return {"status": "accepted"}
-        place, name = {"s3_bucket": asked["s3_bucket"]}, asked["input_id"]
-        key = f"{asked['exp_id']}/{name}/{session_id}.json"
-        self._begin(
-            session_id, lambda: self._store(asked["s3_bucket"], key, name, json.dumps(self._toolkits).encode())
-        )
-        return {"status": "processing", **place, "result_key": key}
+    def begin_ours(self, session_id: str, request: dict[str, Any]) -> None:
+        target = request["result"]
+        key = result_key(target["prefix"], request["run_id"], request["step"], request["rollout_id"])
 
-    def _call(self, session_id: str, envelope: dict[str, Any]) -> dict[str, Any]:
-        name = envelope["invocation_id"]
-        state = {"version": 1, "invocation_id": name}
+        def publish() -> None:
+            self._store(target["bucket"], key, key.rpartition("/")[2], *self._results.make(request))
+            self.sqs.send(target["queue_url"], Announcement(bucket=target["bucket"], key=key).encode())
+
+        self._begin(session_id, publish)
+
+    def begin_by_s3(self, session_id: str, key: str, payload: dict[str, Any]) -> None:
+        asked, body = payload[REQUEST_FIELD], json.dumps(self._toolkits).encode()
+        self._begin(session_id, lambda: self._store(asked["s3_bucket"], key, asked["input_id"], body))
+
+    def call_by_http(self, session_id: str, name: str, start: bool, payload: dict[str, Any]) -> dict[str, Any]:
         if name in self._published:
-            return {**state, "status": "completed", "result": self._toolkits}
-        if envelope["operation"] == "start":
+            return {"status": "completed", "result": self._toolkits}
+        if start:
             self._begin(session_id, lambda: self._published.setdefault(name, time.monotonic()))
-        return {**state, "status": "in_progress"}
+        return {"status": "in_progress"}
 
     async def stop(self, session_id: str) -> bool:
         was_open = session_id in self._open
@@ -168,12 +157,6 @@ class Emulator(Cloud):
             return
         self._open.add(session_id)
         asyncio.get_running_loop().call_later(self._agent_s * self._random.uniform(0.5, 1.5), end)
-
-    def _publish(self, asked: dict[str, Any]) -> None:
-        target, rollout_id = asked["result"], asked["rollout_id"]
-        key = result_key(target["prefix"], asked["run_id"], asked["step"], rollout_id)
-        self._store(target["bucket"], key, key.rpartition("/")[2], *self._results.make(asked))
-        self.sqs.send(target["queue_url"], Announcement(bucket=target["bucket"], key=key).encode())
 
     def _store(self, bucket: str, key: str, name: str, *body: bytes) -> None:
         self.s3.put(bucket, key, *body)

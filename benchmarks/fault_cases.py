@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 
 from rollout_backend.testing.fault_proxy import Fault, Rule
@@ -35,10 +34,6 @@ class Case:
     restart: bool = False  # a trainer that the outage has ended is started again after it
     kill: bool = False  # the trainer, when half of the agents have finished
     missing: dict[str, str] = field(default_factory=dict)  # systems that cannot meet it: why
-
-    def rules_of(self, system: str) -> list[Rule]:
-        """Return new rules, because a rule counts."""
-        return copy.deepcopy([*self.rules.get(system, ())])
 
 
 def _all_aws(s3: tuple[int, str], others: tuple[int, str]) -> dict[str, tuple[Rule, ...]]:

@@ -3,44 +3,31 @@
     python benchmarks/faults.py
 
 Each system runs one step of 8 groups of 4 rollouts, against S3, SQS and AgentCore by their wire protocols; a proxy
-in front of them injects the faults of `fault_cases.py`, and the agents fail as `faulty_agents.py` says.
-True rewards are 0.25, 0.5 and 1, and each session has different tokens, so an invented reward and foreign tokens
-show.
-
-The first run installs the rivals from the package index: see `rivals/environments.py`. Their retries are on. All
-systems have the same limit for an agent: 30 s, or 150 s where an outage takes a minute. See `rivals/` for how each is
-used.
-
-- `delivered`: trained with the true reward and tokens, at most 4 of a group.
-- `lost`: an agent finished, nothing was trained in its place.
-- `duplicated`: trained twice, or beyond the group's size.
-- `invented`: trained with another reward than the agent's, such as 0.
-- `foreign`: trained with tokens that no session of the group has sampled.
-- `leaked`: sessions that are open when the trainer has ended. An agentlightning agent has no session: it counts if it
-  still runs.
-- `again`: agents that ran although as many had already finished as their group needs.
-- `ended`: whether the step ended by itself; otherwise, the exception, or that it hung.
+in front of them injects the faults of `fault_cases.py`, and the agents fail as `rivals/harness.py` says. The rivals
+are used as in `rivals/`, with their retries on. docs/make_results.py says what the counts mean.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from common import Unmeasured, arguments, write_section
-from emulated_aws import ARN, Cloud
+from common import Table, Unmeasured, arguments, drawing, write_section
+from emulated_aws import ARN
 from fault_cases import BY_HTTP, BY_NAME, BY_S3, CASES, LIGHTNING, OURS, OUTAGE_S, SYSTEMS, Case
-from faulty_agents import TOKENS, FaultyAgents, Session, tokens_of
+from faulty_agents import FaultyAgents
 from rivals.environments import PACKAGES, command, environment, version_of
+from rivals.harness import TOKENS, Truth
 
 from rollout_backend.serving.server_process import free_port
 from rollout_backend.testing.fault_proxy import FaultProxy
@@ -58,26 +45,7 @@ PROGRAMS = {  # and the way in which each is used
 }
 
 
-@dataclass(frozen=True)
-class Truth:
-    """What one session, or one attempt of agentlightning, truly was."""
-
-    proof: int
-    group: str
-    reward: float
-    finished: bool
-
-
-@dataclass
-class Seen:
-    """What a trainer printed."""
-
-    rollouts: list[dict[str, Any]] = field(default_factory=list)
-    notes: dict[str, int] | None = None  # None: the step did not end
-    error: str = ""
-
-
-def count(truths: Iterable[Truth | Session], rollouts: Iterable[dict[str, Any]]) -> dict[str, int]:
+def count(truths: Iterable[Truth], rollouts: Iterable[dict[str, Any]]) -> dict[str, int]:
     """Compare what is trained with what is true."""
     by_proof = {truth.proof: truth for truth in truths}
     found: Counter[str] = Counter()
@@ -111,79 +79,53 @@ def count(truths: Iterable[Truth | Session], rollouts: Iterable[dict[str, Any]])
 # --- one step of one system ------------------------------------------------------------------------------------
 
 
-@dataclass
 class World:
-    """The agents of a step, and what is true of them."""
+    """What is true of the agents of a step."""
 
-    proxy: FaultProxy  # between the trainer or the agents and the services
-    asked: dict[str, Any]  # more of the trainer's work
-    begun: asyncio.Event  # the first agent has begun
-    half: asyncio.Event  # half of the agents have finished
-    truths: Callable[[], Iterable[Truth | Session]]
-    count_open: Callable[[], int]  # sessions
+    def __init__(self) -> None:
+        self.truths: dict[int, Truth] = {}
+        self.begun, self.half = asyncio.Event(), asyncio.Event()  # the first agent began, half of them have finished
 
-
-class FaultyCloud(Cloud):
-    def __init__(self, fault: str) -> None:
-        super().__init__(s3_s=0.01, sqs_s=0.005, runtime_s=0.01)
-        self.agents: FaultyAgents = FaultyAgents(self.s3, self.sqs, fault, SECRET, GROUPS * GROUP // 2)
-
-    def control(self, name: str) -> Any:
-        """Return the tokens that the trainer's gateway has of each session whose agent has called the model."""
-        return {session.id: tokens_of(session.proof) for session in self.agents.sessions.values()}
+    def note(self, truth: Truth) -> None:
+        self.truths[truth.proof] = truth
+        self.begun.set()
+        if sum(each.finished for each in self.truths.values()) >= GROUPS * GROUP // 2:
+            self.half.set()
 
 
 @contextlib.asynccontextmanager
-async def on_aws(case: Case, log: Path) -> AsyncIterator[World]:
-    cloud = FaultyCloud(case.name)
-    agents, sessions = cloud.agents, cloud.agents.sessions
-    async with cloud.serve() as engine, contextlib.aclosing(agents), FaultProxy(engine) as proxy:
-        asked = {"engine": engine, "arn": ARN, "secret": SECRET}
-        count_open = lambda: sum(each.open for each in sessions.values())  # noqa: E731
-        yield World(proxy, asked, agents.begun, agents.half, sessions.values, count_open)
+async def on_aws(case: Case, world: World, log: Path) -> AsyncIterator[tuple[FaultProxy, dict[str, Any]]]:
+    """Yield the proxy between the trainer and the services, and more of the trainer's work."""
+    cloud = FaultyAgents(case.name, SECRET, world.note)
+    async with cloud.serve() as engine, contextlib.aclosing(cloud), FaultProxy(engine) as proxy:
+        yield proxy, {"engine": engine, "arn": ARN, "secret": SECRET}
 
 
 @contextlib.asynccontextmanager
-async def on_lightning(case: Case, log: Path) -> AsyncIterator[World]:
-    """Run agentlightning's runners, which are a process that prints what is true."""
-    port, begun, half = free_port(), asyncio.Event(), asyncio.Event()
-    truths: dict[int, Truth] = {}
-    running: set[int] = set()
+async def on_lightning(case: Case, world: World, log: Path) -> AsyncIterator[tuple[FaultProxy, dict[str, Any]]]:
+    """Run agentlightning's runners, which are a process that prints what is true, behind the proxy."""
+    port = free_port()
 
-    async def listen(runners: asyncio.subprocess.Process) -> None:
-        async for event in events(runners):
-            what = event.pop("event")
-            begun.set()
-            if what == "begun":
-                running.add(event["proof"])
-            if what == "gone":
-                running.discard(event["proof"])
-            else:
-                truths[event["proof"]] = Truth(**event, finished=what == "finished")
-            if sum(truth.finished for truth in truths.values()) >= GROUPS * GROUP // 2:
-                half.set()
+    async def listen(printed: asyncio.StreamReader) -> None:
+        async for line in printed:
+            if line.startswith(b"{"):
+                world.note(Truth(**json.loads(line)))
 
     async with FaultProxy(f"http://127.0.0.1:{port}") as proxy:
         work = {"way": "run_agents", "groups": GROUPS, "group": GROUP, "url": proxy.url, "fault": case.name}
-        runners = await start("lightning", work, log)
-        listening = asyncio.create_task(listen(runners))
+        runners = await start("lightning", work, log, asyncio.subprocess.PIPE)
+        listening = asyncio.create_task(listen(runners.stdout))
         try:
-            yield World(proxy, {"port": port}, begun, half, truths.values, lambda: len(running))
+            yield proxy, {"port": port}
         finally:
             listening.cancel()
             await end(runners)
 
 
-async def start(program: str, work: dict[str, Any], log: Path) -> asyncio.subprocess.Process:
+async def start(program: str, work: dict[str, Any], log: Path, stdout: int | BinaryIO) -> asyncio.subprocess.Process:
+    argv = [*command(program), json.dumps(work)]
     with log.open("ab") as errors:
-        return await asyncio.create_subprocess_exec(
-            *command(program),
-            json.dumps(work),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=errors,
-            env=environment(program),
-            limit=2**24,
-        )
+        return await asyncio.create_subprocess_exec(*argv, stdout=stdout, stderr=errors, env=environment(program))
 
 
 async def end(process: asyncio.subprocess.Process) -> None:
@@ -192,44 +134,44 @@ async def end(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-async def events(process: asyncio.subprocess.Process) -> AsyncIterator[dict[str, Any]]:
-    """Yield what a process prints as JSON until it has ended."""
-    assert process.stdout is not None
-    async for line in process.stdout:
-        if line.startswith(b"{"):
-            yield json.loads(line)
-    await process.wait()
+@dataclass
+class Trainer:
+    """A program that trains, and what it printed since its last start."""
 
+    program: str
+    work: dict[str, Any]
+    folder: Path
+    rollouts: list[dict[str, Any]] = field(default_factory=list)
+    notes: dict[str, int] = field(default_factory=dict)
+    error: str = ""
 
-async def read(process: asyncio.subprocess.Process, log: Path) -> Seen:
-    """Return what a trainer prints until it has ended. One that hangs is killed."""
-    seen = Seen()
-    try:
-        async with asyncio.timeout(HUNG_S):
-            async for made in events(process):
-                if "ended" in made:
-                    seen.notes = made["ended"]
-                else:
-                    seen.rollouts.append(made)
-    except TimeoutError:
-        seen.error = "hung"
-    finally:
-        await end(process)
-    if not seen.error and (process.returncode or seen.notes is None):
-        seen.error = last_line(log)
-    return seen
-
-
-def last_line(log: Path) -> str:
-    """Return the exception that ended a trainer, without its module."""
-    lines = log.read_text(errors="replace").splitlines() or ["it ended without a word"]
-    name, colon, message = lines[-1].partition(":")
-    return (name.rpartition(".")[2] + colon + message)[:100]
+    async def run(self, killed: asyncio.Event | None = None) -> None:
+        """Run to the end, or kill it at this event. One that hangs is killed, too."""
+        log, out = self.folder / "trainer.log", self.folder / "trainer.out"
+        with out.open("wb") as written:
+            process = await start(self.program, self.work, log, written)
+        try:
+            async with asyncio.timeout(HUNG_S):
+                await (process.wait() if killed is None else killed.wait())
+        except TimeoutError:
+            self.error = "hung"
+        finally:
+            await end(process)
+        if killed is not None:
+            return
+        printed = [json.loads(line) for line in out.read_text().splitlines() if line.startswith("{")]
+        self.rollouts = [line for line in printed if "ended" not in line]
+        ends = [line["ended"] for line in printed if "ended" in line]
+        self.notes = ends[-1] if ends else {}
+        if not self.error and (process.returncode or not ends):
+            lines = log.read_text(errors="replace").splitlines() or ["it ended without a word"]
+            name, colon, message = lines[-1].partition(":")  # the exception, whose module does not matter
+            self.error = (name.rpartition(".")[2] + colon + message)[:100]
 
 
 async def outage(case: Case, system: str, proxy: FaultProxy, begun: asyncio.Event) -> None:
     """Apply the case's rules: all the time, or for a minute once the step has begun."""
-    rules = case.rules_of(system)
+    rules = copy.deepcopy([*case.rules.get(system, ())])  # a rule counts its hits
     if case.outage and not case.from_the_start:
         await begun.wait()
         await asyncio.sleep(1.5)  # the invokes are through
@@ -243,62 +185,145 @@ async def outage(case: Case, system: str, proxy: FaultProxy, begun: asyncio.Even
 
 async def run(system: str, case: Case, folder: Path) -> dict[str, Any]:
     """Run a trainer to its end, and count. If the case says so, kill it at `half`, and start it again."""
-    log, (program, way) = folder / "trainer.log", PROGRAMS[system]
-    async with (on_lightning if system == LIGHTNING else on_aws)(case, folder / "agents.log") as world:
+    (program, way), world = PROGRAMS[system], World()
+    serve = on_lightning if system == LIGHTNING else on_aws
+    async with serve(case, world, folder / "agents.log") as (proxy, more):
         limit_s = LIMIT_IN_OUTAGES_S if case.outage else LIMIT_S
         about = {"way": way, "groups": GROUPS, "group": GROUP, "limit_s": limit_s, "folder": str(folder)}
-        work = {**about, "url": world.proxy.url, **world.asked}
+        trainer = Trainer(program, {**about, "url": proxy.url, **more}, folder)
         began = time.monotonic()
-        faults = asyncio.create_task(outage(case, system, world.proxy, world.begun))
+        faults = asyncio.create_task(outage(case, system, proxy, world.begun))
         try:
-            process = await start(program, work, log)
             if case.kill:
-                try:
-                    await asyncio.wait_for(world.half.wait(), HUNG_S)
-                finally:
-                    await end(process)
-                process = await start(program, work, log)
-            seen = await read(process, log)
-            if case.restart and seen.error:
+                await trainer.run(killed=world.half)
+            await trainer.run()
+            if case.restart and trainer.error:
                 await faults
-                error = f"started again after {seen.error}"
-                seen = await read(await start(program, work, log), log)
-                seen.error = error
+                error = f"started again after {trainer.error}"
+                await trainer.run()
+                trainer.error = error
         finally:
             faults.cancel()
-        found = {**count(world.truths(), seen.rollouts), "leaked": world.count_open()}
-        ended = {"ended": seen.error or "yes", "missing": seen.notes or {}}
-        return found | ended | {"seconds": round(time.monotonic() - began, 1)}
+        truths = world.truths.values()
+        return {
+            **count(truths, trainer.rollouts),
+            "leaked": sum(truth.open for truth in truths),
+            "ended": trainer.error or "yes",
+            "missing": trainer.notes,
+            "seconds": round(time.monotonic() - began, 1),
+        }
 
 
 # --- the matrix ------------------------------------------------------------------------------------------------
 
 
-async def one(system: str, case: Case) -> dict[str, Any]:
-    head = {"fault": case.name, "system": system}
-    if system in case.missing:
-        return {**head, "not_applicable": case.missing[system]}
-    with tempfile.TemporaryDirectory() as folder:
-        return {**head, **await run(system, case, Path(folder))}
-
-
 async def matrix(systems: Iterable[str], cases: Iterable[Case], done: Callable[[dict[str, Any]], None]) -> None:
     free = asyncio.Semaphore(2)  # steps wait most of the time
 
-    async def limited(system: str, case: Case) -> None:
+    async def one(system: str, case: Case) -> None:
+        row = {"fault": case.name, "system": system}
+        if system in case.missing:
+            done({**row, "not_applicable": case.missing[system]})
+            return
         async with free:
-            done(await one(system, case))
+            with tempfile.TemporaryDirectory() as folder:
+                done({**row, **await run(system, case, Path(folder))})
 
-    await asyncio.gather(*(limited(system, case) for case in cases for system in systems))
+    await asyncio.gather(*(one(system, case) for case in cases for system in systems))
 
 
-def line(found: dict[str, Any]) -> str:
-    head = f"{found['fault']:18s} {found['system']:14s} "
-    if "not_applicable" in found:
-        return f"{head}n/a: {found['not_applicable']}"
-    names = ("delivered", "lost", "duplicated", "invented", "foreign", "leaked", "again")
-    counts = ", ".join(f"{name} {found[name]}" for name in names if found[name])
-    return f"{head}{counts}; {found['seconds']:.0f} s, ended: {found['ended']} {found['missing'] or ''}"
+# --- the page ------------------------------------------------------------------------------------------------
+
+Results = Mapping[str, Any]
+Row = Mapping[str, Any]
+WRONG = {"invented": "with an invented reward", "foreign": "with foreign tokens", "duplicated": "doubled"}
+OTHERS = {"leaked": "leaked", "again": "run again"}
+COUNTS = ("delivered", "lost", *("duplicated", "invented", "foreign"), *OTHERS)
+_BARS = {"delivered": "#1f6feb", "trained wrongly": "#cf222e", "lost": "#57606a", "missing and reported": "#d6dbe1"}
+
+
+def planned(results: Results) -> int:
+    """Return the rollouts of one step."""
+    return int(results["settings"]["groups"] * results["settings"]["group"])
+
+
+def systems_of(results: Results) -> list[str]:
+    found = {row["system"] for row in results["rows"]}
+    return [system for system in SYSTEMS if system in found]
+
+
+def totals(results: Results) -> Table:
+    """Return one line for each system: the sums over the faults that it can meet."""
+    lines = []
+    for system in systems_of(results):
+        rows = [row for row in _met(results) if row["system"] == system and row["fault"] != "none"]
+        sums = [str(sum(row[name] for row in rows)) for name in COUNTS]
+        sums[0] += f" of {len(rows) * planned(results)}"
+        lines.append([system, str(len(rows)), *sums, str(sum(row["ended"] != "yes" for row in rows))])
+    return Table(("system", "faults", *COUNTS, "steps that did not end by themselves"), lines)
+
+
+def table(results: Results) -> Table:
+    """Return one line for each fault."""
+    systems, by_place = systems_of(results), {(row["fault"], row["system"]): row for row in results["rows"]}
+    lines = [
+        [title, *(_cell(by_place.get((name, system), {}), planned(results)) for system in systems)]
+        for name, title in results["cases"].items()
+        if any((name, system) in by_place for system in systems)
+    ]
+    return Table(("fault", *systems), lines)
+
+
+def _met(results: Results) -> list[Row]:
+    return [row for row in results["rows"] if "not_applicable" not in row]
+
+
+def _cell(row: Row, all_of_them: int) -> str:
+    if "delivered" not in row:
+        return f"n/a: {row['not_applicable']}" if row else ""
+    parts = [f"**{row['delivered']}**" if row["delivered"] == all_of_them else f"{row['delivered']}"]
+    parts += [f"{row[name]} {text}" for name, text in ({"lost": "lost"} | WRONG | OTHERS).items() if row[name]]
+    parts += [f"the step: `{row['ended'].replace('|', '/')}`"] if row["ended"] != "yes" else []
+    return ", ".join(parts)
+
+
+def picture(results: Results) -> str:
+    """Return an SVG with a bar for each fault and system, as long as the step's rollouts."""
+    systems, titles = systems_of(results), results["cases"]
+    places = {name: -place for place, name in enumerate(titles)}
+    with drawing(1, len(systems), 4.2 + 1.5 * len(systems), 0.5 + len(titles) / 4, sharey=True) as (axes, written):
+        for axis, system in zip(axes[0], systems, strict=True):
+            for row in _met(results):
+                if row["system"] == system:
+                    left, wrong = 0, sum(row[name] for name in WRONG)
+                    lengths = [row["delivered"], wrong, row["lost"]]
+                    lengths.append(max(0, planned(results) - sum(lengths)))
+                    for length, colour in zip(lengths, _BARS.values(), strict=True):
+                        if length:
+                            axis.barh(places[row["fault"]], length, left=left, height=0.6, color=colour)
+                        left += length
+                    if row["leaked"]:
+                        axis.barh(places[row["fault"]] - 0.4, row["leaked"], height=0.2, color="#bf8700")
+            axis.set_title(system)
+            axis.set_xticks([])
+        axes[0, 0].set_yticks([*places.values()], [*titles.values()])
+        handles = [axes[0, 0].barh(0, 0, color=colour) for colour in (*_BARS.values(), "#bf8700")]
+        names = [*_BARS, "sessions leaked"]
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0)}
+        axes[0, 0].figure.legend(handles, names, **place, ncols=len(names), frameon=False)
+    return written.getvalue()
+
+
+def reasons(results: Results) -> Sequence[str]:
+    """Return why each system's rollouts are missing, one line for each fault and system."""
+    order = list(results["cases"])
+    found = [row for row in _met(results) if row["missing"]]
+    found.sort(key=lambda row: (order.index(row["fault"]), SYSTEMS.index(row["system"])))
+    return [
+        f"{results['cases'][row['fault']]}, {row['system']}: "
+        + ", ".join(f"{count} `{reason}`" for reason, count in row["missing"].items())
+        for row in found
+    ]
 
 
 def main() -> None:
@@ -322,7 +347,7 @@ def main() -> None:
     }
 
     def done(row: dict[str, Any]) -> None:
-        print(line(row), flush=True)
+        print(json.dumps(row), flush=True)
         rows.append(row)
         write_section(options.json, "faults", "python benchmarks/faults.py", time.monotonic() - began, results)
 

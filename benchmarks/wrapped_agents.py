@@ -35,13 +35,14 @@ class SessionRecord:
     lost: bool
 
 
-class WrappedAgents:
+class WrappedAgents(Cloud):
     """Agents that ask the model one question, and score the reply.
 
     A part `killed` of the rollouts lose their first session after it has sampled.
     """
 
     def __init__(self, is_right: Callable[[str, str], bool], seed: int = 0, killed: float = 0.0) -> None:
+        super().__init__()
         self.records: list[SessionRecord] = []
         self._is_right, self._seed, self._killed = is_right, seed, killed
         self._sessions: Counter[str] = Counter()  # by rollout
@@ -54,13 +55,9 @@ class WrappedAgents:
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[str]:
         """Serve S3, SQS and AgentCore, and yield their URL."""
-        self._loop, cloud = asyncio.get_running_loop(), Cloud()
-        cloud.agents = self
-        transport = httpx.ASGITransport(app=self._app.asgi)
-        async with (
-            cloud.serve() as url,
-            httpx.AsyncClient(transport=transport, base_url="http://agent") as self._http,
-        ):
+        self._loop = asyncio.get_running_loop()
+        self._http = httpx.AsyncClient(transport=httpx.ASGITransport(app=self._app.asgi), base_url="http://agent")
+        async with super().serve() as url, self._http:
             # Of the agents and of the trainer, which have no other keys.
             os.environ.update(KEYS, AWS_ENDPOINT_URL=url)
             yield url

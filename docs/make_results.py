@@ -17,7 +17,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "benchmarks"))
 
-import fault_report  # noqa: E402
+import faults  # noqa: E402
 import learning_report  # noqa: E402
 import long_run  # noqa: E402
 from common import Table, described  # noqa: E402
@@ -199,7 +199,7 @@ def pictures(sections: dict[str, Any]) -> dict[str, str]:
     """Return the pictures by their file names."""
     drawn = {}
     if "faults" in sections:
-        drawn["results-faults.svg"] = fault_report.picture(sections["faults"]["results"])
+        drawn["results-faults.svg"] = faults.picture(sections["faults"]["results"])
     curves = {
         "many_turns": ("many-turns", tuple(_TRAININGS), "reward", 1),
         "learning": ("learning-path", ("verl", "ours"), "right replies", 3),
@@ -230,17 +230,17 @@ def _faults(results: dict[str, Any]) -> Iterator[str]:
     versions = results["versions"]
     yield _FAULTS.format(
         **results["settings"],
-        planned=fault_report.planned(results),
+        planned=faults.planned(results),
         toolkit=versions.get("toolkit, S3", ""),
         lightning=versions.get("agentlightning", ""),
     )
     yield "### All faults together\n"
-    yield fault_report.totals(results).markdown() + "\n"
+    yield faults.totals(results).markdown() + "\n"
     yield "![A bar for each fault and system](results-faults.svg)\n"
     yield "### Each fault\n"
-    yield fault_report.matrix(results).markdown() + "\n"
+    yield faults.table(results).markdown() + "\n"
     yield "### What the systems said of missing rollouts\n"
-    yield from (f"- {line}" for line in fault_report.reasons(results))
+    yield from (f"- {line}" for line in faults.reasons(results))
     yield ""
 
 

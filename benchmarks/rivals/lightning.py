@@ -5,31 +5,29 @@ a model call and without a reward is trained with the reward 0, one without a mo
 not use the store's retries; here they are on.
 
 The runners are another process, which uses the store's client through the fault proxy as its runner does. They print
-what is true of each attempt. Their agents fail as those of `faulty_agents` do.
+what is true of each attempt.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import math
 import random
 import time
 import uuid
 from collections import Counter
 from contextlib import suppress
+from dataclasses import fields
 from typing import Any
 
 from agentlightning import InMemoryLightningStore, LightningStoreClient, LightningStoreServer
 from agentlightning.types import OtelResource, RolloutConfig, Span, TraceStatus
-from harness import Work, ended, hand_over, main
+from harness import Died, FailingAgents, Truth, Work, ended, hand_over, main, tokens_of
 
 POLL_S = 5.0  # of the verl daemon and of a runner
 ATTEMPTS = 3
 RETRIED = ["failed", "timeout", "unresponsive"]
 MODEL_CALL, REWARD = "openai.chat.completion", "reward"
-REWARDS = (0.25, 0.5, 1.0)
-TOKENS = 8
 
 
 async def step_with_faults(work: Work) -> None:
@@ -65,58 +63,37 @@ class Runners:
     def __init__(self, work: Work) -> None:
         self._fault = work["fault"]
         self._store = LightningStoreClient(work["url"])
-        self._of_group: Counter[str] = Counter()
-        self._begun = 0
+        self._agents = FailingAgents(self._fault, say)
 
     async def run(self, name: str) -> None:
-        """Be one of the runners."""
-        alive = True
-        while alive:
-            rollout = await self._store.dequeue_rollout(worker_id=name)
-            if rollout is None:
-                await asyncio.sleep(POLL_S * random.uniform(0.9, 1.1) / 10)  # asks ten times as often as its default
-            else:
-                alive = await self._attempt(rollout)
+        """Be one of the runners, until a container dies."""
+        with suppress(Died):
+            while True:
+                rollout = await self._store.dequeue_rollout(worker_id=name)
+                if rollout is None:
+                    await asyncio.sleep(POLL_S * random.uniform(0.9, 1.1) / 10)  # ten times as often as its default
+                else:
+                    await self._attempt(rollout)
 
-    async def _attempt(self, rollout: Any) -> bool:
-        """Run an attempt. Return whether its runner lives on."""
-        group = rollout.input["task"]
-        nth = self._of_group[group]
-        self._of_group[group] += 1
-        self._begun += 1
-        proof, draw = self._begun, random.Random(f"{group} {nth}")
-        reward, seconds = draw.choice(REWARDS), draw.uniform(1.0, 7.0)
-        fault = self._fault if nth == 1 else ""
-        say("begun", proof, group, reward)
+    async def _attempt(self, rollout: Any) -> None:
+        agent = self._agents.make(rollout.input["task"])
         status = "succeeded"
         try:
-            ids = range(TOKENS) if fault == "forged_tokens" else range(TOKENS * proof, TOKENS * (proof + 1))
-            await self._add(rollout, 1, MODEL_CALL, {"token_ids": json.dumps(list(ids))})
-            if fault == "foreign_container":
+            ids = tokens_of(0) if agent.fault == "forged_tokens" else tokens_of(agent.proof)
+            await self._add(rollout, 1, MODEL_CALL, {"token_ids": json.dumps(ids)})
+            if agent.fault == "foreign_container":
                 await self._write_for_another(rollout)
-            await asyncio.sleep(seconds / 2 if fault in ("agent_dies", "agent_freezes") else seconds)
-            if fault == "agent_dies":
-                say("gone", proof, group, reward)
-                return False
-            if fault == "agent_freezes":
-                await asyncio.Event().wait()
-            if fault == "agent_late":
-                await asyncio.sleep(40.0)
-            if fault == "agent_raises":
-                raise RuntimeError("the agent's code has a defect")
-            if fault == "reward_nan":
-                reward = math.nan
-            else:
-                say("finished", proof, group, reward)
+            reward = await agent.run()
             for _ in range(2 if self._fault == "published_twice" else 1):
                 await self._add(rollout, 2, REWARD, {"reward": reward})
+        except Died:
+            raise
         except Exception:
             status = "failed"
         for _ in range(2 if self._fault == "published_twice" else 1):
             with suppress(Exception):  # its runner gives the update up, too
                 await self._store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status=status)
-        say("gone", proof, group, reward)
-        return True
+        agent.end()
 
     async def _write_for_another(self, rollout: Any) -> None:
         """Write the reward of another rollout that is running, and end it."""
@@ -154,8 +131,8 @@ class Runners:
         await self._store.add_span(span)
 
 
-def say(event: str, proof: int, group: str, reward: float) -> None:
-    print(json.dumps({"event": event, "proof": proof, "group": group, "reward": reward}), flush=True)
+def say(agent: Truth) -> None:
+    print(json.dumps({field.name: getattr(agent, field.name) for field in fields(Truth)}), flush=True)
 
 
 async def run_agents(work: Work) -> None:

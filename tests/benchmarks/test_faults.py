@@ -48,7 +48,7 @@ def test_each_rollout_is_counted_once(faults) -> None:
 
 def test_each_case_says_what_fails_or_why_it_cannot(load) -> None:
     cases = load("fault_cases")
-    agents = (ROOT / "benchmarks" / "faulty_agents.py").read_text()
+    agents = "".join((ROOT / "benchmarks" / name).read_text() for name in ("faulty_agents.py", "rivals/harness.py"))
 
     assert len(cases.CASES) > 20
     for case in cases.CASES[1:]:
