@@ -6,12 +6,8 @@ system, which works as its own documentation or training script does; see `rival
 
 - `p50`, `p99`: from the end of an agent's PUT until the trainer has the rollout. Ours is then decoded, verified, and
   in the run's folder.
-- `cpu`: user and system time of the trainer's process during the step, per rollout.
 - `calls`: to AWS, per rollout.
 - `last`: from the start of the step to the last result.
-- `peak`: resident memory of the trainer's process.
-
-A system that cannot be installed, or does not end in time, has no figures; what it said is in `failed`.
 """
 
 from __future__ import annotations
@@ -105,12 +101,12 @@ async def measure(system: str, work: Work) -> dict[str, Any]:
 def main() -> None:
     options = arguments(__doc__).parse_args()
 
-    def one(work: Work, system: str) -> dict[str, Any] | None:
+    def one(system: str, work: Work) -> dict[str, Any] | None:
         if options.smoke or work in SYSTEMS[system][2]:
             return asyncio.run(measure(system, work))
         return None
 
-    compare(options.json, [Work(64)] if options.smoke else TABLE, SYSTEMS, one)
+    compare(options.json, SYSTEMS, one, [Work(64)] if options.smoke else TABLE)
 
 
 if __name__ == "__main__":

@@ -102,9 +102,9 @@ class Unmeasured(Exception):
 
 def compare(
     file: Path | None,
-    works: Iterable[Any],
     systems: Iterable[str],
-    measure: Callable[[Any, str], dict[str, Any] | None],
+    measure: Callable[[str, Any], dict[str, Any] | None],
+    works: Iterable[Any] = (None,),
 ) -> None:
     """Measure systems at works, which are dataclasses, and write a row for each pair, unless `measure` returns None.
 
@@ -114,13 +114,13 @@ def compare(
     with kept_folder():
         for work, system in itertools.product(works, systems):
             try:
-                found = measure(work, system)
+                found = measure(system, work)
             except (Unmeasured, RolloutBackendError) as error:
                 if system == "ours":
                     raise
                 found = {"failed": str(error)}
             if found is not None:
-                rows.append({"system": system, **asdict(work), **found})
+                rows.append({"system": system, **(asdict(work) if work else {}), **found})
                 print(json.dumps(rows[-1]), flush=True)
                 write(file, rows)
 
@@ -136,17 +136,16 @@ async def serving(
     server = ServerProcess(log.stem, argv, log, env, stdin)
     try:
         await server.start()
-        assert server.pid is not None
         os.sched_setaffinity(server.pid, {core})
-        await server.wait_healthy(lambda: asyncio.to_thread(_answers, port), 60)
+        await server.wait_healthy(lambda: asyncio.to_thread(answers, f"http://127.0.0.1:{port}/health"), 60)
         yield server.pid
     finally:
         await server.stop()
 
 
-def _answers(port: int) -> bool:
+def answers(url: str) -> bool:
     try:
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+        urllib.request.urlopen(url, timeout=5).close()
     except urllib.error.HTTPError:
         return True  # the path of a rival's health is another
     except OSError:

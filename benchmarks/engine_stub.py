@@ -1,8 +1,7 @@
 """Serve an engine that answers every call with the same tokens: PORT, and the answers as JSON on standard input.
 
-The standard input has `latency_s`, `reply` (the body of an answer of `/generate`), `pieces` (the events of a streamed
-one), and `chat` and `chat_pieces` (the answers of any other path that is posted to, for proxies). Answers are
-ready-made bytes. Of a request only its head is read, and whether it asks for a stream.
+`reply` and `pieces` are the body and the events of an answer of `/generate`; `chat` and `chat_pieces` those of any
+other path, for proxies. Of a request only its head is read, and whether it asks for a stream.
 """
 
 from __future__ import annotations
@@ -21,7 +20,9 @@ class Engine:
 
     def __init__(self, made: Mapping[str, Any]) -> None:
         self._latency_s: float = made["latency_s"]
-        self._whole = {name: _response(json.dumps(made[name]).encode()) for name in ("reply", "chat")}
+        bodies = {name: (json.dumps(made[name]).encode(),) for name in ("reply", "chat")}
+        kind = "content-type: application/json\r\n"
+        self._whole = {name: b"".join(Response(200, body, kind).parts()) for name, body in bodies.items()}
         self._pieces = {"reply": _stream(made["pieces"]), "chat": _stream(made["chat_pieces"])}
 
     def handle(self, request: Request, answer: Answer) -> None:
@@ -34,11 +35,6 @@ class Engine:
                 answer(piece, self._latency_s * i / len(pieces))
         else:
             answer(self._whole[name], self._latency_s)
-
-
-def _response(body: bytes) -> bytes:
-    head = f"HTTP/1.1 200 x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    return head.encode() + body
 
 
 def _stream(pieces: Sequence[Any]) -> list[bytes]:

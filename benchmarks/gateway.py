@@ -2,23 +2,13 @@
 
 One gateway process with default settings, its journal included, serves agents that use a tool. `load_generator.py`
 sends whole conversations, as OpenAI's client does, and `engine_stub.py` answers after a fixed time with the same 60
-tokens. The model is the small one that `rollout engine install` brings. The gateway has one core; the load and the
-engine share another.
+tokens. The model is the small one that `rollout engine install` brings. The gateway has one core; this process, which
+makes the load, and the engine share another. Rivals do some of the same work; see `rivals/environments.py`.
 
 - `history`: tokens of the prompt, on average over a session's calls.
-- `cpu_ms`: user and system time of the gateway's process per call.
-- `calls_per_s`, of agents that call without a pause: how many calls one process serves.
 - `added_p50_ms`, `added_p99_ms`, of calls at a fixed rate: a call's time from when it was due, less that of the
   engine. The engine takes so long that the given number of calls are in flight.
 - `session_kib`: by how much the process's resident memory grows with a session, from before its first call.
-
-Rivals do some of the same work; see `rivals/environments.py`. One that cannot be installed, or does not answer all
-calls in time, has no figures; the reason is in `failed`.
-
-- no gateway: the calls go to the stub itself, which shows that neither it nor the load generator is the bottleneck.
-- bare proxy: an aiohttp server that only passes bytes on, which shows what the transport allows.
-- toolkit: agentcore-rl-toolkit's gateway, which renders and tokenizes as ours does.
-- rllm: rllm-model-gateway, which passes the messages on to an engine and stores the answers.
 """
 
 from __future__ import annotations
@@ -26,19 +16,19 @@ from __future__ import annotations
 import argparse as some_module  # the agents read its source
 import asyncio
 import contextlib
+import gc
 import inspect
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common import HERE, Unmeasured, arguments, compare, kept_folder, serving
+from load_generator import Session, generate
 from rivals.environments import command, environment, python_of
 from tokenizers import Tokenizer
 
@@ -175,159 +165,114 @@ def tool(name: str) -> dict[str, Any]:
 
 # --- a measurement ------------------------------------------------------------------------------------------
 
+SYSTEMS = {
+    "ours": TABLE,
+    "bare proxy": FLOOR,
+    "toolkit": COMPARED,
+    "rllm-model-gateway": COMPARED,
+    "no gateway": COMPARED[:1],
+}
 
-@dataclass(frozen=True)
+
+@dataclass
 class System:
-    """A gateway to measure: the command that serves it at a port, and how its clients call it."""
-
-    argv: list[str]
-    keys: list[str]
-    path: str = "/v1/chat/completions"
-    stdin: bytes = b""
-    env: dict[str, str] | None = None
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a system runs."""
+    """A gateway to measure: the command that serves it at `port`, and how its clients call it."""
 
     port: int
     engine: str  # its URL
     model: Path
     work: Path
+    keys: list[str]  # of the sessions
+    path: str = "/v1/chat/completions"
+    stdin: bytes = b""
+    env: dict[str, str] | None = None
 
+    def prepare(self, name: str) -> list[str]:
+        """Return the command, which is empty without a gateway, and set what differs."""
+        match name:
+            case "ours":
+                return self._ours()
+            case "bare proxy":
+                return [*command("bare_proxy"), str(self.port), self.engine]
+            case "toolkit":
+                self.env = environment()
+                return [*command("toolkit_gateway"), str(self.port), self.engine, str(self.model)]
+            case "rllm-model-gateway":
+                self.env, self.path = environment(), "/sessions/{key}/v1/chat/completions"
+                program = str(python_of("rllm-model-gateway").with_name("rllm-model-gateway"))
+                where = ["--host", "127.0.0.1", "--port", str(self.port), "--db-path", str(self.work / "traces.db")]
+                return [program, *where, "--worker", f"{self.engine}/vllm/v1"]
+        return []
 
-def ours(place: Place, sessions: int) -> System:
-    journal_id = journal.prepare(place.work / "journal")
-    settings = GatewaySettings(
-        port=place.port,
-        model=ModelConfig(path=place.model, name=MODEL, context_length=CONTEXT_LENGTH),
-        engine_url=place.engine,
-        secret=SECRET,
-        control_key=CONTROL_KEY,
-        journal=place.work / "journal",
-    )
-    keys = [issue(SECRET, claims(name, journal_id)) for name in names(sessions)]
-    argv = [sys.executable, "-m", "rollout_backend.gateway"]
-    return System(argv, keys, stdin=settings.model_dump_json().encode())
-
-
-def names(sessions: int) -> list[str]:
-    return [f"session-{i}" for i in range(sessions)]
-
-
-def claims(session_id: str, journal_id: str) -> SessionClaims:
-    return SessionClaims(
-        run_id="benchmark",
-        step=0,
-        rollout_id=session_id,
-        attempt=1,
-        session_id=session_id,
-        sampling=Sampling(),
-        expires_at=time.time() + 3600,
-        journal_id=journal_id,
-    )
-
-
-def bare_proxy(place: Place, sessions: int) -> System:
-    return System([*command("bare_proxy"), str(place.port), place.engine], names(sessions))
-
-
-def toolkit(place: Place, sessions: int) -> System:
-    argv = [*command("toolkit_gateway"), str(place.port), place.engine, str(place.model)]
-    return System(argv, names(sessions), env=environment())
-
-
-def rllm(place: Place, sessions: int) -> System:
-    program = str(python_of("rllm-model-gateway").with_name("rllm-model-gateway"))
-    argv = [program, "--host", "127.0.0.1", "--port", str(place.port), "--db-path", str(place.work / "traces.db")]
-    argv += ["--worker", f"{place.engine}/vllm/v1"]
-    return System(argv, names(sessions), "/sessions/session-{i}/v1/chat/completions", env=environment())
-
-
-def no_gateway(place: Place, sessions: int) -> System:
-    return System([], names(sessions))
-
-
-SYSTEMS: dict[str, tuple[Callable[[Place, int], System], tuple[Scenario, ...]]] = {
-    "ours": (ours, TABLE),
-    "bare proxy": (bare_proxy, FLOOR),
-    "toolkit": (toolkit, COMPARED),
-    "rllm-model-gateway": (rllm, COMPARED),
-    "no gateway": (no_gateway, COMPARED[:1]),
-}
+    def _ours(self) -> list[str]:
+        journal_id = journal.prepare(self.work / "journal")
+        settings = GatewaySettings(
+            port=self.port,
+            model=ModelConfig(path=self.model, name=MODEL, context_length=CONTEXT_LENGTH),
+            engine_url=self.engine,
+            secret=SECRET,
+            control_key=CONTROL_KEY,
+            journal=self.work / "journal",
+        )
+        self.stdin = settings.model_dump_json().encode()
+        whole = {"run_id": "benchmark", "step": 0, "attempt": 1, "sampling": Sampling(), "journal_id": journal_id}
+        whole["expires_at"] = time.time() + 3600
+        claims = (SessionClaims(rollout_id=name, session_id=name, **whole) for name in self.keys)
+        self.keys = [issue(SECRET, each) for each in claims]
+        return [sys.executable, "-m", "rollout_backend.gateway"]
 
 
 async def measure(scenario: Scenario, model: Path, name: str) -> dict[str, Any]:
     """Raises StartupError if the system does not start, and Unmeasured if it does not do the work."""
     conversation, cores = Conversation(model), sorted(os.sched_getaffinity(0))
+    engine_port, port = free_port(), free_port()
     with kept_folder() as work:
-        engine_port, port = free_port(), free_port()
-        place = Place(port, f"http://127.0.0.1:{engine_port}", model, work)
-        system = SYSTEMS[name][0](place, scenario.sessions)
+        keys = [f"session-{i}" for i in range(scenario.sessions)]
+        system = System(port, f"http://127.0.0.1:{engine_port}", model, work, keys)
+        argv = system.prepare(name)
         engine = [sys.executable, str(HERE / "engine_stub.py"), str(engine_port)]
         answers = json.dumps(conversation.answers(scenario.latency_s)).encode()
-        log = work / "gateway.log"
         async with contextlib.AsyncExitStack() as servers:
             serve = servers.enter_async_context
             pid = await serve(serving(engine, engine_port, work / "engine.log", cores[-1], stdin=answers))
-            if system.argv:
-                pid = await serve(serving(system.argv, port, log, cores[0], env=system.env, stdin=system.stdin))
-            job = {
-                "url": f"http://127.0.0.1:{port if system.argv else engine_port}",
-                "path": system.path,
-                "pid": pid,
-                "keys": system.keys,
-                "histories": [conversation.history(scenario.history, seed) for seed in range(HISTORIES)],
-                "result": conversation.result,
-                "rest": conversation.rest | ({"stream": True} if scenario.stream else {}),
-                "turns": TURNS,
-                "rate": scenario.rate,
-                "in_flight": scenario.in_flight,
-            }
-            found = await asyncio.to_thread(generate, job, cores[-1])
-    return summary(scenario, found)
-
-
-def generate(job: dict[str, Any], core: int) -> dict[str, Any]:
-    """Return what the load generator measures."""
-    argv = ["taskset", "--cpu-list", str(core), sys.executable, str(HERE / "load_generator.py")]
-    try:
-        done = subprocess.run(
-            argv, input=json.dumps(job), stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=True
-        )
-    except subprocess.TimeoutExpired:
-        raise Unmeasured(f"the calls were not answered within {LIMIT_S:g} s") from None
-    except subprocess.CalledProcessError:
-        raise Unmeasured("a session could not be opened") from None
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-def summary(scenario: Scenario, found: dict[str, Any]) -> dict[str, Any]:
-    calls = len(found["took"])
-    made = {
-        "calls_per_s": calls / found["seconds"],
-        "cpu_ms": 1000 * found["cpu_s"] / calls,
-        "session_kib": found["session_bytes"] / 1024,
-        "errors": ", ".join(f"{count} {error}" for error, count in found["errors"].items()),
-    }
+            if argv:
+                log = work / "gateway.log"
+                pid = await serve(serving(argv, port, log, cores[0], env=system.env, stdin=system.stdin))
+            url = f"http://127.0.0.1:{port if argv else engine_port}{system.path}"
+            rest = conversation.rest | ({"stream": True} if scenario.stream else {})
+            histories = [conversation.history(scenario.history, seed) for seed in range(HISTORIES)]
+            sessions = [
+                Session(url.format(key=key), key, histories[i % HISTORIES], rest, conversation.result)
+                for i, key in enumerate(system.keys)
+            ]
+            os.sched_setaffinity(0, {cores[-1]})
+            try:
+                async with asyncio.timeout(LIMIT_S):
+                    found = await generate(sessions, pid, TURNS, scenario.rate, scenario.in_flight)
+            except TimeoutError:
+                raise Unmeasured(f"the calls were not answered within {LIMIT_S:g} s") from None
+            except (OSError, ValueError) as error:
+                raise Unmeasured(f"a session could not be opened: {error}") from None
+            finally:
+                os.sched_setaffinity(0, cores)
+    took = found.pop("took")
     if scenario.rate is not None:
-        cuts = statistics.quantiles([seconds - scenario.latency_s for seconds in found["took"]], n=100)
-        made |= {"added_p50_ms": 1000 * cuts[49], "added_p99_ms": 1000 * cuts[98]}
-    return made
+        cuts = statistics.quantiles([seconds - scenario.latency_s for seconds in took], n=100)
+        found |= {"added_p50_ms": 1000 * cuts[49], "added_p99_ms": 1000 * cuts[98]}
+    return found
 
 
 def main() -> None:
     options = arguments(__doc__).parse_args()
     model = find_model()
     allow_files(1500)
+    gc.freeze()  # a collection of all modules would delay calls
 
-    def one(scenario: Scenario, system: str) -> dict[str, Any] | None:
-        wanted = SYSTEMS[system][1] if not options.smoke else SMOKE if system == "ours" else SMOKE[:1]
+    def one(system: str, scenario: Scenario) -> dict[str, Any] | None:
+        wanted = SYSTEMS[system] if not options.smoke else SMOKE if system == "ours" else SMOKE[:1]
         return asyncio.run(measure(scenario, model, system)) if scenario in wanted else None
 
-    compare(options.json, SMOKE if options.smoke else TABLE, SYSTEMS, one)
+    compare(options.json, SYSTEMS, one, SMOKE if options.smoke else TABLE)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,4 @@
-"""Call a gateway as many agents at once: reads a job as JSON from standard input, and prints what it measured.
-
-A job has `url`, the `path` of a session, with `{i}` for its number, the `keys` of the sessions, their `histories`
-(lists of messages), the `result` of a tool that follows each reply, the `rest` of a body after its messages, the
-number of `turns`, the `rate` of all calls per second, and the `pid` of the gateway. With a rate of null, `in_flight`
-sessions call at a time, without a pause.
+"""Call a gateway as many agents at once.
 
 Each session sends its history once, before the measurement. Then it sends the whole conversation again with each
 call, as OpenAI's client does. Bodies are bytes that only grow, so a call costs this process 45 us. With a rate,
@@ -14,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -66,19 +60,19 @@ class Connection(asyncio.Protocol):
 
 
 class Session:
-    """One conversation."""
+    """One conversation. `rest` is a body without its messages, and `result` that of a tool after each reply."""
 
-    def __init__(self, job: dict[str, Any], i: int) -> None:
-        where = urlsplit(job["url"])
+    def __init__(self, url: str, key: str, history: Sequence[Any], rest: dict[str, Any], result: str) -> None:
+        where = urlsplit(url)
         self._where = where.hostname, where.port
         self._head = (
-            f"POST {job['path'].format(i=i)} HTTP/1.1\r\nHost: {where.netloc}\r\nAccept: application/json\r\n"
+            f"POST {where.path} HTTP/1.1\r\nHost: {where.netloc}\r\nAccept: application/json\r\n"
             "Content-Type: application/json\r\nUser-Agent: OpenAI/Python 2.8.1\r\nX-Stainless-Lang: python\r\n"
-            f"X-Stainless-Retry-Count: 0\r\nAuthorization: Bearer {job['keys'][i]}\r\nContent-Length: "
+            f"X-Stainless-Retry-Count: 0\r\nAuthorization: Bearer {key}\r\nContent-Length: "
         ).encode()
-        self._messages = ",".join(map(_json, job["histories"][i % len(job["histories"])])).encode()
-        self._rest = b"]," + _json(job["rest"]).encode()[1:]
-        self._result = job["result"]
+        self._messages = ",".join(map(_json, history)).encode()
+        self._rest = b"]," + _json(rest).encode()[1:]
+        self._result = result
         self._connection = Connection()
 
     async def call(self) -> None:
@@ -101,9 +95,6 @@ class Session:
         if self._connection.transport is None or self._connection.transport.is_closing():
             self._connection = await Connection.open(*self._where)
         return await self._connection.call(request)
-
-    def close(self) -> None:
-        self._connection.transport.close()
 
 
 def _json(value: object) -> str:
@@ -130,48 +121,44 @@ def _streamed(response: bytes) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": plain}
 
 
-async def run(job: dict[str, Any]) -> dict[str, Any]:
-    pid, sessions = job["pid"], [Session(job, i) for i in range(len(job["keys"]))]
+async def generate(
+    sessions: Sequence[Session], pid: int, turns: int, rate: float | None, in_flight: int
+) -> dict[str, Any]:
+    """Let all sessions call the server of this process `turns` times, and return what was measured.
+
+    `rate` is of all calls per second. Without it `in_flight` sessions call at a time, without a pause.
+
+    Raises:
+        OSError, ValueError: a session could not be opened.
+    """
     resident = resident_bytes(pid)
-    for at in range(0, len(sessions), job["in_flight"]):
-        await asyncio.gather(*(session.call() for session in sessions[at : at + job["in_flight"]]))
-    spent_s = cpu_s(pid)
+    for at in range(0, len(sessions), in_flight):
+        await asyncio.gather(*(session.call() for session in sessions[at : at + in_flight]))
+    spent_s, began = cpu_s(pid), time.monotonic()
     took: list[float] = []
     errors: Counter[str] = Counter()
-    began = time.monotonic()
-    at_once = job["in_flight"] if job["rate"] is None else len(sessions)
+    at_once = in_flight if rate is None else len(sessions)
+
+    async def converse(i: int) -> None:
+        for turn in range(turns):
+            due = time.monotonic() if rate is None else began + (turn * len(sessions) + i) / rate
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            try:
+                await sessions[i].call()
+            except (OSError, ValueError) as error:
+                errors[str(error)] += 1
+                return
+            took.append(time.monotonic() - due)
 
     async def work(first: int) -> None:
         for i in range(first, len(sessions), at_once):
-            await _converse(sessions[i], i, job, began, took, errors)
+            await converse(i)
 
     await asyncio.gather(*map(work, range(at_once)))
-    found = {
-        "seconds": time.monotonic() - began,
+    return {
         "took": took,
-        "errors": dict(errors),
-        "cpu_s": cpu_s(pid) - spent_s,
-        "session_bytes": (resident_bytes(pid) - resident) / len(sessions),
+        "calls_per_s": len(took) / (time.monotonic() - began),
+        "cpu_ms": 1000 * (cpu_s(pid) - spent_s) / len(took),
+        "session_kib": (resident_bytes(pid) - resident) / len(sessions) / 1024,
+        "errors": ", ".join(f"{count} {error}" for error, count in errors.items()),
     }
-    for session in sessions:
-        session.close()
-    return found
-
-
-async def _converse(
-    session: Session, i: int, job: dict[str, Any], began: float, took: list[float], errors: Counter[str]
-) -> None:
-    rate, n = job["rate"], len(job["keys"])
-    for turn in range(job["turns"]):
-        due = time.monotonic() if rate is None else began + (turn * n + i) / rate
-        await asyncio.sleep(max(0.0, due - time.monotonic()))
-        try:
-            await session.call()
-        except (OSError, ValueError) as error:
-            errors[str(error)] += 1
-            return
-        took.append(time.monotonic() - due)
-
-
-if __name__ == "__main__":
-    print(json.dumps(asyncio.run(run(json.load(sys.stdin)))))

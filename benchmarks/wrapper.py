@@ -6,12 +6,8 @@
 - invoke: from sending an invoke until the agent's first model call has arrived.
 - return: from the agent's return until the result, with its trajectory, is written to S3, and until it is announced.
 
-A container runs its first rollout cold, as on a runtime with one container per session, and then more of them. The
-agent calls the model once, and works for some time. One local server stands in for the gateway, S3 and SQS, and
-answers without delay. Times are medians.
-
-The toolkit is agentcore-rl-toolkit's `AgentCoreRLApp`, in its environment. Its results hold no trajectory, and it
-announces nothing.
+A container runs its first rollout cold, as on a runtime with one container per session, and then more of them. One
+local server stands in for the gateway, S3 and SQS, and answers without delay. Times are medians.
 """
 
 from __future__ import annotations
@@ -25,13 +21,12 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from common import Unmeasured, arguments, half_sampled, resident_bytes, write
+from common import answers, arguments, compare, half_sampled, resident_bytes
 from http_server import Answer, Request, Response, listen
 from rivals.environments import environment, python_of
 
@@ -52,7 +47,6 @@ FLOOR = """
 import asyncio, msgpack, pydantic, starlette.applications, uvicorn, zstandard
 type("Model", (pydantic.BaseModel,), {})
 """
-IMPORTS = "import agent_wrapper, starlette.applications, uvicorn\n"
 COST = """
 import json, resource, time
 used = resource.getrusage(resource.RUSAGE_SELF)
@@ -95,26 +89,16 @@ app.run(port=int(os.environ["PORT"]), host="127.0.0.1")
 """
 
 
-@dataclass(frozen=True)
-class Wrapper:
-    """A way to wrap an agent: its imports, its agent's source, and the fields of an invoke by the services' URL."""
-
-    imports: str
-    source: str
-    request: Callable[[str], dict[str, Any]]
-    announces: bool = False
-    package: str | None = None  # None: this interpreter
-
-    @property
-    def python(self) -> str:
-        return str(python_of(self.package)) if self.package else sys.executable
-
-    @property
-    def env(self) -> dict[str, str]:
-        return environment("toolkit" if self.package else "ours")
+def ours(url: str) -> dict[str, Any]:
+    return _request(url, ResultTarget(bucket="results", queue_url=f"{url}/0/queue", region="us-east-1"))
 
 
-def ours(url: str, target: ResultTarget) -> dict[str, Any]:
+def ours_with_urls(url: str) -> dict[str, Any]:
+    urls = ResultUrls(result=f"{url}/results/a", failure_marker=f"{url}/results/b")
+    return _request(url, ResultTarget(bucket="results", urls=urls))
+
+
+def _request(url: str, target: ResultTarget) -> dict[str, Any]:
     number = os.urandom(4).hex()
     request = RolloutRequest(
         run_id="benchmark",
@@ -132,25 +116,35 @@ def ours(url: str, target: ResultTarget) -> dict[str, Any]:
     return {REQUEST_FIELD: request.model_dump(mode="json")}
 
 
-def with_credentials(url: str) -> dict[str, Any]:
-    return ours(url, ResultTarget(bucket="results", queue_url=f"{url}/0/queue", region="us-east-1"))
-
-
-def with_presigned_url(url: str) -> dict[str, Any]:
-    urls = ResultUrls(result=f"{url}/results/a", failure_marker=f"{url}/results/b")
-    return ours(url, ResultTarget(bucket="results", urls=urls))
-
-
-def of_toolkit(url: str) -> dict[str, Any]:
+def toolkit(url: str) -> dict[str, Any]:
     fields = {"exp_id": "benchmark", "input_id": os.urandom(4).hex(), "s3_bucket": "results"}
     return {"_rollout": {**fields, "base_url": url.removeprefix("http://")}}
 
 
+@dataclass(frozen=True)
+class Wrapper:
+    """A way to wrap an agent: its imports, its agent's source, and the fields of an invoke by the services' URL."""
+
+    imports: str = "import agent_wrapper, starlette.applications, uvicorn\n"
+    source: str = OURS
+    request: Callable[[str], dict[str, Any]] = ours
+    last: str = "announced"  # event of a rollout
+    package: str | None = None  # None: this interpreter
+
+    @property
+    def python(self) -> str:
+        return str(python_of(self.package)) if self.package else sys.executable
+
+    @property
+    def env(self) -> dict[str, str]:
+        return environment("toolkit" if self.package else "ours")
+
+
 WRAPPERS = {
-    "ours": Wrapper(IMPORTS, OURS, with_credentials, announces=True),
-    "ours, presigned URL": Wrapper(IMPORTS, OURS, with_presigned_url),
+    "ours": Wrapper(),
+    "ours, presigned URL": Wrapper(request=ours_with_urls, last="stored"),
     "toolkit": Wrapper(
-        "from agentcore_rl_toolkit import AgentCoreRLApp\n", TOOLKIT, of_toolkit, package="agentcore-rl-toolkit"
+        "from agentcore_rl_toolkit import AgentCoreRLApp\n", TOOLKIT, toolkit, "stored", "agentcore-rl-toolkit"
     ),
 }
 
@@ -183,7 +177,7 @@ class Services:
             digest = hashlib.md5(json.loads(request.body)["MessageBody"].encode()).hexdigest()
             body = json.dumps({"MessageId": "1", "MD5OfMessageBody": digest}).encode()
         answer(Response(200, (body,)), 0)
-        if ("announced" if self.wrapper.announces else "stored") in self.at:
+        if self.wrapper.last in self.at:
             self.published.set()
 
 
@@ -196,21 +190,14 @@ class Container:
         env = {**wrapper.env, "PORT": str(port), "AWS_ENDPOINT_URL": services.url}
         argv = [wrapper.python, "-c", AGENT + wrapper.source]
         began = time.monotonic()
-        self._process = subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while not self._answers():
+        self.process = subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while not answers(f"{self._url}/ping"):
             time.sleep(0.001)
         self.start_ms = 1000 * (time.monotonic() - began)
 
-    def _answers(self) -> bool:
-        try:
-            urllib.request.urlopen(f"{self._url}/ping", timeout=5).close()
-        except urllib.error.URLError:
-            return False
-        return True
-
     @property
     def memory_mib(self) -> float:
-        return resident_bytes(self._process.pid) / 2**20
+        return resident_bytes(self.process.pid) / 2**20
 
     def roll_out(self, agent_s: float) -> dict[str, float]:
         """Run one rollout. Return its figures."""
@@ -227,13 +214,9 @@ class Container:
             "invoke to first model call, ms": at["called"],
             "return to stored, ms": at["stored"] - at["returned"],
         }
-        if services.wrapper.announces:
+        if "announced" in at:
             figures["return to announced, ms"] = at["announced"] - at["returned"]
         return figures
-
-    def stop(self) -> None:
-        self._process.terminate()
-        self._process.wait()
 
 
 def import_cost(wrapper: Wrapper, code: str, repetitions: int) -> dict[str, float]:
@@ -255,7 +238,8 @@ def measure(wrapper: Wrapper, containers: int, rollouts: int, agent_s: float) ->
         states["first rollout"].append(container.roll_out(agent_s))
         states["later rollouts"] += [container.roll_out(0) for _ in range(rollouts)]
         states["container"].append({**figures, f"after {rollouts + 1} rollouts, MiB": container.memory_mib})
-        container.stop()
+        container.process.terminate()
+        container.process.wait()
     found = import_cost(wrapper, wrapper.imports, 2 * containers)
     for state, each in states.items():
         found |= {f"{state}: {name}": statistics.median(one[name] for one in each) for name in each[0]}
@@ -265,15 +249,13 @@ def measure(wrapper: Wrapper, containers: int, rollouts: int, agent_s: float) ->
 def main() -> None:
     options = arguments(__doc__).parse_args()
     containers, rollouts, agent_s = (1, 1, 0.0) if options.smoke else (7, 20, 1.5)
-    rows: list[dict[str, Any]] = []
-    for name, wrapper in WRAPPERS.items():
-        try:
-            rows.append({"system": name, **measure(wrapper, containers, rollouts, agent_s)})
-        except Unmeasured as error:
-            rows.append({"system": name, "failed": str(error)})
-        print(rows[-1], flush=True)
-    rows.append({"system": "floor", **import_cost(WRAPPERS["ours"], FLOOR, 2 * containers)})
-    write(options.json, rows)
+
+    def one(system: str, _: object) -> dict[str, float]:
+        if system == "floor":
+            return import_cost(WRAPPERS["ours"], FLOOR, 2 * containers)
+        return measure(WRAPPERS[system], containers, rollouts, agent_s)
+
+    compare(options.json, [*WRAPPERS, "floor"], one)
 
 
 if __name__ == "__main__":
