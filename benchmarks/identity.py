@@ -4,17 +4,11 @@
 
 Each reply has its own seed, of its step, task, rollout and turn (`engine.protocol.reply_seed`). SGLang runs one
 request at a time with --enable-deterministic-inference, so a reply depends on its prompt, its seed and the weights
-alone. All of verl's processes have one thread.
-
-- verl: verl's own agent loop, with the same seeds, and rows in the order of the questions (`identity_recorder.py`).
-- ours: sessions of an agent in `RolloutApp`, against S3, SQS and AgentCore by their wire protocols (as in
-  `learning_curves.py`), gateway, buffer and rows.
-- ours, killed: the same, while a fifth of the rollouts lose their first session after it has sampled.
+alone. All of verl's processes have one thread. verl's own loop has the same seeds, and rows in the order of the
+questions (`identity_recorder.py`); ours are sessions as in `learning_curves.py`.
 
 The reward function gets the same text: verl removes special tokens that were sampled inside of a reply, and the
 gateway shows their names to the agent, so the agent removes them.
-
-Compared are all columns of each step's batch, row by row, and the weights at the end.
 """
 
 from __future__ import annotations
@@ -34,8 +28,8 @@ from typing import Any
 from arithmetic_reward import compute_score
 from common import ROOT, arguments, write_section
 from tiny_learner import fit_sums
-from verl_training import COMPARED, ORDERED, Sums, Training
-from wrapped_agents import SessionRecord, WrappedAgents, backend_settings
+from verl_training import Sums, Training
+from wrapped_agents import WrappedAgents
 
 from rollout_backend.results.step_report import StepReport
 
@@ -47,41 +41,33 @@ SEED = 1
 async def train(variant: str, training: Training, sums: Sums) -> dict[str, Any]:
     """Train once. Return what became of the sessions and rollouts, unless it is verl's own loop."""
     work, rollout = training.work, "actor_rollout_ref.rollout"
-    env = {**COMPARED, "RECORDS": str(work / "records")}
-    common = [
-        *sums.overrides(),
+    more = [
         f"{rollout}.full_determinism=True",
         f"{rollout}.seed={SEED}",
         f"trainer.save_freq={sums.steps}",
         f"trainer.default_local_dir={work / 'checkpoints'}",
         "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",
+        "data.custom_cls.path=pkg://identity_recorder",
+        "algorithm.adv_estimator=grpo",
     ]
-    recorded = ["data.custom_cls.path=pkg://identity_recorder", "algorithm.adv_estimator=grpo"]
     if variant == VERL:
         loops = work / "agent_loops.json"  # JSON is YAML
         loops.write_text(json.dumps([{"name": "seeded", "_target_": "identity_recorder.SeededAgentLoop"}]))
-        own = [
-            *training.through_verls_loop(),
+        more += [
             "data.custom_cls.name=RLHFDataset",
             f"{rollout}.agent.agent_loop_config_path={loops}",
             f"{rollout}.agent.default_agent_loop=seeded",
-            *ORDERED,
         ]
-        await training.run([*common, *own, *recorded], env)
+        agents = None
+    else:
+        agents = WrappedAgents(_is_right, SEED, killed=0.2 if variant == KILLED else 0.0)
+    await sums.train(training, agents, more, RECORDS=str(work / "records"))
+    if agents is None:
         return {}
-    agents = WrappedAgents(_is_right, SEED, killed=0.2 if variant == KILLED else 0.0)
-    async with agents.serve() as url:
-        own = training.through_backend(backend_settings(url, work / "runs"))
-        await training.run([*common, *own, *recorded], env)
-    return accounts(agents.records, work / "runs")
-
-
-def accounts(records: Sequence[SessionRecord], output: Path) -> dict[str, Any]:
-    """Return how many sessions were lost, and what became of the rollouts by the reports in `output`."""
-    reports = [StepReport.model_validate_json(file.read_text()) for file in output.glob("*/steps/*.json")]
+    reports = [StepReport.model_validate_json(file.read_text()) for file in work.glob("runs/*/steps/*.json")]
     return {
-        "sessions": len(records),
-        "killed": sum(record.lost for record in records),
+        "sessions": len(agents.records),
+        "killed": sum(record.lost for record in agents.records),
         **{name: sum(getattr(each, name) for each in reports) for name in ("planned", "trainable", "attempts")},
     }
 
@@ -96,17 +82,19 @@ def compare(model: Path, reference: Path, other: Path, steps: int) -> dict[str, 
     import torch
     from safetensors.torch import load_file
 
-    def equal(a: Any, b: Any) -> bool:
-        return a.dtype == b.dtype and torch.equal(a, b)
+    def read(step: int, run: Path) -> dict[str, list[Any]]:
+        rows: dict[str, list[Any]] = torch.load(run / "records" / f"{step}.pt", weights_only=True)  # noqa: TID251
+        return rows
 
     rows = tokens = 0
     differences = []
     for step in range(1, steps + 1):
-        first, second = _loaded(step, reference), _loaded(step, other)
+        first, second = read(step, reference), read(step, other)
         rows += len(first["responses"])
         tokens += sum(int(mask.sum()) for mask in first["response_mask"])
         for name in first:
-            unequal = sum(not equal(a, b) for a, b in zip(first[name], second[name], strict=True))
+            pairs = zip(first[name], second[name], strict=True)
+            unequal = sum(a.dtype != b.dtype or not torch.equal(a, b) for a, b in pairs)
             if unequal:
                 differences.append({"step": step, "column": name, "rows": unequal})
     first, second = (load_file(folder / "weights.safetensors") for folder in (reference, other))
@@ -121,13 +109,6 @@ def compare(model: Path, reference: Path, other: Path, steps: int) -> dict[str, 
         "differences": differences,
         "differing_weights": sum(int((first[name] != second[name]).sum()) for name in first),
     }
-
-
-def _loaded(step: int, run: Path) -> dict[str, list[Any]]:
-    import torch
-
-    rows: dict[str, list[Any]] = torch.load(run / "records" / f"{step}.pt", weights_only=True)  # noqa: TID251
-    return rows
 
 
 def measure(trainer: str, variants: Sequence[str], sums: Sums, folder: Path) -> list[dict[str, Any]]:

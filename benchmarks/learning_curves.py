@@ -2,14 +2,9 @@
 
     .venv-verl/bin/python benchmarks/learning_curves.py --json runs/results/learning.json
 
-- verl: verl's own agent loop. A rollout is a coroutine in verl's process, and a function scores the reply.
-- ours: this backend. A rollout is a session of an agent that runs in `RolloutApp`, against S3, SQS and AgentCore by
-  their wire protocols.
-
-Both have the same trainer (verl's v1 trainer with GRPO), engine (SGLang) and optimizer, and for each seed the same
-initial model and questions. The engine samples without a seed, so two runs of one seed differ, too. The model has two
-layers and one token per byte. It is fitted to the sums until it is right about every fifth time (`tiny_learner.py`),
-so that a run takes minutes on one core.
+With verl's own loop a rollout is a coroutine in verl's process, and a function scores the reply. Ours is a session of
+an agent that runs in `RolloutApp`, against S3, SQS and AgentCore by their wire protocols. The engine samples without
+a seed, so two runs of one seed differ, too.
 
 With `--parts`, one seed trains for 12 steps, and shows where a step's time goes.
 """
@@ -22,10 +17,9 @@ import itertools
 import os
 import statistics
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from operator import sub
 from pathlib import Path
@@ -36,8 +30,8 @@ from arithmetic_reward import compute_score
 from common import arguments, write_section
 from learning_report import CALLS, TIMELINE
 from tiny_learner import fit_sums
-from verl_training import COMPARED, ORDERED, Sums, Training, parts_of, without_first
-from wrapped_agents import WrappedAgents, backend_settings
+from verl_training import Sums, Training, averages, parts_of
+from wrapped_agents import WrappedAgents
 
 from rollout_backend.results.archive import RunArchive
 
@@ -61,38 +55,26 @@ KINDS = {  # of the processes of a training, by a part of their command
 OTHER = "Ray and other processes"
 
 
-async def train(variant: str, training: Training, sums: Sums) -> list[dict[str, Any]]:
-    """Train once, and return what verl has logged of each step."""
-    if variant == VERL:
-        return await training.run([*sums.overrides(), *training.through_verls_loop(), *ORDERED], COMPARED)
-    async with WrappedAgents(lambda reply, answer: compute_score("", reply, answer) == 1).serve() as url:
-        own = training.through_backend(backend_settings(url, training.work / "runs"))
-        return await training.run([*sums.overrides(), *own], COMPARED)
+async def measure(
+    variant: str, training: Training, sums: Sums
+) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
+    """Train once. Return what verl has logged, and the CPU seconds of each step after the first by kind of process.
 
-
-@contextlib.contextmanager
-def cpu_of_steps(metrics: Path) -> Iterator[list[dict[str, float]]]:
-    """Yield a list with the CPU seconds of each step after the first, by kind of process, when the block has ended.
-
-    A step ends with a line in `metrics`. This process and its descendants count.
+    A step ends with a line in verl's log. This process and its descendants count.
     """
-    ends: list[Counter[str]] = []
-    steps: list[dict[str, float]] = []
-    stopped = threading.Event()
+    metrics, ends = training.work / "metrics.jsonl", list[Counter[str]]()
 
-    def watch() -> None:
-        while not stopped.wait(0.02):
+    async def watch() -> None:
+        while True:
             if metrics.exists() and metrics.read_bytes().count(b"\n") > len(ends):
                 ends.append(_spent())
+            await asyncio.sleep(0.02)
 
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield steps
-    finally:
-        stopped.set()
-        thread.join()
-        steps += [dict(after - before) for before, after in itertools.pairwise(ends)]
+    agents = WrappedAgents(lambda reply, answer: compute_score("", reply, answer) == 1) if variant == OURS else None
+    watching = asyncio.create_task(watch())
+    logged = await sums.train(training, agents)
+    watching.cancel()
+    return logged, [dict(after - before) for before, after in itertools.pairwise(ends)]
 
 
 def _spent() -> Counter[str]:
@@ -111,9 +93,6 @@ def timelines(runs: Path, gen_s: Sequence[float]) -> list[dict[str, float]]:
         archive = RunArchive(folder.parent)
         for number, whole_s in zip(archive.steps(), gen_s, strict=True):
             report, records = archive.read_report(number), archive.read_records(number)
-            assert report is not None
-            assert report.until_invoke_s is not None
-            assert report.closing_s is not None
             results = [archive.read_result(record) for record in records]
             settled = max(record.settled_at or 0.0 for record in records)
             began = settled + report.closing_s - report.seconds
@@ -128,12 +107,6 @@ def timelines(runs: Path, gen_s: Sequence[float]) -> list[dict[str, float]]:
             calls = {name: statistics.median(getattr(record.result, name) for record in records) for name in CALLS}
             found.append(dict(zip(TIMELINE, map(sub, marks, [0.0, *marks]), strict=True)) | calls)
     return found
-
-
-def medians(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the median of each value over the steps. A missing one is 0."""
-    names = dict.fromkeys(name for step in steps for name in step)
-    return {name: round(statistics.median(step.get(name, 0.0) for step in steps), 3) for name in names}
 
 
 def main() -> None:
@@ -151,8 +124,7 @@ def main() -> None:
                 work.mkdir()
                 training = Training(work, Path(folder) / "model", sums.steps)
                 sums.write_tasks(training.tasks, seed)
-                with cpu_of_steps(work / "metrics.jsonl") as cpu:
-                    logged = asyncio.run(train(variant, training, sums))
+                logged, cpu = asyncio.run(measure(variant, training, sums))
                 parts = parts_of(logged)
                 runs.append(
                     {
@@ -160,14 +132,14 @@ def main() -> None:
                         "seed": seed,
                         "right": [round(step["critic/score/mean"], 4) for step in logged],
                         "step_s": [round(sum(step.values()), 4) for step in parts],
-                        "parts_s": without_first(statistics.fmean, parts),
+                        "parts_s": averages(statistics.fmean, parts[1:]),  # the first step also loads and compiles
                     }
                 )
                 if options.parts:
                     gen_s = [step["gen"] for step in parts]
-                    timeline_s = medians(timelines(work / "runs", gen_s)[1:])
-                    measured = {"gen_s": round(statistics.median(gen_s[1:]), 3), "timeline_s": timeline_s}
-                    runs[-1] |= {**measured, "cpu_s": medians(cpu)}
+                    runs[-1]["gen_s"] = round(statistics.median(gen_s[1:]), 3)
+                    runs[-1]["timeline_s"] = averages(statistics.median, timelines(work / "runs", gen_s)[1:])
+                    runs[-1]["cpu_s"] = averages(statistics.median, cpu)
                 print(variant, seed, runs[-1]["right"], flush=True)
                 command = f".venv-verl/bin/python benchmarks/learning_curves.py{option}"
                 results = {"settings": asdict(sums), "runs": runs}

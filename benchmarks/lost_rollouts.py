@@ -2,20 +2,11 @@
 
     .venv-verl/bin/python benchmarks/lost_rollouts.py --json runs/results/losses.json
 
-The answer to a question is 1, or sometimes 2. The model answers at once, or reads a page with the reply `?`. The last
-page has the answer. So a guess is right in `common` of the cases, and takes one model call; reading is always right
-and takes more. Each model call has the same risk. Whether the rollout's container ends before it has published is
-drawn once, after the last call, with the risk of all calls.
-
-- ours: a lost rollout is run again, in another session.
-- lost as 0: a lost rollout is trained with its tokens and the reward 0. The backend has no such setting: here the
-  agent returns the 0.
-- groups dropped: nothing is run again, and a group that has lost a rollout is not trained (`group.policy: strict`).
-
-The trainer is the loop of `examples/plain_loop`, with SGLang and the gateway; S3, SQS and AgentCore are emulated by
-their wire protocols, and the agents run in `RolloutApp`. All seeds begin with one model, fitted to a player that
-reads now and then, and have different questions. The engine samples without a seed. The curves show which part of the
-rollouts' first sessions was right, the lost ones included.
+A question is answered 1, or sometimes 2. The model answers at once, or reads a page with the reply `?`; the last page
+has the answer. docs/make_results.py says what the model learns, and what becomes of a lost rollout in each way. The
+trainer is the loop of `examples/plain_loop`, with SGLang and the gateway; S3, SQS and AgentCore are emulated by their
+wire protocols, and the agents run in `RolloutApp`. The curves show which part of the rollouts' first sessions was
+right, the lost ones included.
 """
 
 from __future__ import annotations

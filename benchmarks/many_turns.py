@@ -2,15 +2,10 @@
 
     .venv-verl/bin/python benchmarks/many_turns.py
 
-- FrozenLake-v0 of TextArena: a move per turn, and the agent replaces its conversation by a summary after every fourth
-  turn, so that a rollout has several segments.
-- Rooms: in each, a tool reads a note with the number of the door that leads on. A new conversation, and so a new
-  segment, begins in each room.
-
 Everything is real except the cloud, which is on this machine: SGLang, the gateway, a process for each agent, and the
-trainer: verl's for the lake, the loop of `examples/plain_loop` for the rooms. The model has 90,000 weights and one
-token per byte. First it is fitted to what a weak player does in the same agents. Each of five seeds has different
-tasks; the engine samples without a seed.
+trainer: verl's for `games/board_game.py`, the loop of `examples/plain_loop` for `games/rooms.py`. The model has
+90,000 weights and one token per byte. First it is fitted to what a weak player does in the same agents. Each of five
+seeds has different tasks; the engine samples without a seed.
 """
 
 from __future__ import annotations
@@ -32,7 +27,7 @@ from typing import Any
 from common import HERE, ROOT, arguments, write_section
 from rivals.environments import python_of
 from tiny_learner import fit, train
-from verl_training import Training
+from verl_training import Training, batch_overrides
 
 from agent_wrapper.contract import Rollout
 from rollout_backend import RolloutManager, Task, load_config
@@ -86,11 +81,6 @@ class Game:
         """Return tasks whose ids and seeds no other seed has."""
         draw = random.Random(f"{self.name} {seed}")
         return [Task(f"{self.name}-{seed}-{i}", {**self.payload, "seed": draw.getrandbits(31)}) for i in range(count)]
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        trained = ("prompts", "group", "learning_rate", "warm_steps")
-        return {**{name: getattr(self, name) for name in trained}, **self.payload}
 
     def cloud(self, work: Path) -> LocalCloud:
         """Return a cloud whose agents run in the environment of the games."""
@@ -155,18 +145,12 @@ async def train_with_verl(
     game: Game, model: Path, seeds: Sequence[int], steps: int, work: Path
 ) -> AsyncIterator[Steps]:
     """Train one seed after the other with verl, each in a process of its own. Yield the steps of each."""
-    actor, rollout, rows = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", game.group * 4
     own = [
-        f"data.train_batch_size={game.prompts}",
+        *batch_overrides(
+            game.prompts, game.group, game.group * 4, game.prompts // 2, game.response_tokens, game.learning_rate
+        ),
         f"data.max_prompt_length={game.prompt_tokens}",
-        f"data.max_response_length={game.response_tokens}",
-        f"{rollout}.n={game.group}",
-        f"{rollout}.log_prob_micro_batch_size_per_gpu={rows}",
-        f"{actor}.ppo_mini_batch_size={game.prompts // 2}",
-        f"{actor}.ppo_micro_batch_size_per_gpu={rows}",
-        f"{actor}.optim.lr={game.learning_rate}",
-        f"{actor}.optim.lr_scheduler_type=cosine",
-        f"{actor}.entropy_coeff=0",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
     ]
     for seed in seeds:
         training = Training(work / str(seed), model, steps)
@@ -227,6 +211,10 @@ def summary_of(rollouts: Sequence[Rollout]) -> dict[str, float]:
 async def run(options: Any, work: Path) -> None:
     began, runs = time.monotonic(), []
     versions = dict(pin.split("==") for pin in PINS.read_text().split())
+    settings: dict[str, Any] = {"transcripts": TRANSCRIPTS}
+    for game, _ in TRAININGS:
+        named = ("prompts", "group", "learning_rate", "warm_steps")
+        settings[game.name] = {**{name: getattr(game, name) for name in named}, **game.payload}
     for game, train_seeds in TRAININGS:
         model = work / game.name / "model"
         played = await play(game, work / game.name / "player")
@@ -241,7 +229,7 @@ async def run(options: Any, work: Path) -> None:
             print(game.name, seed, *(f"{step['reward']:.2f}" for step in runs[-1]["steps"]), flush=True)
             results = {
                 "versions": {"textarena": versions["TextArena"]},
-                "settings": {"transcripts": TRANSCRIPTS, **{each.name: each.settings for each, _ in TRAININGS}},
+                "settings": settings,
                 "runs": runs,
             }
             command = ".venv-verl/bin/python benchmarks/many_turns.py"

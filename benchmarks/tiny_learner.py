@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import sys
+import runpy
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -143,17 +142,13 @@ async def train(
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    spec = spec_from_file_location("plain_loop", LOOP)
-    assert spec is not None
-    assert spec.loader is not None
-    loop = sys.modules[spec.name] = module_from_spec(spec)
-    spec.loader.exec_module(loop)
+    loop = runpy.run_path(str(LOOP))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
     for tasks in steps:
         began = time.monotonic()
         await manager.update_weights(model.state_dict())
         result = await manager.collect(tasks)
-        rows = loop.make_rows(result)
-        _, worst = await asyncio.to_thread(loop.update, model, optimizer, rows) if rows else (0.0, 0.0)
+        rows = loop["make_rows"](result)
+        _, worst = await asyncio.to_thread(loop["update"], model, optimizer, rows) if rows else (0.0, 0.0)
         yield result, worst, time.monotonic() - began

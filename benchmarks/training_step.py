@@ -2,15 +2,9 @@
 
     .venv-verl/bin/python benchmarks/training_step.py
 
-All runs are `examples/train_arithmetic`: the same model, questions, seed, trainer and engine, on the CPU.
-
-- ours: the example itself. Each rollout is an agent in a process of a local cloud that invokes 22 sessions per
-  second, a little less than AWS's default limit.
-- ours, one container: all agents are in one container behind the plain HTTP runtime.
-- verl's agent loop: a rollout is a coroutine that calls the engine, and a function scores the reply.
-
-Agents, cloud, engine and trainer share the cores of one machine. On a cluster only the trainer, the gateway and the
-collection are on the training side. The parts are verl's own timings, as medians over the steps after the first one.
+All runs are `examples/train_arithmetic`: the same model, questions, seed, trainer and engine, on the CPU. The local
+cloud invokes 22 sessions per second, a little less than AWS's default limit. The parts are verl's own timings, as
+medians over the steps after the first one.
 """
 
 from __future__ import annotations
@@ -23,8 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import arguments, write
-from verl_training import Training, example, parts_of, without_first
+from common import arguments, compare
+from verl_training import Training, averages, example, parts_of
 
 from rollout_backend.local.cloud import LocalCloud, LocalStorage
 from rollout_backend.local.tiny_model import make_tiny_model
@@ -57,24 +51,25 @@ async def ours_in_one_container(training: Training) -> Logged:
             await agent.stop()
 
 
-async def verls_loop(training: Training) -> Logged:
-    return await training.run(training.through_verls_loop(), {})
-
-
-RUNS = {"ours": ours, "ours, one container": ours_in_one_container, "verl's agent loop": verls_loop}
+RUNS = {
+    "ours": ours,
+    "ours, one container": ours_in_one_container,
+    "verl's agent loop": lambda training: training.run(training.through_verls_loop(), {}),
+}
 
 
 def main() -> None:
     options = arguments(__doc__).parse_args()
-    found: list[dict[str, Any]] = []
-    for name, run in RUNS.items():
+
+    def one(name: str, _: object) -> dict[str, float]:
         with tempfile.TemporaryDirectory() as folder:
             training = Training(Path(folder), make_tiny_model(Path(folder) / "model"), 2 if options.smoke else 3)
             example.write_tasks(training.tasks, example.PROMPTS * (training.steps + 1))
-            parts = without_first(statistics.median, parts_of(asyncio.run(run(training))))
-        found.append({"system": name, **parts, "total": sum(parts.values())})
-        print(found[-1], flush=True)
-        write(options.json, found)
+            steps = parts_of(asyncio.run(RUNS[name](training)))
+        parts = averages(statistics.median, steps[1:])  # the first one also loads and compiles
+        return {**parts, "total": sum(parts.values())}
+
+    compare(options.json, RUNS, one)
 
 
 if __name__ == "__main__":

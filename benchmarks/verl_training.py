@@ -13,6 +13,7 @@ from typing import Any
 
 from common import HERE, ROOT
 from tiny_learner import question
+from wrapped_agents import WrappedAgents, backend_settings
 
 from rollout_backend.serving.server_process import ServerProcess
 
@@ -103,6 +104,22 @@ class Training:
         ]
 
 
+def batch_overrides(
+    prompts: int, group: int, rows_at_once: int, mini_batch: int, response_tokens: int, learning_rate: float
+) -> list[str]:
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    return [
+        f"data.train_batch_size={prompts}",
+        f"data.max_response_length={response_tokens}",
+        f"{rollout}.n={group}",
+        f"{rollout}.log_prob_micro_batch_size_per_gpu={rows_at_once}",
+        f"{actor}.ppo_mini_batch_size={mini_batch}",
+        f"{actor}.ppo_micro_batch_size_per_gpu={rows_at_once}",
+        f"{actor}.entropy_coeff=0.0",
+        f"{actor}.optim.lr={learning_rate}",
+    ]
+
+
 def parts_of(logged: Iterable[Mapping[str, Any]]) -> list[dict[str, float]]:
     """Return the seconds of each part of each step, by verl's own timings."""
     found = []
@@ -112,9 +129,10 @@ def parts_of(logged: Iterable[Mapping[str, Any]]) -> list[dict[str, float]]:
     return found
 
 
-def without_first(average: Any, steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the average of each part over the steps after the first, which also loads and compiles."""
-    return {name: round(average(step[name] for step in steps[1:]), 4) for name in steps[0]}
+def averages(average: Any, steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the average of each value over the steps. A missing one is 0."""
+    names = dict.fromkeys(name for step in steps for name in step)
+    return {name: round(average(step.get(name, 0.0) for step in steps), 4) for name in names}
 
 
 @dataclass(frozen=True)
@@ -136,14 +154,16 @@ class Sums:
         path.write_text("".join(lines))
 
     def overrides(self) -> list[str]:
-        actor, rollout, rows = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", self.prompts * self.group
-        return [
-            f"data.train_batch_size={self.prompts}",
-            "data.max_response_length=8",
-            f"{rollout}.n={self.group}",
-            f"{rollout}.log_prob_micro_batch_size_per_gpu={rows}",
-            f"{actor}.ppo_mini_batch_size={self.prompts}",
-            f"{actor}.ppo_micro_batch_size_per_gpu={rows}",
-            f"{actor}.entropy_coeff=0.0",
-            f"{actor}.optim.lr={self.learning_rate}",
-        ]
+        rows = self.prompts * self.group
+        return batch_overrides(self.prompts, self.group, rows, self.prompts, 8, self.learning_rate)
+
+    async def train(
+        self, training: Training, agents: WrappedAgents | None, more: Sequence[str] = (), **env: str
+    ) -> list[dict[str, Any]]:
+        """Train with sessions of these agents, or with verl's own loop. Return what verl has logged of each step."""
+        if agents is None:
+            own = [*self.overrides(), *training.through_verls_loop(), *ORDERED, *more]
+            return await training.run(own, {**COMPARED, **env})
+        async with agents.serve() as url:
+            own = training.through_backend(backend_settings(url, training.work / "runs"))
+            return await training.run([*self.overrides(), *own, *more], {**COMPARED, **env})
