@@ -3,12 +3,9 @@
     python benchmarks/kill_trainer.py --steps 50 --kills 100
     python benchmarks/kill_trainer.py --steps 50 --kills 50 --asynchronous
 
-Everything except the model is real: a trainer process with router and gateway, agent processes, S3 and SQS. The model
-answers by rule, so the same task gives the same tokens, and the rows of the disturbed run can be compared with those
-of an undisturbed one.
-
-With `--asynchronous` the trainer requests batches ahead, as verl's `separate_async` does, and the model's answers
-take 0.1 s, some of them up to 20 times as long.
+Everything except the model is real. The model answers by rule, so the same task gives the same tokens, and the rows
+of the disturbed run can be compared with those of an undisturbed one. With `--asynchronous` the trainer requests
+batches ahead, as verl's `separate_async` does, and answers take 0.1 s, some of them up to 20 times as long.
 """
 
 from __future__ import annotations
@@ -116,13 +113,10 @@ async def train_asynchronously(settings: Path, checkpoint: Path, steps: int, tas
     sys.path.insert(0, str(ROOT))
     from tests.simulation.async_trainer import AsyncTrainer
 
-    def task_of(index: int) -> Task:
-        [task] = tasks_of(index, 1)
-        return task
-
     async with RolloutManager(load_config(settings)) as manager:
         print(READY, flush=True)
-        await AsyncTrainer(manager, checkpoint, tasks, save_every, task_of, rows_of).train(steps)
+        trainer = AsyncTrainer(manager, checkpoint, tasks, save_every, lambda index: tasks_of(index, 1)[0], rows_of)
+        await trainer.train(steps)
 
 
 def answers(version: Path, engine: ScriptedEngine) -> Callable[[str], str]:
@@ -214,9 +208,7 @@ async def supervise(work: Path, options: argparse.Namespace, kills: int) -> dict
         "sessions open at the end": len(open_sessions),
         "seconds": round(time.monotonic() - began),
         **({"oldest": max(line["age"] for line in lines)} if options.asynchronous else {}),
-        "rows": sorted(row for line in lines for row in line["rows"])
-        if options.asynchronous
-        else [line["rows"] for line in lines],
+        "rows": sorted(row for line in lines for row in line["rows"]),
     }
 
 

@@ -2,9 +2,8 @@
 
     python benchmarks/staleness.py
 
-In virtual time; it takes a few seconds. Rollouts run at the same time and do not slow each other down, and their
-durations have a log-normal distribution. A group ends with its longest rollout. A step trains a batch, and requests
-one, `max_staleness` batches ahead. Each policy takes the oldest finished groups:
+Rollouts run at the same time and do not slow each other down; their durations have a log-normal distribution. A step
+trains a batch, and requests one, `max_staleness` batches ahead. Each policy takes the oldest finished groups:
 
 - `dropped`: verl's `max_off_policy_strategy=drop`. Finished groups that are too old are dropped and replaced.
 - `awaited`: `max_staleness` of our sampler.

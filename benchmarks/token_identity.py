@@ -89,9 +89,7 @@ def calculate(arguments: str) -> str:
 
 async def converse(client: openai.AsyncOpenAI, model: str, seed: int) -> None:
     """Ask several questions. A tool's result goes back to the model; a reply without a tool call ends a question."""
-    numbers = random.Random(seed)
-    messages = examples()
-    calls = 0
+    numbers, messages, calls = random.Random(seed), examples(), 0
     for _ in range(QUESTIONS):
         messages.append({"role": "user", "content": f"What is {problem(numbers)}?"})
         while calls < MAX_CALLS:
@@ -179,15 +177,11 @@ async def measure(
 ) -> Measured:
     """Run the agent's rollouts, `AT_ONCE` at a time, each with its own seed."""
     model = ModelConfig(path=model_path, name="model", renderer=renderer, context_length=context_length)
-    bundle, url, free = load_renderer(model), "http://gateway", asyncio.Semaphore(AT_ONCE)
+    bundle, free = load_renderer(model), asyncio.Semaphore(AT_ONCE)
+    keys = {"secret": SECRET, "control_key": CONTROL_KEY}
+    # The port does not matter: the gateway is called in this process.
     settings = GatewaySettings(
-        port=1,  # it is called in this process
-        model=model,
-        engine_name=engine,
-        engine_url=engine_url,
-        secret=SECRET,
-        control_key=CONTROL_KEY,
-        model_call_s=600,
+        port=1, model=model, engine_name=engine, engine_url=engine_url, model_call_s=600, **keys
     )
     app = create_app(settings, bundle)
 
@@ -201,14 +195,10 @@ async def measure(
             sampling=Sampling(temperature=1.0, max_tokens=max_tokens, seed=number),
             expires_at=time.time() + 7200,
         )
-        endpoint = model_endpoint(url, model.served_name, SECRET, claims)
+        endpoint = model_endpoint("http://gateway", model.served_name, SECRET, claims)
         http = httpx.AsyncClient(transport=httpx.ASGITransport(app))
-        async with (
-            free,
-            openai.AsyncOpenAI(
-                base_url=endpoint.base_url, api_key=endpoint.api_key, timeout=600, http_client=http
-            ) as client,
-        ):
+        key = {"base_url": endpoint.base_url, "api_key": endpoint.api_key}
+        async with free, openai.AsyncOpenAI(**key, timeout=600, http_client=http) as client:
             await converse(client, model.served_name, number)
             sealed = await http.post(endpoint.trajectory_url, headers={"Authorization": f"Bearer {endpoint.api_key}"})
             return Trajectory.decode(sealed.raise_for_status().content)
@@ -237,7 +227,8 @@ def main() -> None:
     sys.modules["token_identity"] = sys.modules[__name__]  # the setting names the renderer by this module
     results = asyncio.run(run(2 if options.smoke else 64, find_model()))
     check_logprobs(results, find_model())  # after the engine has stopped: a small machine may not hold both
-    lines = [[name, *(f"{measured.counts()[name]:,}" for measured in results)] for name in results[0].counts()]
+    counts = [measured.counts() for measured in results]
+    lines = [[name, *(f"{each[name]:,}" for each in counts)] for name in counts[0]]
     worst = [f"{measured.worst_difference:.1e}" for measured in results]
     lines.append(["worst difference of a sampled token's probability from the forward pass", *worst])
     print(Table(("", "bridged", "re-rendered"), lines).markdown())
