@@ -4,8 +4,6 @@ The argument is the work, as JSON. `GET /_emulator/log` returns when each result
 machine's monotonic clock), and the number of calls by operation; `/_emulator/reset` forgets that.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
@@ -61,7 +59,9 @@ class ReadyMadeResults:
         fields = rollout.model_dump(mode="python")
         self._fields = len(fields)
         shared = b"".join(_packed(name, value) for name, value in fields.items() if name not in _VARYING)
-        self._size, self._blocks = len(shared), _blocks(shared)
+        frame = zstandard.ZstdCompressor(level=3).compress(shared)
+        # Blocks do not depend on what is put before them.
+        self._size, self._blocks = len(shared), frame[zstandard.frame_header_size(frame) :]
 
     def make(self, request: dict[str, Any]) -> tuple[bytes, bytes]:
         """Return an encoded result in two parts; the second is the same object for all of them."""
@@ -75,14 +75,6 @@ class ReadyMadeResults:
 
 def _packed(name: str, value: Any) -> bytes:
     return bytes(msgpack.packb(name)) + bytes(msgpack.packb(value))
-
-
-def _blocks(data: bytes) -> bytes:
-    """Return the blocks of a compressed frame without the frame's header: what is put before them does not matter."""
-    frame = zstandard.ZstdCompressor(level=3).compress(data)
-    single = bool(frame[4] & 0x20)
-    sizes = (1 if single else 0, 2, 4, 8)[frame[4] >> 6]
-    return frame[5 + (not single) + sizes :]
 
 
 def _segment(tokens: int) -> Segment:
