@@ -1,7 +1,5 @@
 """Score replies to the questions of the arithmetic example. verl loads this file by its path."""
 
-from __future__ import annotations
-
 import re
 
 

@@ -4,8 +4,6 @@ The stand-in must not be the bottleneck of `collection.py`. 64 connections each 
 answered, without latencies. `gateway.py` measures the engine's stand-in, as the system without a gateway.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

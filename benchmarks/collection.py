@@ -10,8 +10,6 @@ system, which works as its own documentation or training script does; see `rival
 - `last`: from the start of the step to the last result.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """What all benchmarks share: options, files, processes, tables and pictures."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

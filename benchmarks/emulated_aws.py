@@ -4,8 +4,6 @@ moto, which the local cloud runs, delivers 200 messages a second. The benchmarks
 a fixed latency for each, and agents whose publishing costs no call. Signatures are not checked.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

@@ -4,8 +4,6 @@
 other path, for proxies. Of a request only its head is read, and whether it asks for a stream.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

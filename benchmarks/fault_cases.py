@@ -1,7 +1,5 @@
 """The faults that `benchmarks/faults.py` inflicts on each system, and why some cannot meet one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from rollout_backend.testing.fault_proxy import Fault, Rule

@@ -7,8 +7,6 @@ in front of them injects the faults of `fault_cases.py`, and the agents fail as 
 are used as in `rivals/`, with their retries on. docs/make_results.py says what the counts mean.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy

@@ -5,8 +5,6 @@ it is stopped, or its container has died. The agents call no model. What one sam
 other session has.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

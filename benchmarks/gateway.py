@@ -11,8 +11,6 @@ makes the load, and the engine share another. Rivals do some of the same work; s
 - `session_kib`: by how much the process's resident memory grows with a session, from before its first call.
 """
 
-from __future__ import annotations
-
 import argparse as some_module  # the agents read its source
 import asyncio
 import contextlib

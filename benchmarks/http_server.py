@@ -1,7 +1,5 @@
 """A small HTTP/1.1 server with delayed answers. Each costs some 20 us of CPU, a tenth of what a framework takes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

@@ -11,8 +11,6 @@ The reward function gets the same text: verl removes special tokens that were sa
 gateway shows their names to the agent, so the agent removes them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -4,8 +4,6 @@ verl imports this module as its dataset's. Each step's batch is written to the f
 before the actor is trained with it, and nothing is changed.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -8,8 +8,6 @@ of the disturbed run can be compared with those of an undisturbed one. With `--a
 batches ahead, as verl's `separate_async` does, and answers take 0.1 s, some of them up to 20 times as long.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import hashlib

@@ -9,8 +9,6 @@ a seed, so two runs of one seed differ, too.
 With `--parts`, one seed trains for 12 steps, and shows where a step's time goes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

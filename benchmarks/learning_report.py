@@ -1,7 +1,5 @@
 """Tables and pictures of what `learning_curves.py`, `lost_rollouts.py` and `many_turns.py` have measured."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ call, as OpenAI's client does. Bodies are bytes that only grow, so a call costs 
 it is timed from when it was due, even if the one before it was late.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

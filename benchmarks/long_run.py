@@ -12,8 +12,6 @@ At the end each planned rollout must have completed, been trained and be in S3 e
 process may be left.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -9,8 +9,6 @@ wire protocols, and the agents run in `RolloutApp`. The curves show which part o
 right, the lost ones included.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -8,8 +8,6 @@ trainer: verl's for `games/board_game.py`, the loop of `examples/plain_loop` for
 seeds has different tasks; the engine samples without a seed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -7,8 +7,6 @@ machine, the date, the command of each part, and its figures in `parts`, or the 
 `docs/make_performance.py` makes a page of it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

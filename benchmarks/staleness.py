@@ -9,8 +9,6 @@ trains a batch, and requests one, `max_staleness` batches ahead. Each policy tak
 - `awaited`: `max_staleness` of our sampler.
 """
 
-from __future__ import annotations
-
 import heapq
 import random
 from statistics import mean

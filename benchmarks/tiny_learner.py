@@ -3,8 +3,6 @@
 A model of this size that has to find answers and formats itself would need thousands of RL steps.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random

@@ -6,8 +6,6 @@ benchmark counts the rows and tokens that a trainer would get, and compares each
 the same weights.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -7,8 +7,6 @@ cloud invokes 22 sessions per second, a little less than AWS's default limit. Th
 medians over the steps after the first one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import statistics

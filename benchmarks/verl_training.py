@@ -1,7 +1,5 @@
 """Trainings of verl on the CPU, with the settings of `examples/train_arithmetic`."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

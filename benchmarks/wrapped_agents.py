@@ -4,8 +4,6 @@ All sessions share this process and one app. A killed session is like a dead con
 it publishes nothing and sends no more heartbeats.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

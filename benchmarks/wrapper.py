@@ -10,8 +10,6 @@ A container runs its first rollout cold, as on a runtime with one container per 
 local server stands in for the gateway, S3 and SQS, and answers without delay. Times are medians.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Serve a proxy that passes bytes on and does nothing else: PORT and the engine's URL. A floor for gateways."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import AsyncIterator
 

@@ -4,8 +4,6 @@ It invokes at the rate, receives from one queue, gets each announced object with
 session. It retries nothing, finds no lost announcement and checks nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -6,8 +6,6 @@ and it is stored. The functions are this package's, called one after another: no
 reported, and no fault is handled.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

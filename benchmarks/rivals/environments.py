@@ -3,8 +3,6 @@
 Invariant: a folder with its marker is complete. The marker comes last, under a file lock.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -3,8 +3,6 @@
 It needs the standard library only: rivals' environments run it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -8,8 +8,6 @@ The runners are another process, which uses the store's client through the fault
 what is true of each attempt.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

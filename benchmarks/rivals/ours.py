@@ -1,7 +1,5 @@
 """Collect rollouts with `RolloutManager`. Settings are the defaults, except for the runtime's limits and timeouts."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from pathlib import Path

@@ -5,8 +5,6 @@ the runtime. By that loop's rules, a rollout that failed after its agent has cal
 reward 0, one whose agent has called no model is missing, and so is one whose reward is no finite number.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import uuid

@@ -1,7 +1,5 @@
 """Serve agentcore-rl-toolkit's gateway, in its environment: PORT, the engine's URL and the model's folder."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
