@@ -24,6 +24,7 @@ from renderers import ParsedResponse, ParsedToolCall, ToolCallParseStatus
 from tokenizers import pre_tokenizers
 
 from rollout_backend.rendering.chatml import ChatMLRenderer
+from rollout_backend.rendering.reasoning import THINK
 from rollout_backend.rendering.token_bytes import decode
 from rollout_backend.rendering.tool_call_reader import FORMATS, NOTHING, USABLE, CallFormat, loads, read_calls
 
@@ -76,6 +77,7 @@ class GuardedRenderer:
         added = tokenizer.added_tokens_decoder.values()
         config = getattr(inner, "config", None)
         self._format = FORMATS.get(str(getattr(config, "tool_parser", None) or getattr(config, "name", None)))
+        self.reasoning_close: str = getattr(inner, "reasoning_markers", THINK)[1]
         self._is_gemma = getattr(config, "name", None) == "gemma4"
         is_llama = getattr(config, "name", None) == "llama-3"
         self._ignored_start = tokenizer.convert_tokens_to_ids("<|python_tag|>") if is_llama else None
@@ -281,7 +283,7 @@ class GuardedRenderer:
             return _ANALYSIS.sub("", text)
         if reasoning is None:
             return text
-        _, closed, after = text.partition("</think>")
+        _, closed, after = text.partition(self.reasoning_close)
         if closed:
             return after
         return text.partition(reasoning)[2] if reasoning else text

@@ -12,10 +12,10 @@ import json
 import logging
 import os
 import re
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,6 +39,7 @@ from rollout_backend.errors import ConfigError
 from rollout_backend.rendering.chatml import ChatMLConfig, ChatMLRenderer
 from rollout_backend.rendering.guarded_renderer import GuardedRenderer
 from rollout_backend.rendering.image_positions import Vision, load_vision
+from rollout_backend.rendering.reasoning import THINK, markers_in, split
 from rollout_backend.rendering.selection import Create, KnownModels, Selection, choose, complete
 from rollout_backend.rendering.token_bytes import decode, token_bytes
 from rollout_backend.rendering.tool_call_reader import FORMATS, CallFormat
@@ -54,7 +55,7 @@ _HIDES_SPECIAL_TOKENS = frozenset({"gpt-oss"})
 # OpenAI's encoder of gpt-oss needs this file and would download it.
 _VOCABULARY_FOLDER, _VOCABULARY_FILE = "TIKTOKEN_ENCODINGS_BASE", "o200k_base.tiktoken"
 _RECIPIENT = re.compile(r"(?<=\bto=)(?:functions\.)?(?P<name>[^\s<]+)")  # of gpt-oss's message
-_THINK, _TAIL_TOKENS = "<think>", 16  # as text, the marker has as many tokens as characters at most
+_TAIL_TOKENS = 16  # as text, a marker of reasoning has as many tokens as characters at most
 _TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 
 
@@ -441,6 +442,7 @@ class _OwnTemplate(DefaultRenderer):  # type: ignore[misc]  # the package carrie
     def __init__(self, tokenizer: Any, config: Any) -> None:
         super().__init__(tokenizer, config.model_copy(update={"tool_parser": None}))
         self.config = config
+        self.reasoning_markers = THINK if config.reasoning_parser else markers_in(tokenizer.chat_template)
         if config.tool_parser is not None:
             if config.tool_parser not in FORMATS:
                 raise ValueError(
@@ -449,12 +451,18 @@ class _OwnTemplate(DefaultRenderer):  # type: ignore[misc]  # the package carrie
             self._tool_parser = _CallFinder(tokenizer, FORMATS[config.tool_parser])
 
     def _apply(self, messages: Any, *, tools: Any = None, add_generation_prompt: bool = False) -> list[int]:
-        text = self._text(messages, tools, add_generation_prompt, *self._form)
+        text = self._text(messages, tools, add_generation_prompt, *self._form, chunks=self._shows_chunks)
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def _text(self, messages: Any, tools: Any, add_generation_prompt: bool, null: bool, as_text: bool) -> str:
+    def _text(
+        self, messages: Any, tools: Any, add_generation_prompt: bool, null: bool, as_text: bool, chunks: bool = False
+    ) -> str:
         plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
         for message in plain:
+            if chunks and message.get("reasoning_content"):
+                text = message.get("content") or []
+                text = [{"type": "text", "text": text}] if isinstance(text, str) else text
+                message["content"] = [{"type": "thinking", "thinking": message["reasoning_content"]}, *text]
             if message.get("tool_calls") and not message.get("content"):
                 message["content"] = None if null else ""
         rendered, _ = render_jinja_template(
@@ -467,10 +475,26 @@ class _OwnTemplate(DefaultRenderer):  # type: ignore[misc]  # the package carrie
         return str(rendered[0])
 
     def parse_response(self, token_ids: Any, *, tools: Any = None, prompt_ids: Any = None) -> ParsedResponse:
-        # The package finds a `<think>` that ends the prompt only after ChatML's header.
-        opened = prompt_ids and decode(self._tokenizer, prompt_ids[-_TAIL_TOKENS:]).rstrip().endswith(_THINK)
-        prompt = self._tokenizer.encode(_THINK, add_special_tokens=False) if opened else None
-        return super().parse_response(token_ids, tools=tools, prompt_ids=prompt)
+        begin = self.reasoning_markers[0]
+        opened = bool(prompt_ids) and decode(self._tokenizer, prompt_ids[-_TAIL_TOKENS:]).rstrip().endswith(begin)
+        if self.reasoning_markers == THINK:
+            # The package finds a `<think>` that ends the prompt only after ChatML's header.
+            prompt = self._tokenizer.encode(begin, add_special_tokens=False) if opened else None
+            return super().parse_response(token_ids, tools=tools, prompt_ids=prompt)
+        stops = self.get_stop_token_ids()
+        ids = list(token_ids[:-1] if token_ids and token_ids[-1] in stops else token_ids)
+        found = split(decode(self._tokenizer, ids), self.reasoning_markers, opened=opened)
+        if found is None:
+            return super().parse_response(ids, tools=tools)
+        reasoning, end = found
+        if end is None:
+            return ParsedResponse(content="", reasoning_content=reasoning, reasoning_complete=False)
+        at = _tokens_of(self._tokenizer, ids, end)
+        rest = super().parse_response(ids[at:], tools=tools)
+        calls = [replace(call, token_span=(call.token_span[0] + at, len(ids))) for call in rest.tool_calls]
+        between = decode(self._tokenizer, ids[:at])[end:]  # of a token that is not only a part of the marker
+        read = {"content": between + rest.content, "tool_calls": calls, "reasoning_content": reasoning or None}
+        return replace(rest, **read, reasoning_complete=True)
 
     @cached_property
     def _form(self) -> tuple[bool, bool]:
@@ -488,6 +512,18 @@ class _OwnTemplate(DefaultRenderer):  # type: ignore[misc]  # the package carrie
                     return form
         return False, False
 
+    @cached_property
+    def _shows_chunks(self) -> bool:
+        """Whether the template shows reasoning as a part of the content. Mistral's library then passes it so."""
+        begin, end = self.reasoning_markers
+        user = {"role": "user", "content": "u"}
+        messages = [user, {"role": "assistant", "content": "a", "reasoning_content": "zqxj"}, user]
+        shown = [False, False]
+        for chunks in (False, True):
+            with suppress(Exception):  # templates may raise any exception
+                shown[chunks] = f"{begin}zqxj{end}" in self._text(messages, None, True, *self._form, chunks=chunks)
+        return shown == [False, True]
+
 
 _OURS: Mapping[str, Any] = {
     "chatml": ChatMLRenderer,
@@ -496,6 +532,11 @@ _OURS: Mapping[str, Any] = {
     "gpt-oss": _GptOss,
     "deepseek-v4": _DeepSeekV4,
 }
+
+
+def _tokens_of(tokenizer: Any, ids: list[int], characters: int) -> int:
+    """Return how many tokens have at least this many characters of the text."""
+    return bisect_left(range(len(ids) + 1), characters, key=lambda n: len(decode(tokenizer, ids[:n])))
 
 
 class _CallFinder:
@@ -509,8 +550,7 @@ class _CallFinder:
         start = self._start.search(decode(self._tokenizer, ids))
         if start is None:
             return ids, []
-        tokens = range(len(ids) + 1)
-        at = bisect_right(tokens, start.start(), key=lambda n: len(decode(self._tokenizer, ids[:n]))) - 1
+        at = _tokens_of(self._tokenizer, ids, start.start() + 1) - 1
         span = (at, len(ids))
         return ids[:at], [ParsedToolCall(raw="", token_span=span, status=ToolCallParseStatus.UNCLOSED_BLOCK)]
 

@@ -29,37 +29,24 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from rollout_backend.core.model_call import Choice, Delta, Message, ModelCall
+from rollout_backend.rendering.reasoning import OTHER_MARKERS
 from rollout_backend.rendering.renderer import RendererBundle
 from rollout_backend.rendering.segments import Completion
-from rollout_backend.rendering.tool_call_reader import USABLE
+from rollout_backend.rendering.tool_call_reader import FORMATS, USABLE
 
 logger = logging.getLogger(__name__)
 
 _PROBE = "zqxj"  # ordinary text that no reply contains
-_CLOSE = "</think>"
 _PARSES, _FREE_TOKENS = 16, 4096
 _UNREAD_TOKENS = 64  # more tokens than any character has
 _BARE_JSON = frozenset({"llama-3"})  # a call has no marker: it is any text that starts with a brace
 # Markers that are plain text in some vocabularies. In the others, an added token identifies them.
 _MARKERS = (
-    *(
-        "<think>",
-        "</think>",
-        "<tool_call>",
-        "</tool_call>",
-        "<tool_calls>",
-        "</tool_calls>",
-        "<function=",
-        "</function>",
-    ),
-    *(
-        "<minimax:tool_call>",
-        "</minimax:tool_call>",
-        "<invoke",
-        "</invoke>",
-        "<\uff5cDSML\uff5c",
-        "</\uff5cDSML\uff5c",
-    ),
+    *("<think>", "</think>", "</tool_call>", "<tool_calls>", "</tool_calls>", "</function>", "<invoke", "</invoke>"),
+    *("<minimax:tool_call>", "</minimax:tool_call>", "<seed:tool_call>", "</seed:tool_call>", "</TOOLCALL>"),
+    *("</function_calls>", "<\uff5cDSML\uff5c", "</\uff5cDSML\uff5c"),
+    *(form.start for form in FORMATS.values()),
+    *(marker for pair in OTHER_MARKERS for marker in pair),
 )
 # Renderers whose grammars these markers and the added tokens cover. Replies of others are sent at the end.
 _KNOWN = frozenset(
@@ -73,9 +60,9 @@ _KNOWN = frozenset(
 _LONGEST = max(map(len, _MARKERS))
 
 Channel = Literal["reasoning", "text"]
-_CLOSED_REASONING = re.compile(
-    r"\A\s*(<think[^<>\s]*>\s*)?</think[^<>\s]*>\s*"
-)  # remains of reasoning markup in the text
+_BEGIN, _END = ("|".join(map(re.escape, markers)) for markers in zip(*OTHER_MARKERS, strict=True))
+# Remains of reasoning markup in the text.
+_CLOSED_REASONING = re.compile(rf"\A\s*(?:(?:<think[^<>\s]*>|{_BEGIN})\s*)?(?:</think[^<>\s]*>|{_END})\s*")
 
 
 # --- whole replies --------------------------------------------------------------------------------------------
@@ -179,7 +166,7 @@ class StreamingParser:
         self._added = bundle.added_token_ids
         self._names: set[str] = set()  # names of the added tokens that were sampled
         self._probe_ids = bundle.marker_ids(_PROBE)
-        self._close_ids = bundle.marker_ids(_CLOSE)
+        self._close_ids = bundle.marker_ids(bundle.renderer.reasoning_close)
         self._closed = False  # whether the reasoning has definitely ended
         self._tail = ""  # the end of the text so far, which may contain the start of a marker
         self._channel: Channel | None = None  # part that ordinary text belongs to; None: a tool call, or unknown
@@ -315,7 +302,7 @@ class StreamingParser:
             found = held.find(name)
             found -= held[found - 1 : found] == "<"  # DeepSeek V4's marker follows a bracket
             safe = min(safe, found if found >= 0 else safe)
-        safe = min(safe, *(_may_begin(held, marker) for marker in _MARKERS))
+        safe = min(safe, _open_marker(held))
         safe = len(held[:safe].rstrip())
         self._held = held[safe:]
         return self._send(channel, held[:safe])
@@ -367,12 +354,14 @@ def _has_marker(tail: str, text: str) -> bool:
     return any(around.find(marker, max(0, len(tail) - len(marker) + 1)) >= 0 for marker in _MARKERS)
 
 
-def _may_begin(text: str, string: str) -> int:
-    """Return where an incomplete `string` starts at the end of `text`; the length of `text` if nowhere."""
-    for n in range(min(len(string) - 1, len(text)), 0, -1):
-        if text.endswith(string[:n]):
-            return len(text) - n
-    return len(text)
+def _open_marker(text: str) -> int:
+    """Return where an incomplete marker starts at the end of `text`; the length of `text` if nowhere.
+
+    A marker has a bracket that opens only at its start.
+    """
+    at = max(text.rfind("<"), text.rfind("["))
+    begun = at >= 0 and any(len(marker) > len(text) - at and marker.startswith(text[at:]) for marker in _MARKERS)
+    return at if begun else len(text)
 
 
 def _rest(sent: str, now: str) -> str | None:

@@ -452,13 +452,18 @@ def find_parser(tokenizer: Any, template: _Template, create: Create, options: Ma
         form = FORMATS[name]
         if form.start in described and argument in described and form.begin.search(described):
             return name
-    return None
+    added = {token.content for token in tokenizer.added_tokens_decoder.values()} if template.shows_tools else ()
+    return next((name for name in _BY_TOKEN if FORMATS[name].start in added), None)
 
 
-_PARSERS = ("qwen3", "qwen3.5", "glm", "minimax-m2", "hy3", "deepseek-v3", "deepseek-v3.1", "deepseek-v4", "mistral")
+_PARSERS = (
+    *("qwen3", "qwen3.5", "glm", "minimax-m2", "hy3", "deepseek-v3", "deepseek-v3.1", "deepseek-v4", "mistral"),
+    *("seed-oss", "lfm2", "olmo3", "nemotron-nano-v2", "hunyuan-a13b", "granite-3"),
+)
 # The start of an argument, for parsers of calls that start as in another format.
-_DESCRIBED = dict.fromkeys(("qwen3.5", "minimax-m2", "hy3", "deepseek-v4", "glm", "qwen3"), "")
+_DESCRIBED = dict.fromkeys(("qwen3.5", "minimax-m2", "hy3", "deepseek-v4", "glm", "qwen3", "olmo3", "granite-3"), "")
 _DESCRIBED |= {"qwen3.5": "<parameter=", "glm": "<arg_key>"}
+_BY_TOKEN = ("lfm2", "olmo3")  # calls begin with a token of this family alone
 
 
 class KnownModels:

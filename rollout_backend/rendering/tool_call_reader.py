@@ -6,6 +6,7 @@ Invariants:
   close inside a value make it malformed.
 - A closing tag ends a value only if the next parameter or the end of the call follows. Others belong to the value.
 - Strings are returned verbatim. Other values are JSON, or text that the tool has to refuse.
+- Of several calls between one pair of tags, either all are well-formed or none.
 - The work is linear in the length of the text.
 
 The parsers of the package `renderers` strip values, drop what they do not recognise, and end a call at the first
@@ -18,7 +19,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from renderers import ParsedToolCall, ToolCallParseStatus
@@ -32,13 +33,25 @@ _DEPTH = 16  # limit on nested references and unions in a schema
 _LITERALS = {"True": True, "False": False, "None": None}  # printed by the templates of Qwen3.5 and Nemotron 3
 _PLAIN_NAME = re.compile(r"[^\s<>\"'{}]+")  # any other name must be a declared one
 _LABELS = frozenset({"id", "type"})  # fields of a JSON call that have no effect
+# In calls in Python's syntax: strings, a quote that nothing closes, JSON's constants, names of tools and arguments.
+_PYTHON = re.compile(
+    r"""(?P<prefix>\b[A-Za-z]{1,2})?(?P<string>"{3}(?:[^\\]|\\.)*?"{3}|'{3}(?:[^\\]|\\.)*?'{3}"""
+    r"""|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|(?P<quote>["'])"""
+    r"""|(?P<constant>\b(?:true|false|null)\b)|(?P<name>\b[^\W\d][\w.-]*)(?=\(|\s*=(?!=))""",
+    re.DOTALL,
+)
+_CONSTANTS = {"true": "True", "false": "False", "null": "None"}
+_IN_STRINGS = {"\n": r"\n", "\r": r"\r", "\0": r"\x00"}  # characters that Python's strings may not have
+_ESCAPED = "\\'\"\nabfnrtvxNuU01234567"
+_Read = tuple[list[ParsedToolCall], int]  # calls, and the position after them
 
 
 @dataclass(frozen=True)
 class CallFormat:
     """Delimiters of a call. `frame` matches the tags around a list of calls.
 
-    The arguments are JSON: by themselves if `begin` has a group `name`, otherwise in an object with the name.
+    The arguments are JSON: by themselves if `begin` has a group `name`, otherwise in an object with the name. Where
+    the format has a list of such objects, `is_list` is true.
     """
 
     start: str  # prefix of `begin`
@@ -46,6 +59,12 @@ class CallFormat:
     end: re.Pattern[str]
     stop: str  # prefix of `end`
     frame: re.Pattern[str]
+    is_list: bool = field(default=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class PythonFormat(CallFormat):
+    """Format with calls in Python's syntax: a list of them, or one in each line."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +76,15 @@ class TaggedFormat(CallFormat):
     tag: re.Pattern[str]  # any tag of the format; its group `opens` matches an opening tag
 
 
-def _json(start: str, end: str, stop: str, begin: str = "", frame: str = r"(?!)") -> CallFormat:
-    return CallFormat(start, re.compile(start + begin + r"\s*"), re.compile(r"\s*" + end), stop, re.compile(frame))
+def _json(
+    start: str, end: str, stop: str, begin: str = "", frame: str = r"(?!)", *, is_list: bool = False
+) -> CallFormat:
+    patterns = (re.compile(re.escape(start) + begin + r"\s*"), re.compile(r"\s*" + end), stop, re.compile(frame))
+    return CallFormat(start, *patterns, is_list=is_list)
+
+
+def _python(start: str, stop: str) -> PythonFormat:
+    return PythonFormat(start, re.compile(re.escape(start)), re.compile(re.escape(stop)), stop, re.compile(r"(?!)"))
 
 
 def _tagged(
@@ -72,18 +98,23 @@ def _tagged(
     )
 
 
+def _functions(frame: str, layout: str = r"\n?") -> TaggedFormat:
+    return _tagged(
+        "<function=",
+        r"(?P<name>[^<>\n]+)>\s*",
+        rf"<parameter=(?P<key>[^<>\n]+)>{layout}",
+        rf"{layout}</parameter>",
+        rf"</function>(?:\s*</{frame}>)?",
+        stop="</function>",
+        names="function|parameter",
+        frame=f"<{frame}>",
+    )
+
+
 HERMES = _json("<tool_call>", r"(?:</tool_call>|\Z)", "</tool_call>")
 # Qwen3-Coder often omits `<tool_call>`, mostly after a text. Engines read the function all the same.
-_QWEN = _tagged(
-    "<function=",
-    r"(?P<name>[^<>\n]+)>\s*",
-    r"<parameter=(?P<key>[^<>\n]+)>\n?",
-    r"\n?</parameter>",
-    r"</function>(?:\s*</tool_call>)?",
-    stop="</function>",
-    names="function|parameter",
-    frame="<tool_call>",
-)
+_QWEN = _functions("tool_call")
+_SEED = _functions("seed:tool_call", layout="")
 _GLM = _tagged(
     "<tool_call>",
     r"(?P<name>[^<>]+)(?=<arg_key>|</tool_call>)",
@@ -160,6 +191,12 @@ FORMATS: Mapping[str, CallFormat] = {
     "minimax-m2": _MINIMAX,
     "hy3": _HUNYUAN,
     "mistral": _MISTRAL,
+    "seed-oss": _SEED,
+    "nemotron-nano-v2": _json("<TOOLCALL>", "</TOOLCALL>", "</TOOLCALL>", is_list=True),
+    "hunyuan-a13b": _json("<tool_calls>", "</tool_calls>", "</tool_calls>", is_list=True),
+    "granite-3": _json("<|tool_call|>", r"\Z", "<|end_of_text|>", is_list=True),
+    "lfm2": _python("<|tool_call_start|>", "<|tool_call_end|>"),
+    "olmo3": _python("<function_calls>", "</function_calls>"),
 }
 
 
@@ -172,13 +209,13 @@ def read_calls(
     """
     said: list[str] = []
     calls: list[ParsedToolCall] = []
-    read: Any = _read_tagged if isinstance(form, TaggedFormat) else _read_json
+    read: Any = _READERS[type(form)]
     at = 0
     while (begin := text.find(form.start, at)) >= 0:
         said.append(form.frame.sub("", text[at:begin]))
-        call, at = read(form, text, begin, tools, whole)
-        calls.append(call)
-        if call.status != ToolCallParseStatus.OK and (whole or at < len(text)):
+        found, at = read(form, text, begin, tools, whole)
+        calls += found
+        if found[0].status != ToolCallParseStatus.OK and (whole or at < len(text)):
             said.append(text[begin:at])
     rest = form.frame.sub("", text[at:])
     if isinstance(form, TaggedFormat) and not whole and rest.strip():
@@ -187,7 +224,7 @@ def read_calls(
     return "".join([*said, rest]), calls
 
 
-def _read_json(form: CallFormat, text: str, at: int, tools: Tools, whole: bool) -> tuple[ParsedToolCall, int]:
+def _read_json(form: CallFormat, text: str, at: int, tools: Tools, whole: bool) -> _Read:
     begin = form.begin.match(text, at)
     if begin is None:
         return _malformed(form, text, at)
@@ -199,10 +236,16 @@ def _read_json(form: CallFormat, text: str, at: int, tools: Tools, whole: bool) 
         if not named or form.end.match(text, after) is None:
             return _malformed(form, text, at, ToolCallParseStatus.INVALID_JSON)
     end = form.end.match(text, after)
-    call = {"name": begin["name"].strip(), "arguments": value} if named else value
-    if end is None or not isinstance(call, dict):
+    value = {"name": begin["name"].strip(), "arguments": value} if named else value
+    entries = value if form.is_list and isinstance(value, list) else [value]
+    if end is None or not entries or not all(isinstance(entry, dict) for entry in entries):
         return _malformed(form, text, at)
-    raw = text[at : end.end()]
+    calls = [_json_call(text[at : end.end()], entry) for entry in entries]
+    broken = [call for call in calls if call.status != ToolCallParseStatus.OK]
+    return broken[:1] or calls, end.end()
+
+
+def _json_call(raw: str, call: dict[str, Any]) -> ParsedToolCall:
     name, arguments = call.get("name"), call.get("arguments")
     if arguments in NOTHING:
         arguments = {}
@@ -214,10 +257,61 @@ def _read_json(form: CallFormat, text: str, at: int, tools: Tools, whole: bool) 
         status, name = ToolCallParseStatus.MISSING_NAME, None
     elif not isinstance(arguments, dict) or call.keys() - _LABELS - {"name", "arguments"}:
         status = ToolCallParseStatus.MALFORMED_STRUCTURE
-    return ParsedToolCall(raw=raw, name=name, arguments=arguments, status=status), end.end()
+    return ParsedToolCall(raw=raw, name=name, arguments=arguments, status=status)
 
 
-def _read_tagged(form: TaggedFormat, text: str, at: int, tools: Tools, whole: bool) -> tuple[ParsedToolCall, int]:
+def _read_python(form: PythonFormat, text: str, at: int, tools: Tools, whole: bool) -> _Read:
+    begin = at + len(form.start)
+    stop = text.find(form.stop, begin)
+    try:
+        called = _python_calls(text[begin:stop]) if stop >= 0 else []
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        called = []
+    if not called:
+        return _malformed(form, text, at)
+    end = stop + len(form.stop)
+    return [ParsedToolCall(raw=text[at:end], name=name, arguments=given) for name, given in called], end
+
+
+def _python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return the calls in a text. Raises if it has anything but calls whose arguments are named literals."""
+    names: list[str] = []
+
+    def plain(found: re.Match[str]) -> str:
+        if found["quote"]:
+            raise ValueError("a string is not closed")
+        if found["string"]:
+            return found[0] if found["prefix"] else _python_string(found["string"])
+        if found["constant"]:
+            return _CONSTANTS[found[0]]
+        names.append(found[0])  # it may have a hyphen, or be a keyword of Python
+        return f"_{len(names) - 1}"
+
+    lines = _PYTHON.sub(plain, text).strip().split("\n")
+    calls = []
+    for statement in ast.parse("\n".join(line.strip() for line in lines)).body:
+        value = statement.value if isinstance(statement, ast.Expr) else None
+        for call in value.elts if isinstance(value, ast.List) else [value]:
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+                raise ValueError("this is no call with named arguments")
+            given = [(word.arg or "", loads(json.dumps(ast.literal_eval(word.value)))) for word in call.keywords]
+            arguments = _object([(names[int(key[1:])], value) for key, value in given])
+            calls.append((names[int(call.func.id[1:])], arguments))
+    return calls
+
+
+def _python_string(literal: str) -> str:
+    """Spell a string that has line breaks, or backslashes that escape nothing, in Python's syntax."""
+
+    def spelled(found: re.Match[str]) -> str:
+        if found[1] is None:
+            return _IN_STRINGS[found[0]]
+        return found[0] if found[1] in _ESCAPED else f"\\{found[0]}"
+
+    return re.sub(r"\\(.)|[\n\r\0]", spelled, literal, flags=re.DOTALL)
+
+
+def _read_tagged(form: TaggedFormat, text: str, at: int, tools: Tools, whole: bool) -> _Read:
     begin = form.begin.match(text, at)
     if begin is None:
         return _malformed(form, text, at)
@@ -234,7 +328,7 @@ def _read_tagged(form: TaggedFormat, text: str, at: int, tools: Tools, whole: bo
             return _malformed(form, text, at)
         close = _close(form, text, parameter.end(), whole)
         if close is None:
-            return ParsedToolCall(raw=text[at:], status=ToolCallParseStatus.UNCLOSED_BLOCK), len(text)
+            return _unclosed(text, at)
         key, value = parameter["key"].strip(), text[parameter.end() : close.start()]
         declared = _property(schema, key, schema)
         well_formed &= key not in arguments and not _opens(form, value)
@@ -245,20 +339,27 @@ def _read_tagged(form: TaggedFormat, text: str, at: int, tools: Tools, whole: bo
             arguments[key] = value if parameter["string"] == "true" else _json_or_text(value)
         after = close.end(1)
     if not _may_follow(form, text, end.end(), whole):
-        return ParsedToolCall(raw=text[at:], status=ToolCallParseStatus.UNCLOSED_BLOCK), len(text)
+        return _unclosed(text, at)
     status = ToolCallParseStatus.OK if well_formed else ToolCallParseStatus.MALFORMED_STRUCTURE
-    return ParsedToolCall(raw=text[at : end.end()], name=name, arguments=arguments, status=status), end.end()
+    return [ParsedToolCall(raw=text[at : end.end()], name=name, arguments=arguments, status=status)], end.end()
 
 
 def _malformed(
     form: CallFormat, text: str, at: int, status: ToolCallParseStatus = ToolCallParseStatus.MALFORMED_STRUCTURE
-) -> tuple[ParsedToolCall, int]:
+) -> _Read:
     """Return a malformed call, up to its closing tag. A call that opens before that tag may be part of this one."""
     stop = text.find(form.stop, at)
     if stop < 0 or text.find(form.start, at + 1, stop) >= 0:
-        return ParsedToolCall(raw=text[at:], status=ToolCallParseStatus.UNCLOSED_BLOCK), len(text)
+        return _unclosed(text, at)
     end = stop + len(form.stop)
-    return ParsedToolCall(raw=text[at:end], status=status), end
+    return [ParsedToolCall(raw=text[at:end], status=status)], end
+
+
+def _unclosed(text: str, at: int) -> _Read:
+    return [ParsedToolCall(raw=text[at:], status=ToolCallParseStatus.UNCLOSED_BLOCK)], len(text)
+
+
+_READERS = {CallFormat: _read_json, PythonFormat: _read_python, TaggedFormat: _read_tagged}
 
 
 def _close(form: TaggedFormat, text: str, at: int, whole: bool) -> re.Match[str] | None:

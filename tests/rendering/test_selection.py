@@ -72,6 +72,11 @@ REAL = [
             ("qwen3", "nemotron_3_nano", "nemotron-3", {}),
             ("qwen3", "nemotron_3_ultra", "nemotron-3-ultra", {}),
             ("gemma4", "gemma4_v5", "gemma4", {}),
+            *(("lfm2", name, "default", {"tool_parser": "lfm2"}) for name in ("lfm2", "lfm2_v2", "lfm2_2_5")),
+            *(
+                (name, None, "default", {"tool_parser": name})
+                for name in ("seed-oss", "olmo3", "nemotron-nano-v2", "hunyuan-a13b", "granite-3", "mistral")
+            ),
         ]
     ),
 ]

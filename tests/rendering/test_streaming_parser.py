@@ -15,22 +15,39 @@ from rollout_backend.rendering.renderer import load_renderer
 from rollout_backend.rendering.reply import StreamingParser, read_reply
 from rollout_backend.rendering.segments import Completion
 from rollout_backend.rendering.token_bytes import ClearTokens, StopStrings
-from vocabularies import byte_vocabulary
+from vocabularies import byte_vocabulary, model_folder
 
 TOOLS = [function_tool("f", a={"type": "integer"})]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 XML_CALL = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
 GLM_CALL = "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
+SEED_CALL = "<seed:tool_call>\n<function=f>\n<parameter=a>1</parameter>\n</function>\n</seed:tool_call>"
+OTHERS = {  # rendered with their own templates
+    "seed-oss": ("<seed:think>", "</seed:think>", SEED_CALL),
+    "mistral": ("[THINK]", "[/THINK]", '[TOOL_CALLS]f[ARGS]{"a": 1}'),
+    "nemotron-nano-v2": ("<think>", "</think>", '<TOOLCALL>[{"name": "f", "arguments": {"a": 1}}]</TOOLCALL>'),
+    "olmo3": ("<think>", "</think>", "<function_calls>\nf(a=1)\n</function_calls>"),
+}
 CALLS = {"chatml": CALL, "qwen3": CALL, "qwen3.5": XML_CALL, "nemotron-3": XML_CALL, "glm-4.5": GLM_CALL}
 
 
-@pytest.fixture(scope="module", params=list(CALLS))
+@pytest.fixture(scope="module", params=[*CALLS, *OTHERS])
 def any_bundle(request, bundle, tmp_path_factory):
     """Renderers with different formats, on the byte model with the tokens that they need."""
     if request.param == "chatml":
         return bundle
     path = byte_vocabulary(tmp_path_factory.mktemp("model"))
-    return load_renderer(ModelConfig(path=path, renderer=request.param))
+    if request.param not in OTHERS:
+        return load_renderer(ModelConfig(path=path, renderer=request.param))
+    folder = model_folder(tmp_path_factory.mktemp("own") / request.param, path, OTHERS[request.param][0])
+    options = {"tool_parser": request.param}
+    return load_renderer(ModelConfig(path=folder, renderer="default", renderer_options=options))
+
+
+def format_of(bundle) -> tuple[str, str, str]:
+    """Return the markers of reasoning and a call in the format of a renderer."""
+    name = getattr(bundle.renderer.inner.config, "tool_parser", None) or bundle.name
+    return OTHERS[name] if name in OTHERS else ("<think>", "</think>", CALLS[name])
 
 
 def feed(parser: StreamingParser, ids) -> list[Delta]:
@@ -88,6 +105,7 @@ def without_ids(message: dict) -> dict:
 pieces = st.sampled_from(
     (
         *("<think>", "</think>", "<tool_call>", "</tool_call>", CALL, XML_CALL, GLM_CALL, "<tool", "_call>"),
+        *(piece for others in OTHERS.values() for piece in others),
         *("hello ", "w\n", " ", "\n\n", "é€😀", "<", "</", "STOP", "ST", '{"name": "f"}', "zq", "not a call"),
     )
 )
@@ -122,11 +140,12 @@ def test_the_streamed_parts_are_the_recorded_reply_in_every_format(any_bundle, t
 
 
 @pytest.mark.parametrize("size", [1, 17])
-@pytest.mark.parametrize("reasoning", ["", "<think>\nLet me see: 1 < 2.\n</think>\n\n"])
-def test_a_reply_is_streamed_while_it_is_sampled(any_bundle, reasoning, size):
-    call = CALLS[any_bundle.name]
-    thinks = bool(reasoning) and any_bundle.name != "chatml"
-    text = f"{reasoning if thinks else ''}I add é € twice.\n{call}\n{call}"
+@pytest.mark.parametrize("thinks", [False, True])
+def test_a_reply_is_streamed_while_it_is_sampled(any_bundle, thinks, size):
+    begin, end, call = format_of(any_bundle)
+    thinks = thinks and any_bundle.name != "chatml"
+    reasoning = f"{begin}\nLet me see: 1 < 2.\n{end}\n\n" if thinks else ""
+    text = f"{reasoning}I add é € twice.\n{call}\n{call}"
     ids = any_bundle.tokenizer.encode(text, add_special_tokens=False)
     streamed = Streamed(any_bundle, ids, [size])
     streamed.check()
@@ -140,10 +159,11 @@ def test_a_reply_is_streamed_while_it_is_sampled(any_bundle, reasoning, size):
 
 
 def test_a_call_is_streamed_after_the_text_before_it(any_bundle):
-    call = CALLS[any_bundle.name]
+    *_, call = format_of(any_bundle)
     ids = any_bundle.tokenizer.encode(f"I add twice.\n{call}\n{call}", add_special_tokens=False)
     for size in range(10, len(ids), 10):
-        kinds = [delta.kind for delta in Streamed(any_bundle, ids, [size]).deltas]
+        deltas = Streamed(any_bundle, ids, [size]).deltas
+        kinds = [delta.kind for delta in deltas if delta.kind != "text" or delta.text.strip()]
         assert kinds == sorted(kinds), size
 
 
@@ -166,8 +186,8 @@ def test_a_call_inside_reasoning_is_not_streamed(any_bundle):
     """A model drafts a call within its reasoning; no agent may execute it."""
     if any_bundle.name in ("chatml", "glm-4.5"):
         pytest.skip("one has no reasoning, and in the other a tool call ends it")
-    draft, text = CALLS[any_bundle.name], "so"
-    ids = any_bundle.tokenizer.encode(f"<think>say {draft} hm</think>{text}", add_special_tokens=False)
+    begin, end, draft = format_of(any_bundle)
+    ids = any_bundle.tokenizer.encode(f"{begin}say {draft} hm{end}so", add_special_tokens=False)
     streamed = Streamed(any_bundle, ids, [1])
     streamed.check()
     assert streamed.calls() == []
@@ -178,7 +198,9 @@ def test_a_call_inside_reasoning_is_not_streamed(any_bundle):
 def test_a_renderer_whose_beginnings_cannot_be_read_streams_everything_at_the_end(bundle, own):
     changed = {
         "another name": {"name": "package.module.Own"},
-        "no parser of beginnings": {"renderer": SimpleNamespace(parse_response=bundle.renderer.parse_response)},
+        "no parser of beginnings": {
+            "renderer": SimpleNamespace(parse_response=bundle.renderer.parse_response, reasoning_close="")
+        },
     }[own]
     own = dataclasses.replace(bundle, **changed)
     streamed = Streamed(own, own.tokenizer.encode(f"hello {CALL}", add_special_tokens=False), [3])

