@@ -131,9 +131,6 @@ def test_a_dropped_or_duplicated_segment_is_refused(count):
 def test_the_trajectory_of_another_session_is_refused(field, other):
     theirs = CLAIMS.model_copy(update={field: other})
     assert refusal(seal=sealed(claims=theirs)).startswith(f"is of {field} {other!r}, and the rollout of ")
-
-
-def test_the_trajectory_of_another_model_is_refused():
     assert "is of model 'm'" in refusal(model="another")
 
 
@@ -143,11 +140,8 @@ def test_a_seal_with_another_secret_or_none_is_refused():
     assert "not one that this" in refusal(seal=sign_claims(SECRET.encode(), claims))  # the key is derived
     assert "not one that this" in refusal(seal=sealed().partition(".")[0])
     assert "not one that this" in refusal(seal="no.seal.atall")
+    assert "not one that this" in refusal(seal=issue(SECRET, CLAIMS)), "a session's key is no seal"
     assert "gateway.require_seal" in refusal(seal=None)
-
-
-def test_a_session_key_is_refused_as_a_seal():
-    assert "not one that this" in refusal(seal=issue(SECRET, CLAIMS))
 
 
 def test_the_number_of_lost_calls_cannot_be_hidden():

@@ -95,12 +95,6 @@ def test_a_payload_that_cannot_reach_an_agent_is_refused(value, match):
         Task("x", {"q": value})
 
 
-@pytest.mark.parametrize("rollouts", [0, -1])
-def test_a_group_without_a_rollout_is_refused(rollouts):
-    with pytest.raises(TaskFileError, match=f"task 'x' has rollouts={rollouts}"):
-        Task("x", {}, rollouts=rollouts)
-
-
 @pytest.mark.parametrize(
     ("text", "match"),
     [
