@@ -38,7 +38,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # dev's agent frameworks hold the SDKs back; users install the newest.
 SDK_TESTS := $(addprefix tests/,dialects/test_fields.py dialects/test_sdk_clients.py dialects/test_through_the_gateway.py \
-  dialects/clients/test_sdks.py agent_wrapper/test_app.py agent_wrapper/test_outcome.py gateway/test_server.py \
+  agent_wrapper/test_app.py agent_wrapper/test_outcome.py gateway/test_server.py \
   gateway/test_retries.py local/test_pytest_plugin.py relay/test_gateway.py)
 MAIN_TESTS := $(RUN)/pytest $(FIXED)
 VERL_TESTS := $(VERL)/bin/pytest tests/verl --numprocesses 0 $(FIXED) -o cache_dir=$(VERL)/.pytest_cache

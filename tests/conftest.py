@@ -51,7 +51,6 @@ LONGEST = ("e2e", "infra", "serving", "simulation")  # folders of tests/ with th
 # process, so not at the same time.
 GROUPS = {
     "real engine": (
-        "tests/dialects/clients/",
         "tests/gateway/test_real_engine.py",
         "tests/gateway/test_token_identity.py",
     ),

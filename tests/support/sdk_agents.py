@@ -3,11 +3,8 @@
 import base64
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
-
-import openai
 
 from builders import assistant, message, tool_result, user
 from gateway_server import GatewayServer
@@ -17,7 +14,6 @@ from gateway_server import GatewayServer
 class Reply:
     text: str
     calls: list[tuple[str, dict[str, Any]]]  # id and arguments
-    finish: str  # stop, length or tool_calls
 
 
 class Agent(ABC):
@@ -31,18 +27,12 @@ class Agent(ABC):
         stream: bool = False,
         system: str | None = "Use tools.",
         tool: tuple[str, dict[str, Any]] = ("add", {"type": "object", "properties": {"a": {"type": "integer"}}}),
-        shots: Iterable[tuple[str, dict[str, Any], str]] = (),
         model: str = "scripted",
         **sampling: Any,
     ) -> None:
         self.stream, self.system, self.model, self.tool, self.schema = stream, system, model, *tool
         self.client = self.connect(gateway, **sampling)
         self.history: list[Any] = []
-        for i, (asked, arguments, result) in enumerate(shots):
-            self.say(asked)
-            self.called(f"c{i}", arguments)
-            self.results([(f"c{i}", result)])
-            self.history.append(assistant(f"Answer: {result}"))
         if question is not None:
             self.say(question)
 
@@ -60,14 +50,10 @@ class Agent(ABC):
             self.say(more)
 
     @abstractmethod
-    def called(self, call_id: str, arguments: dict[str, Any]) -> None:
-        """Add a call that the model is said to have made."""
-
-    @abstractmethod
     def results(self, results: list[tuple[str, Any]]) -> None: ...
 
     @abstractmethod
-    def turn(self, forced: bool = False) -> Reply: ...
+    def turn(self) -> Reply: ...
 
     @abstractmethod
     def text(self, text: str) -> dict[str, Any]:
@@ -87,12 +73,6 @@ class ChatAgent(Agent):
         if self.system:
             self.history.insert(0, message("system", self.system))
 
-    def called(self, call_id: str, arguments: dict[str, Any]) -> None:
-        function = {"name": self.tool, "arguments": json.dumps(arguments)}
-        self.history.append(
-            {"role": "assistant", "tool_calls": [{"id": call_id, "type": "function", "function": function}]}
-        )
-
     def results(self, results: list[tuple[str, Any]]) -> None:
         self.history += [tool_result(call_id, content) for call_id, content in results]
 
@@ -102,18 +82,13 @@ class ChatAgent(Agent):
     def image(self, data: bytes) -> dict[str, Any]:
         return {"type": "image_url", "image_url": {"url": data_url(data), "detail": "high"}}
 
-    def turn(self, forced: bool = False) -> Reply:
+    def turn(self) -> Reply:
         function = {"name": self.tool, "description": "Computes.", "parameters": self.schema}
         tools = [{"type": "function", "function": function}]
         ask: dict[str, Any] = {"model": self.model, "messages": self.history, "tools": tools}
-        if forced:
-            ask["tool_choice"] = {"type": "function", "function": {"name": self.tool}}
         if self.stream:
             with self.client.chat.completions.stream(**ask) as events:
-                try:
-                    completion = events.get_final_completion()
-                except openai.LengthFinishReasonError as error:  # this helper raises it if there are tools
-                    completion = error.completion
+                completion = events.get_final_completion()
         else:
             completion = self.client.chat.completions.create(**ask)
         [choice] = completion.choices
@@ -123,14 +98,10 @@ class ChatAgent(Agent):
         # Agents send fields that are null, or leave them out.
         self.history.append(choice.message.model_dump(exclude={"parsed"}, exclude_none=self.stream))
         calls = [(call.id, json.loads(call.function.arguments)) for call in choice.message.tool_calls or ()]
-        return Reply(choice.message.content or "", calls, choice.finish_reason)
+        return Reply(choice.message.content or "", calls)
 
 
 class ResponsesAgent(Agent):
-    def called(self, call_id: str, arguments: dict[str, Any]) -> None:
-        call = {"type": "function_call", "call_id": call_id, "name": self.tool, "arguments": json.dumps(arguments)}
-        self.history.append(call)
-
     def results(self, results: list[tuple[str, Any]]) -> None:
         self.history += [
             {"type": "function_call_output", "call_id": call_id, "output": content} for call_id, content in results
@@ -142,18 +113,14 @@ class ResponsesAgent(Agent):
     def image(self, data: bytes) -> dict[str, Any]:
         return {"type": "input_image", "image_url": data_url(data), "detail": "auto"}
 
-    def turn(self, forced: bool = False) -> Reply:
+    def turn(self) -> Reply:
         tool = {"type": "function", "name": self.tool, "description": "Computes.", "parameters": self.schema}
         ask: dict[str, Any] = {"model": self.model, "input": self.history, "tools": [tool]}
         if self.system:
             ask["instructions"] = self.system
-        if forced:
-            ask["tool_choice"] = {"type": "function", "name": self.tool}
         if self.stream:
             with self.client.responses.stream(**ask) as events:
-                *_, last = events  # get_final_response() fails if the reply was cut
-            assert last.type in ("response.completed", "response.incomplete")
-            response = last.response
+                response = events.get_final_response()
         else:
             response = self.client.responses.create(**ask)
         assert response.usage.output_tokens > 0
@@ -161,17 +128,12 @@ class ResponsesAgent(Agent):
         calls = [
             (item.call_id, json.loads(item.arguments)) for item in response.output if item.type == "function_call"
         ]
-        # A reply can be cut after a whole call.
-        finish = "length" if response.status == "incomplete" else "tool_calls" if calls else "stop"
-        return Reply(response.output_text, calls, finish)
+        return Reply(response.output_text, calls)
 
 
 class MessagesAgent(Agent):
     def connect(self, gateway: GatewayServer, **sampling: Any) -> Any:
         return gateway.anthropic(**sampling)
-
-    def called(self, call_id: str, arguments: dict[str, Any]) -> None:
-        self.history.append(assistant([{"type": "tool_use", "id": call_id, "name": self.tool, "input": arguments}]))
 
     def results(self, results: list[tuple[str, Any]]) -> None:
         blocks = [{"type": "tool_result", "tool_use_id": call_id, "content": content} for call_id, content in results]
@@ -191,10 +153,8 @@ class MessagesAgent(Agent):
         system = {"system": self.system} if self.system else {}
         return {"model": self.model, **system, "messages": self.history, "tools": [tool]}
 
-    def turn(self, forced: bool = False) -> Reply:
+    def turn(self) -> Reply:
         ask = {**self.asked, "max_tokens": 1000}
-        if forced:
-            ask["tool_choice"] = {"type": "tool", "name": self.tool}
         if self.stream:
             with self.client.messages.stream(**ask) as events:
                 answer = events.get_final_message()
@@ -205,8 +165,7 @@ class MessagesAgent(Agent):
         self.history.append(assistant([block.model_dump() for block in answer.content]))
         calls = [(block.id, block.input) for block in answer.content if block.type == "tool_use"]
         text = "".join(block.text for block in answer.content if block.type == "text")
-        finish = {"tool_use": "tool_calls", "end_turn": "stop", "max_tokens": "length", "stop_sequence": "stop"}
-        return Reply(text, calls, finish[answer.stop_reason])
+        return Reply(text, calls)
 
 
 AGENTS = (ChatAgent, ResponsesAgent, MessagesAgent)
