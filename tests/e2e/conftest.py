@@ -20,9 +20,7 @@ from rollout_backend.local.scripted import BYTE_MODEL, Script, ScriptedEngine
 from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.manager import RolloutManager
 
-AGENT = r"""
-import asyncio
-from pathlib import Path
+AGENT = """
 from openai import AsyncOpenAI
 from agent_wrapper import RolloutApp
 
@@ -34,26 +32,9 @@ async def ask(context, question="What is 3 + 4?", max_retries=0):
     reply = await client.chat.completions.create(model=context.model, messages=messages)
     return reply.choices[0].message.content
 
-async def use_slow_tool(context):
-    # It notes its start in `begun`, and continues when `go` exists.
-    folder, messages = Path(context.payload["folder"]), []
-    async with AsyncOpenAI(**context.openai_kwargs()) as client:
-        for question in ("What is 3 + 4?", "Are you sure?"):
-            messages.append({"role": "user", "content": question})
-            reply = await client.chat.completions.create(model=context.model, messages=messages)
-            messages.append(reply.choices[0].message.model_dump(exclude_none=True))
-            if len(messages) == 2:
-                with (folder / "begun").open("a") as file:
-                    file.write(context.rollout_id + "\n")
-                while not (folder / "go").exists():
-                    await asyncio.sleep(0.05)
-    return 1.0
-
 @app.entrypoint
 async def agent(context):
     match context.payload.get("do"):
-        case "use a slow tool":
-            return await use_slow_tool(context)
         case "ask patiently":
             answer = await ask(context, max_retries=8)
             return {"reward": float("7" in answer), "base_url": context.base_url}

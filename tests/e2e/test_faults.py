@@ -10,7 +10,6 @@ import inspect
 import json
 import os
 import random
-import re
 import signal
 import sys
 import threading
@@ -18,7 +17,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +24,9 @@ import httpx
 import pytest
 import pytest_asyncio
 import yaml
-from aiohttp import web
 
 from agent_wrapper.contract import PUT_HEADERS, Outcome
-from builders import eventually, load_module, served
+from builders import eventually, load_module
 from rollout_backend.collect.presign import Presigner
 from rollout_backend.config import AwsConfig, StorageConfig, load_config
 from rollout_backend.core.tasks import Task
@@ -318,14 +315,8 @@ async def test_a_presigned_url_permits_only_what_was_signed(world: World) -> Non
 
 async def test_killed_agents_are_detected_by_missing_heartbeats(world, calm, caplog):
     """The agents' deadline is hours away, so only missing heartbeats can end the test."""
-    timeouts = {
-        "model_call_s": 120,
-        "agent_s": 7000,
-        "publish_grace_s": 120,
-        "collection_s": 8000,
-        "session_key_s": 9000,
-    }
-    async with world.run("shot", timeouts={**timeouts, "heartbeat_s": 6}) as manager:
+    long = {"agent_s": 7000, "collection_s": 8000, "session_key_s": 9000, "heartbeat_s": 6}
+    async with world.run("shot", timeouts={**world.tree()["timeouts"], **long}) as manager:
         world.hold()
         collecting = asyncio.create_task(manager.collect(TASKS))
         await eventually(lambda: world.asked() == PLANNED)
@@ -401,70 +392,6 @@ async def test_a_step_survives_clock_jumps_of_the_trainer(world: World, calm: Ro
 
 
 # --- credentials ------------------------------------------------------------------------------------------
-
-
-class Vault:
-    """Serves credentials as an AWS container gets them for its role: botocore renews them before each call, because
-    they are always about to expire."""
-
-    def __init__(self, *proxies: FaultProxy) -> None:
-        self.key = "AK-old"
-        self._proxies = proxies
-
-    async def give(self, request: web.Request) -> web.Response:
-        ends = datetime.now(UTC) + timedelta(minutes=1)
-        keys = {"AccessKeyId": self.key, "SecretAccessKey": "secret", "Token": "token"}
-        return web.json_response({**keys, "Expiration": ends.isoformat()})
-
-    async def replace(self) -> None:
-        """Give another key, and refuse the old one once the trainer's services use the other one."""
-        self.key = "AK-new"
-        for service in ("s3:", "sqs:"):
-            await eventually(lambda name=service: self._newest(name) == self.key)
-        for proxy in self._proxies:
-            proxy.rules.append(Rule("*", Fault.FAIL, status=403, code="ExpiredToken", access_key="AK-old"))
-
-    def _newest(self, service: str) -> str:
-        calls = [call for proxy in self._proxies for call in proxy.calls if call.operation.startswith(service)]
-        return calls[-1].access_key if calls else ""
-
-
-async def test_expiring_credentials_are_renewed(world, calm, tmp_path, monkeypatch):
-    vault = Vault(world.agents, world.trainer)
-    async with served(vault.give) as url:
-        role = {"AWS_CONTAINER_CREDENTIALS_FULL_URI": f"{url}/role"}
-        for name, value in role.items():
-            monkeypatch.setenv(name, value)
-        given = {name: value for name, value in world.storage.environ.items() if "KEY" not in name}
-        for name in world.storage.environ.keys() - given.keys():
-            monkeypatch.delenv(name)
-        env = {**given, **role, "AWS_ENDPOINT_URL": world.agents.url}
-        async with LocalRuntime(AGENT, run_dir=tmp_path, env=env, limits=EmulatorLimits(grace_s=60.0)) as runtime:
-            tree = world.tree()
-            there = {**tree["runtime"], "arn": runtime.arn, "endpoint_url": runtime.endpoint_url}
-            timeouts = {**tree["timeouts"], "heartbeat_s": None}
-            async with world.run("renewed", runtime=there, timeouts=timeouts) as manager, world.faults():
-                config = manager.config
-                presigner = Presigner(config.storage, config.aws)
-                world.hold()
-                collecting = asyncio.create_task(manager.collect(TASKS))
-                await eventually(lambda: world.asked() == PLANNED)
-                before = await presigner.urls(make_claims())
-                await vault.replace()
-                world.model.let_go()
-                result = await collecting
-                after = await presigner.urls(make_claims())
-                await presigner.aclose()
-                world.agents.rules, world.trainer.rules = [], []  # the old key need not be used again
-            assert (await runtime.sessions())["sessions"] == []
-        calls = [*world.agents.calls, *world.trainer.calls]
-    await same_as(calm, result, world)
-    signers = [re.findall(r"Credential=([\w-]+)", urls.result)[0] for urls in (before, after)]
-    assert signers == ["AK-old", "AK-new"]
-    assert {call.access_key for call in world.agents.calls} == {"AK-new"}
-    others = {"local"}  # of the module's other runs, which renew their leases
-    assert {call.access_key for call in world.trainer.calls} - others == {"AK-old", "AK-new"}
-    assert not [call for call in calls if call.fault]
 
 
 async def test_expired_credentials_end_the_run_and_new_ones_resume_it(world, calm):

@@ -78,13 +78,3 @@ async def test_an_agent_in_a_runtime_app_is_trained_token_exact(open_run, script
     assert "no such tool" in failed.message
     assert failures["dies"].outcome is Outcome.INFRA_ERROR
     assert failures["dies"].reason in ("terminated", "container_lost")  # its invoke is cut, and its process ends
-
-
-async def test_an_agent_of_the_pull_request_is_trained_token_exact(open_run):
-    settings = ("runtime.agent_protocol=verl-4216", *SETTINGS[1:], "group.size=1")
-    run = await open_run(*settings, replies=answer, script=AGENT.parent / "training_block_agent.py")
-    result = await run.manager.collect([Task("right", {"question": "2 + 2?", "answer": "4"})])
-    [rollout] = result.rollouts
-    assert (rollout.outcome, rollout.reward, rollout.trainable) == (Outcome.COMPLETED, 1.0, True)
-    is_token_exact([rollout], run.engine, answer)
-    assert result.report.refused == 0

@@ -17,20 +17,18 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 from botocore.exceptions import NoCredentialsError
 
-from agent_wrapper.contract import REQUEST_FIELD
 from bare_agent import BARE_AGENT
 from builders import processes_with, until
+from builders import session_id as sid
 from rollout_backend.collect.queue import queue_name
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import StorageConfig, load_config
-from rollout_backend.core.harbor import CONTAINER_FIELD, container_key
 from rollout_backend.errors import OutcomeUnknown, QuotaExceeded
 from rollout_backend.janitor.__main__ import RunState, _s3_client, clean_up, stop_sessions
 from rollout_backend.janitor.janitor_process import Janitor, WatchedRuntime
 from rollout_backend.local.cloud import LocalRuntime, LocalStorage
 from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.run_lease import LeaseHolder, RunLease
-from rollout_backend.runtimes.agentcore.control import control_client, list_runtimes
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
 from rollout_backend.step.in_flight import InFlightAttempt, InFlightLog, StepFiles
 
@@ -68,8 +66,8 @@ async def main():
     print("started", flush=True)
     while order := (await asyncio.to_thread(sys.stdin.readline)).split():
         match order:
-            case ["open", name, *payload]:
-                await watched.invoke(name, payload[0].encode() if payload else b"{}")
+            case ["open", name]:
+                await watched.invoke(name, b"{}")
             case ["close", name]:
                 await watched.stop(name)
             case ["fork"]:
@@ -86,10 +84,6 @@ async def main():
 
 asyncio.run(main())
 """
-
-
-def sid(name: str) -> str:
-    return f"{name}-{'0' * 40}"[:40]
 
 
 def janitors_of(pid: int) -> list[int]:
@@ -238,31 +232,6 @@ def test_a_killed_run_leaves_no_queue_and_no_session(start, cloud):
     assert f"(process {manager.pid}) is dead: 1 queues and 2 sessions are left" in cloud.log
     assert "stopped 2 of 2 sessions" in cloud.log
     assert janitor != manager.pid
-
-
-@pytest.mark.slow
-def test_the_runtimes_of_images_that_only_a_killed_run_has_used_are_deleted(start, cloud, runtime):
-    local, portal = runtime
-    request = {"run_id": cloud.settings["run_id"]}
-    payload = {CONTAINER_FIELD: {"image": local.image}, REQUEST_FIELD: request}
-    of = {"kind": "agentcore", "image": local.image, "role": local.role, "endpoint_url": local.endpoint_url}
-
-    async def names() -> list[str]:
-        async with control_client("us-east-1", local.endpoint_url) as client:
-            return [each["agentRuntimeName"] async for each in list_runtimes(client)]
-
-    before = portal.call(names)
-    manager = start(runtime=of)
-    session = f"rollout-{'0' * 32}-{container_key(payload)}"
-    manager.do("open", session, json.dumps(payload, separators=(",", ":")))
-    [made] = set(portal.call(names)) - {*before, "rollout_agent"}
-    assert made.startswith("rollout_agent_")
-    assert cloud.sessions == {session}
-    manager.kill()
-    until(lambda: not janitors_of(manager.pid), what="the janitor is gone")
-    assert not cloud.sessions
-    assert set(portal.call(names)) == {*before, "rollout_agent"}  # which the next run finds again
-    assert "deleted 1 runtimes of images" in cloud.log
 
 
 def remove_slowly(options: dict[str, Any], run_id: str, is_dead: Callable[[], bool]) -> None:

@@ -443,6 +443,7 @@ async def test_the_janitor_removes_what_only_the_killed_run_has_used(start):
     await killed.use(ONE)
     await killed.runtime.wait_ready(killed.task(THREE), "a")  # no session was ever opened there
     spec = killed.runtime.cleanup_spec()
+    assert spec.remover == f"{remove_unused.__module__}.remove_unused"
     stop = session_stopper(spec.options)
     assert await asyncio.to_thread(stop, session)
     await asyncio.to_thread(remove_unused, spec.options, "a", lambda: False)
