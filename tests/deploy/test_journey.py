@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from builders import processes_with
 from rollout_backend.local.background import STATE
 
 ROOT = Path(__file__).parents[2]
@@ -27,30 +28,18 @@ print(report.outcomes["completed"], "of", report.planned, "completed")
 """
 
 
-def without_aws() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+def without_aws(folder: Path) -> dict[str, str]:
+    """Return an environment by which all processes of the test are found."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("AWS_")} | {"MARK": str(folder)}
 
 
 def rollout(folder: Path, *arguments: str) -> str:
     argv = [sys.executable, "-m", "rollout_backend", *arguments]
     done = subprocess.run(
-        argv, cwd=folder, env=without_aws(), capture_output=True, text=True, timeout=900, check=False
+        argv, cwd=folder, env=without_aws(folder), capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
-
-
-def processes_under(folder: Path) -> list[str]:
-    """Return the processes whose command line or working directory names the folder."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            command, cwd = (process / "cmdline").read_bytes().decode(errors="replace"), os.readlink(process / "cwd")
-        except OSError:
-            continue
-        if str(folder) in command or cwd.startswith(str(folder)):
-            found.append(command)
-    return found
 
 
 @pytest.mark.slow
@@ -76,7 +65,11 @@ def test_deploy_doctor_run_down_and_nothing_is_left(tmp_path):
         for file in (tmp_path / "rollout.yaml", *tmp_path.glob("runs/*/config.yaml")):
             assert stat.S_IMODE(file.stat().st_mode) == 0o600, "it has the URL that lets callers run code"
         program = subprocess.run(
-            [sys.executable, "-c", PROGRAM, tasks], cwd=tmp_path, env=without_aws(), capture_output=True, text=True
+            [sys.executable, "-c", PROGRAM, tasks],
+            cwd=tmp_path,
+            env=without_aws(tmp_path),
+            capture_output=True,
+            text=True,
         )
         assert program.stdout.endswith("2 of 2 completed\n"), program.stderr
         planned = rollout(tmp_path, "down", "rollout.yaml")
@@ -88,6 +81,6 @@ def test_deploy_doctor_run_down_and_nothing_is_left(tmp_path):
     finally:
         if Path(f"/proc/{cloud['pid']}").exists():
             os.kill(cloud["pid"], 15)
-    assert processes_under(tmp_path) == []
+    assert processes_with(str(tmp_path)) == {}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rollout.yaml", "runs"]
     shutil.rmtree(tmp_path / "runs")

@@ -4,7 +4,6 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +29,6 @@ TASKS = [Task(f"t{i}", {"question": f"What is {i} + 4?", "answer": str(i + 4)}) 
 PLANNED = 8
 
 
-class Cluster:
-    """A cluster, and runs on it."""
-
-    def __init__(self, emulator: KubernetesEmulator, settings: dict[str, Any]) -> None:
-        self.emulator = emulator
-        self._settings = settings
-
-    @asynccontextmanager
-    async def run(self, run_id: str, **more: Any) -> AsyncIterator[RolloutManager]:
-        runtime = {**self._settings["runtime"], **more}
-        config = load_config(base={**self._settings, "run_id": run_id, "runtime": runtime}, env={})
-        async with RolloutManager(config) as manager:
-            yield manager
-
-
 def answer(prompt: str) -> str:
     return f"The answer is {len(prompt) % 10}."
 
@@ -52,7 +36,8 @@ def answer(prompt: str) -> str:
 @pytest.fixture
 async def cluster(
     storage: LocalStorage, base_settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Cluster]:
+) -> AsyncIterator[tuple[KubernetesEmulator, dict[str, Any]]]:
+    """A cluster, and the settings of runs on it."""
     for name, value in storage.environ.items():
         monkeypatch.setenv(name, value)
     own = {name: value for name, value in os.environ.items() if not name.startswith("ROLLOUT__")}
@@ -76,7 +61,12 @@ async def cluster(
                     "invoke_per_s": 100,
                 },
             }
-            yield Cluster(emulator, settings)
+            yield emulator, settings
+
+
+def run(settings: dict[str, Any], run_id: str, **runtime: Any) -> RolloutManager:
+    settings = {**settings, "run_id": run_id, "runtime": {**settings["runtime"], **runtime}}
+    return RolloutManager(load_config(base=settings, env={}))
 
 
 def rewards(result: StepResult) -> dict[str, float | None]:
@@ -84,7 +74,7 @@ def rewards(result: StepResult) -> dict[str, float | None]:
 
 
 async def test_no_rollout_is_lost_to_a_cluster_full_of_faults(cluster):
-    emulator = cluster.emulator
+    emulator, settings = cluster
     emulator.fates.extend(
         [
             "is killed for memory",
@@ -113,7 +103,7 @@ async def test_no_rollout_is_lost_to_a_cluster_full_of_faults(cluster):
             emulator.cut_watches()
             emulator.forget_versions()
 
-    async with cluster.run("chaos", start_timeout_s=30) as manager:
+    async with run(settings, "chaos", start_timeout_s=30) as manager:
         disturbing = asyncio.create_task(disturb())
         result = await manager.collect(TASKS)
         disturbing.cancel()
@@ -122,6 +112,6 @@ async def test_no_rollout_is_lost_to_a_cluster_full_of_faults(cluster):
     assert result.report.attempts >= PLANNED + 5  # an evicted agent may publish its result before its end
     assert not emulator.fates
     assert [fault for fault in emulator.faults if fault.hits < fault.times] == []
-    assert cluster.emulator.running_pods() == []
-    async with cluster.run("calm-again") as manager:
+    assert emulator.running_pods() == []
+    async with run(settings, "calm-again") as manager:
         assert rewards(await manager.collect(TASKS)) == rewards(result)
