@@ -4,9 +4,11 @@ import atexit
 import functools
 import gc
 import importlib
+import json
 import os
 import ssl
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +129,33 @@ def local_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set credentials for local services."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "local")
+
+
+class CredentialProvider:
+    """A `credential_process`, the only source of credentials. Its key ids count its runs; at first, it fails."""
+
+    def __init__(self, folder: Path) -> None:
+        self.answer, self.runs, self.program = folder / "answer", folder / "runs", folder / "program"
+        self.runs.touch()
+        count = f"echo >> {self.runs}\nsed s/RUN/RUN$(wc -l < {self.runs} | tr -d ' ')/ {self.answer}"
+        self.program.write_text(f"#!/bin/sh\n{count}\n")
+        self.program.chmod(0o755)
+
+    def returns(self, *, lasting_s: float) -> None:
+        end = datetime.now(UTC) + timedelta(seconds=lasting_s)
+        keys = {"Version": 1, "AccessKeyId": "RUN", "SecretAccessKey": "s", "SessionToken": "t"}
+        self.answer.write_text(json.dumps({**keys, "Expiration": end.isoformat()}))
+
+
+@pytest.fixture
+def provider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CredentialProvider:
+    made, config = CredentialProvider(tmp_path), tmp_path / "config"
+    config.write_text(f"[default]\ncredential_process = {made.program}\n")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    return made
 
 
 @pytest.fixture

@@ -1,10 +1,8 @@
 """Errors of AWS calls: credentials that are missing, cannot be renewed or have expired, and HTML pages of a proxy."""
 
 import re
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing
-from pathlib import Path
 
 import pytest
 from botocore.exceptions import ClientError
@@ -24,17 +22,12 @@ from stub_server import Request, StubServer
 
 ARN = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/local-0123456789"
 SESSION = "s" * 40
-KEYS = """
-import datetime, json
-end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds={expires_s})
-keys = {{"AccessKeyId": "AK", "SecretAccessKey": "s", "SessionToken": "t", "Expiration": end.isoformat()}}
-print(json.dumps({{"Version": 1, **keys}}))
-"""
 NOT_RENEWED = {
-    "its process fails": "raise SystemExit('log in again')",
-    "its process writes no JSON": "print('log in again')",
-    "its keys have expired": KEYS.format(expires_s=-30),
-    "its program is not found": None,
+    "there is none": None,
+    "it fails": lambda provider: provider.answer.unlink(),
+    "it writes no JSON": lambda provider: provider.answer.write_text("log in again"),
+    "its keys have expired": lambda provider: provider.returns(lasting_s=-30),
+    "it is not found": lambda provider: provider.program.unlink(),
 }
 PAGE = b"<!doctype html>\n<html lang=en><title>403 Forbidden</title><h1>Forbidden</h1></html>"
 
@@ -142,23 +135,16 @@ def test_each_refusal_is_reported_by_its_cause(error: ClientError, said: str) ->
     assert ("does not exist" in message) == ("does not exist" in said)
 
 
-@pytest.mark.parametrize("how", ["missing", *NOT_RENEWED])
+@pytest.mark.parametrize("end", NOT_RENEWED.values(), ids=NOT_RENEWED)
 async def test_a_call_that_cannot_be_signed_is_not_sent_and_may_be_tried_again(
-    proxy, stack, monkeypatch, tmp_path: Path, how: str
+    proxy, stack, provider, monkeypatch, end
 ) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    program, keys, config = tmp_path / "python", tmp_path / "keys.py", tmp_path / "config"
-    program.symlink_to(sys.executable)
-    keys.write_text(KEYS.format(expires_s=30))
-    config.write_text(f"[default]\ncredential_process = {program} {keys}\n" if how != "missing" else "[default]\n")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    provider.returns(lasting_s=30)
+    if end is None:
+        monkeypatch.setenv("AWS_CONFIG_FILE", "/dev/null")
     runtime = await a_runtime(proxy, stack)
-    if (broken := NOT_RENEWED.get(how)) is not None:
-        keys.write_text(broken)
-    else:
-        program.unlink()
+    if end is not None:
+        end(provider)
     for call in (lambda: runtime.invoke(SESSION, b"{}"), lambda: runtime.stop(SESSION)):
         with pytest.raises(RuntimeCallError, match="could not be signed") as caught:
             await call()

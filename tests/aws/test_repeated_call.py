@@ -2,9 +2,7 @@
 
 import asyncio
 import ssl
-import sys
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -146,19 +144,9 @@ async def test_calls_of_one_client_are_kept_apart(played_aws):
     assert ["range" in sent.headers for sent in played_aws.sent] == [False, True, False, False]
 
 
-async def test_renewed_credentials_are_used(played_aws, monkeypatch, tmp_path: Path):
+async def test_renewed_credentials_are_used(played_aws, provider):
     """Credentials are renewed within minutes of their end, which these never leave."""
-    program, config = tmp_path / "keys.py", tmp_path / "config"
-    program.write_text(
-        "import datetime, json, pathlib, secrets\n"
-        "end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=60)\n"
-        "keys = {'AccessKeyId': secrets.token_hex(8), 'SecretAccessKey': 's', 'Expiration': end.isoformat()}\n"
-        "print(json.dumps({'Version': 1, **keys}))\n"
-    )
-    config.write_text(f"[default]\ncredential_process = {sys.executable} {program}\n")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    provider.returns(lasting_s=60)
     async with opened("s3") as client:
         get = client.repeated("get_object", Bucket="my-bucket")
         for _ in range(3):

@@ -1,10 +1,8 @@
 """A presigned URL permits one write under one key."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from datetime import UTC, datetime, timedelta
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -75,34 +73,6 @@ def test_urls_that_would_outlive_s3s_limit_are_refused_at_start(tmp_path):
         RolloutConfig.parse({**settings, "timeouts": {"session_key_s": 604801}})
 
 
-@pytest.fixture
-def provider(tmp_path, monkeypatch):
-    """A `credential_process` that prints what the test has written, with a key id that counts its runs."""
-
-    class Provider:
-        def __init__(self) -> None:
-            self.answer, self.runs = tmp_path / "answer", tmp_path / "runs"
-            self.runs.touch()
-
-        def returns(self, *, lasting_s: float) -> None:
-            end = datetime.now(UTC) + timedelta(seconds=lasting_s)
-            keys = {"Version": 1, "AccessKeyId": "RUN", "SecretAccessKey": "s", "SessionToken": "t"}
-            self.answer.write_text(json.dumps({**keys, "Expiration": end.isoformat()}))
-
-    made = Provider()
-    program, config = tmp_path / "program", tmp_path / "config"
-    program.write_text(
-        f"#!/bin/sh\necho >> {made.runs}\nsed s/RUN/RUN$(wc -l < {made.runs} | tr -d ' ')/ {made.answer}\n"
-    )
-    program.chmod(0o755)
-    config.write_text(f"[default]\ncredential_process = {program}\n")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    return made
-
-
 def signer(url: str) -> str:
     return signature(url)["X-Amz-Credential"].partition("/")[0]
 
@@ -153,10 +123,3 @@ async def test_a_refused_write_names_the_code_of_s3(local_aws, where):
     async with aclosing(Presigner(StorageConfig(bucket="no-such-bucket"), where)) as presigner:
         with pytest.raises(PreflightError, match=r"answered 404 \(NoSuchBucket: The specified bucket does not exist"):
             await presigner.check(600)
-
-
-async def test_the_check_passes_the_proxy_that_the_environment_names(presigner, monkeypatch):
-    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    monkeypatch.delenv("NO_PROXY")
-    with pytest.raises(PreflightError, match=r"127\.0\.0\.1:9"):
-        await presigner.check(600)
