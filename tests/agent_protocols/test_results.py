@@ -63,54 +63,35 @@ def test_an_answer_that_names_the_key_is_accepted():
     VERL.check_accepted(b'{"status": "processing"}', REQUEST)
 
 
-@pytest.mark.parametrize(
-    ("fields", "reward"),
-    [({"rewards": 1}, 1.0), ({"rewards": [0.0, 0.25]}, 0.25), ({"reward": 2.0}, 2.0)],
-)
-def test_rewards(fields: dict[str, object], reward: float):
-    found = result(**fields, status_code=200, stop_reason="end_turn", note="x")
-    assert (found.outcome, found.reward) == (Outcome.COMPLETED, reward)
-    assert found.extras == {"stop_reason": "end_turn", "note": "x"}
-
-
-@pytest.mark.parametrize("fields", [{}, {"rewards": []}, {"rewards": None}, {"rewards": ["1"]}, {"rewards": [[1.0]]}])
-def test_a_result_without_a_reward_is_the_agents_error(fields: dict[str, object]):
-    found = result(**fields)
-    assert found.outcome is Outcome.AGENT_ERROR
-    assert found.reward is None
-    assert found.failure is not None
-    assert found.failure.reason == "bad_reward"
-
-
 TRACE = "Traceback (most recent call last):\n  File ...\n"
+GOOD = {"status_code": 200, "stop_reason": "end_turn"}
+FAILED = {"status_code": 500, "stop_reason": ""}
+STOPPED = f"{TRACE}asyncio.exceptions.CancelledError\n"
+LOST_MODEL = f"{TRACE}openai.APIConnectionError: x\n\nThe above\n\n{TRACE}ValueError"
 
 
 @pytest.mark.parametrize(
-    ("fields", "outcome", "reason"),
+    ("fields", "outcome", "reward", "reason"),
     [
-        ({"status_code": 500, "stop_reason": "no tool"}, Outcome.AGENT_ERROR, "status_code"),
-        ({"status_code": 500, "traceback": f"{TRACE}tools.web.APITimeout: 7"}, Outcome.AGENT_ERROR, "status_code"),
-        (
-            {
-                "status_code": 500,
-                "traceback": f"{TRACE}openai.APIConnectionError: x\n\nThe above\n\n{TRACE}ValueError",
-            },
-            Outcome.INFRA_ERROR,
-            "model_unavailable",
-        ),
-        (
-            {"status_code": 500, "stop_reason": "", "traceback": f"{TRACE}asyncio.exceptions.CancelledError\n"},
-            Outcome.INFRA_ERROR,
-            "terminated",
-        ),
-        ({"status_code": 503, "rewards": [1.0]}, Outcome.INFRA_ERROR, "status_code"),
+        ({**GOOD, "rewards": 1}, Outcome.COMPLETED, 1.0, None),
+        ({**GOOD, "rewards": [0.0, 0.25]}, Outcome.COMPLETED, 0.25, None),
+        ({**GOOD, "reward": 2.0}, Outcome.COMPLETED, 2.0, None),
+        *(({"rewards": rewards}, Outcome.AGENT_ERROR, None, "bad_reward") for rewards in ([], None, ["1"], [[1.0]])),
+        ({}, Outcome.AGENT_ERROR, None, "bad_reward"),
+        ({**FAILED, "stop_reason": "no tool"}, Outcome.AGENT_ERROR, None, "status_code"),
+        ({**FAILED, "traceback": f"{TRACE}tools.web.APITimeout: 7"}, Outcome.AGENT_ERROR, None, "status_code"),
+        ({**FAILED, "traceback": LOST_MODEL}, Outcome.INFRA_ERROR, None, "model_unavailable"),
+        ({**FAILED, "traceback": STOPPED}, Outcome.INFRA_ERROR, None, "terminated"),
+        ({"status_code": 503, "rewards": [1.0]}, Outcome.INFRA_ERROR, None, "status_code"),
     ],
 )
-def test_an_error_is_no_reward(fields: dict[str, object], outcome: Outcome, reason: str):
-    found = result(**fields)
-    assert (found.outcome, found.reward) == (outcome, None)
-    assert found.failure is not None
-    assert found.failure.reason == reason
+def test_an_object_becomes_a_result(
+    fields: dict[str, object], outcome: Outcome, reward: float | None, reason: str | None
+):
+    found = result(**fields, note="x")
+    assert (found.outcome, found.reward, found.failure and found.failure.reason) == (outcome, reward, reason)
+    if outcome is Outcome.COMPLETED:
+        assert found.extras == {"stop_reason": "end_turn", "note": "x"}
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[1]", b'{"status_code": "200"}', b'{"status_code": true}'])

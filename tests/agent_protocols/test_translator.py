@@ -10,20 +10,16 @@ import pytest
 
 from agent_wrapper.contract import REQUEST_FIELD, Outcome, Rollout, RolloutRequest, Trajectory
 from agent_wrapper.shared.trajectory import TrajectoryUnavailable
+from memory_store import MemoryStore
 from protocol_requests import KEY, make_request
 from rollout_backend.agent_protocols.agentcore_rl_toolkit import AgentCoreRlToolkit, AgentCoreRuntimeApp
 from rollout_backend.agent_protocols.translator import BucketTranslator, PollingTranslator, Translator
 from rollout_backend.collect.buffer import MAX_KEYS
-from rollout_backend.collect.store import StoredObject
-from rollout_backend.config import StorageConfig
 from rollout_backend.dispatch.call_queue import CallQueue
 from rollout_backend.errors import (
     InvokeRejected,
     OutcomeUnknown,
-    ResultMissing,
-    StoreError,
     Throttled,
-    WriteConflict,
 )
 from rollouts import make_segment
 
@@ -40,46 +36,13 @@ RESULT = {
 }
 
 
-class Bucket:
-    """Objects in memory. The first `failures` calls fail."""
-
-    def __init__(self) -> None:
-        self.config = StorageConfig(bucket="bucket", prefix="some/")
-        self.objects: dict[str, bytes] = {}
-        self.failures = 0
-
-    def _call(self) -> None:
-        if self.failures:
-            self.failures -= 1
-            raise StoreError("503 SlowDown")
-
-    async def fetch(self, key: str) -> StoredObject:
-        self._call()
-        if key not in self.objects:
-            raise ResultMissing(key)
-        return StoredObject(self.objects[key], "", 0.0)
-
-    async def put_if_match(self, key: str, body: bytes, etag: str | None) -> str:
-        self._call()
-        if key in self.objects:
-            raise WriteConflict(key)
-        self.objects[key] = body
-        return ""
-
-    async def keys(self, prefix: str) -> AsyncIterator[str]:
-        self._call()
-        for key in list(self.objects):
-            if key.startswith(prefix):
-                yield key
-
-
 class Bench:
     """A runtime, a gateway, and the step that waits for results."""
 
     translator: Translator[Any]
 
     def __init__(self) -> None:
-        self.bucket = Bucket()
+        self.bucket = MemoryStore("some/")
         self.sent: list[dict[str, Any]] = []
         self.stopped: list[str] = []
         self.sealed = 0

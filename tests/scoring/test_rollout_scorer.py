@@ -8,9 +8,9 @@ import pytest
 
 from agent_wrapper.context import Artifacts
 from agent_wrapper.contract import Rollout, artifacts_key
-from rollout_backend.config import StorageConfig
+from memory_store import MemoryStore
 from rollout_backend.core.tasks import Task
-from rollout_backend.errors import ResultMissing, StoreError, WriteConflict
+from rollout_backend.errors import StoreError
 from rollout_backend.scoring.rollout_scorer import RolloutScorer
 from rollout_backend.scoring.scorer import ArtifactLost, ScoreInput
 from rollouts import make_rollout
@@ -19,27 +19,9 @@ TASK = Task("t", {"q": 1}, private={"answer": "7"})
 SHA256 = "a" * 64
 
 
-class Store:
-    """A bucket as a dict."""
-
-    def __init__(self) -> None:
-        self.config = StorageConfig(bucket="rollouts", prefix="p/")
-        self.objects: dict[str, bytes] = {}
-
-    async def get(self, key: str) -> bytes:
-        if key not in self.objects:
-            raise ResultMissing(f"nothing is stored under {key!r}")
-        return self.objects[key]
-
-    async def put_if_match(self, key: str, body: bytes, etag: str | None) -> str:
-        if self.objects.setdefault(key, body) != body:
-            raise WriteConflict(key)
-        return "etag"
-
-
 @pytest.fixture
-def store() -> Store:
-    return Store()
+def store() -> MemoryStore:
+    return MemoryStore("p/")
 
 
 @pytest.fixture
@@ -48,7 +30,7 @@ def requests() -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def scorer(store: Store, requests: list[dict[str, Any]]) -> RolloutScorer:
+def scorer(store: MemoryStore, requests: list[dict[str, Any]]) -> RolloutScorer:
     async def call(request: bytes) -> dict[str, Any]:
         requests.append(msgpack.unpackb(request))
         return {"scorer": "judge", "sha256": SHA256, "reward": float(len(requests))}
@@ -59,7 +41,7 @@ def scorer(store: Store, requests: list[dict[str, Any]]) -> RolloutScorer:
 kept: list[bytes] = []
 
 
-def published(store: Store, **files: bytes) -> Rollout:
+def published(store: MemoryStore, **files: bytes) -> Rollout:
     artifacts = Artifacts()
     for name, content in files.items():
         artifacts.add(name, content)
@@ -76,7 +58,7 @@ async def test_the_scorer_gets_exactly_the_artifacts_that_the_result_lists(store
     assert (requests[0]["private"], requests[0]["payload"]) == ({"answer": "7"}, {"q": 1})
     [key] = [key for key in store.objects if "/artifacts/" in key]
     assert kept == [store.objects[key]]
-    for listed in (published(Store(), patch=b"-1").artifacts, rollout.artifacts[:1]):
+    for listed in (published(MemoryStore("p/"), patch=b"-1").artifacts, rollout.artifacts[:1]):
         other = rollout.model_copy(update={"artifacts": listed})
         with pytest.raises(ArtifactLost, match="are not those that the result lists"):
             await scorer.compute(other, b"", TASK)

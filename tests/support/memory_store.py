@@ -1,0 +1,42 @@
+"""A bucket in memory, with what the training side asks of a result store."""
+
+from collections.abc import AsyncIterator
+
+from rollout_backend.collect.store import StoredObject
+from rollout_backend.config import StorageConfig
+from rollout_backend.errors import ResultMissing, StoreError, WriteConflict
+
+
+class MemoryStore:
+    """The next `failures` calls fail."""
+
+    def __init__(self, prefix: str) -> None:
+        self.config = StorageConfig(bucket="bucket", prefix=prefix)
+        self.objects: dict[str, bytes] = {}
+        self.failures = 0
+
+    def _call(self) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise StoreError("503 SlowDown")
+
+    async def get(self, key: str) -> bytes:
+        self._call()
+        if key not in self.objects:
+            raise ResultMissing(f"nothing is stored under {key!r}")
+        return self.objects[key]
+
+    async def fetch(self, key: str) -> StoredObject:
+        return StoredObject(await self.get(key), "", 0.0)
+
+    async def put_if_match(self, key: str, body: bytes, etag: str | None) -> str:
+        self._call()
+        if self.objects.setdefault(key, body) != body:
+            raise WriteConflict(key)
+        return ""
+
+    async def keys(self, prefix: str) -> AsyncIterator[str]:
+        self._call()
+        for key in list(self.objects):
+            if key.startswith(prefix):
+                yield key
