@@ -6,7 +6,6 @@ import json
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from agent_wrapper.contract import (
     ContractError,
@@ -18,6 +17,7 @@ from agent_wrapper.contract import (
     step_prefix,
 )
 from agent_wrapper.contract.codec import MAX_OBJECT_BYTES
+from builders import served
 from collect_bench import Sink
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.fetcher import Quarantine
@@ -100,12 +100,6 @@ async def test_objects_above_the_cap_do_not_leak_connections(open_store, put, ru
         assert await store.get(f"{run_id}/small") == b"x"
 
 
-async def test_a_deleted_bucket_is_not_a_missing_result(lost):
-    with pytest.raises(StoreError, match="S3 refused 'a'") as caught:
-        await lost.get("a")
-    assert not isinstance(caught.value, ResultMissing)
-
-
 BODY_FAULTS = [Fault.CUT_BODY, Fault.RESET_BODY, Fault.NO_LENGTH]
 
 
@@ -126,10 +120,8 @@ async def test_a_chunked_object_is_read_up_to_the_cap(open_store):
         await answer.write(b"x" * 2000)
         return answer
 
-    app = web.Application()
-    app.router.add_route("GET", "/{path:.*}", chunked)
-    async with TestServer(app) as server:
-        where = AwsConfig(endpoint_url=str(server.make_url("")))
+    async with served(chunked) as url:
+        where = AwsConfig(endpoint_url=url)
         assert await (await open_store(where, max_result_bytes=2048)).get("a") == b"x" * 2000
         with pytest.raises(ContractError, match="more than the cap of 1024"):
             await (await open_store(where, max_result_bytes=1024)).get("a")
@@ -218,10 +210,14 @@ async def test_every_key_is_listed_over_all_pages(open_store, put, run_id):
     assert [key async for key in (await open_store()).keys(f"{run_id}/")] == wanted
 
 
-async def test_a_failed_listing_raises(lost, open_store, nowhere):
+async def test_a_bucket_that_gives_no_answer_is_not_empty(lost, open_store, nowhere):
     for store in (lost, await open_store(nowhere)):
         with pytest.raises(StoreError, match="listing 'p/' in S3 failed"):
             _ = [key async for key in store.keys("p/")]
+        with pytest.raises(StoreError) as caught:
+            await store.get("a")
+        assert not isinstance(caught.value, ResultMissing)
+        assert not await Quarantine(store, "run").record("a", ContractError("x", "y"), b"")
 
 
 @pytest.mark.parametrize("fault", [Fault.CUT_BODY, Fault.RESET_BODY, Fault.NO_LENGTH, Fault.TRUNCATE])
@@ -237,10 +233,8 @@ async def test_an_empty_response_is_not_an_empty_listing(open_store):
     async def nothing(request):
         return web.Response(status=200 if "list-type" in request.query else 403)
 
-    app = web.Application()
-    app.router.add_route("GET", "/{path:.*}", nothing)
-    async with TestServer(app) as server:
-        store = await open_store(AwsConfig(endpoint_url=str(server.make_url(""))))
+    async with served(nothing) as url:
+        store = await open_store(AwsConfig(endpoint_url=url))
         with pytest.raises(StoreError, match=r"listing .* in S3 failed"):
             _ = [key async for key in store.keys("p/")]
         with pytest.raises(StoreError, match="S3 refused 'p/a'"):  # it is not missing
@@ -292,11 +286,6 @@ async def test_quarantine_stores_the_reason_and_the_first_bytes_once(open_store,
     for what, why, other in (("b", error, evidence), ("a", ContractError("x", "y"), evidence), ("a", error, b"more")):
         assert await quarantine.record(what, why, other)
     assert len([key async for key in store.keys(folder)]) == 4
-
-
-async def test_without_an_answer_nothing_is_quarantined(lost, open_store, nowhere):
-    for store in (lost, await open_store(nowhere)):
-        assert not await Quarantine(store, "run").record("a", ContractError("x", "y"), b"")
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,27 @@ def given(tmp_path):
     return given
 
 
-def test_the_tests_run_in_the_workspace_and_write_the_reward(given):
-    script = "cmp answer.txt /tests/expected && cmp /app/answer.txt answer.txt && echo 0.5 >/logs/verifier/reward.txt"
-    assert verify(given(script)) == {"reward": 0.5}
+REWARDS = {
+    "in the workspace": (
+        "cmp answer.txt /tests/expected && cmp /app/answer.txt answer.txt && echo 0.5 >/logs/verifier/reward.txt",
+        {"reward": 0.5},
+    ),
+    "the exit code is no reward": ("#!/bin/sh\necho 1 > /logs/verifier/reward.txt; exit 3", {"reward": 1}),
+    "reward.json comes first and keeps other values": (
+        """cd /logs/verifier; echo 0 > reward.txt; echo '{"reward": 0.75, "passed": 3}' > reward.json""",
+        {"reward": 0.75, "passed": 3},
+    ),
+    "one value of reward.json": ("""echo '{"accuracy": 1}' > /logs/verifier/reward.json""", {"reward": 1}),
+    "temporary files are in the tests' folder": (
+        "touch $TMPDIR/x $HOME/x && case $TMPDIR in */rollout-verifier-*) echo 1 > /logs/verifier/reward.txt; esac",
+        {"reward": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize(("script", "found"), REWARDS.values(), ids=REWARDS)
+def test_what_the_tests_write_is_the_reward(given, script, found):
+    assert verify(given(script)) == found
 
 
 @pytest.mark.parametrize("workdir", ["/", "/work/tests"])
@@ -53,19 +71,6 @@ def test_the_paths_of_any_image_are_found(given, workdir):
     assert verify(given(f"cmp /tests/expected {answer} && echo .5 > /logs/verifier/reward.txt", workdir=workdir)) == {
         "reward": 0.5
     }
-
-
-def test_the_exit_code_is_no_reward(given):
-    assert verify(given("#!/bin/sh\necho 1 > /logs/verifier/reward.txt; exit 3")) == {"reward": 1}
-
-
-def test_reward_json_comes_first_and_keeps_other_values(given):
-    script = """cd /logs/verifier; echo 0 > reward.txt; echo '{"reward": 0.75, "passed": 3}' > reward.json"""
-    assert verify(given(script)) == {"reward": 0.75, "passed": 3}
-
-
-def test_one_value_of_reward_json_is_the_reward(given):
-    assert verify(given("""echo '{"accuracy": 1}' > /logs/verifier/reward.json""")) == {"reward": 1}
 
 
 def test_the_environment_is_the_tasks_and_not_the_trainers(given, monkeypatch):
@@ -108,13 +113,6 @@ def test_tests_that_use_more_memory_than_the_task_has_are_killed(given):
     script = f"exec {sys.executable} -c 'x = bytes([1]) * 200_000_000; import time; time.sleep(60)'"
     with pytest.raises(ScoringError, match="used more than 104857600 bytes of memory"):
         verify(given(script, container={"memory_mb": 100}))
-
-
-def test_temporary_files_of_the_tests_are_in_their_folder(given):
-    script = (
-        "touch $TMPDIR/x $HOME/x && case $TMPDIR in */rollout-verifier-*) echo 1 > /logs/verifier/reward.txt; esac"
-    )
-    assert verify(given(script)) == {"reward": 1}
 
 
 def test_what_is_missing_is_named(given):

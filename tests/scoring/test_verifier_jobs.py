@@ -14,6 +14,7 @@ import pytest
 from agent_wrapper.contract import Artifact
 from agent_wrapper.contract.messages import ORDER, TESTS, VerifierOrder
 from agent_wrapper.shared.workspace import WORKSPACE
+from builders import eventually
 from kubernetes_bench import IMAGE, Containers, payload
 from rollout_backend.collect.presign import Presigner
 from rollout_backend.config import AwsConfig, KubernetesConfig, ScoringConfig, StorageConfig
@@ -71,9 +72,7 @@ class Verifiers:
         return await self.jobs.call(msgpack.packb(request))
 
     async def until_started(self, verifiers: int) -> None:
-        async with asyncio.timeout(120):
-            while len(self.containers.started) < verifiers:  # noqa: ASYNC110  # nothing tells when it is so
-                await asyncio.sleep(0.01)
+        await eventually(lambda: len(self.containers.started) >= verifiers)
 
     async def exit(self, code: int, message: str, nth: int = 0) -> None:
         """End the container of the nth verifier, once it runs."""

@@ -80,7 +80,9 @@ def kill_in_the_middle(work, restart, tmp_path):
     return kill_in_the_middle
 
 
-async def test_a_running_agent_is_waited_for_and_not_run_again(open_bench, work, restart, kill_in_the_middle):
+async def test_a_running_agent_is_waited_for_and_not_run_again(
+    open_bench, work, restart, kill_in_the_middle, tmp_path
+):
     bench = await open_bench()
     [request] = await kill_in_the_middle(bench, "a")
     running = bench.start("a:2")
@@ -95,7 +97,7 @@ async def test_a_running_agent_is_waited_for_and_not_run_again(open_bench, work,
     assert bench.gateways.adopted == [request.session_id]
     assert bench.agents.stopped.count(request.session_id) == 1
     assert request.session_id in bench.revoked
-    assert bench.services.in_flight.running_attempts(0) == []
+    assert not [*(tmp_path / "steps").glob("*.in-flight")]
     restart(bench)  # now all is done, and everything is closed
     assert (await bench.run("a")).report.resumed == 2
     assert (bench.agents.stopped, bench.agents.requests) == ([], [])
@@ -183,20 +185,6 @@ async def test_a_running_agent_keeps_its_slot(open_bench, work, kill_in_the_midd
 
 def note(session: str, attempt: int = 1) -> InFlightAttempt:
     return InFlightAttempt(session_id=session, rollout_id="a.0", attempt=attempt, began=1.0, deadline=2.0)
-
-
-def test_an_accepted_and_unclosed_attempt_is_at_work(tmp_path):
-    notes = InFlightLog(StepFiles(tmp_path / "steps"))
-    assert notes.running_attempts(3) == []
-    notes.record_running(3, note("s1"))
-    notes.record_closed(3, "s1")
-    notes.record_closed(3, "s2")  # never accepted
-    notes.record_running(3, note("s3", 2))
-    notes.record_running(4, note("s4"))
-    assert InFlightLog(StepFiles(tmp_path / "steps")).running_attempts(3) == [note("s3", 2)]
-    notes.delete(3)
-    assert notes.running_attempts(3) == []
-    assert notes.running_attempts(4) == [note("s4")]
 
 
 def test_an_invoked_session_that_was_not_stopped_may_be_open(tmp_path):

@@ -29,17 +29,6 @@ def completed_in(bench) -> int:
     return bench.ledger.counts()[Outcome.COMPLETED]
 
 
-async def test_each_rollout_arrives_once_and_its_session_is_closed(open_bench):
-    bench = await open_bench()
-    result = await bench.run("task-a", "task-b")
-    assert completed(result) == 4
-    assert {rollout.rollout_id for rollout in result.rollouts} == {"task-a.0", "task-a.1", "task-b.0", "task-b.1"}
-    assert [group.usable for group in result.groups] == [True, True]
-    assert len(bench.kept) == 4
-    assert sorted(bench.agents.stopped) == sorted(request.session_id for request in bench.agents.requests)
-    assert sorted(bench.revoked) == sorted(bench.agents.stopped)
-
-
 async def test_a_full_disk_costs_the_local_copies_alone(open_bench, tmp_path, caplog):
     bench = await open_bench()
     folder = tmp_path / "rollouts" / "00000000"
@@ -236,18 +225,6 @@ async def test_a_task_whose_runtime_is_not_ready_takes_no_slot(open_bench):
     assert completed(await bench.run("task-a", "task-b", behave=behave)) == 2
     assert [request.task_id for request in bench.agents.requests] == ["task-b", "task-a"]
     assert not held
-
-
-async def test_sessions_open_at_once_are_capped(open_bench):
-    bench = await open_bench("group.size=12", "runtime.max_sessions=3")
-    open_at_once = []
-
-    async def count(agents, request):
-        open_at_once.append(len(agents.sessions))
-        await agents.complete(request)
-
-    assert completed(await bench.run(behave=count)) == 12
-    assert max(open_at_once) <= 3
 
 
 async def test_the_request_holds_the_runs_settings_and_those_of_its_task(open_bench):
