@@ -3,11 +3,12 @@
 import hashlib
 import os
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
+from builders import served
 from rollout_backend.child_process import run_child
 from rollout_backend.local.scripted import BYTE_MODEL
 
@@ -26,39 +27,27 @@ for folder in sys.argv[1:]:
 """
 
 
-class Hub:
-    """A model hub with one model."""
+def hub(asked: list[str]) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Return a model hub with one model, which notes the files that it sends."""
+    files = {file.name: file.read_bytes() for file in BYTE_MODEL.iterdir() if file.is_file()}
+    files |= {"model.safetensors": b"weights", "config.json": b'{"max_position_embeddings": 64}'}
+    siblings = [{"rfilename": name} for name in files]
+    tree = [{"type": "file", "path": name, "size": len(body), "oid": "0" * 40} for name, body in files.items()]
 
-    def __init__(self) -> None:
-        self.files = {file.name: file.read_bytes() for file in BYTE_MODEL.iterdir() if file.is_file()}
-        self.files |= {"model.safetensors": b"weights", "config.json": b'{"max_position_embeddings": 64}'}
-        self.asked: list[str] = []
+    async def answer(request: web.Request) -> web.Response:
+        match request.path.strip("/").split("/"):
+            case ["api", "models", "acme", "small", "revision", "main"]:
+                return web.json_response({"id": "acme/small", "sha": COMMIT, "siblings": siblings})
+            case ["api", "models", "acme", "small", "tree", _]:
+                return web.json_response(tree)
+            case ["acme", "small", "resolve", _, name]:
+                if request.method == "GET":
+                    asked.append(name)
+                tag = hashlib.sha256(files[name]).hexdigest()
+                return web.Response(body=files[name], headers={"ETag": f'"{tag}"', "X-Repo-Commit": COMMIT})
+        return web.Response(status=404)
 
-    def app(self) -> web.Application:
-        app = web.Application()
-        app.router.add_get("/api/models/acme/small/revision/main", self.describe)
-        app.router.add_get("/api/models/acme/small/tree/{commit}", self.list)
-        app.router.add_get("/acme/small/resolve/{commit}/{name}", self.send)
-        return app
-
-    async def describe(self, _: web.Request) -> web.Response:
-        siblings = [{"rfilename": name} for name in self.files]
-        return web.json_response({"id": "acme/small", "sha": COMMIT, "siblings": siblings})
-
-    async def list(self, _: web.Request) -> web.Response:
-        files = [
-            {"type": "file", "path": name, "size": len(body), "oid": "0" * 40} for name, body in self.files.items()
-        ]
-        return web.json_response(files)
-
-    async def send(self, request: web.Request) -> web.Response:
-        name = request.match_info["name"]
-        if request.method == "GET":
-            self.asked.append(name)
-        body = self.files[name]
-        return web.Response(
-            body=body, headers={"ETag": f'"{hashlib.sha256(body).hexdigest()}"', "X-Repo-Commit": COMMIT}
-        )
+    return answer
 
 
 async def resolve(home: Path, endpoint: str, *folders: str) -> list[str]:
@@ -74,19 +63,21 @@ async def resolve(home: Path, endpoint: str, *folders: str) -> list[str]:
 
 
 async def test_a_hub_name_is_downloaded_once_and_then_found_in_the_cache(tmp_path):
-    hub = Hub()
-    async with TestServer(hub.app()) as server:
-        url = str(server.make_url("")).rstrip("/")
+    asked: list[str] = []
+    async with served(hub(asked)) as url:
         without, line = await resolve(tmp_path, url, "folder", "weight_folder")
         assert without.startswith("small ")
         assert "tokenizer.json" in without
         assert "model.safetensors" not in without  # the gateway needs none
         assert "model.safetensors" in line
-        assert (hub.asked[-1], len(set(hub.asked))) == ("model.safetensors", len(hub.asked))
+        assert (asked[-1], len(set(asked))) == ("model.safetensors", len(asked))
     assert await resolve(tmp_path, url, "folder", "weight_folder") == [line, line]  # without the hub
 
 
 async def test_a_name_that_the_hub_lacks_is_refused(tmp_path):
-    async with TestServer(web.Application()) as server:
-        [line] = await resolve(tmp_path, str(server.make_url("")).rstrip("/"), "folder")
+    async def has_nothing(_: web.Request) -> web.Response:
+        return web.Response(status=404)
+
+    async with served(has_nothing) as url:
+        [line] = await resolve(tmp_path, url, "folder")
     assert line.startswith("ConfigError model.path: there is no folder acme/small, and no such model on the hub or")

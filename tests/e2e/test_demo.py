@@ -24,14 +24,8 @@ def demo(tmp_path: Path) -> Iterator[Callable[[ScriptedEngine], subprocess.Popen
     started: list[subprocess.Popen[str]] = []
 
     def start(engine: ScriptedEngine) -> subprocess.Popen[str]:
-        settings = {
-            "model.renderer": "chatml",
-            "run_id": "demo",
-            "output_dir": tmp_path,
-        }
-        overrides = [part for key, value in settings.items() for part in ("-o", f"{key}={value}")]
         argv = [sys.executable, "-m", "rollout_backend", "demo", "--limit", "2", "--endpoint", f"{engine.url}/v1"]
-        argv += overrides
+        argv += ["-o", "model.renderer=chatml", "-o", "run_id=demo", "-o", f"output_dir={tmp_path}"]
         process = subprocess.Popen(
             argv,
             stdout=subprocess.PIPE,

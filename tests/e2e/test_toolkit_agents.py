@@ -12,7 +12,17 @@ from token_exact import is_token_exact, recorded_calls
 
 ROOT = Path(__file__).parents[2]
 AGENT = Path(__file__).parent / "toolkit_agent.py"
-SETTINGS = ("runtime.agent_protocol=agentcore-rl-toolkit", "gateway.key_in_path=true", "collect.list_interval_s=0.2")
+TOOLKIT = ("runtime.agent_protocol=agentcore-rl-toolkit", "collect.list_interval_s=0.2")
+# The examples of release 0.2.0 send a fixed key; those of the main branch send that of the payload.
+KINDS = {
+    "0.2.0": ((*TOOLKIT, "gateway.key_in_path=true"), [], "status_code"),
+    "newest": (TOOLKIT, [], "status_code"),
+    "a runtime app": (
+        ("runtime.agent_protocol=agentcore-runtime-app", "runtime.poll_interval_s=0.2"),
+        ["runtime"],
+        "invocation_error",
+    ),
+}
 
 pytestmark = pytest.mark.slow
 
@@ -29,52 +39,31 @@ def answer(prompt: str) -> str:
     return "It is 4." if "2 + 2" in prompt else "It is 7."
 
 
-@pytest.mark.parametrize(
-    ("release", "settings"), [("0.2.0", SETTINGS), ("newest", (SETTINGS[0], *SETTINGS[2:]))], ids=["0.2.0", "newest"]
-)
-async def test_an_agent_of_the_toolkit_is_trained_token_exact(open_run, script, release, settings):
-    """The examples of release 0.2.0 send a fixed key; those of the main branch send that of the payload."""
-    run = await open_run(*settings, "group.size=1", replies=answer, script=script)
-    tasks = [
-        Task("right", {"question": "2 + 2?", "answer": "4", "release": release}),
-        Task("wrong", {"question": "3 + 3?", "answer": "4", "release": release}),
-        Task("fails", {"question": "2 + 2?", "answer": "4", "release": release, "fail": "no such tool"}),
-    ]
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_agent_of_the_toolkit_is_trained_token_exact(open_run, script, kind):
+    settings, arguments, reason = KINDS[kind]
+    one_try = ("group.size=1", "runtime.max_attempts=1")
+    run = await open_run(*settings, *one_try, replies=answer, script=[*script, *arguments])
+    right, wrong = ({"question": question, "answer": "4", "release": kind} for question in ("2 + 2?", "3 + 3?"))
+    tasks = [Task("right", right), Task("wrong", wrong), Task("fails", {**right, "fail": "no such tool"})]
+    if arguments:
+        tasks.append(Task("dies", {**right, "die": True}))
     result = await run.manager.collect(tasks)
     assert result.report.balanced, result.failures
     rewards = {rollout.task_id: rollout.reward for rollout in result.rollouts if rollout.trainable}
     assert rewards == {"right": 1.0, "wrong": 0.0}
     completed = [rollout for rollout in result.rollouts if rollout.outcome is Outcome.COMPLETED]
     for rollout in completed:
-        assert rollout.extras.keys() == {"reply", "stop_reason"}
+        assert rollout.extras.keys() - {"stop_reason"} == {"reply"}
         assert rollout.seal
         assert "/k/" not in json.dumps(rollout.extras)
     assert len(recorded_calls(completed)) == 2
     is_token_exact(completed, run.engine, answer)
-    [failure] = result.failures
-    assert (failure.task_id, failure.outcome, failure.reason) == ("fails", Outcome.AGENT_ERROR, "status_code")
-    assert "no such tool" in failure.message
-
-
-async def test_an_agent_in_a_runtime_app_is_trained_token_exact(open_run, script):
-    settings = ("runtime.agent_protocol=agentcore-runtime-app", "runtime.poll_interval_s=0.2", "group.size=1")
-    run = await open_run(*settings, "runtime.max_attempts=1", replies=answer, script=[*script, "runtime"])
-    tasks = [
-        Task("right", {"question": "2 + 2?", "answer": "4"}),
-        Task("wrong", {"question": "3 + 3?", "answer": "4"}),
-        Task("fails", {"question": "2 + 2?", "answer": "4", "fail": "no such tool"}),
-        Task("dies", {"question": "2 + 2?", "answer": "4", "die": True}),
-    ]
-    result = await run.manager.collect(tasks)
-    assert result.report.balanced, result.failures
-    rewards = {rollout.task_id: rollout.reward for rollout in result.rollouts if rollout.trainable}
-    assert rewards == {"right": 1.0, "wrong": 0.0}
-    completed = [rollout for rollout in result.rollouts if rollout.outcome is Outcome.COMPLETED]
-    assert len(recorded_calls(completed)) == 2
-    is_token_exact(completed, run.engine, answer)
     failures = {failure.task_id: failure for failure in result.failures}
-    failed = failures["fails"]
-    assert (failed.outcome, failed.reason) == (Outcome.AGENT_ERROR, "invocation_error")
+    failed = failures.pop("fails")
+    assert (failed.outcome, failed.reason) == (Outcome.AGENT_ERROR, reason)
     assert "no such tool" in failed.message
-    assert failures["dies"].outcome is Outcome.INFRA_ERROR
-    assert failures["dies"].reason in ("terminated", "container_lost")  # its invoke is cut, and its process ends
+    assert failures.keys() == ({"dies"} if arguments else set())
+    for dead in failures.values():  # its invoke is cut, and its process ends
+        assert dead.outcome is Outcome.INFRA_ERROR
+        assert dead.reason in ("terminated", "container_lost")

@@ -5,6 +5,7 @@ import base64
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,23 +41,16 @@ class Calls(CallQueue):
         await super().admit(call)
 
 
+@dataclass
 class Verifiers:
     """Verifier Jobs in a cluster, and what they report to the janitor."""
 
-    def __init__(
-        self,
-        cluster: KubernetesEmulator,
-        containers: Containers,
-        jobs: VerifierJobs,
-        runtime: KubernetesRuntime,
-        calls: Calls,
-    ) -> None:
-        self.cluster = cluster
-        self.runtime = runtime
-        self.calls = calls
-        self.containers = containers
-        self.jobs = jobs
-        self.open: list[str] = []
+    cluster: KubernetesEmulator
+    containers: Containers
+    jobs: VerifierJobs
+    runtime: KubernetesRuntime
+    calls: Calls
+    open: list[str] = field(default_factory=list)
 
     async def call(self, **private: Any) -> dict[str, Any]:
         workspace = b"files"
