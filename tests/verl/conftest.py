@@ -22,6 +22,7 @@ import yaml
 from anyio.from_thread import start_blocking_portal
 
 from agent_wrapper.contract import Rollout
+from builders import processes_with
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.local.tiny_model import make_tiny_model
@@ -235,16 +236,7 @@ class Training:
 
     def processes(self, name: str = "") -> dict[int, str]:
         """Return the run's live processes whose command contains `name`."""
-        found = {}
-        for folder in Path("/proc").iterdir():
-            try:
-                if folder.name.isdigit() and self._marker.encode() in (folder / "environ").read_bytes():
-                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    if command and name in command:
-                        found[int(folder.name)] = command
-            except OSError:
-                continue
-        return found
+        return {pid: command for pid, command in processes_with(self._marker).items() if name in command}
 
     async def until(self, condition: Callable[[], object], what: str, within_s: float = 600) -> None:
         deadline = time.monotonic() + within_s
@@ -257,6 +249,10 @@ class Training:
         return await asyncio.wait_for(self.verl.wait(), within_s)
 
     async def leaves_nothing(self) -> None:
+        for report in self.reports():
+            assert report.balanced
+            assert report.sessions_open == 0
+            assert report.planned == sum(report.outcomes.values())
         deadline = time.monotonic() + 120
         while left := self.processes():
             assert time.monotonic() < deadline, f"processes are left: {left}"

@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
+from builders import served
 from rollout_backend.serving.supervisor import EventKind, ServingEvent
 from rollout_backend.verl.manager import _ServingLog
 from rollout_backend.verl.server_list import UNKNOWN, ServerList
@@ -22,11 +23,10 @@ class Server:
         self.refuses = False
         self.url = ""
 
-    async def model_info(self, _: web.Request) -> web.Response:
-        return web.json_response({"weight_version": self.version})
-
-    async def update(self, request: web.Request) -> web.Response:
-        if self.refuses:
+    async def handle(self, request: web.Request) -> web.Response:
+        if request.path == "/model_info":
+            return web.json_response({"weight_version": self.version})
+        if self.refuses or request.path != "/update_weight_version":
             raise web.HTTPServiceUnavailable
         self.version = (await request.json())["new_version"]
         return web.json_response({})
@@ -57,22 +57,9 @@ class Verl:
 
 @pytest_asyncio.fixture
 async def verl() -> AsyncIterator[Verl]:
-    runners = []
-    servers = []
-    for _ in range(2):
-        server, app = Server(), web.Application()
-        app.router.add_get("/model_info", server.model_info)
-        app.router.add_post("/update_weight_version", server.update)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        runners.append(runner)
-        servers.append(server)
-    yield Verl(servers)
-    for runner in runners:
-        await runner.cleanup()
+    one, other = Server(), Server()
+    async with served(one.handle) as one.url, served(other.handle) as other.url:
+        yield Verl([one, other])
 
 
 async def test_a_returning_server_gets_calls_from_the_next_batch_with_its_new_version(verl: Verl) -> None:

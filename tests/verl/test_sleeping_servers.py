@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 
 from agent_wrapper.contract import Outcome, Rollout
+from builders import eventually
 from rollout_backend.config import load_config
 from rollout_backend.core.tasks import Task
 from rollout_backend.gateway.engine.client import EngineClient
@@ -108,22 +109,12 @@ class Backend:
         await self.manager.resume_engines()
 
     async def at_work(self, name: str) -> None:
-        await self.until(lambda: sum(file.read_text() == name for file in self.seen.iterdir()) == GROUP)
+        await eventually(lambda: sum(file.read_text() == name for file in self.seen.iterdir()) == GROUP)
 
-    async def answered_503(self, calls: int) -> None:
-        async with asyncio.timeout(120):
-            while (await self.errors()).get("engine_unavailable", 0) < calls:  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
-
-    async def errors(self) -> dict[str, int]:
+    async def answered_503(self) -> int:
         progress = await self.manager.progress()
         assert progress.gateway is not None
-        return progress.gateway.errors
-
-    async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(120):
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        return progress.gateway.errors.get("engine_unavailable", 0)
 
     def go(self, yes: bool = True) -> None:
         file = self.seen / "go"
@@ -177,9 +168,13 @@ async def test_calls_to_a_sleeping_server_are_held_then_answered_503_and_lose_no
     collecting = asyncio.create_task(backend.manager.collect([task("held")]))
     await backend.at_work("held")
     await backend.sleep()
-    before = (await backend.errors()).get("engine_unavailable", 0)
+    before = await backend.answered_503()
     backend.go()
-    await backend.answered_503(before + GROUP)  # each after model_call_s, with Retry-After, so the SDK retries
+
+    async def all_answered() -> bool:  # each after model_call_s, with Retry-After, so the SDK retries
+        return await backend.answered_503() >= before + GROUP
+
+    await eventually(all_answered)
     await backend.wake(work / "model", 7)
     result = await collecting
     assert result.report.outcomes[Outcome.COMPLETED] == GROUP

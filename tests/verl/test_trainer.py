@@ -17,7 +17,6 @@ from tenacity import AsyncRetrying, stop_after_delay, wait_fixed
 
 from agent_wrapper.contract import Rollout
 from rollout_backend.results.archive import RunArchive
-from rollout_backend.results.step_report import StepReport
 from trainings import GROUP, SAME, grpo, normal
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -46,12 +45,6 @@ def rollouts(metrics: dict[str, float], prefix: str = "rollouts/") -> dict[str, 
     return {key: value for key, value in ours.items() if value}
 
 
-def is_settled(report: StepReport) -> None:
-    assert report.balanced
-    assert report.sessions_open == 0
-    assert report.planned == sum(report.outcomes.values())
-
-
 async def test_lost_rollouts_do_not_reach_the_gradient(tmp_path: Path, training: Any) -> None:
     tasks = [
         normal("segments", segments=3),
@@ -74,7 +67,6 @@ async def test_lost_rollouts_do_not_reach_the_gradient(tmp_path: Path, training:
         assert run.versions(step=1) == {"0"}
 
         [report] = run.reports()
-        is_settled(report)
         # Once three of a group are lost, the fourth may be cancelled before it is lost too.
         raised = 5 - report.reasons.get("cancelled: group_doomed", 0)
         assert raised in (4, 5)
@@ -121,7 +113,6 @@ async def test_each_step_trains_what_its_own_weights_have_sampled(tmp_path: Path
         assert [run.versions(step) for step in (1, 2, 3)] == [{"0"}, {"1"}, {"2"}]
 
         for report in run.reports():
-            is_settled(report)
             assert report.staleness is not None
             assert report.staleness.max == 0
         assert rollouts(after) == {"planned/sum": 18, "trained/sum": 18}
@@ -163,8 +154,6 @@ async def test_a_step_without_a_rollout_stops_the_run(tmp_path, training):
         assert await run.ends() != 0
 
         trained, lost = run.reports()
-        for report in (trained, lost):
-            is_settled(report)
         assert trained.trainable == 7
         assert trained.reasons == {"agent_error: agent_exception": 1}
 
@@ -197,8 +186,6 @@ async def test_the_legacy_trainer_leaves_a_lost_slot_empty(tmp_path: Path, train
             is_trained_well(metrics)
         assert [run.versions(step) for step in (1, 2)] == [{"0"}, {"1"}]
         lossy, clean = run.reports()
-        for report in (lossy, clean):
-            is_settled(report)
         assert lossy.reasons == {"agent_error: agent_exception": 1}
         lost, whole = run.metrics()
         assert rollouts(lost, "timing_s/rollouts/") == {
@@ -239,8 +226,7 @@ async def test_a_greedy_baseline_is_rolled_out_and_a_lost_one_trains_nothing(tmp
         }
         greedy = {rollout.rollout_id.partition("-greedy")[1]: is_greedy(run, rollout) for rollout in run.rollouts(1)}
         assert greedy == {"-greedy": True, "": False}
-        [report] = run.reports()
-        is_settled(report)
+        assert len(run.reports()) == 1
         await run.leaves_nothing()
 
 

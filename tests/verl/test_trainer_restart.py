@@ -79,9 +79,6 @@ async def test_a_killed_trainer_resumes_from_its_checkpoint_with_finished_rollou
         report = run.report(2)
         assert report.resumed == 4
         assert report.trainable == report.planned == 2 * GROUP
-        for each in run.reports():
-            assert each.balanced
-            assert each.sessions_open == 0
         trained_as_one_step(run, [tasks[int(name.removeprefix("task-"))] for name in second])
         await run.leaves_nothing()
 
@@ -107,8 +104,6 @@ async def test_a_restarted_trainer_keeps_running_agents(tmp_path: Path, training
         assert (report.resumed, report.reattached, report.attempts) == (4, 4, 0)
         assert report.trainable == report.planned == 2 * GROUP
         assert report.broken_histories == 0
-        assert report.balanced
-        assert report.sessions_open == 0
         trained_as_one_step(run, [tasks[int(name.removeprefix("task-"))] for name in second])
         await run.leaves_nothing()
 

@@ -42,22 +42,26 @@ def overrides_of(case: str, ready: Any, folder: Path) -> list[str]:
     return [f"++{OWN_KEY}={settings}", *(f"++{override}" for override in more)]
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_the_dataset_reports_wrong_settings(case, ready, tmp_path, monkeypatch):
+def read_by_dataset(config: Any, rows: Path) -> None:
+    PayloadDataset(str(rows), None, config.data)
+
+
+def read_by_sampler(config: Any, rows: Path) -> None:
+    v1 = config.trainer.v1
+    RolloutSampler("sync", v1.sampler.sampler_kwargs, None, trainer_config=v1.get("sync", {}))
+
+
+@pytest.mark.parametrize(
+    ("read", "case"),
+    [
+        *((read_by_dataset, case) for case in WRONG),
+        *((read_by_sampler, case) for case in ("no such class", "no such bucket")),  # with a dataset of verl's
+    ],
+)
+def test_wrong_settings_are_reported(read, case, ready, tmp_path, monkeypatch):
     for name, value in ready.cloud.environ.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RolloutBackendError) as caught:
-        PayloadDataset(str(ready.rows), None, ready.config(*overrides_of(case, ready, tmp_path)).data)
-    for part in WRONG[case][2]:
-        assert part in str(caught.value)
-
-
-@pytest.mark.parametrize("case", ["no such class", "no such bucket"])
-def test_the_sampler_reports_wrong_settings_with_any_dataset(case, ready, tmp_path, monkeypatch):
-    for name, value in ready.cloud.environ.items():
-        monkeypatch.setenv(name, value)
-    trainer = ready.config(*overrides_of(case, ready, tmp_path)).trainer.v1
-    with pytest.raises(RolloutBackendError) as caught:
-        RolloutSampler("sync", trainer.sampler.sampler_kwargs, None, trainer_config=trainer.get("sync", {}))
+        read(ready.config(*overrides_of(case, ready, tmp_path)), ready.rows)
     for part in WRONG[case][2]:
         assert part in str(caught.value)

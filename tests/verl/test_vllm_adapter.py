@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import NamedTuple
@@ -20,11 +19,11 @@ from rollout_backend.gateway.engine.protocol import EngineRequest
 from rollout_backend.gateway.engine.vllm import VllmProtocol
 from rollout_backend.local.tiny_model import make_tiny_model
 from rollout_backend.rendering.segments import Completion
+from rollout_backend.serving.engine import is_responding
 from rollout_backend.serving.local_engine import base_environment, cpu_threads
 from rollout_backend.serving.server_process import ServerProcess, free_port
 from rollout_backend.testing.forward_pass import adapter_logprobs
 from rollout_backend.verl.verl_api import ADAPTER
-from rollout_backend.verl.vllm_middleware import INFO
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -83,23 +82,11 @@ async def server(model: Path, vllm_python: Path, tmp_path: Path) -> AsyncIterato
     try:
         async with aiohttp.ClientSession() as http:
             server = Server(f"http://127.0.0.1:{port}", http, client)
-            await _healthy(process, server)
+            await process.wait_healthy(lambda: is_responding(server.url), 300)  # the middleware answers the probe
             yield server
     finally:
         await client.close()
         await process.stop(grace_s=20)
-
-
-async def _healthy(process: ServerProcess, server: Server) -> None:
-    deadline = time.monotonic() + 300
-    while True:
-        try:
-            async with server.http.get(server.url + INFO, raise_for_status=True):
-                return
-        except aiohttp.ClientError:
-            assert process.running, process.log_tail()
-            assert time.monotonic() < deadline, process.log_tail()
-            await asyncio.sleep(0.5)
 
 
 async def test_calls_sample_with_the_adapter_that_the_engine_has(
