@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from builders import Clock, eventually, served, until, user
+from builders import Clock, background, eventually, served, until, user
 from rollout_backend.gateway.admission import Admission
 from rollout_backend.gateway.engine.engines import Engines
 from rollout_backend.gateway.stats import EngineLoad
@@ -37,25 +37,24 @@ def admitted(admission, limit: int = 1000) -> int:
     return limit
 
 
-def test_without_known_loads_only_the_limit_applies(admission):
-    assert admitted(admission) == 100
+@pytest.mark.parametrize(
+    ("load", "calls"),
+    [
+        (None, 100),  # only the limit applies
+        (FULL, 2),  # 8 wait, 10 may
+        (EngineLoad(running=60, waiting=0, free=4), 14),  # free places are filled before calls queue
+        (EngineLoad(running=60, waiting=0, free=1000), 100),
+    ],
+)
+def test_calls_are_admitted_until_the_queue_is_full_or_the_limit_is_reached(admission, load, calls):
+    if load is not None:
+        admission.observe({"an engine": load})
+    assert admitted(admission) == calls
     refusal = admission.check()
     assert refusal is not None
     assert (refusal.status, refusal.code, refusal.retry_after_s) == (429, "rate_limit_exceeded", 1)
     admission.ended()
     assert admission.check() is None
-
-
-def test_calls_are_admitted_until_the_queue_is_full(admission):
-    admission.observe({"an engine": FULL})
-    assert admitted(admission) == 2  # 8 wait, 10 may
-    assert "wait for an engine" in str(admission.check())
-
-
-@pytest.mark.parametrize(("free", "calls"), [(4, 14), (1000, 100)])
-def test_free_places_are_filled_before_calls_queue_and_the_limit_holds(admission, free, calls):
-    admission.observe({"an engine": EngineLoad(running=60, waiting=0, free=free)})
-    assert admitted(admission) == calls
 
 
 def test_a_call_that_ended_since_the_last_poll_is_not_counted(admission):
@@ -125,12 +124,8 @@ def loads(*ranks: tuple[int, int]) -> dict:
 
 async def first_look(url: str) -> dict[str, EngineLoad]:
     seen: asyncio.Queue = asyncio.Queue()
-    polling = asyncio.create_task(Engines(url).poll(seen.put_nowait, 0.01))
-    try:
+    async with background(Engines(url).poll(seen.put_nowait, 0.01)):
         return await asyncio.wait_for(seen.get(), 120)
-    finally:
-        polling.cancel()
-        await asyncio.gather(polling, return_exceptions=True)
 
 
 async def test_engines_are_listed_by_the_router_and_polled_one_by_one(site):
@@ -149,30 +144,26 @@ async def test_an_engine_without_a_load_is_asked_again(site, page, caplog):
     """It was only starting."""
     caplog.set_level("INFO", "rollout_backend.gateway.engine.engines")
     pages, looks = {"/v1/loads": page}, []
-    polling = asyncio.create_task(Engines(await site(pages)).poll(looks.append, 0.01))
-    await eventually(lambda: "gateway.max_concurrent_calls" in caplog.text)
-    assert looks == []
-    pages["/v1/loads"] = loads((1, 1))
-    await eventually(lambda: len(looks) > 0)
-    assert [*looks[0].values()] == [EngineLoad(1, 1, free=63)]
-    polling.cancel()
-    await asyncio.gather(polling, return_exceptions=True)
+    async with background(Engines(await site(pages)).poll(looks.append, 0.01)):
+        await eventually(lambda: "gateway.max_concurrent_calls" in caplog.text)
+        assert looks == []
+        pages["/v1/loads"] = loads((1, 1))
+        await eventually(lambda: len(looks) > 0)
+        assert [*looks[0].values()] == [EngineLoad(1, 1, free=63)]
 
 
 async def test_the_known_engines_are_kept_while_the_router_does_not_answer(site):
     engine = await site({"/v1/loads": loads((1, 0))})
     pages = {"/workers": {"workers": [{"id": engine, "url": engine, "is_healthy": True}], "total": 1}}
     looks, engines = [], Engines(await site(pages))
-    polling = asyncio.create_task(engines.poll(looks.append, 0.01))
-    await eventually(lambda: len(looks) > 0)
-    assert engines.urls == [engine]
-    pages["/workers"] = 500
-    await eventually(lambda: len(looks) > 10)
-    assert engines.urls == [engine]
-    pages["/workers"] = {"workers": [], "total": 0}
-    await eventually(lambda: engines.urls == [])
-    polling.cancel()
-    await asyncio.gather(polling, return_exceptions=True)
+    async with background(engines.poll(looks.append, 0.01)):
+        await eventually(lambda: len(looks) > 0)
+        assert engines.urls == [engine]
+        pages["/workers"] = 500
+        await eventually(lambda: len(looks) > 10)
+        assert engines.urls == [engine]
+        pages["/workers"] = {"workers": [], "total": 0}
+        await eventually(lambda: engines.urls == [])
 
 
 class LoadedEngine(ScriptedEngine):

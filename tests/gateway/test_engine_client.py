@@ -4,8 +4,7 @@ import json
 import pytest
 from aiohttp import web
 
-from agent_wrapper.contract import VersionSpan
-from builders import eventually, served
+from builders import background, eventually, served
 from rollout_backend.core.adapter import AdapterVersions
 from rollout_backend.errors import EngineUnavailable
 from rollout_backend.gateway.engine.client import EngineClient, EngineRefused
@@ -15,6 +14,10 @@ from rollout_backend.rendering.token_bytes import StopStrings
 from rollout_backend.serving.server_process import free_port
 
 PARAMS = {"max_new_tokens": 10, "temperature": 1.0}
+
+
+def spans(completion):
+    return [(span.version, span.start, span.end) for span in completion.weight_versions]
 
 
 def reply(ids, kind="stop", versions=None, **meta):
@@ -104,10 +107,7 @@ async def test_a_completion_has_the_sampled_tokens_and_their_versions(engine):
     completion = await engine.generate([reply([7, 8, 9], versions=[("a", 0, 1), ("b", 1, 3)], cached_tokens=2)])
     assert completion.token_ids == (7, 8, 9)
     assert completion.logprobs == (-0.25, -0.25, -0.25)
-    assert completion.weight_versions == (
-        VersionSpan(version="a", start=0, end=1),
-        VersionSpan(version="b", start=1, end=3),
-    )
+    assert spans(completion) == [("a", 0, 1), ("b", 1, 3)]
     assert (completion.finish_reason, completion.cached_tokens, completion.matched) == ("stop", 2, None)
     body, key = engine.bodies[0]
     assert key == "session-1"
@@ -123,9 +123,9 @@ async def test_a_call_names_its_adapter_and_its_tokens_carry_the_version(engine)
     assert "lora_path" not in engine.bodies[0][0]
     completion = await engine.generate([sampled], adapters=adapters, adapter="math")
     assert engine.bodies[0][0]["lora_path"] == "math@3"
-    assert completion.weight_versions == (VersionSpan(version="math@3", start=0, end=2),)
+    assert spans(completion) == [("math@3", 0, 2)]
     completion = await engine.generate([reply([7, 8])], adapters=adapters, adapter="math")  # no version in the reply
-    assert completion.weight_versions == (VersionSpan(version="math@3", start=0, end=2),)
+    assert spans(completion) == [("math@3", 0, 2)]
 
 
 async def test_an_adapter_of_the_engines_operator_carries_the_reported_version(engine):
@@ -140,7 +140,7 @@ async def test_a_call_aborted_for_a_new_version_resumes_with_it(engine):
     unchanged = AdapterVersions({"math": 1})
     completion = await engine.generate([aborted, rest], adapters=unchanged, adapter="math")
     assert [body["lora_path"] for body, _ in engine.bodies] == ["math@1", "math@1"]
-    assert completion.weight_versions == (VersionSpan(version="math@1", start=0, end=2),)
+    assert spans(completion) == [("math@1", 0, 2)]
 
     class Updated(AdapterVersions):
         def newest(self, name):
@@ -150,13 +150,10 @@ async def test_a_call_aborted_for_a_new_version_resumes_with_it(engine):
     completion = await engine.generate([aborted, rest], adapters=Updated(), adapter="math")
     assert [body["lora_path"] for body, _ in engine.bodies] == ["math@1", "math@2"]
     assert engine.bodies[1][0]["input_ids"] == [1, 2, 7]
-    assert completion.weight_versions == (
-        VersionSpan(version="math@1", start=0, end=1),
-        VersionSpan(version="math@2", start=1, end=2),
-    )
+    assert spans(completion) == [("math@1", 0, 1), ("math@2", 1, 2)]
     refused = (400, "The following requested LoRA adapters are not loaded: math@1")
     completion = await engine.generate([refused, rest], adapters=Updated(), adapter="math")
-    assert completion.weight_versions == (VersionSpan(version="math@2", start=0, end=1),)
+    assert spans(completion) == [("math@2", 0, 1)]
 
 
 @pytest.mark.parametrize("versions", [[("a", 0, 1)], [("a", 0, 1), ("b", 0, 2)]])
@@ -205,10 +202,7 @@ async def test_an_aborted_generation_continues_from_its_tokens(engine):
     )
     assert completion.token_ids == (7, 8, 9, 10, 11)
     assert completion.logprobs == (-0.25,) * 5
-    assert completion.weight_versions == (
-        VersionSpan(version="1", start=0, end=2),
-        VersionSpan(version="2", start=2, end=5),
-    )
+    assert spans(completion) == [("1", 0, 2), ("2", 2, 5)]
     assert completion.cached_tokens == 1
     assert [body["input_ids"] for body, _ in engine.bodies] == [[1, 2], [1, 2, 7, 8], [1, 2, 7, 8, 9]]
     assert [body["sampling_params"]["max_new_tokens"] for body, _ in engine.bodies] == [10, 8, 7]
@@ -269,7 +263,7 @@ async def test_the_progress_of_a_stream_is_reported(engine, events):
     assert progress.seen == [(7,), (7, 8, 9)]
     assert completion.token_ids == (7, 8, 9, 10)
     assert completion.logprobs == (-0.25,) * 4
-    assert completion.weight_versions == (VersionSpan(version="1", start=0, end=4),)
+    assert spans(completion) == [("1", 0, 4)]
     body, _ = engine.bodies[0]
     assert body["stream"] is True
     assert body["sampling_params"]["stream_interval"] > 1
@@ -284,10 +278,7 @@ async def test_a_stream_that_ends_early_continues_from_its_tokens(engine, end):
     )
     assert completion.token_ids == (7, 8, 9, 10)
     assert completion.logprobs == (-0.25,) * 4
-    assert completion.weight_versions == (
-        VersionSpan(version="1", start=0, end=2),
-        VersionSpan(version="2", start=2, end=4),
-    )
+    assert spans(completion) == [("1", 0, 2), ("2", 2, 4)]
     assert progress.seen == [(7, 8), (7, 8, 9)]
     assert engine.bodies[1][0]["input_ids"] == [1, 2, 7, 8]
 
@@ -351,10 +342,7 @@ async def test_a_stop_string_cuts_the_stream_at_the_token_that_completes_it(engi
     completion = await engine.generate([events], progress=progress, stops=STOPS)
     assert (completion.token_ids, completion.logprobs) == ((7, 8, 9), (-0.25,) * 3)
     assert (completion.finish_reason, completion.matched) == ("stop", "END")
-    assert completion.weight_versions == (
-        VersionSpan(version="1", start=0, end=2),
-        VersionSpan(version="2", start=2, end=3),
-    )
+    assert spans(completion) == [("1", 0, 2), ("2", 2, 3)]
     assert progress.seen == [(7,)]
     await asyncio.wait_for(engine.aborted.wait(), 60)
 
@@ -363,7 +351,7 @@ async def test_a_stop_string_across_an_abort_is_found(engine):
     completion = await engine.generate([[piece([7, 8], 2, "abort")], [piece([9, 10], 2, "stop")]], stops=STOPS)
     assert (completion.token_ids, completion.matched) == ((7, 8, 9), "END")
     assert completion.logprobs == (-0.25,) * 3
-    assert completion.weight_versions == (VersionSpan(version="1", start=0, end=3),)
+    assert spans(completion) == [("1", 0, 3)]
 
 
 async def test_an_engine_that_does_not_stream_is_supported(engine):
@@ -422,11 +410,9 @@ async def test_a_call_past_the_router_goes_to_an_engine_once_one_is_listed(
 
     async with served(router) as url:
         engines = Engines(url, all_calls_direct)
-        polling = asyncio.create_task(engines.poll(lambda loads: None, 0.01))
-        await asyncio.sleep(0)  # it has begun
-        completion = await engine.generate([reply([7])], params=params, engines=engines, attempts=attempts)
-        polling.cancel()
-        await asyncio.gather(polling, return_exceptions=True)
+        async with background(engines.poll(lambda loads: None, 0.01)):
+            await asyncio.sleep(0)  # it has begun
+            completion = await engine.generate([reply([7])], params=params, engines=engines, attempts=attempts)
     assert (completion.token_ids, len(engine.hosts), asked) == ((7,), 1, {"/workers"})
 
 

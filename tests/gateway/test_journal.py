@@ -69,25 +69,18 @@ def session_file(folder: Path) -> Path:
 # --- the files --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cut", [1, 5, 11])
-def test_a_cut_record_is_dropped_and_later_ones_are_read(folder, journal, cut):
+@pytest.mark.parametrize("damage", ["1 byte less", "5 bytes less", "11 bytes less", "a changed byte"])
+def test_a_damaged_record_is_dropped_and_later_ones_are_read(folder, journal, damage):
     for i in range(3):
         journal.append("s", {"i": i})
     path = session_file(folder)
-    os.truncate(path, path.stat().st_size - cut)
+    data = path.read_bytes()
+    path.write_bytes(
+        data[:-1] + bytes([data[-1] ^ 1]) if damage == "a changed byte" else data[: -int(damage.split()[0])]
+    )
     assert journal.read("s") == [{"i": 0}, {"i": 1}]
     journal.append("s", {"i": 3})
     assert journal.read("s") == [{"i": 0}, {"i": 1}, {"i": 3}]
-
-
-def test_a_corrupt_record_is_dropped(folder, journal):
-    journal.append("s", {"i": 0})
-    journal.append("s", {"i": 1})
-    path = session_file(folder)
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    assert journal.read("s") == [{"i": 0}]
 
 
 def test_a_failed_write_leaves_no_partial_record(journal, monkeypatch):

@@ -214,6 +214,17 @@ async def eventually(condition: Callable[[], object], timeout_s: float = 240.0) 
             await asyncio.sleep(0.01)
 
 
+@asynccontextmanager
+async def background(work: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
+    """Run `work` until the end of the block."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 async def complete(endpoint: ModelEndpoint, *messages: Any, retries: int = 0, stream: bool = False) -> str:
     """Call the model as an agent does; return the text of the reply. A string is a user's message."""
     import openai  # takes a second
