@@ -19,7 +19,7 @@ import yaml
 from pydantic import ValidationError
 
 from agent_wrapper.contract import PAYLOAD_VARIABLE, REQUEST_FIELD, RolloutRequest
-from builders import skip_to_end
+from builders import background, eventually, skip_to_end
 from kubernetes_bench import IMAGE, Bench, Containers, payload
 from rollout_backend.config import KubernetesConfig, load_config
 from rollout_backend.core.harbor import TaskContainer
@@ -89,7 +89,7 @@ async def test_an_attempt_is_one_job_with_its_payload_in_a_secret(bench):
     await bench.runtime.stop("rollout-1")
     await bench.runtime.stop("never-there")
     assert bench.cluster.names("jobs") == bench.cluster.names("secrets") == []
-    await bench.until(lambda: bench.cluster.names("pods") == [])
+    await eventually(lambda: bench.cluster.names("pods") == [])
     assert bench.ends == []
 
 
@@ -180,7 +180,7 @@ async def test_a_container_that_does_not_start_fails_its_invoke(bench, fate, rea
     invoking = asyncio.create_task(bench.runtime.invoke("rollout-1", payload("rollout-1")))
     if reason == "unschedulable":
         watched = bench.runtime._watch("run")._sessions
-        await bench.until(lambda: "rollout-1" in watched and not watched["rollout-1"].state.schedulable)
+        await eventually(lambda: "rollout-1" in watched and not watched["rollout-1"].state.schedulable)
         await skip_to_end(asyncio.wait([invoking]))
     with pytest.raises(ContainerStartTimeout, match=words) as caught:
         await invoking
@@ -201,7 +201,7 @@ async def test_a_quota_of_pods_is_a_refusal_of_the_same_session(open_bench):
     bench = await open_bench(start_timeout_s=10**6, read_timeout_s=10**6)
     bench.cluster.fates.append("exceeds the quota")
     invoking = asyncio.create_task(bench.runtime.invoke("rollout-1", payload("rollout-1")))
-    await bench.until(lambda: bench.cluster._events)
+    await eventually(lambda: bench.cluster._events)
     await skip_to_end(asyncio.wait([invoking]))
     with pytest.raises(QuotaExceeded, match="exceeded quota") as caught:
         await invoking
@@ -253,10 +253,7 @@ async def test_missing_permissions_name_the_rule(bench):
         await bench.runtime.invoke("rollout-1", payload("rollout-1"))
     assert refused.value.reason == "access_denied"
     assert refused.value.never_opened
-
-
-async def test_a_secret_that_may_not_be_created_leaves_a_job_to_stop(bench):
-    bench.cluster.denied.add(("secrets", "create"))
+    bench.cluster.denied = {("secrets", "create")}  # which leaves a Job to stop
     with pytest.raises(InvokeRejected, match=r'apiGroups: \[""\], resources: \["secrets"\]') as refused:
         await bench.runtime.invoke("rollout-1", payload("rollout-1"))
     assert not refused.value.never_opened
@@ -300,7 +297,7 @@ async def test_a_watch_that_ends_after_its_time_is_opened_at_the_bookmark(bench)
     await bench.runtime.invoke("rollout-1", payload("rollout-1"))
     watches = ("GET", "/api/v1/namespaces/rollouts/pods")
     seen = bench.cluster.calls.count(watches)
-    await bench.until(lambda: bench.cluster.calls.count(watches) > seen + 2)
+    await eventually(lambda: bench.cluster.calls.count(watches) > seen + 2)
     bench.containers.started[0].exit(1)
     assert (await bench.end()).session_id == "rollout-1"
     assert len(bench.ends) == 1
@@ -310,11 +307,9 @@ async def test_a_later_trainer_sees_the_end_of_a_session_that_it_adopts(bench):
     await bench.runtime.invoke("rollout-1", payload("rollout-1"))
     later = await KubernetesRuntime.open(bench.config)
     seen: asyncio.Queue[SessionEnd] = asyncio.Queue()
-    watching = asyncio.create_task(later.watch_sessions("run", seen.put_nowait))
-    bench.containers.started[0].exit(1)
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(120), background(later.watch_sessions("run", seen.put_nowait)):
+        bench.containers.started[0].exit(1)
         assert (await seen.get()).session_id == "rollout-1"
-    watching.cancel()
     await later.aclose()
 
 

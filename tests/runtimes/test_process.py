@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from builders import eventually
+from builders import background, eventually
 from rollout_backend.config import ProcessConfig, load_config
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.errors import ConfigError, InvokeRejected, PreflightError
@@ -47,13 +47,16 @@ async def end_of(runtime: ProcessRuntime, session: str = "") -> SessionEnd:
     if not session:
         session = new_session()
         await runtime.invoke(session, b"{}")
-    ends: asyncio.Queue[SessionEnd] = asyncio.Queue()
-    watching = asyncio.create_task(runtime.watch_sessions("run", ends.put_nowait))
-    async with asyncio.timeout(120):
-        end = await ends.get()
-    watching.cancel()
-    assert end.session_id == session
+    [end] = await ends_of(runtime, session)
     return end
+
+
+async def ends_of(runtime: ProcessRuntime, *sessions: str) -> list[SessionEnd]:
+    ends: asyncio.Queue[SessionEnd] = asyncio.Queue()
+    async with asyncio.timeout(120), background(runtime.watch_sessions("run", ends.put_nowait)):
+        found = [await ends.get() for _ in sessions]
+    assert {end.session_id for end in found} == {*sessions}
+    return found
 
 
 def log_of(runtime: ProcessRuntime, session: str) -> str:
@@ -141,11 +144,7 @@ async def test_two_sessions_that_write_their_configuration_keep_it(open_runtime,
     runtime = await open_runtime(script, keep_home=keep_home, environment={"XDG_CONFIG_HOME": "/set"})
     sessions = {new_session(): payload for payload in ("1", "2")}
     await asyncio.gather(*(runtime.invoke(session, payload.encode()) for session, payload in sessions.items()))
-    ends: asyncio.Queue[SessionEnd] = asyncio.Queue()
-    watching = asyncio.create_task(runtime.watch_sessions("run", ends.put_nowait))
-    async with asyncio.timeout(60):
-        assert {(await ends.get()).session_id for _ in sessions} == {*sessions}
-    watching.cancel()
+    await ends_of(runtime, *sessions)
     logs = {payload: log_of(runtime, session).splitlines() for session, payload in sessions.items()}
     assert all(lines[1:3] == ["profile", "/set"] for lines in logs.values())
     if keep_home:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from builders import eventually, processes_with
+from builders import background, eventually, processes_with
 from rollout_backend.config import ProcessConfig, RayConfig
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.errors import RuntimeUnavailable
@@ -170,11 +170,8 @@ class TestRayRuntime(RuntimeContract):
 async def ends_of(runtime: AgentRuntime, service: ProcessService) -> AsyncIterator[asyncio.Queue[SessionEnd]]:
     """Watch the runtime's sessions, and close it in the end, with all processes."""
     ends = asyncio.Queue[SessionEnd]()
-    watching = asyncio.create_task(runtime.watch_sessions("run", ends.put_nowait))
-    async with asyncio.timeout(600):
+    async with asyncio.timeout(600), background(runtime.watch_sessions("run", ends.put_nowait)):
         yield ends
-    watching.cancel()
-    await asyncio.gather(watching, return_exceptions=True)
     await runtime.aclose()
     for pid in processes_with(service.marker):  # a real machine that is lost takes them with it
         _kill(pid)

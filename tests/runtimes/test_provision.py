@@ -114,18 +114,20 @@ def test_each_difference_is_an_update_that_names_it(setting, value):
     assert plan(spec, described(description="by hand")).action is Action.LEAVE
 
 
-@pytest.mark.parametrize("status", ["DELETING", "A_STATE_OF_NEXT_YEAR"])
-def test_nothing_is_done_to_a_runtime_in_transition(status):
-    assert plan(wanted(image=NEWER), described(status=status)).action is Action.WAIT
-    assert plan(SPEC, described(status=status)).action is Action.WAIT
-
-
-@pytest.mark.parametrize("status", ["CREATE_FAILED", "DELETE_FAILED", "UPDATE_FAILED"])
-def test_a_failed_runtime_is_changed_only_if_it_is_ours(status):
-    assert plan(SPEC, described(status=status)).action is (
-        Action.UPDATE if status == "UPDATE_FAILED" else Action.REPLACE
-    )
-    assert plan(SPEC, described(status=status, description="by hand")).action is Action.LEAVE
+@pytest.mark.parametrize(
+    ("status", "ours", "of_others"),
+    [
+        ("DELETING", Action.WAIT, Action.WAIT),
+        ("A_STATE_OF_NEXT_YEAR", Action.WAIT, Action.WAIT),
+        ("CREATE_FAILED", Action.REPLACE, Action.LEAVE),
+        ("DELETE_FAILED", Action.REPLACE, Action.LEAVE),
+        ("UPDATE_FAILED", Action.UPDATE, Action.LEAVE),
+    ],
+)
+def test_a_runtime_that_is_not_ready_is_changed_only_if_it_failed_and_is_ours(status, ours, of_others):
+    assert plan(SPEC, described(status=status)).action is ours
+    assert plan(wanted(image=NEWER), described(status=status)).action is ours
+    assert plan(SPEC, described(status=status, description="by hand")).action is of_others
 
 
 def test_the_default_name_is_one_that_the_service_takes():
@@ -407,11 +409,25 @@ async def test_a_failed_update_is_reported_and_the_old_version_stays_served(star
     assert await cloud.invoke(arn) == {"image": IMAGE, "greeting": None}
 
 
-async def test_a_role_that_the_service_refuses(start_cloud):
-    cloud = await start_cloud()
-    with pytest.raises(PreflightError, match=r"refuses CreateAgentRuntime: Role validation failed.*runtime\.role"):
-        await cloud.make(role=ROLE.replace("local", "other"))
+@pytest.mark.parametrize(
+    ("control", "more", "says"),
+    [
+        (
+            {},
+            {"role": ROLE.replace("local", "other")},
+            r"refuses CreateAgentRuntime: Role validation failed.*runtime\.role",
+        ),
+        ({"max_runtimes": 1}, {}, r"the maximum\. Delete a runtime"),
+        ({}, {"name": "first"}, r"not made by this backend.*runtime\.name"),
+    ],
+    ids=["the role", "the quota", "another origin"],
+)
+async def test_what_cannot_be_made_changes_nothing(start_cloud, control, more, says):
+    cloud = await start_cloud(**control)
+    with pytest.raises(PreflightError, match=says):
+        await cloud.make(**more)
     assert await cloud.names() == ["first"]
+    assert (await cloud.describe(ARN))["agentRuntimeVersion"] == "1"
 
 
 async def test_a_new_runtime_that_is_not_found_at_first_is_made_once(start_cloud):
@@ -425,21 +441,6 @@ async def test_a_new_runtime_that_is_not_found_at_first_is_made_once(start_cloud
 async def test_a_throttled_control_plane_is_asked_again(start_cloud):
     cloud = await start_cloud(calls_per_s=4)
     assert await cloud.invoke(await cloud.make()) == {"image": IMAGE, "greeting": None}
-
-
-async def test_the_quota_of_runtimes(start_cloud):
-    cloud = await start_cloud(max_runtimes=1)
-    with pytest.raises(PreflightError, match=r"the maximum\. Delete a runtime"):
-        await cloud.make()
-
-
-async def test_a_runtime_of_another_origin_is_left_alone(start_cloud):
-    cloud = await start_cloud()
-    with pytest.raises(PreflightError, match=r"not made by this backend.*runtime\.name"):
-        await cloud.make(name="first")
-    with pytest.raises(PreflightError, match="not made by this backend"):
-        await cloud.preview(name="first")
-    assert (await cloud.describe(ARN))["agentRuntimeVersion"] == "1"
 
 
 async def by_hand(cloud: Cloud, **more: object) -> str:

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +83,6 @@ class Bench:
             await self.ended.wait()
         self.ended.clear()
         return self.ends[-1]
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(120):
-            while not condition():  # noqa: ASYNC110  # nothing tells when it is so
-                await asyncio.sleep(0.01)
 
 
 def request_block(session_id: str) -> dict[str, Any]:
