@@ -24,11 +24,6 @@ from rollout_backend.waiting_connections import HEAD_S
 
 
 @pytest.fixture
-def until() -> Callable[..., Awaitable[None]]:
-    return eventually
-
-
-@pytest.fixture
 def key() -> str:
     return KEY
 

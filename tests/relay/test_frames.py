@@ -1,7 +1,6 @@
 """Frames, proofs, routes and channels in isolation."""
 
 import asyncio
-import json
 
 import msgpack
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_backend.relay.exchange import WINDOW, CallLost, Channel
-from rollout_backend.relay.forwarding import error_body, error_headers, forwarded_headers, route
+from rollout_backend.relay.forwarding import forwarded_headers, route
 from rollout_backend.relay.protocol import (
     MAX_CALLS,
     MAX_CHUNK,
@@ -145,14 +144,6 @@ def test_invalid_headers_are_refused(header):
         forwarded_headers([header])
 
 
-def test_only_retryable_errors_have_retry_after():
-    for status in (429, 502, 503, 504):
-        assert int(error_headers(status)["Retry-After"]) >= 1
-    assert "Retry-After" not in error_headers(413)
-    body = json.loads(error_body(503, "why"))
-    assert (body["type"], body["error"]["message"]) == ("error", "the relay: why")
-
-
 # --- channels ---------------------------------------------------------------------------------------------
 
 
@@ -241,17 +232,6 @@ async def test_received_frames_are_returned_before_a_failure():
         await pair.b.receive()
 
 
-async def test_receiver_enforces_the_window():
-    pair = Pair()
-    for n in range(3):
-        pair.b.on_frame(Chunk(1, n, b"x" * MAX_CHUNK))
-    with pytest.raises(FrameError, match="window"):
-        pair.b.on_frame(Chunk(1, 3, b"x" * MAX_CHUNK))
-    with pytest.raises(FrameError, match="instead of"):
-        pair.a.on_frame(Chunk(1, 1, b""))
-    with pytest.raises(FrameError, match="instead of"):
-        pair.b.on_frame(Chunk(1, 0, b""))  # a second time
-    with pytest.raises(FrameError, match="Ack of 1"):
-        pair.a.on_ack(1)
+async def test_a_resume_after_more_than_was_sent_is_refused():  # other breaches: test_hostile.py
     with pytest.raises(FrameError, match="is expected"):
-        pair.a.resume(1)
+        Pair().a.resume(1)

@@ -12,7 +12,7 @@ import pytest
 from pydantic import SecretStr
 
 from agent_wrapper.shared.trajectory import fetch_trajectory
-from builders import complete, run_config
+from builders import complete, eventually, run_config
 from rollout_backend.config import RelayConfig, RolloutConfig
 from rollout_backend.core.session_key import shard_of
 from rollout_backend.errors import ConfigError, StartupError
@@ -73,7 +73,7 @@ async def training_side(tmp_path: Path):
 ask_streamed = partial(complete, stream=True)
 
 
-async def test_rollout_through_the_relay(start_relay, wire, training_side, key, until, claims):
+async def test_rollout_through_the_relay(start_relay, wire, training_side, key, claims):
     relay = await start_relay("--wait-s", 600)
     laid = await wire(relay.port)
     script = Held()
@@ -97,9 +97,9 @@ async def test_rollout_through_the_relay(start_relay, wire, training_side, key, 
         script.go.clear()
         made = laid.connections
         call = asyncio.create_task(how(fleet.endpoint(claims(f"cut-{number}"))))
-        await until(script.asked.is_set)
+        await eventually(script.asked.is_set)
         await laid.cut()
-        await until(lambda made=made: laid.connections > made)
+        await eventually(lambda made=made: laid.connections > made)
         script.go.set()
         assert await call == "It is 7."
 
@@ -107,9 +107,9 @@ async def test_rollout_through_the_relay(start_relay, wire, training_side, key, 
     script.asked.clear()
     script.go.clear()
     call = asyncio.create_task(complete(fleet.endpoint(claims("gone"))))
-    await until(script.asked.is_set)
+    await eventually(script.asked.is_set)
     call.cancel()
-    await until(lambda: engine.aborted == 1)
+    await eventually(lambda: engine.aborted == 1)
     script.go.set()
 
     # Control paths are refused by the relay, wrong session keys by the gateway.
@@ -164,7 +164,8 @@ async def test_a_dialer_that_another_one_replaces_is_not_restarted(host_relay, k
     ],
 )
 def test_endpoints_point_to_the_relay(section, agents, key):
-    settings = config("wss://x", key, relay={**section, "key": key})
+    auto = {"processes": 2, "public_url": "auto"}
+    settings = config("wss://x", key, gateway=auto, relay={**section, "key": key})
     assert settings.relay.agents_url == agents
     assert public_gateway_config(settings).gateway.public_url == f"{agents}/s/{{shard}}"
 

@@ -7,7 +7,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from builders import skip
+from builders import eventually, skip
+from rollout_backend.relay.dialer import RelayRefused
 from rollout_backend.relay.exchange import Close
 from rollout_backend.relay.protocol import (
     VERSION,
@@ -186,10 +187,12 @@ class FalseRelay:
         await socket.prepare(request)
         challenge = Challenge(VERSION, self.id, b"n" * 32)
         await socket.send_bytes(encode(challenge))
-        said = decode((await socket.receive()).data)
-        await socket.send_bytes(encode(make_welcome(self._key, challenge, said)))
+        self.said = decode((await socket.receive()).data)
+        await socket.send_bytes(encode(make_welcome(self._key, challenge, self.said)))
         await socket.send_bytes(encode(Resume(self.calls)))
-        self.told.append(decode((await socket.receive()).data))
+        if (answer := await socket.receive()).type is not aiohttp.WSMsgType.BINARY:
+            return socket  # it was refused
+        self.told.append(decode(answer.data))
         self.sockets.put_nowait(socket)
         await asyncio.Event().wait()
         return socket
@@ -200,6 +203,16 @@ async def false_relay(upstream, dial, key):
     relay = FalseRelay(upstream, key)
     dial(relay.url, upstream.url)
     return relay
+
+
+async def test_dialer_refuses_a_relay_without_the_key(dial, upstream, key):
+    """The relay admits the dialer, but cannot prove that it knows the key."""
+    relay = FalseRelay(upstream, "another-key-" * 4)
+    _, task = dial(relay.url, upstream.url)
+    with pytest.raises(RelayRefused, match="does not know the key"):
+        await task
+    assert key.encode() not in encode(relay.said)
+    assert relay.told == []
 
 
 async def answer_of(socket, call: int = 1) -> tuple[int, bytes]:
@@ -258,12 +271,12 @@ async def test_hostile_relay_cannot_smuggle_requests(false_relay, upstream):
 
 
 @pytest.mark.parametrize("started_again", [False, True])
-async def test_calls_of_a_restarted_relay_are_new_calls(false_relay, upstream, until, started_again):
+async def test_calls_of_a_restarted_relay_are_new_calls(false_relay, upstream, started_again):
     """Call numbers restart with each relay: call 1 of the second is not call 1 of the first."""
     false_relay.go.clear()
     socket = await false_relay.sockets.get()
     await socket.send_bytes(encode(Open(1, 0, "GET", "/v1/first", (), False)))
-    await until(lambda: "/v1/first" in upstream.asked)
+    await eventually(lambda: "/v1/first" in upstream.asked)
     false_relay.calls = ((1, 0),)
     if started_again:
         false_relay.id = "s" * 32

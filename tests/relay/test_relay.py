@@ -10,6 +10,7 @@ import typer
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from builders import eventually
 from rollout_backend.relay.cli import KEY_ENV, serve
 from rollout_backend.relay.exchange import WINDOW, Link
 from rollout_backend.relay.relay_server import Relay
@@ -122,12 +123,14 @@ async def test_too_large_body_is_refused(line, host_relay, http):
             await asyncio.sleep(0)
 
     async with http.post(f"{laid.url}/v1/x", data=endless()) as answer:
-        assert (answer.status, (await answer.json())["error"]["type"]) == (413, "request_too_large")
+        body = await answer.json()
+        assert (answer.status, body["type"], body["error"]["type"]) == (413, "error", "request_too_large")
+        assert "Retry-After" not in answer.headers
     await asyncio.sleep(0)
     assert (await laid.relay.health())["calls"] == 0
 
 
-async def test_agent_disconnected_during_a_cut_ends_its_call_later(line, http, until):
+async def test_agent_disconnected_during_a_cut_ends_its_call_later(line, http):
     laid = await line()
     laid.upstream.hold()
     call = await laid.held_call(lambda url: http.post(url, json={}))
@@ -137,10 +140,10 @@ async def test_agent_disconnected_during_a_cut_ends_its_call_later(line, http, u
     async def no_calls() -> bool:
         return (await laid.relay.health())["calls"] == 0
 
-    await until(no_calls)
+    await eventually(no_calls)
     assert laid.upstream.left == 0
     laid.wire.down = False
-    await until(lambda: laid.upstream.left == 1)
+    await eventually(lambda: laid.upstream.left == 1)
 
 
 async def test_excess_calls_get_429_with_retry_after(line, host_relay, http, get):
@@ -153,7 +156,7 @@ async def test_excess_calls_get_429_with_retry_after(line, host_relay, http, get
     assert [(await call).status for call in calls] == [200, 200]
 
 
-async def test_calls_without_a_dialer_wait_and_get_503(host_relay, dial, upstream, until, http, get):
+async def test_calls_without_a_dialer_wait_and_get_503(host_relay, dial, upstream, http, get):
     relay = await host_relay(wait_s=0.3)
     async with http.get(f"{relay.url}/v1/models") as answer:
         assert (answer.status, answer.headers["Retry-After"]) == (503, "2")
@@ -164,12 +167,12 @@ async def test_calls_without_a_dialer_wait_and_get_503(host_relay, dial, upstrea
     async def one_waits() -> bool:
         return (await relay.health())["calls"] == 1
 
-    await until(one_waits)
+    await eventually(one_waits)
     dial(relay.url.replace("http", "ws"), upstream.url)
     assert (await waiting).status == 200
 
 
-async def test_call_over_the_time_limit_ends(line, host_relay, http, until, get):
+async def test_call_over_the_time_limit_ends(line, host_relay, http, get):
     laid = await line(await host_relay(call_s=0.5))
     laid.upstream.hold()
     async with http.get(f"{laid.url}/v1/x") as answer:
@@ -181,7 +184,7 @@ async def test_call_over_the_time_limit_ends(line, host_relay, http, until, get)
         except aiohttp.ClientError:
             status = 0
     assert status == 0
-    await until(lambda: laid.upstream.left == len(laid.upstream.asked))
+    await eventually(lambda: laid.upstream.left == len(laid.upstream.asked))
 
 
 async def test_incomplete_answer_is_not_taken_for_complete(line, http, get):
@@ -238,7 +241,7 @@ async def blocked(relay, sent_bytes) -> int:
     return last
 
 
-async def test_slow_agent_delays_only_its_own_call(line, http, until, get):
+async def test_slow_agent_delays_only_its_own_call(line, http, get):
     laid = await line()
     written = dict.fromkeys(range(20), 0)
     numbers = iter(written)
@@ -269,10 +272,10 @@ async def test_slow_agent_delays_only_its_own_call(line, http, until, get):
         await reader.readexactly(60_000)
     for _, writer in readers:
         writer.transport.abort()
-    await until(lambda: not laid.dialer.channels)
+    await eventually(lambda: not laid.dialer.channels)
 
 
-async def test_slow_gateway_slows_down_the_agent(line, host_relay, until):
+async def test_slow_gateway_slows_down_the_agent(line, host_relay):
     laid = await line(await host_relay(max_body_bytes=10**9))
     go = asyncio.Event()
 
@@ -293,7 +296,7 @@ async def test_slow_gateway_slows_down_the_agent(line, host_relay, until):
             sent += 100_000
 
     sending = asyncio.create_task(send())
-    await until(lambda: bool(laid.upstream.asked))
+    await eventually(lambda: bool(laid.upstream.asked))
     assert await blocked(laid.relay, lambda: sent) < 45_000_000
     (channel,) = laid.dialer.channels.values()
     assert channel._waiting_bytes <= WINDOW
@@ -304,7 +307,7 @@ async def test_slow_gateway_slows_down_the_agent(line, host_relay, until):
     writer.close()
 
 
-async def test_cancelled_calls_on_a_blocked_connection_use_bounded_memory(key, until):
+async def test_cancelled_calls_on_a_blocked_connection_use_bounded_memory(key):
     class BlockedSocket:
         flowing = asyncio.Event()
 
@@ -323,9 +326,9 @@ async def test_cancelled_calls_on_a_blocked_connection_use_bounded_memory(key, u
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: 400000\r\n\r\n" + b"x" * 400_000)
         answer = asyncio.create_task(reader.readline())
-        await until(lambda: answer.done() or any(c._kept_bytes > WINDOW / 2 for c in relay.channels.values()))
+        await eventually(lambda: answer.done() or any(c._kept_bytes > WINDOW / 2 for c in relay.channels.values()))
         writer.transport.abort()
-        await until(lambda: not relay._in_flight)
+        await eventually(lambda: not relay._in_flight)
         return await answer
 
     async with link.writing():
@@ -333,7 +336,7 @@ async def test_cancelled_calls_on_a_blocked_connection_use_bounded_memory(key, u
         assert answers[-1].startswith(b"HTTP/1.1 429 ")
         assert link.backlog <= limit + WINDOW + 1000
         BlockedSocket.flowing.set()
-        await until(lambda: not link.backlog)
+        await eventually(lambda: not link.backlog)
         assert not await cancelled_call()
     await server.close()
 

@@ -9,11 +9,12 @@ from contextlib import AsyncExitStack
 import aiohttp
 import trustme
 
+from builders import eventually
 from rollout_backend.relay.cli import KEY_ENV
 from rollout_backend.serving.server_process import ServerProcess, free_port
 
 
-async def test_calls_over_tls(key, tmp_path, upstream, until):
+async def test_calls_over_tls(key, tmp_path, upstream):
     ca, issuer = trustme.CA(), tmp_path / "ca.pem"
     ca.cert_pem.write_to_path(issuer)
     certificate, private = tmp_path / "certificate.pem", tmp_path / "key.pem"
@@ -38,7 +39,7 @@ async def test_calls_over_tls(key, tmp_path, upstream, until):
         dialer = ["rollout_backend.relay.dialer"]
         settings = {"key": key, "url": f"wss://localhost:{port}", "gateways": {"": upstream.url}}
         stranger = await start("stranger", dialer, settings)  # does not know the CA of this relay
-        await until(lambda: "CERTIFICATE_VERIFY_FAILED" in stranger.log.read_text())
+        await eventually(lambda: "CERTIFICATE_VERIFY_FAILED" in stranger.log.read_text())
         context = ssl.create_default_context(cafile=str(issuer))
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context)))
 
@@ -48,6 +49,6 @@ async def test_calls_over_tls(key, tmp_path, upstream, until):
 
         assert not await dialled()
         await start("dialer", dialer, settings, SSL_CERT_FILE=str(issuer))
-        await until(dialled)
+        await eventually(dialled)
         async with http.get(f"{url}/v1/models") as answer:
             assert (await answer.json())["path"] == "/v1/models"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from builders import eventually, run_config
+from builders import run_config
 from rollout_backend.config import RolloutConfig
 from rollout_backend.serving.engine import is_healthy
 from rollout_backend.serving.gateway_fleet import GatewayFleet
@@ -98,11 +98,6 @@ async def start_engine(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[
     yield start
     for process in processes:
         await process.stop()
-
-
-@pytest.fixture
-def until() -> Callable[..., Awaitable[None]]:
-    return eventually
 
 
 @pytest.fixture

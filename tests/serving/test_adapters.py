@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from adapters import save_adapter
-from builders import generate
+from builders import eventually, generate
 from rollout_backend.config import ServingConfig
 from rollout_backend.errors import ConfigError, ServingError, WeightsMismatch
 from rollout_backend.serving.adapters import AdapterStore
@@ -77,7 +77,7 @@ def all_serve(serving, restarts):
     return all(each.serving for each in engines) and sum(each.restarts for each in engines) == restarts
 
 
-async def test_a_new_version_takes_the_place_of_the_old_one_on_every_engine(serve, save, tmp_path, until):
+async def test_a_new_version_takes_the_place_of_the_old_one_on_every_engine(serve, save, tmp_path):
     first, second, other = save("first"), save("second"), save("other")
     async with serve() as (serving, _, _):
         assert (await serving.load_adapter("a", first)).version == 1
@@ -85,7 +85,7 @@ async def test_a_new_version_takes_the_place_of_the_old_one_on_every_engine(serv
         assert await served(serving, "a@1") == {(str(first), "length")}
         router = serving.engines.router_url
         in_flight = [asyncio.create_task(sampled(router, "a@1", f"session-{i}", tokens=9999)) for i in range(8)]
-        await until(lambda: (tmp_path / "engines.log").read_text().count("generates 9999") == 8)
+        await eventually(lambda: (tmp_path / "engines.log").read_text().count("generates 9999") == 8)
         assert (await serving.load_adapter("a", second)).version == 2
         assert set(await asyncio.gather(*in_flight)) == {(str(first), "abort")}
         assert await served(serving, "a@2") == {(str(second), "length")}
@@ -104,17 +104,17 @@ async def test_a_new_version_takes_the_place_of_the_old_one_on_every_engine(serv
 
 
 @pytest.mark.slow
-async def test_an_engine_that_refuses_is_restarted_and_loads_it_then(serve, save, until):
+async def test_an_engine_that_refuses_is_restarted_and_loads_it_then(serve, save):
     folder = save("adapter")
     async with serve("healthy", "refuses") as (serving, events, engines):
         update = await serving.load_adapter("a", folder)
         [(failed, why)] = update.failed.items()
         assert "answered 400 to the request to load the adapter a@1" in why
-        await until(lambda: all_serve(serving, restarts=1))
+        await eventually(lambda: all_serve(serving, restarts=1))
         assert [event.server for event in events if event.kind == "died"] == [failed]
         assert await served(serving, "a@1") == {(str(folder), "length")}
         os.kill(engines[0].pid, signal.SIGKILL)
-        await until(lambda: all_serve(serving, restarts=2))
+        await eventually(lambda: all_serve(serving, restarts=2))
         assert await served(serving, "a@1") == {(str(folder), "length")}
 
 

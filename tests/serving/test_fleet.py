@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from builders import generate, is_running, post, skip
+from builders import eventually, generate, is_running, post, skip
 from rollout_backend.errors import StartupError
 from rollout_backend.serving.engine import is_healthy, is_responding
 from rollout_backend.serving.engine_fleet import EngineFleet, engine_factory
@@ -71,15 +71,15 @@ async def test_fleet_serves_and_leaves_no_process(make_fleet):
     await fleet.stop()  # idempotent
 
 
-async def test_killed_engine_is_restarted_and_calls_succeed_meanwhile(make_fleet, until):
+async def test_killed_engine_is_restarted_and_calls_succeed_meanwhile(make_fleet):
     fleet, events, engines = make_fleet(serving={"servers": 2}, router={})
     async with fleet:
         keys = [f"session-{i}" for i in range(30)]
         await asyncio.gather(*(served_by(fleet, key) for key in keys))  # pins each to an engine
         os.kill(engines[0].pid, signal.SIGKILL)
-        await until(lambda: "died" in kinds(events, "engine-0") and engines[0].url not in fleet.engine_urls)
+        await eventually(lambda: "died" in kinds(events, "engine-0") and engines[0].url not in fleet.engine_urls)
         assert {status for status, _ in [await served_by(fleet, key) for key in keys]} == {200}
-        await until(lambda: kinds(events, "engine-0") == ["started", "died", "restarted"])
+        await eventually(lambda: kinds(events, "engine-0") == ["started", "died", "restarted"])
         died = next(event for event in events if event.kind == "died")
         assert "code -9" in died.detail
         assert "engine-0.log" in died.detail
@@ -97,19 +97,19 @@ async def test_silent_server_does_not_respond():
 
 
 @pytest.mark.parametrize("kind", ROUTERS)
-async def test_killed_router_restarts_with_all_engines(make_fleet, until, kind):
+async def test_killed_router_restarts_with_all_engines(make_fleet, kind):
     fleet, events, engines = make_fleet(serving={"servers": 2}, router={"kind": kind})
     async with fleet:
         url = fleet.router_url
         os.kill(fleet._router.pid, signal.SIGKILL)
-        await until(lambda: kinds(events, "router") == ["started", "died", "restarted"])
+        await eventually(lambda: kinds(events, "router") == ["started", "died", "restarted"])
         assert fleet.router_url == url
         assert set(await fleet._router.workers()) == {engine.url for engine in engines}
         assert (await served_by(fleet))[0] == 200
         assert kinds(events, "engine-0") == ["started"]
 
 
-async def test_an_engine_that_the_router_does_not_take_again_is_restarted(make_fleet, until, monkeypatch):
+async def test_an_engine_that_the_router_does_not_take_again_is_restarted(make_fleet, monkeypatch):
     fleet, events, engines = make_fleet()
     async with fleet:
         refused, add = [engines[0].url], fleet._router.add
@@ -127,7 +127,7 @@ async def test_an_engine_that_the_router_does_not_take_again_is_restarted(make_f
         refused += [engines[0].url] * 2
         await fleet.pause()
         await fleet.resume()
-        await until(lambda: kinds(events, "engine-0") == ["started", "died", "restarted"])
+        await eventually(lambda: kinds(events, "engine-0") == ["started", "died", "restarted"])
         assert next(event.detail for event in events if event.kind == "died") == "the router did not take it"
         assert await routed_to(fleet, engines[1].url)
 
@@ -142,14 +142,14 @@ async def test_start_fails_if_no_engine_starts(make_fleet):
     assert not fleet._router.running
 
 
-async def test_engine_that_does_not_start_does_not_stop_the_others(make_fleet, until):
+async def test_engine_that_does_not_start_does_not_stop_the_others(make_fleet):
     fleet, events, engines = make_fleet(
         mode=lambda started: "healthy" if started == 0 else "broken", serving={"servers": 3, "max_restarts": 1}
     )
     async with fleet:
         assert fleet.engine_urls == (engines[0].url,)
         assert await served_by(fleet) == (200, engines[0].pid)
-        await until(lambda: [event.kind for event in events].count("gave_up") == 2)
+        await eventually(lambda: [event.kind for event in events].count("gave_up") == 2)
         assert kinds(events, "engine-2") == ["died", "died", "gave_up"]
         up_at = [(event.server, event.kind) for event in events].index(("engine-0", "started"))
         for i, event in enumerate(events):
@@ -162,15 +162,15 @@ async def test_engine_that_does_not_start_does_not_stop_the_others(make_fleet, u
             await asyncio.wait_for(fleet.failed(), 120)
 
 
-async def test_engine_out_of_restarts_restarts_when_the_window_allows_it(make_fleet, until):
+async def test_engine_out_of_restarts_restarts_when_the_window_allows_it(make_fleet):
     fleet, events, _ = make_fleet(
         mode=lambda started: "broken" if started in (1, 2) else "healthy",
         serving={"servers": 2, "max_restarts": 1},
     )
     async with fleet:
-        await until(lambda: "gave_up" in kinds(events, "engine-1"))
+        await eventually(lambda: "gave_up" in kinds(events, "engine-1"))
         skip(3600)  # serving.restart_window_s
-        await until(lambda: "restarted" in kinds(events, "engine-1"))
+        await eventually(lambda: "restarted" in kinds(events, "engine-1"))
         assert kinds(events, "engine-1") == ["died", "died", "gave_up", "restarted"]
         assert len(fleet.engine_urls) == 2
 
@@ -182,10 +182,10 @@ async def test_folder_without_a_model_is_refused(make_fleet, tmp_path):
     assert not fleet._router.running
 
 
-async def test_cancelled_start_leaves_no_process(make_fleet, until):
+async def test_cancelled_start_leaves_no_process(make_fleet):
     fleet, _, engines = make_fleet(mode=lambda started: "sick")
     starting = asyncio.create_task(fleet.start())
-    await until(lambda: bool(engines) and engines[0].pid is not None)
+    await eventually(lambda: bool(engines) and engines[0].pid is not None)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
@@ -193,28 +193,26 @@ async def test_cancelled_start_leaves_no_process(make_fleet, until):
     assert not fleet._router.running
 
 
-async def test_external_engines_are_registered_and_left_running(make_config, start_engine, tmp_path, until):
+async def test_external_engines_are_registered_and_left_running(make_config, start_engine, tmp_path):
     (url_a, _), (url_b, b) = await asyncio.gather(start_engine(), start_engine())
     config = make_config(serving={"kind": "external", "urls": [url_a + "/", url_b]})
     events = []
     async with EngineFleet(config, tmp_path, events.append, probing=OFTEN) as fleet:
         assert set(await fleet._router.workers()) == {url_a, url_b}
         await post(f"{url_a}/fail_probes", {"fail": True})
-        await until(lambda: kinds(events, "engine-0") == ["started", "died"])
-        await until(lambda: routed_to(fleet, url_b))
+        await eventually(lambda: kinds(events, "engine-0") == ["started", "died"])
+        await eventually(lambda: routed_to(fleet, url_b))
         assert fleet.engine_urls == (url_b,)
         assert await served_by(fleet) == (200, b.pid)
         await post(f"{url_a}/fail_probes", {"fail": False})
-        await until(lambda: kinds(events, "engine-0") == ["started", "died", "restarted"])
+        await eventually(lambda: kinds(events, "engine-0") == ["started", "died", "restarted"])
         assert set(await fleet._router.workers()) == {url_a, url_b}
     assert await is_healthy(url_a)
     assert await is_healthy(url_b)
 
 
 @pytest.mark.slow
-async def test_a_run_begins_with_the_engines_that_answer_and_the_others_join(
-    make_config, start_engine, tmp_path, until
-):
+async def test_a_run_begins_with_the_engines_that_answer_and_the_others_join(make_config, start_engine, tmp_path):
     url, _ = await start_engine()
     port = free_port()
     events, late = [], f"http://127.0.0.1:{port}"
@@ -223,13 +221,13 @@ async def test_a_run_begins_with_the_engines_that_answer_and_the_others_join(
         assert fleet.engine_urls == (url,)
         assert [each.waiting_for for each in fleet.snapshot()] == ["", "", f"waits for {late} to answer"]
         await start_engine(port)
-        await until(lambda: kinds(events, "engine-1") == ["waiting", "started"])
+        await eventually(lambda: kinds(events, "engine-1") == ["waiting", "started"])
         assert set(fleet.engine_urls) == {url, late}
         assert not any(each.waiting_for for each in fleet.snapshot())
 
 
 @pytest.mark.slow
-async def test_an_engine_that_is_lost_while_others_start_is_awaited_again(make_config, start_engine, tmp_path, until):
+async def test_an_engine_that_is_lost_while_others_start_is_awaited_again(make_config, start_engine, tmp_path):
     url, _ = await start_engine()
     port = free_port()
     events, late = [], f"http://127.0.0.1:{port}"
@@ -238,11 +236,11 @@ async def test_an_engine_that_is_lost_while_others_start_is_awaited_again(make_c
         tmp_path, events.append, probing=OFTEN,
     )  # fmt: skip
     starting = asyncio.create_task(fleet.start())
-    await until(lambda: kinds(events, "engine-0") == ["started"])
+    await eventually(lambda: kinds(events, "engine-0") == ["started"])
     await post(f"{url}/fail_probes", {"fail": True})
-    await until(lambda: kinds(events, "engine-0") == ["started", "died"])
+    await eventually(lambda: kinds(events, "engine-0") == ["started", "died"])
     await post(f"{url}/fail_probes", {"fail": False})
-    await until(lambda: kinds(events, "engine-0")[-1] == "restarted")
+    await eventually(lambda: kinds(events, "engine-0")[-1] == "restarted")
     assert not starting.done()
     await start_engine(port)
     await starting
@@ -250,7 +248,7 @@ async def test_an_engine_that_is_lost_while_others_start_is_awaited_again(make_c
     await fleet.stop()
 
 
-async def test_follow_adds_and_removes_external_engines(make_config, start_engine, tmp_path, until):
+async def test_follow_adds_and_removes_external_engines(make_config, start_engine, tmp_path):
     (first, _), (second, _) = await asyncio.gather(start_engine(), start_engine())
     events = []
     config = make_config(serving={"kind": "external", "urls": [first]})
@@ -262,7 +260,7 @@ async def test_follow_adds_and_removes_external_engines(make_config, start_engin
         assert set(await fleet._router.workers()) == {second}
         await fleet.follow([second])
         following = asyncio.create_task(fleet.follow([second, "http://127.0.0.1:9", first]))
-        await until(lambda: fleet.engine_urls == (second, first))  # an unreachable one delays no other
+        await eventually(lambda: fleet.engine_urls == (second, first))  # an unreachable one delays no other
         following.cancel()
     seen = [(event.server, event.kind) for event in events if event.kind in ("started", "left")]
     assert seen[-3:] == [("engine-1", "started"), ("engine-0", "left"), ("engine-3", "started")]
@@ -287,7 +285,7 @@ async def sleeper(request, make_config, start_engine, tmp_path):
         yield fleet, url, process, events
 
 
-async def test_probes_do_not_generate_on_a_sleeping_server(sleeper, until):
+async def test_probes_do_not_generate_on_a_sleeping_server(sleeper):
     """verl's servers answer `/health` by generating a token, which kills one whose memory is released."""
     _, url, process, events = sleeper
     assert await post(f"{url}/release_memory_occupation") == 200
@@ -296,24 +294,26 @@ async def test_probes_do_not_generate_on_a_sleeping_server(sleeper, until):
         log = process.log.read_text()
         return log.count("/model_info router") > 1 and log.count("/model_info fleet") > 3
 
-    await until(lambda: not process.running or probed())
+    await eventually(lambda: not process.running or probed())
     assert process.running, process.log_tail()
     assert kinds(events, "engine-0") == ["started"]
 
 
-async def test_server_is_idle_when_it_sleeps_and_stays_alive(sleeper, until):
+async def test_server_is_idle_when_it_sleeps_and_stays_alive(sleeper):
     fleet, url, process, events = sleeper
     tokens = 10**6
     calls = [
         asyncio.create_task(post(f"{url}/generate", {"sampling_params": {"max_new_tokens": tokens}})) for _ in "ab"
     ]
-    await until(lambda: process.log.read_text().count(f"generates {tokens}") == len(calls))  # `/health` generates too
+    await eventually(
+        lambda: process.log.read_text().count(f"generates {tokens}") == len(calls)
+    )  # `/health` generates too
     await fleet.pause()
     assert [state.paused for state in fleet.snapshot()] == [False, True]
     assert await asyncio.gather(*calls) == [200, 200]  # aborted
     assert await post(f"{url}/release_memory_occupation") == 200
     straggler = asyncio.create_task(served_by(fleet))
-    await until(lambda: "called for 1\n" in process.log.read_text())
+    await eventually(lambda: "called for 1\n" in process.log.read_text())
     assert not straggler.done(), "a sleeping server generated"
     assert await post(f"{url}/resume_memory_occupation") == 200
     await fleet.resume()
@@ -323,13 +323,13 @@ async def test_server_is_idle_when_it_sleeps_and_stays_alive(sleeper, until):
 
 
 @pytest.mark.slow
-async def test_router_restarted_while_servers_sleep_gets_them_when_they_wake(sleeper, until):
+async def test_router_restarted_while_servers_sleep_gets_them_when_they_wake(sleeper):
     """Both routers request `/health` from a new engine and ignore `--health-check-endpoint`."""
     fleet, url, process, events = sleeper
     await fleet.pause()
     assert await post(f"{url}/release_memory_occupation") == 200
     os.kill(fleet._router.pid, signal.SIGKILL)
-    await until(lambda: kinds(events, "router") == ["started", "died", "restarted"])
+    await eventually(lambda: kinds(events, "router") == ["started", "died", "restarted"])
     assert await fleet._router.workers() == {}
     assert await post(f"{url}/resume_memory_occupation") == 200
     await fleet.resume()
@@ -337,7 +337,7 @@ async def test_router_restarted_while_servers_sleep_gets_them_when_they_wake(sle
     assert kinds(events, "engine-0") == ["started"]
 
 
-async def test_sleeping_server_that_does_not_answer_counts_no_restart(sleeper, until):
+async def test_sleeping_server_that_does_not_answer_counts_no_restart(sleeper):
     """Like a server that moves gigabytes in the process that answers."""
     fleet, url, process, events = sleeper
     await fleet.pause()
@@ -350,13 +350,13 @@ async def test_sleeping_server_that_does_not_answer_counts_no_restart(sleeper, u
         return probes[-1]
 
     engine.is_responding = count
-    await until(lambda: len(probes) > OFTEN.failures)
+    await eventually(lambda: len(probes) > OFTEN.failures)
     await post(f"{url}/fail_probes", {"fail": False})
     await fleet.resume()
 
     async def generates():
         return await served_by(fleet) == (200, process.pid)
 
-    await until(generates)  # once the router's own health check has succeeded again
+    await eventually(generates)  # once the router's own health check has succeeded again
     assert [state.restarts for state in fleet.snapshot()] == [0, 0]
     assert kinds(events, "engine-0") == ["started"]

@@ -88,12 +88,6 @@ async def test_agents_reach_a_gateway_at_the_address_that_the_run_found(public_u
         await fleet.stop()
 
 
-def test_behind_a_relay_the_address_is_the_relays():
-    relay = {"url": "wss://relay.example.com", "key": "k" * 32}
-    behind = public_gateway_config(run_config(gateway={"public_url": "auto"}, relay=relay)).gateway
-    assert behind.public_url == "https://relay.example.com/s/{shard}"
-
-
 async def test_two_processes_serve_as_one_gateway(fleet, claims):
     assert len(set(fleet.urls)) == 2
     await a_key_is_valid_at_its_own_shard_only(fleet, claims)

@@ -3,14 +3,14 @@
 import asyncio
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
 from aiohttp import web
 
 from agent_wrapper.contract import Trajectory
-from builders import run_config, served
-from rollout_backend.serving.gateway_fleet import GatewayFleet
+from builders import served
 
 FEW, MANY = 2_000, 8_000
 AT_ONCE = 16
@@ -29,7 +29,7 @@ def rss_bytes(pid: int) -> int:
 
 
 @pytest.mark.slow
-async def test_closed_sessions_use_no_memory(tmp_path, claims):
+async def test_closed_sessions_use_no_memory(start_fleet, claims):
     """Many more sessions take less memory than the first few, in which the caches of the process fill."""
     body = {"model": "m", "messages": [{"role": "user", "content": "x" * 512}]}
 
@@ -51,17 +51,14 @@ async def test_closed_sessions_use_no_memory(tmp_path, claims):
         await gateway.revoke(f"session-{number}" for number in new)  # as a step does at its end
 
     async with served(generate) as url:
-        gateway = GatewayFleet(run_config(), url, tmp_path, journals=tmp_path / "j")
-        try:
-            await gateway.start()
-            sizes = [rss_bytes(gateway._shards[0]._process.pid)]
-            for first, last in ((0, FEW), (FEW, FEW + MANY)):
-                for begin in range(first, last, 1000):
-                    await serve(range(begin, begin + 1000))
-                sizes.append(rss_bytes(gateway._shards[0]._process.pid))
-            stats = await gateway.stats()
-        finally:
-            await gateway.stop()
+        gateway = await start_fleet(SimpleNamespace(url=url))
+        sizes = [rss_bytes(gateway._shards[0]._process.pid)]
+        for first, last in ((0, FEW), (FEW, FEW + MANY)):
+            for begin in range(first, last, 1000):
+                await serve(range(begin, begin + 1000))
+            sizes.append(rss_bytes(gateway._shards[0]._process.pid))
+        stats = await gateway.stats()
+        await gateway.stop()
     assert (stats.calls, stats.sessions_open, stats.sessions_closed) == (FEW + MANY, 0, FEW + MANY)
     start, few, many = sizes
     assert many - few < few - start, f"{(many - few) / MANY:.0f} bytes of each session stay"

@@ -55,19 +55,16 @@ async def test_a_gateway_process_serves_seals_revokes_and_logs_nothing_private(t
     assert all(json.loads(line)["level"] == "INFO" for line in logged.splitlines())
 
 
-async def test_a_stranger_does_not_fill_the_log(tmp_path):
+async def test_a_stranger_does_not_fill_the_log(start_fleet, tmp_path):
     with ScriptedEngine(lambda _: "ok") as engine:
-        fleet = GatewayFleet(run_config(), engine.url, tmp_path, journals=tmp_path / "j")
-        await fleet.start()
-        try:
-            host, port = fleet.urls[0].removeprefix("http://").split(":")
-            for _ in range(50):
-                reader, writer = await asyncio.open_connection(host, int(port))
-                writer.write(b"nonsense\r\n\r\n")
-                assert b" 400 " in await reader.read()
-                writer.close()
-        finally:
-            await fleet.stop()
+        fleet = await start_fleet(engine)
+        host, port = fleet.urls[0].removeprefix("http://").split(":")
+        for _ in range(50):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"nonsense\r\n\r\n")
+            assert b" 400 " in await reader.read()
+            writer.close()
+        await fleet.stop()
     assert 1 <= (tmp_path / "gateway.log").read_text().count("Invalid HTTP request") <= 2
 
 

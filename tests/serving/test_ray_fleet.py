@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from builders import eventually
 from rollout_backend.errors import StartupError
 from rollout_backend.serving.engine import is_healthy
 from rollout_backend.serving.ray_servers import RayEngine
@@ -50,7 +51,7 @@ def test_fleet_does_not_import_ray():
 
 
 @pytest.mark.slow
-async def test_death_of_the_actor_ends_the_engine(ray, command, make_config, tmp_path, until):
+async def test_death_of_the_actor_ends_the_engine(ray, command, make_config, tmp_path):
     config = make_config(serving={"kind": "ray", "startup_timeout_s": 120})
     engine = RayEngine("engine-0", config.model, config.serving, tmp_path / "log", command)
     await reserved(engine)
@@ -63,7 +64,7 @@ async def test_death_of_the_actor_ends_the_engine(ray, command, make_config, tmp
     async def is_gone():
         return not await is_healthy(engine.url)
 
-    await until(is_gone)  # the server ends too
+    await eventually(is_gone)  # the server ends too
     await engine.stop()
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 import aiohttp
 import pytest
 
-from builders import generate, post, run_config
+from builders import eventually, generate, post, run_config
 from rollout_backend.checks.machine import check_machine
 from rollout_backend.config import RouterConfig
 from rollout_backend.core.check_result import CheckResult
@@ -99,13 +99,13 @@ async def test_adding_a_dead_engine_fails_with_the_reason(router):
     assert await router.workers() == {}
 
 
-async def test_a_removed_engine_gets_no_new_call_and_finishes_those_in_flight(router, start_engine, until):
+async def test_a_removed_engine_gets_no_new_call_and_finishes_those_in_flight(router, start_engine):
     (url_a, a), (url_b, b) = await asyncio.gather(start_engine(), start_engine())
     await asyncio.gather(router.add(url_a), router.add(url_b))
     keys = [f"session-{i}" for i in range(20)]
     pinned = [key for key in keys if await call(router, key) == (200, a.pid)]
     in_flight = asyncio.create_task(call(router, pinned[0], tokens=10**6))
-    await until(lambda: "generates 1000000" in a.log.read_text())
+    await eventually(lambda: "generates 1000000" in a.log.read_text())
     await router.remove(url_a)
     assert set(await router.workers()) == {url_b}
     assert {await call(router, key) for key in keys} == {(200, b.pid)}
@@ -114,7 +114,7 @@ async def test_a_removed_engine_gets_no_new_call_and_finishes_those_in_flight(ro
     assert await in_flight == (200, a.pid)
 
 
-async def test_calls_in_flight_on_a_killed_engine_are_retried_elsewhere(router, start_engine, until):
+async def test_calls_in_flight_on_a_killed_engine_are_retried_elsewhere(router, start_engine):
     """These failures open the killed engine's circuit breaker, so later calls of its sessions succeed too."""
     (url_a, a), (url_b, b) = await asyncio.gather(start_engine(), start_engine())
     await asyncio.gather(router.add(url_a), router.add(url_b))
@@ -122,7 +122,7 @@ async def test_calls_in_flight_on_a_killed_engine_are_retried_elsewhere(router, 
     pinned = [key for key in keys if await call(router, key) == (200, a.pid)][:12]
     await post(f"{url_a}/pause_generation")
     calls = [asyncio.create_task(call(router, key, tokens=2)) for key in pinned]
-    await until(lambda: a.log.read_text().count("called for 2") == len(calls))
+    await eventually(lambda: a.log.read_text().count("called for 2") == len(calls))
     os.kill(a.pid, signal.SIGKILL)
     assert {await each for each in calls} == {(200, b.pid)}
     assert {await call(router, key) for key in keys} == {(200, b.pid)}

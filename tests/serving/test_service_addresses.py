@@ -6,7 +6,7 @@ import socket
 import pytest
 from pydantic import ValidationError
 
-from builders import run_config
+from builders import eventually, run_config
 from rollout_backend.config import ServingConfig
 from rollout_backend.errors import ConfigError
 from rollout_backend.manager import RolloutManager
@@ -42,7 +42,7 @@ async def test_each_address_is_a_server_and_a_name_without_an_answer_keeps_its_l
 
 
 @pytest.mark.slow
-async def test_a_fleet_follows_a_service(names, make_config, start_engine, tmp_path, until):
+async def test_a_fleet_follows_a_service(names, make_config, start_engine, tmp_path):
     url, _ = await start_engine()
     port = url.rpartition(":")[2]
     names["sglang.models.svc"] = None
@@ -52,15 +52,15 @@ async def test_a_fleet_follows_a_service(names, make_config, start_engine, tmp_p
     fleet = EngineFleet(config, tmp_path)
     fleet._factory._addresses.every_s = 0.05
     starting = asyncio.create_task(fleet.start())
-    await until(lambda: fleet._factory._addresses._unresolved)
+    await eventually(lambda: fleet._factory._addresses._unresolved)
     names["sglang.models.svc"] = ["127.0.0.1"]
     await starting
     assert fleet.engine_urls == (url,)
     failing = asyncio.create_task(fleet.failed())
     names["sglang.models.svc"] = ["127.0.0.1", "127.0.0.9"]
-    await until(lambda: len(fleet.snapshot()) == 3)
+    await eventually(lambda: len(fleet.snapshot()) == 3)
     names["sglang.models.svc"] = ["127.0.0.9"]
-    await until(lambda: [each.url for each in fleet.snapshot()][1:] == [f"http://127.0.0.9:{port}"])
+    await eventually(lambda: [each.url for each in fleet.snapshot()][1:] == [f"http://127.0.0.9:{port}"])
     failing.cancel()
     await asyncio.wait([failing])
     await fleet.stop()

@@ -154,10 +154,10 @@ def test_settings_that_lose_routed_experts_are_refused(sections, words):
         run_config(model={"path": "model", "routed_experts": True}, **sections)
 
 
-async def test_an_external_server_without_routed_experts_is_refused(monkeypatch):
+async def test_an_external_server_without_what_the_settings_need_is_refused():
     with ScriptedEngine([]) as engine:
         serving = {"kind": "external", "urls": [engine.url]}
-        config = run_config(model={"path": "model", "routed_experts": True}, serving=serving)
+        config = run_config(model={"path": "model", "routed_experts": True}, sampling={"seed": 1}, serving=serving)
         server = ExternalEngine("engine-0", engine.url, config)
         with pytest.raises(StartupError, match=r"engine-0: .*start SGLang with --enable-return-routed-experts"):
             await server.start()
@@ -165,6 +165,9 @@ async def test_an_external_server_without_routed_experts_is_refused(monkeypatch)
         await server.start()
         engine.hierarchical_cache = True
         with pytest.raises(StartupError, match="runs with --enable-hierarchical-cache"):
+            await server.start()
+        engine.hierarchical_cache = engine.deterministic = False
+        with pytest.raises(StartupError, match=r"engine-0: sampling\.seed .*--enable-deterministic-inference"):
             await server.start()
         assert engine.requests == []
 
@@ -174,16 +177,6 @@ def test_a_seed_needs_an_engine_that_reads_it():
         run_config(sampling={"seed": 1}, serving={})
     run_config(sampling={"seed": 1}, serving={"extra_args": ["--enable-deterministic-inference"]})
     run_config(sampling={"seed": 1}, serving={"engine": "vllm"})
-
-
-async def test_an_external_server_that_ignores_seeds_is_refused():
-    with ScriptedEngine([]) as engine:
-        serving = {"kind": "external", "urls": [engine.url]}
-        server = ExternalEngine("engine-0", engine.url, run_config(sampling={"seed": 1}, serving=serving))
-        await server.start()
-        engine.deterministic = False
-        with pytest.raises(StartupError, match=r"engine-0: sampling\.seed .*--enable-deterministic-inference"):
-            await server.start()
 
 
 class SilentEngine(ScriptedEngine):

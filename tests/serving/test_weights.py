@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from safetensors.numpy import save_file
 
-from builders import generate
+from builders import eventually, generate
 from builders import served as serve_http
 from rollout_backend.errors import ConfigError, ServingError, WeightsMismatch, WeightUpdateFailed
 from rollout_backend.serving.model_serving import ModelServing
@@ -57,25 +57,23 @@ def all_serve(serving, restarts):
         pytest.param("mislabels", "reports version '0'", marks=pytest.mark.slow),
     ],
 )
-async def test_an_engine_that_fails_or_restarts_serves_only_the_new_weights(
-    serve, config, tmp_path, until, mode, why
-):
+async def test_an_engine_that_fails_or_restarts_serves_only_the_new_weights(serve, config, tmp_path, mode, why):
     new = save(tmp_path / "new", 1.0)
     async with serve("healthy", mode) as (serving, events, engines):
         assert await served(serving) == {("0", "original")}
         in_flight = [asyncio.create_task(sampled(serving, f"session-{i}", tokens=9999)) for i in range(8)]
-        await until(lambda: (tmp_path / "engines.log").read_text().count("generates 9999") == 8)
+        await eventually(lambda: (tmp_path / "engines.log").read_text().count("generates 9999") == 8)
         update = await serving.update_weights(new)
         assert update.version == 1 == serving.weight_version
         [(failed, reason)] = update.failed.items()
         assert why in reason
         assert await served(serving) == {("1", str(new))}  # the other engine alone
         assert set(await asyncio.gather(*in_flight)) == {("0", "original", "abort")}
-        await until(lambda: all_serve(serving, restarts=1))
+        await eventually(lambda: all_serve(serving, restarts=1))
         assert [event.server for event in events if event.kind == "died"] == [failed]
         assert await served(serving) == {("1", str(new))}
         os.kill(engines[0].pid, signal.SIGKILL)
-        await until(lambda: all_serve(serving, restarts=2))
+        await eventually(lambda: all_serve(serving, restarts=2))
         assert await served(serving) == {("1", str(new))}
     assert WeightStore(config).current.version == 1
 
@@ -92,13 +90,13 @@ async def test_an_engine_whose_answers_are_no_objects_has_not_loaded_the_weights
 
 
 @pytest.mark.slow
-async def test_weights_that_no_engine_loads_leave_the_previous_ones(serve, tmp_path, until):
+async def test_weights_that_no_engine_loads_leave_the_previous_ones(serve, tmp_path):
     old, bad, new = save(tmp_path / "old", 1.0), save(tmp_path / "bad", 2.0), save(tmp_path / "new", 3.0)
     async with serve() as (serving, _, _):
         await serving.update_weights(old)
         with pytest.raises(WeightUpdateFailed, match=r"no engine loaded version 2 .* restart with version 1"):
             await serving.update_weights(bad)
-        await until(lambda: all_serve(serving, restarts=2))
+        await eventually(lambda: all_serve(serving, restarts=2))
         assert await served(serving) == {("1", str(old))}
         assert (await serving.update_weights(new)).version == 2
         assert await served(serving) == {("2", str(new))}
@@ -116,14 +114,14 @@ async def test_a_restarted_trainer_serves_the_newest_weights_and_counts_on(serve
 
 
 @pytest.mark.slow
-async def test_an_interrupted_update_restarts_the_engines_with_the_previous_weights(serve, tmp_path, until):
+async def test_an_interrupted_update_restarts_the_engines_with_the_previous_weights(serve, tmp_path):
     async with serve("hangs", "hangs") as (serving, _, _):
         updating = asyncio.create_task(serving.update_weights(save(tmp_path / "new", 1.0)))
-        await until(lambda: serving.engines.snapshot()[1].paused)
+        await eventually(lambda: serving.engines.snapshot()[1].paused)
         updating.cancel()
         with pytest.raises(asyncio.CancelledError):
             await updating
-        await until(lambda: all_serve(serving, restarts=2))
+        await eventually(lambda: all_serve(serving, restarts=2))
         assert await served(serving) == {("0", "original")}
 
 
