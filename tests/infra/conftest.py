@@ -1,13 +1,12 @@
 import functools
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-TEMPLATE = Path(__file__).parents[2] / "infra" / "template.yaml"
+INFRA = Path(__file__).parents[2] / "infra"
 
 
 class _Loader(yaml.SafeLoader):
@@ -28,19 +27,12 @@ def _short_form(loader: _Loader, suffix: str, node: yaml.Node) -> dict[str, Any]
 _Loader.add_multi_constructor("!", _short_form)
 
 
-@pytest.fixture(scope="session")
-def template() -> dict[str, Any]:
-    return yaml.load(TEMPLATE.read_text(), Loader=_Loader)
+def load_template(path: Path) -> dict[str, Any]:
+    template: dict[str, Any] = yaml.load(path.read_text(), Loader=_Loader)
+    return template
 
 
-@pytest.fixture(scope="session")
-def load_template() -> Callable[[Path], dict[str, Any]]:
-    return lambda path: yaml.load(path.read_text(), Loader=_Loader)
-
-
-@pytest.fixture(scope="session")
-def relay_stack() -> dict[str, Any]:
-    return yaml.load(TEMPLATE.with_name("relay-ecs.yaml").read_text(), Loader=_Loader)
+TEMPLATE = load_template(INFRA / "template.yaml")
 
 
 # --- the template, deployed -------------------------------------------------------------------------------
@@ -119,6 +111,6 @@ class Stack:
 
 
 @pytest.fixture
-def stack(template: dict[str, Any]) -> Any:
+def stack() -> Any:
     """`stack(arns, **parameters) -> Stack`: the template, deployed."""
-    return functools.partial(Stack, template)
+    return functools.partial(Stack, TEMPLATE)

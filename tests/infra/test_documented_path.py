@@ -96,6 +96,22 @@ class Account:
         env = {"ROLLOUT__RELAY__KEY": "k" * 32} if "relay" in own else {}  # as the page says
         return load_config(base=own, top=more, env=env)
 
+    async def collect(self, tree: dict[str, Any], folder: Path, **more: Any) -> None:
+        """Run a step of this config with two rollouts, of which both complete and no call is denied."""
+        collect = {**tree.get("collect", {}), "list_after_idle_s": 1.0, "list_interval_s": 0.3}
+        with ScriptedEngine(("It is 7.",)) as engine:
+            config = self.settings(
+                {**tree, "collect": collect, "output_dir": str(folder / "runs")},
+                serving={"kind": "external", "urls": [engine.url]},
+                gateway={"host": "127.0.0.1", "port": 0, "public_url": None},
+                group={"size": 2},
+                **more,
+            )
+            async with RolloutManager(config) as manager:
+                result = await manager.collect([Task("a", {"question": "3 + 4?", "answer": "7"})])
+        assert self.proxy.denied == []
+        assert result.report.outcomes[Outcome.COMPLETED] == 2, result.failures
+
 
 @pytest.fixture(scope="module")
 def services(
@@ -187,47 +203,21 @@ async def test_a_documented_config_passes_the_check(deploy, where):
 )
 async def test_a_first_step_with_the_stacks_roles_alone(deploy, where, tmp_path):
     account = await deploy(**parameters_of(CONFIGS[where]))
-    collect = {**CONFIGS[where].get("collect", {}), "list_after_idle_s": 1.0, "list_interval_s": 0.3}
-    tree = {**CONFIGS[where], "collect": collect, "output_dir": str(tmp_path / "runs")}
-    with ScriptedEngine(("7",)) as engine:
-        config = account.settings(
-            tree,
-            serving={"kind": "external", "urls": [engine.url]},
-            gateway={"host": "127.0.0.1", "port": 0, "public_url": None},
-            group={"size": 2},
-        )
-        async with RolloutManager(config) as manager:
-            result = await manager.collect([Task("a", {"question": "3 + 4?"})])
-    assert account.proxy.denied == []
-    assert [failure.message for failure in result.failures] == []
-    assert result.report.outcomes[Outcome.COMPLETED] == 2
+    await account.collect(CONFIGS[where], tmp_path)
 
 
 @pytest.mark.slow
-async def test_a_step_of_agents_of_another_protocol_with_the_stacks_roles_alone(deploy, services, tmp_path):
+async def test_a_step_of_agents_of_another_protocol_with_the_stacks_roles_alone(
+    deploy, services, tmp_path, monkeypatch
+):
     proxy, _ = services
     account = await deploy(AgentProtocol="verl-4216")
     env = {**account.storage.environ, "AWS_ENDPOINT_URL": proxy.url, "AWS_ACCESS_KEY_ID": "agent"}
     script = ROOT / "tests" / "e2e" / "training_block_agent.py"
-    tree = CONFIGS["docs/toolkit-agents.md-0"]
-    tree = {**tree, "collect": {"list_interval_s": 0.2}, "output_dir": str(tmp_path / "runs")}
     async with LocalRuntime(script, run_dir=tmp_path, env=env, preload=False) as runtime:
-        with ScriptedEngine(("It is 7.",)) as engine:
-            config = account.settings(
-                tree,
-                runtime={"endpoint_url": proxy.url, "agent_protocol": "verl-4216"},
-                serving={"kind": "external", "urls": [engine.url]},
-                gateway={"host": "127.0.0.1", "port": 0, "public_url": None},
-                group={"size": 2},
-            )
-            proxy.upstreams["bedrock-agentcore"], before = runtime.endpoint_url, account.runtime.endpoint_url
-            try:
-                async with RolloutManager(config) as manager:
-                    result = await manager.collect([Task("a", {"question": "3 + 4?", "answer": "7"})])
-            finally:
-                proxy.upstreams["bedrock-agentcore"] = before
-    assert account.proxy.denied == []
-    assert result.report.outcomes[Outcome.COMPLETED] == 2, result.failures
+        monkeypatch.setitem(proxy.upstreams, "bedrock-agentcore", runtime.endpoint_url)
+        of_protocol = {"endpoint_url": proxy.url, "agent_protocol": "verl-4216"}
+        await account.collect(CONFIGS["docs/toolkit-agents.md-0"], tmp_path, runtime=of_protocol)
 
 
 async def test_the_janitor_puts_a_killed_run_in_order_with_the_trainers_role(deploy, tmp_path):

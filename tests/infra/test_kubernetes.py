@@ -1,5 +1,6 @@
 """The manifests that are applied, and those that the runtime creates, against the published schemas."""
 
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from kubernetes_bench import IMAGE, request_block
 from rollout_backend.config import KubernetesConfig
 from rollout_backend.core.harbor import TaskContainer
 from rollout_backend.runtimes.kubernetes.manifests import job_manifest, secret_manifest, verifier_manifest
+from rollout_backend.runtimes.kubernetes.runtime import RULES
 from rollouts import make_rollout
 
 ROOT = Path(__file__).parents[2]
@@ -100,3 +102,29 @@ def test_ids_that_are_no_names_or_labels_are_replaced() -> None:
 def test_the_namespace_of_the_file_is_the_default_of_the_setting() -> None:
     namespaced = [one for one in applied() if one["metadata"].get("namespace")]
     assert {one["metadata"]["namespace"] for one in namespaced} == {CONFIG.namespace}
+
+
+def test_the_network_policy_excludes_every_private_range_and_admits_local_dns():
+    [policy] = [each for each in applied() if each["kind"] == "NetworkPolicy"]
+    blocks = [to["ipBlock"] for rule in policy["spec"]["egress"] for to in rule["to"] if "ipBlock" in to]
+    assert [block for block in blocks if "except" not in block] == [{"cidr": "169.254.20.10/32"}]
+    [public] = [block["except"] for block in blocks if "except" in block]
+    for address in ("10.1.2.3", "100.64.0.1", "100.127.255.254", "172.31.0.1", "192.168.1.1", "169.254.169.254"):
+        assert any(ip_address(address) in ip_network(each) for each in public)
+
+
+def test_each_call_has_its_rule_in_the_role():
+    [role] = [each for each in applied() if each["kind"] == "Role"]
+    granted = {
+        (group, resource, verb)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    assert set(RULES) <= granted
+    assert granted - set(RULES) == {
+        ("", "namespaces", "get"),
+        ("", "serviceaccounts", "get"),
+        ("", "pods/log", "get"),
+    }

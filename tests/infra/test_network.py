@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,19 +14,15 @@ from rollout_backend.relay.forwarding import route as relay_route
 from rollout_backend.serving.gateway_process import public_url
 from rollout_backend.serving.run_secret import model_endpoint
 from rollouts import make_claims
-from tests.infra.conftest import Stack
+from tests.infra.conftest import INFRA, Stack, load_template
 
-TEMPLATE = Path(__file__).parents[2] / "infra" / "network.yaml"
+NETWORK = load_template(INFRA / "network.yaml")
 PROCESSES = 4
 
 
 @pytest.fixture(scope="module")
-def resources(load_template: Any) -> dict[str, Any]:
-    return {
-        name: each["Properties"]
-        for name, each in load_template(TEMPLATE)["Resources"].items()
-        if "Properties" in each
-    }
+def resources() -> dict[str, Any]:
+    return {name: each["Properties"] for name, each in NETWORK["Resources"].items() if "Properties" in each}
 
 
 class LoadBalancer:
@@ -81,8 +76,8 @@ def urls_of_run(config: RolloutConfig, shard: int) -> Iterator[str]:
 
 
 @pytest.fixture
-def config(load_template: Any) -> RolloutConfig:
-    outputs = load_template(TEMPLATE)["Outputs"]
+def config() -> RolloutConfig:
+    outputs = NETWORK["Outputs"]
     url = outputs["PublicUrl"]["Value"]["Fn::Sub"].replace("${GatewayDomain}", "example.com")
     gateway = {"host": "0.0.0.0", "port": 8000, "processes": PROCESSES, "public_url": url}
     base = {"model": {"path": "/m"}, "storage": {"bucket": "my-bucket"}, "gateway": gateway}
@@ -134,12 +129,12 @@ def test_nothing_reaches_an_agent_and_only_the_load_balancer_reaches_the_gateway
         ({"Internet": "false"}, []),
     ],
 )
-def test_only_the_networks_own_nat_reaches_the_load_balancer_unless_opened(load_template, parameters, sources):
-    network = Stack(load_template(TEMPLATE), {"NatAddress": "192.0.2.7"}, **parameters)
+def test_only_the_networks_own_nat_reaches_the_load_balancer_unless_opened(parameters, sources):
+    network = Stack(NETWORK, {"NatAddress": "192.0.2.7"}, **parameters)
     rules = network.property("LoadBalancerSecurityGroup", "SecurityGroupIngress")
     assert [rule["CidrIp"] for rule in rules] == sources
     assert all((rule["FromPort"], rule["ToPort"]) == (443, 443) for rule in rules)
 
 
 def test_the_package_holds_the_images_files():
-    assert DOCKERFILE.read_text() == (TEMPLATE.parent / DOCKERFILE.name).read_text()
+    assert DOCKERFILE.read_text() == (INFRA / DOCKERFILE.name).read_text()

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import typer
 import yaml
 
@@ -15,15 +14,12 @@ from rollout_backend.config import load_config
 from rollout_backend.relay.cli import KEY_ENV, serve
 from rollout_backend.relay.relay_server import _KEEPALIVE_S
 from rollout_backend.relay.relay_settings import RelaySettings
+from tests.infra.conftest import INFRA, load_template
 
 ROOT = Path(__file__).parents[2]
-TEMPLATE = ROOT / "infra" / "relay-ecs.yaml"
+STACK = load_template(INFRA / "relay-ecs.yaml")
+MANIFEST = {one["kind"]: one for one in yaml.safe_load_all((INFRA / "relay-kubernetes.yaml").read_text())}
 PAGE = (ROOT / "docs" / "relay.md").read_text()
-
-
-@pytest.fixture(scope="module")
-def manifest() -> dict[str, Any]:
-    return {one["kind"]: one for one in yaml.safe_load_all((ROOT / "infra" / "relay-kubernetes.yaml").read_text())}
 
 
 def options() -> set[str]:
@@ -39,17 +35,17 @@ def given(args: list[Any]) -> dict[str, Any]:
 # --- Kubernetes -------------------------------------------------------------------------------------------
 
 
-def test_there_is_one_relay_and_never_two(manifest: dict[str, Any], relay_stack: dict[str, Any]) -> None:
-    spec = manifest["Deployment"]["spec"]
+def test_there_is_one_relay_and_never_two() -> None:
+    spec = MANIFEST["Deployment"]["spec"]
     assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
-    service = relay_stack["Resources"]["Service"]["Properties"]
+    service = STACK["Resources"]["Service"]["Properties"]
     assert service["DesiredCount"] == 1
     deployment = service["DeploymentConfiguration"]
     assert (deployment["MaximumPercent"], deployment["MinimumHealthyPercent"]) == (100, 0)
 
 
-def test_the_pod_starts_the_relay_with_its_key(manifest: dict[str, Any]) -> None:
-    (container,) = manifest["Deployment"]["spec"]["template"]["spec"]["containers"]
+def test_the_pod_starts_the_relay_with_its_key() -> None:
+    (container,) = MANIFEST["Deployment"]["spec"]["template"]["spec"]["containers"]
     (env,) = container["env"]
     assert env["name"] == KEY_ENV
     assert env["valueFrom"]["secretKeyRef"] == {"name": "rollout-relay", "key": "key"}
@@ -59,13 +55,13 @@ def test_the_pod_starts_the_relay_with_its_key(manifest: dict[str, Any]) -> None
     assert args["--port"] == str(port["containerPort"])
     for probe in ("readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"] == {"path": "/health", "port": port["name"]}
-    assert manifest["Service"]["spec"]["ports"][0]["targetPort"] == port["name"]
-    assert manifest["Service"]["spec"]["selector"] == manifest["Deployment"]["spec"]["selector"]["matchLabels"]
+    assert MANIFEST["Service"]["spec"]["ports"][0]["targetPort"] == port["name"]
+    assert MANIFEST["Service"]["spec"]["selector"] == MANIFEST["Deployment"]["spec"]["selector"]["matchLabels"]
     assert int(args["--max-calls"]) * 2 * 256 / 1024 < 1024 - 256  # MiB: below the limit, with room
 
 
-def test_the_pod_can_do_nothing_but_relay(manifest: dict[str, Any]) -> None:
-    pod = manifest["Deployment"]["spec"]["template"]["spec"]
+def test_the_pod_can_do_nothing_but_relay() -> None:
+    pod = MANIFEST["Deployment"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert pod["automountServiceAccountToken"] is False
     assert pod["securityContext"]["runAsNonRoot"] is True
@@ -76,11 +72,11 @@ def test_the_pod_can_do_nothing_but_relay(manifest: dict[str, Any]) -> None:
     }
 
 
-def test_only_the_training_side_comes_in_from_outside(manifest: dict[str, Any]) -> None:
-    (rule,) = manifest["Ingress"]["spec"]["rules"]
+def test_only_the_training_side_comes_in_from_outside() -> None:
+    (rule,) = MANIFEST["Ingress"]["spec"]["rules"]
     paths = [(path["path"], path["pathType"]) for path in rule["http"]["paths"]]
     assert paths == [("/relay", "Exact"), ("/health", "Exact")]
-    assert manifest["Ingress"]["spec"]["tls"][0]["hosts"] == [rule["host"]]
+    assert MANIFEST["Ingress"]["spec"]["tls"][0]["hosts"] == [rule["host"]]
 
 
 # --- the image --------------------------------------------------------------------------------------------
@@ -111,8 +107,8 @@ def test_the_image_holds_the_relays_imports_and_nothing_heavy(tmp_path: Path) ->
 # --- ECS --------------------------------------------------------------------------------------------------
 
 
-def test_the_task_has_its_key_and_no_role(relay_stack: dict[str, Any]) -> None:
-    task = relay_stack["Resources"]["Task"]["Properties"]
+def test_the_task_has_its_key_and_no_role() -> None:
+    task = STACK["Resources"]["Task"]["Properties"]
     assert "TaskRoleArn" not in task
     (container,) = task["ContainerDefinitions"]
     assert container["Secrets"] == [{"Name": KEY_ENV, "ValueFrom": {"Ref": "Key"}}]
@@ -122,8 +118,8 @@ def test_the_task_has_its_key_and_no_role(relay_stack: dict[str, Any]) -> None:
     assert args["--port"] == str(container["PortMappings"][0]["ContainerPort"])
 
 
-def test_nothing_but_tls_comes_in_and_from_two_places(relay_stack: dict[str, Any]) -> None:
-    resources = relay_stack["Resources"]
+def test_nothing_but_tls_comes_in_and_from_two_places() -> None:
+    resources = STACK["Resources"]
     rules = resources["BalancerGroup"]["Properties"]["SecurityGroupIngress"]
     assert {(rule["FromPort"], rule["ToPort"], rule["CidrIp"]["Ref"]) for rule in rules} == {
         (443, 443, "TrainerCidr"),
@@ -138,16 +134,16 @@ def test_nothing_but_tls_comes_in_and_from_two_places(relay_stack: dict[str, Any
     assert condition["PathPatternConfig"]["Values"] == ["/v1/*", "/s/*", "/relay", "/health"]
 
 
-def test_the_execution_role_reads_only_the_relays_key(relay_stack: dict[str, Any]) -> None:
-    (policy,) = relay_stack["Resources"]["ExecutionRole"]["Properties"]["Policies"]
+def test_the_execution_role_reads_only_the_relays_key() -> None:
+    (policy,) = STACK["Resources"]["ExecutionRole"]["Properties"]["Policies"]
     by_sid = {statement["Sid"]: statement for statement in policy["PolicyDocument"]["Statement"]}
     assert by_sid["Key"]["Resource"] == {"Ref": "Key"}
     assert by_sid["Logs"]["Resource"] == {"Fn::GetAtt": "LogGroup.Arn"}
     assert [sid for sid, statement in by_sid.items() if statement["Resource"] == "*"] == ["Registry"]
 
 
-def test_the_load_balancer_waits_longer_than_a_model_call(relay_stack: dict[str, Any]) -> None:
-    parameters = relay_stack["Parameters"]
+def test_the_load_balancer_waits_longer_than_a_model_call() -> None:
+    parameters = STACK["Parameters"]
     config = load_config(
         None, ["model.path=m", "storage.bucket=bucket", "runtime.kind=http", "runtime.url=http://localhost"], env={}
     )
@@ -159,14 +155,14 @@ def test_the_load_balancer_waits_longer_than_a_model_call(relay_stack: dict[str,
 # --- the page ---------------------------------------------------------------------------------------------
 
 
-def test_the_page_describes_every_parameter(relay_stack: dict[str, Any]) -> None:
+def test_the_page_describes_every_parameter() -> None:
     table = PAGE.partition("## The stack's parameters")[2].partition("## ")[0]
     told = set(re.findall(r"`([A-Z]\w+)`", " ".join(re.findall(r"^\| ([^|]*) \|", table, flags=re.M))))
-    assert told == set(relay_stack["Parameters"])
-    required = {name for name, parameter in relay_stack["Parameters"].items() if "Default" not in parameter}
+    assert told == set(STACK["Parameters"])
+    required = {name for name, parameter in STACK["Parameters"].items() if "Default" not in parameter}
     assert required <= set(re.findall(r"(\w+)=", PAGE))
     for output in re.findall(r"output `?([A-Z]\w+)", PAGE):
-        assert output in relay_stack["Outputs"]
+        assert output in STACK["Outputs"]
 
 
 def test_the_pages_settings_can_be_loaded_and_its_options_exist(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from rollout_backend.collect import buffer
 from rollout_backend.config import RuntimeConfig, load_config
 from rollout_backend.deploy.calls import BUILD, DEPLOY, DOWN
 from tests.emulators.iam_proxy import Access, allowed
-from tests.infra.conftest import TEMPLATE
+from tests.infra.conftest import INFRA, TEMPLATE
 
 # Actions that AWS checks against no resource, so that "*" is the only thing that can be written.
 NAMELESS = {
@@ -64,52 +64,35 @@ def actions(found: list[Statement]) -> set[str]:
     return {action for statement in found for action in listed(statement["Action"])}
 
 
-def policy_of(template: dict[str, Any], resource: str) -> list[Statement]:
+def policy_of(resource: str) -> list[Statement]:
     """Return the statements of a managed policy, or of a role's only policy."""
-    properties = template["Resources"][resource]["Properties"]
+    properties = TEMPLATE["Resources"][resource]["Properties"]
     (document,) = [each["PolicyDocument"] for each in properties.get("Policies", [properties])]
     return statements(document)
 
 
-@pytest.fixture(scope="module")
-def agent(template: dict[str, Any]) -> list[Statement]:
-    return policy_of(template, "AgentRole")
-
-
-@pytest.fixture(scope="module")
-def trainer(template: dict[str, Any]) -> list[Statement]:
-    return policy_of(template, "TrainerPolicy")
-
-
-@pytest.fixture(scope="module")
-def deployer(template: dict[str, Any]) -> list[Statement]:
-    return policy_of(template, "DeployerPolicy")
-
-
-@pytest.fixture(scope="module")
-def builder(template: dict[str, Any]) -> list[Statement]:
-    return policy_of(template, "BuildRole")
+AGENT, TRAINER, DEPLOYER, BUILDER = map(policy_of, ("AgentRole", "TrainerPolicy", "DeployerPolicy", "BuildRole"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["template.yaml", "network.yaml", "relay-ecs.yaml"])
 def test_cfn_lint_finds_nothing(name: str) -> None:
     program = Path(sys.executable).with_name("cfn-lint")  # its own process: it warns, and here warnings are errors
-    argv = [str(program), "--include-checks", "I", "--format", "json", "--", str(TEMPLATE.with_name(name))]
+    argv = [str(program), "--include-checks", "I", "--format", "json", "--", str(INFRA / name)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert (json.loads(done.stdout or "[]"), done.returncode) == ([], 0), done.stdout + done.stderr
 
 
-def test_no_action_is_a_wildcard_and_a_resource_only_where_an_action_names_none(agent, trainer, deployer, builder):
-    for statement in agent + trainer + deployer + builder:
+def test_no_action_is_a_wildcard_and_a_resource_only_where_an_action_names_none():
+    for statement in AGENT + TRAINER + DEPLOYER + BUILDER:
         assert "*" not in "".join(listed(statement["Action"])), statement["Sid"]
         if "*" in resources(statement):
             assert set(listed(statement["Action"])) <= NAMELESS, statement["Sid"]
 
 
-def test_an_agent_can_write_a_result_once_and_read_nothing(agent: list[Statement]) -> None:
+def test_an_agent_can_write_a_result_once_and_read_nothing() -> None:
     """Read access would reveal other rollouts' session ids, and a session id is enough to impersonate a session."""
-    s3 = [statement for statement in agent if any(a.startswith("s3:") for a in listed(statement["Action"]))]
+    s3 = [statement for statement in AGENT if any(a.startswith("s3:") for a in listed(statement["Action"]))]
     assert actions(s3) == {"s3:PutObject"}  # no list, no delete
     (write,) = [statement for statement in s3 if statement["Sid"] != "WriteAReport"]
     assert resources(write) == OF_AGENTS
@@ -142,11 +125,11 @@ def test_only_agents_of_another_protocol_may_write_reports(stack, protocol, agen
     assert not may_write(made.policy("TrainerPolicy"), "agents", True)
 
 
-def test_agents_of_another_protocol_do_not_write_by_presigned_urls(template):
-    rule = template["Rules"]["PresignedNeedsTheWrapper"]
+def test_agents_of_another_protocol_do_not_write_by_presigned_urls():
+    rule = TEMPLATE["Rules"]["PresignedNeedsTheWrapper"]
     assert rule["RuleCondition"] == {"Fn::Equals": [{"Ref": "Presigned"}, "true"]}
     assert [one["Assert"] for one in rule["Assertions"]] == [{"Fn::Equals": [{"Ref": "AgentProtocol"}, "rollout"]}]
-    allowed_values = template["Parameters"]["AgentProtocol"]["AllowedValues"]
+    allowed_values = TEMPLATE["Parameters"]["AgentProtocol"]["AllowedValues"]
     assert allowed_values == list(get_args(RuntimeConfig.model_fields["agent_protocol"].annotation))
 
 
@@ -167,25 +150,25 @@ def test_with_presigned_urls_the_trainer_signs_for_one_write_and_the_bucket_anno
     assert len(plain.property("QueuePolicy", "PolicyDocument")["Statement"]) == 1
 
 
-def test_an_agent_can_announce_and_reaches_no_other_service(agent: list[Statement]) -> None:
-    sqs = [statement for statement in agent if any(a.startswith("sqs:") for a in listed(statement["Action"]))]
+def test_an_agent_can_announce_and_reaches_no_other_service() -> None:
+    sqs = [statement for statement in AGENT if any(a.startswith("sqs:") for a in listed(statement["Action"]))]
     assert [resources(statement) for statement in sqs] == [[{"Fn::GetAtt": "Queue.Arn"}, RUN_QUEUES]]
     assert actions(sqs) == {"sqs:SendMessage"}
-    services = {action.partition(":")[0] for action in actions(agent)}
+    services = {action.partition(":")[0] for action in actions(AGENT)}
     assert services == {"s3", "sqs", "ecr", "logs", "cloudwatch", "xray"}
-    assert actions(agent) & {"ecr:PutImage", "logs:DeleteLogGroup", "logs:GetLogEvents"} == set()
+    assert actions(AGENT) & {"ecr:PutImage", "logs:DeleteLogGroup", "logs:GetLogEvents"} == set()
 
 
-def test_only_agentcore_in_this_account_can_take_the_agents_role(template: dict[str, Any]) -> None:
-    (trust,) = template["Resources"]["AgentRole"]["Properties"]["AssumeRolePolicyDocument"]["Statement"]
+def test_only_agentcore_in_this_account_can_take_the_agents_role() -> None:
+    (trust,) = TEMPLATE["Resources"]["AgentRole"]["Properties"]["AssumeRolePolicyDocument"]["Statement"]
     assert trust["Principal"] == {"Service": "bedrock-agentcore.amazonaws.com"}
     assert trust["Condition"]["StringEquals"] == {"aws:SourceAccount": {"Ref": "AWS::AccountId"}}
     source = trust["Condition"]["ArnLike"]["aws:SourceArn"]["Fn::Sub"]
     assert source.endswith(":bedrock-agentcore:${AWS::Region}:${AWS::AccountId}:*")
 
 
-def test_the_trainer_starts_and_stops_sessions_of_this_runtime_only(trainer: list[Statement]) -> None:
-    invokes = [s for s in trainer if "bedrock-agentcore:InvokeAgentRuntime" in listed(s["Action"])]
+def test_the_trainer_starts_and_stops_sessions_of_this_runtime_only() -> None:
+    invokes = [s for s in TRAINER if "bedrock-agentcore:InvokeAgentRuntime" in listed(s["Action"])]
     assert {statement["Sid"] for statement in invokes} == {"Sessions", "RuntimesOfARun"}
     (sessions,) = [statement for statement in invokes if statement["Sid"] == "Sessions"]
     assert "bedrock-agentcore:StopRuntimeSession" in sessions["Action"]
@@ -196,15 +179,15 @@ def test_the_trainer_starts_and_stops_sessions_of_this_runtime_only(trainer: lis
     ]
 
 
-def test_the_trainer_makes_runtimes_under_their_own_name_and_only_where_it_is_allowed_to(template, trainer):
-    document = template["Resources"]["TrainerPolicy"]["Properties"]["PolicyDocument"]
+def test_the_trainer_makes_runtimes_under_their_own_name_and_only_where_it_is_allowed_to():
+    document = TEMPLATE["Resources"]["TrainerPolicy"]["Properties"]["PolicyDocument"]
     conditional = [
         one["Fn::If"][1]["Sid"] for one in document["Statement"] if one.get("Fn::If", [""])[0] == "HasRunRuntimes"
     ]
-    by_sid = {statement["Sid"]: statement for statement in trainer}
+    by_sid = {statement["Sid"]: statement for statement in TRAINER}
     assert conditional == ["MakeRuntimes", "RuntimesOfARun", "GiveTheAgentItsRole", "RolesOfAgentCoreItself"]
     changes = {"bedrock-agentcore:UpdateAgentRuntime", "bedrock-agentcore:DeleteAgentRuntime"}
-    for statement in trainer:
+    for statement in TRAINER:
         if changes & set(listed(statement["Action"])):
             assert statement["Sid"] == "RuntimesOfARun"
     for resource in resources(by_sid["RuntimesOfARun"]):
@@ -213,37 +196,37 @@ def test_the_trainer_makes_runtimes_under_their_own_name_and_only_where_it_is_al
     passing = by_sid["GiveTheAgentItsRole"]
     assert (passing["Action"], resources(passing)) == ("iam:PassRole", [{"Fn::GetAtt": "AgentRole.Arn"}])
     assert passing["Condition"] == {"StringEquals": {"iam:PassedToService": "bedrock-agentcore.amazonaws.com"}}
-    assert {a for a in actions(trainer) if a.startswith("iam:")} == {"iam:PassRole", "iam:CreateServiceLinkedRole"}
+    assert {a for a in actions(TRAINER) if a.startswith("iam:")} == {"iam:PassRole", "iam:CreateServiceLinkedRole"}
 
 
-def test_the_deployers_policy_is_exactly_what_the_commands_say_that_they_call(deployer):
+def test_the_deployers_policy_is_exactly_what_the_commands_say_that_they_call():
     said = {action for call in (*DEPLOY, *DOWN) for action in call.actions}
-    assert said == actions(deployer)
+    assert said == actions(DEPLOYER)
 
 
-def test_codebuild_may_do_what_its_build_does_and_nothing_else(template, builder):
-    assert {action for call in BUILD for action in call.actions} == actions(builder)
-    (trust,) = template["Resources"]["BuildRole"]["Properties"]["AssumeRolePolicyDocument"]["Statement"]
+def test_codebuild_may_do_what_its_build_does_and_nothing_else():
+    assert {action for call in BUILD for action in call.actions} == actions(BUILDER)
+    (trust,) = TEMPLATE["Resources"]["BuildRole"]["Properties"]["AssumeRolePolicyDocument"]["Statement"]
     assert trust["Principal"] == {"Service": "codebuild.amazonaws.com"}
     assert trust["Condition"]["StringEquals"] == {"aws:SourceAccount": {"Ref": "AWS::AccountId"}}
     assert trust["Condition"]["ArnLike"]["aws:SourceArn"]["Fn::Sub"].endswith(":project/rollout_*")
 
 
-def test_who_deploys_writes_no_results(deployer):
-    writes = [statement for statement in deployer if "s3:PutObject" in listed(statement["Action"])]
+def test_who_deploys_writes_no_results():
+    writes = [statement for statement in DEPLOYER if "s3:PutObject" in listed(statement["Action"])]
     assert [resources(statement) for statement in writes] == [[{"Fn::Sub": "${Bucket.Arn}/${ResultPrefix}code/*"}]]
 
 
-def test_the_trainer_touches_results_of_runs_only(trainer: list[Statement]) -> None:
-    by_sid = {statement["Sid"]: statement for statement in trainer}
+def test_the_trainer_touches_results_of_runs_only() -> None:
+    by_sid = {statement["Sid"]: statement for statement in TRAINER}
     probes = by_sid.pop("RemoveWhatACheckWrote")
     assert resources(probes) == [{"Fn::Sub": "${Bucket.Arn}/${ResultPrefix}runs/preflight/*"}]
     assert "s3:DeleteObject" not in actions([*by_sid.values()])
-    assert actions(trainer) & {"s3:PutBucketPolicy", "sqs:PurgeQueue"} == set()
+    assert actions(TRAINER) & {"s3:PutBucketPolicy", "sqs:PurgeQueue"} == set()
     assert (by_sid["Results"]["Action"], resources(by_sid["Results"])) == ("s3:GetObject", [RUNS])
     writes = [
         statement
-        for statement in trainer
+        for statement in TRAINER
         if "s3:PutObject" in listed(statement["Action"]) and statement["Sid"] not in OF_RESULTS
     ]
     names = ("quarantine/*", "manifests/*", "scores/*", "task-blocklist/*", "lease")
@@ -252,21 +235,21 @@ def test_the_trainer_touches_results_of_runs_only(trainer: list[Statement]) -> N
     assert resources(by_sid["FindResults"]) == [{"Fn::GetAtt": "Bucket.Arn"}]
 
 
-def test_the_trainer_makes_and_deletes_queues_of_runs_only(trainer: list[Statement]) -> None:
-    for statement in trainer:
+def test_the_trainer_makes_and_deletes_queues_of_runs_only() -> None:
+    for statement in TRAINER:
         if {"sqs:CreateQueue", "sqs:DeleteQueue", "sqs:SetQueueAttributes"} & set(listed(statement["Action"])):
             assert resources(statement) == [RUN_QUEUES]
 
 
 @pytest.mark.parametrize("name", ["BucketPolicy", "QueuePolicy", "DeadLetterQueuePolicy"])
-def test_nothing_is_reached_without_tls(template: dict[str, Any], name: str) -> None:
-    statement, *_ = template["Resources"][name]["Properties"]["PolicyDocument"]["Statement"]
+def test_nothing_is_reached_without_tls(name: str) -> None:
+    statement, *_ = TEMPLATE["Resources"][name]["Properties"]["PolicyDocument"]["Statement"]
     assert (statement["Effect"], statement["Principal"]) == ("Deny", "*")
     assert statement["Condition"] == {"Bool": {"aws:SecureTransport": "false"}}
 
 
-def test_the_bucket_is_private_encrypted_kept_and_cleared(template: dict[str, Any]) -> None:
-    bucket = template["Resources"]["Bucket"]
+def test_the_bucket_is_private_encrypted_kept_and_cleared() -> None:
+    bucket = TEMPLATE["Resources"]["Bucket"]
     properties = bucket["Properties"]
     assert bucket["DeletionPolicy"] == bucket["UpdateReplacePolicy"] == "Retain"
     assert set(properties["PublicAccessBlockConfiguration"].values()) == {True}
@@ -277,9 +260,9 @@ def test_the_bucket_is_private_encrypted_kept_and_cleared(template: dict[str, An
     assert rule["ExpirationInDays"] == {"Ref": "KeepResultsDays"}
 
 
-def test_queues_are_encrypted_and_poison_goes_to_the_dead_letter_queue(template: dict[str, Any]) -> None:
-    queue = template["Resources"]["Queue"]["Properties"]
-    dead = template["Resources"]["DeadLetterQueue"]["Properties"]
+def test_queues_are_encrypted_and_poison_goes_to_the_dead_letter_queue() -> None:
+    queue = TEMPLATE["Resources"]["Queue"]["Properties"]
+    dead = TEMPLATE["Resources"]["DeadLetterQueue"]["Properties"]
     assert queue["SqsManagedSseEnabled"] is dead["SqsManagedSseEnabled"] is True
     assert queue["RedrivePolicy"]["deadLetterTargetArn"] == {"Fn::GetAtt": "DeadLetterQueue.Arn"}
     assert dead["MessageRetentionPeriod"] >= queue["MessageRetentionPeriod"]
@@ -301,21 +284,21 @@ def test_queues_are_encrypted_and_poison_goes_to_the_dead_letter_queue(template:
         ("ResultPrefix", ["", "team/", "a/b.c/"], ["team", "/team/", "a b/"]),
     ],
 )
-def test_parameters_refuse_values_that_aws_would_refuse(template, parameter, good, bad):
-    pattern = template["Parameters"][parameter]["AllowedPattern"]
+def test_parameters_refuse_values_that_aws_would_refuse(parameter, good, bad):
+    pattern = TEMPLATE["Parameters"][parameter]["AllowedPattern"]
     assert [value for value in good if not re.fullmatch(pattern, value)] == []
     assert [value for value in bad if re.fullmatch(pattern, value)] == []
 
 
-def test_defaults_fit_the_settings_defaults(template: dict[str, Any]) -> None:
+def test_defaults_fit_the_settings_defaults() -> None:
     """A stack and a config that both leave the defaults must work together."""
     config = load_config(
         None, ["model.path=m", "storage.bucket=bucket", "runtime.kind=http", "runtime.url=http://localhost"], env={}
     )
-    properties = template["Resources"]["Queue"]["Properties"]
+    properties = TEMPLATE["Resources"]["Queue"]["Properties"]
     longest = config.timeouts.agent_s + config.timeouts.publish_grace_s
-    assert template["Parameters"]["MaxLifetimeSeconds"]["Default"] > longest
-    assert template["Parameters"]["ResultPrefix"]["Default"] == config.storage.prefix
-    assert template["Parameters"]["RunQueues"]["Default"] == str(config.queue.url is None).lower()
+    assert TEMPLATE["Parameters"]["MaxLifetimeSeconds"]["Default"] > longest
+    assert TEMPLATE["Parameters"]["ResultPrefix"]["Default"] == config.storage.prefix
+    assert TEMPLATE["Parameters"]["RunQueues"]["Default"] == str(config.queue.url is None).lower()
     assert properties["VisibilityTimeout"] == config.queue.visibility_s
     assert properties["RedrivePolicy"]["maxReceiveCount"] > buffer._RECEIVES, "runs share the stack's queue"

@@ -11,6 +11,7 @@ import yaml
 from rollout_backend.config import load_config
 from rollout_backend.deploy.deployment import config_text
 from rollout_backend.deploy.target import Network, Target
+from tests.infra.conftest import load_template
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = "examples/arithmetic"
@@ -45,7 +46,7 @@ def check_machine(template: dict[str, Any], network: dict[str, Any], words: list
 @pytest.mark.parametrize(
     ("page", "until"), [("deploy.md", "## Try it without an account"), ("first-aws-run.md", "Next: ")]
 )
-def test_each_command_names_what_is_there(load_template, page, until):
+def test_each_command_names_what_is_there(page, until):
     stacks: dict[str, dict[str, Any]] = {}
     for words in commands(page, until):
         match words:
