@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent_wrapper import CommandError, CommandNotStarted, RolloutContext, command, run_command
-from builders import is_running
+from builders import eventually, is_running
 
 CONTEXT = RolloutContext(payload={}, base_url="http://model/v1", api_key="secret", model="m")
 
@@ -69,8 +69,7 @@ async def test_a_child_that_left_the_process_group_is_killed():
     source = f"import subprocess, sys; print({start}.pid)"
     async with asyncio.timeout(60):
         pid = int(await run_command(CONTEXT, python(source)))
-        while is_running(pid):  # noqa: ASYNC110  a signal is delivered in the background
-            await asyncio.sleep(0.01)
+        await eventually(lambda: not is_running(pid))  # a signal is delivered in the background
 
 
 async def test_a_cancelled_command_ends_with_its_children_and_its_stderr_is_logged(tmp_path, capfd):
@@ -85,12 +84,10 @@ child.wait()
 """
     running = asyncio.create_task(run_command(CONTEXT, python(source), cwd=tmp_path))
     async with asyncio.timeout(60):
-        while not (tmp_path / "pid").exists():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await eventually((tmp_path / "pid").exists)
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
         assert capfd.readouterr().err == "working\n"
         pid = int((tmp_path / "pid").read_text())
-        while is_running(pid):  # noqa: ASYNC110  a signal is delivered in the background
-            await asyncio.sleep(0.01)
+        await eventually(lambda: not is_running(pid))  # a signal is delivered in the background
