@@ -89,13 +89,13 @@ def test_a_run_that_another_manager_holds_is_refused(rollout, settings, tasks, a
         portal.call(lease._store.aclose)
 
 
-def test_a_deployment_without_a_folder_names_the_folder(rollout, tmp_path):
-    refused(rollout("deploy"), "name the agent's folder AGENT_DIR, or a runtime with --adopt")
-    refused(rollout("deploy", "--adopt", "arn:no"), "--adopt arn:no is no ARN of an AgentCore runtime")
-    refused(rollout("deploy", tmp_path, "--adopt", "arn:no"), "--adopt takes a runtime as it is: omit AGENT_DIR")
-    refused(rollout("deploy", "NOPE", "--local"), "there is no folder NOPE")
-
-
-def test_a_local_deployment_names_the_option_that_needs_an_account(rollout, tmp_path):
-    for option, value in (("--build", "codebuild"), ("--subnet", "subnet-1")):
-        refused(rollout("deploy", tmp_path, "--local", option, value), option, "give", "with --stack")
+def test_a_deployment_that_lacks_something_names_it(rollout, tmp_path):
+    for arguments, words in (
+        ((), "name the agent's folder AGENT_DIR, or a runtime with --adopt"),
+        (("--adopt", "arn:no"), "--adopt arn:no is no ARN of an AgentCore runtime"),
+        ((tmp_path, "--adopt", "arn:no"), "--adopt takes a runtime as it is: omit AGENT_DIR"),
+        (("NOPE", "--local"), "there is no folder NOPE"),
+        ((tmp_path, "--local", "--build", "codebuild"), "--build codebuild: --local runs the agent's code"),
+        ((tmp_path, "--local", "--subnet", "subnet-1"), "--subnet, --security-group: --local runs the agent in"),
+    ):
+        refused(rollout("deploy", *arguments), words)

@@ -1,4 +1,4 @@
-"""`rollout demo`: where its model and its example come from. `tests/e2e/test_demo.py` runs whole demos."""
+"""What `rollout demo` and `rollout dev` refuse before anything starts; tests/e2e and tests/local run them."""
 
 import json
 
@@ -49,3 +49,17 @@ def test_the_script_answers_the_demos_tasks_so_that_most_groups_have_spread(repo
     with_spread = sum(not all(group) for group in right)
     assert len(right) / 2 < with_spread < len(right)
     assert reply("Who are you?") == "This reply is scripted."
+
+
+def test_input_that_cannot_be_used_is_refused(rollout, repository, tmp_path):
+    agent = repository / "examples" / "arithmetic" / "agent.py"
+    cases = (
+        ((tmp_path / "none.py",), "there is no agent at"),
+        ((agent, "--task", "none"), "tasks.jsonl has no task 'none'; its first one is 'sum-6-5'"),
+        ((agent, "--task", "sum-6-5", "--limit", "2"), "leave out --task or --limit"),
+        ((agent, "--engine", "--endpoint", "http://127.0.0.1:9"), "leave out --engine or --endpoint"),
+        ((agent, "--endpoint", "http://127.0.0.1:9"), "no server answers at http://127.0.0.1:9/model_info"),
+        ((agent, "-o", "model.path=/none"), "/none is not a folder on this machine"),
+    )
+    for arguments, words in cases:
+        refused(rollout("dev", *arguments), words)

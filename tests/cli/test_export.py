@@ -1,4 +1,4 @@
-"""`rollout export`."""
+"""`rollout export` and `rollout report`."""
 
 from pathlib import Path
 
@@ -12,21 +12,25 @@ from made_runs import MadeRun, make_run
 from rollout_backend.results.archive import RunArchive
 
 
-def test_the_newest_run_or_a_named_one(rollout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_newest_run_or_a_named_one(rollout, here):
     assert rollout("export")[0] == 2
+    refused(rollout("report"), "there is no run in")
     for name in ("old", "new"):
-        make_run(tmp_path / "runs" / name, MadeRun(tasks=2, group=2))
+        make_run(here / "runs" / name, MadeRun(tasks=2, group=2))
     code, output = rollout("export", "old")
     assert code == 0
     assert output.startswith("runs/old/tables/rollouts.parquet: 4 rows")
-    assert rollout("export", "--to", "jsonl", "--out", tmp_path / "out")[0] == 0
-    assert len((tmp_path / "out" / "steps.jsonl").read_text().splitlines()) == 1
+    assert rollout("export", "--to", "jsonl", "--out", here / "out")[0] == 0
+    assert len((here / "out" / "steps.jsonl").read_text().splitlines()) == 1
     assert rollout("export", "--to", "xml")[0] == 2
-    refused(rollout("export", "--out", tmp_path / "out" / "steps.jsonl"), "the export of runs/new cannot be written")
-    refused(rollout("export", "no-such-run"), "there is no run 'no-such-run'")
+    refused(rollout("export", "--out", here / "out" / "steps.jsonl"), "the export of runs/new cannot be written")
+    assert rollout("report", "old") == (0, "report: runs/old/report.html")
+    assert rollout("report", here / "runs" / "new", "--against", "old")[0] == 0
+    assert "Against old, step 0" in (here / "runs" / "new" / "report.html").read_text()
+    for command in ("export", "report"):
+        refused(rollout(command, "no-such-run"), "there is no run 'no-such-run'")
     assert rollout("export", "--out", "lr:1")[0] == 0
-    assert (tmp_path / "lr:1" / "turns.parquet").is_file()
+    assert (here / "lr:1" / "turns.parquet").is_file()
 
 
 @pytest.fixture
