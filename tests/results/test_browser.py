@@ -44,8 +44,8 @@ document.body.append(Object.assign(document.createElement("pre"), { id: "result"
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_report(make_run(tmp_path_factory.mktemp("runs") / "run", MadeRun(tasks=12, group=6, lost=0.2)))
+def report(made: Path) -> Path:
+    return write_report(made)
 
 
 def test_search_filters_and_sorting(report: Path, tmp_path: Path):

@@ -136,12 +136,7 @@ def test_only_rollouts_that_took_long_are_cut_off_for_their_length(outcome, reas
 
 def test_too_few_completed_rollouts_fail():
     assert verdict_on(step([*SPREAD, LOST]), min_completed=2).passed
-    verdict = verdict_on(step([*SPREAD, LOST]), min_completed=3)
-    assert not verdict.passed
-    assert tuple(each.text for each in verdict.findings[:2]) == (
-        "2 of 3 rollouts completed, 1 of 1 groups usable",
-        "2 of 3 rollouts completed, and at least 3 must complete",
-    )
+    assert not verdict_on(step([*SPREAD, LOST]), min_completed=3).passed
 
 
 def test_sessions_that_could_not_be_closed_fail():
