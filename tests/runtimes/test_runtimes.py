@@ -1,4 +1,4 @@
-"""Both runtimes against real servers: what each answer means to the step."""
+"""Both runtimes against real servers: what each answer means to the step, and the quotas of AgentCore."""
 
 import asyncio
 import contextlib
@@ -33,6 +33,7 @@ from rollout_backend.errors import (
 )
 from rollout_backend.local.cloud import LocalRuntime
 from rollout_backend.local.session_pool import EmulatorLimits
+from rollout_backend.runtimes.agentcore.account import ACTIVE_SESSIONS, NEW_PER_S, describe_quotas
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime, _to_call_error
 from rollout_backend.runtimes.base import AgentRuntime
 from rollout_backend.runtimes.http import SESSION_HEADER, HttpRuntime, session_stopper
@@ -217,8 +218,7 @@ async def test_a_connect_that_times_out_opened_no_session(kind, local_keys, tmp_
         if kind == "http":
             runtime = await HttpRuntime.open(HttpConfig(url=url, connect_timeout_s=0.2))
         elif kind == "agentcore":
-            arn = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/local-0123456789"
-            runtime = await AgentCoreRuntime.open(AgentCoreConfig(arn=arn, endpoint_url=url, connect_timeout_s=0.2))
+            runtime = await AgentCoreRuntime.open(AgentCoreConfig(arn=ARN, endpoint_url=url, connect_timeout_s=0.2))
         else:
             kubeconfig = tmp_path / "kubeconfig"
             named = {"contexts": {"cluster": "a", "user": "a"}, "clusters": {"server": url}, "users": {"token": "t"}}
@@ -358,3 +358,30 @@ async def test_64_kib_of_an_answer_are_read(answering):
     runtime = await answering(without_an_end())
     assert await runtime.invoke(new_session(), b"{}") == b"x" * 65536
     assert sent < 100_000_000, "the rest stays where it is"
+
+
+# --- quotas -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("region", "settings", "quotas", "level", "words"),
+    [
+        ("us-east-1", {}, {ACTIVE_SESSIONS: 5000.0, NEW_PER_S: 25.0}, "ok", "5,000 active sessions and 25 new"),
+        ("us-east-1", {}, {ACTIVE_SESSIONS: 1000.0}, "warning", "runtime.max_sessions=5000 is above 1000 active"),
+        ("us-east-1", {"invoke_per_s": 50}, {NEW_PER_S: 25.0}, "warning", "invoke_per_s=50 is above 25 new"),
+        (
+            "us-east-1",
+            {},
+            {NEW_PER_S: 25.0, "L-0B3AF7ED": 400.0},
+            "warning",
+            "is above 6.7 new containers per second",
+        ),
+        ("us-east-1", {"invoke_per_s": 6.5}, {NEW_PER_S: 25.0, "L-0B3AF7ED": 400.0}, "ok", "25 new ones per second"),
+        ("us-east-1", {}, {ACTIVE_SESSIONS: 0.0}, "problem", "ask AWS Support"),
+        ("eu-west-1", {}, {"L-OTHER": 1.0}, "unchecked", "defaults of November 2026 are 2,500 active sessions"),
+    ],
+)
+def test_a_runs_limits_and_the_accounts_quotas(region, settings, quotas, level, words):
+    found = describe_quotas(AgentCoreConfig(arn=ARN.replace("us-east-1", region), **settings), quotas)
+    assert (found.level, found.fields()["id"]) == (level, "runtime-quotas")
+    assert words in str(found)
