@@ -20,10 +20,8 @@ from hypothesis import strategies as st
 
 from agent_wrapper.contract import Trajectory
 from field_claims import ASK, CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from gateway_fixtures import make_app
 from gateway_server import CONTROL_KEY, SECRET, session_key
-from rollout_backend.config import GatewayConfig
-from rollout_backend.gateway.gateway_settings import GatewaySettings
-from rollout_backend.gateway.server import create_app
 from rollout_backend.local.scripted import ScriptedEngine
 
 MODEL = "scripted"
@@ -79,19 +77,8 @@ async def _stream(chunks: list[bytes]) -> AsyncIterator[bytes]:
 def send(bundle, byte_model):
     """Send a request to a gateway whose engine repeats the prompt. The session `theirs` has sent it a secret."""
     with ScriptedEngine(echo) as engine, start_blocking_portal() as portal:
-        app = create_app(
-            GatewaySettings(
-                port=0,
-                gateway=GatewayConfig(max_body_bytes=MAX_BODY_BYTES),
-                engine_url=engine.url,
-                secret=SECRET,
-                control_key=CONTROL_KEY,
-                model=byte_model.model_copy(update={"context_length": 16_384}),
-                model_call_s=120,
-                engine_attempts=2,
-            ),
-            bundle,
-        )
+        model = byte_model.model_copy(update={"context_length": 16_384})
+        app = make_app(engine.url, model, bundle, {"max_body_bytes": MAX_BODY_BYTES})
         with portal.wrap_async_context_manager(app.router.lifespan_context(app)):
             send = InProcess(app, portal)
             for path, base in BASES.items():

@@ -10,9 +10,8 @@ import pytest
 
 from agent_wrapper.contract import Trajectory
 from builders import assistant, user
-from gateway_server import CONTROL_KEY, SECRET, session_key
-from rollout_backend.gateway.gateway_settings import GatewaySettings
-from rollout_backend.gateway.server import create_app
+from gateway_fixtures import make_app
+from gateway_server import CONTROL_KEY, session_key
 from rollout_backend.gateway.sessions import journal as journals
 from rollout_backend.local.scripted import ScriptedEngine
 
@@ -80,15 +79,7 @@ async def start(byte_model, byte_bundle, tmp_path):
                 await running.pop().aclose()
             running.append(await stack.enter_async_context(AsyncExitStack()))
             engine = running[0].enter_context(ScriptedEngine(replies))
-            settings = GatewaySettings(
-                port=1,
-                engine_url=engine.url,
-                secret=SECRET,
-                control_key=CONTROL_KEY,
-                model=byte_model,
-                journal=tmp_path / "gateway" / "0-of-1",
-            )
-            app = create_app(settings, byte_bundle)
+            app = make_app(engine.url, byte_model, byte_bundle, journal=tmp_path / "gateway" / "0-of-1")
             await running[0].enter_async_context(app.router.lifespan_context(app))
             http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
             await running[0].enter_async_context(http)

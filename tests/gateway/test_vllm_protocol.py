@@ -6,13 +6,12 @@ import pytest
 
 from agent_wrapper.contract import VersionSpan
 from builders import user
+from gateway_fixtures import make_app
 from rollout_backend.errors import ConfigError, EngineUnavailable
 from rollout_backend.gateway.engine.client import EngineClient, EngineRefused
 from rollout_backend.gateway.engine.engines import Engines
 from rollout_backend.gateway.engine.protocol import EngineRequest
 from rollout_backend.gateway.engine.vllm import VllmProtocol
-from rollout_backend.gateway.gateway_settings import GatewaySettings
-from rollout_backend.gateway.server import create_app
 from rollout_backend.local.scripted import LOGPROB, Fail, ToolCall
 from rollout_backend.rendering.token_bytes import StopStrings
 from tests.emulators.scripted_vllm import ScriptedVllm
@@ -185,11 +184,8 @@ def test_a_conversation_with_a_tool_is_one_segment(serve):
 
 
 def test_images_are_refused_at_the_start(byte_model, byte_bundle):
-    settings = GatewaySettings(
-        port=0, model=byte_model, engine_name="vllm", engine_url="", secret="s" * 40, control_key="c" * 40
-    )
     with pytest.raises(ConfigError, match=r"serving\.engine=vllm: set gateway\.max_images=0"):
-        create_app(settings, replace(byte_bundle, vision=object()))
+        make_app("", byte_model, replace(byte_bundle, vision=object()), engine_name="vllm")
 
 
 async def test_a_reply_whose_end_was_received_is_complete_without_the_rest(engine, generate, monkeypatch):

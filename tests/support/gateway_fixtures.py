@@ -44,15 +44,13 @@ def smollm2() -> Path:
     return path
 
 
-def make_gateway(engine_url: str, model: ModelConfig, bundle, gateway=None, dialects=None, engine=None, **settings):
-    """Make a gateway, which the caller starts."""
-    from gateway_server import CONTROL_KEY, SECRET, GatewayServer
+def make_app(engine_url: str, model: ModelConfig, bundle, gateway=None, dialects=None, port: int = 1, **settings):
+    """Make the application of a gateway."""
+    from gateway_server import CONTROL_KEY, SECRET
     from rollout_backend.dialects.registry import DIALECTS
     from rollout_backend.gateway.gateway_settings import GatewaySettings
     from rollout_backend.gateway.server import create_app
-    from rollout_backend.serving.server_process import free_port
 
-    port = free_port()
     settings = GatewaySettings(
         port=port,
         gateway=GatewayConfig(**(gateway or {})),
@@ -62,7 +60,16 @@ def make_gateway(engine_url: str, model: ModelConfig, bundle, gateway=None, dial
         model=model,
         **{"engine_attempts": 2, "model_call_s": 120, **settings},
     )
-    return GatewayServer(create_app(settings, bundle, dialects or DIALECTS), port, engine)
+    return create_app(settings, bundle, dialects or DIALECTS)
+
+
+def make_gateway(engine_url: str, model: ModelConfig, bundle, engine=None, **settings):
+    """Make a gateway, which the caller starts."""
+    from gateway_server import GatewayServer
+    from rollout_backend.serving.server_process import free_port
+
+    port = free_port()
+    return GatewayServer(make_app(engine_url, model, bundle, port=port, **settings), port, engine)
 
 
 @pytest.fixture
