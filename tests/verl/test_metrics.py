@@ -300,22 +300,6 @@ def test_rows_have_the_order_of_the_prompts_and_not_of_their_arrival(queue: Any)
 
 
 @on_a_real_queue
-def test_a_batch_has_metrics_of_left_out_rollouts_and_staleness(queue: Any) -> None:
-    trainer = Trainer(queue, "sync", "data.train_batch_size=2")
-    lossy = group(rollout(0), planned=2, failures=(failure(1, Outcome.TIMED_OUT, "no_result"),))
-    TALLY.add("train", count_group(lossy, made(lossy)))
-    trainer.finish("u1", [9, 9])
-    trainer.finish("u2", [9, 8])
-    batch, found = trainer.sampler.sample(global_steps=10, partition_id="train", batch_size=2)
-    assert set(batch.keys) == {"u1_0_0", "u1_1_0", "u2_0_0", "u2_1_0"}
-    assert found["rollouts/left_out/timed_out/sum"] == 1
-    assert found["rollouts/trained/sum"] == 4
-    assert found["rollouts/staleness/mean"] == 0.25
-    assert found["rollouts/staleness/max"] == 1
-    assert TALLY.take("train") == Counter()
-
-
-@on_a_real_queue
 def test_a_batch_waits_for_groups_that_would_become_too_old(queue: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two groups of step 8 and one of step 9 are unfinished: a batch of one leaves no place for one of them."""
     from rollout_backend.verl import sampler
