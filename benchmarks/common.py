@@ -188,10 +188,10 @@ class Table:
         return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def shown(value: float | None) -> str:
-    """Return a number with three significant digits; "" for None."""
-    if value is None:
-        return ""
+def shown(value: float | str | None) -> str:
+    """Return a number with three significant digits, or a text; "" for None."""
+    if value is None or isinstance(value, str):
+        return value or ""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 

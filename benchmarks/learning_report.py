@@ -29,8 +29,8 @@ def runs_of(results: Results, name: str) -> list[Run]:
     return sorted(runs, key=lambda run: int(run["seed"]))
 
 
-def variants_of(results: Results) -> list[str]:
-    return [*dict.fromkeys(run["variant"] for run in results["runs"])]
+def by_variant(results: Results) -> dict[str, list[Run]]:
+    return {run["variant"]: runs_of(results, run["variant"]) for run in results["runs"]}
 
 
 def final(run: Run) -> float:
@@ -45,31 +45,21 @@ def area(run: Run) -> float:
 
 def outcomes(results: Results) -> Table:
     """Return one line for each variant: how far, and how fast, it has learned."""
-    header = ["run", "seeds", "first step", "last third", "lowest to highest", "all steps"]
     lines = []
-    for variant in variants_of(results):
-        runs = runs_of(results, variant)
-        ends = [final(run) for run in runs]
-        lines.append(
-            [
-                variant,
-                str(len(runs)),
-                f"{statistics.fmean(run['right'][0] for run in runs):.3f}",
-                _with_spread(ends),
-                f"{min(ends):.3f} to {max(ends):.3f}",
-                _with_spread([area(run) for run in runs]),
-            ]
-        )
-    return Table(header, lines)
+    for variant, runs in by_variant(results).items():
+        first, ends = statistics.fmean(run["right"][0] for run in runs), [final(run) for run in runs]
+        last = _with_spread(ends), f"{min(ends):.3f} to {max(ends):.3f}"
+        lines.append([variant, str(len(runs)), f"{first:.3f}", *last, _with_spread([area(run) for run in runs])])
+    return Table(("run", "seeds", "first step", "last third", "lowest to highest", "all steps"), lines)
 
 
 def differences(results: Results, reference: str) -> Table:
     """Return one line for each other variant: its runs less those of the reference, by seed."""
     others = {run["seed"]: run for run in runs_of(results, reference)}
     lines = []
-    for variant in variants_of(results):
+    for variant, runs in by_variant(results).items():
         if variant != reference:
-            pairs = [(run, others[run["seed"]]) for run in runs_of(results, variant) if run["seed"] in others]
+            pairs = [(run, others[run["seed"]]) for run in runs if run["seed"] in others]
             cells = [interval([measure(one) - measure(other) for one, other in pairs]) for measure in (final, area)]
             lines.append([f"{variant}, less {reference}", str(len(pairs)), *cells])
     return Table(("difference", "seeds", "last third", "all steps"), lines)
@@ -86,13 +76,13 @@ def interval(values: Sequence[float]) -> str:
 
 def parts(results: Results) -> Table:
     """Return one line for each part of a step that takes time, in seconds, and one for the whole step."""
-    variants = variants_of(results)
+    variants = by_variant(results)
     lines = []
-    for name in runs_of(results, variants[0])[0]["parts_s"]:
-        means = [statistics.fmean(run["parts_s"][name] for run in runs_of(results, each)) for each in variants]
+    for name in results["runs"][0]["parts_s"]:
+        means = [statistics.fmean(run["parts_s"][name] for run in runs) for runs in variants.values()]
         if max(means) >= 0.005:
             lines.append([f"`{name}`" if name != "rest" else name, *(f"{mean:.2f}" for mean in means)])
-    steps = [statistics.fmean(s for run in runs_of(results, each) for s in run["step_s"][1:]) for each in variants]
+    steps = [statistics.fmean(s for run in runs for s in run["step_s"][1:]) for runs in variants.values()]
     return Table(("part of a step, s", *variants), [*lines, ["all", *(f"{mean:.2f}" for mean in steps)]])
 
 
@@ -105,7 +95,7 @@ def timeline(results: Results) -> Table:
 
 def cpu(results: Results) -> Table:
     """Return one line for each kind of process, with the CPU seconds that it spends on a step."""
-    spent = {variant: runs_of(results, variant)[0]["cpu_s"] for variant in variants_of(results)}
+    spent = {variant: run["cpu_s"] for variant, [run] in by_variant(results).items()}
     kinds = sorted({kind for each in spent.values() for kind in each})
     kinds.sort(key=lambda kind: -spent["ours"].get(kind, 0.0))
     lines = [[kind, *(f"{each.get(kind, 0.0):.2f}" for each in spent.values())] for kind in kinds]
@@ -116,8 +106,7 @@ def cpu(results: Results) -> Table:
 def losses(results: Results) -> Table:
     """Return one line for each variant: what was lost and trained, over all seeds."""
     lines = []
-    for variant in variants_of(results):
-        runs = runs_of(results, variant)
+    for variant, runs in by_variant(results).items():
         sums = [sum(run[name] for run in runs) for name in ("planned", "sessions", "lost", "trained")]
         counts = [f"{count:,}" for count in sums]
         lines.append([variant, *counts, f"{sums[2] / sums[1]:.0%}", _change(run["calls"] for run in runs)])

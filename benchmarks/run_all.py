@@ -12,7 +12,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +103,7 @@ def table(results: Results, part: str) -> Table:
         lines = [[name, *(form(row[name]) if name in row else "" for row in rows)] for name in names]
         return Table((FIGURES[part], *(row["system"] for row in rows)), lines)
     columns = COLUMNS[part]
-    cells = [[row.get(key) for key in columns] for row in rows]
-    lines = [
-        [WORK[part](row), row["system"], *(value if isinstance(value, str) else shown(value) for value in values)]
-        for row, values in zip(rows, cells, strict=True)
-    ]
+    lines = [[WORK[part](row), row["system"], *map(shown, map(row.get, columns))] for row in rows]
     return Table(("work", "system", *columns.values()), lines)
 
 
@@ -126,7 +123,7 @@ def picture(results: Results) -> str:
         ("gateway", "cpu_ms", "CPU of the gateway's process per call, in ms"),
         ("training_step", "total", "a training step on the CPU, in s"),
     )
-    rows = [[*_compared(results, part, key)] for part, key, _ in panels]
+    rows = [_compared(results, part, key) for part, key, _ in panels]
     heights = [max(1, len(each)) for each in rows]
     with drawing(4, 1, 9, 2 + sum(heights) / 5, height_ratios=heights) as (axes, written):
         for axis, (part, key, title), bars in zip(axes[:, 0], panels, rows, strict=True):
@@ -144,12 +141,11 @@ def picture(results: Results) -> str:
     return written.getvalue()
 
 
-def _compared(results: Results, part: str, key: str) -> Iterator[Row]:
-    """Yield the rows of the works that others did, too, with this figure."""
+def _compared(results: Results, part: str, key: str) -> list[Row]:
+    """Return the rows of the works that others did, too, with this figure."""
     rows = [row for row in rows_of(results, part) if key in row and row.get("rate", 0) != 500]
-    for row in rows:
-        if sum(WORK[part](row) == WORK[part](other) for other in rows) > 1:
-            yield row
+    works = Counter(map(WORK[part], rows))
+    return [row for row in rows if works[WORK[part](row)] > 1]
 
 
 def main() -> None:

@@ -48,8 +48,11 @@ def python_of(name: str, pins: Path | None = None) -> Path:
             return python
         print(f"installing {name} into {folder}", file=sys.stderr, flush=True)
         shutil.rmtree(folder, ignore_errors=True)
-        _run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
-        _run([find_uv(), "pip", "install", "--quiet", "--python", str(python), "--no-deps", "-r", str(pins)])
+        install = [find_uv(), "pip", "install", "--quiet", "--python", str(python), "--no-deps", "-r", str(pins)]
+        for argv in ([sys.executable, "-m", "venv", "--without-pip", str(folder)], install):
+            done = subprocess.run(argv, env=environment(), capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise Unmeasured(f"{argv[1:]} ended with {done.returncode}: {(done.stdout + done.stderr)[-1000:]}")
         (folder / _MARKER).touch()
     return python
 
@@ -63,11 +66,10 @@ def command(program: str) -> list[str]:
 def environment(program: str = "toolkit") -> dict[str, str]:
     """Return the environment variables of a program. Rivals find no module of this project."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    benchmarks = _HERE.parent
-    ours = {"PYTHONPATH": os.pathsep.join(map(str, (benchmarks.parent, benchmarks)))}
+    if program not in PACKAGES:
+        env["PYTHONPATH"] = f"{_HERE.parents[1]}:{_HERE.parent}"
     return {
         **env,
-        **({} if program in PACKAGES else ours),
         "AWS_ACCESS_KEY_ID": "test",
         "AWS_SECRET_ACCESS_KEY": "test",
         "AWS_DEFAULT_REGION": "us-east-1",
@@ -78,9 +80,3 @@ def environment(program: str = "toolkit") -> dict[str, str]:
 
 def _pins(name: str) -> Path:
     return _HERE / f"{name}.txt"
-
-
-def _run(argv: list[str]) -> None:
-    done = subprocess.run(argv, env=environment(), capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise Unmeasured(f"{argv[1:]} ended with {done.returncode}: {(done.stdout + done.stderr)[-1000:]}")
