@@ -225,11 +225,7 @@ async def run(options: Any, work: Path) -> None:
         for seed in seeds:
             runs.append({"name": game.name, "seed": seed, "steps": await anext(trained)})
             print(game.name, seed, *(f"{step['reward']:.2f}" for step in runs[-1]["steps"]), flush=True)
-            results = {
-                "versions": {"textarena": versions["TextArena"]},
-                "settings": settings,
-                "runs": runs,
-            }
+            results = {"versions": {"textarena": versions["TextArena"]}, "settings": settings, "runs": runs}
             command = ".venv-verl/bin/python benchmarks/many_turns.py"
             write_section(options.json, "many_turns", command, time.monotonic() - began, results)
         await trained.aclose()
