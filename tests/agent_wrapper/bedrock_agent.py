@@ -21,12 +21,18 @@ app = BedrockAgentCoreApp(debug=True)
 if os.environ.get("CLIENTS"):  # made before any invoke
     import anthropic
     import openai
-    from strands import Agent
+    from strands import Agent, tool
     from strands.models import BedrockModel
 
     OPENAI = openai.OpenAI(max_retries=0)
     ANTHROPIC = anthropic.AsyncAnthropic(max_retries=0)
-    STRANDS = Agent(BedrockModel(max_tokens=77, stop_sequences=["END"]), callback_handler=None)
+
+    @tool
+    def add(a: int, b: int) -> int:
+        """Add two integers."""
+        return a + b
+
+    STRANDS = Agent(BedrockModel(max_tokens=77, stop_sequences=["END"]), tools=[add], callback_handler=None)
 MESSAGES = [{"role": "user", "content": "Hi"}]
 tasks = []
 

@@ -267,6 +267,7 @@ def test_a_strands_agent_of_bedrock_calls_the_model_being_trained(use, models):
     [(path, _, body)] = models.calls
     assert (path, body["model"], body["stream"]) == (CHAT, "the-model", True)
     assert (body["max_tokens"], body["stop"], "temperature" in body) == (77, ["END"], False)
+    assert [tool["function"]["name"] for tool in body["tools"]] == ["add"]
 
 
 def test_a_deployed_call_goes_where_its_client_was_made_for(use, models):
