@@ -75,39 +75,20 @@ def as_processes(example: Path, engine: ScriptedEngine) -> list[str]:
     return ["run", str(example / "config.yaml"), "--local", "-o", MODEL, "-o", serving]
 
 
-def services(engine: ScriptedEngine, storage: LocalStorage) -> list[str]:
-    """Return the settings of a run with this engine and these S3 and SQS."""
+def in_cloud(
+    example: Path, settings: str, engine: ScriptedEngine, storage: LocalStorage, **runtime: object
+) -> list[str]:
+    """Return the command of a run with this engine, and these S3 and SQS."""
     port = free_port()
-    return [
+    overrides = [
         MODEL,
         f"gateway={{host: 127.0.0.1, port: {port}, public_url: 'http://127.0.0.1:{port}'}}",
         f"serving={{kind: external, urls: ['{engine.url}']}}",
         f"aws={{region: {storage.region}, endpoint_url: '{storage.endpoint_url}'}}",
         f"storage.bucket={storage.bucket}",
+        *(f"runtime.{name}={value}" for name, value in runtime.items()),
     ]
-
-
-def on_kubernetes(
-    example: Path, engine: ScriptedEngine, cluster: KubernetesEmulator, storage: LocalStorage
-) -> list[str]:
-    overrides = [
-        *services(engine, storage),
-        f"runtime.kubeconfig={cluster.kubeconfig}",
-        "runtime.start_timeout_s=300",
-    ]
-    return ["run", str(example / "kubernetes.yaml"), *(part for each in overrides for part in ("-o", each))]
-
-
-def on_agentcore(example: Path, engine: ScriptedEngine, local: LocalRuntime, storage: LocalStorage) -> list[str]:
-    overrides = [
-        *services(engine, storage),
-        f"runtime.image={local.image}",
-        f"runtime.role={local.role}",
-        f"runtime.endpoint_url={local.endpoint_url}",
-        f"runtime.session_logs={local.session_logs}",
-        "runtime.max_sessions=4",
-    ]
-    return ["run", str(example / "agentcore.yaml"), *(part for each in overrides for part in ("-o", each))]
+    return ["run", str(example / settings), *(part for each in overrides for part in ("-o", each))]
 
 
 def images(tasks: Path, folder: Path, root: Path) -> dict[str, FolderImage]:
@@ -186,7 +167,8 @@ async def test_the_ten_tasks_as_processes_and_on_kubernetes_sample_the_same_toke
     spawners = images(places[1] / "tasks", tmp_path / "images", examples.parent)
     with ScriptedEngine(script(made.BUGS)) as engine:
         async with KubernetesEmulator(spawners, tmp_path / "cluster") as cluster:
-            argv = on_kubernetes(examples / "swe_agent", engine, cluster, storage)
+            place = {"kubeconfig": cluster.kubeconfig, "start_timeout_s": 300}
+            argv = in_cloud(examples / "swe_agent", "kubernetes.yaml", engine, storage, **place)
             records = await run(argv, places[1], examples.parent, 10, **storage.environ)
             assert cluster.running_pods() == []
             jobs = [each for each in cluster.created if each["kind"] == "Job"]
@@ -194,10 +176,7 @@ async def test_the_ten_tasks_as_processes_and_on_kubernetes_sample_the_same_toke
     check_run(records, places[1], engine, made.BUGS)
     assert tokens(places[1]) == tokens(places[0])
     verifiers = [each["metadata"]["name"].startswith("verifier-") for each in jobs]
-    assert (verifiers.count(False), verifiers.count(True)) == (
-        10,
-        10,
-    )  # each in its task's image, and one to score it
+    assert sorted(verifiers) == [False] * 10 + [True] * 10  # each in its task's image, and one to score it
     assert ["tests.tar.gz" in each["data"] for each in secrets].count(True) == 10
     assert all(("tests.tar.gz" in each["data"]) == ("payload.json" not in each["data"]) for each in secrets)
 
@@ -230,7 +209,8 @@ async def test_four_tasks_in_two_images_on_agentcore(examples, made, tmp_path, s
             preload=False,
         )
         async with local:
-            argv = on_agentcore(examples / "swe_agent", engine, local, storage)
+            place = {name: getattr(local, name) for name in ("image", "role", "endpoint_url", "session_logs")}
+            argv = in_cloud(examples / "swe_agent", "agentcore.yaml", engine, storage, max_sessions=4, **place)
             records = await run(argv, tmp_path, examples.parent, 4, **storage.environ)
             async with control_client("us-east-1", local.endpoint_url) as client:
                 names = [each["agentRuntimeName"] async for each in list_runtimes(client)]
