@@ -1,5 +1,4 @@
 import json
-import shutil
 from contextlib import nullcontext
 
 import pytest
@@ -9,21 +8,13 @@ from rollout_backend.errors import ConfigError
 from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.rendering.chatml import ChatMLRenderer
 from rollout_backend.rendering.renderer import load_renderer
+from vocabularies import model_folder
 
 
 @pytest.fixture
-def model_folder(tmp_path):
-    def make(name: str = "model", template: str | None = None, **files):
-        path = tmp_path / name
-        shutil.copytree(BYTE_MODEL, path)
-        if template is not None:
-            file = path / "tokenizer_config.json"
-            file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
-        for file_name, content in files.items():
-            (path / f"{file_name}.json").write_text(json.dumps(content))
-        return path
-
-    return make
+def folder(tmp_path):
+    """Return a function that makes the byte model's folder, with another template."""
+    return lambda template=None: model_folder(tmp_path / "model", BYTE_MODEL, template)
 
 
 def test_auto_selects_chatml_if_it_equals_the_models_template():
@@ -63,9 +54,9 @@ PRINTS = {
 
 @pytest.mark.parametrize("prints", PRINTS)
 @pytest.mark.parametrize("condition", ["true", "m['content'] is none"])
-def test_the_models_template_gets_calls_in_the_form_that_it_shows(model_folder, prints, condition):
+def test_the_models_template_gets_calls_in_the_form_that_it_shows(folder, prints, condition):
     calls = f"{{% if {condition} %}}{{% for c in m.tool_calls or [] %}}{PRINTS[prints]}{{% endfor %}}{{% endif %}}"
-    path = model_folder(template=f"{{% for m in messages %}}{{{{ m.role }}}}{calls}{{% endfor %}}")
+    path = folder(f"{{% for m in messages %}}{{{{ m.role }}}}{calls}{{% endfor %}}")
     bundle = load_renderer(ModelConfig(path=path, renderer="default"))
     messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
     shown = bundle.decode(bundle.render(messages, None))
@@ -73,9 +64,9 @@ def test_the_models_template_gets_calls_in_the_form_that_it_shows(model_folder, 
 
 
 @pytest.mark.parametrize("refuses", ["{{ raise_exception('only first') }}", ""])
-def test_a_late_system_message_that_the_models_template_does_not_show_is_refused_by_its_place(model_folder, refuses):
+def test_a_late_system_message_that_the_models_template_does_not_show_is_refused_by_its_place(folder, refuses):
     template = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}REFUSES{% else %}{{ m.content }}"
-    path = model_folder(template=template.replace("REFUSES", refuses) + "{% endif %}{% endfor %}")
+    path = folder(template.replace("REFUSES", refuses) + "{% endif %}{% endfor %}")
     bundle = load_renderer(ModelConfig(path=path, renderer="default"))
     said = [{"role": role, "content": role} for role in ("system", "user", "system")]
     assert bundle.decode(bundle.render(said[:2], None)) == "systemuser"
@@ -85,9 +76,9 @@ def test_a_late_system_message_that_the_models_template_does_not_show_is_refused
 
 @pytest.mark.parametrize("parser", [{}, {"reasoning_parser": "think"}])
 @pytest.mark.parametrize("opens", [True, False])
-def test_reasoning_that_the_models_template_opens_is_read_after_any_header(model_folder, opens, parser):
+def test_reasoning_that_the_models_template_opens_is_read_after_any_header(folder, opens, parser):
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[A]"
-    path = model_folder(template=template + ("<think>\n" if opens else ""))
+    path = folder(template + ("<think>\n" if opens else ""))
     bundle = load_renderer(ModelConfig(path=path, renderer="default", renderer_options=parser))
     prompt = bundle.render([{"role": "user", "content": "<think>"}], None)
     said = bundle.tokenizer.encode("I see.</think>Yes.", add_special_tokens=False)
@@ -108,14 +99,15 @@ def test_renderer_options():
             load_renderer(ModelConfig(path=BYTE_MODEL, renderer=name, renderer_options={"nonsense": 1}))
 
 
-def test_the_default_renderer_needs_a_template(model_folder):
-    path = model_folder(template="")
+def test_the_default_renderer_needs_a_template(folder):
+    path = folder("")
     with pytest.raises(ConfigError, match="needs a chat template"):
         load_renderer(ModelConfig(path=path, renderer="default"))
 
 
-def test_an_end_token_unknown_to_the_renderer_is_not_text(model_folder):
-    path = model_folder(generation_config={"eos_token_id": 1})
+def test_an_end_token_unknown_to_the_renderer_is_not_text(folder):
+    path = folder()
+    (path / "generation_config.json").write_text('{"eos_token_id": 1}')
     bundle = load_renderer(ModelConfig(path=path, renderer="chatml"))
     said = bundle.tokenizer.encode("Hi", add_special_tokens=False)
     assert bundle.renderer.parse_response([*said, 1]).content == "Hi"
@@ -130,9 +122,9 @@ class Own(PreTrainedTokenizerFast):
 """
 
 
-def test_code_of_the_model_runs_only_if_trusted(model_folder, monkeypatch, tmp_path):
+def test_code_of_the_model_runs_only_if_trusted(folder, monkeypatch, tmp_path):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    path = model_folder()
+    path = folder()
     (path / "own.py").write_text(OWN_TOKENIZER.replace("__file__", repr(str(path / "own.py"))))
     file = path / "tokenizer_config.json"
     config = {
