@@ -40,6 +40,8 @@ With every client:
   the client.
 - **Set long timeouts and many retries.** OpenAI's and Anthropic's clients take `max_retries` and `timeout`. Eight
   retries outlast the restart of an engine or a gateway; forty outlast the restart of the whole training side.
+- **Give equal parallel questions a key.** If an agent asks for several samples of one question, send a different
+  `Idempotency-Key` header with each. Without one, a retry of a refused connection can get the answer of another.
 - **Unsupported fields** are answered 400 with [the field's name](gateway.md#supported-request-fields).
 - **Forced formats** (`tool_choice`, JSON mode, a schema) are not trained. Frameworks force one if you ask for
   structured output: let the model answer freely and read its text instead.

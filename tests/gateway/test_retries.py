@@ -14,7 +14,8 @@ from rollout_backend.gateway.sessions.calls import MAX_ANSWERS, InFlightCall, Re
 from rollout_backend.local.scripted import Fail, Pieces
 
 BODY = {"model": "scripted", "messages": [user("Say something.")]}
-RETRY = {"x-stainless-retry-count": "1"}
+COUNT = "x-stainless-retry-count"
+RETRY = {COUNT: "1"}
 
 
 def post(gateway, headers=None, session="s1", body=BODY) -> httpx.Response:
@@ -39,7 +40,7 @@ def counting(play):
 def test_a_retry_gets_the_recorded_answer(counting, stream):
     body = {**BODY, "stream": stream}
     first = post(counting, body=body)
-    again = [post(counting, RETRY, body=body) for _ in range(2)]
+    again = [post(counting, {COUNT: number}, body=body) for number in "12"]
     assert [said(response) for response in (first, *again)] == ["1", "1", "1"]
     if not stream:
         assert again[0].json() == first.json()
@@ -73,17 +74,16 @@ async def test_a_retry_of_a_call_that_is_being_aborted_is_a_new_call():
             aborting.set()
             await confirmed.wait()
 
-    cache, asked = RetryCache(), RequestKey.of("chat", b"body", RETRY)
-    running = InFlightCall(ModelCall("m", []), asked)
+    cache, running = RetryCache(), InFlightCall(ModelCall("m", []), asked("body"))
     task = running.start(sample())
     cache.add(running)
     running.join()
-    assert cache.find(asked) is running
+    assert cache.find(asked("body", **RETRY)) is running
     await asyncio.sleep(0)
     running.leave()
     await aborting.wait()
     assert not running.done
-    assert cache.find(asked) is None
+    assert cache.find(asked("body", **RETRIED)) is None
     confirmed.set()
     await asyncio.wait({task})
     assert not len(cache)
@@ -116,7 +116,7 @@ def test_a_retry_gets_no_answer_of_an_earlier_equal_question(play, stream, fault
     else:
         assert post(gateway, body=body).status_code == 503
     failing = False
-    assert [said(post(gateway, RETRY, body=body)) for _ in range(2)] == ["2", "2"]
+    assert [said(post(gateway, {COUNT: number}, body=body)) for number in "12"] == ["2", "2"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -159,6 +159,38 @@ def test_a_retry_of_one_of_several_equal_questions_gets_no_answer_of_another(pla
         release.set()
         assert said(first.result(120)) == "1"
     assert said(post(gateway, RETRY)) == "2"
+
+
+def test_equal_questions_that_were_refused_before_they_came_here_are_a_sample_each(play):
+    """An agent asks for several samples in parallel while the gateway restarts, so all arrive as retries."""
+    go, numbers = threading.Event(), iter("1234")
+
+    def reply(_):
+        number = next(numbers)
+        go.wait(120)
+        return number
+
+    gateway = play(reply)
+    with ThreadPoolExecutor() as pool:
+        calls = [pool.submit(post, gateway, RETRY) for _ in range(4)]
+        until(lambda: len(gateway.engine.requests) == 4)
+        go.set()
+        assert sorted(said(call.result(120)) for call in calls) == ["1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize(
+    ("counts", "samples"),
+    [
+        ("0 1 2", "1 1 1"),
+        ("0 2", "1 1"),  # the attempt between them did not get here
+        ("0 1 1", "1 1 2"),
+        ("0 0 1", "1 2 3"),  # a retry of either, or of a third
+        ("0 0 1 2", "1 2 3 3"),
+        ("2 1", "1 2"),
+    ],
+)
+def test_a_retry_joins_a_call_only_if_no_other_comes_into_question(counting, counts, samples):
+    assert [said(post(counting, {COUNT: count})) for count in counts.split()] == samples.split()
 
 
 def test_a_retry_of_the_sdk_differs_from_a_new_question(counting):
@@ -232,6 +264,15 @@ async def test_an_undelivered_answer_is_returned_to_the_next_equal_question():
     running.leave()
     assert replays.find(asked("a")) is None
     assert replays.find(asked("a", **RETRIED)) is running
+
+
+async def test_retries_after_a_restart_get_an_answer_each():
+    replays = RetryCache()
+    for _ in range(2):
+        replays.remember(asked("a"), ANSWER)
+    found = [replays.find(asked("a", **RETRY)) for _ in range(3)]
+    assert found[0] is not found[1] is not None
+    assert found[2] is None
 
 
 async def test_the_cache_keeps_the_answer_and_drops_the_question():

@@ -6,6 +6,10 @@ A request is a retry if its body equals that of an earlier request byte for byte
   then joins the earlier call, or gets its answer. If the attempt that it repeats failed or was aborted, the request
   is a new call. An agent may ask the same question several times, so each failed attempt turns one retry into a new
   call. An Idempotency-Key identifies the attempt, so it needs no such count.
+- Without a key, nothing says which of several equal calls a retry repeats, or whether its first attempt got here: its
+  connection may have been refused. A client's count grows with each attempt, so a call whose latest attempt has the
+  same count is another client's. If several calls remain, the request is a new call, unless the latest of them is
+  from before a restart. If one remains, it may still be another client's: only a key would tell.
 - The earlier call was answered, but its client disconnected before it got the answer.
 
 Any other identical request is a new sample: agents repeat questions on purpose. A client that disconnects before the
@@ -43,6 +47,7 @@ class RequestKey:
 
     digest: bytes = b""
     question: bytes = b""  # digest of its messages and tools
+    attempt: int = 0  # the number of retries before it, if its client counts them
     is_declared: bool = False  # it declares itself a retry
     is_keyed: bool = False  # it has an Idempotency-Key
 
@@ -50,9 +55,9 @@ class RequestKey:
     def of(cls, dialect: str, body: bytes, headers: Mapping[str, str], question: bytes = b"") -> Self:
         key = headers.get(_IDEMPOTENCY_KEY, "")
         retries = headers.get(_RETRY_COUNT, "")
-        is_declared = bool(key) or (retries.isdecimal() and bool(retries.strip("0")))
+        attempt = int(retries[:9]) if retries.isdecimal() else 0
         digest = hashlib.blake2b(f"{dialect}\0{key}\0".encode() + body, digest_size=16).digest()
-        return cls(digest, question, is_declared, is_keyed=bool(key))
+        return cls(digest, question, attempt, is_declared=bool(key) or attempt > 0, is_keyed=bool(key))
 
 
 @dataclass(eq=False, repr=False)
@@ -68,12 +73,17 @@ class InFlightCall:
     prompt_tokens: int | None = None  # None until the prompt is rendered
     deltas: list[Delta] = field(default_factory=list)
     delivered: bool = False
+    restored: bool = False  # an earlier process answered it, and may not have delivered the answer
     replies: list[RecordedReply] = field(default_factory=list)  # its recorded replies
     aborted: bool = False  # no listener is left; its task may still be ending
     given_up: bool = False  # aborted because its client disconnected
+    attempt: int = 0  # the latest one that joined it
     _listeners: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _task: asyncio.Future[Answer] | None = None
+
+    def __post_init__(self) -> None:
+        self.attempt = self.key.attempt
 
     @classmethod
     def answered_before(cls, key: RequestKey, answer: Answer) -> Self:
@@ -87,7 +97,8 @@ class InFlightCall:
             created=answer.created,
             prompt_tokens=answer.prompt_tokens,
             deltas=_deltas_of(answer),
-            delivered=True,  # assumed: the earlier process may have delivered it
+            delivered=True,  # assumed
+            restored=True,
             _task=task,
         )
 
@@ -189,18 +200,27 @@ class RetryCache:
         self._keep(InFlightCall.answered_before(key, answer))
 
     def find(self, asked: RequestKey) -> InFlightCall | None:
-        """Return the call that this request retries; None for a new request."""
+        """Return the call that this request retries, as its latest attempt; None for a new request."""
+        running = self._find(asked)
+        if running is not None:
+            running.attempt = max(running.attempt, asked.attempt)
+        return running
+
+    def _find(self, asked: RequestKey) -> InFlightCall | None:
         calls = self._calls.get(asked.digest, [])
         for running in reversed(calls):
             if running.abandoned:
                 return running
-        if not asked.is_declared:
+        joinable = [each for each in calls if each.answered or not (each.done or each.aborted)]
+        if not asked.is_declared or not joinable:
             return None
-        for running in reversed(calls):
-            if running.answered or not (running.done or running.aborted):
-                # Without a key, this may be a retry of an attempt that got no answer.
-                return running if asked.is_keyed or not self._failed[running.key.question] else None
-        return None
+        if asked.is_keyed:
+            return joinable[-1]
+        if self._failed[joinable[-1].key.question]:  # this may be a retry of an attempt that got no answer
+            return None
+        earlier = [each for each in joinable if each.attempt < asked.attempt]
+        before = [each for each in earlier if each.attempt == asked.attempt - 1] or earlier
+        return before[-1] if len(before) == 1 or (before and before[-1].restored) else None
 
     def add(self, running: InFlightCall) -> None:
         key = running.key
