@@ -34,9 +34,9 @@ _HTTP_CLIENTS = ("httpx", "httpx2")  # openai 3 uses httpx2
 _PATHS = ("/chat/completions", "/completions", "/messages/count_tokens", "/messages", "/responses")
 _MODELS = re.compile(r"/models(/.+)?$")
 _SDK = "x-stainless-lang"  # a header of OpenAI's and Anthropic's clients; other services have models too
-_REPLACED = frozenset({"authorization", "x-api-key", "api-key", "host", "content-length"})
-_RETRIED = frozenset({429, 502, 503, 504})
 _RETRY_COUNT = "x-stainless-retry-count"
+_REPLACED = frozenset({"authorization", "x-api-key", "api-key", "host", "content-length", _RETRY_COUNT})
+_RETRIED = frozenset({429, 502, 503, 504})
 _MAX_ASKED_PAUSE_S = 60
 # Parameters of OpenAI's API, and the settings of a BedrockModel.
 _PARAMS = {"max_tokens": "max_tokens", "stop": "stop_sequences", "temperature": "temperature", "top_p": "top_p"}
@@ -100,6 +100,7 @@ def _redirect_http(module: Any) -> None:
                     return response
                 pause_s = max(pause_s, _asked_pause(response))
                 response.close()
+                _count_attempt(request)
             time.sleep(pause_s)
 
     @functools.wraps(async_send)
@@ -121,6 +122,7 @@ def _redirect_http(module: Any) -> None:
                     return response
                 pause_s = max(pause_s, _asked_pause(response))
                 await response.aclose()
+                _count_attempt(request)
             await asyncio.sleep(pause_s)
 
     module.Client.send, module.AsyncClient.send = redirected_send, redirected_async_send
@@ -158,28 +160,38 @@ def _redirect(request: Any, context: RolloutContext) -> Any:
     # A call that the client gives up and repeats is sampled twice.
     left_s = None if math.isinf(context.remaining_s) else max(1.0, context.remaining_s)
     timeout = {**request.extensions.get("timeout", {}), "read": left_s}
+    attempt = _attempt(request) * (MAX_RETRIES + 1)  # a client's count leaves room for ours, so that it only grows
     return type(request)(
         request.method,
         context.base_url + path,
-        headers=[*headers, ("Authorization", f"Bearer {context.api_key}")],
+        headers=[*headers, ("Authorization", f"Bearer {context.api_key}"), (_RETRY_COUNT, str(attempt))],
         content=content,
         extensions={**request.extensions, "timeout": timeout},
     )
 
 
 def _pauses(request: Any, context: RolloutContext) -> Iterator[float | None]:
-    """Yield the pause after each attempt at the request, and None for the last one. Repeats are marked as such.
+    """Yield the pause after each attempt at the request, and None for the last one.
 
     Clients make few retries by default, but a rollout must outlast a restart of the training side and a full gateway.
     """
-    made = int(request.headers.get(_RETRY_COUNT, "0"))
     for number in range(MAX_RETRIES):
         pause_s = min(0.5 * 2**number, 8.0)
         if pause_s >= context.remaining_s:
             break
         yield pause_s
-        request.headers[_RETRY_COUNT] = str(made + number + 1)
     yield None
+
+
+def _count_attempt(request: Any) -> None:
+    """Mark the request as a retry. One that got no connection is not counted: the gateway would take the next
+    attempt for a retry of another client's equal call."""
+    request.headers[_RETRY_COUNT] = str(_attempt(request) + 1)
+
+
+def _attempt(request: Any) -> int:
+    count = request.headers.get(_RETRY_COUNT, "")
+    return int(count[:9]) if count.isdecimal() else 0
 
 
 def _asked_pause(response: Any) -> int:

@@ -1,6 +1,7 @@
 """Which requests of clients that were made before their rollout go to its endpoint."""
 
 import json
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,12 +35,17 @@ def sent():
     token = CURRENT.set(CONTEXT)
     requests: list[httpx.Request] = []
 
+    failures: list[int | Exception] = []
+
     def record(request: httpx.Request) -> httpx.Response:
-        requests.append(request)
-        return httpx.Response(200, json={"data": [], "id": "x"})
+        requests.append(type(request)(request.method, request.url, headers=request.headers, content=request.content))
+        failure = failures.pop(0) if failures else 200
+        if isinstance(failure, Exception):
+            raise failure
+        return httpx.Response(failure, json={"data": [], "id": "x"})
 
     with Client(transport=httpx.MockTransport(record)) as client:
-        yield SimpleNamespace(client=client, requests=requests)
+        yield SimpleNamespace(client=client, requests=requests, failures=failures)
     CURRENT.reset(token)
 
 
@@ -77,3 +83,15 @@ def test_an_sdks_lookups_of_models_go_there(sent):
 def test_other_requests_are_sent_unchanged(sent, method, path, body):
     sent.client.request(method, f"https://service{path}", json=body)
     assert str(sent.requests[0].url) == f"https://service{path}"
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_only_attempts_that_may_have_arrived_are_counted(sent, monkeypatch, first):
+    """Otherwise the gateway answers one of several equal questions with the answer of another."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    sent.failures += [httpx.ConnectError("refused"), 503, httpx.ConnectError("refused"), 502]
+    headers = {"x-stainless-retry-count": str(first)}
+    sent.client.post("https://provider/chat/completions", json={"model": "gpt"}, headers=headers)
+    counts = [int(each.headers["x-stainless-retry-count"]) for each in sent.requests]
+    assert [count - counts[0] for count in counts] == [0, 0, 1, 1, 2]
+    assert counts[0] == 41 * first, "the last count of the client's own attempt before was lower"
