@@ -82,9 +82,16 @@ class Agent:
         if self._is_async:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="agents", daemon=True).start()
+                threading.Thread(target=_run_forever, args=[self._loop], name="agents", daemon=True).start()
             return _AsyncCall(self._function, context, self._loop)
         return _SyncCall(self._function, context)
+
+
+def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
+    """Run the loop of all async agents. A SystemExit in a task that an agent created would end it, or `stop`."""
+    while not loop.is_closed():
+        with contextlib.suppress(BaseException):
+            loop.run_forever()
 
 
 class _SyncCall(AgentCall):

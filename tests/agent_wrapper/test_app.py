@@ -158,6 +158,13 @@ def test_the_agents_own_failures(container, body, reason, words):
     assert rollout.sampled_tokens == 2, "a failure carries what was sampled before it"
 
 
+def test_an_exit_in_a_task_of_an_agent_ends_that_agent_alone(async_container):
+    body = "async def tool():\n    sys.exit(3)\nawait asyncio.gather(tool(), asyncio.sleep(0))"
+    failure = async_container.play(body).failure
+    assert (failure.reason, failure.message) == ("agent_exception", "SystemExit: 3")
+    assert async_container.play("asyncio.get_running_loop().stop()\nawait asyncio.sleep(0)\nreturn 1").reward == 1
+
+
 def test_a_failure_has_the_agents_score_and_a_traceback_that_ends_in_the_agents_line(container):
     rollout = container.play("x = 1\nraise AgentFailure('gave up', reward=-1)")
     assert (rollout.outcome, rollout.reward, rollout.trainable) == (Outcome.AGENT_ERROR, -1.0, True)
