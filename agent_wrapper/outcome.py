@@ -252,6 +252,9 @@ def _turn_rewards(value: object) -> tuple[float, ...]:
 
 def _classify_error(error: BaseException, base_url: str) -> AgentResult:
     trace = "".join(traceback.format_exception(error))
+    cause = next((link for link in _chain(error) if _is_model_unavailable(link, base_url)), None)
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:  # of a TaskGroup
+        error = error.exceptions[0]
     if isinstance(error, AgentFailure):
         if error.reward is None:
             return failed(Outcome.AGENT_ERROR, "agent_failure", _said(error), trace)
@@ -263,7 +266,6 @@ def _classify_error(error: BaseException, base_url: str) -> AgentResult:
                 Outcome.AGENT_ERROR, "bad_reward", f"{_said(bad)}, in AgentFailure({_said(error)!r})", trace
             )
         return failed(Outcome.AGENT_ERROR, "agent_failure", _said(error), trace, reward)
-    cause = next((link for link in _chain(error) if _is_model_unavailable(link, base_url)), None)
     if cause is not None:
         return failed(Outcome.INFRA_ERROR, "model_unavailable", describe(cause), trace)
     for kind, (outcome, reason) in _OF_COMMANDS.items():

@@ -284,6 +284,18 @@ def test_the_cause_is_found_behind_other_errors(how):
     assert ending.failure.message.startswith("openai.InternalServerError")
 
 
+def test_the_one_error_of_a_task_group_counts_as_itself():
+    def found(error: Exception) -> tuple[Outcome, float | None, str, str]:
+        ending = classify(Raised(ExceptionGroup("tasks", [ExceptionGroup("inner", [error])])), URL)
+        assert "ExceptionGroup: tasks (1 sub-exception)" in ending.failure.traceback
+        return ending.outcome, ending.reward, ending.failure.reason, ending.failure.message
+
+    agents = Outcome.AGENT_ERROR
+    assert found(AgentFailure("gave up", reward=0.0)) == (agents, 0.0, "agent_failure", "gave up")
+    assert found(CommandError("exit code 1")) == (agents, None, "command_failed", "exit code 1")
+    assert found(KeyError("colour")) == (agents, None, "agent_exception", "KeyError: 'colour'")
+
+
 def test_a_cause_that_the_agent_disowned_does_not_count():
     assert classify(Raised(raised_from(status_error(503, MODEL), "from None")), URL).outcome is Outcome.AGENT_ERROR
 
