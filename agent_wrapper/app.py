@@ -42,7 +42,7 @@ from agent_wrapper.contract import (
 )
 from agent_wrapper.errors import EntrypointError
 from agent_wrapper.model_endpoint import PROBE_S, SessionClosed, probe_endpoint, send_heartbeats
-from agent_wrapper.one_shot import payload_file, run_and_exit
+from agent_wrapper.one_shot import flush_output, payload_file, run_and_exit
 from agent_wrapper.outcome import AgentResult, build_rollout, classify, describe, failed, without_artifacts
 from agent_wrapper.publish import Publisher, PublishError
 from agent_wrapper.runner import Agent, Returned, in_thread
@@ -243,7 +243,7 @@ class RolloutApp:
             _, pending = await asyncio.wait(self._tasks, timeout=_SHUTDOWN_S)
             if pending:
                 logger.error("%d rollouts could not be published before the end", len(pending))
-        sys.stdout.flush()  # the signal may end the process before the buffer is written
+        flush_output()  # the signal may end the process before the buffer is written
 
     # --- HTTP ---------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -31,6 +32,13 @@ def payload_file() -> Path | None:
     return Path(name) if name else None
 
 
+def flush_output() -> None:
+    """Write what the agent printed. It may have closed or replaced these streams."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
 def run_and_exit(app: RolloutApp, path: Path) -> NoReturn:
     """Run the rollout that the file requests, and exit the process."""
     try:
@@ -39,8 +47,7 @@ def run_and_exit(app: RolloutApp, path: Path) -> NoReturn:
         logger.error("%s holds no rollout to run: %s", path, error)  # noqa: TRY400
         code = 1
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     os._exit(code)  # an abandoned agent may hold threads that the interpreter would wait for
 
 

@@ -31,6 +31,13 @@ def test_one_payload_is_run_and_published(sync_container, tmp_path):
     assert (rollout.outcome, rollout.reward) == (Outcome.COMPLETED, 0.5)
 
 
+def test_an_agent_may_close_its_output(sync_container, tmp_path):
+    body = "sys.stdout.close()\nsys.stderr = None\nreturn 0.5"
+    process = start(sync_container, tmp_path, {"_rollout": (block := sync_container.request()), "body": body})
+    assert sync_container.await_result(block).reward == 0.5
+    assert process.wait(120) == 0
+
+
 @pytest.mark.slow
 def test_sigterm_publishes_the_rollout_as_a_failure(sync_container, make_signal, tmp_path):
     block, started = sync_container.request(), make_signal()
