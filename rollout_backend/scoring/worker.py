@@ -12,6 +12,7 @@ Invariants:
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import queue
@@ -46,7 +47,12 @@ def main(settings: str) -> None:
         return
     _answer(answers, 0, {"scorer": scorer.name, "sha256": scorer.sha256, "is_async": scorer.is_async})
     if scorer.is_async:
-        asyncio.run(_serve(scorer, requests, answers, json.loads(settings)["timeout_s"]))
+        loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
+        serving = loop.create_task(_serve(scorer, requests, answers, json.loads(settings)["timeout_s"]))
+        while True:
+            with contextlib.suppress(SystemExit):  # in a task of a scorer, which gets it too: the others continue
+                loop.run_until_complete(serving)
     while True:
         number, body = requests.get()
         if body:

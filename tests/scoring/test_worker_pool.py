@@ -106,7 +106,7 @@ async def test_a_command_that_hangs_is_killed_by_the_pool_with_its_children(tmp_
 
 
 ASYNC_SCORER = """
-import asyncio, os, time
+import asyncio, os, sys, time
 from types import SimpleNamespace
 
 calls = SimpleNamespace(running=0, most=0, gate=asyncio.Event())
@@ -122,6 +122,8 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info):
                 await calls.gate.wait()
             case "raise":
                 raise LookupError("no such answer")
+            case "exit in a task":
+                await asyncio.gather(asyncio.to_thread(sys.exit, 3), asyncio.sleep(0))
             case "hang":
                 await asyncio.Event().wait()
             case "block":
@@ -145,7 +147,9 @@ async def test_an_async_function_scores_several_rollouts_at_once_and_each_fails_
         [pid] = {each["extras"]["pid"] for each in found}
 
         cancelled = asyncio.create_task(pool.call(request(ground_truth="hang")))
+        exited = await pool.call(request(ground_truth="exit in a task"))
         raised, good = await asyncio.gather(*(pool.call(request(ground_truth=what)) for what in ("raise", "score")))
+        assert "SystemExit: 3" in exited["error"]
         assert "LookupError: no such answer (reward.py, line" in raised["error"]
         assert (good["reward"], good["extras"]["pid"]) == (0.5, pid), "the process goes on"
         cancelled.cancel()
