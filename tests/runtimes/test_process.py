@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from builders import background, eventually
+from rollout_backend.child_process import last_lines
 from rollout_backend.config import ProcessConfig, load_config
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.errors import ConfigError, InvokeRejected, PreflightError
 from rollout_backend.runtimes.process.control import send_stop
 from rollout_backend.runtimes.process.runtime import ProcessRuntime
+from rollout_backend.runtimes.process.supervisor import LOG_BYTES
 from rollout_backend.testing.runtime_contract import new_session
 
 OpenRuntime = Callable[..., Awaitable[ProcessRuntime]]
@@ -166,6 +168,15 @@ async def test_a_session_above_its_memory_is_killed_and_says_so(open_runtime, tm
     assert f"used more than {64 * MIB} bytes (runtime.memory_bytes)" in end.message
     with pytest.raises(PreflightError, match=r"runtime\.memory_bytes: .* is more than this machine has"):
         await (await open_runtime(FOREVER, memory_bytes=1 << 60)).check()
+
+
+async def test_the_log_of_an_agent_that_prints_without_end_is_shortened(open_runtime):
+    runtime = await open_runtime(f"head -c {3 * LOG_BYTES} /dev/zero; echo; echo the end; {FOREVER}")
+    session = new_session()
+    await runtime.invoke(session, b"{}")
+    log = Path(runtime.log_location(session))
+    await eventually(lambda: LOG_BYTES < log.stat().st_size < LOG_BYTES + MIB)
+    await eventually(lambda: last_lines(log, 1) == ["the end"])
 
 
 async def test_an_app_is_imported_before_the_run(open_runtime, tmp_path):

@@ -10,6 +10,7 @@ Invariants:
 - It outlives its starter, unless its order says otherwise. A session ends when its command exits, when a byte arrives
   in its pipe, or at its maximum lifetime.
 - No process of the session remains at the end. On Linux, descendants that left the process group are killed too.
+- A log that grows beyond twice `LOG_BYTES` keeps these first bytes and its end: an agent may print without end.
 - The pipe has a reader while the session is open, so any process can check whether it is.
 """
 
@@ -29,10 +30,12 @@ from typing import Any, Literal, TypedDict
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _KILL_POLL_S = 0.02
-_MEMORY_POLL_S = 0.5
+_MEMORY_POLL_S, _LOG_POLL_S = 0.5, 2.0
 _LONGEST_POLL_S = 86_400.0  # poll(2) takes a 32-bit number of milliseconds
 
 
+LOG_BYTES = 32 * 1024 * 1024
+_TAIL_BYTES = 64 * 1024
 Why = Literal["ended", "stopped", "lifetime", "memory"]
 
 
@@ -99,12 +102,13 @@ def _supervise(order: Order) -> ProcessEnd:
     events.register(stop, select.POLLIN)
     if order["ends_with_starter"]:
         events.register(1, 0)  # poll always reports the error of a pipe without a reader, so no mask is needed
-    why = _wait(agent, events, awake, time.monotonic() + order["lifetime_s"], order["memory_bytes"])
+    until = time.monotonic() + order["lifetime_s"]
+    why = _wait(agent, events, awake, until, order["memory_bytes"], Path(order["log"]))
     if why in ("stopped", "lifetime"):
         _signal(agent, signal.SIGTERM)
         ended = select.poll()
         ended.register(awake, select.POLLIN)
-        _wait(agent, ended, awake, time.monotonic() + order["grace_s"], None)
+        _wait(agent, ended, awake, time.monotonic() + order["grace_s"])
     _kill_all(agent)
     return ProcessEnd(code=agent.returncode, why=why)
 
@@ -129,7 +133,12 @@ def _start(order: Order) -> subprocess.Popen[bytes]:
 
 
 def _wait(
-    agent: subprocess.Popen[bytes], events: select.poll, awake: int, until: float, memory_bytes: int | None
+    agent: subprocess.Popen[bytes],
+    events: select.poll,
+    awake: int,
+    until: float,
+    memory_bytes: int | None = None,
+    log: Path | None = None,
 ) -> Why:
     """Wait until the agent ends, the session is stopped, or it exceeds its time or memory limit. Return which."""
     while agent.poll() is None:
@@ -140,6 +149,10 @@ def _wait(
             if _resident_bytes() > memory_bytes:
                 return "memory"
             left = min(left, _MEMORY_POLL_S)
+        if log is not None:
+            with contextlib.suppress(OSError):  # it was deleted, or the disk is full
+                _shorten(log)
+            left = min(left, _LOG_POLL_S)
         ready = {descriptor for descriptor, _ in events.poll(min(left, _LONGEST_POLL_S) * 1000)}
         if ready - {awake}:
             return "stopped"
@@ -147,6 +160,16 @@ def _wait(
             os.read(awake, 4096)
             _reap_orphans(agent)
     return "ended"
+
+
+def _shorten(log: Path) -> None:
+    if log.stat().st_size > 2 * LOG_BYTES:
+        with log.open("rb") as file:
+            file.seek(-_TAIL_BYTES, os.SEEK_END)
+            end = file.read(_TAIL_BYTES)
+        os.truncate(log, LOG_BYTES)  # the agent's own descriptor appends
+        with log.open("ab") as file:
+            file.write(b"\n[the log was too long: a part is missing]\n" + end)
 
 
 def _resident_bytes() -> int:
