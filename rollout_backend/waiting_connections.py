@@ -41,7 +41,9 @@ class WaitingConnections:
         self._new[connection] = None
         self._expect_head(connection)
         if len(self._open) > self._limit:
-            next(iter(self._new if len(self._new) > 1 else self._idle or self._new)).abort()
+            replaced = next(iter(self._new if len(self._new) > 1 else self._idle or self._new))
+            self.closed(replaced)  # before the event loop says so, since others may be opened in the meantime
+            replaced.abort()
 
     def received(self, connection: asyncio.Transport) -> None:
         """Expect a head, unless the data belong to the body of a request in progress."""

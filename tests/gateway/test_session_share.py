@@ -10,6 +10,7 @@ import time
 import tracemalloc
 import zlib
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -24,6 +25,7 @@ from rollout_backend.gateway.__main__ import server_options
 from rollout_backend.gateway.access import MAX_HEAD_BYTES, bounded_protocol
 from rollout_backend.gateway.admission import SessionShare, decompress
 from rollout_backend.gateway.gateway_settings import GatewaySettings
+from rollout_backend.waiting_connections import WaitingConnections
 
 CALL = {"model": "scripted", "messages": [user("What is 2 + 3?")]}
 MANY = [user("a")] * 1_000
@@ -129,6 +131,17 @@ def test_a_new_connection_replaces_the_one_that_is_silent_longest(bounded, conne
     assert httpx.get(bounded.url, timeout=120).status_code == 200
     kept.sendall(HEAD + b"Content-Length: 0\r\n\r\n")
     assert kept.recv(1000).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_burst_of_connections_is_limited_too():
+    """The event loop reports many new connections, before it reports that an aborted one is lost."""
+    waiting, aborted = WaitingConnections(4), []
+    burst = [Mock(**{"abort.side_effect": lambda i=i: aborted.append(i)}) for i in range(10)]
+    for each in burst:
+        waiting.opened(each)
+    assert aborted == [*range(6)]
+    for each in burst:
+        waiting.closed(each)
 
 
 def test_a_connection_without_a_request_is_closed(connect):
