@@ -55,7 +55,7 @@ class Verifiers:
     async def call(self, **private: Any) -> dict[str, Any]:
         workspace = b"files"
         rollout = make_rollout("t.0", reward=0.0, artifacts=[Artifact.of(WORKSPACE, workspace)])
-        harbor = {"tests": base64.b64encode(b"tests").decode(), "timeout_s": 30.0, "env": {"A": "b"}, **private}
+        harbor = {"tests": base64.b64encode(b"tests").decode(), "timeout_s": 90.0, "env": {"A": "b"}, **private}
         request = {
             "task_id": "t",
             "payload": {CONTAINER_FIELD: {"image": TASK}},
@@ -98,7 +98,7 @@ async def verifiers(tmp_path: Path, presigner: Presigner) -> AsyncIterator[Verif
         jobs = VerifierJobs(
             runtime,
             presigner,
-            ScoringConfig(timeout_s=20.0, processes=2),
+            ScoringConfig(timeout_s=80.0, processes=2),
             admission=calls,
             on_open=lambda session: found.open.append(session),
             on_closed=lambda session: found.open.remove(session),
@@ -121,7 +121,7 @@ async def test_the_reward_comes_from_a_job_with_the_tests_and_a_url_of_the_artif
     assert files[TESTS] == b"tests"
     assert "artifacts" in order.artifacts_url
     assert "X-Amz-Signature" in order.artifacts_url
-    assert (order.timeout_s, order.env) == (20.0, {"A": "b"})  # scoring.timeout_s is the lower one
+    assert (order.timeout_s, order.env) == (80.0, {"A": "b"})  # scoring.timeout_s is the lower one
     assert [each.name for each in order.artifacts] == [WORKSPACE]
     [job] = [each for each in verifiers.cluster.created if each["kind"] == "Job"]
     assert job["metadata"]["labels"]["rollout-backend/run"] == "run"
