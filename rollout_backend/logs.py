@@ -45,14 +45,14 @@ def configure_logs(
     level: int | str, handler: logging.Handler | None = None, text_format: str = _TEXT, *, collapse: bool = False
 ) -> None:
     """Send this process's log to `handler`, by default standard error. JSON always goes to standard error. `collapse`
-    counts repeated lines of text instead of printing each."""
+    counts repeated lines instead of printing each."""
     if logs_json() or handler is None:
         handler = logging.StreamHandler()
         handler.setFormatter(JsonFormatter() if logs_json() else _TextFormatter(text_format))
     else:
         handler.setFormatter(_TextFormatter())
-    if collapse and not logs_json():
-        handler.addFilter(RepeatFilter())
+    if collapse:
+        handler.addFilter(RepeatFilter(exact=logs_json()))
     logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
@@ -83,15 +83,23 @@ class _TextFormatter(logging.Formatter):
 
 class RepeatFilter(logging.Filter):
     """Passes the 1st, 10th, 100th ... of the lines that differ only in numbers and ids, the later ones with their
-    count. After a minute without such a line, the count starts again."""
+    count. After a minute without such a line, the count starts again.
 
-    def __init__(self) -> None:
+    `exact` counts lines that do not differ, in their bound fields either: programs read each of the others, but a
+    container that repeats one may fill no disk.
+    """
+
+    def __init__(self, *, exact: bool = False) -> None:
         super().__init__()
-        self._seen: dict[tuple[str, str], tuple[int, float]] = {}  # the count, and the time of the last one
+        self._exact = exact
+        self._seen: dict[tuple[str, str, str], tuple[int, float]] = {}  # the count, and the time of the last one
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
-        kind = record.name, _VARYING.sub("#", text.partition("\n")[0])
+        if self._exact:
+            kind = record.name, text, repr(_fields.get())
+        else:
+            kind = record.name, _VARYING.sub("#", text.partition("\n")[0]), ""
         count, last = self._seen.pop(kind, (0, 0.0))
         count = count + 1 if record.created - last < _REPEAT_S else 1
         self._seen[kind] = count, record.created

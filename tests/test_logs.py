@@ -63,6 +63,19 @@ def test_the_option_selects_json_for_this_process_and_its_children(monkeypatch):
     assert isinstance(logging.root.handlers[0].formatter, logs.JsonFormatter)
 
 
+def test_repeated_objects_are_counted_and_those_with_other_fields_are_not(lines):
+    logs.configure_logs(logging.INFO, collapse=True)
+    [repeats] = logging.root.handlers[0].filters
+
+    def passes(text: str, session: int) -> bool:
+        with logs.log_fields(session=session):
+            return repeats.filter(logging.makeLogRecord({"name": "a", "msg": text, "created": 1000}))
+
+    assert sum(passes("it cannot be rendered", 1) for _ in range(1000)) == 4
+    assert all(passes(f"it cannot be rendered {i}", 1) for i in range(10))
+    assert passes("it cannot be rendered", 2)
+
+
 def test_repeated_lines_are_counted_and_other_ones_are_not():
     repeats, passed = logs.RepeatFilter(), []
 
