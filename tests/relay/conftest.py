@@ -20,7 +20,6 @@ from relays import KEY, RelayProcess, RelayServer, relay_process
 from rollout_backend.relay.dialer import Dialer
 from rollout_backend.relay.relay_server import serving
 from rollout_backend.relay.relay_settings import DialerSettings, RelaySettings
-from rollout_backend.waiting_connections import HEAD_S
 
 
 @pytest.fixture
@@ -57,7 +56,7 @@ async def host_relay() -> AsyncIterator[Callable[..., Awaitable[RelayServer]]]:
     """Serve a relay with these settings in this process, where its process is not the subject."""
     async with AsyncExitStack() as stack:
 
-        async def host(max_connections: int | None = None, head_s: float = HEAD_S, **settings: Any) -> RelayServer:
+        async def host(max_connections: int | None = None, head_s: float = 60, **settings: Any) -> RelayServer:
             given = RelaySettings(**{"key": KEY, "port": 0, **settings})
             served = serving(given, max_connections=max_connections, head_s=head_s)
             return RelayServer(await stack.enter_async_context(served))

@@ -124,7 +124,7 @@ async def test_a_connection_without_a_request_is_closed(host_relay, connect):
 
 
 async def test_a_further_request_arrives_in_time_too(host_relay, connect):
-    reader, writer = await connect(await host_relay(), REQUEST)
+    reader, writer = await connect(await host_relay(head_s=HEAD_S), REQUEST)
     await not_found(reader)
     writer.write(HEAD)
     for _ in range(100):  # the relay has read it
@@ -135,7 +135,7 @@ async def test_a_further_request_arrives_in_time_too(host_relay, connect):
 
 
 async def test_a_body_that_outlasts_its_answer_is_no_further_request(host_relay, connect):
-    reader, writer = await connect(await host_relay(), HEAD + b"Content-Length: 2\r\n\r\n")
+    reader, writer = await connect(await host_relay(head_s=HEAD_S), HEAD + b"Content-Length: 2\r\n\r\n")
     await not_found(reader)
     for byte in b"ab":
         writer.write(bytes([byte]))
