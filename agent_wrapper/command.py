@@ -16,7 +16,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,14 @@ from typing import TextIO
 from agent_wrapper.context import RolloutContext
 from agent_wrapper.contract import PAYLOAD_VARIABLE
 from agent_wrapper.errors import CommandError, CommandNotStarted
-from agent_wrapper.shared.processes import describe_exit
+from agent_wrapper.shared.processes import (
+    MARK,
+    SWEEP_INTERVAL_S,
+    SWEEPS,
+    boot_clock,
+    describe_exit,
+    kill_marked,
+)
 
 LOGGED_BYTES = 16 * 1024 * 1024
 KEPT_BYTES = 16 * 1024 * 1024
@@ -35,9 +41,6 @@ _SHOWN_BYTES = 4_000
 _SHOWN_CHARS, _SHOWN_STDOUT_CHARS = 1_000, 300
 _READ_BYTES = 65_536
 _LAST_READS = 32  # a pipe holds at most 1 MiB
-_MARK = "ROLLOUT_COMMAND"  # environment variable that identifies children
-_SWEEPS, _SWEEP_INTERVAL_S = 50, 0.01
-_BOOT_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # the clock of start times in /proc
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ async def run_to_end(
     Raises:
         CommandNotStarted: it cannot be started.
     """
-    mark, began_at = uuid.uuid4().hex, time.clock_gettime(_BOOT_CLOCK)
+    mark, began_at = uuid.uuid4().hex, boot_clock()
     inherited = {name: value for name, value in os.environ.items() if name != PAYLOAD_VARIABLE}
     with (
         TemporaryFile() as stdin,
@@ -118,7 +121,7 @@ async def run_to_end(
                 stdout=stdout.write_end,
                 stderr=stderr.write_end,
                 cwd=cwd,
-                env={**inherited, **env, _MARK: mark},
+                env={**inherited, **env, MARK: mark},
                 start_new_session=True,
             )
             await process.wait()
@@ -188,27 +191,7 @@ class _Output:
 
 async def _kill_marked(mark: str, began_at: float) -> None:
     """Kill the children that left the process group, found by the mark in their environment."""
-    for _ in range(_SWEEPS):  # a child may fork in the meantime
-        if not _sweep(f"{_MARK}={mark}".encode(), began_at):
+    for _ in range(SWEEPS):  # a child may fork in the meantime
+        if not kill_marked(mark, began_at):
             return
-        await asyncio.sleep(_SWEEP_INTERVAL_S)
-
-
-def _sweep(mark: bytes, began_at: float) -> bool:
-    """Kill the processes with this mark that started after `began_at`. Return whether there may be more."""
-    found = False
-    for process in Path("/proc").glob("[0-9]*"):  # empty on other systems than Linux
-        with contextlib.suppress(OSError):
-            environ = (process / "environ").read_bytes()
-            if mark in environ.split(b"\0"):
-                os.kill(int(process.name), signal.SIGKILL)
-                found = True
-            elif not environ and _is_in_exec(process, began_at):
-                found = True
-    return found
-
-
-def _is_in_exec(process: Path, began_at: float) -> bool:
-    """Return whether a process without an environment is new and may soon get one, so it is not a zombie."""
-    state, *fields = (process / "stat").read_text().rpartition(")")[2].split()
-    return state not in "ZX" and int(fields[18]) >= int(began_at * os.sysconf("SC_CLK_TCK"))
+        await asyncio.sleep(SWEEP_INTERVAL_S)

@@ -1,8 +1,15 @@
-"""Processes of an agent: their home directories and exit codes."""
+"""Processes of an agent: their home directories, exit codes and ends."""
 
+import contextlib
+import os
 import signal
+import time
 from pathlib import Path
 
+MARK = "ROLLOUT_COMMAND"
+"""Environment variable that identifies the children of a command."""
+SWEEPS, SWEEP_INTERVAL_S = 50, 0.01
+"""How often to call `kill_marked`."""
 _IN_HOME = {
     "XDG_CONFIG_HOME": ".config",
     "XDG_CACHE_HOME": ".cache",
@@ -32,3 +39,31 @@ def describe_exit(exit_code: int) -> str:
         return f"was killed by {signal.Signals(-exit_code).name}"
     except ValueError:
         return f"was killed by signal {-exit_code}"
+
+
+def boot_clock() -> float:
+    """Return the time by the clock of start times in /proc."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def kill_marked(mark: str, began_at: float) -> bool:
+    """Kill the processes whose environment has this `MARK`, also those that have left their process group.
+
+    Return whether there may be more: a process that started after `began_at` may fork in the meantime.
+    """
+    wanted, found = f"{MARK}={mark}".encode(), False
+    for process in Path("/proc").glob("[0-9]*"):  # empty on other systems than Linux
+        with contextlib.suppress(OSError):
+            environ = (process / "environ").read_bytes()
+            if wanted in environ.split(b"\0"):
+                os.kill(int(process.name), signal.SIGKILL)
+                found = True
+            elif not environ and _is_in_exec(process, began_at):
+                found = True
+    return found
+
+
+def _is_in_exec(process: Path, began_at: float) -> bool:
+    """Return whether a process without an environment is new and may soon get one, so it is not a zombie."""
+    state, *fields = (process / "stat").read_text().rpartition(")")[2].split()
+    return state not in "ZX" and int(fields[18]) >= int(began_at * os.sysconf("SC_CLK_TCK"))

@@ -12,7 +12,7 @@ import pytest
 
 from agent_wrapper.shared.harbor_tests import MAX_OUTPUT_BYTES, TestsFailed, read_reward, run_tests
 from agent_wrapper.shared.workspace import WORKSPACE, pack_folder
-from builders import until
+from builders import is_running, until
 from rollout_backend.scoring.harbor import verify
 from rollout_backend.scoring.scorer import ScoreInput, ScoringError
 from rollouts import make_rollout
@@ -91,6 +91,14 @@ def test_the_environment_is_the_tasks_and_not_the_trainers(given, monkeypatch):
 def test_tests_without_a_reward_are_a_failure_and_never_a_zero(given, script, message):
     with pytest.raises(ScoringError, match=message):
         verify(given(script, timeout_s=0.5 if "sleep" in script else 120.0))
+
+
+def test_servers_that_the_tests_start_in_the_background_end_with_the_call(given, tmp_path):
+    pid = tmp_path / "pid"
+    server = f"setsid sh -c 'echo $$ > {pid}.new; mv {pid}.new {pid}; exec sleep 600'"
+    script = f"{server} & until test -f {pid}; do :; done; echo 1 > /logs/verifier/reward.txt"
+    assert verify(given(script)) == {"reward": 1}
+    until(lambda: not is_running(int(pid.read_text())))
 
 
 def test_output_and_reward_of_any_size_are_not_kept(tmp_path):
