@@ -16,7 +16,6 @@ import contextlib
 import os
 import signal
 import sys
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ from agent_wrapper.shared.processes import (
     boot_clock,
     describe_exit,
     kill_marked,
+    new_mark,
 )
 
 LOGGED_BYTES = 16 * 1024 * 1024
@@ -104,7 +104,7 @@ async def run_to_end(
     Raises:
         CommandNotStarted: it cannot be started.
     """
-    mark, began_at = uuid.uuid4().hex, boot_clock()
+    mark, began_at = new_mark(), boot_clock()
     inherited = {name: value for name, value in os.environ.items() if name != PAYLOAD_VARIABLE}
     with (
         TemporaryFile() as stdin,

@@ -13,13 +13,12 @@ import shutil
 import signal
 import subprocess
 import time
-import uuid
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from agent_wrapper.shared.processes import MARK, SWEEP_INTERVAL_S, SWEEPS, boot_clock, kill_marked
+from agent_wrapper.shared.processes import MARK, boot_clock, end_marked, new_mark
 
 MAX_OUTPUT_BYTES = 16 * 1024 * 1024
 _MAX_REWARD_BYTES = 1024 * 1024
@@ -54,7 +53,7 @@ def run_tests(
         OSError: they cannot be started.
     """
     script.chmod(0o700)
-    mark, began_at = uuid.uuid4().hex, boot_clock()
+    mark, began_at = new_mark(), boot_clock()
     with output.open("wb") as file, closing(_Output(file)) as read:
         try:
             process = subprocess.Popen(
@@ -76,10 +75,7 @@ def run_tests(
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                for _ in range(SWEEPS):
-                    if not kill_marked(mark, began_at):
-                        break
-                    time.sleep(SWEEP_INTERVAL_S)
+                end_marked(mark, began_at)
         return f"{ended}: {read.end()}"
 
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import time
+import uuid
 from pathlib import Path
 
 MARK = "ROLLOUT_COMMAND"
@@ -46,6 +47,19 @@ def boot_clock() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
+def new_mark() -> str:
+    """Return a value of `MARK`. It extends this process's own, whose owner finds the children of its children too."""
+    return os.environ.get(MARK, "") + uuid.uuid4().hex
+
+
+def end_marked(mark: str, began_at: float) -> None:
+    """Call `kill_marked` until no process is left."""
+    for _ in range(SWEEPS):
+        if not kill_marked(mark, began_at):
+            break
+        time.sleep(SWEEP_INTERVAL_S)
+
+
 def kill_marked(mark: str, began_at: float) -> bool:
     """Kill the processes whose environment has this `MARK`, also those that have left their process group.
 
@@ -55,7 +69,7 @@ def kill_marked(mark: str, began_at: float) -> bool:
     for process in Path("/proc").glob("[0-9]*"):  # empty on other systems than Linux
         with contextlib.suppress(OSError):
             environ = (process / "environ").read_bytes()
-            if wanted in environ.split(b"\0"):
+            if any(each.startswith(wanted) for each in environ.split(b"\0")):
                 os.kill(int(process.name), signal.SIGKILL)
                 found = True
             elif not environ and _is_in_exec(process, began_at):

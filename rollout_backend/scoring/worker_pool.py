@@ -23,6 +23,7 @@ from typing import Any
 
 import msgpack
 
+from agent_wrapper.shared.processes import MARK, boot_clock, end_marked, new_mark
 from rollout_backend.config import ScoringConfig
 from rollout_backend.errors import ConfigError
 from rollout_backend.scoring.scorer import ScoringError
@@ -109,6 +110,7 @@ class _Worker:
         self._config = config
         self._log = log
         self._process: asyncio.subprocess.Process | None = None
+        self._mark, self._began_at = new_mark(), boot_clock()
         # A killed process leaves its temporary files, such as a rollout's artifacts.
         self._temporary = TemporaryDirectory(prefix="rollout-scorer-", ignore_cleanup_errors=True)
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -150,6 +152,7 @@ class _Worker:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             await self._process.wait()
+            await asyncio.to_thread(end_marked, self._mark, self._began_at)
         await asyncio.to_thread(self._temporary.cleanup)
         for answer in self._answers.values():
             if not answer.done():
@@ -166,7 +169,7 @@ class _Worker:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, "TMPDIR": self._temporary.name},
+                env={**os.environ, "TMPDIR": self._temporary.name, MARK: self._mark},
                 start_new_session=True,
             )
         try:

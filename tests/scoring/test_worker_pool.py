@@ -24,7 +24,7 @@ def score(given):
     print("a line of the scorer")
     match given.private["do"]:
         case "hang":
-            child = subprocess.Popen(["sleep", "600"])
+            child = subprocess.Popen(["sleep", "600"], start_new_session=True)
             Path(given.private["file"]).write_text(f"{os.getpid()} {child.pid}")
             time.sleep(600)
         case "exit":
