@@ -67,17 +67,10 @@ _ERROR_TYPES = {
 # --- the request ------------------------------------------------------------------------------------------
 
 
-def _is_readable(block: object) -> object:
-    kind = block.get("type") if isinstance(block, dict) else None
-    if kind == "document":
-        raise ValueError("document blocks are not supported: send the content as text")
-    return block
-
-
 def _is_text(block: object) -> object:
-    if isinstance(block, dict) and block.get("type") == "image":
-        raise ValueError("image blocks cannot be read: this field takes text only")
-    return _is_readable(block)
+    if isinstance(block, dict) and block.get("type") in ("image", "document"):
+        raise ValueError(f"{block['type']} blocks cannot be read: this field takes text only")
+    return block
 
 
 _NoToolset = Annotated[Any, refuse("there are no toolsets here; leave it out")]
@@ -111,8 +104,8 @@ class _Source(Body):
     data: str | None = None
 
 
-class _Image(Body):
-    type: Literal["image"]
+class _Media(Body):
+    type: Literal["image", "document"]
     source: _Source
     transformations: Annotated[Any, refuse("images are never transformed; omit this field")] = None
 
@@ -130,11 +123,7 @@ class _ToolReference(Body):
 
 _Texts = Annotated[list[Annotated[_Text, BeforeValidator(_is_text)]], BeforeValidator(wire.as_texts)]
 _Shown = Annotated[
-    list[
-        Annotated[
-            Annotated[_Text | _Image | _ToolReference, Field(discriminator="type")], BeforeValidator(_is_readable)
-        ]
-    ],
+    list[Annotated[_Text | _Media | _ToolReference, Field(discriminator="type")]],
     BeforeValidator(wire.as_texts),
 ]
 
@@ -148,8 +137,7 @@ class _ToolResult(Body):
 
 
 _Block = Annotated[
-    Annotated[_Text | _Image | _Thinking | _RedactedThinking | _ToolUse | _ToolResult, Field(discriminator="type")],
-    BeforeValidator(_is_readable),
+    _Text | _Media | _Thinking | _RedactedThinking | _ToolUse | _ToolResult, Field(discriminator="type")
 ]
 
 
@@ -335,12 +323,12 @@ def _given(message: _Message, where: str, images: ImageReader, separators: Separ
         at = f"{where}.content.{i}"
         if isinstance(block, _Text):
             said.append(block.text)
-        elif isinstance(block, _Image) and message.role == "user":
+        elif isinstance(block, _Media) and message.role == "user":
             said.append(_image(block, at, images))
         elif isinstance(block, _ToolResult) and message.role == "user":
             results += 1
             parts = [
-                _image(part, f"{at}.content.{j}", images) if isinstance(part, _Image) else part.text
+                _image(part, f"{at}.tool_result.content.{j}", images) if isinstance(part, _Media) else part.text
                 for j, part in enumerate(block.content or ())
             ]
             content = message_content(parts, separators.result)
@@ -353,8 +341,10 @@ def _given(message: _Message, where: str, images: ImageReader, separators: Separ
         yield {"role": message.role, "content": message_content(said, separators.message)}
 
 
-def _image(block: _Image, where: str, images: ImageReader) -> Image:
-    source = block.source
+def _image(block: _Media, where: str, images: ImageReader) -> Image:
+    where, source = f"{where}.{block.type}", block.source  # from this path, Claude Code knows what to leave out
+    if block.type == "document":
+        raise refused(where, "documents are not supported: send the content as text")
     if images.taken and (source.type != "base64" or source.data is None):
         raise refused(where, "images are not fetched: send the image itself, as a source of type base64")
     return images.base64(source.data or "", where)
@@ -371,7 +361,7 @@ def _assistant(messages: Iterable[tuple[int, _Message]]) -> Message:
             elif isinstance(block, _ToolUse):
                 function = {"name": block.name, "arguments": _arguments(block.input or {})}
                 calls.append({"id": block.id, "type": "function", "function": function})
-            elif isinstance(block, (_Image, _ToolResult)):
+            elif isinstance(block, (_Media, _ToolResult)):
                 raise refused(f"messages.{i}.content.{j}", f"an assistant message cannot hold a {block.type} block")
     plain: Message = {"role": "assistant", "content": "".join(texts)}
     if calls:

@@ -152,8 +152,9 @@ def test_tool_choice(choice, wanted):
     ("fault", "param", "says"),
     [
         ({"max_tokens": 0}, "max_tokens", "greater"),
-        ({"messages": [user({"type": "image", "source": {}})]}, "messages.0.content.0", "takes text only"),
-        ({"messages": [user(IN_A_RESULT)]}, "messages.0.content.0.content.0", "takes text only"),
+        ({"messages": [user({"type": "image", "source": {}})]}, "messages.0.content.0.image", "takes text only"),
+        ({"messages": [user(IN_A_RESULT)]}, "messages.0.content.0.tool_result.content.0.image", "takes text only"),
+        ({"messages": [user({"type": "document", "source": {}})]}, "messages.0.content.0.document", "as text"),
         ({"messages": [user({"type": "server_tool_use"})]}, "messages.0.content.0", "'server_tool_use' is not supp"),
         ({"messages": [user({"no": "type"})]}, "messages.0.content.0", "type is missing"),
         ({"messages": [user({"type": "tool_use", "id": "i", "name": "f", "input": {}})]}, None, "cannot hold"),
