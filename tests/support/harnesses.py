@@ -152,6 +152,7 @@ tool `Agent`) is a separate conversation, and therefore a separate row. A compac
             ".codex/config.toml": """\
 model = "MODEL"
 model_provider = "rollout"
+model_context_window = CONTEXT_LENGTH
 web_search = "disabled"
 
 [model_providers.rollout]
@@ -167,8 +168,10 @@ enabled = false
 """
         },
         note="""\
-Ten retries outlast the restart of an engine or a gateway. The container is the sandbox: do not use the flag that
-bypasses Codex's sandbox anywhere else.""",
+Ten retries outlast the restart of an engine or a gateway. Codex compacts its history before it reaches
+`model_context_window`, and the compaction opens a new row. Set the model's `context_length`, or Codex ends with an
+error once it exceeds that. The container is the sandbox: do not use the flag that bypasses Codex's sandbox anywhere
+else.""",
     ),
     Harness(
         name="opencode",
