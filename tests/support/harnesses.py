@@ -134,7 +134,8 @@ HARNESSES = (
 The first prompt has 50,000 characters of system prompt and tools: set a `context_length` of at least 32,000 tokens.
 Claude Code fills in the defaults of a tool's schema when it returns a call; the gateway recognises the call. It also
 adds an accounting line to its system prompt that changes with each call; the gateway removes it. A sub-agent (the
-tool `Agent`) is a separate conversation, and therefore a separate row. A compaction opens a new row too.""",
+tool `Agent`) is a separate conversation, and therefore a separate row. A compaction opens a new row too. Of a PDF, or
+of an image that the model does not take, Claude Code tells the model that it was left out.""",
     ),
     Harness(
         name="Codex",
@@ -170,8 +171,9 @@ enabled = false
         note="""\
 Ten retries outlast the restart of an engine or a gateway. Codex compacts its history before it reaches
 `model_context_window`, and the compaction opens a new row. Set the model's `context_length`, or Codex ends with an
-error once it exceeds that. The container is the sandbox: do not use the flag that bypasses Codex's sandbox anywhere
-else.""",
+error once it exceeds that. If the model takes no images, set `features.view_image = false` too, or Codex ends with
+an error once the model looks at one. The container is the sandbox: do not use the flag that bypasses Codex's sandbox
+anywhere else.""",
     ),
     Harness(
         name="opencode",
