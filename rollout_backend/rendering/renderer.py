@@ -432,6 +432,16 @@ class _DeepSeekV4(DeepSeekV4Renderer):  # type: ignore[misc]  # the package carr
         return re.search("<\uff5cDSML\uff5c(?:invoke|tool)", decode(self._tokenizer, ids[i - 1 : i + 4])) is not None
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """White space that a template writes in a turn. If it stayed in a message, the template would write it twice."""
+
+    before_reasoning: str
+    after_reasoning: str
+    before_content: str
+    after_content: str  # and before the first call
+
+
 class _OwnTemplate(DefaultRenderer):  # type: ignore[misc]  # the package carries no types
     """Renders with the model's own chat template, and passes it tool calls in the form that it expects.
 
@@ -475,8 +485,23 @@ class _OwnTemplate(DefaultRenderer):  # type: ignore[misc]  # the package carrie
         return str(rendered[0])
 
     def parse_response(self, token_ids: Any, *, tools: Any = None, prompt_ids: Any = None) -> ParsedResponse:
+        tail = decode(self._tokenizer, prompt_ids[-_TAIL_TOKENS:]) if prompt_ids else ""
         begin = self.reasoning_markers[0]
-        opened = bool(prompt_ids) and decode(self._tokenizer, prompt_ids[-_TAIL_TOKENS:]).rstrip().endswith(begin)
+        opened = tail.rstrip().endswith(begin)
+        parsed = self._parse(token_ids, tools, opened=opened)
+        reasoning, content = parsed.reasoning_content, parsed.content
+        if reasoning is not None:
+            written = tail.rpartition(begin)[2] if opened else ""
+            reasoning = reasoning.removeprefix(self._layout.before_reasoning.removeprefix(written))
+            if parsed.reasoning_complete:
+                reasoning = reasoning.removesuffix(self._layout.after_reasoning)
+                content = content.removeprefix(self._layout.before_content)
+        if parsed.tool_calls:
+            content = content.removesuffix(self._layout.after_content)
+        return replace(parsed, reasoning_content=reasoning, content=content)
+
+    def _parse(self, token_ids: Any, tools: Any, *, opened: bool) -> ParsedResponse:
+        begin = self.reasoning_markers[0]
         if self.reasoning_markers == THINK:
             # The package finds a `<think>` that ends the prompt only after ChatML's header.
             prompt = self._tokenizer.encode(begin, add_special_tokens=False) if opened else None
@@ -513,6 +538,24 @@ class _OwnTemplate(DefaultRenderer):  # type: ignore[misc]  # the package carrie
         return False, False
 
     @cached_property
+    def _layout(self) -> _Layout:
+        call = {"id": "abcdefgh1", "type": "function", "function": {"name": "f", "arguments": '{"a": "b"}'}}
+        begin, end = map(re.escape, self.reasoning_markers)
+        messages = [
+            {"role": "user", "content": "u"},
+            {"role": "assistant", "reasoning_content": "jqzx", "content": "zqxj", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "abcdefgh1", "name": "f", "content": "t"},
+        ]
+        with suppress(Exception):  # templates may raise any exception
+            text = self._text(messages, None, False, *self._form, chunks=self._shows_chunks)
+            reasoning = re.search(rf"{begin}(\s*)jqzx(\s*){end}(\s*)zqxj", text)
+            finder = getattr(self._tool_parser, "start", None)
+            called = finder and re.search(rf"zqxj(\s*)(?:{finder.pattern})", text)
+            before, after, content = reasoning.groups() if reasoning else ("", "", "")
+            return _Layout(before, after, content, called[1] if called else "")
+        return _Layout("", "", "", "")
+
+    @cached_property
     def _shows_chunks(self) -> bool:
         """Whether the template shows reasoning as a part of the content. Mistral's library then passes it so."""
         begin, end = self.reasoning_markers
@@ -544,10 +587,10 @@ class _CallFinder:
 
     def __init__(self, tokenizer: Any, form: CallFormat) -> None:
         self._tokenizer = tokenizer
-        self._start = re.compile(f"(?:{form.frame.pattern})|{re.escape(form.start)}")
+        self.start = re.compile(f"(?:{form.frame.pattern})|{re.escape(form.start)}")
 
     def extract(self, ids: list[int]) -> tuple[list[int], list[ParsedToolCall]]:
-        start = self._start.search(decode(self._tokenizer, ids))
+        start = self.start.search(decode(self._tokenizer, ids))
         if start is None:
             return ids, []
         at = _tokens_of(self._tokenizer, ids, start.start() + 1) - 1

@@ -219,6 +219,31 @@ def test_calls_that_get_lost_are_named(folder, own, renderer, said):
     assert (found.level, said in found.text) == ("warning", True), found
 
 
+STEP = CHATML.replace(
+    "{{ m.content or '' }}",
+    "{% if m.reasoning_content %}{{ '<think>\\n' ~ m.reasoning_content ~ '\\n</think>\\n' }}{% endif %}"
+    "{{ m.content or '' }}{{ '\\n' if m.content and m.tool_calls }}",
+).replace("CALL", CALLS["qwen3"])
+
+
+@pytest.mark.parametrize("begun", ["", "<think>", "<think>\n"])
+@pytest.mark.parametrize("content", ["", "I do."])
+def test_white_space_that_a_template_writes_is_no_part_of_a_message(folder, begun, content):
+    """Otherwise the template would write it twice, and each call would open a row."""
+    path = folder(STEP.replace("assistant\n' }}", f"assistant\n{begun}' }}}}"))
+    bundle = load(path, renderer="default", renderer_options={"tool_parser": "qwen3"})
+    prompt = bundle.render([user("Q")], TOOLS)
+    called = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
+    said = f"<think>\nHm.\n\nSo.\n</think>\n{content}{content and chr(10)}{called}".removeprefix(begun)
+    ids = bundle.tokenizer.encode(said, add_special_tokens=False)
+    parsed = bundle.renderer.parse_response(ids, tools=TOOLS, prompt_ids=prompt)
+    assert (parsed.reasoning_content, parsed.content) == ("Hm.\n\nSo.", content)
+    call = {"type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}
+    reply = {"role": "assistant", "reasoning_content": "Hm.\n\nSo.", "content": content, "tool_calls": [call]}
+    whole = bundle.render([user("Q"), reply, tool_result("c1", "R")], TOOLS)
+    assert whole[: len(prompt) + len(ids)] == [*prompt, *ids]
+
+
 def test_calls_that_a_template_only_describes_are_read(folder):
     text = CHATML.replace("{% for c in m.tool_calls or [] %}CALL{% endfor %}", "").replace(
         "You have: ", "Say <tool_call>\n<function=name>\n<parameter=key>value</parameter></function></tool_call>: "
