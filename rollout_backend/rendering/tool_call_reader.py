@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from renderers import ParsedToolCall, ToolCallParseStatus
@@ -172,7 +172,7 @@ _DEEPSEEK_31 = _json(
 # Nothing closes a call: it ends with its arguments, and a broken one with the reply.
 _MISTRAL = CallFormat(
     "[TOOL_CALLS]",
-    re.compile(r"\[TOOL_CALLS\]\s*(?P<name>[^\s\[\]{}]+)\s*\[ARGS\]\s*(?=\{)"),
+    re.compile(r"\[TOOL_CALLS\]\s*(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\](?P<id>\w+))?\[ARGS\]\s*(?=\{)"),
     re.compile(r"\s*(?!\{)"),
     "</s>",
     re.compile(r"(?!)"),
@@ -241,6 +241,8 @@ def _read_json(form: CallFormat, text: str, at: int, tools: Tools, whole: bool) 
     if end is None or not entries or not all(isinstance(entry, dict) for entry in entries):
         return _malformed(form, text, at)
     calls = [_json_call(text[at : end.end()], entry) for entry in entries]
+    if "id" in form.begin.groupindex:  # the template writes it again, and takes no other form of id
+        calls = [replace(call, id=begin["id"]) for call in calls]
     broken = [call for call in calls if call.status != ToolCallParseStatus.OK]
     return broken[:1] or calls, end.end()
 

@@ -148,6 +148,8 @@ def test_a_call_that_nothing_closes_ends_with_its_arguments():
     assert said == "So. "
     said, [call] = read_calls(FORMATS["mistral"], f"{MISTRAL[1]} Done.")
     assert (said, call.status) == ("Done.", "ok")
+    _, [call] = read_calls(FORMATS["mistral"], "[TOOL_CALLS]f[CALL_ID]abcdefgh1[ARGS]{}")
+    assert (call.name, call.id, call.arguments) == ("f", "abcdefgh1", {})
     whole = {len(MISTRAL[0]): 1, len(both): 2}
     for cut in range(1, len(both)):
         _, calls = read_calls(FORMATS["mistral"], both[:cut], whole=False)
