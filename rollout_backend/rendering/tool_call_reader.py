@@ -37,7 +37,7 @@ _LABELS = frozenset({"id", "type"})  # fields of a JSON call that have no effect
 _PYTHON = re.compile(
     r"""(?P<prefix>\b[A-Za-z]{1,2})?(?P<string>"{3}(?:[^\\]|\\.)*?"{3}|'{3}(?:[^\\]|\\.)*?'{3}"""
     r"""|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|(?P<quote>["'])"""
-    r"""|(?P<constant>\b(?:true|false|null)\b)|(?P<name>\b[^\W\d][\w.-]*)(?=\(|\s*=(?!=))""",
+    r"""|(?P<constant>\b(?:true|false|null)\b)|(?P<name>(?<![\w.-])[^\W\d][\w.-]*+)(?=\(|\s*=(?!=))""",
     re.DOTALL,
 )
 _CONSTANTS = {"true": "True", "false": "False", "null": "None"}
@@ -267,7 +267,7 @@ def _read_python(form: PythonFormat, text: str, at: int, tools: Tools, whole: bo
     stop = text.find(form.stop, begin)
     try:
         called = _python_calls(text[begin:stop]) if stop >= 0 else []
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+    except (ValueError, TypeError, LookupError, SyntaxError, MemoryError, RecursionError):
         called = []
     if not called:
         return _malformed(form, text, at)

@@ -104,6 +104,8 @@ PIECES = {
     "minimax-m2": ('<invoke name="f">', '<parameter name="a">', "x</parameter>", "</invoke>"),
     "qwen3": ("<tool_call>", '{"name": "f", "arguments": {', "}", "</tool_call>"),
     "mistral": ("[TOOL_CALLS]f", "[ARGS]", '{"a": "x', '"}'),
+    "lfm2": ("<|tool_call_start|>[f(", "a='x", "')", "]<|tool_call_end|>"),
+    "nemotron-nano-v2": ("<TOOLCALL>[", '{"name": "f", "arguments": {', "}}", "]</TOOLCALL>"),
 }
 
 
