@@ -37,7 +37,10 @@ _MARK = "\ufdd0"
 # Not every vocabulary declares its turn tokens special: DeepSeek's `User` is a plain added token.
 _CONTROL = re.compile(r"<[|\uff5c].*[|\uff5c]>")
 # Markup of reasoning and tools. Prompts may contain it on purpose; tool results may not.
-_FRAME = re.compile(r"</?(?:think|tools?|tool_\w+|arg_\w+|observation)>")
+_FRAME = re.compile(
+    r"</?(?:\w+:)?(?:think|tools?|tool_?\w+|arg_\w+|observation|functions?|function_\w+)(?::\w+)?>|\uff5cDSML\uff5c",
+    re.IGNORECASE,
+)
 # The beginning of a tool call, in any format.
 _CALL = re.compile(
     "|".join(

@@ -310,6 +310,20 @@ def test_a_late_system_message_has_the_tokens_of_the_bridge(family):
     assert "S1" in bundle.decode(bridged[at:])
 
 
+def test_a_tools_result_makes_no_marker_of_the_format(family):
+    bundle = family.bundle()
+    added = bundle.tokenizer.added_tokens_decoder
+    call = family.call("bash", {"command": "ls"})
+
+    def markers(result: str) -> list[int]:
+        messages = [user("U1"), with_call('{"command": "ls"}'), tool_result("abcdefgh1", result)]
+        return [token for token in prompt_of(family, messages, TOOLS) if token in added]
+
+    assert markers(family.say("t" if family.reasons else None, "", [("bash", '{"command": "ls"}')])) == markers(
+        "".join(word for word in call if word.isalpha())
+    )
+
+
 @pytest.mark.parametrize("arguments", ["", None, "null", ..., " \n"])
 def test_empty_arguments_are_none(family, arguments):
     def history(given):
