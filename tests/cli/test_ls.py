@@ -3,7 +3,6 @@
 import json
 
 from builders import refused
-from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.results.run_data import list_runs
 from run_folders import write_run
 
@@ -61,19 +60,12 @@ def test_two_runs_are_compared_by_name(rollout, here):
     refused(rollout("compare", "a", "b"), "config.yaml must hold a map of settings")
 
 
-def test_a_run_that_failed_to_start_is_listed_with_its_reason_and_is_not_the_newest(rollout, here, local_aws):
+def test_a_run_that_failed_to_start_is_listed_with_its_reason_and_is_not_the_newest(rollout, here, settings, tasks):
     write_run(here / "runs" / "good", {"a": [1.0]})
-    (here / "tasks.jsonl").write_text('{"payload": {}}\n')
-    settings = {
-        "model": {"path": str(BYTE_MODEL), "renderer": "chatml"},
-        "storage": {"bucket": "missing"},
-        "aws": {"region": local_aws.region, "endpoint_url": local_aws.endpoint_url},
-        "runtime": {"kind": "process", "command": "python agent.py"},
-        "run_id": "late",
-    }
-    (here / "config.yaml").write_text(json.dumps(settings))
+    runtime = {"kind": "process", "command": "python agent.py"}
+    config = settings(run_id="late", storage={"bucket": "missing"}, runtime=runtime)
     for _ in range(2):  # the second one keeps what the first one has recorded
-        refused(rollout("run", "config.yaml", "--tasks", "tasks.jsonl"), "missing")
+        refused(rollout("run", config, "--tasks", tasks), "missing")
     [failed, good] = list_runs(here / "runs")
     assert (failed.run_id, failed.state, good.error) == ("late", "failed", "")
     assert "missing" in failed.error
