@@ -62,6 +62,13 @@ def bounded():
         yield server
 
 
+def begin(connection, gateway, path, size, body=b"", session="s1"):
+    """Send the head of a request, and the start of its body of this size."""
+    [key] = gateway.headers(session).values()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: {key}\r\nAccept: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {size}\r\n\r\n".encode() + body)
+
+
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 
@@ -196,13 +203,8 @@ def test_what_cannot_fit_into_the_context_is_refused_early(play, path, change, s
 
 def test_large_bodies_of_a_session_are_read_one_at_a_time(play, connect):
     gateway = play(["ok"], body_s=60)
-    [key] = gateway.headers("busy").values()
-    request = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: {key}\r\nContent-Length: 900000\r\n\r\n"
-    )
-    half = [connect(gateway) for _ in range(8)]
-    for each in half:
-        each.sendall(request.encode() + b" " * 200_000)
+    for _ in range(8):
+        begin(connect(gateway), gateway, "/v1/chat/completions", 900_000, b" " * 200_000, "busy")
     assert gateway.post(CALL, "busy").status_code == 200
     assert gateway.post(CALL, "another").status_code == 200
 
@@ -269,19 +271,15 @@ def test_a_compressed_body_has_the_limit_of_a_body(play):
 
 def test_a_body_that_does_not_arrive_is_answered_408(play, connect):
     gateway = play(["ok"], body_s=0.05)
-    [key] = gateway.headers().values()
     connection = connect(gateway)
-    connection.sendall(f"POST /v1/messages HTTP/1.1\r\nAuthorization: {key}\r\nContent-Length: 9\r\n\r\n{{".encode())
+    begin(connection, gateway, "/v1/messages", 9, b"{")
     assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
 
 
 def test_a_session_that_is_sealed_while_a_body_is_read_makes_no_call(play, connect):
     gateway = play(["never"], gateway={})
-    [key] = gateway.headers().values()
-    body = json.dumps(CALL).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: {key}\r\nContent-Length: {len(body)}\r\n"
-    connection = connect(gateway)
-    connection.sendall(head.encode() + b"\r\n" + body[:-1])
+    body, connection = json.dumps(CALL).encode(), connect(gateway)
+    begin(connection, gateway, "/v1/chat/completions", len(body), body[:-1])
     until(lambda: gateway.stats().sessions_open == 1)
     gateway.seal().raise_for_status()
     connection.sendall(body[-1:])
@@ -311,11 +309,10 @@ async def test_a_large_body_is_parsed_in_a_thread_and_for_a_fifth_of_the_time(mo
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
 def test_a_session_has_a_limited_number_of_open_requests(play, connect, path):
     gateway = play(lambda _: "ok", gateway={"max_session_calls": 2}, body_s=600)
-    [key] = gateway.headers().values()
     call = {**CALL, "max_tokens": 5}
     held = [connect(gateway) for _ in range(16)]
     for connection in held:
-        connection.sendall(f"POST {path} HTTP/1.1\r\nAuthorization: {key}\r\nContent-Length: 9\r\n\r\n{{".encode())
+        begin(connection, gateway, path, 9, b"{")
     until(lambda: gateway.post(call, path=path).status_code == 429)
     assert "16 requests open" in gateway.post(call, path=path).text
     for connection in held:
@@ -326,14 +323,12 @@ def test_a_session_has_a_limited_number_of_open_requests(play, connect, path):
 def test_a_trajectory_is_sent_to_a_limited_number_of_slow_clients(play, byte_model, connect):
     gateway = play(["ok"], model=byte_model.model_copy(update={"context_length": 2_000_000}))
     assert gateway.post({**CALL, "messages": [user("a" * 1_900_000)]}).status_code == 200
-    [key] = gateway.headers().values()
     path, form = "/v1/rollout/trajectory", {"Accept": "application/json"}
     assert len(gateway.post(b"", path=path, headers=form).content) > 16 * 2**20  # more than sockets hold
-    head = f"POST {path} HTTP/1.1\r\nAuthorization: {key}\r\nAccept: application/json\r\nContent-Length: 0\r\n\r\n"
     held = []
     for _ in range(4):
         held.append(connection := connect(gateway))  # a silent one is closed after some seconds
-        connection.sendall(head.encode())
+        begin(connection, gateway, path, 0)
         assert connection.recv(12) == b"HTTP/1.1 200"
     assert gateway.seal().status_code == 429
     for connection in held:
