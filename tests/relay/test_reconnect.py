@@ -22,11 +22,7 @@ async def test_call_made_during_a_cut_waits(line, http, get):
 
     await eventually(noticed)
     call = asyncio.create_task(get(f"{laid.url}/v1/x"))
-
-    async def waiting() -> bool:
-        return (await laid.relay.health())["calls"] == 1
-
-    await eventually(waiting)
+    await eventually(lambda: laid.relay.has_calls(1))
     assert laid.upstream.asked == []
     laid.wire.down = False
     assert (await call).status == 200
@@ -57,7 +53,7 @@ async def test_streams_in_both_directions_survive_many_cuts(line, http):
     assert laid.wire.connections >= 8
     assert len(laid.upstream.asked) == len(sent)
     await eventually(lambda: not laid.dialer.channels)
-    assert (await laid.relay.health())["calls"] == 0
+    assert await laid.relay.has_calls(0)
 
 
 async def test_silent_connection_is_closed(line, host_relay, get):
@@ -135,16 +131,12 @@ async def test_dialer_replaced_during_a_cut_is_refused(line, dial, upstream):
     laid = await line()
     await laid.cut()
     second, task = dial(laid.relay.url.replace("http", "ws"), upstream.url)
-
-    async def taken_over() -> bool:
-        return await laid.relay.dialled(second._settings.dialer_id)
-
-    await eventually(taken_over)
+    await eventually(lambda: laid.relay.dialled(second._settings.dialer_id))
     laid.wire.down = False
     with pytest.raises(RelayRefused, match="has taken over"):
         await laid.dialling
     assert not task.done()
-    assert await taken_over()
+    assert await laid.relay.dialled(second._settings.dialer_id)
 
 
 async def test_dialer_with_a_wrong_key_is_refused_without_effect_on_calls(line, dial, http, upstream, get):

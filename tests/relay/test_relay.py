@@ -34,7 +34,7 @@ async def test_call_is_forwarded_unchanged(line, http):
     assert seen["headers"]["X-Mine"] == "1"
     assert seen["headers"]["Host"] == laid.upstream.url.removeprefix("http://")
     assert "X-Private" not in seen["headers"]
-    assert (await laid.relay.health())["calls"] == 0
+    assert await laid.relay.has_calls(0)
     assert laid.dialer.channels == {}
 
 
@@ -127,7 +127,7 @@ async def test_too_large_body_is_refused(line, host_relay, http):
         assert (answer.status, body["type"], body["error"]["type"]) == (413, "error", "request_too_large")
         assert "Retry-After" not in answer.headers
     await asyncio.sleep(0)
-    assert (await laid.relay.health())["calls"] == 0
+    assert await laid.relay.has_calls(0)
 
 
 async def test_agent_disconnected_during_a_cut_ends_its_call_later(line, http):
@@ -136,11 +136,7 @@ async def test_agent_disconnected_during_a_cut_ends_its_call_later(line, http):
     call = await laid.held_call(lambda url: http.post(url, json={}))
     await laid.cut()
     call.cancel()
-
-    async def no_calls() -> bool:
-        return (await laid.relay.health())["calls"] == 0
-
-    await eventually(no_calls)
+    await eventually(lambda: laid.relay.has_calls(0))
     assert laid.upstream.left == 0
     laid.wire.down = False
     await eventually(lambda: laid.upstream.left == 1)
@@ -163,11 +159,7 @@ async def test_calls_without_a_dialer_wait_and_get_503(host_relay, dial, upstrea
         assert "no training side" in (await answer.json())["error"]["message"]
     relay = await host_relay(wait_s=600)
     waiting = asyncio.create_task(get(f"{relay.url}/v1/models"))
-
-    async def one_waits() -> bool:
-        return (await relay.health())["calls"] == 1
-
-    await eventually(one_waits)
+    await eventually(lambda: relay.has_calls(1))
     dial(relay.url.replace("http", "ws"), upstream.url)
     assert (await waiting).status == 200
 
