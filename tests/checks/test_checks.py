@@ -17,7 +17,7 @@ import pytest
 import trustme
 
 from agent_wrapper.contract import Trajectory
-from builders import run_config
+from builders import issue, run_config
 from rollout_backend.aws import Identity
 from rollout_backend.checks.account import describe_credentials
 from rollout_backend.checks.examination import check_forced_formats, estimate_cost, examine
@@ -339,17 +339,14 @@ def test_an_estimate_of_the_cost():
 def https(tmp_path: Path, host: str, days: float, *, in_file: bool = True) -> dict[str, Any]:
     """Return a gateway section with a certificate of this host, from a CA that this process trusts."""
     ca = trustme.CA()
-    issued = ca.issue_cert(host, not_after=datetime.now(UTC) + timedelta(days=days))
+    certificate, key = issue(ca, tmp_path, host, not_after=datetime.now(UTC) + timedelta(days=days))
     ca.cert_pem.write_to_path(tmp_path / "ca.pem")
-    issued.private_key_pem.write_to_path(tmp_path / "key.pem")
-    for blob in issued.cert_chain_pems:
-        blob.write_to_path(tmp_path / "certificate.pem", append=True)
     port = free_port()
     return {
         "port": port if in_file else 0,
         "public_url": f"https://localhost:{port}",
-        "tls_certificate": tmp_path / "certificate.pem",
-        "tls_key": tmp_path / "key.pem",
+        "tls_certificate": certificate,
+        "tls_key": key,
     }
 
 

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 import aiohttp
 import trustme
 
-from builders import eventually
+from builders import eventually, issue
 from rollout_backend.relay.cli import KEY_ENV
 from rollout_backend.serving.server_process import ServerProcess, free_port
 
@@ -17,11 +17,7 @@ from rollout_backend.serving.server_process import ServerProcess, free_port
 async def test_calls_over_tls(key, tmp_path, upstream):
     ca, issuer = trustme.CA(), tmp_path / "ca.pem"
     ca.cert_pem.write_to_path(issuer)
-    certificate, private = tmp_path / "certificate.pem", tmp_path / "key.pem"
-    issued = ca.issue_cert("localhost")
-    issued.private_key_pem.write_to_path(private)
-    for blob in issued.cert_chain_pems:
-        blob.write_to_path(certificate, append=True)
+    certificate, private = issue(ca, tmp_path, "localhost")
     port = free_port()
     url = f"https://localhost:{port}"
     async with AsyncExitStack() as stack:

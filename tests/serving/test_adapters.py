@@ -6,12 +6,10 @@ import os
 import shutil
 import signal
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
-from adapters import save_adapter
-from builders import eventually, generate
+from adapters import save_adapter, save_model
+from builders import all_serve, eventually, generate
 from rollout_backend.config import ServingConfig
 from rollout_backend.errors import ConfigError, ServingError, WeightsMismatch
 from rollout_backend.serving.adapters import AdapterStore
@@ -20,17 +18,9 @@ from rollout_backend.serving.model_serving import ModelServing
 SHAPES = {"model.layers.0.self_attn.q_proj.weight": (8, 4), "model.layers.0.mlp.up_proj.weight": (6, 4)}
 
 
-def save_model(folder, shapes=SHAPES):
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text("{}")
-    tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-    save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
 @pytest.fixture
 def config(make_config, model_folder, tmp_path):
-    save_model(model_folder)
+    save_model(model_folder, shapes=SHAPES)
     serving = {"servers": 2, "max_restarts": 2, "lora_rank": 4, "max_adapters": 2}
     return make_config(serving=serving, output_dir=tmp_path)
 
@@ -70,11 +60,6 @@ async def served(serving, adapter):
 
 def in_use():
     raise ConfigError("a step uses it")
-
-
-def all_serve(serving, restarts):
-    engines = serving.engines.snapshot()[1:]
-    return all(each.serving for each in engines) and sum(each.restarts for each in engines) == restarts
 
 
 async def test_a_new_version_takes_the_place_of_the_old_one_on_every_engine(serve, save, tmp_path):
@@ -156,7 +141,7 @@ async def test_folders_of_nothing_or_of_another_model_reach_no_engine(config, sa
         await serving.load_adapter("a", tmp_path / "missing")
     with pytest.raises(ConfigError, match="is no name for an adapter"):
         await serving.load_adapter("a@1", save("adapter"))
-    other = save_model(tmp_path / "other", {"model.layers.7.self_attn.q_proj.weight": (8, 4)})
+    other = save_model(tmp_path / "other", shapes={"model.layers.7.self_attn.q_proj.weight": (8, 4)})
     with pytest.raises(WeightsMismatch, match=r"changes no matrix of the model.*Was it trained on another model"):
         await serving.load_adapter("a", save_adapter(tmp_path / "of-other", other, modules=("q_proj",)))
     cut = save("cut")

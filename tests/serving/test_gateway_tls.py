@@ -8,7 +8,7 @@ import trustme
 
 from agent_wrapper.contract import ModelEndpoint
 from agent_wrapper.shared.trajectory import fetch_trajectory
-from builders import complete, run_config
+from builders import complete, issue, run_config
 from rollout_backend.errors import StartupError
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.gateway_fleet import GatewayFleet
@@ -21,12 +21,7 @@ def ca() -> trustme.CA:
 
 @pytest.fixture
 def certificate(ca, tmp_path) -> tuple[Path, Path]:
-    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
-    issued = ca.issue_cert("localhost")  # not the address that the backend uses
-    issued.private_key_pem.write_to_path(key)
-    for blob in issued.cert_chain_pems:
-        blob.write_to_path(certificate, append=True)
-    return certificate, key
+    return issue(ca, tmp_path, "localhost")  # not the address that the backend uses
 
 
 def tls(certificate: Path, key: Path) -> dict:
@@ -58,12 +53,9 @@ async def test_another_server_at_the_gateways_port_is_not_trusted(certificate, s
     """The backend trusts the gateway's own certificate, not any that a CA has signed."""
     other = tmp_path / "other"
     other.mkdir()
-    issued = trustme.CA().issue_cert("127.0.0.1")
-    issued.private_key_pem.write_to_path(other / "key.pem")
-    issued.cert_chain_pems[0].write_to_path(other / "certificate.pem")
     with ScriptedEngine(["no"]) as engine:
         real = await start_fleet(engine, tmp_path / "a", **tls(*certificate))
-        fake = await start_fleet(engine, tmp_path / "b", **tls(other / "certificate.pem", other / "key.pem"))
+        fake = await start_fleet(engine, tmp_path / "b", **tls(*issue(trustme.CA(), other, "127.0.0.1")))
         [shard] = real._shards
         shard.url = fake.urls[0]
         assert not await shard._healthy()

@@ -5,26 +5,20 @@ import os
 import shutil
 import signal
 import socket
+from functools import partial
 
-import numpy as np
 import pytest
 from aiohttp import web
-from safetensors.numpy import save_file
 
-from builders import eventually, generate
+from adapters import save_model
+from builders import all_serve, eventually, generate
 from builders import served as serve_http
 from rollout_backend.errors import ConfigError, ServingError, WeightsMismatch, WeightUpdateFailed
 from rollout_backend.serving.model_serving import ModelServing
 from rollout_backend.serving.weights import ModelFolder, Weights, WeightStore, load_weights
 
 SHAPES = {"embed.weight": (8, 4), "norm.weight": (4,)}
-
-
-def save(folder, value=0.0, shapes=SHAPES):
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text("{}")
-    save_file({name: np.full(shape, value, np.float32) for name, shape in shapes.items()}, folder / "m.safetensors")
-    return folder
+save = partial(save_model, shapes=SHAPES)
 
 
 @pytest.fixture
@@ -41,11 +35,6 @@ async def sampled(serving, key, tokens=1):
 
 async def served(serving):
     return {(await sampled(serving, f"session-{i}"))[:2] for i in range(12)}
-
-
-def all_serve(serving, restarts):
-    engines = serving.engines.snapshot()[1:]
-    return all(each.serving for each in engines) and sum(each.restarts for each in engines) == restarts
 
 
 @pytest.mark.parametrize(
@@ -132,7 +121,7 @@ async def test_weights_that_do_not_fit_reach_no_engine(config, tmp_path, model_f
     with pytest.raises(ConfigError, match=r"is not a model folder.* for config\.json"):
         await serving.update_weights(tmp_path / "missing")
     cut = save(tmp_path / "cut")
-    (cut / "m.safetensors").write_bytes((cut / "m.safetensors").read_bytes()[:50])
+    (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:50])
     with pytest.raises(ConfigError, match="is it still being written"):
         await serving.update_weights(cut)
     assert serving.weight_version == 0
@@ -167,7 +156,7 @@ def test_the_newest_weights_must_still_be_there(config, tmp_path):
     again = WeightStore(config)
     assert again.current == weights
     assert again.prepare(folder).version == 2
-    save(folder, 2.0, {**SHAPES, "more.weight": (1,)})
+    save(folder, 2.0, shapes={**SHAPES, "more.weight": (1,)})
     with pytest.raises(ServingError, match="each checkpoint to its own folder"):
         weights.check_unchanged()
     with pytest.raises(ConfigError, match="has changed or is gone since it became version 1"):

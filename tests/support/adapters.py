@@ -1,7 +1,7 @@
-"""Write LoRA adapters as PEFT's `save_pretrained` does, with random weights."""
+"""Write small models, and LoRA adapters with random weights, as `save_pretrained` does."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,15 @@ from safetensors.numpy import save_file
 from rollout_backend.serving.weights import ModelFolder
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def save_model(folder: Path, value: float = 0.0, *, shapes: Mapping[str, tuple[int, ...]]) -> Path:
+    """Write a model whose weights have these shapes and one value."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    tensors = {name: np.full(shape, value, np.float32) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
 def save_adapter(

@@ -45,6 +45,15 @@ def load_module(path: Path) -> ModuleType:
     return module
 
 
+def issue(authority: Any, folder: Path, host: str, **more: Any) -> tuple[Path, Path]:
+    """Write a certificate of trustme's authority with its chain, and its key; return their paths."""
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
+    issued = authority.issue_cert(host, **more)
+    issued.private_key_pem.write_to_path(key)
+    certificate.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+    return certificate, key
+
+
 def refused(outcome: tuple[int, str], *parts: str) -> None:
     """Check that a command, by its exit code and output, was refused with these words before it started anything."""
     code, output = outcome
@@ -184,6 +193,12 @@ async def served(handle: Callable[[Any], Awaitable[Any]], port: int = 0, **runne
         yield f"http://127.0.0.1:{port}"
     finally:
         await server.cleanup()
+
+
+def all_serve(serving: Any, restarts: int) -> bool:
+    """Whether all engines serve, after so many restarts together."""
+    engines = serving.engines.snapshot()[1:]
+    return all(each.serving for each in engines) and sum(each.restarts for each in engines) == restarts
 
 
 async def post(url: str, body: object = None) -> int:
