@@ -7,7 +7,6 @@ import os
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import Mock
@@ -435,42 +434,28 @@ def test_what_is_left_out_of_training_is_so_after_a_restart(start):
 
 
 @pytest.mark.parametrize("failed_before", [0, 1])
-def test_a_call_that_the_agent_gave_up_needs_no_answer_after_a_restart(start, failed_before):
+def test_a_call_that_the_agent_gave_up_needs_no_answer_after_a_restart(start, held, failed_before):
     """If the same question failed before, that attempt still needs one."""
-    go, asked = threading.Event(), threading.Semaphore(0)
     fails = iter([Fail(500)] * failed_before)
-
-    def reply(_):
-        asked.release()
-        return next(fails, None) or (go.wait(60) and "late")
-
-    gateway = start(reply, engine_attempts=1)
+    gateway = start(lambda prompt: next(fails, None) or held(prompt), engine_attempts=1)
     for _ in range(failed_before):
         assert gateway.post(ask("a")).status_code == 503
-        asked.acquire(timeout=60)
     key = gateway.gateway.key(journal_id=gateway.journal_id)
-    hang_up(gateway.gateway.url, key, ask("a"), lambda: asked.acquire(timeout=60))
+    hang_up(gateway.gateway.url, key, ask("a"), lambda: held.asked.acquire(timeout=120))
     until(lambda: gateway.gateway.stats().client_disconnects == 1)
     until(lambda: gateway.gateway.stats().calls_in_flight == 0)
-    go.set()
+    held.go.set()
     gateway.restart()
     assert Trajectory.decode(gateway.seal()).unanswered_calls == failed_before
 
 
-def test_a_refused_call_is_journaled_once_however_often_it_is_retried(start, folder):
-    go, asked = threading.Event(), threading.Event()
-
-    def reply(_):
-        asked.set()
-        return go.wait(60) and "late"
-
-    gateway = start(reply, gateway={"max_concurrent_calls": 1})
-    with ThreadPoolExecutor() as pool:
-        first = pool.submit(gateway.post, ask("a"))
-        assert asked.wait(60)
-        assert [gateway.post(ask("b"), headers).status_code for headers in (None, *[RETRY] * 5)] == [429] * 6
-        go.set()
-        text_of(first.result(60))
+def test_a_refused_call_is_journaled_once_however_often_it_is_retried(start, held, in_thread, folder):
+    gateway = start(held, gateway={"max_concurrent_calls": 1})
+    first = in_thread(gateway.post, ask("a"))
+    assert held.asked.acquire(timeout=120)
+    assert [gateway.post(ask("b"), headers).status_code for headers in (None, *[RETRY] * 5)] == [429] * 6
+    held.go.set()
+    text_of(first.result(60))
     records = [file.read_bytes() for file in (folder / "sessions").iterdir()]
     assert [each.count(b"asked") for each in records] == [2]
     gateway.restart()

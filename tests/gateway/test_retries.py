@@ -1,8 +1,6 @@
 """Which repeated requests get the answer of the first, and which are new samples."""
 
 import asyncio
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -11,7 +9,7 @@ import pytest
 from builders import hang_up, stream_data, until, user
 from rollout_backend.core.model_call import Answer, Choice, Delta, ModelCall
 from rollout_backend.gateway.sessions.calls import MAX_ANSWERS, InFlightCall, RequestKey, RetryCache
-from rollout_backend.local.scripted import Fail, Pieces
+from rollout_backend.local.scripted import Fail
 
 BODY = {"model": "scripted", "messages": [user("Say something.")]}
 COUNT = "x-stainless-retry-count"
@@ -91,28 +89,23 @@ async def test_a_retry_of_a_call_that_is_being_aborted_is_a_new_call():
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("fault", ["disconnect", "error"])
-def test_a_retry_gets_no_answer_of_an_earlier_equal_question(play, stream, fault):
-    asked, go = threading.Event(), threading.Event()
+def test_a_retry_gets_no_answer_of_an_earlier_equal_question(play, held, stream, fault):
     failing = False
     numbers = iter(range(1, 100))
 
-    def reply(_):
+    def reply(prompt):
         if not failing:
             return str(next(numbers))
-        if fault == "error":
-            return Fail(500)
-        asked.set()
-        go.wait(120)
-        return "late"
+        return Fail(500) if fault == "error" else held(prompt)
 
     gateway = play(reply, engine_attempts=1)
     body = {**BODY, "stream": stream}
     assert said(post(gateway, body=body)) == "1"
     failing = True
     if fault == "disconnect":
-        hang_up(gateway.url, gateway.key(), body, lambda: asked.wait(120))
+        hang_up(gateway.url, gateway.key(), body, lambda: held.asked.acquire(timeout=120))
         until(lambda: gateway.stats().client_disconnects == 1)
-        go.set()
+        held.go.set()
     else:
         assert post(gateway, body=body).status_code == 503
     failing = False
@@ -120,62 +113,38 @@ def test_a_retry_gets_no_answer_of_an_earlier_equal_question(play, stream, fault
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_retry_joins_the_call_in_flight(play, stream):
-    go, asked = threading.Event(), threading.Semaphore(0)
-
-    def parts():
-        yield "Once upon "
-        asked.release()
-        go.wait(120)
-        yield "a time"
-
-    gateway = play(lambda _: Pieces(parts()))
+def test_a_retry_joins_the_call_in_flight(play, held, in_thread, stream):
+    gateway = play(lambda _: held.pieces("Once upon ", "a time"))
     body = {**BODY, "stream": stream}
-    with ThreadPoolExecutor() as pool:
-        first = pool.submit(post, gateway, None, body=body)
-        assert asked.acquire(timeout=120)
-        second = pool.submit(post, gateway, RETRY, body=body)
-        until(lambda: gateway.stats().replayed)
-        go.set()
-        assert [said(call.result(120)) for call in (first, second)] == ["Once upon a time"] * 2
+    first = in_thread(post, gateway, None, body=body)
+    assert held.asked.acquire(timeout=120)
+    second = in_thread(post, gateway, RETRY, body=body)
+    until(lambda: gateway.stats().replayed)
+    held.go.set()
+    assert [said(call.result(120)) for call in (first, second)] == ["Once upon a time"] * 2
     assert len(gateway.engine.requests) == 1
 
 
-def test_a_retry_of_one_of_several_equal_questions_gets_no_answer_of_another(play):
+def test_a_retry_of_one_of_several_equal_questions_gets_no_answer_of_another(play, held, in_thread):
     """The second of two equal questions is refused for lack of capacity; its retry must be a second sample."""
-    release, entered = threading.Event(), threading.Event()
     replies = iter("12")
-
-    def held(_):
-        entered.set()
-        release.wait(120)
-        return next(replies)
-
-    gateway = play(held, gateway={"max_concurrent_calls": 1})
-    with ThreadPoolExecutor() as pool:
-        first = pool.submit(post, gateway)
-        assert entered.wait(120)
-        assert post(gateway).status_code == 429
-        release.set()
-        assert said(first.result(120)) == "1"
+    gateway = play(lambda prompt: held(prompt) and next(replies), gateway={"max_concurrent_calls": 1})
+    first = in_thread(post, gateway)
+    assert held.asked.acquire(timeout=120)
+    assert post(gateway).status_code == 429
+    held.go.set()
+    assert said(first.result(120)) == "1"
     assert said(post(gateway, RETRY)) == "2"
 
 
-def test_equal_questions_that_were_refused_before_they_came_here_are_a_sample_each(play):
+def test_equal_questions_that_were_refused_before_they_came_here_are_a_sample_each(play, held, in_thread):
     """An agent asks for several samples in parallel while the gateway restarts, so all arrive as retries."""
-    go, numbers = threading.Event(), iter("1234")
-
-    def reply(_):
-        number = next(numbers)
-        go.wait(120)
-        return number
-
-    gateway = play(reply)
-    with ThreadPoolExecutor() as pool:
-        calls = [pool.submit(post, gateway, RETRY) for _ in range(4)]
-        until(lambda: len(gateway.engine.requests) == 4)
-        go.set()
-        assert sorted(said(call.result(120)) for call in calls) == ["1", "2", "3", "4"]
+    numbers = iter("1234")
+    gateway = play(lambda prompt: held(prompt) and next(numbers))
+    calls = [in_thread(post, gateway, RETRY) for _ in range(4)]
+    until(lambda: len(gateway.engine.requests) == 4)
+    held.go.set()
+    assert sorted(said(call.result(120)) for call in calls) == ["1", "2", "3", "4"]
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 import json
 import math
-import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 
 import anthropic
 import httpx
@@ -15,7 +13,7 @@ from agent_wrapper.contract import Rollout, Trajectory
 from builders import assistant, function_tool, hang_up, stream_data, system, until, user
 from rollout_backend.core.seal import Sealer
 from rollout_backend.gateway.stats import bounded_name
-from rollout_backend.local.scripted import Fail, Pieces, ToolCall
+from rollout_backend.local.scripted import Fail, ToolCall
 
 MODEL = "scripted"
 USER = [user("What is 2 + 3?")]
@@ -33,41 +31,6 @@ def deltas_of(lines) -> list[dict]:
 
 def text_of(deltas: list[dict]) -> str:
     return "".join(delta.get("content", "") for delta in deltas)
-
-
-class Held:
-    """A script whose answers wait until they are released; a second part waits too."""
-
-    def __init__(self) -> None:
-        self.asked = threading.Semaphore(0)
-        self.go = threading.Event()
-
-    def __call__(self, prompt: str) -> str:
-        self.asked.release()
-        self.go.wait(120)
-        return "at last"
-
-    def pieces(self, first: str, then: str = "x") -> Pieces:
-        def parts():
-            yield first
-            self.go.wait(120)
-            yield then
-
-        return Pieces(parts())
-
-
-@pytest.fixture
-def held():
-    script = Held()
-    yield script
-    script.go.set()
-
-
-@pytest.fixture
-def in_thread():
-    """Call a function in a thread; return its future."""
-    with ThreadPoolExecutor() as pool:
-        yield pool.submit
 
 
 # --- calls ------------------------------------------------------------------------------------------------

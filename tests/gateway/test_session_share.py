@@ -361,21 +361,14 @@ async def test_a_cancelled_caller_keeps_its_turn_until_its_work_has_ended():
 # --- calls ------------------------------------------------------------------------------------------------
 
 
-def test_one_session_does_not_take_every_call(play):
-    go = threading.Event()
-
-    def script(prompt: str) -> str:
-        if "hold" in prompt:
-            go.wait(60)
-        return "ok"
-
-    gateway = play(script, gateway={"max_concurrent_calls": 8, "max_session_calls": 2}, keepalive_s=0.05)
-    held = {**CALL, "messages": [user("hold")], "stream": True, "n": 2}
-    with gateway.stream(held, "busy") as _:
+def test_one_session_does_not_take_every_call(play, held):
+    limits = {"max_concurrent_calls": 8, "max_session_calls": 2}
+    gateway = play(lambda prompt: held(prompt) if "hold" in prompt else "ok", gateway=limits, keepalive_s=0.05)
+    with gateway.stream({**CALL, "messages": [user("hold")], "stream": True, "n": 2}, "busy") as _:
         refused = gateway.post(CALL, "busy")
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
         assert "gateway.max_session_calls" in refused.json()["error"]["message"]
         assert int(refused.headers["retry-after"]) >= 1
         assert gateway.post(CALL, "another").status_code == 200
-        go.set()
+        held.go.set()
     assert gateway.post({**CALL, "n": 5}, "third").status_code == 200

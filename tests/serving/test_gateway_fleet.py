@@ -5,7 +5,6 @@ import contextlib
 import os
 import signal
 import socket
-import threading
 from collections import Counter
 from urllib.parse import urlsplit
 
@@ -225,24 +224,17 @@ async def test_calls_wait_until_the_engines_are_awake_and_name_the_newest_versio
     assert sent == ["math@1", "math@2", None, "math@3", "math@4", None]
 
 
-async def test_a_call_in_flight_is_aborted_by_a_pause_and_repeated(start_fleet, claims):
-    asked, go = threading.Semaphore(0), threading.Event()
-
-    def answer(_: str) -> str:
-        asked.release()
-        go.wait(120)
-        return "hello"
-
-    with ScriptedEngine(answer) as engine:
+async def test_a_call_in_flight_is_aborted_by_a_pause_and_repeated(start_fleet, held, claims):
+    with ScriptedEngine(held) as engine:
         fleet = await start_fleet(engine)
         call = asyncio.create_task(complete(fleet.endpoint(claims())))
-        assert await asyncio.to_thread(asked.acquire, timeout=120)
+        assert await asyncio.to_thread(held.asked.acquire, timeout=120)
         await fleet.pause()
         await eventually(lambda: engine.aborted > 0)
         assert not call.done()
-        go.set()
+        held.go.set()
         await fleet.resume()
-        assert await call == "hello"
+        assert await call == "at last"
         assert len(engine.requests) == 2
 
 

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import socket
-import threading
 
 import openai
 import pytest
@@ -50,28 +49,18 @@ async def kill(fleet: GatewayFleet, shard: int = 0) -> None:
     await process.wait()
 
 
-async def test_a_session_survives_the_death_of_its_gateway_during_a_call(start, tmp_path, claims):
-    asked, go = threading.Semaphore(0), threading.Event()
-    replies = iter(["one", "lost with its gateway", "two", "three"])
-
-    def answer(_: str) -> str:
-        reply = next(replies)
-        asked.release()
-        if reply.startswith("lost"):
-            go.wait(120)
-        return reply
-
+async def test_a_session_survives_the_death_of_its_gateway_during_a_call(start, held, tmp_path, claims):
+    replies = iter(["one", "", "two", "three"])
     events: list[tuple[str, str]] = []
-    with ScriptedEngine(answer) as engine:
+    with ScriptedEngine(lambda prompt: next(replies) or held(prompt)) as engine:
         fleet = await start(engine, events)
         watching = asyncio.create_task(fleet.failed())
         try:
             endpoint = fleet.endpoint(claims())
             messages: list[dict] = []
             assert await say(endpoint, messages, "Begin.") == "one"
-            assert asked.acquire(timeout=120)
             second = asyncio.create_task(say(endpoint, messages, "And then?", retries=12))
-            assert await asyncio.to_thread(asked.acquire, timeout=120)
+            assert await asyncio.to_thread(held.asked.acquire, timeout=120)
             await kill(fleet)
             assert await second == "two"
             restarts = [("gateway", "died"), ("gateway", "restarted")]
@@ -84,7 +73,7 @@ async def test_a_session_survives_the_death_of_its_gateway_during_a_call(start, 
             await fleet.revoke(["s"])
             assert not watching.done()
         finally:
-            go.set()
+            held.go.set()
             watching.cancel()
             await fleet.stop()
     [segment] = trajectory.segments

@@ -7,8 +7,9 @@ import inspect
 import json
 import socket
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +19,7 @@ from urllib.parse import urlsplit
 from agent_wrapper.contract import ModelEndpoint
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.session_key import shard_of
-from rollout_backend.local.scripted import BYTE_MODEL
+from rollout_backend.local.scripted import BYTE_MODEL, Pieces
 from rollout_backend.serving.server_process import free_port
 
 T = TypeVar("T")
@@ -167,6 +168,28 @@ def until(condition: Callable[[], object], timeout_s: float = 240.0, what: str =
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
         time.sleep(0.01)
+
+
+class Held:
+    """A script whose replies wait until `go` is set, after they have released `asked`; of pieces, the second one."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Semaphore(0)
+        self.go = threading.Event()
+
+    def __call__(self, prompt: str) -> str:
+        self.asked.release()
+        self.go.wait(120)
+        return "at last"
+
+    def pieces(self, first: str, then: str = "x") -> Pieces:
+        def parts() -> Iterator[str]:
+            yield first
+            self.asked.release()
+            self.go.wait(120)
+            yield then
+
+        return Pieces(parts())
 
 
 def hang_up(url: str, key: str, body: dict[str, Any], wait: Callable[[], object]) -> None:

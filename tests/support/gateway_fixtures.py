@@ -1,6 +1,7 @@
 """Fixtures of gateways and engines, for the tests of several folders. Imports are inside: some take seconds."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
@@ -110,6 +111,23 @@ def play(shared_gateway, byte_model, bundle):
             return stack.enter_context(make_gateway(engine.url, **settings))
 
         yield start
+
+
+@pytest.fixture
+def held():
+    """A script whose replies wait until the test releases them."""
+    from builders import Held
+
+    script = Held()
+    yield script
+    script.go.set()
+
+
+@pytest.fixture
+def in_thread():
+    """Call a function in a thread; return its future."""
+    with ThreadPoolExecutor() as pool:
+        yield pool.submit
 
 
 @pytest.fixture(scope="session")
