@@ -57,13 +57,6 @@ def config(settings, pingable, tmp_path):
     return write
 
 
-def taken_port() -> socket.socket:
-    taken = socket.socket()
-    taken.bind(("127.0.0.1", 0))
-    taken.listen()
-    return taken
-
-
 MISTAKES = {
     "key typo": ({"gateway.publicurl": "x"}, "gateway.publicurl: no such setting; did you mean gateway.public_url?"),
     "timeouts that do not nest": (
@@ -136,7 +129,7 @@ def test_the_check_names_the_setting_and_what_to_do(config, changes, words, monk
 
 
 def test_every_problem_is_listed_by_the_check_and_by_a_run(rollout, config, tasks):
-    with taken_port() as taken:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         changes = {
             "model.renderer": "qwen3",

@@ -206,9 +206,7 @@ async def test_http_an_answer_that_does_not_come_leaves_the_outcome_unknown():
 @pytest.mark.parametrize("kind", ["http", "kubernetes", "agentcore"])
 async def test_a_connect_that_times_out_opened_no_session(kind, local_keys, tmp_path):
     """The accept queue is full, so the kernel drops what asks for a connection, as a firewall does."""
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen(0)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as silent:
         waiting = [socket.socket() for _ in range(4)]
         for each in waiting:
             each.setblocking(False)

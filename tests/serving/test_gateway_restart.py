@@ -128,8 +128,5 @@ async def test_if_its_port_is_taken_a_restarted_gateway_has_another_identity(sta
         first = await start(engine)
         before, port = first.identity, int(first.urls[0].rpartition(":")[2])
         await first.stop()
-        with socket.socket() as taken:
-            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            taken.bind(("127.0.0.1", port))
-            taken.listen()
+        with socket.create_server(("127.0.0.1", port)):
             assert (await start(engine)).identity != before

@@ -145,12 +145,9 @@ async def test_a_call_waits_for_the_first_engine(router):
 
 
 async def test_port_in_use_names_the_setting(tmp_path):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        with pytest.raises(StartupError, match=r"set router\.port"):
-            async with Router(RouterConfig(port=taken.getsockname()[1]), tmp_path / "router.log"):
-                pass
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(StartupError, match=r"set router\.port"):
+        async with Router(RouterConfig(port=taken.getsockname()[1]), tmp_path / "router.log"):
+            pass
 
 
 async def test_router_forwards_the_images_of_a_call(router):

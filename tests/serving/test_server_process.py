@@ -68,9 +68,7 @@ def test_free_port_is_outside_the_ephemeral_range():
 
 
 def test_taken_port_is_skipped(monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
         monkeypatch.setattr(server_process.random.SystemRandom, "choices", lambda self, among, k: [number] * k)
         assert free_port() != number

@@ -15,6 +15,7 @@ from unittest.mock import AsyncMock, create_autospec
 from tenacity import wait_none
 
 from agent_wrapper.contract import Announcement, ModelEndpoint, Outcome, Rollout, RolloutRequest, manifest_key
+from builders import background
 from rollout_backend import aws
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.manifest_store import ManifestStore
@@ -239,7 +240,7 @@ class Bench:
             config.collect.max_fetches,
             verify=lambda rollout: self.verify(rollout),
         )
-        stack.push_async_callback(_end, asyncio.create_task(buffer.run(config.queue.receivers)))
+        await stack.enter_async_context(background(buffer.run(config.queue.receivers)))
         return buffer, queue.url if queue is not None else None
 
     @property
@@ -342,8 +343,3 @@ class Bench:
     async def manifest(self) -> dict[str, Any]:
         [manifest] = await self.objects(self.manifest_key)
         return manifest
-
-
-async def _end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
