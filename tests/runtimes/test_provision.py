@@ -24,6 +24,7 @@ from rollout_backend.core.check_result import CheckResult, raise_problems
 from rollout_backend.deploy.adoption import _READ_ONLY, adopt, adoption_of
 from rollout_backend.errors import InvokeRejected, PreflightError
 from rollout_backend.local.agentcore_emulator import ROLE
+from rollout_backend.local.control_plane import RuntimeRecord
 from rollout_backend.runtimes.agentcore.account import needed_permissions
 from rollout_backend.runtimes.agentcore.control import (
     ReadyRuntime,
@@ -213,8 +214,8 @@ class Cloud:
     def config(self, **more: object) -> AgentCoreConfig:
         return config(**{"endpoint_url": self.url, "ready_timeout_s": 120, **more})
 
-    async def make(self, on_status: Callable[[str], object] | None = None, **more: object) -> str:
-        runtime = await AgentCoreRuntime.open(self.config(**more), on_status or self.told.append)
+    async def make(self, **more: object) -> str:
+        runtime = await AgentCoreRuntime.open(self.config(**more), self.told.append)
         await runtime.aclose()
         return runtime.arn
 
@@ -355,26 +356,20 @@ async def test_a_runtime_is_found_behind_a_page_of_others(start_cloud):
     assert cloud.told == []
 
 
-async def test_a_runtime_that_another_run_changes_is_reported(start_cloud):
+async def test_a_runtime_that_another_run_changes_is_reported(start_cloud, monkeypatch):
     cloud = await start_cloud(new_runtimes_require_mmdsv2=True)
-    arn = await cloud.make()
+    record = cloud.control.runtimes[await cloud.make()]
     theirs = RuntimeSpec.of(config(environment={"GREETING": "theirs"})).definition()
 
-    async def change_it_back() -> None:
-        async with control_client("us-east-1", cloud.url) as client:
-            runtime_id = arn.rsplit("/", 1)[1]
-            while True:
-                described = await client.get_agent_runtime(agentRuntimeId=runtime_id)
-                if (described["agentRuntimeVersion"], described["status"]) == ("2", "READY"):
-                    await client.update_agent_runtime(agentRuntimeId=runtime_id, **theirs)
-                    return
+    def be_changed_once_ready() -> None:
+        record.definition, record.version = theirs, record.version + 1
+        RuntimeRecord.be_ready(record)
 
-    others: list[asyncio.Task[None]] = []
+    monkeypatch.setattr(record, "be_ready", be_changed_once_ready)
     with pytest.raises(
         PreflightError, match=r"somebody else .*\(image, environment.*different values of runtime\.name"
     ):
-        await cloud.make(lambda text: others.append(asyncio.create_task(change_it_back())), image=NEWER)
-    await asyncio.gather(*others)
+        await cloud.make(image=NEWER)
 
 
 def test_a_runtime_may_be_in_transition_for_hours():
