@@ -3,6 +3,7 @@
 import json
 
 from builders import refused
+from rollout_backend import cli
 from rollout_backend.results.run_data import list_runs
 from run_folders import write_run
 
@@ -46,6 +47,12 @@ def test_runs_are_listed_with_their_state_the_newest_first(rollout, here):
     ):
         assert words in output
     refused(rollout("ls", here), "there is no run in")
+
+
+def test_a_terminal_of_80_columns_shows_whole_ids(rollout, here, monkeypatch):
+    write_run(here / "runs" / "run-20261127-142427-f183", {"a": [0.5]}, state="interrupted")
+    monkeypatch.setattr(cli.console, "width", 80)
+    assert "run-20261127-142427-f183 2026" in rollout("ls")[1]
 
 
 def test_two_runs_are_compared_by_name(rollout, here):

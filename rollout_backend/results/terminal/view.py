@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.align import AlignMethod
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.markup import escape
 from rich.panel import Panel
 from rich.rule import Rule
@@ -268,10 +268,11 @@ def print_text(console: Console, text: str | Text, style: str | None = None) -> 
 
 
 def plain_table(*columns: str, right: Container[str] = ()) -> Table:
-    """Return a table without lines. Columns in `right` are right-aligned."""
+    """Return a table without lines, whose first column is not cut. Those in `right` are right-aligned."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in columns:
-        table.add_column(name, justify="right" if name in right else "left")
+        justify: JustifyMethod = "right" if name in right else "left"
+        table.add_column(name, justify=justify, no_wrap=name == columns[0])
     return table
 
 
