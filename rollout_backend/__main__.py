@@ -17,6 +17,8 @@ def main() -> None:
         from rollout_backend.cli import main as run
 
         run()
+    except KeyboardInterrupt:  # while the command is imported
+        raise SystemExit(130) from None
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
         command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")

@@ -128,6 +128,18 @@ def test_a_missing_package_is_named_with_the_extra_that_installs_it(missing, com
     assert done.returncode == 2
 
 
+def test_an_interrupt_while_the_command_is_imported_has_no_traceback():
+    code = (
+        "import sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, *_): raise KeyboardInterrupt\n"
+        "from rollout_backend.__main__ import main\n"
+        "sys.meta_path.insert(0, Interrupt()); main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "ls"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 def test_a_missing_module_of_the_user_is_not_explained(tmp_path):
     code = (
         "import rollout_backend.cli as cli, rollout_backend.__main__ as command\n"
