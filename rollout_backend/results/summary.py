@@ -195,8 +195,8 @@ def seconds_of(record: RolloutRecord) -> Seconds:
     end = record.settled_at
     if end is None:
         return Seconds()
-    if record.invoked_at is None:
-        return Seconds(waiting=max(0.0, end - record.planned_at))
+    if record.invoked_at is None:  # it ended before an invoke, or its result is from before a restart
+        return Seconds(waiting=max(0.0, end - record.planned_at) if record.result is None else 0.0)
     first = record.invoked_at if record.first_invoked_at is None else record.first_invoked_at
     waiting, before = max(0.0, first - record.planned_at), max(0.0, record.invoked_at - first)
     accepted = record.invoked_at if record.accepted_at is None else record.accepted_at  # by an earlier manager

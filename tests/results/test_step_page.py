@@ -215,6 +215,8 @@ def test_each_second_of_a_rollout_is_in_one_phase():
     assert vars(lost) == {"waiting": 1, "starting": 1, "model": 0, "own": 0, "publishing": 0, "lost": 8}
     never = seconds_of(make_record("a.0", outcome=Outcome.CANCELLED, invoked_at=None, accepted_at=None))
     assert vars(never)["waiting"] == never.total == 10
+    before = seconds_of(make_record("a.0", invoked_at=None, accepted_at=None, result=make_summary(1.0)))
+    assert before.total == 0  # it had ended before the trainer's restart
     lost_twice = {"outcome": Outcome.INFRA_ERROR, "attempts": 3, "planned_at": 90.0, "first_invoked_at": 91.0}
     again = seconds_of(make_record("a.0", **lost_twice))
     assert (again.waiting, again.lost) == (1, 18)  # dead containers are no wait for an invoke
