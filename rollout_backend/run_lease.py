@@ -71,7 +71,7 @@ class LeaseHolder(BaseModel, frozen=True):
             host=host,
             machine=_machine(),
             pid=pid,
-            started=_started(pid) or 0,
+            started=process_start(pid) or 0,
             since=time(),
         )
 
@@ -82,7 +82,7 @@ class LeaseHolder(BaseModel, frozen=True):
 
     def is_dead(self) -> bool:
         """Return True if its process has ended. Only a process on the same machine can know."""
-        return self.is_local and _started(self.pid) != self.started
+        return self.is_local and process_start(self.pid) != self.started
 
     def __str__(self) -> str:
         since = datetime.fromtimestamp(self.since, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -382,7 +382,7 @@ def _machine() -> str:
         return f"{os.uname().nodename} {uuid.getnode():x}"
 
 
-def _started(pid: int) -> int | None:
+def process_start(pid: int) -> int | None:
     """Return the process's start time in kernel ticks; 0 if it is unknown, None if the process has ended."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

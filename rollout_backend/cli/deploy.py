@@ -233,12 +233,18 @@ async def down(
     """
     from rollout_backend.deploy.target import read_stack
     from rollout_backend.deploy.teardown import Teardown
-    from rollout_backend.local.background import read_background_cloud, stop_background_cloud
+    from rollout_backend.local import background
 
     if (config is None) == (stack is None):
         raise ConfigError("name the config that `rollout deploy` has written, or --stack")
     target = await read_stack(stack) if stack is not None else _read_config(config)
-    cloud = read_background_cloud(LOCAL_CLOUD.absolute())
+    place = Path(target.session_logs).parent if target.session_logs is not None else LOCAL_CLOUD
+    if target.session_logs is not None and background.has_ended(place):
+        echo(f"{'delete' if yes else 'would delete'}: {place}, of a local cloud that has ended")
+        if yes:
+            background.remove_folder(place)
+        return 0
+    cloud = background.read_background_cloud(place)
     if cloud is not None and cloud.endpoint_url != target.endpoint_url:
         cloud = None
     teardown = Teardown(target, delete_results=delete_results or cloud is not None)
@@ -258,7 +264,7 @@ async def down(
         return 0
     await teardown.remove(found.ours, echo)
     if cloud is not None:
-        stop_background_cloud(cloud)
+        background.stop_background_cloud(cloud)
     left = [] if cloud is not None else (await teardown.find()).ours
     for resource in left:
         echo(f"left: {resource} appeared meanwhile; run the command again")
@@ -282,6 +288,7 @@ def _read_config(config: Path | None) -> Target:
         queue_url=settings.queue.url,
         endpoint_url=settings.aws.endpoint_url,
         runtime_endpoint_url=runtime.endpoint_url,
+        session_logs=None if runtime.session_logs is None else str(runtime.session_logs),
     )
 
 

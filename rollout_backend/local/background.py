@@ -26,6 +26,7 @@ from rollout_backend.child_process import last_lines
 from rollout_backend.errors import StartupError
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine, ScriptedSums
+from rollout_backend.run_lease import process_start
 
 STATE = "cloud.json"
 _LOG = "cloud.log"
@@ -39,6 +40,7 @@ class BackgroundCloud:
 
     folder: str
     pid: int
+    started: int  # see `process_start`
     region: str
     bucket: str
     role: str
@@ -59,17 +61,18 @@ def read_background_cloud(folder: Path) -> BackgroundCloud | None:
         cloud = BackgroundCloud(**json.loads((folder / STATE).read_text()))
     except (OSError, ValueError, TypeError):
         return None
-    return cloud if _runs(cloud.pid) else None
+    return cloud if _runs(cloud) else None
 
 
-def _runs(pid: int) -> bool:
+def has_ended(folder: Path) -> bool:
+    """Return whether a cloud ran in this folder, and ended with its machine or was killed."""
+    return (folder / _LOG).is_file() and read_background_cloud(folder) is None
+
+
+def _runs(cloud: BackgroundCloud) -> bool:
     with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, os.WNOHANG)  # reaps it if this process started it
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+        os.waitpid(cloud.pid, os.WNOHANG)  # reaps it if this process started it
+    return process_start(cloud.pid) == cloud.started
 
 
 def start_background_cloud(folder: Path) -> BackgroundCloud:
@@ -108,11 +111,16 @@ def stop_background_cloud(cloud: BackgroundCloud) -> None:
     """
     with contextlib.suppress(ProcessLookupError):
         os.kill(cloud.pid, signal.SIGTERM)
-    folder, deadline = Path(cloud.folder), time.monotonic() + _STOP_S
-    while _runs(cloud.pid):
+    deadline = time.monotonic() + _STOP_S
+    while _runs(cloud):
         if time.monotonic() > deadline:
             raise StartupError(f"the local cloud, process {cloud.pid}, has not ended {_STOP_S:g} s after SIGTERM")
         time.sleep(_POLL_S)
+    remove_folder(Path(cloud.folder))
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete the folder of a cloud that has ended."""
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         folder.parent.rmdir()  # fails if the folder contains anything else
@@ -128,6 +136,7 @@ async def _serve(folder: Path) -> None:
                 state = BackgroundCloud(
                     folder=str(folder),
                     pid=os.getpid(),
+                    started=process_start(os.getpid()) or 0,
                     region=cloud.storage.region,
                     bucket=cloud.storage.bucket,
                     role=cloud.runtime.role,

@@ -75,8 +75,8 @@ def test_deploy_doctor_run_down_and_nothing_is_left(tmp_path):
         planned = rollout(tmp_path, "down", "rollout.yaml")
         assert "would delete: runtime rollout_arithmetic" in planned
         assert "nothing was changed" in planned
-        removed = rollout(tmp_path, "down", "rollout.yaml", "--yes")
-        assert "stays: runs, the records and reports of runs on this machine" in removed
+        assert "stays: runs, the records and reports of runs on this machine" in planned
+        removed = rollout(tmp_path / "runs", "down", "../rollout.yaml", "--yes")  # from any folder
         assert "nothing else that this backend made is left" in removed
     finally:
         if Path(f"/proc/{cloud['pid']}").exists():
