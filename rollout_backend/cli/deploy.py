@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -86,7 +87,7 @@ async def deploy(
     from rollout_backend.deploy.deployment import Deployment, runtime_name, runtime_settings
     from rollout_backend.deploy.image import check_builder
     from rollout_backend.deploy.target import Target, read_stack
-    from rollout_backend.local.background import start_background_cloud
+    from rollout_backend.local import background
 
     if adopt is not None:
         if folder is not None or stack is not None or local:
@@ -119,47 +120,54 @@ async def deploy(
         find_uv()
     else:
         check_builder(build)
-    if stack is not None:
-        target = await read_stack(stack)
-        if target.agent_protocol != "rollout":
-            raise ConfigError(
-                f"stack {stack} is for agents of {target.agent_protocol} (its parameter AgentProtocol), and rollout "
-                "deploy for agents in RolloutApp: deploy your image by the stack's parameter ImageUri"
-            )
-        if build == "codebuild":
-            target = replace(target, build_role=build_role or target.build_role)
-            if target.build_role is None:
+    with contextlib.ExitStack() as undo:  # no `rollout down` can stop a cloud that no config names
+        if stack is not None:
+            target = await read_stack(stack)
+            if target.agent_protocol != "rollout":
                 raise ConfigError(
-                    f"stack {stack} has no output BuildRoleArn: deploy infra/template.yaml again, or set --build-role"
+                    f"stack {stack} is for agents of {target.agent_protocol} (its parameter AgentProtocol), and "
+                    "rollout deploy for agents in RolloutApp: deploy your image by the stack's parameter ImageUri"
                 )
-    else:
-        echo("starting S3, SQS, AgentCore and a scripted model on this machine; `rollout down` stops them")
-        cloud = start_background_cloud(LOCAL_CLOUD.absolute())
-        target = Target(
-            region=cloud.region,
-            bucket=cloud.bucket,
-            runtime_name=runtime_name(folder),
-            role=cloud.role,
-            endpoint_url=cloud.endpoint_url,
-            runtime_endpoint_url=cloud.runtime_endpoint_url,
-            session_logs=cloud.session_logs,
-        )
-        replaced = {**cloud.model_settings(), "gateway": {}, "relay": {}}
-    echo(f"checking {folder} against the container's contract")
-    findings = await check_contract(folder, payload)
-    for finding in findings:
-        print_finding(finding)
-    if any(finding.level == "problem" for finding in findings):
-        return 2
-    target = replace(target, qualifier=runtime.qualifier)
-    network = tuple(subnets or ()), tuple(security_groups or ())
-    deployment = Deployment(folder, target, build, stack is None, *network, runtime)
-    _print_plan(deployment, config)
-    if stack is not None and not yes:
-        echo("nothing was changed; --yes carries out this plan")
-        return 0
-    deployed = await deployment.deploy(payload, echo)
-    _write_config(deployment, deployed.settings(), config, replaced, overrides)
+            if build == "codebuild":
+                target = replace(target, build_role=build_role or target.build_role)
+                if target.build_role is None:
+                    raise ConfigError(
+                        f"stack {stack} has no output BuildRoleArn: deploy infra/template.yaml again, or set "
+                        "--build-role"
+                    )
+        else:
+            echo("starting S3, SQS, AgentCore and a scripted model on this machine; `rollout down` stops them")
+            place = LOCAL_CLOUD.absolute()
+            ran_before = background.read_background_cloud(place) is not None
+            cloud = background.start_background_cloud(place)
+            if not ran_before:
+                undo.callback(background.stop_background_cloud, cloud)
+            target = Target(
+                region=cloud.region,
+                bucket=cloud.bucket,
+                runtime_name=runtime_name(folder),
+                role=cloud.role,
+                endpoint_url=cloud.endpoint_url,
+                runtime_endpoint_url=cloud.runtime_endpoint_url,
+                session_logs=cloud.session_logs,
+            )
+            replaced = {**cloud.model_settings(), "gateway": {}, "relay": {}}
+        echo(f"checking {folder} against the container's contract")
+        findings = await check_contract(folder, payload)
+        for finding in findings:
+            print_finding(finding)
+        if any(finding.level == "problem" for finding in findings):
+            return 2
+        target = replace(target, qualifier=runtime.qualifier)
+        network = tuple(subnets or ()), tuple(security_groups or ())
+        deployment = Deployment(folder, target, build, stack is None, *network, runtime)
+        _print_plan(deployment, config)
+        if stack is not None and not yes:
+            echo("nothing was changed; --yes carries out this plan")
+            return 0
+        deployed = await deployment.deploy(payload, echo)
+        _write_config(deployment, deployed.settings(), config, replaced, overrides)
+        undo.pop_all()
     return 0
 
 
@@ -265,6 +273,7 @@ async def down(
     await teardown.remove(found.ours, echo)
     if cloud is not None:
         background.stop_background_cloud(cloud)
+        background.remove_folder(place)
     left = [] if cloud is not None else (await teardown.find()).ours
     for resource in left:
         echo(f"left: {resource} appeared meanwhile; run the command again")

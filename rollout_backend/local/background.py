@@ -6,7 +6,7 @@
 Invariants:
 
 - The state file exists while the cloud is up, and names its process.
-- After `stop_background_cloud`, no process or file of the cloud remains.
+- After `stop_background_cloud`, no process of the cloud remains, and after `remove_folder`, no file.
 """
 
 import asyncio
@@ -104,7 +104,7 @@ def start_background_cloud(folder: Path) -> BackgroundCloud:
 
 
 def stop_background_cloud(cloud: BackgroundCloud) -> None:
-    """Stop the cloud and delete its folder.
+    """Stop the cloud. Its logs stay until `remove_folder`.
 
     Raises:
         StartupError: the cloud does not end.
@@ -116,7 +116,6 @@ def stop_background_cloud(cloud: BackgroundCloud) -> None:
         if time.monotonic() > deadline:
             raise StartupError(f"the local cloud, process {cloud.pid}, has not ended {_STOP_S:g} s after SIGTERM")
         time.sleep(_POLL_S)
-    remove_folder(Path(cloud.folder))
 
 
 def remove_folder(folder: Path) -> None:

@@ -1,15 +1,24 @@
-"""The background cloud of `rollout deploy --local` after it was killed."""
+"""The background cloud of `rollout deploy --local` after it was killed, and after a deployment that failed."""
 
 import json
 import os
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from rollout_backend.cli import app
+from rollout_backend.core.check_result import CheckResult
+from rollout_backend.deploy import contract_check
+from rollout_backend.local import background
 from rollout_backend.local.background import STATE, BackgroundCloud, read_background_cloud
 
+ROOT = Path(__file__).parents[2]
 ARN = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/rollout_my-0123456789"
+
+NAMES = dict.fromkeys(BackgroundCloud.__dataclass_fields__, "")
+CLOUD = BackgroundCloud(**NAMES | {"pid": os.getpid(), "started": 1})
 
 
 @pytest.fixture
@@ -18,8 +27,7 @@ def killed(tmp_path):
     folder = tmp_path / ".rollout" / "local-cloud"
     (folder / "sessions").mkdir(parents=True)
     (folder / "cloud.log").touch()
-    names = dict.fromkeys(BackgroundCloud.__dataclass_fields__, "")
-    (folder / STATE).write_text(json.dumps(names | {"pid": os.getpid(), "started": 1}))
+    (folder / STATE).write_text(json.dumps(asdict(CLOUD)))
     return folder
 
 
@@ -39,3 +47,17 @@ def test_down_removes_the_folder_of_a_killed_cloud(killed, tmp_path, monkeypatch
         assert result.exit_code == 0, result.output
         assert f"{verb}: {killed}, of a local cloud that has ended" in " ".join(result.output.split())
         assert killed.exists() is is_left
+
+
+def test_a_deployment_that_fails_stops_the_cloud_that_it_started(tmp_path, monkeypatch):
+    async def check(*_: object) -> list[CheckResult]:
+        return [CheckResult("problem", "agent", "it does not start")]
+
+    stopped: list[BackgroundCloud] = []
+    monkeypatch.setattr(contract_check, "check_contract", check)
+    monkeypatch.setattr(background, "start_background_cloud", lambda folder: CLOUD)
+    monkeypatch.setattr(background, "stop_background_cloud", stopped.append)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["deploy", str(ROOT / "examples" / "arithmetic"), "--local"])
+    assert "it does not start" in result.output
+    assert (result.exit_code, stopped) == (2, [CLOUD])
