@@ -22,6 +22,7 @@ from rollout_backend.cli.results import compare, export, ls, replay, report, res
 from rollout_backend.cli.run import run
 from rollout_backend.cli.serve import serve
 from rollout_backend.cli.show import show
+from rollout_backend.local_keys import bypass_proxies
 from rollout_backend.logs import configure_logs, select_json
 from rollout_backend.relay.cli import serve as relay
 
@@ -107,6 +108,7 @@ def main() -> None:
     if level not in _LOG_LEVELS:
         errors.print(f"[red]error:[/] ROLLOUT_LOG_LEVEL={level} is none of {', '.join(_LOG_LEVELS)}")
         raise SystemExit(2)
+    bypass_proxies()
     if isinstance(sys.stdout, io.TextIOWrapper):  # an encoding that lacks a character must not end a run
         sys.stdout.reconfigure(errors="backslashreplace")
     handler = RichHandler(console=errors, show_path=False) if errors.is_terminal else None

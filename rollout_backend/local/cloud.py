@@ -22,6 +22,7 @@ from typing import Any, Self
 
 import aioboto3
 import aiohttp
+from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession
 
 from rollout_backend import local_keys
@@ -147,7 +148,8 @@ class LocalStorage(_Startable):
             aws_secret_access_key=self.environ["AWS_SECRET_ACCESS_KEY"],
             botocore_session=unprofiled,
         )
-        return session.client(service, region_name=self.region, endpoint_url=self.endpoint_url)
+        direct = AioConfig(proxies={})
+        return session.client(service, region_name=self.region, endpoint_url=self.endpoint_url, config=direct)
 
 
 class LocalRuntime(_Startable):

@@ -89,7 +89,9 @@ def _rollout_harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Bloc
     from anyio.from_thread import start_blocking_portal
 
     from rollout_backend.local.harness import AgentHarness
+    from rollout_backend.local_keys import bypass_proxies
 
+    bypass_proxies()  # an app runs in this process
     harness = AgentHarness(run_dir=tmp_path_factory.mktemp("rollouts"))
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(harness):
         yield _Blocking(portal, harness)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from urllib.request import proxy_bypass_environment
 
 import pytest
 import typer
@@ -13,6 +14,7 @@ from rollout_backend.cli import main
 from rollout_backend.cli.common import errors, exit_codes, load_settings, make_console
 from rollout_backend.deploy import target as target_module
 from rollout_backend.deploy.target import Network, Target
+from rollout_backend.local_keys import bypass_proxies
 
 STUBBORN = """
 import asyncio
@@ -149,3 +151,21 @@ def test_a_missing_module_of_the_user_is_not_explained(tmp_path):
     argv = [sys.executable, "-c", code, "ls"]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "ModuleNotFoundError: No module named 'no_such_module'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "hosts"),
+    [
+        ({}, "127.0.0.1,localhost"),
+        ({"no_proxy": "corp, localhost"}, "corp,localhost,127.0.0.1"),
+        ({"NO_PROXY": "*"}, "*"),
+    ],
+)
+def test_this_machine_is_reached_without_the_users_proxy(given, hosts, monkeypatch):
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
+    os.environ.update(given)
+    bypass_proxies()
+    assert os.environ["NO_PROXY"] == os.environ.get("no_proxy", "*") == hosts
+    assert proxy_bypass_environment("127.0.0.1")
