@@ -68,7 +68,7 @@ def report(
     ] = None,
     serve: Annotated[bool, typer.Option("--serve", help="Follow the run in a browser until Ctrl-C.")] = False,
     host: Annotated[str, typer.Option(help="Address on which to serve.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port on which to serve. 0: any free port.")] = 8642,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on which to serve. 0: any free port.")] = 8642,
 ) -> None:
     """Write a run's report: one HTML file, which needs no network.
 

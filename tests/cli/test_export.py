@@ -26,6 +26,7 @@ def test_the_newest_run_or_a_named_one(rollout, here):
     refused(rollout("export", "--out", here / "out" / "steps.jsonl"), "the export of runs/new cannot be written")
     assert rollout("report", "old") == (0, "report: runs/old/report.html")
     assert rollout("report", here / "runs" / "new", "--against", "old")[0] == 0
+    assert rollout("report", "--serve", "--port", 70000)[0] == 2
     assert "Against old, step 0" in (here / "runs" / "new" / "report.html").read_text()
     for command in ("export", "report"):
         refused(rollout(command, "no-such-run"), "there is no run 'no-such-run'")
