@@ -136,7 +136,7 @@ class _Shown:
         return f" --run {shlex.quote(str(self.folder))}"
 
     def _print(self, view: RunView | TaskView) -> None:
-        print(json.dumps(view.fields(), ensure_ascii=False)) if self.as_json else view.print(console)
+        print(json.dumps(view.fields())) if self.as_json else view.print(console)
 
     def run(self) -> None:
         from rollout_backend.results.terminal.run_view import STEPS, RunView
@@ -202,7 +202,7 @@ class _Shown:
             raise ConfigError(f"{rollout_id} has no turns, because no result was stored: {why}")
         view = TurnView.of(result, self.turn, self.option)
         if self.as_json:
-            print(json.dumps(view.fields(), ensure_ascii=False))
+            print(json.dumps(view.fields()))
             return
         config = read_config(self.folder)
         view.print(console, TokenText.load(config.model.path) if config is not None else None)
