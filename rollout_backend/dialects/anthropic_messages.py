@@ -43,7 +43,7 @@ _HOSTED = re.compile(
 _RUN_BY_AGENTS = re.compile(r"(bash|text_editor|computer|memory|(browser|computer)_toolset)_\d{8}")
 _HARMLESS = frozenset(
     {
-        *("metadata", "service_tier", "inference_geo", "user_profile_id", "fallback_credit_token"),
+        *("inference_geo", "user_profile_id", "fallback_credit_token"),
         *("billing_policy", "cache_control", "context_management", "diagnostics", "speed", "workspace_id"),
         "betas",  # these fields are checked individually
     }

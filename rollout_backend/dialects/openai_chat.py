@@ -24,12 +24,7 @@ SAMPLING = (
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "logit_bias"),
 )
 _SHOWN = frozenset({"name", "description", "parameters", "strict"})
-_HARMLESS = frozenset(
-    {
-        *("metadata", "store", "user", "safety_identifier", "service_tier", "prediction"),
-        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-    }
-)
+_HARMLESS = frozenset({"prediction"})
 
 
 class _Body(BaseModel):

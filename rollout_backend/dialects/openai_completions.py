@@ -19,7 +19,6 @@ from rollout_backend.dialects.base import Dialect, EventStream
 from rollout_backend.dialects.openai_chat import SAMPLING, SamplingFields, usage
 from rollout_backend.dialects.wire import Body, ignored, refuse, refused
 
-_HARMLESS = frozenset({"user"})
 _MAX_TOKENS = 16  # the default of this API and of the engines
 
 
@@ -57,7 +56,7 @@ class OpenAICompletions(Dialect):
     path = "/completions"
 
     def parse(self, body: bytes) -> ModelCall:
-        request = wire.read(_Request, body, _HARMLESS)
+        request = wire.read(_Request, body)
         choices = request.n or 1
         if request.best_of not in (None, choices):
             raise refused("best_of", "all choices are returned; set n instead")

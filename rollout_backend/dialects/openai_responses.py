@@ -32,10 +32,7 @@ _TEXT_ONLY = "input_image cannot be read: this model takes text only, so send wh
 _NOT_STORED = "are not stored here; send the whole conversation as input"
 _HARMLESS = frozenset(
     {
-        *("store", "user", "safety_identifier", "service_tier", "stream_options"),
-        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-        *("access_programs", "background_options"),
-        "context_management",
+        *("access_programs", "background_options", "context_management", "stream_options"),
         "max_tool_calls",  # limits only tools that OpenAI runs
     }
 )

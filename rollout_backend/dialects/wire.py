@@ -34,9 +34,11 @@ MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 1000
 _MAX_CONTAINERS, _MAX_VALUES = 20_000, 400_000  # limits of a request: on objects and arrays, and on all values
 _M = TypeVar("_M", bound=BaseModel)
 _DATA_URL = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
-# Clients send these in addition to the documented fields: Harbor's agents `session_id`, OpenRouter's the last four.
+# OpenAI's, and what clients send in addition: Harbor's agents `session_id`, OpenRouter's the last three.
 _HARMLESS = frozenset(
     {
+        *("metadata", "store", "user", "safety_identifier", "service_tier"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
         *("cache_salt", "client_metadata", "priority", "request_id", "rid"),
         *("session_id", "provider", "trace", "usage"),
     }
@@ -46,21 +48,24 @@ _TEMPLATE = "the chat template and its options are the trainer's (model.renderer
 _FORM = "ask for a form by a JSON schema in this API's own field for it, or in the prompt"
 _END = "a reply ends at the model's own end token, at a stop string or at its limit; leave it out"
 _READ = "a reply is always text and reasoning apart, without control tokens; leave it out"
+_BEAMS = "replies are sampled, without a search; leave it out"
+_IDS = f"{_UNKNOWN}: agents get no token ids; leave it out"
 _EXTENSIONS: Mapping[str, tuple[str, tuple[Any, ...]]] = {  # advice, and the values that change nothing
     "add_generation_prompt": ("a reply always starts a new turn; leave it out", (True,)),
     "continue_final_message": ("this model cannot continue a prefilled reply; leave it out", (False,)),
-    **dict.fromkeys(("chat_template", "chat_template_kwargs", "enable_thinking"), (_TEMPLATE, ({},))),
+    **dict.fromkeys(("chat_template", "chat_template_kwargs", "enable_thinking"), (_TEMPLATE, ())),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), (_FORM, ())),
     **dict.fromkeys(("structured_outputs", "json_schema", "regex", "ebnf", "structural_tag"), (_FORM, ())),
-    **dict.fromkeys(("stop_token_ids", "stop_regex"), ("send stop strings instead", ([],))),
+    **dict.fromkeys(("stop_token_ids", "stop_regex"), ("send stop strings instead", ())),
     "ignore_eos": (_END, (False,)),
-    **dict.fromkeys(
-        ("include_reasoning", "separate_reasoning", "stream_reasoning", "skip_special_tokens"), (_READ, (True,))
-    ),
-    "no_stop_trim": (_READ, (False,)),
-    "return_token_ids": (f"{_UNKNOWN}: agents get no token ids; leave it out", (False,)),
+    **dict.fromkeys(("include_reasoning", "separate_reasoning", "stream_reasoning"), (_READ, (True,))),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (_READ, (True,))),
+    **dict.fromkeys(("echo", "include_stop_str_in_output", "no_stop_trim"), (_READ, (False,))),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "return_hidden_states"), (_IDS, (False,))),
     "min_tokens": (_END, (0,)),
-    "stop": ("this API has no stop strings", ([],)),
+    "stop": ("this API has no stop strings", ()),
+    "use_beam_search": (_BEAMS, (False,)),
+    "length_penalty": (_BEAMS, (1.0,)),
 }
 # Fields in parts of a request. Quotes within strings are escaped, so strings never match; nor do disabled values.
 _NESTED = {
@@ -187,10 +192,10 @@ def refuse_unknown(fields: Mapping[str, Any] | None, harmless: Collection[str]) 
     """Refuse request fields that the dialect does not read.
 
     Raises:
-        ApiError: status 400; names the first field that is neither null nor harmless.
+        ApiError: status 400; names the first field that is neither null, empty nor harmless.
     """
     for name, value in (fields or {}).items():
-        if value is None or name in harmless or name in _HARMLESS:
+        if value in (None, [], {}) or name in harmless or name in _HARMLESS:
             continue
         advice, fine = _EXTENSIONS.get(name, (f"{_UNKNOWN}, which might change the call; leave it out", ()))
         if value not in fine:

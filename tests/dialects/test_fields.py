@@ -306,6 +306,13 @@ def test_an_unknown_field_with_its_default_is_ignored(send, name):
         "min_tokens": 0,
         "skip_special_tokens": True,
         "return_token_ids": False,
+        "include_stop_str_in_output": False,
+        "spaces_between_special_tokens": True,
+        "use_beam_search": False,
+        "length_penalty": 1,
+        "what_comes_next": {},
+        "plugins": [],
+        "user": "a",
         **{name: {"a": "b"} for name in ("client_metadata", "session_id", "provider", "trace", "usage")},
     }
     api = APIS[name]
