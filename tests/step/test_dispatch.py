@@ -7,6 +7,7 @@ import pytest
 from agent_wrapper.contract import Outcome
 from builders import eventually, skip
 from rollout_backend.core.ledger import Phase
+from rollout_backend.dispatch.call_queue import CallKind
 from rollout_backend.errors import (
     ContainerStartTimeout,
     InvokeRejected,
@@ -178,6 +179,24 @@ async def test_a_rollout_that_is_settled_while_its_session_is_closed_keeps_its_s
     assert not slots.locked()
 
 
+async def test_a_rollout_that_is_settled_during_its_invoke_has_its_session_closed_before_its_slot_is_free(open_bench):
+    bench = await open_bench("group.size=2", "group.min_viable=1", "runtime.max_sessions=1")
+    never, seen = asyncio.Event(), []
+
+    async def hang_once(request):
+        seen.append([*bench.agents.stopped])
+        if len(seen) == 1:
+            await never.wait()
+
+    step = bench.step(before=hang_once)
+    running = asyncio.create_task(step.run())
+    await eventually(lambda: seen)
+    step.rollouts["task-a.0"].settle(Outcome.CANCELLED, "target_reached")
+    bench.check_ended(await running)
+    first, second = (request.session_id for request in bench.agents.requests)
+    assert (seen, bench.agents.stopped) == ([[], [first]], [first, second])
+
+
 async def test_a_step_that_is_cancelled_in_an_invoke_stops_its_session(bench):
     never = asyncio.Event()
     running = bench.start(before=lambda request: never.wait())
@@ -208,6 +227,12 @@ async def test_a_stop_is_repeated_until_it_succeeds(bench):
     assert bench.agents.stopped == [*bench.agents.invoked] * 12
     assert report.unclosed_sessions == {}
     assert bench.ledger.stops.refusals == 11
+
+
+async def test_a_session_of_an_earlier_trainer_is_stopped_as_persistently(bench):
+    answer_stops(bench, *[Throttled("slow")] * 8, OutcomeUnknown("cut"), None)
+    assert await bench.services.dispatcher.close("earlier", bench.step().ledger, CallKind.STOP_EARLIER)
+    assert bench.agents.stopped == ["earlier"] * 10
 
 
 async def test_a_session_that_cannot_be_closed_in_time_is_named(bench):
