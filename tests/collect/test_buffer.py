@@ -18,6 +18,17 @@ from rollout_backend.testing.fault_proxy import Fault, Rule
 # --- by announcement --------------------------------------------------------------------------------------
 
 
+async def test_each_result_goes_to_its_step(open_run):
+    sinks = [Sink("task-a.0", step=step) for step in (1, 7)]
+    run = await open_run(*sinks)
+    for sink in sinks:
+        await run.store_(run.rollout(step=sink.step))
+        await run.announce(run.key("task-a.0", sink.step))
+    for sink in sinks:
+        await sink.until(lambda sink=sink: sink.arrived)
+        assert [rollout.step for rollout, _ in sink.arrived] == [sink.step]
+
+
 async def test_a_repeated_announcement_is_counted_and_not_fetched(open_run):
     sink = Sink("task-a.0")
     run = await open_run(sink)
