@@ -1,4 +1,5 @@
 import dataclasses
+import math
 import time
 
 import pytest
@@ -16,6 +17,14 @@ from agent_wrapper.contract import (
 from agent_wrapper.contract.keys import trace_ids
 from protocol_requests import make_request
 from rollouts import make_rollout
+
+
+def test_in_deployment_the_environment_decides():
+    env = {"OPENAI_BASE_URL": "http://model/v1", "OPENAI_API_KEY": "secret", "ROLLOUT_MODEL": "m"}
+    context = RolloutContext.from_environment({"x": 1}, env)
+    assert (context.base_url, context.api_key, context.model) == ("http://model/v1", "secret", "m")
+    assert (context.training, context.rollout_id, context.remaining_s) == (False, None, math.inf)
+    assert "secret" not in repr(context)
 
 
 def test_in_training_the_context_names_the_rollouts_trace():
