@@ -123,3 +123,10 @@ async def test_a_refused_write_names_the_code_of_s3(local_aws, where):
     async with aclosing(Presigner(StorageConfig(bucket="no-such-bucket"), where)) as presigner:
         with pytest.raises(PreflightError, match=r"answered 404 \(NoSuchBucket: The specified bucket does not exist"):
             await presigner.check(600)
+
+
+async def test_the_check_passes_the_proxy_that_the_environment_names(presigner, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY")
+    with pytest.raises(PreflightError, match=r"127\.0\.0\.1:9"):
+        await presigner.check(600)
