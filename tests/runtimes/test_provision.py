@@ -425,6 +425,12 @@ async def test_what_cannot_be_made_changes_nothing(start_cloud, control, more, s
     assert (await cloud.describe(ARN))["agentRuntimeVersion"] == "1"
 
 
+async def test_a_runtime_of_another_origin_is_refused_before_a_run(start_cloud):
+    cloud = await start_cloud()
+    with pytest.raises(PreflightError, match=r"not made by this backend.*runtime\.name"):
+        await cloud.preview(name="first")
+
+
 async def test_a_new_runtime_that_is_not_found_at_first_is_made_once(start_cloud):
     cloud = await start_cloud(invisible_s=0.6)
     arns = await asyncio.gather(cloud.make(), cloud.make())
