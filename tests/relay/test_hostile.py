@@ -288,6 +288,7 @@ async def test_calls_of_a_restarted_relay_are_new_calls(false_relay, upstream, s
 BREACHES = {
     "an ack of what was not sent": [Open(1, 0, "POST", "/v1/x", (), True), Ack(1, 99)],
     "a gap": [Open(1, 0, "POST", "/v1/x", (), True), Chunk(1, 2, b"")],
+    "a frame a second time": [Open(1, 0, "POST", "/v1/x", (), True), Chunk(1, 1, b"x"), Chunk(1, 1, b"x")],
     "more than the window": [
         Open(1, 0, "POST", "/v1/x", (), True),
         *(Chunk(1, n, b"x" * 65536) for n in range(1, 9)),
