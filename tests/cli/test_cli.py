@@ -95,7 +95,7 @@ def test_a_deployment_that_lacks_something_names_it(rollout, tmp_path):
         (("--adopt", "arn:no"), "--adopt arn:no is no ARN of an AgentCore runtime"),
         ((tmp_path, "--adopt", "arn:no"), "--adopt takes a runtime as it is: omit AGENT_DIR"),
         (("NOPE", "--local"), "there is no folder NOPE"),
-        ((tmp_path, "--local", "--build", "codebuild"), "--build codebuild: --local runs the agent's code"),
-        ((tmp_path, "--local", "--subnet", "subnet-1"), "--subnet, --security-group: --local runs the agent in"),
+        ((tmp_path, "--local", "--build", "codebuild"), "omit it here, and give it with --stack"),
+        ((tmp_path, "--local", "--subnet", "subnet-1"), "omit them here, and give them with --stack"),
     ):
         refused(rollout("deploy", *arguments), words)

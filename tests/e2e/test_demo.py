@@ -1,6 +1,7 @@
 """`rollout demo`, interrupted and with a cloud that dies. `test_package.py` runs one to its end."""
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -87,3 +88,5 @@ def test_an_interrupted_demo_stops_everything_it_started(demo, held_agents, tmp_
     assert "--limit 64 takes all" in output
     assert "interrupted; everything that was started is stopped" in output.replace("\n", " ")
     assert processes_with(str(tmp_path)) == {}
+    [start] = json.loads((tmp_path / "demo" / "run.json").read_text())["starts"]
+    assert (start["by"], Path(start["agent"]["path"]).name) == ("demo", "agent.py")
