@@ -111,6 +111,7 @@ class Account:
                 result = await manager.collect([Task("a", {"question": "3 + 4?", "answer": "7"})])
         assert self.proxy.denied == []
         assert result.report.outcomes[Outcome.COMPLETED] == 2, result.failures
+        assert [rollout.trainable for rollout in result.rollouts] == [True, True]
 
 
 @pytest.fixture(scope="module")
