@@ -61,12 +61,12 @@ def end_marked(mark: str, began_at: float) -> None:
 
 
 def kill_marked(mark: str, began_at: float) -> bool:
-    """Kill the processes whose environment has this `MARK`, also those that have left their process group.
+    """Kill the other processes whose environment has this `MARK`, also those that have left their process group.
 
     Return whether there may be more: a process that started after `began_at` may fork in the meantime.
     """
     wanted, found = f"{MARK}={mark}".encode(), False
-    for process in Path("/proc").glob("[0-9]*"):  # empty on other systems than Linux
+    for process in {*Path("/proc").glob("[0-9]*")} - {Path(f"/proc/{os.getpid()}")}:  # empty except on Linux
         with contextlib.suppress(OSError):
             environ = (process / "environ").read_bytes()
             if any(each.startswith(wanted) for each in environ.split(b"\0")):

@@ -8,7 +8,7 @@ cancels a call.
 Invariants:
 
 - The scorer's output goes to stderr and cannot be taken for a score.
-- The process and its children end with the trainer: they form one process group, which is killed when stdin closes.
+- The process and its children end with the trainer: all of them are killed when stdin closes.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 import msgpack
 
 from agent_wrapper.contract import ContractError
+from agent_wrapper.shared.processes import MARK, boot_clock, end_marked
 from rollout_backend.errors import ConfigError
 from rollout_backend.scoring.scorer import ScoreInput, Scorer, ScoringError, configured_scorer
 
@@ -38,7 +39,7 @@ def main(settings: str) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     requests: _Requests = queue.SimpleQueue()
-    threading.Thread(target=_read_all, args=(frames, requests), daemon=True).start()
+    threading.Thread(target=_read_all, args=(frames, requests, boot_clock()), daemon=True).start()
     try:
         # Without a time limit of its own, a command ends with its children: see `WorkerPool.call`.
         scorer = configured_scorer({**json.loads(settings), "timeout_s": None})
@@ -94,10 +95,12 @@ async def score_async(scorer: Scorer, body: bytes, timeout_s: float) -> dict[str
         return {"error": f"the scorer took longer than scoring.timeout_s={timeout_s:g}"}
 
 
-def _read_all(frames: BinaryIO, requests: _Requests) -> None:
+def _read_all(frames: BinaryIO, requests: _Requests, began_at: float) -> None:
     while len(head := frames.read(HEADER.size)) == HEADER.size:
         number, length = HEADER.unpack(head)
         requests.put((number, frames.read(length)))
+    if (mark := os.environ.get(MARK)) is not None:
+        end_marked(mark, began_at)  # the children in other process groups
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(0)
