@@ -33,7 +33,7 @@ def payload_file() -> Path | None:
 
 
 def flush_output() -> None:
-    """Write what the agent printed. It may have closed or replaced these streams."""
+    """Flush the standard streams, which the agent may have closed or replaced."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

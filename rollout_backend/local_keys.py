@@ -15,13 +15,17 @@ HOST = "127.0.0.1"
 SECRET = "local"  # noqa: S105  # the key is the secret: signatures are not verified
 
 
-def bypass_proxies() -> None:
-    """Let clients of this process, and of those that it starts, reach this machine without the user's proxy."""
+def proxy_bypass() -> dict[str, str]:
+    """Return the environment variables with which clients reach this machine without the user's proxy."""
     names = ("NO_PROXY", "no_proxy")  # some clients read one, some the other
     hosts = [host.strip() for name in names for host in os.environ.get(name, "").split(",")]
-    if "*" not in hosts:
-        every = ",".join(dict.fromkeys(filter(None, [*hosts, HOST, "localhost"])))
-        os.environ.update(dict.fromkeys(names, every))
+    every = ",".join(dict.fromkeys(filter(None, [*hosts, HOST, "localhost"])))
+    return dict.fromkeys(names, "*" if "*" in hosts else every)
+
+
+def bypass_proxies() -> None:
+    """Set these variables for this process and those that it starts."""
+    os.environ.update(proxy_bypass())
 
 
 def publish_key(endpoint_url: str, key: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 MARK = "ROLLOUT_COMMAND"
 """Environment variable that identifies the children of a command."""
 SWEEPS, SWEEP_INTERVAL_S = 50, 0.01
-"""How often to call `kill_marked`."""
+"""Maximum number of calls of `kill_marked`, and the seconds between them: a child may fork in the meantime."""
 _IN_HOME = {
     "XDG_CONFIG_HOME": ".config",
     "XDG_CACHE_HOME": ".cache",

@@ -65,7 +65,7 @@ def read_background_cloud(folder: Path) -> BackgroundCloud | None:
 
 
 def has_ended(folder: Path) -> bool:
-    """Return whether a cloud ran in this folder, and ended with its machine or was killed."""
+    """Return whether the cloud of this folder was killed, or ended with its machine."""
     return (folder / _LOG).is_file() and read_background_cloud(folder) is None
 
 

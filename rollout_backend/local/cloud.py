@@ -37,7 +37,6 @@ ARN = "arn:aws:bedrock-agentcore:{region}:000000000000:runtime/local-0123456789"
 PRELOAD = sys.platform == "linux"  # macOS forbids a fork after system frameworks were used
 _UNCHANGED_IMPORT = re.compile(r"^from bedrock_agentcore(\.runtime)? import .*\bBedrockAgentCoreApp\b", re.MULTILINE)
 _START_S = 60.0
-_LOOPBACK = "127.0.0.1"
 
 
 class _Startable:
@@ -74,14 +73,14 @@ class LocalStorage(_Startable):
             raise ModuleNotFoundError("moto, which serves S3 and SQS on this machine, is not installed", name="moto")
         self.bucket = bucket
         self.region = region
-        port = free_port(_LOOPBACK)
-        self.endpoint_url = f"http://{_LOOPBACK}:{port}"
+        port = free_port(local_keys.HOST)
+        self.endpoint_url = f"http://{local_keys.HOST}:{port}"
         self._any_key = any_key
         self.access_key = "local" if any_key else secrets.token_hex(16)
         self._aws_config = run_dir.absolute() / "aws-config"
         self.process = ServerProcess(
             "moto (local S3 and SQS)",
-            [sys.executable, "-m", "rollout_backend.local.moto_server", _LOOPBACK, str(port)],
+            [sys.executable, "-m", "rollout_backend.local.moto_server", local_keys.HOST, str(port)],
             run_dir / "moto.log",
             {**os.environ, **self.environ},
             stdin=b"\n" if any_key else f"{self.access_key}\n".encode(),
@@ -102,7 +101,7 @@ class LocalStorage(_Startable):
             "AWS_CONFIG_FILE": str(self._aws_config),
             "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
             "AWS_EC2_METADATA_DISABLED": "true",
-            "NO_PROXY": ",".join(filter(None, [os.environ.get("NO_PROXY"), _LOOPBACK, "localhost"])),
+            **local_keys.proxy_bypass(),
         }
 
     async def start(self) -> None:
@@ -181,14 +180,14 @@ class LocalRuntime(_Startable):
         access_key: str = "",
     ) -> None:
         command, cwd = _command(agent, python) if agent is not None else ((), run_dir)
-        port = free_port(_LOOPBACK)
+        port = free_port(local_keys.HOST)
         self.arn = ARN.format(region=region)
         self.image = IMAGE.format(region=region)
         self.role = ROLE
         self.limits = limits
         self._access_key = access_key
         secret = secrets.token_hex(16)
-        self.endpoint_url = f"http://{_LOOPBACK}:{port}/{secret}"
+        self.endpoint_url = f"http://{local_keys.HOST}:{port}/{secret}"
         self.session_logs = (run_dir / "sessions").absolute()
         own_image = {self.image: command} if command else {}
         own = {k: v for k, v in os.environ.items() if not k.startswith(("AWS_", "ROLLOUT__"))}
@@ -198,7 +197,7 @@ class LocalRuntime(_Startable):
             images={name: tuple(other) for name, other in {**own_image, **(images or {})}.items()},
             cwd=cwd,
             env={**own, "PYTHONUNBUFFERED": "1", **env},
-            host=_LOOPBACK,
+            host=local_keys.HOST,
             port=port,
             path_secret=secret,
             access_key=access_key,

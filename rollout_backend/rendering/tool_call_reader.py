@@ -276,7 +276,7 @@ def _read_python(form: PythonFormat, text: str, at: int, tools: Tools, whole: bo
 
 
 def _python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return the calls in a text. Raises if it has anything but calls whose arguments are named literals."""
+    """Return the calls in a text. Raises an error if it holds anything but calls with named literals as arguments."""
     names: list[str] = []
 
     def plain(found: re.Match[str]) -> str:

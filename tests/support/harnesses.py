@@ -134,8 +134,8 @@ HARNESSES = (
 The first prompt has 50,000 characters of system prompt and tools: set a `context_length` of at least 32,000 tokens.
 Claude Code fills in the defaults of a tool's schema when it returns a call; the gateway recognises the call. It also
 adds an accounting line to its system prompt that changes with each call; the gateway removes it. A sub-agent (the
-tool `Agent`) is a separate conversation, and therefore a separate row. A compaction opens a new row too. Of a PDF, or
-of an image that the model does not take, Claude Code tells the model that it was left out.""",
+tool `Agent`) is a separate conversation, and therefore a separate row. A compaction opens a new row too. If the
+model does not take an image or a PDF, Claude Code leaves it out and tells the model so.""",
     ),
     Harness(
         name="Codex",

@@ -161,7 +161,7 @@ class SessionJournal:
         _write(descriptor, _frame(record))
 
     def is_left(self, session_id: str) -> bool:
-        """Return whether an earlier process wrote this session, and nobody has taken it yet."""
+        """Return whether an earlier process wrote this session, and `take` was not called for it yet."""
         return _name(session_id) in self._left
 
     def take(self, session_id: str) -> None:
