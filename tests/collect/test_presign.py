@@ -127,6 +127,7 @@ async def test_a_refused_write_names_the_code_of_s3(local_aws, where):
 
 async def test_the_check_passes_the_proxy_that_the_environment_names(presigner, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    monkeypatch.delenv("NO_PROXY")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name)
     with pytest.raises(PreflightError, match=r"127\.0\.0\.1:9"):
         await presigner.check(600)
