@@ -20,13 +20,12 @@ from typing import NamedTuple
 from agent_wrapper.contract.codec import ContractError
 
 ID_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
-_STEP_DIGITS = 8
-MAX_STEP = 10**_STEP_DIGITS - 1
+MAX_STEP = 10**15 - 1
 
 
 def step_prefix(prefix: str, run_id: str, step: int) -> str:
     """Return the prefix of a step's results and failure markers."""
-    return f"{_run_prefix(prefix, run_id)}steps/{step:0{_STEP_DIGITS}d}/"
+    return f"{_run_prefix(prefix, run_id)}steps/{step:08d}/"
 
 
 def result_key(prefix: str, run_id: str, step: int, rollout_id: str) -> str:
@@ -41,7 +40,7 @@ def failure_marker_key(prefix: str, run_id: str, step: int, rollout_id: str, att
 
 def artifacts_key(prefix: str, run_id: str, step: int, rollout_id: str, attempt: int) -> str:
     """Return the key of the files that an attempt published with its result."""
-    return f"{_run_prefix(prefix, run_id)}artifacts/{step:0{_STEP_DIGITS}d}/{rollout_id}~{attempt}"
+    return f"{_run_prefix(prefix, run_id)}artifacts/{step:08d}/{rollout_id}~{attempt}"
 
 
 class ResultName(NamedTuple):
@@ -59,7 +58,7 @@ def parse_result_key(prefix: str, run_id: str, key: str) -> ResultName:
         ContractError: the key does not belong to this run, or is neither a result's nor a failure marker's.
     """
     folder = re.escape(f"{_run_prefix(prefix, run_id)}steps/")
-    match = re.fullmatch(rf"{folder}([0-9]{{{_STEP_DIGITS}}})/({ID_PATTERN})(?:~([1-9][0-9]{{0,8}}))?", key)
+    match = re.fullmatch(rf"{folder}([0-9]{{8}}|[1-9][0-9]{{8,14}})/({ID_PATTERN})(?:~([1-9][0-9]{{0,8}}))?", key)
     if match is None:
         raise ContractError("object.key", f"{key!r} is not a result of run {run_id!r} under {prefix!r}")
     return ResultName(int(match[1]), match[2], int(match[3]) if match[3] else None)
@@ -67,12 +66,12 @@ def parse_result_key(prefix: str, run_id: str, key: str) -> ResultName:
 
 def manifest_key(prefix: str, run_id: str, step: int) -> str:
     """Return the key of a step's manifest."""
-    return f"{_run_prefix(prefix, run_id)}manifests/{step:0{_STEP_DIGITS}d}.json"
+    return f"{_run_prefix(prefix, run_id)}manifests/{step:08d}.json"
 
 
 def score_key(prefix: str, run_id: str, step: int, rollout_id: str, digest: str) -> str:
     """Return the key of a rollout's score. `digest` identifies the scorer and the private part of the task."""
-    return f"{_run_prefix(prefix, run_id)}scores/{step:0{_STEP_DIGITS}d}/{rollout_id}~{digest}"
+    return f"{_run_prefix(prefix, run_id)}scores/{step:08d}/{rollout_id}~{digest}"
 
 
 def quarantine_prefix(prefix: str, run_id: str) -> str:
@@ -87,7 +86,7 @@ def blocklist_prefix(prefix: str, run_id: str) -> str:
 
 def agents_prefix(prefix: str, run_id: str, step: int) -> str:
     """Return the prefix under which agents of another protocol write in a step."""
-    return f"{_run_prefix(prefix, run_id)}agents/{step:0{_STEP_DIGITS}d}/"
+    return f"{_run_prefix(prefix, run_id)}agents/{step:08d}/"
 
 
 def lease_key(prefix: str, run_id: str) -> str:

@@ -26,25 +26,22 @@ from dataclasses import dataclass
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.staleness import AbandonedWeights
 
-POSITIONS = 500  # numbers of the first range for batches of one kind in a global step
-_MORE_FROM = 60_000_000  # the second range: further batches of a global step below 10,000
-_MORE_POSITIONS = 2_000
+_RANGES = ((0, 0, 500), (60_000_000, 500, 2_000), (100_000_000, 0, 1_000_000))
+"""Each range's first number, first position, and positions of one kind of batch in a global step."""
 
 
 def batch_number(global_step: int, validate: bool, position: int) -> int:
-    """Return the step number of a batch. It has at most 8 digits, as the contract requires."""
+    """Return the step number of a batch, from the first range that has it."""
     kind = global_step * 2 + validate
-    if position < POSITIONS:
-        return kind * POSITIONS + position
-    return _MORE_FROM + kind * _MORE_POSITIONS + (position - POSITIONS) % _MORE_POSITIONS
+    numbers = (first + kind * positions + position - skipped for first, skipped, positions in _RANGES)
+    return next(number for number in numbers if order_of(number) == (kind, position))
 
 
 def order_of(number: int) -> tuple[int, int]:
     """Return the key by which step numbers are sorted: the global step and kind of a batch, and its position."""
-    if number < _MORE_FROM:
-        return divmod(number, POSITIONS)
-    kind, position = divmod(number - _MORE_FROM, _MORE_POSITIONS)
-    return kind, POSITIONS + position
+    first, skipped, positions = max(each for each in _RANGES if each[0] <= number)
+    kind, position = divmod(number - first, positions)
+    return kind, skipped + position
 
 
 def global_step_of(number: int) -> int:

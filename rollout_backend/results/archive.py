@@ -296,7 +296,9 @@ class RunArchive:
     def begun_steps(self) -> list[int]:
         """Return the numbers of steps with tasks, records or results, including killed steps."""
         files = [*self.run_dir.glob("steps/[0-9]*"), *self.run_dir.glob("rollouts/[0-9]*")]
-        return sorted({int(path.name[:8]) for path in files if path.name[:8].isdigit()}, key=order_of)
+        return sorted(
+            {int(name) for path in files if (name := path.name.partition(".")[0]).isdecimal()}, key=order_of
+        )
 
     def results(self, step: int) -> list[Path]:
         """Return the paths of a step's results."""

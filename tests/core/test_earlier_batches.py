@@ -66,7 +66,8 @@ def test_an_origin_is_kept_in_a_tag() -> None:
 def test_hundreds_of_batches_of_a_step_have_different_numbers() -> None:
     """verl requests a batch for each poll that finds filtered groups, while the first batch still runs."""
     positions = (0, 1, 499, 500, 1999, 2000, 2499)
-    batches = [*itertools.product((1, 2, 999, 9_999), (False, True), positions), (50_000, True, 499)]
+    steps = (1, 2, 999, 9_999, 10_000, 59_999, 60_000, 60_004, 100_000, 10_000_000)
+    batches = [*itertools.product(steps, (False, True), (*positions, 2500, 999_999))]
     numbers = [batch_number(*batch) for batch in batches]
     assert len({*numbers}) == len(numbers)
     assert max(numbers) <= MAX_STEP
