@@ -122,11 +122,18 @@ class ModelConfig(Section):
     @property
     def attention_heads(self) -> int | None:
         """Return the number of attention heads; None if the model's config.json does not say."""
+        return next(iter(self._numbers("num_attention_heads")), None)
+
+    @property
+    def vocabulary_size(self) -> int | None:
+        """Return the number of token ids; None if the model's config.json does not say."""
+        return max(self._numbers("vocab_size"), default=None)
+
+    def _numbers(self, name: str) -> list[int]:
         with contextlib.suppress(ConfigError):
-            for section in _config_sections(self.folder / "config.json", ""):
-                if isinstance(heads := section.get("num_attention_heads"), int):
-                    return heads
-        return None
+            sections = _config_sections(self.folder / "config.json", "")
+            return [section[name] for section in sections if isinstance(section.get(name), int)]
+        return []
 
     @property
     def expert_shape(self) -> ExpertShape | None:

@@ -134,8 +134,9 @@ class Gateway:
         )
         self._engines = Engines(settings.engine_url, protocol.needs_direct_calls, paused=settings.paused)
         self._adapters = AdapterVersions(settings.adapters)
+        vocabulary = settings.model.vocabulary_size
         self._engine_client = EngineClient(
-            self._engines, settings.model_call_s, settings.engine_attempts, protocol, self._adapters
+            self._engines, settings.model_call_s, settings.engine_attempts, protocol, self._adapters, vocabulary
         )
         self._executor = ModelCallExecutor(settings, bundle, self._stats, self._engine_client)
         config = settings.gateway

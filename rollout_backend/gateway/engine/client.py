@@ -3,7 +3,7 @@
 Invariants:
 
 - A `Completion` contains exactly what the engine sampled for these ids. A missing logprob is None and a missing
-  version is absent; neither is made up.
+  version is absent; neither is made up. A malformed reply is repeated, or ends the call if part of it was read.
 - A prompt with images equals the recorded one. The engine builds it from one token and the bytes of each image, and
   returns its ids, or through a router its length. If they differ, the reply is discarded.
 - A call ends within `timeout_s` and after at most `attempts` attempts without progress.
@@ -51,7 +51,8 @@ from rollout_backend.rendering.token_bytes import Stop
 from rollout_backend.retry import retry
 
 ROUTING_HEADER = "X-SMG-Routing-Key"
-_RETRIED = frozenset({408, 429, 499})  # and every 5xx
+_RETRIED = frozenset({408, 429, 499})  # and every status that is not 4xx
+_ENDS = ("stop", "length", "abort")
 _MESSAGE_CHARS = 500
 
 _ABORT_S = 10.0  # limit for an engine to end an aborted request
@@ -147,9 +148,11 @@ class EngineClient:
         attempts: int = 10,
         protocol: EngineProtocol | None = None,
         adapters: AdapterVersions | None = None,
+        vocabulary: int | None = None,
         *,
         after_abort_s: float = _AFTER_ABORT_S,
     ) -> None:
+        self._vocabulary = vocabulary or 2**31
         self._after_abort_s = after_abort_s
         self._adapters = adapters or AdapterVersions()
         self._engines = engines
@@ -260,7 +263,7 @@ class EngineClient:
         params = {"max_new_tokens": 1, "temperature": 0.0}
         asked = replace(_continued(request, partial, params, adapter), stops=None, progress=None)
         reader, body = self._protocol.reader(asked), self._protocol.body(asked)
-        with _read_by(self._protocol):
+        with _read_by(self._protocol, partial):
             async with contextlib.aclosing(self._post(url, body, request.routing_key)) as replies:
                 async for reply in replies:
                     reader.read(reply)
@@ -283,12 +286,16 @@ class EngineClient:
         asked = _continued(request, partial, {**request.params, "max_new_tokens": left}, adapter)
         reader, body = self._protocol.reader(asked), self._protocol.body(asked)
         start, stop = len(partial.token_ids), None
-        with _read_by(self._protocol):
+        with _read_by(self._protocol, partial):
             try:
                 async with contextlib.aclosing(self._post(url, body, request.routing_key)) as replies:
                     async for reply in replies:
                         searched = len(partial.token_ids)
                         ids, logprobs = reader.read(reply)
+                        if ids and not 0 <= min(ids) <= max(ids) < self._vocabulary:
+                            raise ValueError(f"tokens outside of the model's {self._vocabulary}")
+                        if reader.finish is not None and reader.finish["type"] not in _ENDS:
+                            raise ValueError(f"generation ended with {reader.finish['type']}")
                         partial.token_ids += ids
                         partial.logprobs += logprobs
                         if stops is not None and stop is None:
@@ -313,8 +320,8 @@ class EngineClient:
             resumes = request.resumable and len(partial.token_ids) > start
             kind_of_abort = _Interrupted if resumes else _Aborted
             raise kind_of_abort(f"generation was aborted: {finish.get('message') or 'no reason given'}")
-        if kind not in ("stop", "length"):
-            raise _Retry(f"generation ended with {kind}")
+        if len(partial.token_ids) <= start:
+            raise _Retry("the reply has no tokens")
         partial.finish = finish
 
     def _abort(
@@ -365,13 +372,10 @@ class EngineClient:
                 message = f"HTTP {response.status}: {_error_message(await response.text())}"
                 # smg answers 404 before its first engine is added; SGLang does not use this code.
                 no_engine = response.status == 404 and "model_not_found" in message and url == self._engines.url
-                if response.status in _RETRIED or response.status >= 500 or no_engine:
+                if response.status in _RETRIED or not 400 <= response.status < 500 or no_engine:
                     raise _Retry(message)
                 raise EngineRefused(message)
-            if response.content_type != "text/event-stream":
-                yield _loads(await response.read())
-                return
-            async for data in _events(response.content.iter_any()):
+            async for data in _replies(response):
                 reply = _loads(data)
                 if "error" in reply:
                     raise _stream_error(reply["error"])
@@ -401,12 +405,15 @@ def _continued(
 
 
 @contextlib.contextmanager
-def _read_by(protocol: EngineProtocol) -> Iterator[None]:
-    """Raise EngineUnavailable if the protocol's reader cannot read a reply."""
+def _read_by(protocol: EngineProtocol, partial: _Partial) -> Iterator[None]:
+    """Raise _Retry if the protocol's reader cannot read a reply, or EngineUnavailable if it gave tokens before, which
+    may be wrong."""
+    had = len(partial.token_ids)
     try:
         yield
-    except (LookupError, TypeError, ValueError) as error:
-        raise EngineUnavailable(f"an engine's reply is not what {protocol.path} answers: {error!r}") from None
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        kind = _Retry if len(partial.token_ids) == had else EngineUnavailable
+        raise kind(f"an engine's reply is not what {protocol.path} answers: {error!r}") from None
 
 
 def _loads(data: bytes) -> Any:
@@ -416,10 +423,13 @@ def _loads(data: bytes) -> Any:
         return json.loads(data)  # orjson refuses NaN
 
 
-async def _events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the data of server-sent events of any size, up to `[DONE]`."""
+async def _replies(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Yield a whole reply, or the data of server-sent events of any size, up to `[DONE]`."""
+    if response.content_type != "text/event-stream":
+        yield await response.read()
+        return
     rest = b""
-    async for chunk in chunks:
+    async for chunk in response.content.iter_any():
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):

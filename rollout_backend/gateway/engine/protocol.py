@@ -13,7 +13,6 @@ Invariants:
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from rollout_backend.errors import ServingError
 from rollout_backend.rendering.token_bytes import StopStrings
 
 _SAMPLING = ("temperature", "top_p", "top_k", "seed")
+_MISSING_LOGPROB = -9999.0  # from vLLM, also for minus infinity
 
 STREAM_INTERVAL = 8
 """Tokens per chunk of a stream. Each chunk costs the engine a message and the gateway a turn of its event loop."""
@@ -190,9 +190,16 @@ class EngineProtocol(Protocol):
     def reader(self, request: EngineRequest) -> ReplyReader: ...
 
 
-def finite(logprob: Any) -> float | None:
-    """Return the logprob, or None if it is not a finite number."""
-    return float(logprob) if isinstance(logprob, (int, float)) and math.isfinite(logprob) else None
+def aligned(given: Sequence[Sequence[Any]], ids: Sequence[int]) -> list[float | None]:
+    """Return one logprob for each id, from pairs of both: None if it is of another, all None if one is missing."""
+    if len(given) < len(ids):
+        return [None] * len(ids)
+    return [
+        float(logprob)
+        if token == wanted and isinstance(logprob, (int, float)) and _MISSING_LOGPROB < logprob < 1
+        else None
+        for (logprob, token, *_), wanted in zip(given, ids, strict=False)
+    ]
 
 
 def covering(listed: Sequence[Mapping[str, Any]], n: int) -> list[Span] | None:

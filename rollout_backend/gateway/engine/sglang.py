@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import operator
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,8 +20,8 @@ from rollout_backend.gateway.engine.protocol import (
     PromptDiffers,
     Span,
     Tokens,
+    aligned,
     covering,
-    finite,
 )
 
 _IMAGES_STREAM_INTERVAL = 32  # each chunk repeats the prompt, so images need longer ones
@@ -77,25 +78,26 @@ class SglangReader:
     def read(self, reply: Mapping[str, Any]) -> Tokens:
         """Return the new tokens of a whole reply, or of the next chunk.
 
-        Depending on the engine's settings, a chunk has all tokens of the reply or only those since the last chunk.
-        `completion_tokens` distinguishes the two.
+        Depending on the engine's settings, a chunk has all tokens of the reply or only those since the last chunk,
+        and its logprobs likewise. `completion_tokens` distinguishes the two.
         """
         if self._prompt is not None:
             _check_prompt(reply, self._prompt)
-        ids = [int(token) for token in reply["output_ids"]]
-        meta = reply["meta_info"]
-        logprobs = meta.get("output_token_logprobs") or []
-        had = self.received
-        total = meta.get("completion_tokens", len(ids))
-        if len(ids) == total:
-            ids, logprobs = ids[had:], logprobs[had:]
-        else:
-            ids = ids[: max(0, total - had)]  # an abort repeats the last token
-        self.received += len(ids)
+        ids = [*map(operator.index, reply["output_ids"])]
+        meta, had = reply["meta_info"], self.received
+        finish, given = meta["finish_reason"], meta.get("output_token_logprobs") or []
+        total = meta["completion_tokens"] if had else meta.get("completion_tokens", len(ids))
+        ids = ids[had:] if len(ids) == total else ids
+        repeats = finish is not None and finish["type"] == "abort"  # perhaps, its last token
+        if total < had or not 0 <= len(ids) - (total - had) <= repeats:
+            raise ValueError(f"{len(ids)} tokens after {had}, and completion_tokens={total}")
+        ids = ids[: total - had]
+        logprobs = aligned(given[had:] if len(given) == total else given, ids)
+        self.received = total
         self._meta = meta
         self._current.add(meta.get("weight_version"))
-        self.finish = meta["finish_reason"]
-        return ids, _logprobs(logprobs, ids)
+        self.finish = finish
+        return ids, logprobs
 
     @property
     def cached_tokens(self) -> int | None:
@@ -136,9 +138,3 @@ def _check_prompt(reply: Mapping[str, Any], prompt: Sequence[int]) -> None:
         raise PromptDiffers(
             f"the engine built a prompt of {length} tokens from the images, and the recorded one has {len(prompt)}"
         )
-
-
-def _logprobs(given: Sequence[Any], ids: list[int]) -> list[float | None]:
-    """Return one logprob for each id; None if it is missing or belongs to another token."""
-    found = [finite(entry[0]) if entry[1] == token else None for entry, token in zip(given, ids, strict=False)]
-    return found + [None] * (len(ids) - len(found))

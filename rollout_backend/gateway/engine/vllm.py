@@ -16,14 +16,14 @@ Invariants:
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from rollout_backend.gateway.engine.protocol import STREAM_INTERVAL, EngineRequest, Span, Tokens, covering, finite
+from rollout_backend.gateway.engine.protocol import STREAM_INTERVAL, EngineRequest, Span, Tokens, aligned, covering
 
-_MISSING_LOGPROB = -9999.0
 _ID_PREFIX = "token_id:"  # prefix of the tokens in 0.24.0's logprobs
 
 
@@ -92,21 +92,19 @@ class VllmReader:
         usage = reply.get("usage") or {}
         if (cached := (usage.get("prompt_tokens_details") or {}).get("cached_tokens")) is not None:
             self.cached_tokens = cached
-        choices = reply["choices"]
-        if not choices:  # the last event of a stream has only the usage
-            return [], []
-        [choice] = choices
-        ids = [int(token) for token in choice["token_ids"]]
+        # The last event of a stream has only the usage.
+        [choice] = reply["choices"] or [{"token_ids": [], "finish_reason": None}]
+        ids = [*map(operator.index, choice["token_ids"])]
         entries = (choice.get("logprobs") or {}).get("content") or []
-        self.received += len(ids)
+        received = self.received + len(ids)
+        if (counted := usage.get("completion_tokens")) not in (None, received):
+            raise ValueError(f"{received} tokens, and the usage counts {counted}")
+        logprobs = aligned([(entry["logprob"], _id_of(entry)) for entry in entries], ids)
+        self.received = received
         self._versions = choice.get("weight_versions") or self._versions
         self._version = choice.get("weight_version") or self._version
         if (reason := choice["finish_reason"]) is not None:
             self.finish = {"type": reason}
-        logprobs: list[float | None] = [None] * len(ids)
-        for i, (entry, token) in enumerate(zip(entries, ids, strict=False)):
-            if entry["logprob"] != _MISSING_LOGPROB and _id_of(entry) == token:
-                logprobs[i] = finite(entry["logprob"])
         return ids, logprobs
 
     def experts(self) -> None:
