@@ -1,18 +1,21 @@
-"""Limit the connections of a server that wait for a request, because strangers can open any number of them.
+"""Limit the connections of a server that wait for their client, because strangers can open any number of them.
 
 Invariants:
 
 - The head of a request arrives within `head_s`, from the connection's start or the first byte of a further request.
+- A client reads what was written to it within `read_s`, apart from a small rest.
 - When all connections are in use, a new one replaces the connection that has waited longest for its first request, or
-  else the one that has been idle longest.
+  else the one that has been idle longest, or else the one whose client has not read for longest.
 """
 
 from __future__ import annotations
 
 import asyncio
 import resource
+from typing import cast
 
 HEAD_S = 5.0
+READ_S = 300.0  # longer than a relay waits for its dialer
 MAX_CONNECTIONS = 65_536  # each takes some 10 KB
 
 
@@ -29,19 +32,20 @@ def raise_file_limit(needed: int) -> int:
 class WaitingConnections:
     """The connections of one server, by transport."""
 
-    def __init__(self, limit: int, head_s: float = HEAD_S) -> None:
-        self._limit, self._head_s = limit, head_s
+    def __init__(self, limit: int, head_s: float = HEAD_S, read_s: float = READ_S) -> None:
+        self._limit, self._head_s, self._read_s = limit, head_s, read_s
         self._open: set[asyncio.Transport] = set()
         self._new: dict[asyncio.Transport, None] = {}  # without a request so far, oldest first
         self._idle: dict[asyncio.Transport, None] = {}  # kept open after a response, idle longest first
         self._deadlines: dict[asyncio.Transport, asyncio.TimerHandle] = {}
+        self._unread: dict[asyncio.Transport, asyncio.TimerHandle] = {}  # unread longest first
 
     def opened(self, connection: asyncio.Transport) -> None:
         self._open.add(connection)
         self._new[connection] = None
         self._expect_head(connection)
         if len(self._open) > self._limit:
-            replaced = next(iter(self._new if len(self._new) > 1 else self._idle or self._new))
+            replaced = next(iter(self._new if len(self._new) > 1 else self._idle or self._unread or self._new))
             self.closed(replaced)  # before the event loop says so, since others may be opened in the meantime
             replaced.abort()
 
@@ -58,12 +62,45 @@ class WaitingConnections:
             deadline.cancel()
 
     def request_ended(self, connection: asyncio.Transport) -> None:
-        if connection in self._open and not connection.is_closing():
+        if connection in self._open:  # it may be closing, and still have something to send
             self._idle[connection] = None
+
+    def writing_paused(self, connection: asyncio.Transport) -> None:
+        if connection in self._open:
+            self._unread[connection] = asyncio.get_running_loop().call_later(self._read_s, connection.abort)
+
+    def writing_resumed(self, connection: asyncio.Transport) -> None:
+        if (deadline := self._unread.pop(connection, None)) is not None:
+            deadline.cancel()
 
     def closed(self, connection: asyncio.Transport) -> None:
         self.request_began(connection)
+        self.writing_resumed(connection)
         self._open.discard(connection)
 
     def _expect_head(self, connection: asyncio.Transport) -> None:
         self._deadlines[connection] = asyncio.get_running_loop().call_later(self._head_s, connection.abort)
+
+
+class WatchedProtocol(asyncio.Protocol):
+    """A base class, before that of the server, of protocols whose connections `waiting` limits."""
+
+    waiting: WaitingConnections
+    connection: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.connection = cast(asyncio.Transport, transport)
+        self.waiting.opened(self.connection)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self.waiting.closed(self.connection)
+        super().connection_lost(cast(Exception, exc))
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.waiting.writing_paused(self.connection)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.waiting.writing_resumed(self.connection)

@@ -15,7 +15,6 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import re
 import resource
@@ -32,7 +31,7 @@ from rollout_backend.errors import ConfigError
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.sessions.journal import OPEN_FILES, check_journal
 from rollout_backend.logs import bind_log_fields
-from rollout_backend.waiting_connections import HEAD_S, MAX_CONNECTIONS, WaitingConnections, raise_file_limit
+from rollout_backend.waiting_connections import MAX_CONNECTIONS, WaitingConnections, WatchedProtocol, raise_file_limit
 
 KEEP_ALIVE_S = 4200  # longer than any load balancer's, so that none reuses a connection that this side is closing
 MAX_HEAD_BYTES = 64 * 1024
@@ -73,27 +72,20 @@ def max_connections(calls: int) -> int:
     return max(16, min(files, MAX_CONNECTIONS))
 
 
-def bounded_protocol(connections: int, head_s: float = HEAD_S) -> type[HttpToolsProtocol]:
-    """Return a server protocol that keeps at most this many connections."""
-    waiting = WaitingConnections(connections, head_s)
+def bounded_protocol(connections: int, **limits: float) -> type[HttpToolsProtocol]:
+    """Return a server protocol that keeps at most this many connections; `limits` are of `WaitingConnections`."""
 
-    class BoundedProtocol(HttpToolsProtocol):
+    class BoundedProtocol(WatchedProtocol, HttpToolsProtocol):
+        waiting = WaitingConnections(connections, **limits)
+
         def __init__(self, *args: Any, **more: Any) -> None:
             super().__init__(*args, **more)
             self._head_bytes = 0
             self._in_body = False
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            waiting.opened(transport)
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            waiting.closed(self.transport)
-            super().connection_lost(exc)
-
         def data_received(self, data: bytes) -> None:
             self._head_bytes += len(data)
-            waiting.received(self.transport)
+            self.waiting.received(self.transport)
             if not self._in_body:
                 # httptools drops the body of a request that offers another protocol, as Java's client does (HTTP/2).
                 head, end, rest = data.partition(b"\r\n\r\n")
@@ -107,7 +99,7 @@ def bounded_protocol(connections: int, head_s: float = HEAD_S) -> type[HttpTools
         def on_headers_complete(self) -> None:
             self._head_bytes = 0
             self._in_body = True
-            waiting.request_began(self.transport)
+            self.waiting.request_began(self.transport)
             super().on_headers_complete()
             if len(self.pipeline) > _MAX_PIPELINED:
                 self.transport.abort()
@@ -123,8 +115,8 @@ def bounded_protocol(connections: int, head_s: float = HEAD_S) -> type[HttpTools
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            if not self.pipeline:
-                waiting.request_ended(self.transport)
+            if not self.pipeline or self.transport.is_closing():
+                self.waiting.request_ended(self.transport)
 
     return BoundedProtocol
 

@@ -60,7 +60,7 @@ from rollout_backend.relay.protocol import (
     verify_dialer,
 )
 from rollout_backend.relay.relay_settings import RelaySettings
-from rollout_backend.waiting_connections import HEAD_S, MAX_CONNECTIONS, WaitingConnections, raise_file_limit
+from rollout_backend.waiting_connections import MAX_CONNECTIONS, WaitingConnections, WatchedProtocol, raise_file_limit
 
 log = logging.getLogger(__name__)
 
@@ -311,48 +311,36 @@ def _error(status: int, message: str) -> web.Response:
     return web.Response(status=status, body=error_body(status, message), headers=error_headers(status))
 
 
-class _Connection(web.RequestHandler):
+class _Connection(WatchedProtocol, web.RequestHandler):
     """A connection of which `waiting` knows whether it has a request."""
 
     def __init__(self, server: web.Server, waiting: WaitingConnections, **options: Any) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), **options)
-        self._waiting = waiting
+        self.waiting = waiting
         self._last_body: StreamReader | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        super().connection_made(transport)
-        self._connected = transport
-        self._waiting.opened(transport)
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        self._waiting.closed(self._connected)
-        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         # aiohttp calls this without data too, and ends bodies that outlast their answer.
         if data and (self._last_body is None or self._last_body.is_eof()):
-            self._waiting.received(self._connected)
+            self.waiting.received(self.connection)
         super().data_received(data)
 
     @contextlib.contextmanager
     def request(self, body: StreamReader) -> Iterator[None]:
-        self._waiting.request_began(self._connected)
+        self.waiting.request_began(self.connection)
         try:
             yield
         finally:
             self._last_body = body
-            self._waiting.request_ended(self._connected)
+            self.waiting.request_ended(self.connection)
 
 
 @contextlib.asynccontextmanager
 async def serving(
-    settings: RelaySettings,
-    tls: ssl.SSLContext | None = None,
-    max_connections: int | None = None,
-    head_s: float = HEAD_S,
+    settings: RelaySettings, tls: ssl.SSLContext | None = None, max_connections: int | None = None, **limits: float
 ) -> AsyncIterator[int]:
-    """Serve a relay and yield its port. The default of `max_connections` depends on this process's open files."""
+    """Serve a relay and yield its port. The default of `max_connections` depends on this process's open files;
+    `limits` are of `WaitingConnections`."""
     if max_connections is None:
         files = raise_file_limit(settings.max_calls * _FILES_OF_A_CALL + _OTHER_FILES) - _OTHER_FILES
         max_connections = max(16, min(files, MAX_CONNECTIONS))
@@ -375,7 +363,7 @@ async def serving(
     connection = partial(
         _Connection,
         runner.server,
-        WaitingConnections(max_connections, head_s),
+        WaitingConnections(max_connections, **limits),
         access_log=None,
         auto_decompress=False,  # bodies are forwarded unchanged
         keepalive_timeout=_KEEPALIVE_S,

@@ -159,6 +159,31 @@ def test_a_connection_without_a_request_is_closed(connect):
         assert half.recv(1) == b""
 
 
+@pytest.mark.parametrize("limits", [{"connections": 1}, {"connections": 4, "read_s": 0.01}], ids=["number", "time"])
+def test_clients_that_do_not_read_their_answers_are_limited(connect, limits):
+    ended = threading.Event()
+
+    async def endless(scope, receive, send) -> None:
+        if scope["type"] != "http" or scope["path"] != "/endless":
+            await app(scope, receive, send)
+            return
+        gone = asyncio.create_task(receive())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not gone.done():
+            await send({"type": "http.response.body", "body": b"a" * MAX_HEAD_BYTES, "more_body": True})
+            await asyncio.sleep(0)
+            stalled.set()
+        ended.set()
+
+    stalled = threading.Event()
+    with ServerThread(endless, http=bounded_protocol(**{"head_s": 60, "read_s": 60, **limits}), ws="none") as server:
+        connect(server).sendall(b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert stalled.wait(60)
+        if "read_s" not in limits:
+            assert httpx.get(server.url, timeout=60).status_code == 200
+        assert ended.wait(60)
+
+
 def test_idle_connections_outlive_every_load_balancer(byte_model, monkeypatch):
     settings = GatewaySettings(
         port=1, engine_url="http://127.0.0.1:1", secret=SECRET, control_key=CONTROL_KEY, model=byte_model

@@ -56,9 +56,10 @@ async def host_relay() -> AsyncIterator[Callable[..., Awaitable[RelayServer]]]:
     """Serve a relay with these settings in this process, where its process is not the subject."""
     async with AsyncExitStack() as stack:
 
-        async def host(max_connections: int | None = None, head_s: float = 60, **settings: Any) -> RelayServer:
+        async def host(max_connections: int | None = None, **settings: Any) -> RelayServer:
+            limits = {name: settings.pop(name, 60) for name in ("head_s", "read_s")}
             given = RelaySettings(**{"key": KEY, "port": 0, **settings})
-            served = serving(given, max_connections=max_connections, head_s=head_s)
+            served = serving(given, max_connections=max_connections, **limits)
             return RelayServer(await stack.enter_async_context(served))
 
         yield host

@@ -165,6 +165,23 @@ async def test_new_connections_replace_silent_ones_but_no_call(line, host_relay,
     assert (await call).status == 200
 
 
+async def test_an_agent_that_does_not_read_its_answer_frees_its_place(line, host_relay, connect, get):
+    laid = await line(await host_relay(read_s=0.01, max_calls=1))
+
+    async def long(_: web.Request) -> web.StreamResponse:
+        return web.Response(body=b"a" * 2**26)
+
+    laid.upstream.handle = long
+    await connect(laid.relay, b"GET /v1/x HTTP/1.1\r\nHost: x\r\n\r\n")
+    await eventually(lambda: laid.upstream.asked)
+    laid.upstream.handle = None
+
+    async def answered() -> bool:
+        return (await get(f"{laid.url}/v1/x")).status == 200
+
+    await eventually(answered)
+
+
 class FalseRelay:
     """A relay that knows the key, like a compromised one, and sends what the test says."""
 
