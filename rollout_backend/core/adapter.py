@@ -4,10 +4,12 @@ A token's label is its weight version: `3` for version 3 of the model's weights,
 `math`.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 _MARK = "@"
+_NUMBER = re.compile("-?[0-9]{1,18}")
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,8 @@ class AdapterVersions:
 
 def number_of(label: str) -> int | None:
     """Return a label's version number; None for a label without one, such as SGLang's "default"."""
-    try:
-        return int(label.rpartition(_MARK)[2])
-    except ValueError:
-        return None
+    number = _NUMBER.fullmatch(label.rpartition(_MARK)[2])
+    return int(number[0]) if number is not None else None
 
 
 def renumbered(label: str, number: int) -> str:

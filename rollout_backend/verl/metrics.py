@@ -76,7 +76,7 @@ def count_group(group: GroupResult, made: Sequence[Rows]) -> Counter[str]:
     counts["truncated_tokens"] += sum(rows.truncated_tokens for rows in made)
     counts["unknown_logprobs"] += sum(rows.unknown_logprobs for rows in made)
     counts["moved_turn_rewards"] += sum(rows.moved_turn_rewards for rows in made)
-    counts["unknown_versions"] += sum(row.trained_tokens for rows in made for row in rows if row.min_version is None)
+    counts["unknown_versions"] += sum(row.trained_tokens for rows in made for row in rows if row.mean_version is None)
     return counts
 
 

@@ -55,9 +55,9 @@ class Row:
     response_mask: NDArray[np.int64]  # [R], 1 = sampled and trained
     logprobs: NDArray[np.float32]  # [R], from the engine; 0 where the mask is 0
     scores: NDArray[np.float32]  # [R], the reward and the turn rewards on their tokens
-    min_version: int | None  # of the weights that sampled the trained tokens; None if unknown for any of them
-    max_version: int | None
-    mean_version: float | None  # over the trained tokens
+    min_version: int | None  # of the weights that sampled the trained tokens, as far as known
+    max_version: int | None  # None if unknown for any of them
+    mean_version: float | None  # over the trained tokens; None likewise
     turns: int  # model calls with a token in the response
     index: int  # among the rollout's rows
     trained_tokens: int
@@ -79,9 +79,10 @@ class Row:
 
     def versions(self, fallback: int) -> tuple[int, float, int]:
         """Return how many tokens are trained, and the mean and the oldest of their weight versions."""
-        if self.mean_version is None or self.min_version is None:
-            return self.trained_tokens, float(fallback), fallback
-        return self.trained_tokens, self.mean_version, self.min_version
+        oldest = fallback if self.min_version is None else self.min_version
+        if self.mean_version is None:
+            return self.trained_tokens, float(fallback), min(fallback, oldest)
+        return self.trained_tokens, self.mean_version, oldest
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,7 +238,7 @@ def _row(
         response_mask=cut.trained.astype(np.int64),
         logprobs=np.where(cut.trained, logprobs, np.float32(0)),
         scores=scores,
-        min_version=min(numbers) if known else None,
+        min_version=min(numbers, default=None),
         max_version=max(numbers) if known else None,
         mean_version=version_sum / trained_tokens if known else None,
         turns=len(turns),

@@ -50,7 +50,8 @@ def test_only_what_the_killed_trainer_sampled_was_sampled_by_abandoned_weights()
 
 
 def test_labels_of_adapters_keep_their_name():
-    assert [number_of(label) for label in ("3", "math@3", "default", "math@x")] == [3, 3, None, None]
+    assert [number_of(label) for label in ("3", "math@3", "math@-1", "0")] == [3, 3, -1, 0]
+    assert {number_of(label) for label in ("default", "math@x", "", "1_0", " 3", "\u0663", "9" * 5000)} == {None}
     rollout = make_rollout(segments=(make_segment(version="math@4"),))
     relabelled = AbandonedWeights(checkpoint=3, last=4).relabel(rollout)
     assert [span.version for span in relabelled.segments[0].turns[0].weight_versions] == ["math@2"]

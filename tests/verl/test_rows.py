@@ -115,19 +115,20 @@ def test_an_infinite_logprob_counts_as_unknown() -> None:
     assert row.unknown_logprobs == 1
 
 
+def versioned(*versions: str | None) -> Segment:
+    n = len(versions)
+    turns = [make_turn(1 + i, 2 + i, version) for i, version in enumerate(versions)]
+    return Segment(token_ids=[1] * (n + 1), response_mask=[0] + [1] * n, logprobs=[None] + [-1.0] * n, turns=turns)
+
+
 def test_a_row_has_the_versions_of_its_trained_tokens() -> None:
     def spread(*versions: str | None) -> tuple[int | None, int | None]:
-        n = len(versions)
-        turns = [make_turn(1 + i, 2 + i, version) for i, version in enumerate(versions)]
-        source = Segment(
-            token_ids=[1] * (n + 1), response_mask=[0] + [1] * n, logprobs=[None] + [-1.0] * n, turns=turns
-        )
-        (row,) = rows_of(rollout(source), 4, 3)
+        (row,) = rows_of(rollout(versioned(*versions)), 4, 3)
         return row.min_version, row.max_version
 
     assert spread("5", "7", "6") == (5, 7)
-    assert spread("5", "default") == (None, None)
-    assert spread("5", None) == (None, None)
+    assert spread("5", "default") == spread("5", None) == (5, None)
+    assert spread("default") == (None, None)
     assert spread("5", "5", "6", "9") == (5, 6), "the last is cut off"
 
 
@@ -183,6 +184,8 @@ def test_v1_tags_have_only_numbers() -> None:
     }
     found = v1_tag(unknown, 9, 8)
     assert found["min_global_steps"] == found["mean_version"] == found["max_global_steps"] == 8
+    (mixed,) = rows_of(rollout(versioned("3", "default")), 4, 8)
+    assert v1_tag(mixed, 9, 8)["min_global_steps"] == 3, "what is unknown hides no known age"
 
 
 # --- legacy -----------------------------------------------------------------------------------------------
