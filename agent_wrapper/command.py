@@ -4,7 +4,7 @@ Invariants:
 
 - The command and its children end with the call, even if the call is cancelled at the agent's deadline. On Linux,
   this includes children that have left the command's process group.
-- The command's output goes to the session's log as it is written, up to `LOGGED_BYTES` per stream. Memory holds the
+- The command's output goes to the session's log as it is written, up to 16 MiB per stream. Memory holds the
   last `KEPT_BYTES` of stdout and the last `_SHOWN_BYTES` of stderr.
 """
 
@@ -16,7 +16,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -25,6 +25,7 @@ from typing import TextIO
 from agent_wrapper.context import RolloutContext
 from agent_wrapper.contract import PAYLOAD_VARIABLE
 from agent_wrapper.errors import CommandError, CommandNotStarted
+from agent_wrapper.shared.child_output import ChildOutput
 from agent_wrapper.shared.processes import (
     MARK,
     SWEEP_INTERVAL_S,
@@ -35,12 +36,9 @@ from agent_wrapper.shared.processes import (
     new_mark,
 )
 
-LOGGED_BYTES = 16 * 1024 * 1024
 KEPT_BYTES = 16 * 1024 * 1024
 _SHOWN_BYTES = 4_000
 _SHOWN_CHARS, _SHOWN_STDOUT_CHARS = 1_000, 300
-_READ_BYTES = 65_536
-_LAST_READS = 32  # a pipe holds at most 1 MiB
 
 
 @dataclass(frozen=True)
@@ -108,8 +106,8 @@ async def run_to_end(
     inherited = {name: value for name, value in os.environ.items() if name != PAYLOAD_VARIABLE}
     with (
         TemporaryFile() as stdin,
-        _Output(KEPT_BYTES, sys.stdout if log_stdout else None) as stdout,
-        _Output(_SHOWN_BYTES, sys.stderr) as stderr,
+        _output(KEPT_BYTES, sys.stdout if log_stdout else None) as stdout,
+        _output(_SHOWN_BYTES, sys.stderr) as stderr,
     ):
         stdin.write(input.encode(errors="replace"))
         stdin.seek(0)
@@ -137,56 +135,22 @@ async def run_to_end(
     return CommandResult(command[0], process.returncode, stdout.text(), stderr.text(), stdout.truncated)
 
 
-class _Output:
-    """A pipe whose output is logged as it arrives. Its end is kept.
+@contextlib.contextmanager
+def _output(kept_bytes: int, log: TextIO | None) -> Iterator[ChildOutput]:
+    """Return a pipe whose output is logged as it arrives."""
+    loop, decoder = asyncio.get_running_loop(), codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    Reads do not block, and nothing waits for the end of the pipe, so a child that keeps it open causes no delay.
-    """
+    def write(data: bytes) -> None:
+        if log is not None:
+            log.write(decoder.decode(data))
+            log.flush()
 
-    def __init__(self, kept_bytes: int, log: TextIO | None) -> None:
-        self._kept_bytes = kept_bytes
-        self._log = log
-        self._log_budget = LOGGED_BYTES
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._kept = bytearray()
-        self.truncated = False
-        self._read_end, self.write_end = os.pipe()
-        os.set_blocking(self._read_end, False)
-
-    def __enter__(self) -> _Output:
-        asyncio.get_running_loop().add_reader(self._read_end, self._read)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for _ in range(_LAST_READS):  # the pipe still holds what the command wrote before it ended
-            if not self._read():
-                break
-        asyncio.get_running_loop().remove_reader(self._read_end)
-        os.close(self._read_end)
-        os.close(self.write_end)
-        if self._log is not None:
-            self._log.flush()
-
-    def text(self) -> str:
-        return bytes(self._kept[-self._kept_bytes :]).decode(errors="replace")
-
-    def _read(self) -> bool:
-        """Read once. Return False if the pipe is empty."""
+    with ChildOutput(kept_bytes, write) as output:
+        loop.add_reader(output.read_end, output.read)
         try:
-            data = os.read(self._read_end, _READ_BYTES)
-        except BlockingIOError:
-            return False
-        self._kept += data
-        if len(self._kept) > 2 * self._kept_bytes:
-            del self._kept[: -self._kept_bytes]
-            self.truncated = True
-        self.truncated = self.truncated or len(self._kept) > self._kept_bytes
-        if self._log is not None and self._log_budget > 0:
-            self._log.write(self._decoder.decode(data))
-            self._log_budget -= len(data)
-            if self._log_budget <= 0:
-                self._log.write(f"\n[the command wrote more than {LOGGED_BYTES} bytes; the rest is not logged]\n")
-        return True
+            yield output
+        finally:
+            loop.remove_reader(output.read_end)
 
 
 async def _kill_marked(mark: str, began_at: float) -> None:

@@ -8,22 +8,21 @@ Invariants:
 
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from agent_wrapper.shared.child_output import ChildOutput, wait
 from agent_wrapper.shared.processes import MARK, boot_clock, end_marked, new_mark
 
-MAX_OUTPUT_BYTES = 16 * 1024 * 1024
 _MAX_REWARD_BYTES = 1024 * 1024
 _SHOWN_CHARS = 2_000
-_READ_BYTES, _LAST_READS = 65_536, 32  # a pipe holds at most 1 MiB
+_KEPT_BYTES = 4 * _SHOWN_CHARS
 _POLL_S = 0.25  # interval of memory measurements
 _RUN = 'exec 3<&0 </dev/null; { read -r _ <&3; kill -KILL 0; } >/dev/null 2>&1 & exec "$0" 3<&-'
 """Run a program until it ends, or until the writer of stdin ends, which kills the process group."""
@@ -46,7 +45,7 @@ def run_tests(
 ) -> str:
     """Run a task's tests/test.sh. Return how it ended, with the end of its output.
 
-    The first `MAX_OUTPUT_BYTES` of the output are in the file `output`, since the agent's code may write any amount.
+    The first 16 MiB of the output are in the file `output`, since the agent's code may write any amount.
 
     Raises:
         TestsFailed: the tests exceeded the time or memory limit.
@@ -54,29 +53,25 @@ def run_tests(
     """
     script.chmod(0o700)
     mark, began_at = new_mark(), boot_clock()
-    with output.open("wb") as file, closing(_Output(file)) as read:
-        try:
-            process = subprocess.Popen(
-                [shutil.which("bash") or "sh", "-c", _RUN, str(script)],
-                stdin=subprocess.PIPE,
-                stdout=read.write_end,
-                stderr=subprocess.STDOUT,
-                cwd=cwd,
-                env={**environ, MARK: mark},
-                start_new_session=True,
-            )
-        finally:
-            os.close(read.write_end)
-        with process:
+    with output.open("wb") as file, ChildOutput(_KEPT_BYTES, file.write) as printed:
+        with subprocess.Popen(
+            [shutil.which("bash") or "sh", "-c", _RUN, str(script)],
+            stdin=subprocess.PIPE,
+            stdout=printed.write_end,
+            stderr=subprocess.STDOUT,
+            cwd=cwd,
+            env={**environ, MARK: mark},
+            start_new_session=True,
+        ) as process:
             try:
-                ended = f"tests/test.sh exited with {_wait(process, read, timeout_s, memory_bytes)}"
+                ended = f"tests/test.sh exited with {_wait(process, printed, timeout_s, memory_bytes)}"
             except TestsFailed as error:
-                raise TestsFailed(f"{error}: {read.end()}") from None
+                raise TestsFailed(f"{error}: {_end(printed)}") from None
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 end_marked(mark, began_at)
-        return f"{ended}: {read.end()}"
+        return f"{ended}: {_end(printed)}"
 
 
 def read_reward(folder: Path, ended: str) -> dict[str, Any]:
@@ -104,52 +99,17 @@ def read_reward(folder: Path, ended: str) -> dict[str, Any]:
     raise TestsFailed(f"the tests wrote no /logs/verifier/reward.json or reward.txt ({ended})")
 
 
-class _Output:
-    """A pipe. A child that keeps it open causes no delay."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._file_bytes = MAX_OUTPUT_BYTES
-        self._end = b""
-        self._read_end, self.write_end = os.pipe()
-        os.set_blocking(self._read_end, False)
-        self._readable = select.poll()
-        self._readable.register(self._read_end, select.POLLIN)
-
-    def close(self) -> None:
-        os.close(self._read_end)
-
-    def end(self) -> str:
-        """Read what is left, and return the end of all."""
-        for _ in range(_LAST_READS):
-            if not self.read(0.0):
-                break
-        return self._end.decode(errors="replace").strip()[-_SHOWN_CHARS:] or "it printed nothing"
-
-    def read(self, wait_s: float) -> bool:
-        """Read once, waiting at most this long for output. Return False at its end."""
-        if not self._readable.poll(wait_s * 1000):
-            return True
-        data = os.read(self._read_end, _READ_BYTES)
-        self._file.write(data[: self._file_bytes])
-        self._file_bytes -= min(len(data), self._file_bytes)
-        self._end = (self._end + data)[-4 * _SHOWN_CHARS :]
-        return bool(data)
+def _end(printed: ChildOutput) -> str:
+    return printed.text().strip()[-_SHOWN_CHARS:] or "it printed nothing"
 
 
-def _wait(process: subprocess.Popen[bytes], output: _Output, timeout_s: float, memory_bytes: int | None) -> int:
-    deadline, measure_at = time.monotonic() + timeout_s, 0.0
-    has_output = True
+def _wait(process: subprocess.Popen[bytes], output: ChildOutput, timeout_s: float, memory_bytes: int | None) -> int:
+    deadline = time.monotonic() + timeout_s
     while (left_s := deadline - time.monotonic()) > 0:
-        wait_s = min(left_s, _POLL_S)
-        if has_output:
-            has_output = output.read(wait_s)
         with suppress(subprocess.TimeoutExpired):
-            return process.wait(0 if has_output else wait_s)
-        if memory_bytes is not None and time.monotonic() >= measure_at:
-            measure_at = time.monotonic() + _POLL_S
-            if _resident_bytes(process.pid) > memory_bytes:
-                raise TestsFailed(f"the tests used more than {memory_bytes} bytes of memory")
+            return wait(process, [output], min(left_s, _POLL_S))
+        if memory_bytes is not None and _resident_bytes(process.pid) > memory_bytes:
+            raise TestsFailed(f"the tests used more than {memory_bytes} bytes of memory")
     raise TestsFailed(f"the tests took longer than verifier.timeout_sec={timeout_s:g}")
 
 

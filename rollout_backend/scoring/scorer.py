@@ -12,20 +12,19 @@ import json
 import os
 import subprocess
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from types import MappingProxyType, ModuleType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import msgpack
 from pydantic import Field
 
 from agent_wrapper.contract import ContractObject, Rollout, check_rewards
+from agent_wrapper.shared.child_output import ChildOutput, wait
 from agent_wrapper.shared.json_values import finite_number, read_extras
 from rollout_backend.core.reasons import ARTIFACT_LOST, SCORER_FAILED
 from rollout_backend.errors import ConfigError
@@ -34,6 +33,7 @@ _MODULE = "rollout_scorer"  # module name for a scorer's file, which shadows no 
 _VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _STDERR_CHARS = 2_000
 _KEPT_BYTES = 16 * 1024 * 1024  # the end of an output, which holds the last line
+_GRACE_S = 5.0  # for children that print the command's output after its exit, as in `exec > >(tee log)`
 
 
 class ScoringError(Exception):
@@ -311,54 +311,31 @@ def run_command(
         subprocess.TimeoutExpired: the command took longer than `timeout_s`. Its children may still run.
         OSError: the command cannot be executed.
     """
-    began = time.monotonic()
-
-    def left_s() -> float | None:
-        return None if timeout_s is None else max(0.0, began + timeout_s - time.monotonic())
-
-    with TemporaryDirectory(prefix="rollout-artifacts-") as folder, TemporaryFile() as stdin:
+    with (
+        TemporaryDirectory(prefix="rollout-artifacts-") as folder,
+        TemporaryFile() as stdin,
+        ChildOutput(_KEPT_BYTES) as stdout,
+        ChildOutput(_KEPT_BYTES) as stderr,
+    ):
         for name, content in artifacts.items():
             Path(folder, name).write_bytes(content)
         environment = os.environ | {"ROLLOUT_ARTIFACTS": folder}
         stdin.write(given)
         stdin.seek(0)
         with subprocess.Popen(  # the command comes from the user's own settings
-            [*command], bufsize=0, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+            [*command], stdin=stdin, stdout=stdout.write_end, stderr=stderr.write_end, env=environment
         ) as process:
-            outputs = [_Output(pipe) for pipe in (process.stdout, process.stderr) if pipe is not None]
             try:
-                code = process.wait(left_s())
-                for output in outputs:
-                    output.join(left_s())
-                    if output.is_alive():
-                        raise subprocess.TimeoutExpired(command, timeout_s or 0.0)
+                code = wait(process, (stdout, stderr), timeout_s, _GRACE_S)
             except BaseException:
                 process.kill()
                 raise
-    stdout, stderr = (output.kept.decode(errors="replace").strip() for output in outputs)
     if code:
-        end = stderr[-_STDERR_CHARS:] or "it printed nothing to stderr"
+        end = stderr.text().strip()[-_STDERR_CHARS:] or "it printed nothing to stderr"
         raise ValueError(f"the command exited with {code}: {end}")
-    last = stdout.rpartition("\n")[2]
+    last = stdout.text().strip().rpartition("\n")[2]
     try:
         return json.loads(last)
     except ValueError:
         shown = repr(last[:100]) if last else "nothing"
         raise ValueError(f"the command printed {shown} as its last line, and not a number or a JSON object") from None
-
-
-class _Output(threading.Thread):
-    """Reads a pipe and keeps its end: the command may run the agent's code, which may print any amount."""
-
-    def __init__(self, pipe: IO[bytes]) -> None:
-        super().__init__(daemon=True)
-        self._pipe = pipe
-        self.kept = bytearray()
-        self.start()
-
-    def run(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # it was closed after a timeout
-            while data := self._pipe.read(65_536):
-                self.kept += data
-                if len(self.kept) > 2 * _KEPT_BYTES:
-                    del self.kept[:-_KEPT_BYTES]

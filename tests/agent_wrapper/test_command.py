@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent_wrapper import CommandError, CommandNotStarted, RolloutContext, command, run_command
+from agent_wrapper.shared.child_output import LOGGED_BYTES
 from builders import eventually, is_running
 
 CONTEXT = RolloutContext(payload={}, base_url="http://model/v1", api_key="secret", model="m")
@@ -56,7 +57,7 @@ async def test_log_and_memory_are_bounded(capfd):
     assert result.stdout.endswith("end\n")
     logged = capfd.readouterr()
     for text in (logged.out, logged.err):
-        assert len(text) < command.LOGGED_BYTES + 2 * 65_536
+        assert len(text) < LOGGED_BYTES + 2 * 65_536
         assert text.endswith("more than 16777216 bytes; the rest is not logged]\n")
     with pytest.raises(CommandError, match="wrote more than 16777216 bytes to stdout"):
         await run_command(CONTEXT, python(source))

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from agent_wrapper.shared.harbor_tests import MAX_OUTPUT_BYTES, TestsFailed, read_reward, run_tests
+from agent_wrapper.shared.child_output import LOGGED_BYTES
+from agent_wrapper.shared.harbor_tests import TestsFailed, read_reward, run_tests
 from agent_wrapper.shared.workspace import WORKSPACE, pack_folder
 from builders import is_running, until
 from rollout_backend.scoring.harbor import verify
@@ -104,7 +105,7 @@ def test_servers_that_the_tests_start_in_the_background_end_with_the_call(given,
 def test_output_and_reward_of_any_size_are_not_kept(tmp_path):
     script, output, reward = tmp_path / "test.sh", tmp_path / "output", tmp_path / "reward.json"
     script.write_text("head -c $SIZE /dev/zero; echo the end; exec >&- 2>&-; exit 3")
-    for size, kept in ((10, 18), (3 * MAX_OUTPUT_BYTES, MAX_OUTPUT_BYTES)):
+    for size, kept in ((10, 18), (3 * LOGGED_BYTES, LOGGED_BYTES + 70)):
         environ = {"PATH": os.defpath, "SIZE": str(size)}
         ended = run_tests(script, cwd=tmp_path, environ=environ, output=output, timeout_s=120)
         assert ended.startswith("tests/test.sh exited with 3: ")

@@ -1,5 +1,8 @@
 """Scorers as functions, as commands, and as verl's reward functions."""
 
+import contextlib
+import os
+import signal
 import sys
 import tracemalloc
 from typing import Any
@@ -119,6 +122,15 @@ def test_the_output_of_a_command_takes_limited_memory():
                 tracemalloc.stop()
 
     assert peak(320_000_000) < 3 * peak(40_000_000)
+
+
+def test_a_daemon_of_a_command_that_keeps_its_output_open_does_not_hold_up_the_score(tmp_path):
+    script = "sleep 300 & echo $! > pid; (while kill -0 $$; do :; done 2>&-; echo 0.5) &"
+    try:
+        with contextlib.chdir(tmp_path):
+            assert command_scorer(["sh", "-c", script], 120).score(given({})).reward == 0.5
+    finally:
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
 
 
 def test_a_command_reads_json_and_prints_the_reward(tmp_path):
