@@ -46,6 +46,7 @@ class _Request(SamplingFields, Body):
     best_of: int | None = None
     skip_special_tokens: bool | None = None  # in vLLM's and SGLang's API
     echo: Annotated[Any, refuse("only what was sampled is returned; leave it out", False)] = None
+    add_special_tokens: Annotated[Any, refuse("the tokenizer adds them to text; send token ids", True)] = None
     suffix: Annotated[Any, refuse("text cannot be inserted before a suffix; leave it out", "")] = None
 
 

@@ -262,7 +262,6 @@ class _Request(Body):
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=10)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_logprobs: int | None = None
     text: _TextConfig | None = None
     include: list[str] | None = None
     metadata: JsonObject | None = None
@@ -289,12 +288,8 @@ class OpenAIResponses(Dialect):
 
     def parse(self, body: bytes) -> ModelCall:
         request = wire.read(_Request, body, _HARMLESS)
-        for name, asked in (
-            ("top_logprobs", request.top_logprobs),
-            ("include", "message.output_text.logprobs" in (request.include or ())),
-        ):
-            if asked:
-                raise refused(name, "logprobs are not given in this API; ask /v1/chat/completions for them")
+        if "message.output_text.logprobs" in (request.include or ()):
+            raise refused("include", "logprobs are not given in this API; ask /v1/chat/completions for them")
         choice = request.tool_choice or _ToolChoice(type="auto")
         names_tool = choice.type in ("function", "custom")
         if names_tool and choice.name is None:

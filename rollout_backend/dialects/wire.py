@@ -44,6 +44,7 @@ _HARMLESS = frozenset(
     }
 )
 _UNKNOWN = "Unrecognized request argument"  # OpenAI's words: Harbor's agents then repeat the call without the field
+_CHANGES = f"{_UNKNOWN}, which might change the call; leave it out"
 _TEMPLATE = "the chat template and its options are the trainer's (model.renderer_options); leave it out"
 _FORM = "ask for a form by a JSON schema in this API's own field for it, or in the prompt"
 _END = "a reply ends at the model's own end token, at a stop string or at its limit; leave it out"
@@ -63,6 +64,12 @@ _EXTENSIONS: Mapping[str, tuple[str, tuple[Any, ...]]] = {  # advice, and the va
     **dict.fromkeys(("echo", "include_stop_str_in_output", "no_stop_trim"), (_READ, (False,))),
     **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "return_hidden_states"), (_IDS, (False,))),
     "min_tokens": (_END, (0,)),
+    "add_special_tokens": ("the chat template writes all special tokens; leave it out", (False,)),
+    "top_logprobs": ("only logprobs of sampled tokens are available; ask /v1/chat/completions for them", (0,)),
+    # Sampling fields of other APIs, which clients of engines send with their defaults.
+    **dict.fromkeys(("n", "best_of", "repetition_penalty"), (_CHANGES, (1,))),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "logprobs"), (_CHANGES, (0,))),
+    "top_k": (_CHANGES, (-1, 0)),
     "stop": ("this API has no stop strings", ()),
     "use_beam_search": (_BEAMS, (False,)),
     "length_penalty": (_BEAMS, (1.0,)),
@@ -197,7 +204,7 @@ def refuse_unknown(fields: Mapping[str, Any] | None, harmless: Collection[str]) 
     for name, value in (fields or {}).items():
         if value in (None, [], {}) or name in harmless or name in _HARMLESS:
             continue
-        advice, fine = _EXTENSIONS.get(name, (f"{_UNKNOWN}, which might change the call; leave it out", ()))
+        advice, fine = _EXTENSIONS.get(name, (_CHANGES, ()))
         if value not in fine:
             raise refused(name, advice)
 

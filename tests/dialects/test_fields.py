@@ -277,14 +277,15 @@ EXTENSIONS = {
     "skip_special_tokens": False,
     "return_token_ids": True,
     "what_comes_next": {"a": 1},
+    "add_special_tokens": True,
 }
 
 
-HONOURED = ("completions", "skip_special_tokens")
+HONOURED = [("completions", "skip_special_tokens"), ("completions", "add_special_tokens")]
 
 
 @pytest.mark.parametrize(
-    ("name", "field"), [each for each in itertools.product(APIS, EXTENSIONS) if each != HONOURED]
+    ("name", "field"), [each for each in itertools.product(APIS, EXTENSIONS) if each not in HONOURED]
 )
 def test_an_unknown_field_is_refused_by_name(send, name, field):
     api = APIS[name]
@@ -310,6 +311,10 @@ def test_an_unknown_field_with_its_default_is_ignored(send, name):
         "spaces_between_special_tokens": True,
         "use_beam_search": False,
         "length_penalty": 1,
+        "add_special_tokens": name == "completions",
+        **dict.fromkeys(("n", "repetition_penalty"), 1),
+        **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "top_logprobs"), 0.0),
+        "logprobs": None if name == "completions" else False,
         "what_comes_next": {},
         "plugins": [],
         "user": "a",

@@ -88,6 +88,7 @@ def test_the_text_has_special_tokens_only_if_asked(play, more, text):
         ({"logprobs": 3}, "logprobs: only the logprobs of sampled tokens"),
         ({"best_of": 3}, "best_of: all choices are returned"),
         ({"echo": True}, "echo: only what was sampled is returned"),
+        ({"add_special_tokens": False}, "add_special_tokens: the tokenizer adds them to text"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(fault, says):
