@@ -31,7 +31,10 @@ from typing import Any
 from agent_wrapper.context import CURRENT, MAX_RETRIES, RUNNING, RolloutContext, rollout_of_this_code
 
 _HTTP_CLIENTS = ("httpx", "httpx2")  # openai 3 uses httpx2
-_PATHS = ("/chat/completions", "/completions", "/messages/count_tokens", "/messages", "/responses")
+_PATHS = (
+    *("/chat/completions", "/completions", "/messages", "/messages/count_tokens"),
+    *("/responses", "/responses/input_tokens"),
+)
 _MODELS = re.compile(r"/models(/.+)?$")
 _SDK = "x-stainless-lang"  # a header of OpenAI's and Anthropic's clients; other services have models too
 _RETRY_COUNT = "x-stainless-retry-count"

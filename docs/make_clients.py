@@ -68,7 +68,8 @@ client.responses.create(model=MODEL, input=items, instructions=system, tools=too
 ```
 
 You can also set `OPENAI_BASE_URL` and `OPENAI_API_KEY`. The gateway stores nothing between calls of the responses
-API: send the whole conversation as `input` (`previous_response_id` is answered 400).
+API: send the whole conversation as `input` (`previous_response_id` is answered 400). `responses.input_tokens.count`
+works.
 
 ## Anthropic SDK
 

@@ -208,7 +208,7 @@ class _Conversation(Body):
 
 
 class _Request(_Conversation):
-    max_tokens: int = Field(ge=1)
+    max_tokens: int = Field(ge=0)  # 0 fills Anthropic's prompt cache, and samples nothing
     compaction: Annotated[Any, refuse("nothing is summarized here; ask the model for a summary")] = None
     stop_sequences: wire.StopStrings = None
     temperature: float | None = Field(default=None, ge=0, le=10)
@@ -232,6 +232,8 @@ class AnthropicMessages(Dialect):
                 f"messages.{len(request.messages) - 1}",
                 "the conversation must end with a user message; this model cannot continue a prefilled reply",
             )
+        if not request.max_tokens and request.stream:
+            raise refused("max_tokens", "is 0, which samples nothing to stream; send stream: false")
         effort = request.output_config and request.output_config.effort
         effort = effort or any(message.output_config for message in request.messages)
         return _call(

@@ -89,7 +89,7 @@ class Dialect(ABC):
 
     def parse_count(self, body: bytes) -> ModelCall:
         """Parse a request to `count_path`. Raises ApiError (400) as `parse` does."""
-        raise NotImplementedError
+        return self.parse(body)
 
     def count_body(self, prompt_tokens: int) -> dict[str, Any]:
         """Return the response to a request to `count_path`."""

@@ -1,4 +1,4 @@
-"""Speak OpenAI's Responses API: `POST /v1/responses`. Pure.
+"""Speak OpenAI's Responses API: `POST /v1/responses` and its `input_tokens`. Pure.
 
 Invariants:
 
@@ -285,6 +285,7 @@ class OpenAIResponses(Dialect):
 
     name = "openai_responses"
     path = "/responses"
+    count_path = "/responses/input_tokens"
 
     def parse(self, body: bytes) -> ModelCall:
         request = wire.read(_Request, body, _HARMLESS)
@@ -325,6 +326,9 @@ class OpenAIResponses(Dialect):
             deque(events.delta(delta), maxlen=0)
         deque(events.end(answer), maxlen=0)
         return events.response
+
+    def count_body(self, prompt_tokens: int) -> dict[str, Any]:
+        return {"object": "response.input_tokens", "input_tokens": prompt_tokens}
 
     def stream(self, call: ModelCall, answer_id: str, created: int, model: str) -> EventStream:
         return ResponseEvents(call, answer_id, created, model)

@@ -16,13 +16,14 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from rollout_backend.config import LeftOut
-from rollout_backend.core.model_call import Answer, ApiError, ModelCall, context_exceeded, not_adopted
+from rollout_backend.core.model_call import Answer, ApiError, Choice, ModelCall, context_exceeded, not_adopted
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.dialects.base import Dialect, EventStream
 from rollout_backend.dialects.wire import to_json
@@ -151,6 +152,12 @@ class CallHandler:
             async with self._body(request, share) as body:
                 key, call = await share.parse(body, self._parse, session, dialect, body, request.headers)
                 self._registry.check_open(session)
+                if call.max_new_tokens == 0:  # to fill a provider's cache
+                    tokens = await self._executor.count(session, call, brief=is_brief(body))
+                    nothing = Choice({"role": "assistant", "content": ""}, "length", 0)
+                    served = self._settings.model.served_name
+                    answer = Answer(uuid4().hex, int(time.time()), served, (nothing,), tokens)
+                    return JSONResponse(dialect.body(call, answer))
                 running = session.retries.find(key)
                 if running is None:
                     running = InFlightCall(

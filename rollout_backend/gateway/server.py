@@ -4,7 +4,7 @@
     POST /v1/completions            a model call in OpenAI's Completions API          session key
     POST /v1/responses              a model call in OpenAI's Responses API            session key
     POST /v1/messages               a model call in Anthropic's Messages API          session key
-    POST /v1/messages/count_tokens  the length of its prompt                          session key
+    POST /v1/messages/count_tokens, /v1/responses/input_tokens  the length of its prompt  session key
     GET  /v1/models[/{id}]          the model                                         session key
     HEAD, OPTIONS, GET of base URLs  probes of clients                                 no key
     POST /v1/rollout/trajectory     seals the session and returns its Trajectory      session key

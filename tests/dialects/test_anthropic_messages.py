@@ -151,7 +151,8 @@ def test_tool_choice(choice, wanted):
 @pytest.mark.parametrize(
     ("fault", "param", "says"),
     [
-        ({"max_tokens": 0}, "max_tokens", "greater"),
+        ({"max_tokens": -1}, "max_tokens", "greater"),
+        ({"max_tokens": 0, "stream": True}, "max_tokens", "nothing to stream"),
         ({"messages": [user({"type": "image", "source": {}})]}, "messages.0.content.0.image", "takes text only"),
         ({"messages": [user(IN_A_RESULT)]}, "messages.0.content.0.tool_result.content.0.image", "takes text only"),
         ({"messages": [user({"type": "document", "source": {}})]}, "messages.0.content.0.document", "as text"),

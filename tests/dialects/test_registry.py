@@ -50,9 +50,6 @@ class Toy(Dialect):
     def error_body(self, error: ApiError) -> dict:
         return {"oops": error.message}
 
-    def parse_count(self, body: bytes) -> ModelCall:
-        return self.parse(body)
-
     def count_body(self, prompt_tokens: int) -> dict:
         return {"length": prompt_tokens}
 

@@ -53,6 +53,15 @@ def test_the_model_reads_text_parts_as_its_engine_joins_them(play, bundle):
     assert f"{ASK} {MORE}<|im_end|>" in bundle.decode(gateway.engine.requests[0]["input_ids"])
 
 
+def test_a_call_that_only_fills_a_cache_samples_nothing(play):
+    gateway = play(lambda _: "x")
+    ask = {"model": "scripted", "messages": [user(ASK)]}
+    filled = gateway.anthropic().messages.create(**ask, max_tokens=0)
+    assert (filled.content, filled.stop_reason, filled.usage.output_tokens) == ([], "max_tokens", 0)
+    assert filled.usage.input_tokens == gateway.anthropic().messages.count_tokens(**ask).input_tokens
+    assert gateway.engine.requests == []
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_stop_reason_says_why_a_reply_ended(play, stream):
     client = play(lambda _: "one END two").anthropic()

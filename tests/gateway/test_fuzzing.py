@@ -86,7 +86,7 @@ def send(bundle, byte_model):
                 assert send("POST", path, json.dumps(base).encode()).status_code == 200
                 answer = send("POST", path, secret, session="theirs")
                 assert answer.status_code == 200
-                assert SECRET_TEXT in answer.text or path.endswith("count_tokens")
+                assert SECRET_TEXT in answer.text or path.endswith("tokens")
             yield send
             sealed = Trajectory.decode(send("POST", "/v1/rollout/trajectory", session="mine").content)
             assert sealed.segments
@@ -140,6 +140,7 @@ BASES = {
         "stream": False,
     },
     "/v1/messages/count_tokens": {name: value for name, value in _CONVERSATION.items() if name != "max_tokens"},
+    "/v1/responses/input_tokens": RESPONSES,
 }
 AGENTS_POST = [*BASES, "/v1/rollout/trajectory"]
 EVERY_PATH = [*AGENTS_POST, "/v1/models", f"/v1/models/{MODEL}", "/control/revoke", "/control/stats", "/health"]
@@ -324,6 +325,7 @@ _ANSWERS = {
     "/v1/responses": openai.types.responses.Response,
     "/v1/messages": anthropic.types.Message,
     "/v1/messages/count_tokens": anthropic.types.MessageTokensCount,
+    "/v1/responses/input_tokens": openai.types.responses.InputTokenCountResponse,
 }
 
 
@@ -416,7 +418,7 @@ def nested(levels: int) -> str:
     return '{"a": ' * levels + "1" + "}" * levels
 
 
-@pytest.mark.parametrize("path", [path for path in BASES if not path.endswith(("count_tokens", "/v1/completions"))])
+@pytest.mark.parametrize("path", [path for path in BASES if not path.endswith(("tokens", "/v1/completions"))])
 def test_deep_arguments_can_be_sent_back_or_are_refused(byte_model, play, path):
     """JSON parsers differ in their limit of depth. A sampled call can be sent back, or is refused with a reason."""
     gateway = play((), model=byte_model.model_copy(update={"context_length": 32_768}))

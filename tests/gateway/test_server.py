@@ -306,6 +306,9 @@ def test_one_base_url_serves_every_client(play, prefix):
     with httpx.Client(base_url=gateway.url, headers=headers, timeout=120) as http:
         counted = http.post(f"{prefix}/messages/count_tokens", json=asked)
         assert counted.json()["input_tokens"] == len(gateway.engine.requests[-2]["input_ids"])
+        counted = http.post(f"{prefix}/responses/input_tokens", json=bodies["/responses"])
+        prompt = len(gateway.engine.requests[-1]["input_ids"])
+        assert counted.json() == {"object": "response.input_tokens", "input_tokens": prompt}
         models = http.get(f"{prefix}/models").json()
         assert models["data"] == [http.get(f"{prefix}/models/{MODEL}").json()]
         assert {"created", "owned_by", "display_name", "created_at"} <= set(models["data"][0])
