@@ -297,7 +297,7 @@ class Credentials:
             provider = getattr(found, "method", None) or "the AWS configuration"
             raise CredentialRetrievalError(provider=provider, error_msg=f"{type(error).__name__}: {text}") from error
         if frozen is None:
-            raise NoCredentialsError
+            raise NoCredentialsError(endpoint_url=self._endpoint_url)
         if getattr(found, "refresh_needed", lambda seconds: False)(0):
             raise CredentialRetrievalError(provider=found.method, error_msg="what it returned has expired")
         self._found, self._frozen = found, frozen

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from urllib.parse import urlsplit
 
 import aiohttp
 from botocore.exceptions import (
@@ -24,6 +25,7 @@ from botocore.exceptions import (
 from botocore.parsers import ResponseParserError
 
 from rollout_backend.errors import CredentialsExpired, PreflightError
+from rollout_backend.local_keys import HOST
 
 NO_CONNECTION = (
     EndpointConnectionError,
@@ -149,15 +151,19 @@ def raise_if_expired(error: BaseException, what: str) -> None:
 
 def preflight_error(error: BaseException, what: str, setting: str) -> PreflightError:
     """Describe a failed check of `what`, which `setting` names, to the user. `error` is one of `EXPLAINED`."""
+    server = urlsplit(getattr(error, "kwargs", {}).get("endpoint_url") or "")
+    is_local = server.hostname in (HOST, "localhost", "::1")
+    start = f"no local cloud of yours runs at {server.netloc}: start it again (rollout deploy --local)"
     if isinstance(error, NO_CREDENTIALS):
+        cause = f"{start}. For another server, " if is_local else ""
         return PreflightError(
-            f"{what} cannot be reached: there are no AWS credentials. Log in (aws sso login), or set AWS_PROFILE, "
-            "or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            f"{what} cannot be reached: {cause}there are no AWS credentials. Log in (aws sso login), or set "
+            "AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
     if isinstance(error, NO_CONNECTION):
-        return PreflightError(
-            f"{what} cannot be reached: {error}. Check aws.region and aws.endpoint_url, or the service's own endpoint"
-        )
+        is_refused = is_local and isinstance(error, EndpointConnectionError) and not was_sent(error)
+        said = f"{start}, or the server that you mean. Check" if is_refused else f"{error}. Check aws.region and"
+        return PreflightError(f"{what} cannot be reached: {said} aws.endpoint_url, or the service's own endpoint")
     if isinstance(error, ClientError):
         return PreflightError(_refusal(error, what, setting))
     if isinstance(error, BotoCoreError):
