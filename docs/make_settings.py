@@ -24,7 +24,8 @@ Generated from `rollout_backend/config/` by `python docs/make_settings.py`; do n
 
 The backend reads settings from a YAML file, then from environment variables (`{ENV_PREFIX}STORAGE__BUCKET=...`), then
 from `-o storage.bucket=...` on the command line. A later source overrides an earlier one. An unknown key is refused.
-Names of times end in `_s` (seconds), names of rates in `_per_s` (per second), names of sizes in `_bytes`.
+Names of times end in `_s` (seconds), names of rates in `_per_s` (per second), names of sizes in `_bytes`. As in
+Compose, keys at the top of the file that begin with `x-` are ignored: put anchors there (`x-common: &common`).
 
 You must set `model.path`, `storage.bucket` and `runtime`. All others have a default.
 

@@ -266,7 +266,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return a file's settings, and the line of each one, by its dotted name."""
+    """Return a file's settings, and the line of each one, by its dotted name. Keys with `x-` hold anchors."""
     try:
         loader = _Loader(path.read_text(encoding="utf-8-sig"))
         node = loader.get_single_node()
@@ -278,7 +278,7 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         raise ConfigError(f"{path} is not YAML: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a map of settings")
-    return data, lines
+    return {name: value for name, value in data.items() if not str(name).startswith("x-")}, lines
 
 
 def _lines(node: yaml.Node, path: Path, prefix: str = "") -> Iterator[tuple[str, int]]:

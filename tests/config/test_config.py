@@ -193,6 +193,15 @@ def test_a_wrong_value_names_its_source(tmp_path):
     assert said["timeouts.agent_s"].endswith(f"({file}:6)")
 
 
+def test_keys_with_x_hold_anchors(tmp_path):
+    (tmp_path / "c.yaml").write_text("x-common: &a {size: 5, policy: strict}\ngroup: {<<: *a, size: 7}\n")
+    group = load_config(tmp_path / "c.yaml", base=MINIMAL, env={}).group
+    assert (group.size, group.policy) == (7, "strict")
+    (tmp_path / "c.yaml").write_text("group: {x-common: 1}\n")
+    with pytest.raises(ConfigError, match=r"group\.x-common: no such setting"):
+        load_config(tmp_path / "c.yaml", base=MINIMAL, env={})
+
+
 def test_a_setting_that_is_set_twice_is_refused(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("group:\n  size: 4\nqueue: {}\ngroup:\n  size: 8\n")
