@@ -212,8 +212,8 @@ async def test_a_task_whose_runtime_is_not_ready_takes_no_slot(open_bench):
 
     async def behave(agents, request):
         assert request.task_id in held
-        await agents.complete(request)
         ready.set()
+        await agents.complete(request)
 
     @contextmanager
     def hold(payload):
