@@ -27,7 +27,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from agent_wrapper.context import RolloutContext
@@ -40,10 +40,19 @@ from agent_wrapper.contract import (
     RolloutRequest,
     Trajectory,
 )
+from agent_wrapper.contract.codec import MAX_OBJECT_BYTES
 from agent_wrapper.errors import EntrypointError
 from agent_wrapper.model_endpoint import PROBE_S, SessionClosed, probe_endpoint, send_heartbeats
 from agent_wrapper.one_shot import flush_output, payload_file, run_and_exit
-from agent_wrapper.outcome import AgentResult, build_rollout, classify, describe, failed, without_artifacts
+from agent_wrapper.outcome import (
+    AgentResult,
+    build_rollout,
+    classify,
+    describe,
+    encode_result,
+    failed,
+    without_artifacts,
+)
 from agent_wrapper.publish import Publisher, PublishError
 from agent_wrapper.runner import Agent, Returned, in_thread
 from agent_wrapper.shared.json_values import plain_json
@@ -87,6 +96,7 @@ class _Job:
     status: Literal["running", "finished", "unpublished"] = "running"
     outcome: Outcome | None = None
     reason: str | None = None
+    max_result_bytes: int = MAX_OBJECT_BYTES
 
     @property
     def unwind_s(self) -> float:
@@ -419,7 +429,8 @@ class RolloutApp:
         return failed(Outcome.TIMED_OUT, "agent_deadline", message, call.stack())
 
     async def _fetch_trajectory(self, job: _Job, budget_s: float) -> Trajectory | TrajectoryUnavailable:
-        fetch = asyncio.create_task(fetch_trajectory(job.request.endpoint, budget_s))
+        limit = partial(setattr, job, "max_result_bytes")
+        fetch = asyncio.create_task(fetch_trajectory(job.request.endpoint, budget_s, limit))
         if not await job.wait(fetch, budget_s, _LAST_FETCH_S):
             fetch.cancel()
             return TrajectoryUnavailable("the gateway did not hand out the trajectory in time")
@@ -459,7 +470,7 @@ class RolloutApp:
             return without_artifacts(rollout, str(error))
 
     async def _publish(self, job: _Job, rollout: Rollout) -> None:
-        request, body = job.request, rollout.encode()
+        request, (rollout, body) = job.request, encode_result(rollout, job.max_result_bytes)
         job.outcome, job.reason = rollout.outcome, rollout.failure.reason if rollout.failure else None
         budget_s = _LAST_PUBLISH_S if job.stopping.is_set() else job.publish_s
         key, url = request.key_for(rollout.outcome), request.url_for(rollout.outcome)

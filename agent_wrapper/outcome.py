@@ -27,6 +27,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgpack
+
 from agent_wrapper.contract import (
     NO_REWARD,
     Failure,
@@ -38,6 +40,7 @@ from agent_wrapper.contract import (
     Trajectory,
     check_rewards,
 )
+from agent_wrapper.contract.codec import unpacked_size
 from agent_wrapper.errors import AgentFailure, CommandError, CommandNotStarted, RewardError, VerifierError
 from agent_wrapper.runner import Raised, Returned
 from agent_wrapper.shared.json_values import finite_number, read_extras, short
@@ -194,8 +197,26 @@ def build_rollout(
 
 def without_artifacts(rollout: Rollout, message: str) -> Rollout:
     """Return the rollout of an agent whose artifacts could not be written. Another attempt may succeed."""
-    lost = failed(Outcome.INFRA_ERROR, "artifact_lost", message)
-    update = {"outcome": lost.outcome, "reward": None, "turn_rewards": (), "failure": lost.failure}
+    return _without_reward(rollout, failed(Outcome.INFRA_ERROR, "artifact_lost", message))
+
+
+def encode_result(rollout: Rollout, max_bytes: int) -> tuple[Rollout, bytes]:
+    """Return the rollout to publish and its encoding. Extras with which it is too large are refused."""
+    body = rollout.encode()
+    if not rollout.extras or (size := unpacked_size(body)) <= max_bytes:
+        return rollout, body
+    extra_size, name = max((len(msgpack.packb(value)), name) for name, value in rollout.extras.items())
+    message = (
+        f"the result has {size} bytes, more than storage.max_result_bytes={max_bytes}, and {extra_size} of them are "
+        f"{name!r}; return less, or raise the setting"
+    )
+    rollout = _without_reward(rollout, failed(Outcome.AGENT_ERROR, "bad_extras", message))
+    rollout = rollout.model_copy(update={"extras": {}})
+    return rollout, rollout.encode()
+
+
+def _without_reward(rollout: Rollout, end: AgentResult) -> Rollout:
+    update = {"outcome": end.outcome, "reward": None, "turn_rewards": (), "failure": end.failure}
     return rollout.model_copy(update=update)
 
 

@@ -18,6 +18,8 @@ from agent_wrapper.contract.objects import Artifact, ContractObject, Identifier,
 PAYLOAD_VARIABLE = "ROLLOUT_PAYLOAD_FILE"
 """Environment variable with the path of an invoke's payload. If it is set, `RolloutApp.run` runs this payload instead
 of serving HTTP."""
+RESULT_LIMIT_HEADER = "X-Rollout-Max-Result-Bytes"
+"""Header of the answer with a trajectory: how large the result may be, in either form."""
 REQUEST_FIELD = "_rollout"  # the field of an invoke's payload that holds the request
 
 PUT_HEADERS = {"Content-Type": "application/octet-stream", "If-None-Match": "*"}

@@ -1,6 +1,10 @@
 """Fetch a session's trajectory from the gateway once the agent has ended."""
 
+from collections.abc import Callable
+
 from agent_wrapper.contract import ContractError, ModelEndpoint, Trajectory
+from agent_wrapper.contract.codec import MAX_OBJECT_BYTES
+from agent_wrapper.contract.messages import RESULT_LIMIT_HEADER
 
 _CONNECT_TIMEOUT_S = 5.0
 _READ_TIMEOUT_S = 30.0
@@ -14,8 +18,11 @@ class TrajectoryTooLarge(TrajectoryUnavailable):
     """The trajectory is larger than a result may be. A retry does not help."""
 
 
-async def fetch_trajectory(endpoint: ModelEndpoint, budget_s: float) -> Trajectory:
-    """Seal the session and return what it sampled. Retry until `budget_s` is used up.
+async def fetch_trajectory(
+    endpoint: ModelEndpoint, budget_s: float, on_limit: Callable[[int], object] = bool
+) -> Trajectory:
+    """Seal the session and return what it sampled. Retry until `budget_s` is used up. `on_limit` is called with how
+    many bytes the result may have.
 
     Raises:
         TrajectoryTooLarge: the trajectory is larger than a result may be.
@@ -46,6 +53,7 @@ async def fetch_trajectory(endpoint: ModelEndpoint, budget_s: float) -> Trajecto
                         endpoint.trajectory_url, headers={"Authorization": f"Bearer {endpoint.api_key}"}
                     )
                     response.raise_for_status()
+        on_limit(int(response.headers.get(RESULT_LIMIT_HEADER, MAX_OBJECT_BYTES)))
         return Trajectory.decode(response.content)
     except httpx.HTTPStatusError as error:
         if "trajectory_too_large" in error.response.text:

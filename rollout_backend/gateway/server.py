@@ -46,6 +46,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from agent_wrapper.contract import Trajectory
+from agent_wrapper.contract.messages import RESULT_LIMIT_HEADER
 from rollout_backend.core.adapter import AdapterVersions
 from rollout_backend.core.images import ImageLimits
 from rollout_backend.core.model_call import ApiError
@@ -248,7 +249,8 @@ class Gateway:
             fetch.enter_context(share.request(_FETCHES, "its trajectory is sent to no more clients at once"))
             data = await share.render(to_json) if as_json else sealed
             media_type = "application/json" if as_json else "application/octet-stream"
-            response = Stream(_pieces(data), media_type=media_type, headers={"Content-Length": str(len(data))})
+            headers = {"Content-Length": str(len(data)), RESULT_LIMIT_HEADER: str(self._settings.max_result_bytes)}
+            response = Stream(_pieces(data), media_type=media_type, headers=headers)
             response.on_end(fetch.pop_all().close)
             return response
 

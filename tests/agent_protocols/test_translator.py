@@ -138,6 +138,15 @@ async def test_an_infrastructure_failure_is_no_reward(
     assert rollout.failure.reason == reason
 
 
+async def test_extras_with_which_the_rollout_is_too_large_are_refused():
+    bench = Bench()
+    bench.watch()
+    bench.bucket.objects[OBJECT] = data = json.dumps(RESULT | {"note": "x" * 5000}).encode()
+    bench.bucket.config = bench.bucket.config.model_copy(update={"max_result_bytes": len(data)})
+    rollout = await bench.rollout()
+    assert (rollout.outcome, rollout.failure.reason, rollout.extras) == (Outcome.AGENT_ERROR, "bad_extras", {})
+
+
 async def test_a_session_that_cannot_be_sealed_delays_no_other():
     bench = Bench()
     other = REQUEST.model_copy(update={"session_id": "stuck"})

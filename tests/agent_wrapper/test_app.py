@@ -107,6 +107,13 @@ def test_too_deep_nesting_is_the_agents_error(sync_container, levels, name):
     assert "cannot be stored as JSON" in rollout.failure.message
 
 
+def test_extras_with_which_the_result_is_too_large_are_the_agents_error(sync_container):
+    rollout = sync_container.play("return {'reward': 1, 'note': 'x', 'log': 'y' * 5_000_000}")
+    assert (rollout.outcome, rollout.failure.reason, rollout.extras) == (Outcome.AGENT_ERROR, "bad_extras", {})
+    assert "max_result_bytes=4194304, and 5000005 of them are 'log'; return less" in rollout.failure.message
+    assert rollout.segments
+
+
 def test_no_agent_meets_a_half_imported_http_client(start_container):
     """openai 3 looks httpx up among the loaded modules, and fails if another thread is importing it."""
     rollout = start_container("sync").play(

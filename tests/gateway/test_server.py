@@ -226,6 +226,7 @@ def test_no_call_makes_the_rows_of_a_session_larger_than_a_result(play):
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "trajectory_too_large")
     assert len(gateway.engine.requests) == 2
     assert gateway.post({**CALL, "messages": [*first, assistant("x"), user("z")]}).status_code == 200
+    assert gateway.seal().headers["X-Rollout-Max-Result-Bytes"] == "5400"
     sealed = gateway.trajectory()
     assert [len(segment.turns) for segment in sealed.segments] == [2, 1]
     assert sealed.unanswered_calls == 0

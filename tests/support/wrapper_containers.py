@@ -17,6 +17,7 @@ import httpx
 
 from agent_wrapper.app import SESSION_HEADER
 from agent_wrapper.contract import Announcement, Rollout, RolloutRequest, Trajectory
+from agent_wrapper.contract.messages import RESULT_LIMIT_HEADER
 from builders import until
 from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.serving.server_process import free_port
@@ -67,7 +68,7 @@ class Cloud:
 
 
 class Gateway:
-    """Returns trajectories at /PATH/trajectory, or the scripted answers of a path."""
+    """Returns trajectories at /PATH/trajectory, or the scripted answers of a path. No result may exceed 4 MiB."""
 
     def __init__(self) -> None:
         self.answers: dict[str, list[tuple[int, bytes]]] = {}  # by path; the last one is repeated
@@ -80,8 +81,9 @@ class Gateway:
         status, body = answers.pop(0) if len(answers) > 1 else answers[0]
         if status == CUT:
             request.answer(200, body, length=len(body) + 100, **{"Content-Type": "text/event-stream"})
-            return HANG_UP, b""
-        return status, body
+        elif status != HANG_UP:
+            request.answer(status, body, **{RESULT_LIMIT_HEADER: str(4 * 2**20)})
+        return HANG_UP, b""
 
 
 class Container:
