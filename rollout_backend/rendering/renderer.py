@@ -24,6 +24,7 @@ from typing import Any
 import renderers
 from pydantic import ValidationError
 from renderers import ParsedResponse, ParsedToolCall, RenderedTokens, ToolCallParseStatus
+from renderers.base import resolve_thinking_retention
 from renderers.configs import _CONFIG_BY_NAME, CustomRendererConfig, Qwen3RendererConfig
 from renderers.deepseek_v4 import DeepSeekV4Renderer
 from renderers.default import DefaultRenderer, _decode_tool_call_arguments
@@ -313,12 +314,20 @@ class _Qwen3Config(Qwen3RendererConfig):  # type: ignore[misc]  # the package ca
 
 
 class _Qwen3(Qwen3Renderer):  # type: ignore[misc]  # the package carries no types
-    """Adds `opens_thinking` to the package's renderer."""
+    """Adds `opens_thinking` to the package's renderer, and the template of Instruct-2507, which shows no reasoning."""
 
     def __init__(self, tokenizer: Any, config: _Qwen3Config) -> None:
         super().__init__(tokenizer, config.model_copy(update={"opens_thinking": bool(config.opens_thinking)}))
         opens = self.config.opens_thinking and self.config.enable_thinking
         self._header = self._encode("<think>\n") if opens else []
+        self._reasons = "</think>" in str(tokenizer.chat_template or "</think>")
+        if not self._reasons:  # no question changes what is shown of earlier replies
+            self.effective_thinking_retention = resolve_thinking_retention(self.config, "all")
+
+    def _render_assistant(self, message: Any, i: int, content: str, query: int, is_last: bool, **emit: Any) -> None:
+        if not self._reasons:
+            message, is_last = {**message, "reasoning_content": ""}, False
+        super()._render_assistant(message, i, content, query, is_last, **emit)
 
     def render(self, messages: Any, *, add_generation_prompt: bool = False, **more: Any) -> RenderedTokens:
         rendered = super().render(messages, add_generation_prompt=add_generation_prompt, **more)

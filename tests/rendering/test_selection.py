@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from builders import function_tool, run_config, tool_result, user
+from builders import assistant, function_tool, run_config, tool_result, user
 from gateway_fixtures import make_gateway
 from rollout_backend.checks.model import check_renderer, check_tools
 from rollout_backend.config import ModelConfig
@@ -101,8 +101,22 @@ def test_the_template_of_a_public_model_selects_its_renderer(tmp_path, tokenizer
 
 
 def test_names_decide_between_renderers_that_fit_equally_well(tmp_path):
+    """They differ only in a late system message, which this template refuses."""
+    late = "{% if messages|length == 4 and messages[2].role == 'system' %}{{ raise_exception('') }}{% endif %}"
     for name, renderer in (("Qwen3-4B-Instruct-2507", "qwen3"), ("Qwen3-VL-4B-Instruct", "qwen3-vl")):
-        assert load(model_folder(tmp_path / name, "qwen3", template("qwen3_instruct_2507"))).name == renderer
+        folder = model_folder(tmp_path / name, "qwen3", late + template("qwen3_instruct_2507"))
+        assert load(folder).name == renderer
+
+
+def test_a_template_without_reasoning_shows_none_and_a_question_extends_the_row(tmp_path):
+    folder = model_folder(tmp_path / "model", "qwen3", template("qwen3_instruct_2507"))
+    bundle, own = load(folder), load(folder, renderer="default")
+    asked, replies = user("Q"), [assistant("A", reasoning_content="hm"), assistant("<think>\nhm\n</think>\n\nA")]
+    for reply in replies:
+        for messages in ([asked, reply], [asked, reply, asked]):
+            assert bundle.render(messages, None) == own.render(messages, None)
+    end = bundle.stop_token_ids[:1]
+    assert bundle.renderer.continuation(bundle.render([asked], None), [*bundle.marker_ids("A"), *end], [asked])
 
 
 @pytest.mark.parametrize(
