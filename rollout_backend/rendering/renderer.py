@@ -314,7 +314,7 @@ class _Qwen3Config(Qwen3RendererConfig):  # type: ignore[misc]  # the package ca
 
 
 class _Qwen3(Qwen3Renderer):  # type: ignore[misc]  # the package carries no types
-    """Adds `opens_thinking` to the package's renderer, and the template of Instruct-2507, which shows no reasoning."""
+    """Adds to the package's renderer `opens_thinking`, and Instruct-2507, whose template shows no reasoning."""
 
     def __init__(self, tokenizer: Any, config: _Qwen3Config) -> None:
         super().__init__(tokenizer, config.model_copy(update={"opens_thinking": bool(config.opens_thinking)}))
