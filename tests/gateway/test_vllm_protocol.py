@@ -5,17 +5,18 @@ from dataclasses import replace
 import pytest
 
 from agent_wrapper.contract import VersionSpan
-from builders import user
+from builders import assistant, user
 from gateway_fixtures import make_app
 from rollout_backend.errors import ConfigError
 from rollout_backend.gateway.engine.client import EngineClient, EngineRefused
 from rollout_backend.gateway.engine.engines import Engines
 from rollout_backend.gateway.engine.protocol import EngineRequest
 from rollout_backend.gateway.engine.vllm import VllmProtocol
-from rollout_backend.local.scripted import LOGPROB, Fail, ToolCall
+from rollout_backend.local.scripted import LOGPROB, Fail, ScriptedEngine, ToolCall
 from rollout_backend.rendering.token_bytes import StopStrings
 from tests.emulators.scripted_vllm import ScriptedVllm
 
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 PARAMS = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "max_new_tokens": 40, "stop_token_ids": [2]}
 
 
@@ -138,13 +139,12 @@ async def test_failures(generate, engine):
 
 def test_a_conversation_with_a_tool_is_one_segment(serve):
     script = [ToolCall("add", {"a": 1}), "It is 2.", "Done."]
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     with ScriptedVllm(script) as engine:
         gateway = serve(engine.url, engine_name="vllm")
         messages = [user("1 + 1?")]
         client = gateway.client()
         for stream in (False, True, False):
-            answer = client.chat.completions.create(model="scripted", messages=messages, tools=tools, stream=stream)
+            answer = client.chat.completions.create(model="scripted", messages=messages, tools=TOOLS, stream=stream)
             if stream:
                 text = "".join(chunk.choices[0].delta.content or "" for chunk in answer if chunk.choices)
                 messages += [{"role": "assistant", "content": text}, user("And?")]
@@ -159,6 +159,18 @@ def test_a_conversation_with_a_tool_is_one_segment(serve):
     for turn in segment.turns:
         assert all(logprob == LOGPROB for logprob in segment.logprobs[turn.start : turn.end])
         assert [span.version for span in turn.weight_versions] == ["0"]
+
+
+@pytest.mark.parametrize(("make", "name"), [(ScriptedEngine, "sglang"), (ScriptedVllm, "vllm")])
+def test_the_model_reads_a_request_as_its_engine_shows_it(serve, byte_bundle, make, name):
+    """SGLang leaves out tools that must not be called, and makes a reply at the end the user's."""
+    messages = [user("1 + 1?"), assistant("2?")]
+    call = {"model": "scripted", "messages": messages, "tools": TOOLS, "tool_choice": "none"}
+    with make(["2"]) as engine:
+        serve(engine.url, engine_name=name).post(call).raise_for_status()
+        [sent] = engine.requests
+    seen = ([messages[0], user("2?")], None) if name == "sglang" else (messages, TOOLS)
+    assert (sent.get("input_ids") or sent["token_ids"]) == byte_bundle.render(*seen)
 
 
 def test_images_are_refused_at_the_start(byte_model, byte_bundle):
