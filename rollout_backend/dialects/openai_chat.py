@@ -248,7 +248,7 @@ def _content(message: _Message, where: str, images: ImageReader, separator: str)
     pieces: list[str | Image] = []
     for i, part in enumerate(message.content or ()):
         at = f"{where}.content.{i}"
-        text = part.text if part.type == "text" else part.refusal if part.type == "refusal" else None
+        text = {"text": part.text or "", "refusal": part.refusal or ""}.get(part.type)
         if part.type == "image_url" and part.image_url is not None:
             image = images.url(part.image_url.url, at)
             if message.role not in ("user", "tool"):

@@ -25,7 +25,7 @@ def test_messages_are_normalised():
         {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "user", "content": "c", "name": None, "something": 1},
         {"role": "assistant", "content": None, "refusal": None, "tool_calls": [CALL]},
-        {"role": "tool", "tool_call_id": "1", "content": []},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": None}]},
         {"role": "assistant", "content": "d", "reasoning_content": "r", "name": "n", "prefix": False},
         {"role": "assistant", "content": "e", "reasoning": "r", "tool_calls": [{**CALL, "type": None}]},
         *({"role": role, "content": None} for role in ("tool", "system")),
