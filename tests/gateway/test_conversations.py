@@ -42,7 +42,7 @@ def say(bundle):
 
 def test_a_reply_that_another_row_continues_is_not_dropped(session, say):
     say(session, [U1])
-    (reply,) = (RecordedReply(place, end) for (_, end), place in session._turns.items())
+    (reply,) = (RecordedReply(place, end) for (_, end, _), place in session._turns.items())
     assert say(session, [U1, A, U2], tools=TOOLS) == "tools_changed"
     assert session.drop([reply]) == []
     assert len(session.recorder.segments()) == 2
@@ -179,6 +179,16 @@ def test_a_continuation_of_one_of_several_equal_replies_continues_the_last(sessi
         say(session, [U1])
     assert say(session, [U1, A, U2], text="longer") is None
     assert [len(segment.turns) for segment in session.recorder.segments()] == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "echoed", [{"tool_calls": [CALL]}, {"tool_calls": [{**CALL, "id": "x"}], "reasoning_content": "hm"}]
+)
+def test_a_continuation_of_equal_replies_continues_that_with_its_call_ids_or_reasoning(session, say, echoed):
+    say(session, [U1], text="AA", content=None, tool_calls=[CALL], reasoning_content="hm\n")
+    say(session, [U1], text="B", content=None, tool_calls=[{**CALL, "id": "c2"}], reasoning_content="so")
+    assert say(session, [U1, assistant("", **echoed), tool_result("c1", "3")]) is None
+    assert [len(segment.turns) for segment in session.recorder.segments()] == [2, 1]
 
 
 def test_without_a_bridge_a_turn_is_rendered_again_and_its_tokens_are_compared(byte_model, say):

@@ -13,7 +13,7 @@ Invariants:
   (JavaScript writes 1.0 as 1), defaults of the tool's schema filled in, tool call ids that the template does not
   render, reasoning repeated as the text beside a call, and fields that no template renders. Reasoning is not
   compared, because most agents do not send it back: the tokens keep it, and the renderer decides whether it stays in
-  the history.
+  the history. Of equal replies, the latest with the repeated call ids or reasoning is continued.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Conversations:
         """`experts` is the shape of the routing to record, or None."""
         self.recorder = SegmentRecorder(experts)
         self._bundle = bundle
-        self._turns: dict[tuple[_Digest, _Digest], TurnPosition] = {}  # by tools and conversation
+        self._turns: dict[tuple[_Digest, _Digest, object], TurnPosition] = {}  # by tools, conversation and `_marks`
         self._replies: set[_Digest] = set()  # recorded conversations, regardless of tools
         self._seen: set[_Digest] = set()  # every prefix of an answered request
         self._said: dict[int, Sequence[Message]] = {}  # the conversation of each segment
@@ -167,7 +167,7 @@ class Conversations:
 
     def recorded(self, turn: RecordedTurn) -> RecordedReply:
         """Return the position of the latest recorded turn."""
-        return RecordedReply(self._turns[turn.tools_digest, turn.end], turn.end)
+        return RecordedReply(self._turns[turn.tools_digest, turn.end, None], turn.end)
 
     def drop(self, replies: Iterable[RecordedReply]) -> list[RecordedReply]:
         """Remove the replies that no later call continues, and return them."""
@@ -214,9 +214,10 @@ class Conversations:
         """
         tools_digest, defaults, chain = self._digests(messages, tools)
         for n in range(len(chain) - 1, 0, -1):  # look for a recorded reply followed by new messages
-            place = self._turns.get((tools_digest, chain[n - 1]))
-            if place is None:
+            end = tools_digest, chain[n - 1]
+            if (*end, None) not in self._turns:
                 continue
+            place = next(self._turns[key] for mark in _marks(messages[n - 1]) if (key := (*end, mark)) in self._turns)
             fresh = _with_tool_names(messages, n) if self._bundle.needs_tool_names else messages[n:]
             if max_chars is not None and sum(len(message.get("content") or "") for message in fresh) > max_chars:
                 return None
@@ -316,7 +317,7 @@ class Conversations:
         if place.opened and place.segment:  # the segment before it now shares its messages with others
             self._said[place.segment - 1] = self.recorder.messages(place.segment - 1)
         self._images.update((image.sha256, image) for image in turn.images)
-        self._turns[turn.tools_digest, turn.end] = place
+        self._turns.update(((turn.tools_digest, turn.end, mark), place) for mark in _marks(messages[-1]))
         self._replies.add(turn.end)
         self._seen.update(turn.seen)
 
@@ -339,12 +340,22 @@ class Conversations:
         if ends:
             if any(message["role"] == "assistant" for message in messages[ends[-1] + 1 :]):
                 return "history_rewritten"  # the agent changed a later reply
-            return "rerendered" if (tools_digest, chain[ends[-1]]) in self._turns else "tools_changed"
+            return "rerendered" if (tools_digest, chain[ends[-1]], None) in self._turns else "tools_changed"
         if chain[-1] in self._seen:
             return "branched"  # the same request again
         # More than a system message is shared, so the agent edited or dropped later messages.
         spoken = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages) - 1)
         return "history_rewritten" if chain[spoken] in self._seen else "new_conversation"
+
+
+def _marks(reply: Message) -> list[object]:
+    """Return what tells which of equal replies an agent repeats: the ids of calls, the reasoning, at last nothing."""
+    ids = tuple(call.get("id") for call in reply.get("tool_calls") or ())
+    return [*filter(None, (ids, _reasoning(reply))), None]
+
+
+def _reasoning(message: Message) -> str:
+    return (message.get("reasoning_content") or "").strip()
 
 
 def _with_tool_names(messages: Sequence[Message], start: int = 0) -> list[Message]:
@@ -368,7 +379,7 @@ def _compared_digest(
     before: _Digest, messages: Sequence[Message], i: int, *, defaults: _Defaults, with_ids: bool
 ) -> _Digest:
     message = messages[i]
-    reasoning = (message.get("reasoning_content") or "").strip()
+    reasoning = _reasoning(message)
     if reasoning and message.get("tool_calls") and message.get("content") == reasoning:
         message = {**message, "content": ""}  # Copilot repeats it as the text of a reply that only calls tools
     return _digest(before, _compared(message, defaults, with_ids))
