@@ -60,10 +60,6 @@ _TEXT_INPUT = {
 # --- the request ------------------------------------------------------------------------------------------
 
 
-def _as_parts(content: object) -> object:
-    return [{"type": "input_text", "text": content}] if isinstance(content, str) else content
-
-
 def _is_readable(part: object) -> object:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in ("input_file", "input_audio"):
@@ -95,7 +91,7 @@ _Part = Annotated[
     Annotated[_TextPart | _RefusalPart | _ImagePart, Field(discriminator="type")],
     BeforeValidator(_is_readable),
 ]
-_Parts = Annotated[list[_Part], BeforeValidator(_as_parts)]
+_Parts = Annotated[list[_Part], BeforeValidator(wire.as_texts)]
 
 
 class _Message(Body):
@@ -433,17 +429,11 @@ def _content(
 
 def _echo(request: _Request) -> dict[str, Any]:
     """Return the request fields that the answer repeats and `ModelCall` lacks."""
-    wanted = request.text and request.text.format
+    wanted, choice = request.text and request.text.format, request.tool_choice or _ToolChoice(type="auto")
     return {
         "instructions": request.instructions,
         "metadata": request.metadata or {},
         "reasoning": request.reasoning or {"effort": None, "summary": None},
         "text": {"format": wanted.model_dump(by_alias=True, exclude_none=True) if wanted else {"type": "text"}},
-        "tool_choice": _chosen(request.tool_choice),
+        "tool_choice": choice.type if choice.name is None else choice.model_dump(exclude_none=True),
     }
-
-
-def _chosen(choice: _ToolChoice | None) -> str | dict[str, Any]:
-    if choice is None:
-        return "auto"
-    return choice.type if choice.name is None else choice.model_dump(exclude_none=True)

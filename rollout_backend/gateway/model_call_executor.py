@@ -78,9 +78,12 @@ class ModelCallExecutor:
         self._thread.close()
 
     def shown(self, call: ModelCall) -> ModelCall:
-        """Return the call without what the engine's own APIs do not show to this model; note what is ignored."""
-        if self._settings.engine_name == "sglang":
-            call = _as_sglang_shows(call)
+        """Return the call as the engine's own APIs show it to this model, and note what is ignored."""
+        is_sglang = self._settings.engine_name == "sglang"
+        if is_sglang and call.tool_choice == "none":
+            call = replace(call, tools=None)
+        if is_sglang and (last := call.messages[-1])["role"] == "assistant":  # shown as the user's
+            call = replace(call, messages=[*call.messages[:-1], {"role": "user", "content": last["content"]}])
         if call.tool_choice == "required" and self._settings.gateway.forced_tools == "as_auto":
             call = replace(call, tool_choice="auto", tool_name=None, ignored=call.ignored | {"tool_choice"})
         # Constrained tokens cannot be trained, so only a forced call follows the schema of a strict tool.
@@ -300,15 +303,6 @@ class ModelCallExecutor:
             raise ApiError(
                 500, f"the engine refused the call: {error}", code="engine_refused", permanent=True
             ) from None
-
-
-def _as_sglang_shows(call: ModelCall) -> ModelCall:
-    """Leave out tools that must not be called, and make a reply at the end of the history the user's."""
-    if call.tool_choice == "none" and call.tools:
-        call = replace(call, tools=None)
-    if (last := call.messages[-1])["role"] == "assistant":
-        call = replace(call, messages=[*call.messages[:-1], {"role": "user", "content": last["content"]}])
-    return call
 
 
 class _LiveStream:

@@ -299,10 +299,11 @@ def _tiktoken(tokenizer: Any) -> str:
     return "".join(f"{base64.b64encode(spelled).decode()} {rank}\n" for rank, spelled in plain)
 
 
-def _longer(rendered: RenderedTokens, header: Sequence[int]) -> RenderedTokens:
+def _longer(rendered: RenderedTokens, header: Sequence[int], dropped: int = 0) -> RenderedTokens:
+    end = len(rendered.token_ids) - dropped
     return RenderedTokens(
-        token_ids=[*rendered.token_ids, *header],
-        message_indices=[*rendered.message_indices, *([-1] * len(header))],
+        token_ids=[*rendered.token_ids[:end], *header],
+        message_indices=[*rendered.message_indices[:end], *([-1] * len(header))],
         message_roles=rendered.message_roles,
     )
 
@@ -356,12 +357,7 @@ class _GptOss(GptOssRenderer):  # type: ignore[misc]  # the package carries no t
         return None if bridged is None else self._without_header(bridged)
 
     def _without_header(self, rendered: RenderedTokens) -> RenderedTokens:
-        end = -len([self._channel, *self._encode("analysis"), self._message])
-        return RenderedTokens(
-            token_ids=rendered.token_ids[:end],
-            message_indices=rendered.message_indices[:end],
-            message_roles=rendered.message_roles,
-        )
+        return _longer(rendered, [], dropped=len([self._channel, *self._encode("analysis"), self._message]))
 
     def parse_response(self, token_ids: Any, *, tools: Any = None, prompt_ids: Any = None) -> ParsedResponse:
         ids = [*self._response_prefix(token_ids, prompt_ids), *token_ids]

@@ -67,6 +67,7 @@ def test_a_conversation_is_converted_to_chat_messages():
                 {"type": "tool_result", "tool_use_id": "c1", "content": [text("o"), text("ne")], "is_error": True},
                 text("more"),
             ),
+            {"role": "system", "content": "now in French"},
         ],
         tools=[{**TOOL, **EPHEMERAL, "type": "custom"}],
         thinking={"type": "enabled", "budget_tokens": 1024},
@@ -87,6 +88,7 @@ def test_a_conversation_is_converted_to_chat_messages():
         {"role": "tool", "content": "two", "tool_call_id": "c2"},
         {"role": "tool", "content": "one", "tool_call_id": "c1"},
         {"role": "user", "content": "and more"},
+        {"role": "system", "content": "now in French"},
     ]
     function = {"name": "f", "description": "d", "parameters": TOOL["input_schema"]}
     assert call.tools == [{"type": "function", "function": function}]
@@ -112,11 +114,6 @@ def test_consecutive_assistant_messages_are_joined():
 def test_the_content_of_a_tool_result(result, content):
     result = {"type": "tool_result", "tool_use_id": "c", **result}
     assert messages(user(result)) == [{"role": "tool", "content": content, "tool_call_id": "c"}]
-
-
-def test_a_system_message_inside_the_history_is_kept():
-    history = messages(user(text("a")), {"role": "system", "content": "now in French"})
-    assert history[1] == {"role": "system", "content": "now in French"}
 
 
 def test_the_billing_header_is_removed_from_the_prompt():

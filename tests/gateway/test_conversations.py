@@ -62,18 +62,18 @@ def test_a_history_with_other_spaces_and_without_reasoning_is_the_same(session, 
 
 
 @pytest.mark.parametrize(
-    ("sampled", "echoed", "same"),
-    [(None, "hm", True), (None, "other", False), ("hm", "", False)],
+    ("sampled", "reasoned", "echoed", "reasoning", "same"),
+    [
+        *((None, "hm\n", "hm", "hm", True), (None, "hm\n", "other", "hm", False)),
+        *(("hm", "", "", "hm", False), ("hm", "hm", "hm", "", True)),
+    ],
 )
-def test_reasoning_that_is_repeated_as_text_beside_a_call_is_the_same(session, say, sampled, echoed, same):
-    say(session, [U1], content=sampled, tool_calls=[CALL], reasoning_content="" if sampled == "hm" else "hm\n")
-    again = [U1, assistant(echoed, tool_calls=[CALL], reasoning_content="hm"), tool_result("c1", "3")]
+def test_reasoning_may_be_repeated_as_the_text_beside_a_call(
+    session, say, sampled, reasoned, echoed, reasoning, same
+):
+    say(session, [U1], content=sampled, tool_calls=[CALL], reasoning_content=reasoned)
+    again = [U1, assistant(echoed, tool_calls=[CALL], reasoning_content=reasoning), tool_result("c1", "3")]
     assert say(session, again) == (None if same else REWRITTEN)
-
-
-def test_a_reply_that_says_its_reasoning_is_the_same_without_the_reasoning(session, say):
-    say(session, [U1], content="hm", tool_calls=[CALL], reasoning_content="hm")
-    assert say(session, [U1, assistant("hm", tool_calls=[CALL]), tool_result("c1", "3")]) is None
 
 
 def with_another_id(text: str) -> list[dict]:

@@ -84,15 +84,13 @@ def test_a_malformed_call_stays_in_the_content(bundle, renderer, body, status):
     assert [call.status for call in parsed.tool_calls] == [ToolCallParseStatus.OK, status]
 
 
-def test_arguments_may_be_the_text_of_an_object(bundle, renderer):
-    parsed = renderer.parse_response(ids_of(bundle, str(ToolCall("add", '{"a": 1}'))))
-    assert [(call.name, call.arguments) for call in parsed.tool_calls] == [("add", {"a": 1})]
-
-
-def test_a_complete_call_without_its_closing_tag_is_read(bundle, renderer):
-    parsed = renderer.parse_response(ids_of(bundle, '<tool_call>\n{"name": "add", "arguments": {}}<|im_end|>'))
-    assert [(call.name, call.status) for call in parsed.tool_calls] == [("add", ToolCallParseStatus.OK)]
-    assert parsed.content == ""
+@pytest.mark.parametrize("arguments", ["{}", '"{}"'])
+@pytest.mark.parametrize("end", ["\n</tool_call>", ""])
+def test_arguments_may_be_text_and_the_closing_tag_may_be_missing(bundle, renderer, arguments, end):
+    said = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}{end}<|im_end|>'
+    parsed = renderer.parse_response(ids_of(bundle, said))
+    called = [(call.name, call.arguments, call.status) for call in parsed.tool_calls]
+    assert (called, parsed.content) == ([("add", {}, ToolCallParseStatus.OK)], "")
 
 
 def test_a_continuation_is_what_a_new_rendering_has_after_the_reply(bundle, renderer):
