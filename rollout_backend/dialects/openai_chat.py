@@ -205,7 +205,7 @@ class OpenAIChat(Dialect):
         return {**head, "choices": choices, "usage": usage(answer)}
 
     def stream(self, call: ModelCall, answer_id: str, created: int, model: str) -> EventStream:
-        return _Events(call, _head("chat.completion.chunk", answer_id, created, model))
+        return ChatEvents(call, _head("chat.completion.chunk", answer_id, created, model))
 
 
 # --- the request ------------------------------------------------------------------------------------------
@@ -286,7 +286,9 @@ def _logprobs(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     return {"content": list(entries), "refusal": None} if entries else None
 
 
-class _Events(EventStream):
+class ChatEvents(EventStream):
+    """Writes the chunks of a stream; those of `/v1/completions` differ in `_chunk`."""
+
     def __init__(self, call: ModelCall, head: Mapping[str, Any]) -> None:
         self._include_usage: bool = call.dialect_data
         self._head = head
@@ -317,7 +319,7 @@ class _Events(EventStream):
         yield wire.data_event(wire.openai_error(error))
 
     def _chunk(
-        self, i: int, said: Mapping[str, Any], logprobs: Sequence[Mapping[str, Any]] = (), reason: str | None = None
+        self, i: int, said: Any, logprobs: Sequence[Mapping[str, Any]] = (), reason: str | None = None
     ) -> bytes:
         self._given[i] += len(logprobs)
         choice = {"index": i, "delta": said, "logprobs": _logprobs(logprobs), "finish_reason": reason}

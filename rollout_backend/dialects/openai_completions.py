@@ -13,10 +13,10 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from rollout_backend.core.model_call import Answer, ApiError, Delta, ModelCall
+from rollout_backend.core.model_call import Answer, Delta, ModelCall
 from rollout_backend.dialects import wire
 from rollout_backend.dialects.base import Dialect, EventStream
-from rollout_backend.dialects.openai_chat import SAMPLING, SamplingFields, usage
+from rollout_backend.dialects.openai_chat import SAMPLING, ChatEvents, SamplingFields, usage
 from rollout_backend.dialects.wire import Body, ignored, refuse, refused
 
 _MAX_TOKENS = 16  # the default of this API and of the engines
@@ -108,29 +108,16 @@ def _logprobs(entries: Sequence[Mapping[str, Any]] | None) -> dict[str, Any] | N
     return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
 
 
-class _Events(EventStream):
-    def __init__(self, call: ModelCall, head: Mapping[str, Any]) -> None:
-        self._include_usage: bool = call.dialect_data
-        self._head = head
-        self._given = [0] * call.n  # logprobs written so far, by choice
-
+class _Events(ChatEvents):
     def start(self, prompt_tokens: int) -> Iterator[bytes]:
         yield from ()
 
     def delta(self, delta: Delta) -> Iterator[bytes]:
-        self._given[delta.choice] += len(delta.logprobs)
-        yield self._event([_choice(delta.choice, delta.text, None, _logprobs(delta.logprobs))])
+        yield self._chunk(delta.choice, delta.text, delta.logprobs)
 
-    def end(self, answer: Answer) -> Iterator[bytes]:
-        for i, choice in enumerate(answer.choices):
-            rest = _logprobs((choice.logprobs or ())[self._given[i] :])
-            yield self._event([_choice(i, "", choice.finish_reason, rest)])
-        if self._include_usage:
-            yield self._event([], usage=usage(answer))
-        yield b"data: [DONE]\n\n"
-
-    def failed(self, error: ApiError) -> Iterator[bytes]:
-        yield wire.data_event(wire.openai_error(error))
-
-    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        return wire.data_event({**self._head, "choices": choices, **more})
+    def _chunk(
+        self, i: int, said: Any, logprobs: Sequence[Mapping[str, Any]] = (), reason: str | None = None
+    ) -> bytes:
+        self._given[i] += len(logprobs)
+        choice = _choice(i, said or "", reason, _logprobs(logprobs))
+        return wire.data_event({**self._head, "choices": [choice]})

@@ -232,23 +232,25 @@ def test_no_call_makes_the_rows_of_a_session_larger_than_a_result(play):
     assert sealed.unanswered_calls == 0
 
 
-@pytest.mark.parametrize("forced", ["required", {"type": "function", "function": {"name": "add"}}])
-def test_a_forced_tool_call_may_be_treated_as_auto(play, forced):
-    gateway = play(["I would rather not."], gateway={"forced_tools": "as_auto"})
-    answer = gateway.post({**CALL, "tools": TOOLS, "tool_choice": forced}).json()
+AS_AUTO = {"gateway": {"forced_tools": "as_auto"}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "choice", "strict", "counted"),
+    [
+        (AS_AUTO, "required", False, {"tool_choice": 1}),
+        (AS_AUTO, {"type": "function", "function": {"name": "add"}}, False, {"tool_choice": 1}),
+        *(({}, "auto", True, {"tools.strict": 1}), ({}, "auto", False, {})),
+    ],
+)
+def test_a_forced_or_strict_tool_may_be_called_freely_and_is_counted(play, settings, choice, strict, counted):
+    gateway, (tool,) = play(["I would rather not."], **settings), TOOLS
+    tools = [{**tool, "function": {**tool["function"], "strict": strict}}]
+    answer = gateway.post({**CALL, "tools": tools, "tool_choice": choice}).json()
     assert answer["choices"][0]["message"]["content"] == "I would rather not."
-    assert gateway.stats().ignored == {"tool_choice": 1}
+    assert gateway.stats().ignored == counted
     (segment,) = gateway.trajectory().segments
     assert not math.isnan(segment.logprobs[-1])
-
-
-@pytest.mark.parametrize(("strict", "counted"), [(True, {"tools.strict": 1}), (False, {})])
-def test_a_strict_tool_does_not_constrain_its_calls_and_is_counted(play, strict, counted):
-    gateway = play(["5"])
-    (tool,) = TOOLS
-    gateway.post({**CALL, "tools": [{**tool, "function": {**tool["function"], "strict": strict}}]}).raise_for_status()
-    assert gateway.stats().ignored == counted
-    assert "structural_tag" not in gateway.engine.requests[0]["sampling_params"]
 
 
 def test_calls_of_tools_that_were_not_offered_are_counted_by_name(play):
