@@ -16,6 +16,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
@@ -140,15 +141,18 @@ class LocalStorage(_Startable):
 
     def client(self, service: str) -> Any:
         """Return an aioboto3 client of `s3` or `sqs`, as an async context manager."""
+        direct = AioConfig(proxies={})
+        return self._session.client(service, region_name=self.region, endpoint_url=self.endpoint_url, config=direct)
+
+    @cached_property  # each session reads the models of its services
+    def _session(self) -> Any:
         # Even with explicit keys, botocore would require the user's AWS_PROFILE to exist.
         unprofiled = AioSession(session_vars={"profile": (None, None, None, None)})
-        session: Any = aioboto3.Session(
+        return aioboto3.Session(
             aws_access_key_id=self.environ["AWS_ACCESS_KEY_ID"],
             aws_secret_access_key=self.environ["AWS_SECRET_ACCESS_KEY"],
             botocore_session=unprofiled,
         )
-        direct = AioConfig(proxies={})
-        return session.client(service, region_name=self.region, endpoint_url=self.endpoint_url, config=direct)
 
 
 class LocalRuntime(_Startable):
