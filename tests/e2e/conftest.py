@@ -3,7 +3,6 @@
 The engine is scripted, so that each run is short and deterministic. The router is the real one.
 """
 
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 
 from rollout_backend.config import RolloutConfig, load_config
-from rollout_backend.local.cloud import LocalCloud
+from rollout_backend.local.cloud import LocalCloud, LocalRuntime, LocalStorage
 from rollout_backend.local.scripted import BYTE_MODEL, Script, ScriptedEngine
 from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.manager import RolloutManager
@@ -82,53 +81,46 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def cloud_with(storage: LocalStorage, agent: Any, run_dir: Path) -> LocalCloud:
+    """Return a cloud with this storage, which runs, and a runtime of an agent, which must be started."""
+    cloud = LocalCloud(agent, run_dir=run_dir, limits=LIMITS)
+    env = {**storage.environ, "AWS_ENDPOINT_URL": storage.endpoint_url}
+    cloud.storage, cloud.runtime = storage, LocalRuntime(agent, run_dir=run_dir, env=env, limits=LIMITS)
+    return cloud
+
+
 @pytest.fixture(scope="session")
-def shared_cloud(agent: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCloud]:
+def shared_cloud(
+    agent: Path, storage: LocalStorage, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalCloud]:
     """S3, SQS and a runtime of `agent` for all runs: each test leaves it without a session."""
-    cloud = LocalCloud(agent, run_dir=tmp_path_factory.mktemp("cloud"), limits=LIMITS)
-    with start_blocking_portal() as portal, portal.wrap_async_context_manager(cloud):
+    cloud = cloud_with(storage, agent, tmp_path_factory.mktemp("cloud"))
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(cloud.runtime):
         yield cloud
 
 
-@pytest.fixture
-def held_back() -> Iterator[Callable[[str], str]]:
-    """A script that holds all replies until the test has ended."""
-    over = threading.Event()
-
-    def answer(prompt: str) -> str:
-        over.wait(600)
-        return "late"
-
-    yield answer
-    over.set()
-
-
-@pytest.fixture
-def base_settings(tmp_path: Path) -> dict[str, Any]:
-    return {
-        "model": {"path": str(BYTE_MODEL), "name": "scripted", "renderer": "chatml", "context_length": 16384},
-        "serving": {"kind": "external"},
-        "queue": {"wait_s": 2},
-        "group": {"size": 2, "min_viable": 1},
-        "timeouts": {
-            "model_call_s": 120,
-            "agent_s": 240,
-            "publish_grace_s": 120,
-            "collection_s": 600,
-            "session_key_s": 900,
-        },
-        "output_dir": str(tmp_path / "runs"),
-    }
+BASE: dict[str, Any] = {  # settings of runs
+    "model": {"path": str(BYTE_MODEL), "name": "scripted", "renderer": "chatml", "context_length": 16384},
+    "queue": {"wait_s": 2},
+    "group": {"size": 2, "min_viable": 1},
+    "timeouts": {
+        "model_call_s": 120,
+        "agent_s": 240,
+        "publish_grace_s": 120,
+        "collection_s": 600,
+        "session_key_s": 900,
+    },
+}
 
 
 @pytest.fixture
 async def open_run(
-    shared_cloud: LocalCloud, base_settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    storage: LocalStorage,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[Callable[..., Awaitable[Bench]]]:
-    """Open a run of `agent` with scripted replies. Further arguments override its settings.
-
-    A run of another `script` gets its own cloud.
-    """
+    """Open a run of `agent`, or of a `script`, with scripted replies. Further arguments override its settings."""
     async with AsyncExitStack() as stack:
 
         async def open_(
@@ -137,14 +129,15 @@ async def open_run(
             script: Path | None = None,
         ) -> Bench:
             engine = stack.enter_context(ScriptedEngine(replies))
-            cloud = shared_cloud
-            if script is not None:
-                own = LocalCloud(script, run_dir=tmp_path / "logs", limits=LIMITS)
-                cloud = await stack.enter_async_context(own)
+            if script is None:
+                cloud: LocalCloud = request.getfixturevalue("shared_cloud")
+            else:
+                cloud = cloud_with(storage, script, tmp_path / "logs")
+                await stack.enter_async_context(cloud.runtime)
             for name, value in cloud.environ.items():
                 monkeypatch.setenv(name, value)
-            base = {**base_settings, "serving": {"kind": "external", "urls": [engine.url]}}
-            config = load_config(base=base, overrides=overrides, top=cloud.settings())
+            own = {"serving": {"kind": "external", "urls": [engine.url]}, "output_dir": str(tmp_path / "runs")}
+            config = load_config(base={**BASE, **own}, overrides=overrides, top=cloud.settings())
             manager = await stack.enter_async_context(RolloutManager(config))
             return Bench(config, cloud, engine, manager)
 

@@ -46,10 +46,10 @@ def demo(tmp_path: Path) -> Iterator[Callable[[ScriptedEngine], subprocess.Popen
 
 
 @pytest.fixture
-def held_agents(held_back) -> Callable[[str], str]:
+def held_agents(held) -> Callable[[str], str]:
     """Answer the demo's probe of the endpoint, and hold the replies of its agents."""
     calls = itertools.count()
-    return lambda prompt: held_back(prompt) if next(calls) else "7"
+    return lambda prompt: held(prompt) if next(calls) else "7"
 
 
 def busy(demo, engine: ScriptedEngine) -> subprocess.Popen[str]:

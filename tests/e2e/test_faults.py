@@ -32,13 +32,14 @@ from rollout_backend.config import AwsConfig, StorageConfig, load_config
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CredentialsExpired
 from rollout_backend.local.cloud import LocalRuntime, LocalStorage
-from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
+from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.manager import RolloutManager
 from rollout_backend.results.step_report import StepResult
 from rollout_backend.serving.server_process import ServerProcess
 from rollout_backend.testing.fault_proxy import Fault, FaultProxy, Rule
 from rollouts import make_claims
+from tests.e2e.conftest import BASE
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -150,15 +151,8 @@ class World:
         return sum(len(engine.requests) for engine in self.engines) - self.asked_before
 
     def tree(self, **more: Any) -> dict[str, Any]:
-        timeouts = {
-            "model_call_s": 120,
-            "agent_s": 240,
-            "publish_grace_s": 120,
-            "collection_s": 600,
-            "session_key_s": 900,
-        }
         return {
-            "model": {"path": str(BYTE_MODEL), "name": "scripted", "renderer": "chatml", "context_length": 16384},
+            **BASE,
             "serving": {"kind": "external", "urls": [engine.url for engine in self.engines]},
             "aws": {"region": self.storage.region, "endpoint_url": self.trainer.url},
             "storage": {"bucket": self.storage.bucket},
@@ -172,8 +166,6 @@ class World:
             },
             "queue": {"wait_s": 1},
             "collect": {"list_after_idle_s": 2, "list_interval_s": 0.3},
-            "group": {"size": 2, "min_viable": 1},
-            "timeouts": timeouts,
             "output_dir": str(self.folder / "runs"),
             **more,
         }
@@ -300,7 +292,7 @@ async def test_a_presigned_url_permits_only_what_was_signed(world: World) -> Non
 async def test_killed_agents_are_detected_by_missing_heartbeats(world, calm, caplog):
     """The agents' deadline is hours away, so only missing heartbeats can end the test."""
     long = {"agent_s": 7000, "collection_s": 8000, "session_key_s": 9000, "heartbeat_s": 6}
-    async with world.run("shot", timeouts={**world.tree()["timeouts"], **long}) as manager:
+    async with world.run("shot", timeouts={**BASE["timeouts"], **long}) as manager:
         world.hold()
         collecting = asyncio.create_task(manager.collect(TASKS))
         await eventually(lambda: world.asked() == PLANNED)

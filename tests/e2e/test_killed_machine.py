@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from agent_wrapper.contract import Outcome
-from builders import eventually
+from builders import eventually, kinds
 from ray_cluster import REMOVABLE, machine, ray_machines
 from rollout_backend.core.tasks import Task
 from rollout_backend.local.cloud import LocalCloud
@@ -78,13 +78,13 @@ async def test_a_killed_machine_loses_no_rollout(repository, tmp_path, monkeypat
                 await _some_are_done(manager, len(TASKS))
                 lost = next(each for each in manager.servers() if machine(each.url) in REMOVABLE)
                 await machines.lose(machine(lost.url))
-                await eventually(lambda: _kinds(events, lost.name)[-2:] == ["died", "waiting"], 120)
+                await eventually(lambda: kinds(events, lost.name)[-2:] == ["died", "waiting"], 120)
                 [router] = [each.url for each in manager.servers() if each.name == "router"]
                 [kept] = [each.url for each in manager.servers() if each.serving and each.name != "router"]
                 assert await _urls_in(router) == [kept]
                 disturbed = await collecting
                 machines.add(REMOVABLE[2], num_cpus=2)
-                await eventually(lambda: _kinds(events, lost.name)[-1] == "restarted", 240)
+                await eventually(lambda: kinds(events, lost.name)[-1] == "restarted", 240)
                 assert len(await _urls_in(router)) == 2
             assert (await cloud.sessions())["sessions"] == []
     for result in (undisturbed, disturbed):
@@ -114,10 +114,6 @@ def _check_step(result: StepResult, model: Path) -> None:
     assert use is not None
     assert use.running > 0
     assert use.kv_used is not None
-
-
-def _kinds(events: list[ServingEvent], server: str) -> list[str]:
-    return [event.kind for event in events if event.server == server]
 
 
 async def _urls_in(router: str) -> list[str]:

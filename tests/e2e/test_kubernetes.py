@@ -18,6 +18,7 @@ from rollout_backend.local.spawner import PreforkSpawner
 from rollout_backend.manager import RolloutManager
 from rollout_backend.results.step_report import StepResult
 from rollout_backend.serving.server_process import free_port
+from tests.e2e.conftest import BASE
 from tests.emulators.kubernetes_emulator import ApiFault, KubernetesEmulator
 
 pytestmark = pytest.mark.slow
@@ -35,7 +36,7 @@ def answer(prompt: str) -> str:
 
 @pytest.fixture
 async def cluster(
-    storage: LocalStorage, base_settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[KubernetesEmulator, dict[str, Any]]]:
     """A cluster, and the settings of runs on it."""
     for name, value in storage.environ.items():
@@ -48,7 +49,8 @@ async def cluster(
             port = free_port()
             assert await spawner.warm()
             settings = {
-                **base_settings,
+                **BASE,
+                "output_dir": str(tmp_path / "runs"),
                 "serving": {"kind": "external", "urls": [engine.url]},
                 "gateway": {"port": port, "public_url": f"http://127.0.0.1:{port}"},
                 "aws": {"region": storage.region, "endpoint_url": storage.endpoint_url},

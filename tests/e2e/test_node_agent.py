@@ -59,10 +59,10 @@ async def test_a_node_agent_is_trained_token_exact(open_run, node):
     assert (failure.task_id, failure.outcome, failure.reason) == ("fails", Outcome.AGENT_ERROR, "agent_exception")
 
 
-async def test_a_node_agent_publishes_that_it_reached_its_deadline(open_run, node, held_back):
+async def test_a_node_agent_publishes_that_it_reached_its_deadline(open_run, node, held):
     settings = ("storage.presigned=true", "collect.list_interval_s=0.2", "group.size=1")
     limits = ("timeouts.agent_s=10", "timeouts.model_call_s=5")
-    run = await open_run(*settings, *limits, replies=held_back, script=[node, str(AGENT)])
+    run = await open_run(*settings, *limits, replies=held, script=[node, str(AGENT)])
     result = await run.manager.collect([Task("a", {"question": "2 + 2?", "answer": "4"})])
     [failure] = result.failures
     assert (failure.outcome, failure.reason) == (Outcome.TIMED_OUT, "agent_deadline")

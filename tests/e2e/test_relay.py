@@ -20,7 +20,7 @@ async def relay(tmp_path):
 
 
 @pytest.mark.slow
-async def test_a_run_through_a_relay(open_run, relay, held_back, tmp_path, monkeypatch):
+async def test_a_run_through_a_relay(open_run, relay, held, tmp_path, monkeypatch):
     monkeypatch.setenv("ROLLOUT__RELAY__KEY", KEY)
     holding, asked = False, asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -28,7 +28,7 @@ async def test_a_run_through_a_relay(open_run, relay, held_back, tmp_path, monke
     def answer(prompt: str) -> str:
         if holding:
             loop.call_soon_threadsafe(asked.set)
-            held_back(prompt)  # the connection is gone when it answers
+            held(prompt)  # the connection is gone when it answers
         return "7"
 
     run = await open_run(f"relay.url=ws://127.0.0.1:{relay.port}", "gateway.processes=2", replies=answer)

@@ -44,11 +44,11 @@ def answer(prompt: str) -> str | Fail:
 
 
 async def test_rollouts_are_validated_and_a_failed_agent_has_an_error_class_and_is_never_trained(collector, open_run):
-    """Two steps of one run, through two gateways."""
+    """Two steps of one run."""
     sampling = ("sampling.temperature=0.5", "sampling.max_tokens=99")
     port = free_port()
     observe = (f"observe.metrics_port={port}", f"observe.otlp_endpoint={collector.url}")
-    run = await open_run(*sampling, *observe, "group.size=2", "gateway.processes=2", replies=answer)
+    run = await open_run(*sampling, *observe, "group.size=2", replies=answer)
     result = await run.manager.collect([Task(name, {}) for name in "abcd"])
     report = result.report
     assert report.balanced
@@ -57,7 +57,7 @@ async def test_rollouts_are_validated_and_a_failed_agent_has_an_error_class_and_
     assert (report.malformed_tool_calls, report.split_reasons) == ({}, {})
     assert await no_session_is_open(run)
     stats = await run.manager._run.serving.gateways.stats()
-    assert (stats.calls, stats.sessions_open, stats.sessions_closed) == (8, 0, 8)  # each revoked at its own gateway
+    assert (stats.calls, stats.sessions_open, stats.sessions_closed) == (8, 0, 8)
     async with httpx.AsyncClient(timeout=60) as client:
         metrics = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
     assert 'rollout_rollouts_total{outcome="completed",reason=""} 8.0\n' in metrics
@@ -102,8 +102,8 @@ async def test_rollouts_are_validated_and_a_failed_agent_has_an_error_class_and_
     assert await no_session_is_open(run)
 
 
-async def test_a_gateway_that_cannot_restart_ends_the_run_and_leaves_no_session(open_run, held_back):
-    run = await open_run("serving.max_restarts=0", replies=held_back)
+async def test_a_gateway_that_cannot_restart_ends_the_run_and_leaves_no_session(open_run, held):
+    run = await open_run("serving.max_restarts=0", replies=held)
     collecting = asyncio.create_task(run.manager.collect([Task("a", {})]))
     await eventually(lambda: run.engine.requests)
     [shard] = run.manager._run.serving.gateways._shards

@@ -67,7 +67,7 @@ async def stored_objects(run) -> dict[str, str]:
     """Return all objects of the run in S3 as text, by key."""
     texts = {}
     async with run.cloud.storage.s3() as s3:
-        found = await s3.list_objects_v2(Bucket=run.cloud.storage.bucket)
+        found = await s3.list_objects_v2(Bucket=run.cloud.storage.bucket, Prefix=f"runs/{run.config.run_id}/")
         for key in (each["Key"] for each in found["Contents"]):
             data = await (await s3.get_object(Bucket=run.cloud.storage.bucket, Key=key))["Body"].read()
             compact = data.startswith(b"\x28\xb5\x2f\xfd")  # zstd

@@ -1,3 +1,4 @@
+import itertools
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -9,7 +10,9 @@ import pytest
 from builders import run_config
 from rollout_backend.config import RolloutConfig
 from rollout_backend.serving.engine import is_healthy
+from rollout_backend.serving.engine_fleet import EngineFleet
 from rollout_backend.serving.gateway_fleet import GatewayFleet
+from rollout_backend.serving.gateway_process import public_gateway_config
 from rollout_backend.serving.local_engine import Command, LocalEngine, ServerNode
 from rollout_backend.serving.model_serving import ModelServing
 from rollout_backend.serving.server_process import ServerProcess, free_port
@@ -40,41 +43,38 @@ def make_config(model_folder: Path) -> Callable[..., RolloutConfig]:
 
 
 @pytest.fixture
-def fake_command() -> Callable[..., Callable[..., Command]]:
-    """Make a `MakeCommand` of fake engines; `mode` gets the number of earlier starts."""
+def fake_engines(tmp_path: Path) -> Callable[..., list[LocalEngine]]:
+    """Let a fleet make fake engines, which log to one file; return the list of those that it has made.
 
-    def make(mode: Callable[[int], str] = lambda started: "healthy") -> Callable[..., Command]:
-        started = 0
-
-        def command(model: object, serving: object, node: ServerNode) -> Command:
-            nonlocal started
-            started += 1
-            return fake_argv(node.host, node.port, mode(started - 1)), {}
-
-        return command
-
-    return make
-
-
-@pytest.fixture
-def serve(config: RolloutConfig, fake_command: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
-    """Serve the `config` of the test's module with fake engines.
-
-    `modes[i]` is the mode of the i-th start of any engine, which is healthy after the last.
+    `modes[i]` is the mode of the i-th start of any engine, and `then` that of all later ones.
     """
 
-    @asynccontextmanager
-    async def run(*modes: str) -> AsyncIterator[tuple[ModelServing, list[Any], list[LocalEngine]]]:
-        events, engines = [], []
-        serving = ModelServing(config, tmp_path, events.append)
-        command = fake_command(lambda started: modes[started] if started < len(modes) else "healthy")
+    def replace(fleet: EngineFleet, config: RolloutConfig, *modes: str, then: str = "healthy") -> list[LocalEngine]:
+        engines, starts = [], itertools.chain(modes, itertools.repeat(then))
+
+        def command(model: object, serving: object, node: ServerNode) -> Command:
+            return fake_argv(node.host, node.port, next(starts)), {}
 
         def make(i: int) -> LocalEngine:
-            log = tmp_path / "engines.log"  # of all engines
+            log = tmp_path / "engines.log"
             engines.append(LocalEngine(f"engine-{i}", config.model, config.serving, log, command=command))
             return engines[-1]
 
-        serving.engines._factory.make = make
+        fleet._factory.make = make
+        return engines
+
+    return replace
+
+
+@pytest.fixture
+def serve(config: RolloutConfig, fake_engines: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """Serve the `config` of the test's module with fake engines of these modes, see `fake_engines`."""
+
+    @asynccontextmanager
+    async def run(*modes: str) -> AsyncIterator[tuple[ModelServing, list[Any], list[LocalEngine]]]:
+        events: list[Any] = []
+        serving = ModelServing(config, tmp_path, events.append)
+        engines = fake_engines(serving.engines, config, *modes)
         async with serving.engines:
             yield serving, events, engines
 
@@ -107,7 +107,8 @@ async def start_fleet(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[G
 
         async def start(engine, log_dir: Path = tmp_path, secret: str | None = None, *, more=None, **sections):
             more = {"journals": log_dir / "journals", **(more or {})}
-            fleet = GatewayFleet(run_config(**sections), engine.url, log_dir, secret, **more)
+            config = public_gateway_config(run_config(**sections))  # as a run does
+            fleet = GatewayFleet(config, engine.url, log_dir, secret, **more)
             stack.push_async_callback(fleet.stop)
             await fleet.start()
             return fleet

@@ -1,18 +1,16 @@
 """The values of `serving.kind`: the known kinds, and a factory in a package of the user's."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from rollout_backend.errors import ConfigError
 from rollout_backend.serving.engine import EngineFactory
 from rollout_backend.serving.engine_fleet import EngineFleet, engine_factory
 from rollout_backend.serving.local_engine import LocalEngine
+from tests.serving.conftest import fake_argv
 
 
 def fake_engine(model, serving, node):
-    return [sys.executable, "-S", str(Path(__file__).with_name("fake_engine.py")), node.host, str(node.port)], {}
+    return fake_argv(node.host, node.port), {}
 
 
 class FakeEngineFactory(EngineFactory):

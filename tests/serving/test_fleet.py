@@ -5,11 +5,10 @@ import socket
 
 import pytest
 
-from builders import eventually, generate, is_running, post, skip
+from builders import eventually, generate, is_running, kinds, post, skip
 from rollout_backend.errors import StartupError
 from rollout_backend.serving.engine import is_healthy, is_responding
-from rollout_backend.serving.engine_fleet import EngineFleet, engine_factory
-from rollout_backend.serving.local_engine import LocalEngine
+from rollout_backend.serving.engine_fleet import EngineFleet
 from rollout_backend.serving.server_process import free_port
 from rollout_backend.serving.supervisor import Probing
 
@@ -18,28 +17,15 @@ OFTEN = Probing(interval_s=0.1, timeout_s=120.0, failures=2)
 
 
 @pytest.fixture
-def make_fleet(make_config, fake_command, tmp_path):
-    """A fleet of fake engines, its events, and every engine that it made."""
+def make_fleet(make_config, fake_engines, tmp_path):
+    """A fleet of fake engines of these modes, its events, and every engine that it made."""
 
-    def make(mode=lambda started: "healthy", probing=None, **sections):
-        config, command = make_config(**sections), fake_command(mode)
-        events, engines = [], []
-
-        def make_engine(i):
-            log = tmp_path / f"engine-{i}.log"
-            engines.append(LocalEngine(f"engine-{i}", config.model, config.serving, log, command=command))
-            return engines[-1]
-
-        factory = engine_factory(config, tmp_path)
-        factory.make = make_engine
-        fleet = EngineFleet(config, tmp_path, events.append, factory=factory, probing=probing)
-        return fleet, events, engines
+    def make(*modes, then="healthy", **sections):
+        config, events = make_config(**sections), []
+        fleet = EngineFleet(config, tmp_path, events.append)
+        return fleet, events, fake_engines(fleet, config, *modes, then=then)
 
     return make
-
-
-def kinds(events, server):
-    return [event.kind for event in events if event.server == server]
 
 
 async def routed_to(fleet, *urls):
@@ -82,7 +68,7 @@ async def test_killed_engine_is_restarted_and_calls_succeed_meanwhile(make_fleet
         await eventually(lambda: kinds(events, "engine-0") == ["started", "died", "restarted"])
         died = next(event for event in events if event.kind == "died")
         assert "code -9" in died.detail
-        assert "engine-0.log" in died.detail
+        assert "engines.log" in died.detail
         assert len(engines) == 3
         assert set(await fleet._router.workers()) == {engines[1].url, engines[2].url} == set(fleet.engine_urls)
         served = {(await served_by(fleet, f"new-{i}"))[1] for i in range(30)}
@@ -133,7 +119,7 @@ async def test_an_engine_that_the_router_does_not_take_again_is_restarted(make_f
 
 
 async def test_start_fails_if_no_engine_starts(make_fleet):
-    fleet, events, engines = make_fleet(mode=lambda started: "broken", serving={"servers": 2, "max_restarts": 0})
+    fleet, events, engines = make_fleet(then="broken", serving={"servers": 2, "max_restarts": 0})
     message = r"engine-0 ended with code 1 before it was up[\s\S]*made of cheese[\s\S]*other 1 engines failed"
     with pytest.raises(StartupError, match=message):
         await fleet.start()
@@ -143,9 +129,7 @@ async def test_start_fails_if_no_engine_starts(make_fleet):
 
 
 async def test_engine_that_does_not_start_does_not_stop_the_others(make_fleet):
-    fleet, events, engines = make_fleet(
-        mode=lambda started: "healthy" if started == 0 else "broken", serving={"servers": 3, "max_restarts": 1}
-    )
+    fleet, events, engines = make_fleet("healthy", then="broken", serving={"servers": 3, "max_restarts": 1})
     async with fleet:
         assert fleet.engine_urls == (engines[0].url,)
         assert await served_by(fleet) == (200, engines[0].pid)
@@ -163,10 +147,7 @@ async def test_engine_that_does_not_start_does_not_stop_the_others(make_fleet):
 
 
 async def test_engine_out_of_restarts_restarts_when_the_window_allows_it(make_fleet):
-    fleet, events, _ = make_fleet(
-        mode=lambda started: "broken" if started in (1, 2) else "healthy",
-        serving={"servers": 2, "max_restarts": 1},
-    )
+    fleet, events, _ = make_fleet("healthy", "broken", "broken", serving={"servers": 2, "max_restarts": 1})
     async with fleet:
         await eventually(lambda: "gave_up" in kinds(events, "engine-1"))
         skip(3600)  # serving.restart_window_s
@@ -183,7 +164,7 @@ async def test_folder_without_a_model_is_refused(make_fleet, tmp_path):
 
 
 async def test_cancelled_start_leaves_no_process(make_fleet):
-    fleet, _, engines = make_fleet(mode=lambda started: "sick")
+    fleet, _, engines = make_fleet(then="sick")
     starting = asyncio.create_task(fleet.start())
     await eventually(lambda: bool(engines) and engines[0].pid is not None)
     starting.cancel()

@@ -19,7 +19,7 @@ from rollout_backend.errors import ConfigError, ServingError, StartupError
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.gateway_fleet import GatewayFleet
-from rollout_backend.serving.gateway_process import is_loopback, own_address, public_gateway_config, public_url
+from rollout_backend.serving.gateway_process import own_address, public_url
 from rollout_backend.serving.server_process import free_port
 
 
@@ -27,11 +27,6 @@ from rollout_backend.serving.server_process import free_port
 def engine():
     with ScriptedEngine(["one", "two", "three"]) as engine:
         yield engine
-
-
-@pytest.fixture
-async def fleet(engine, start_fleet):
-    return await start_fleet(engine, gateway={"processes": 2})
 
 
 def test_sessions_are_distributed_evenly_and_deterministically():
@@ -71,29 +66,26 @@ def test_the_public_url_names_the_shard(template, urls):
     assert tuple(public_url(config, shard, "") for shard in range(2)) == urls
 
 
-@pytest.mark.parametrize(
-    ("public_url", "port"),
-    [("auto", 0), *(pytest.param(url, 1, marks=pytest.mark.slow) for url in ("auto", "http://{host}:{port}"))],
-)
-async def test_agents_reach_a_gateway_at_the_address_that_the_run_found(public_url, port, tmp_path, claims):
-    settings = run_config(gateway={"public_url": public_url, "port": port and free_port()})
-    fleet = GatewayFleet(public_gateway_config(settings), "http://e", tmp_path, journals=tmp_path / "j")
-    await fleet.start()
-    try:
-        endpoint = fleet.endpoint(claims())
-        assert not is_loopback(urlsplit(endpoint.base_url).hostname or "")
-        assert await probe_endpoint(endpoint) is None
-    finally:
-        await fleet.stop()
+@pytest.mark.slow
+@pytest.mark.parametrize("public_url", ["auto", "http://{host}:{port}"])
+async def test_agents_reach_a_gateway_at_the_address_and_the_port_of_the_settings(
+    engine, start_fleet, claims, public_url
+):
+    fleet = await start_fleet(engine, gateway={"public_url": public_url, "port": (port := free_port())})
+    endpoint = fleet.endpoint(claims())
+    assert endpoint.base_url == f"http://{own_address()}:{port}/v1"
+    assert await probe_endpoint(endpoint) is None
 
 
-async def test_two_processes_serve_as_one_gateway(fleet, claims):
+async def test_two_processes_serve_as_one_gateway_at_the_address_of_this_machine(engine, start_fleet, held, claims):
+    fleet = await start_fleet(engine, gateway={"processes": 2, "public_url": "auto"})
     assert len(set(fleet.urls)) == 2
     await a_key_is_valid_at_its_own_shard_only(fleet, claims)
     sessions = [session_of(0), session_of(1)]
     for session, url in zip(sessions, fleet.urls, strict=True):
         endpoint = fleet.endpoint(claims(session))
-        assert endpoint.base_url == f"{url}/v1"
+        assert endpoint.base_url == f"http://{own_address()}:{urlsplit(url).port}/v1"
+        assert await probe_endpoint(endpoint) is None
         for answer in ("one", "two"):
             assert await complete(endpoint) == answer
     stats = await fleet.stats()
@@ -106,6 +98,8 @@ async def test_two_processes_serve_as_one_gateway(fleet, claims):
     stats = await fleet.stats()
     errors = {"session_closed": 1, "wrong_shard": 2}
     assert (stats.sessions_open, stats.sessions_closed, stats.errors) == (0, 3, errors)
+    await calls_wait_while_engines_sleep_and_name_the_newest_version_of_their_adapter(fleet, engine, claims)
+    await a_call_in_flight_is_aborted_by_a_pause_and_repeated(fleet, engine, held, claims)
 
 
 @pytest.mark.slow
@@ -200,42 +194,38 @@ async def is_in_flight(fleet):
     return (await fleet.stats()).calls_in_flight == 1
 
 
-async def test_calls_wait_until_the_engines_are_awake_and_name_the_newest_version_of_their_adapter(
-    start_fleet, claims
-):
-    with ScriptedEngine(lambda prompt: "hello") as engine:
-        fleet = await start_fleet(engine, gateway={"processes": 2})
-        for shard in range(2):
-            endpoint = fleet.endpoint(claims(session_of(shard)).model_copy(update={"adapter": "math"}))
-            await fleet.set_adapters({"math": 2 * shard + 1})
-            await fleet.pause()
-            asked = asyncio.create_task(complete(endpoint))
-            await eventually(lambda: is_in_flight(fleet))
-            assert len(engine.requests) == 3 * shard
-            await fleet.resume()
-            assert await asked == "hello"
-            await fleet.set_adapters({"math": 2 * shard + 2})
-            await complete(endpoint)
-            await complete(fleet.endpoint(claims(session_of(shard, nth=1))))
-            segments = (await fetch_trajectory(endpoint, 120)).segments
-            spans = [span for segment in segments for turn in segment.turns for span in turn.weight_versions]
-            assert {span.version for span in spans} == {f"math@{2 * shard + 1}", f"math@{2 * shard + 2}"}
-    sent = [request.get("lora_path") for request in engine.requests]
+async def calls_wait_while_engines_sleep_and_name_the_newest_version_of_their_adapter(fleet, engine, claims):
+    engine.replies, before = lambda prompt: "hello", len(engine.requests)
+    for shard in range(2):
+        endpoint = fleet.endpoint(claims(session_of(shard, nth=1)).model_copy(update={"adapter": "math"}))
+        await fleet.set_adapters({"math": 2 * shard + 1})
+        await fleet.pause()
+        asked = asyncio.create_task(complete(endpoint))
+        await eventually(lambda: is_in_flight(fleet))
+        assert len(engine.requests) == before + 3 * shard
+        await fleet.resume()
+        assert await asked == "hello"
+        await fleet.set_adapters({"math": 2 * shard + 2})
+        await complete(endpoint)
+        await complete(fleet.endpoint(claims(session_of(shard, nth=2))))
+        segments = (await fetch_trajectory(endpoint, 120)).segments
+        spans = [span for segment in segments for turn in segment.turns for span in turn.weight_versions]
+        assert {span.version for span in spans} == {f"math@{2 * shard + 1}", f"math@{2 * shard + 2}"}
+    sent = [request.get("lora_path") for request in engine.requests[before:]]
     assert sent == ["math@1", "math@2", None, "math@3", "math@4", None]
 
 
-async def test_a_call_in_flight_is_aborted_by_a_pause_and_repeated(start_fleet, held, claims):
-    with ScriptedEngine(held) as engine:
-        fleet = await start_fleet(engine)
-        call = asyncio.create_task(complete(fleet.endpoint(claims())))
-        assert await asyncio.to_thread(held.asked.acquire, timeout=120)
-        await fleet.pause()
-        await eventually(lambda: engine.aborted > 0)
-        assert not call.done()
-        held.go.set()
-        await fleet.resume()
-        assert await call == "at last"
-        assert len(engine.requests) == 2
+async def a_call_in_flight_is_aborted_by_a_pause_and_repeated(fleet, engine, held, claims):
+    engine.replies, before = held, len(engine.requests)
+    call = asyncio.create_task(complete(fleet.endpoint(claims(session_of(0, nth=3)))))
+    assert await asyncio.to_thread(held.asked.acquire, timeout=120)
+    await fleet.pause()
+    await eventually(lambda: engine.aborted > 0)
+    assert not call.done()
+    held.go.set()
+    await fleet.resume()
+    assert await call == "at last"
+    assert len(engine.requests) == before + 2
 
 
 @pytest.mark.slow

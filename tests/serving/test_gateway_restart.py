@@ -49,39 +49,46 @@ async def kill(fleet: GatewayFleet, shard: int = 0) -> None:
     await process.wait()
 
 
-async def test_a_session_survives_the_death_of_its_gateway_during_a_call(start, held, tmp_path, claims):
-    replies = iter(["one", "", "two", "three"])
+async def test_a_session_survives_deaths_of_its_gateway_and_a_restart_of_its_trainer(start, held, tmp_path, claims):
+    replies = iter(["one", "", "two", "three", "four"])
     events: list[tuple[str, str]] = []
+    restart = [("gateway", "died"), ("gateway", "restarted")]
     with ScriptedEngine(lambda prompt: next(replies) or held(prompt)) as engine:
-        fleet = await start(engine, events)
-        watching = asyncio.create_task(fleet.failed())
+        first = await start(engine, events)
+        watching = asyncio.create_task(first.failed())
         try:
-            endpoint = fleet.endpoint(claims())
+            endpoint = first.endpoint(claims())
             messages: list[dict] = []
             assert await say(endpoint, messages, "Begin.") == "one"
             second = asyncio.create_task(say(endpoint, messages, "And then?", retries=12))
             assert await asyncio.to_thread(held.asked.acquire, timeout=120)
-            await kill(fleet)
+            await kill(first)
             assert await second == "two"
-            restarts = [("gateway", "died"), ("gateway", "restarted")]
-            await eventually(lambda: events == restarts)  # the new gateway may answer before it counts as started
-            await kill(fleet)
-            assert await say(endpoint, messages, "And then?", retries=12) == "three"
-            await eventually(lambda: events == restarts * 2)
-            assert fleet.endpoint(claims()).base_url == endpoint.base_url
-            trajectory = await fetch_trajectory(endpoint, 120)
-            await fleet.revoke(["s"])
+            await eventually(lambda: events == restart)  # the new gateway may answer before it counts as started
             assert not watching.done()
         finally:
             held.go.set()
             watching.cancel()
-            await fleet.stop()
+            await first.stop()
+        fleet = await start(engine, events)
+        assert fleet.identity == first.identity
+        assert fleet.endpoint(claims()).base_url == endpoint.base_url
+        with pytest.raises(openai.InternalServerError, match="retry later"):  # other weights may be served now
+            await say(endpoint, messages, "And then?")
+        await fleet.adopt(["s"])
+        assert await say(endpoint, messages, "And then?") == "three"
+        await kill(fleet)
+        assert await say(endpoint, messages, "And then?", retries=12) == "four"
+        await eventually(lambda: events == restart * 2)
+        trajectory = await fetch_trajectory(endpoint, 120)
+        await fleet.revoke(["s"])
+        await fleet.stop()
     [segment] = trajectory.segments
     given = zip(segment.token_ids, segment.logprobs, segment.response_mask, strict=True)
     sampled = [(token, logprob) for token, logprob, mask in given if mask]
     text = engine.tokenizer.decode([token for token, _ in sampled], skip_special_tokens=True)
-    assert (text, {logprob for _, logprob in sampled}) == ("onetwothree", {LOGPROB})
-    assert [message["content"] for message in segment.messages[1::2]] == ["one", "two", "three"]
+    assert (text, {logprob for _, logprob in sampled}) == ("onetwothreefour", {LOGPROB})
+    assert [message["content"] for message in segment.messages[1::2]] == ["one", "two", "three", "four"]
     assert trajectory.unanswered_calls == 0
     assert trajectory.seal == Sealer(SECRET).seal(trajectory, claims()).seal
     assert list((tmp_path / "run" / "gateway" / "0-of-1" / "sessions").iterdir()) == []
@@ -102,24 +109,6 @@ async def test_a_gateway_out_of_restarts_ends_the_run(start):
         with pytest.raises(ServingError, match="does not answer"):
             await fleet.revoke([other])
     assert events[-1] == ("gateway-1", "gave_up")
-
-
-async def test_a_restarted_trainer_finds_its_sessions_at_the_same_address(start, claims):
-    with ScriptedEngine(lambda prompt: str(prompt.count("user"))) as engine:
-        first = await start(engine)
-        endpoint, messages = first.endpoint(claims()), []
-        await say(endpoint, messages, "Begin.")
-        await first.stop()
-        second = await start(engine)
-        assert second.identity == first.identity
-        with pytest.raises(openai.InternalServerError, match="retry later"):  # other weights may be served now
-            await say(endpoint, messages, "And then?")
-        await second.adopt(["s"])
-        await say(endpoint, messages, "And then?")
-        await kill(second)
-        await say(endpoint, messages, "And then?", retries=12)
-        [segment] = (await fetch_trajectory(endpoint, 120)).segments
-        assert len(segment.turns) == 3
 
 
 @pytest.mark.slow

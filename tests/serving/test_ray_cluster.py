@@ -8,15 +8,13 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from builders import eventually
+from builders import eventually, kinds
 from ray_cluster import REMOVABLE, machine, ray_machines
 from rollout_backend.serving.engine_fleet import EngineFleet
 from rollout_backend.serving.ray_servers import RayEngineFactory
+from tests.serving.conftest import FAKE_ENGINE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
-FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
-
 
 RESOURCES = {"num_cpus": 2, "num_gpus": 1}
 
@@ -50,10 +48,6 @@ def make_fleet(make_config, command, tmp_path):
 
 def command_line(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text()
-
-
-def kinds(events, server):
-    return [event.kind for event in events if event.server == server]
 
 
 def url_of(fleet, server: str) -> str:

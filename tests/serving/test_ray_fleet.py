@@ -3,7 +3,6 @@
 import asyncio
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -11,8 +10,7 @@ from builders import eventually
 from rollout_backend.errors import StartupError
 from rollout_backend.serving.engine import is_healthy
 from rollout_backend.serving.ray_servers import RayEngine
-
-FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
+from tests.serving.conftest import FAKE_ENGINE
 
 
 @pytest.fixture(scope="module")

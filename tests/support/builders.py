@@ -179,14 +179,14 @@ class Held:
 
     def __call__(self, prompt: str) -> str:
         self.asked.release()
-        self.go.wait(120)
+        self.go.wait(600)
         return "at last"
 
     def pieces(self, first: str, then: str = "x") -> Pieces:
         def parts() -> Iterator[str]:
             yield first
             self.asked.release()
-            self.go.wait(120)
+            self.go.wait(600)
             yield then
 
         return Pieces(parts())
@@ -222,6 +222,11 @@ def all_serve(serving: Any, restarts: int) -> bool:
     """Whether all engines serve, after so many restarts together."""
     engines = serving.engines.snapshot()[1:]
     return all(each.serving for each in engines) and sum(each.restarts for each in engines) == restarts
+
+
+def kinds(events: Iterable[Any], server: str) -> list[str]:
+    """Return what has happened to a server."""
+    return [event.kind for event in events if event.server == server]
 
 
 async def post(url: str, body: object = None) -> int:
