@@ -67,6 +67,18 @@ class Refusal(Exception):
         return status | {"code": self.status, "reason": self.reason, "message": str(self)}
 
 
+def write_kubeconfig(path: Path, cluster: Mapping[str, str], user: Mapping[str, Any]) -> Path:
+    """Write a kubeconfig with one context, and return its path."""
+    tree = {
+        "current-context": "emulator",
+        "contexts": [{"name": "emulator", "context": {"cluster": "emulator", "user": "trainer"}}],
+        "clusters": [{"name": "emulator", "cluster": {**cluster}}],
+        "users": [{"name": "trainer", "user": {**user}}],
+    }
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
 class KubernetesEmulator:
     """An async context manager. `kubeconfig` is the file with its address and its token.
 
@@ -132,16 +144,8 @@ class KubernetesEmulator:
         self.url = f"{'https' if self._tls else 'http'}://{host}:{port}"
         self.token_file.parent.mkdir(parents=True, exist_ok=True)
         self.rotate_token()
-        cluster = {"server": self.url} | (
-            {"certificate-authority": str(self._authority)} if self._authority is not None else {}
-        )
-        tree = {
-            "current-context": "emulator",
-            "contexts": [{"name": "emulator", "context": {"cluster": "emulator", "user": "trainer"}}],
-            "clusters": [{"name": "emulator", "cluster": cluster}],
-            "users": [{"name": "trainer", "user": {"tokenFile": str(self.token_file)}}],
-        }
-        self.kubeconfig.write_text(yaml.safe_dump(tree))
+        authority = {"certificate-authority": str(self._authority)} if self._authority is not None else {}
+        write_kubeconfig(self.kubeconfig, {"server": self.url, **authority}, {"tokenFile": str(self.token_file)})
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:

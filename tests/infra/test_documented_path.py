@@ -4,7 +4,9 @@ Of a config only what the page marks as the reader's own is replaced: bucket, qu
 """
 
 import json
+import os
 import re
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ import pytest
 import yaml
 from anyio.from_thread import start_blocking_portal
 
+from agent_servers import ARN, IMAGE, serve_emulator
 from agent_wrapper.contract import Outcome
 from builders import eventually
 from rollout_backend.checks import preflight
@@ -25,7 +28,8 @@ from rollout_backend.config import RolloutConfig, load_config
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import PreflightError
 from rollout_backend.janitor.janitor_process import Janitor
-from rollout_backend.local.cloud import LocalRuntime, LocalStorage
+from rollout_backend.local.agentcore_emulator import ROLE
+from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
 from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.manager import RolloutManager
@@ -76,7 +80,6 @@ class Account:
 
     proxy: IamProxy
     storage: LocalStorage
-    runtime: LocalRuntime
     queue_url: str
 
     def settings(self, tree: dict[str, Any], **more: Any) -> RolloutConfig:
@@ -90,7 +93,7 @@ class Account:
             own["queue"]["url"] = self.queue_url
         if own["runtime"]["kind"] == "http":  # a server of the reader's: here the stack's runtime
             own["runtime"] = {"kind": "agentcore", "arn": ""}
-        theirs = {"arn": self.runtime.arn, "image": self.runtime.image, "role": self.runtime.role}
+        theirs = {"arn": ARN, "image": IMAGE, "role": ROLE}
         own["runtime"] |= {key: value for key, value in theirs.items() if key in own["runtime"]}
         own["runtime"]["endpoint_url"] = self.proxy.url
         env = {"ROLLOUT__RELAY__KEY": "k" * 32} if "relay" in own else {}  # as the page says
@@ -114,39 +117,32 @@ class Account:
         assert [rollout.trainable for rollout in result.rollouts] == [True, True]
 
 
+def runtime_of(script: Path, folder: Path, storage: LocalStorage, proxy: IamProxy) -> Any:
+    """Serve a runtime whose agents reach AWS through the proxy."""
+    env = {**os.environ, **storage.environ, "AWS_ENDPOINT_URL": proxy.url, "AWS_ACCESS_KEY_ID": "agent"}
+    limits = EmulatorLimits(grace_s=60.0)
+    return serve_emulator(folder, command=(sys.executable, str(script)), env=env, limits=limits)
+
+
 @pytest.fixture(scope="module")
-def services(
-    storage: LocalStorage, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[IamProxy, LocalRuntime]]:
-    """The proxy that enforces policies, and a runtime behind it whose agents reach AWS through it."""
-    folder = tmp_path_factory.mktemp("services")
-    script = folder / "agent.py"
+def services(storage: LocalStorage, tmp_path_factory: pytest.TempPathFactory) -> Iterator[IamProxy]:
+    """The proxy that enforces policies, with a runtime behind it."""
+    script = tmp_path_factory.mktemp("services") / "agent.py"
     script.write_text(AGENT)
     proxy = IamProxy({"s3": storage.endpoint_url, "sqs": storage.endpoint_url}, {})
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(proxy):
-        runtime = LocalRuntime(
-            script,
-            run_dir=folder / "logs",
-            env={**storage.environ, "AWS_ENDPOINT_URL": proxy.url, "AWS_ACCESS_KEY_ID": "agent"},
-            limits=EmulatorLimits(grace_s=60.0),
-            preload=False,
-        )
-        with portal.wrap_async_context_manager(runtime):
-            proxy.upstreams["bedrock-agentcore"] = runtime.endpoint_url
-            yield proxy, runtime
+        runtime = runtime_of(script, script.parent, storage, proxy)
+        with portal.wrap_async_context_manager(runtime) as (_, url):
+            proxy.upstreams["bedrock-agentcore"] = url
+            yield proxy
 
 
 @pytest.fixture
 async def deploy(
-    storage: LocalStorage,
-    services: tuple[IamProxy, LocalRuntime],
-    stack: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    storage: LocalStorage, services: IamProxy, stack: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Callable[..., Awaitable[Account]]]:
     """Deploys the template with these parameters; the trainer's and the agents' roles get its policies."""
-    proxy, runtime = services
-    proxy.denied.clear()
+    services.denied.clear()
     async with AsyncExitStack() as ends:
 
         async def deploy(**parameters: str) -> Account:
@@ -156,18 +152,18 @@ async def deploy(
                 {
                     "Bucket": f"arn:aws:s3:::{storage.bucket}",
                     "Queue": f"arn:aws:sqs:us-east-1:000000000000:{queue_url.rpartition('/')[2]}",
-                    "Runtime": runtime.arn,
-                    "AgentRole": runtime.role,
+                    "Runtime": ARN,
+                    "AgentRole": ROLE,
                     "Repository": "arn:aws:ecr:us-east-1:000000000000:repository/local/agent",
                 },
                 AgentName="local",
-                ImageUri=runtime.image,
+                ImageUri=IMAGE,
                 **parameters,
             )
-            proxy.principals = {"trainer": made.policy("TrainerPolicy"), "agent": made.policy("AgentRole")}
+            services.principals = {"trainer": made.policy("TrainerPolicy"), "agent": made.policy("AgentRole")}
             for name, value in {**storage.environ, "AWS_ACCESS_KEY_ID": "trainer"}.items():
                 monkeypatch.setenv(name, value)
-            return Account(proxy, storage, runtime, queue_url)
+            return Account(services, storage, queue_url)
 
         yield deploy
 
@@ -211,13 +207,11 @@ async def test_a_first_step_with_the_stacks_roles_alone(deploy, where, tmp_path)
 async def test_a_step_of_agents_of_another_protocol_with_the_stacks_roles_alone(
     deploy, services, tmp_path, monkeypatch
 ):
-    proxy, _ = services
     account = await deploy(AgentProtocol="verl-4216")
-    env = {**account.storage.environ, "AWS_ENDPOINT_URL": proxy.url, "AWS_ACCESS_KEY_ID": "agent"}
     script = ROOT / "tests" / "e2e" / "training_block_agent.py"
-    async with LocalRuntime(script, run_dir=tmp_path, env=env, preload=False) as runtime:
-        monkeypatch.setitem(proxy.upstreams, "bedrock-agentcore", runtime.endpoint_url)
-        of_protocol = {"endpoint_url": proxy.url, "agent_protocol": "verl-4216"}
+    async with runtime_of(script, tmp_path, account.storage, services) as (_, url):
+        monkeypatch.setitem(services.upstreams, "bedrock-agentcore", url)
+        of_protocol = {"endpoint_url": services.url, "agent_protocol": "verl-4216"}
         await account.collect(CONFIGS["docs/toolkit-agents.md-0"], tmp_path, runtime=of_protocol)
 
 

@@ -17,7 +17,7 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 from botocore.exceptions import NoCredentialsError
 
-from bare_agent import BARE_AGENT
+from agent_servers import ARN, BARE_AGENT, serve_emulator
 from builders import processes_with, until
 from builders import session_id as sid
 from rollout_backend.collect.queue import queue_name
@@ -26,7 +26,7 @@ from rollout_backend.config import StorageConfig, load_config
 from rollout_backend.errors import OutcomeUnknown, QuotaExceeded
 from rollout_backend.janitor.__main__ import RunState, _s3_client, clean_up, stop_sessions
 from rollout_backend.janitor.janitor_process import Janitor, WatchedRuntime
-from rollout_backend.local.cloud import LocalRuntime, LocalStorage
+from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.run_lease import LeaseHolder, RunLease
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
@@ -140,14 +140,14 @@ class Manager:
 class Cloud:
     """What AWS itself would say is there."""
 
-    def __init__(self, storage: LocalStorage, runtime: LocalRuntime, portal: Any, settings: dict[str, Any]) -> None:
+    def __init__(self, storage: LocalStorage, snapshot: Callable[[], Any], settings: dict[str, Any]) -> None:
         where = {"endpoint_url": storage.endpoint_url, "region_name": storage.region}
         keys = {"aws_access_key_id": "local", "aws_secret_access_key": "local"}
         self.sqs = boto3.client("sqs", **where, **keys)
         self.s3 = boto3.client("s3", **where, **keys)
         self.settings = settings
         self.storage = StorageConfig.model_validate(settings["storage"])
-        self._runtime, self._portal = runtime, portal
+        self._snapshot = snapshot  # of the runtime's sessions
 
     @property
     def queues(self) -> set[str]:
@@ -157,7 +157,7 @@ class Cloud:
 
     @property
     def sessions(self) -> set[str]:
-        return {session["id"] for session in self._portal.call(self._runtime.sessions)["sessions"]}
+        return {session["id"] for session in self._snapshot()["sessions"]}
 
     def note(self) -> InFlightLog:
         """The run's notes, with one of an agent at work."""
@@ -172,29 +172,27 @@ class Cloud:
 
 
 @pytest.fixture(scope="module")
-def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalRuntime, Any]]:
-    folder = tmp_path_factory.mktemp("runtime")
-    (folder / "agent.py").write_text(BARE_AGENT)
-    local = LocalRuntime(
-        folder / "agent.py", run_dir=folder, env={}, preload=False, limits=EmulatorLimits(grace_s=60.0)
-    )
-    with start_blocking_portal() as portal, portal.wrap_async_context_manager(local):
-        yield local, portal
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The URL of a runtime, and a function that returns its sessions."""
+    limits = EmulatorLimits(grace_s=60.0)
+    serving = serve_emulator(tmp_path_factory.mktemp("runtime"), command=BARE_AGENT, limits=limits)
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(serving) as (emulator, url):
+        yield url, lambda: portal.call(emulator.pool.snapshot)
 
 
 @pytest.fixture
-def cloud(runtime: tuple[LocalRuntime, Any], local_aws: LocalStorage, run_id: str, tmp_path: Path) -> Cloud:
-    local, portal = runtime
+def cloud(runtime: tuple[str, Any], local_aws: LocalStorage, run_id: str, tmp_path: Path) -> Cloud:
+    url, snapshot = runtime
     settings = {
         "run_id": run_id,
         "model": {"path": "/models/none"},
         "storage": {"bucket": local_aws.bucket},
         "aws": {"region": local_aws.region, "endpoint_url": local_aws.endpoint_url},
-        "runtime": {"kind": "agentcore", "arn": local.arn, "endpoint_url": local.endpoint_url},
+        "runtime": {"kind": "agentcore", "arn": ARN, "endpoint_url": url},
         "janitor": {"grace_s": 0.5},
         "output_dir": str(tmp_path),
     }
-    return Cloud(local_aws, local, portal, settings)
+    return Cloud(local_aws, snapshot, settings)
 
 
 @pytest.fixture
@@ -267,35 +265,26 @@ def test_what_is_removed_slowly_stays_once_the_run_is_started_again(local_aws, r
     assert dead == [True, False]
 
 
-def test_a_run_that_ends_by_itself_takes_its_janitor_with_it(start, cloud):
-    manager = start(janitor={"grace_s": 600})
-    manager.do("open", sid("d"))
-    manager.do("close", sid("d"))
-    assert janitors_of(manager.pid)
-    manager.end()
-    assert not janitors_of(manager.pid)
-    assert not cloud.queues
-    assert cloud.log == ""
-
-
-def test_a_restarted_run_keeps_its_queue_and_sessions_until_it_dies_itself(start, cloud):
+def test_a_restarted_run_keeps_its_queue_and_sessions_and_its_end_takes_its_janitor_with_it(start, cloud):
     first = start()
     first.do("open", sid("e"))
     notes = cloud.note()
     [janitor] = janitors_of(first.pid)
     os.kill(janitor, signal.SIGSTOP)  # its grace is shorter than a start
     first.kill()
-    second = start()
+    second = start(janitor={"grace_s": 600})
     os.kill(janitor, signal.SIGCONT)
     until(lambda: not janitors_of(first.pid), what="the first janitor is gone")
     assert notes.running_attempts(0)
-    assert "was started again" in cloud.log
+    assert "was started again" in (log := cloud.log)
     assert cloud.queues == {"", "-dlq"}
     assert cloud.sessions == {sid("e")}
     second.do("close", sid("e"))
-    second.do("open", sid("f"))
-    second.kill()
-    until(lambda: not cloud.queues and not cloud.sessions, what="all is gone")
+    assert janitors_of(second.pid)
+    second.end()
+    assert not janitors_of(second.pid)
+    assert not cloud.queues
+    assert cloud.log == log, "it had nothing to do"
 
 
 @pytest.mark.slow

@@ -9,16 +9,13 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import aioboto3
 import pytest
-from botocore.config import Config
 
-from agent_servers import serve_emulator
+from agent_servers import ARN, serve_emulator
 from builders import session_id
+from rollout_backend import aws
 from rollout_backend.local.agentcore_emulator import AgentCoreEmulator
 from rollout_backend.local.session_pool import EmulatorLimits
-
-ARN = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/local-0123456789"
 
 APP = """
 import json, os, signal, sys, time
@@ -151,7 +148,7 @@ StartRuntime = Callable[..., Awaitable[Runtime]]
 
 
 @pytest.fixture
-async def start_runtime(app: Path, tmp_path: Path) -> AsyncIterator[StartRuntime]:
+async def start_runtime(app: Path, tmp_path: Path, local_keys: None) -> AsyncIterator[StartRuntime]:
     """Start an emulator; keyword arguments are its limits, `env` and `preload`."""
     async with AsyncExitStack() as stack:
 
@@ -160,7 +157,6 @@ async def start_runtime(app: Path, tmp_path: Path) -> AsyncIterator[StartRuntime
         ) -> Runtime:
             clock = ShiftedClock()
             settings = {
-                "arn": ARN,
                 "command": [sys.executable, str(app)],
                 "cwd": app.parent,
                 "env": {"PATH": os.environ["PATH"], "GREETING": "hello", **(env or {})},
@@ -168,16 +164,7 @@ async def start_runtime(app: Path, tmp_path: Path) -> AsyncIterator[StartRuntime
                 "limits": EmulatorLimits(**{"ping_every_s": 0.1, "grace_s": 60.0, **limits}),
             }
             plane, url = await stack.enter_async_context(serve_emulator(tmp_path, clock, **settings))
-            client = await stack.enter_async_context(
-                aioboto3.Session().client(
-                    "bedrock-agentcore",
-                    region_name="us-east-1",
-                    endpoint_url=url,
-                    aws_access_key_id="local",
-                    aws_secret_access_key="local",
-                    config=Config(retries={"total_max_attempts": 1}, read_timeout=600),
-                )
-            )
-            return Runtime(plane, url, client, clock)
+            opening = aws.client("bedrock-agentcore", region="us-east-1", endpoint_url=url, read_timeout_s=600)
+            return Runtime(plane, url, await stack.enter_async_context(opening), clock)
 
         yield start

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 from urllib.parse import urlsplit
 
@@ -120,21 +121,20 @@ async def test_failed_start_leaves_no_process(app, tmp_path, mark):
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends the children of a process that was killed")
 async def test_no_process_outlives_a_kill(app, tmp_path, mark):
     program = f"""
-import asyncio, pathlib, sys
+import asyncio, json, pathlib
 from rollout_backend.local.cloud import LocalCloud
-sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]!r}
-from test_cloud import invoke
 
 async def main():
     async with LocalCloud({str(app)!r}, run_dir=pathlib.Path({str(tmp_path)!r})) as cloud:
-        print((await invoke(cloud))["pid"], flush=True)
+        print(json.dumps([cloud.settings(), cloud.environ]), flush=True)
         await asyncio.sleep(600)
 
 asyncio.run(main())
 """
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     with process:
-        pid = int((await asyncio.to_thread(process.stdout.readline)).strip())
+        settings, environ = json.loads(await asyncio.to_thread(process.stdout.readline))
+        pid = (await invoke(SimpleNamespace(settings=lambda: settings, environ=environ)))["pid"]
         assert {process.pid, pid} <= processes_with(f"MARK={mark}").keys()
         process.send_signal(signal.SIGKILL)
     await eventually(lambda: not processes_with(f"MARK={mark}"))

@@ -8,6 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from agent_servers import BARE_AGENT
 from agent_wrapper import RolloutApp
 from rollout_backend.errors import ConfigError
 from rollout_backend.local.harness import AgentRunError
@@ -60,18 +61,18 @@ def test_reward_of_an_app(run_agent, app, said, reward):
 
 def test_reward_of_a_file(run_agent, script, monkeypatch):
     first = run_agent(script, TASK, replies=["4"])
+    monkeypatch.setenv("COLOUR", "green")
     second = run_agent(str(script), TASK, replies=["fish"])
     assert (first.outcome, first.reward, second.reward) == ("completed", 1.0, 0.0)
     assert len({first.extras["pid"], second.extras["pid"], os.getpid()}) == 3
-    monkeypatch.setenv("COLOUR", "green")
-    assert run_agent(script, TASK, replies=["4"]).extras["colour"] == "green"
+    assert second.extras["colour"] == "green"
 
 
-def test_agent_failures_are_results(run_agent, app, script):
+def test_agent_failures_are_results(run_agent, app):
     broken = run_agent(app, {"question": "?"}, replies=["4"], outcome="agent_error")
     assert broken.reward is None
     assert "KeyError" in broken.failure.traceback
-    unscripted = run_agent(script, TASK, replies=[], outcome=None)
+    unscripted = run_agent(app, TASK, replies=[], outcome=None)
     assert unscripted.outcome != "completed"
     assert "requested more than 0 replies" in unscripted.failure.message
 
@@ -97,7 +98,7 @@ def test_agent_that_cannot_run_raises(run_agent, tmp_path):
     with pytest.raises(AgentRunError, match="no licence"):
         run_agent(crash, TASK, replies=["4"])
     dies = tmp_path / "dies.py"
-    dies.write_text(AGENT.replace("    question =", "    os._exit(7)\n    question =", 1))
+    dies.write_text(AGENT.replace("import openai\n", "").replace("    question =", "    os._exit(7)\n    question ="))
     with pytest.raises(AgentRunError, match="exited with code 7 without a result"):
         run_agent(dies, TASK, replies=["4"])
 
@@ -111,7 +112,7 @@ def test_scripted_model(scripted_model):
     client.close()
 
 
-def test_local_cloud(local_cloud, script, monkeypatch):
+def test_local_cloud(local_cloud, monkeypatch):
     import boto3
 
     monkeypatch.delenv("AWS_PROFILE", raising=False)
@@ -119,7 +120,7 @@ def test_local_cloud(local_cloud, script, monkeypatch):
     boto3.setup_default_session()
     assert "default" not in boto3.DEFAULT_SESSION.available_profiles
 
-    cloud = local_cloud(script, bucket="mine")
+    cloud = local_cloud(BARE_AGENT[-1], bucket="mine")
     assert os.environ["AWS_ACCESS_KEY_ID"] == cloud.storage.access_key
     s3 = boto3.client("s3", endpoint_url=cloud.settings()["aws"]["endpoint_url"])
     assert [bucket["Name"] for bucket in s3.list_buckets()["Buckets"]] == ["mine"]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import sys
-import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -16,16 +14,14 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError
 
-from agent_servers import serve_emulator
-from bare_agent import BARE_AGENT
+from agent_servers import BARE_AGENT, serve_emulator
 from builders import eventually, skip_to_end
 from rollout_backend.config import AgentCoreConfig
 from rollout_backend.core.harbor import CONTAINER_FIELD, TaskContainer, container_key
 from rollout_backend.errors import InvokeRejected, PreflightError, RuntimeNotReady, RuntimeUnavailable, Throttled
 from rollout_backend.local.agentcore_emulator import ROLE, AgentCoreEmulator
-from rollout_backend.runtimes.agentcore import images as images_module
 from rollout_backend.runtimes.agentcore.cleanup import remove_unused, session_stopper
-from rollout_backend.runtimes.agentcore.control import control_client, list_runtimes
+from rollout_backend.runtimes.agentcore.control import control_client
 from rollout_backend.runtimes.agentcore.images import (
     LEASE,
     MADE_BY,
@@ -63,17 +59,16 @@ class Cloud:
         self._stack.push_async_callback(runtime.aclose)
         return Run(runtime, run_id)
 
-    async def images(self) -> list[str]:
+    @property
+    def images(self) -> list[str]:
         """The images of the runtimes of tasks, in the order of their creation."""
-        async with control_client("us-east-1", self.url) as client:
-            found = [each async for each in list_runtimes(client)]
-            described = [await client.get_agent_runtime(agentRuntimeId=each["agentRuntimeId"]) for each in found]
-        uris = [each["agentRuntimeArtifact"]["containerConfiguration"]["containerUri"] for each in described]
+        made = [each.definition["agentRuntimeArtifact"] for each in self.emulator._control.runtimes.values()]
+        uris = [each["containerConfiguration"]["containerUri"] for each in made]
         return [each for each in uris if each != AGENT]
 
-    async def sessions(self) -> list[str]:
-        response = await self.emulator._sessions(None)  # type: ignore[arg-type]
-        return [each["id"] for each in json.loads(response.body)["sessions"]]
+    @property
+    def sessions(self) -> list[str]:
+        return [each["id"] for pool in self.emulator._pools.values() for each in pool.snapshot()["sessions"]]
 
 
 def refusal(code: str, status: int) -> ClientError:
@@ -104,13 +99,11 @@ class Run:
 
 @pytest.fixture
 async def start(tmp_path: Path, local_keys: None) -> AsyncIterator[Any]:
-    app = tmp_path / "app.py"
-    app.write_text(BARE_AGENT)
     async with AsyncExitStack() as stack:
 
         async def start(**control: object) -> Cloud:
             limits = {"transition_s": 0.05, "keeps_runtimes_with_sessions": True, **control}
-            images = {each: [sys.executable, str(app), each] for each in (AGENT, ONE, TWO, THREE)}
+            images = {each: (*BARE_AGENT, each) for each in (AGENT, ONE, TWO, THREE)}
             serving = serve_emulator(tmp_path, images=images, control=limits)
             return Cloud(*await stack.enter_async_context(serving), stack)
 
@@ -137,15 +130,15 @@ async def test_two_runs_share_the_runtime_of_an_image(start):
     cloud = await start(invisible_s=0.3)
     runs = await asyncio.gather(cloud.run("a"), cloud.run("b"))
     sessions = await asyncio.gather(*(run.use(ONE) for run in runs for _ in range(2)))
-    assert await cloud.images() == [ONE]
-    assert sorted(await cloud.sessions()) == sorted(sessions)
+    assert cloud.images == [ONE]
+    assert sorted(cloud.sessions) == sorted(sessions)
     # A restarted trainer knows only the ids of the sessions.
     restarted = await cloud.run("a")
     for session in sessions[:3]:
         await restarted.runtime.stop(session)
     stop = session_stopper(runs[1].runtime.cleanup_spec().options)  # the janitor's
     assert await asyncio.to_thread(stop, sessions[3])
-    assert await cloud.sessions() == []
+    assert cloud.sessions == []
 
 
 async def test_the_least_recently_used_runtime_makes_room_within_the_quota(start):
@@ -159,7 +152,7 @@ async def test_the_least_recently_used_runtime_makes_room_within_the_quota(start
     await run.runtime.stop(await run.use(ONE))
     run.runtime._images._known[_name(run, ONE)].used += 1  # TWO is the older one, also within the same second
     await run.use(THREE)
-    assert await cloud.images() == [ONE, THREE]
+    assert cloud.images == [ONE, THREE]
 
 
 def _name(run: Run, image: str) -> str:
@@ -175,7 +168,7 @@ async def test_a_runtime_of_a_waiting_or_adopted_rollout_is_not_deleted(start):
         with run.runtime.hold(run.task(ONE)), pytest.raises(RuntimeNotReady, match="in use"):
             await run.use(TWO)
     await restarted.use(TWO)  # the lease is its own
-    assert await cloud.images() == [TWO]
+    assert cloud.images == [TWO]
 
 
 async def test_a_session_that_may_be_open_counts_until_its_time_is_over(start, monkeypatch):
@@ -197,7 +190,7 @@ async def test_a_session_that_may_be_open_counts_until_its_time_is_over(start, m
         await run.use(TWO)
     now += images.session_s
     await run.use(TWO)
-    assert await cloud.images() == [TWO]
+    assert cloud.images == [TWO]
 
 
 async def test_one_runtime_makes_room_also_if_the_quota_is_freed_late(start):
@@ -215,7 +208,7 @@ async def test_one_runtime_makes_room_also_if_the_quota_is_freed_late(start):
 
     client.create_agent_runtime = create_late
     await run.runtime.wait_ready(run.task(THREE), "a")
-    assert len(await cloud.images()) == 2
+    assert len(cloud.images) == 2
 
 
 async def test_ended_leases_make_room_for_another_tag(start):
@@ -290,31 +283,16 @@ async def test_a_creation_that_has_waited_for_others_begins_with_a_whole_lease(s
     assert float(record.tags[LEASE + "a"]) == now + 2 * images.session_s
 
 
-async def test_without_the_guard_of_leases_a_runtime_in_use_would_be_deleted(start, monkeypatch):
+async def test_a_lease_ends_with_its_time_or_with_its_run(start):
     cloud = await start(max_runtimes=2)
-    killed, other = await cloud.run("a"), await cloud.run("b")
-    await killed.runtime.wait_ready(killed.task(ONE), "a")  # it is killed now, and may be started again
-    with pytest.raises(RuntimeNotReady, match="in use"):
-        await other.use(TWO)
-    assert await cloud.images() == [ONE]
-    with monkeypatch.context() as unguarded:
-        unguarded.setattr(images_module, "is_leased", lambda *of: False)
-        await other.runtime.stop(await other.use(TWO))
-    assert await cloud.images() == [TWO]
-    await other.runtime.aclose()  # gives its leases up
-    third = await cloud.run("c")
-    third.runtime._images._wall = lambda: time.time() + 1
-    await third.use(THREE)
-    assert await cloud.images() == [THREE]
-
-
-async def test_a_lease_ends_with_its_time(start):
-    cloud = await start(max_runtimes=2)
-    one, two = await cloud.run("a"), await cloud.run("b")
+    one, two, three = [await cloud.run(run_id) for run_id in "abc"]
     now = 1e9
-    for run in (one, two):
+    for run in (one, two, three):
         run.runtime._images._wall = lambda: now
         run.runtime._images.session_s = HOUR
+    await one.runtime.wait_ready(one.task(ONE), "a")
+    with pytest.raises(RuntimeNotReady, match="in use"):  # the first run may be killed now, and started again
+        await two.use(TWO)
     await one.runtime.stop(await one.use(ONE))
     now += HOUR - 1
     await one.runtime.stop(await one.use(ONE))  # the lease lasts long enough
@@ -322,8 +300,12 @@ async def test_a_lease_ends_with_its_time(start):
     with pytest.raises(RuntimeNotReady, match="in use"):
         await two.use(TWO)
     now += 2
-    await two.use(TWO)
-    assert await cloud.images() == [TWO]
+    await two.runtime.stop(await two.use(TWO))
+    assert cloud.images == [TWO]
+    await two.runtime.aclose()
+    now += 1
+    await three.use(THREE)
+    assert cloud.images == [THREE]
 
 
 async def test_an_image_without_a_runtime_fails_alone_with_the_reason_of_the_service(start):
@@ -358,7 +340,7 @@ async def test_an_image_for_another_processor_is_refused_before_its_runtime_is_m
         assert (caught.value.reason, caught.value.never_opened) == ("runtime_create_failed", True)
         await run.runtime.stop(await run.use(TWO))
         await run.use(THREE)  # which ECR does not find
-        assert await cloud.images() == [TWO, THREE]
+        assert cloud.images == [TWO, THREE]
         assert ecr.calls["BatchGetImage"] == 4, "each image is asked for once, before its runtime is created"
         await run.runtime.aclose()
 
@@ -388,7 +370,7 @@ async def test_tasks_are_checked_before_anything_is_made(start):
         on_instances = cloud.config(endpoint_url=ecr.url, capacity_provider=PROVIDER)
         assert await AgentCoreRuntime.check_tasks(on_instances, payloads) == ({}, ())
         assert "would be made" in str(await AgentCoreRuntime.preview(on_instances))
-    assert await cloud.images() == []
+    assert cloud.images == []
 
 
 async def test_a_container_that_cannot_be_started_fails_its_own_rollouts(start):
@@ -447,7 +429,7 @@ async def test_the_janitor_removes_what_only_the_killed_run_has_used(start):
     stop = session_stopper(spec.options)
     assert await asyncio.to_thread(stop, session)
     await asyncio.to_thread(remove_unused, spec.options, "a", lambda: False)
-    assert len(await cloud.images()) == 3, "the run was started again"
+    assert len(cloud.images) == 3, "the run was started again"
     errors = [refusal("InternalError", 500)]
 
     def is_dead() -> bool:
@@ -456,7 +438,7 @@ async def test_the_janitor_removes_what_only_the_killed_run_has_used(start):
         return True
 
     await asyncio.to_thread(remove_unused, spec.options, "a", is_dead)
-    assert len(await cloud.images()) < 3, "the error has cost one runtime"
+    assert len(cloud.images) < 3, "the error has cost one runtime"
     await asyncio.to_thread(remove_unused, spec.options, "a", is_dead)
-    assert await cloud.images() == [ONE]
-    assert shared in await cloud.sessions()
+    assert cloud.images == [ONE]
+    assert shared in cloud.sessions

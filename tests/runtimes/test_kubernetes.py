@@ -18,9 +18,9 @@ import yaml
 from pydantic import ValidationError
 
 from agent_wrapper.contract import PAYLOAD_VARIABLE, REQUEST_FIELD, RolloutRequest
-from builders import background, eventually, skip_to_end
+from builders import background, eventually, run_config, skip_to_end
 from kubernetes_bench import IMAGE, Bench, Containers, payload
-from rollout_backend.config import KubernetesConfig, load_config
+from rollout_backend.config import KubernetesConfig
 from rollout_backend.core.harbor import TaskContainer
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.errors import (
@@ -40,7 +40,7 @@ from rollout_backend.runtimes.kubernetes.api import ExecPlugin, load_cluster, pr
 from rollout_backend.runtimes.kubernetes.manifests import job_manifest
 from rollout_backend.runtimes.kubernetes.pods import pod_state
 from rollout_backend.runtimes.kubernetes.runtime import RULES, KubernetesRuntime
-from tests.emulators.kubernetes_emulator import ApiFault, KubernetesEmulator
+from tests.emulators.kubernetes_emulator import ApiFault, KubernetesEmulator, write_kubeconfig
 
 
 @pytest.fixture
@@ -104,14 +104,8 @@ async def test_a_container_that_has_exited_keeps_its_log_and_is_reported(bench):
 
 async def test_the_cluster_is_reached_through_the_proxy_that_the_environment_names(tmp_path, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    tree = {
-        "current-context": "c",
-        "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
-        "clusters": [{"name": "k", "cluster": {"server": "http://k.example:6443"}}],
-        "users": [{"name": "u", "user": {}}],
-    }
-    (tmp_path / "config").write_text(yaml.safe_dump(tree))
-    runtime = await KubernetesRuntime.open(KubernetesConfig(image=IMAGE, kubeconfig=tmp_path / "config"))
+    path = write_kubeconfig(tmp_path / "config", {"server": "http://k.example:6443"}, {})
+    runtime = await KubernetesRuntime.open(KubernetesConfig(image=IMAGE, kubeconfig=path))
     with pytest.raises(PreflightError, match=r"127\.0\.0\.1:9"):
         await runtime.check(session_s=90)
     await runtime.aclose()
@@ -408,14 +402,7 @@ echo '{{"status": {{"token": "token-'$count'", "expirationTimestamp": "'$EXPIRES
     ],
 )
 def test_a_kubeconfig_with_what_is_not_supported_is_refused(tmp_path, user, words):
-    path = tmp_path / "config"
-    tree = {
-        "current-context": "c",
-        "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
-        "clusters": [{"name": "k", "cluster": {"server": "https://k:6443"}}],
-        "users": [{"name": "u", "user": user}],
-    }
-    path.write_text(yaml.safe_dump(tree))
+    path = write_kubeconfig(tmp_path / "config", {"server": "https://k:6443"}, user)
     with pytest.raises(PreflightError, match=words):
         load_cluster(path, None)
     with pytest.raises(PreflightError, match="has no context 'x'"):
@@ -462,12 +449,7 @@ def test_settings_that_cannot_work_are_refused(settings, words):
 
 
 def test_a_start_timeout_above_the_sessions_time_is_refused():
-    tree = {
-        "model": {"path": "m"},
-        "storage": {"bucket": "results"},
-        "runtime": {"kind": "kubernetes", "image": IMAGE, "start_timeout_s": 1920},
-    }
+    runtime = {"kind": "kubernetes", "image": IMAGE}
     with pytest.raises(ConfigError, match=r"runtime\.start_timeout_s \(1920\) is not below timeouts\.agent_s"):
-        load_config(base=tree, env={})
-    tree["runtime"]["start_timeout_s"] = 1919
-    assert load_config(base=tree, env={}).runtime.kind == "kubernetes"
+        run_config(runtime={**runtime, "start_timeout_s": 1920})
+    assert run_config(runtime={**runtime, "start_timeout_s": 1919}).runtime.kind == "kubernetes"

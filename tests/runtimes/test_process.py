@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from builders import background, eventually
+from builders import background, eventually, run_config
 from rollout_backend.child_process import last_lines
-from rollout_backend.config import ProcessConfig, load_config
+from rollout_backend.config import ProcessConfig
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.errors import ConfigError, InvokeRejected, PreflightError
 from rollout_backend.runtimes.process.control import send_stop
@@ -210,16 +210,14 @@ async def test_a_program_that_cannot_be_run_starts_no_session(open_runtime):
     ],
 )
 def test_settings_that_cannot_work_are_refused(runtime, message):
-    base = {"model": {"path": "m"}, "storage": {"bucket": "rollouts"}, "runtime": {"kind": "process", **runtime}}
     with pytest.raises(ConfigError, match=message):
-        load_config(base=base, env={})
+        run_config(runtime={"kind": "process", **runtime})
 
 
 def test_a_run_gives_its_agents_a_folder_for_logs_and_the_endpoint_of_its_storage(tmp_path):
     runtime = {"kind": "process", "command": "python agent.py --fast", "environment": {"A": "b"}}
-    base = {"model": {"path": "m"}, "storage": {"bucket": "rollouts"}, "runtime": runtime}
     aws = {"endpoint_url": "http://127.0.0.1:9000", "sqs_endpoint_url": "http://127.0.0.1:9001"}
-    config = load_config(base={**base, "aws": aws, "output_dir": str(tmp_path), "run_id": "r"}, env={}).run_runtime
+    config = run_config(runtime=runtime, aws=aws, output_dir=str(tmp_path), run_id="r").run_runtime
     assert isinstance(config, ProcessConfig)
     assert config.argv == ["python", "agent.py", "--fast"]
     assert config.session_logs == tmp_path / "r" / "logs" / "sessions"

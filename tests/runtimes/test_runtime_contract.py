@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from anyio.from_thread import start_blocking_portal
 
-from bare_agent import BARE_AGENT
+from agent_servers import BARE_AGENT
 from builders import served
 from kubernetes_bench import IMAGE, Containers, payload
 from rollout_backend.config import AgentCoreConfig, HttpConfig, KubernetesConfig
@@ -62,10 +62,8 @@ class TestAgentCoreRuntime(RuntimeContract):
     @classmethod
     def emulator(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         folder = tmp_path_factory.mktemp("agentcore")
-        agent = folder / "agent.py"
-        agent.write_text(BARE_AGENT)
         limits = EmulatorLimits(max_sessions=4)
-        cls.local = LocalRuntime(agent, run_dir=folder, env={}, limits=limits, preload=False)
+        cls.local = LocalRuntime(BARE_AGENT, run_dir=folder, env={}, limits=limits)
         with start_blocking_portal() as portal, portal.wrap_async_context_manager(cls.local):
             yield
 

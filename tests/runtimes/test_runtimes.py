@@ -7,7 +7,7 @@ import re
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 from botocore.exceptions import ClientError
 
-from bare_agent import BARE_AGENT
+from agent_servers import ARN, BARE_AGENT, IMAGE, serve_emulator
 from builders import served
 from protocol_requests import make_request
 from rollout_backend.config import AgentCoreConfig, HttpConfig, KubernetesConfig
@@ -31,7 +31,6 @@ from rollout_backend.errors import (
     RuntimeUnavailable,
     Throttled,
 )
-from rollout_backend.local.cloud import LocalRuntime
 from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.runtimes.agentcore.account import ACTIVE_SESSIONS, NEW_PER_S, describe_quotas
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime, _to_call_error
@@ -39,35 +38,31 @@ from rollout_backend.runtimes.base import AgentRuntime
 from rollout_backend.runtimes.http import SESSION_HEADER, HttpRuntime, session_stopper
 from rollout_backend.runtimes.kubernetes.runtime import KubernetesRuntime
 from rollout_backend.testing.runtime_contract import new_session
+from tests.emulators.kubernetes_emulator import write_kubeconfig
 
 # --- AgentCore --------------------------------------------------------------------------------------------
 
-OpenAgentCore = Callable[..., Awaitable[tuple[AgentCoreRuntime, LocalRuntime]]]
-
 
 @pytest.fixture
-async def open_agentcore(tmp_path: Path, local_keys: None) -> AsyncIterator[OpenAgentCore]:
-    agent = tmp_path / "agent.py"
-    agent.write_text(BARE_AGENT)
+async def open_agentcore(tmp_path: Path, local_keys: None) -> AsyncIterator[Any]:
+    """Open a runtime at an emulator with these limits. Without a command, its agent is the bare one."""
     async with AsyncExitStack() as stack:
 
-        async def open_(**limits: float) -> tuple[AgentCoreRuntime, LocalRuntime]:
-            local = LocalRuntime(agent, run_dir=tmp_path, env={}, limits=EmulatorLimits(**limits), preload=False)
-            await stack.enter_async_context(local)
-            config = AgentCoreConfig(arn=local.arn, endpoint_url=local.endpoint_url, read_timeout_s=120)
-            runtime = await AgentCoreRuntime.open(config)
-            stack.push_async_callback(runtime.aclose)
-            return runtime, local
+        async def open_(*command: str, **limits: float) -> AgentCoreRuntime:
+            serving = serve_emulator(tmp_path, command=command or BARE_AGENT, limits=EmulatorLimits(**limits))
+            _, url = await stack.enter_async_context(serving)
+            runtime = await AgentCoreRuntime.open(AgentCoreConfig(arn=ARN, endpoint_url=url, read_timeout_s=120))
+            return await stack.enter_async_context(aclosing(runtime))
 
         yield open_
 
 
 async def test_a_runtime_describes_its_agent_and_another_one_does_not_exist(open_agentcore):
-    runtime, local = await open_agentcore()
+    runtime = await open_agentcore()
     raise_problems(await runtime.check())
-    described = {"arn": local.arn, "qualifier": "DEFAULT", "version": "1", "image": local.image, "platform": "V1"}
+    described = {"arn": ARN, "qualifier": "DEFAULT", "version": "1", "image": IMAGE, "platform": "V1"}
     assert runtime.describe() == described
-    runtime.arn = local.arn.replace("local-", "other-")
+    runtime.arn = ARN.replace("local-", "other-")
     with pytest.raises(PreflightError, match=r"does not exist.*runtime\.arn"):
         raise_problems(await runtime.check())
     with pytest.raises(InvokeRejected) as caught:
@@ -76,14 +71,14 @@ async def test_a_runtime_describes_its_agent_and_another_one_does_not_exist(open
 
 
 async def test_a_runtime_that_ends_sessions_before_their_agents_is_refused(open_agentcore):
-    runtime, _ = await open_agentcore(max_life_s=1900)
+    runtime = await open_agentcore(max_life_s=1900)
     with pytest.raises(PreflightError, match=r"after 1900 s \(its maxLifetime\).* 1920 s \(timeouts\.agent_s"):
         raise_problems(await runtime.check(session_s=1920))
     raise_problems(await runtime.check(session_s=1900))
 
 
 async def test_errors_of_agentcore_are_classified(open_agentcore):
-    runtime, local = await open_agentcore(max_sessions=1)
+    runtime = await open_agentcore(max_sessions=1)
     with pytest.raises(InvokeRejected) as caught:
         await runtime.invoke(new_session(), b'{"do": "fail"}')
     assert caught.value.reason == "container_error"
@@ -91,24 +86,24 @@ async def test_errors_of_agentcore_are_classified(open_agentcore):
         await runtime.invoke(new_session(), b"{}")
     with pytest.raises(InvokeRejected, match="valid min length: 33"):
         await runtime.invoke("too-short", b"{}")
-    await local.stop()
-    with pytest.raises(RuntimeUnavailable):
-        await runtime.invoke(new_session(), b"{}")
-    with pytest.raises(RuntimeUnavailable):
-        await runtime.stop(new_session())
+    nowhere = AgentCoreConfig(arn=ARN, endpoint_url="http://127.0.0.1:9")
+    async with aclosing(await AgentCoreRuntime.open(nowhere)) as runtime:
+        with pytest.raises(RuntimeUnavailable):
+            await runtime.invoke(new_session(), b"{}")
+        with pytest.raises(RuntimeUnavailable):
+            await runtime.stop(new_session())
 
 
 async def test_a_quota_that_invokes_and_stops_share_is_kept(open_agentcore):
-    runtime, _ = await open_agentcore(calls_per_s=0.001)
+    runtime = await open_agentcore(calls_per_s=0.001)
     name = new_session()
     await runtime.invoke(name, b"{}")
     with pytest.raises(Throttled):
         await runtime.stop(name)
 
 
-async def test_a_container_that_is_not_up_in_time_is_worth_another_attempt(open_agentcore, tmp_path):
-    runtime, _ = await open_agentcore(startup_timeout_s=0.1)
-    (tmp_path / "agent.py").write_text("import time\ntime.sleep(60)\n")
+async def test_a_container_that_is_not_up_in_time_is_worth_another_attempt(open_agentcore):
+    runtime = await open_agentcore("sleep", "60", startup_timeout_s=0.1)
     with pytest.raises(ContainerStartTimeout, match="initialization time exceeded"):
         await runtime.invoke(new_session(), b"{}")
 
@@ -218,10 +213,7 @@ async def test_a_connect_that_times_out_opened_no_session(kind, local_keys, tmp_
         elif kind == "agentcore":
             runtime = await AgentCoreRuntime.open(AgentCoreConfig(arn=ARN, endpoint_url=url, connect_timeout_s=0.2))
         else:
-            kubeconfig = tmp_path / "kubeconfig"
-            named = {"contexts": {"cluster": "a", "user": "a"}, "clusters": {"server": url}, "users": {"token": "t"}}
-            tree = {kind: [{"name": "a", kind[:-1]: entry}] for kind, entry in named.items()}
-            kubeconfig.write_text(json.dumps({**tree, "current-context": "a"}))
+            kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", {"server": url}, {"token": "t"})
             config = KubernetesConfig(image="agent:1", kubeconfig=kubeconfig, connect_timeout_s=0.2)
             runtime = await KubernetesRuntime.open(config)
         payload = json.dumps({"_rollout": make_request().model_dump(mode="json")}).encode()
@@ -284,7 +276,6 @@ async def test_http_never_invokes_on_a_connection_that_the_server_may_be_closing
 
 # --- answers that are cut, and answers without an end -----------------------------------------------------
 
-ARN = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/local-0123456789"
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 WHOLE = b'{"status": "accepted"}'
 

@@ -4,7 +4,7 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,10 @@ from anyio.from_thread import start_blocking_portal
 from builders import eventually
 from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.serving.server_process import ServerProcess, free_port
+
+ARN = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/local-0123456789"
+IMAGE = "000000000000.dkr.ecr.us-east-1.amazonaws.com/local/agent:latest"
+BARE_AGENT = (sys.executable, str(Path(__file__).with_name("bare_agent.py")))
 
 
 @contextmanager
@@ -49,16 +53,21 @@ def serve_agent(script: Path, storage: LocalStorage, folder: Path) -> Iterator[s
 
 
 @asynccontextmanager
-async def serve_emulator(folder: Path, *clock: Any, **settings: Any) -> AsyncIterator[tuple[Any, str]]:
-    """Serve an AgentCore emulator in this loop, which logs to the folder; yield it and its URL."""
+async def serve_emulator(
+    folder: Path, *clock: Any, command: Sequence[str] = (), **settings: Any
+) -> AsyncIterator[tuple[Any, str]]:
+    """Serve an AgentCore emulator in this loop, which logs to the folder; yield it and its URL.
+
+    With a command, it has a runtime of this agent, which is `ARN` with the image `IMAGE` unless the settings differ.
+    """
     import uvicorn
 
     from rollout_backend.local.agentcore_emulator import AgentCoreEmulator, EmulatorSettings
 
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    arn = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/none-0123456789"
-    fields = {"arn": arn, "cwd": folder, "env": {}, "log_dir": folder, "port": port, **settings}
+    own = {"arn": ARN, "command": command, "images": {IMAGE: command} if command else {}}
+    fields = {**own, "cwd": folder, "env": {}, "log_dir": folder, "port": port, **settings}
     emulator = AgentCoreEmulator(EmulatorSettings.model_validate(fields), *clock)
     # Clients of tests may repeat nothing, so the server must not close a connection that one is about to use.
     options = {"log_level": "error", "lifespan": "on", "timeout_keep_alive": 3600}
