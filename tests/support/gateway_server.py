@@ -1,4 +1,4 @@
-"""Servers that tests run in a thread of their process: a gateway, and a proxy that records what an engine sampled."""
+"""Servers that tests run in a thread of their process, such as a gateway."""
 
 from __future__ import annotations
 
@@ -9,31 +9,19 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import httpx
 import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 
 from agent_wrapper.contract import Sampling, Trajectory
 from rollout_backend.core.session_key import SessionClaims, issue
 from rollout_backend.gateway.access import KEEP_ALIVE_S, bounded_protocol, max_connections
-from rollout_backend.gateway.engine.protocol import EngineRequest, ReplyReader
-from rollout_backend.gateway.engine.sglang import SglangProtocol
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.local.scripted import Script, ScriptedEngine
 from rollout_backend.serving.server_process import free_port
 from rollouts import make_claims
-
-if TYPE_CHECKING:  # verl's environment has neither
-    import anthropic
-    import openai
 
 SECRET = "test-secret-" * 4
 CONTROL_KEY = "test-control-" * 4
@@ -115,16 +103,16 @@ class GatewayServer(ServerThread):
     def key(self, session: str = "s1", **claims: Any) -> str:
         return session_key(self._prefix + session, **claims)
 
-    def client(self, session: str = "s1", **more: Any) -> openai.OpenAI:
+    def client(self, session: str = "s1", **more: Any) -> Any:
         return self.client_with(self.key(session, **more))
 
-    def client_with(self, key: str) -> openai.OpenAI:
+    def client_with(self, key: str) -> Any:
         import openai
 
         client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
         return self._clients.enter_context(client)
 
-    def anthropic(self, session: str = "s1", **more: Any) -> anthropic.Anthropic:
+    def anthropic(self, session: str = "s1", **more: Any) -> Any:
         import anthropic
 
         client = anthropic.Anthropic(base_url=self.url, api_key=self.key(session, **more), max_retries=0)
@@ -199,63 +187,3 @@ class EngineView:
     @replies.setter
     def replies(self, script: Script) -> None:
         self._engine.replies = script
-
-
-@dataclass
-class Sampled:
-    """One answer of the engine."""
-
-    prompt: list[int]
-    constrained: bool
-    reader: ReplyReader
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float | None] = field(default_factory=list)
-
-    def add(self, reply: dict[str, Any]) -> None:
-        """Add a whole answer, or the next piece of a stream."""
-        ids, logprobs = self.reader.read(reply)
-        self.ids += ids
-        self.logprobs += logprobs
-
-    @property
-    def finished(self) -> bool:
-        return self.reader.finish is not None
-
-
-class Witness(ServerThread):
-    """Forward requests for tokens to the engine, and record every answer."""
-
-    def __init__(self, engine_url: str) -> None:
-        self._protocol = SglangProtocol()
-        super().__init__(Starlette(routes=[Route(self._protocol.path, self._generate, methods=["POST"])]))
-        self._calls: list[Sampled] = []
-        self._generate_url = engine_url + self._protocol.path
-
-    @property
-    def sampled(self) -> list[Sampled]:
-        return [call for call in self._calls if call.finished]
-
-    async def _generate(self, request: Request) -> Response:
-        body = await request.json()
-        params = body["sampling_params"]
-        prompt = body["input_ids"]
-        constrained = not {"structural_tag", "json_schema"}.isdisjoint(params)
-        call = Sampled(prompt, constrained, self._protocol.reader(EngineRequest(prompt, params)))
-        self._calls.append(call)
-        if body.get("stream"):
-            return StreamingResponse(self._stream(body, call), media_type="text/event-stream")
-        async with httpx.AsyncClient(timeout=300) as http:
-            answer = await http.post(self._generate_url, json=body)
-        if answer.status_code == 200:
-            call.add(answer.json())
-        return Response(answer.content, answer.status_code, media_type="application/json")
-
-    async def _stream(self, body: dict[str, Any], call: Sampled) -> AsyncIterator[bytes]:
-        async with (
-            httpx.AsyncClient(timeout=300) as http,
-            http.stream("POST", self._generate_url, json=body) as answer,
-        ):
-            async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    call.add(json.loads(line.removeprefix("data: ")))
-                yield f"{line}\n".encode()

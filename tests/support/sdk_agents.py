@@ -2,7 +2,6 @@
 
 import base64
 import json
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +15,12 @@ class Reply:
     calls: list[tuple[str, dict[str, Any]]]  # id and arguments
 
 
-class Agent(ABC):
-    """Keep a conversation's `history`, and send it with each `turn`. Keyword arguments go into the key."""
+class Agent:
+    """Keep a conversation's `history`, and send it with each `turn`. Keyword arguments go into the key.
+
+    An agent of each API also has `results`, which appends those of calls, and makes parts of a message's content of
+    a `text` or an `image`.
+    """
 
     def __init__(
         self,
@@ -48,19 +51,6 @@ class Agent(ABC):
             self.results([(call_id, result(arguments)) for call_id, arguments in reply.calls])
         else:
             self.say(more)
-
-    @abstractmethod
-    def results(self, results: list[tuple[str, Any]]) -> None: ...
-
-    @abstractmethod
-    def turn(self) -> Reply: ...
-
-    @abstractmethod
-    def text(self, text: str) -> dict[str, Any]:
-        """Return a part of a message's content."""
-
-    @abstractmethod
-    def image(self, data: bytes) -> dict[str, Any]: ...
 
 
 def data_url(data: bytes, media_type: str = "image/png") -> str:

@@ -7,11 +7,11 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from gateway_server import Witness
 from harnesses import COPILOT, FOLDER, HARNESSES, NEW, OLD, PYTHON, TASK, find_python, installed
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.rendering.renderer import load_renderer
@@ -69,8 +69,9 @@ def test_a_conversation_has_the_rows_that_the_page_states(
         replies = [f"<think>\nI reason.\n</think>\n\n{text}" for text in replies]
         model = model.model_copy(update={"path": tokenizer_folder("qwen3"), "renderer": "qwen3"})
         bundle = load_renderer(model)
-    with ScriptedEngine(lambda prompt: reply(replies, prompt), model.path) as engine, Witness(engine.url) as witness:
-        gateway = serve(witness.url, model=model, bundle=bundle)
+    answer = partial(reply, replies)
+    with ScriptedEngine(answer, model.path) as engine:
+        gateway = serve(engine.url, model=model, bundle=bundle)
         given = {
             "BASE_URL": f"{gateway.url}/v1",
             "API_KEY": gateway.key(),
@@ -109,8 +110,5 @@ def test_a_conversation_has_the_rows_that_the_page_states(
     else:
         assert (repository / "double.py").read_text() == f"def double(n):\n    {NEW}\n", printed
     assert [segment.split_reason for segment in trajectory.segments] == list(harness.reasons)
-    for call in witness.sampled if harness.stop else ():  # what follows the stop string is dropped
-        kept = len(engine.tokenizer.decode(call.ids).partition(harness.stop)[0] + harness.stop)
-        del call.ids[kept:], call.logprobs[kept:]
-    is_as_sampled(trajectory, witness.sampled)
+    is_as_sampled(trajectory, engine, answer, harness.stop)
     assert stats.errors == {}
