@@ -7,7 +7,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from rollout_backend.config import RolloutConfig, load_config
+from builders import run_config
+from rollout_backend.config import RolloutConfig
 from rollout_backend.deploy.image import DOCKERFILE
 from rollout_backend.dialects.registry import DIALECTS
 from rollout_backend.relay.forwarding import route as relay_route
@@ -79,9 +80,7 @@ def urls_of_run(config: RolloutConfig, shard: int) -> Iterator[str]:
 def config() -> RolloutConfig:
     outputs = NETWORK["Outputs"]
     url = outputs["PublicUrl"]["Value"]["Fn::Sub"].replace("${GatewayDomain}", "example.com")
-    gateway = {"host": "0.0.0.0", "port": 8000, "processes": PROCESSES, "public_url": url}
-    base = {"model": {"path": "/m"}, "storage": {"bucket": "my-bucket"}, "gateway": gateway}
-    return load_config(base={**base, "runtime": {"kind": "http", "url": "http://agents"}}, env={})
+    return run_config(gateway={"host": "0.0.0.0", "port": 8000, "processes": PROCESSES, "public_url": url})
 
 
 def test_every_url_of_a_run_reaches_its_process_without_the_shard(resources, config):

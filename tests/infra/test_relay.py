@@ -10,6 +10,7 @@ from typing import Any
 import typer
 import yaml
 
+from builders import run_config
 from rollout_backend.config import load_config
 from rollout_backend.relay.cli import KEY_ENV, serve
 from rollout_backend.relay.relay_server import _KEEPALIVE_S
@@ -144,9 +145,7 @@ def test_the_execution_role_reads_only_the_relays_key() -> None:
 
 def test_the_load_balancer_waits_longer_than_a_model_call() -> None:
     parameters = STACK["Parameters"]
-    config = load_config(
-        None, ["model.path=m", "storage.bucket=bucket", "runtime.kind=http", "runtime.url=http://localhost"], env={}
-    )
+    config = run_config()
     assert parameters["IdleSeconds"]["Default"] > config.timeouts.model_call_s
     assert parameters["IdleSeconds"]["MaxValue"] < _KEEPALIVE_S  # or it would use connections that are being closed
     assert parameters["MaxCalls"]["Default"] == RelaySettings.model_fields["max_calls"].default

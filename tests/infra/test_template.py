@@ -10,8 +10,9 @@ from typing import Any, get_args
 
 import pytest
 
+from builders import run_config
 from rollout_backend.collect import buffer
-from rollout_backend.config import RuntimeConfig, load_config
+from rollout_backend.config import RuntimeConfig
 from rollout_backend.deploy.calls import BUILD, DEPLOY, DOWN
 from tests.emulators.iam_proxy import Access, allowed
 from tests.infra.conftest import INFRA, TEMPLATE
@@ -292,9 +293,7 @@ def test_parameters_refuse_values_that_aws_would_refuse(parameter, good, bad):
 
 def test_defaults_fit_the_settings_defaults() -> None:
     """A stack and a config that both leave the defaults must work together."""
-    config = load_config(
-        None, ["model.path=m", "storage.bucket=bucket", "runtime.kind=http", "runtime.url=http://localhost"], env={}
-    )
+    config = run_config()
     properties = TEMPLATE["Resources"]["Queue"]["Properties"]
     longest = config.timeouts.agent_s + config.timeouts.publish_grace_s
     assert TEMPLATE["Parameters"]["MaxLifetimeSeconds"]["Default"] > longest

@@ -9,11 +9,11 @@ import zipfile
 from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from builders import background, eventually, processes_with
+from ray_cluster import Machines, ray_machines
 from rollout_backend.config import ProcessConfig, RayConfig
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.errors import RuntimeUnavailable
@@ -108,17 +108,11 @@ class TestProcessRuntime(RuntimeContract):
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    import ray
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster()
-    cluster.add_node(num_cpus=1, include_dashboard=False)
-    cluster.add_node(num_cpus=1, resources={"agents": 100}, labels={"pool": "agents"}, node_ip_address="127.0.0.2")
-    ray.init(address=cluster.address, log_to_driver=False)
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
+def machines() -> Iterator[Machines]:
+    """A cluster whose second machine is for agents."""
+    agents = {"num_cpus": 1, "resources": {"agents": 100}, "labels": {"pool": "agents"}}
+    with ray_machines({"num_cpus": 1}, [agents]) as machines:
+        yield machines
 
 
 class RayService(ProcessService):
@@ -147,8 +141,8 @@ class TestRayRuntime(RuntimeContract):
     reports_ends = True
 
     @pytest.fixture(autouse=True)
-    def _in_cluster(self, cluster: Any) -> None:
-        self.address = cluster.address
+    def _in_cluster(self, machines: Machines) -> None:
+        self.address = machines.address
 
     @pytest.mark.parametrize("turns", [0, 30])
     def test_an_invoke_that_is_cancelled_leaks_nothing_once_its_session_is_stopped(
@@ -179,15 +173,14 @@ async def ends_of(runtime: AgentRuntime, service: ProcessService) -> AsyncIterat
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_a_lost_machine_of_a_ray_cluster_is_reported_at_once(cluster: Any, tmp_path: Path) -> None:
-    cluster.add_node(num_cpus=1, resources={"lost": 1}, node_ip_address="127.0.0.3")
-    service = RayService(tmp_path, cluster.address)
+async def test_a_lost_machine_of_a_ray_cluster_is_reported_at_once(machines: Machines, tmp_path: Path) -> None:
+    machines.add("127.0.0.3", num_cpus=1, resources={"lost": 1})
+    service = RayService(tmp_path, machines.address)
     runtime = await open_runtime(service.with_settings(resources={"lost": 1}))
     session = new_session()
     await runtime.invoke(session, b"{}")
     async with ends_of(runtime, service) as ends:
-        lost = next(node for node in cluster.list_all_nodes() if node.node_ip_address == "127.0.0.3")
-        await asyncio.to_thread(cluster.remove_node, lost, False)
+        await machines.lose("127.0.0.3")
         end = await ends.get()
         assert (end.session_id, end.reason) == (session, "container_lost")
         assert "its machine or its Ray actor was lost" in end.message
@@ -196,8 +189,8 @@ async def test_a_lost_machine_of_a_ray_cluster_is_reported_at_once(cluster: Any,
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_a_full_ray_cluster_is_waited_for_and_is_no_failed_attempt(cluster: Any, tmp_path: Path) -> None:
-    service = RayService(tmp_path, cluster.address)
+async def test_a_full_ray_cluster_is_waited_for_and_is_no_failed_attempt(machines: Machines, tmp_path: Path) -> None:
+    service = RayService(tmp_path, machines.address)
     first = await open_runtime(service.with_settings(resources={"agents": 100}))
     second = await open_runtime(service.with_settings(resources={"agents": 100}, start_timeout_s=2.0))
     session, waiting = new_session(), new_session()
@@ -216,11 +209,11 @@ async def test_a_full_ray_cluster_is_waited_for_and_is_no_failed_attempt(cluster
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_an_agent_ends_with_its_ray_actor(cluster: Any, tmp_path: Path) -> None:
+async def test_an_agent_ends_with_its_ray_actor(machines: Machines, tmp_path: Path) -> None:
     """Also one that ignores SIGTERM, with its child that has left the process group."""
     import ray
 
-    service = RayService(tmp_path, cluster.address)
+    service = RayService(tmp_path, machines.address)
     command = ["sh", "-c", "trap '' TERM; setsid sleep 600 & sleep 600"]
     runtime, session = await open_runtime(service.with_settings(command=command, grace_s=0.1)), new_session()
     async with ends_of(runtime, service) as ends:
@@ -234,7 +227,7 @@ async def test_an_agent_ends_with_its_ray_actor(cluster: Any, tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_labels_and_the_runtime_environment_reach_an_agents_machine(cluster: Any, tmp_path: Path) -> None:
+async def test_labels_and_the_runtime_environment_reach_an_agents_machine(machines: Machines, tmp_path: Path) -> None:
     wheel = tmp_path / "greeting-1.0-py3-none-any.whl"
     about = {
         "METADATA": "Metadata-Version: 2.1\nName: greeting\nVersion: 1.0\n",
@@ -245,7 +238,7 @@ async def test_labels_and_the_runtime_environment_reach_an_agents_machine(cluste
         made.writestr("greeting.py", "HELLO = 'hello'")
         for name, text in about.items():
             made.writestr(f"greeting-1.0.dist-info/{name}", text)
-    service = RayService(tmp_path, cluster.address)
+    service = RayService(tmp_path, machines.address)
     (tmp_path / "agent.py").write_text(
         "import os, greeting, types\n"
         "def run(): print(greeting.HELLO, os.environ['TO'])\n"

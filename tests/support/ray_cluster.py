@@ -16,19 +16,20 @@ class Machines:
 
     def __init__(self, cluster: Any) -> None:
         self._cluster = cluster
+        self.address = cluster.address
 
     async def lose(self, address: str) -> None:
         """Kill a machine with all its processes, as a power cut does."""
         lost = next(node for node in self._cluster.list_all_nodes() if node.node_ip_address == address)
         await asyncio.to_thread(self._cluster.remove_node, lost, allow_graceful=False)
 
-    def add(self, address: str, **resources: int) -> None:
+    def add(self, address: str, **resources: Any) -> None:
         """Let a machine join. Blocks for seconds, because Ray wants the main thread for it."""
         self._cluster.add_node(node_ip_address=address, **resources)
 
 
 @contextmanager
-def ray_machines(first: dict[str, int], others: Sequence[dict[str, int]]) -> Iterator[Machines]:
+def ray_machines(first: dict[str, int], others: Sequence[dict[str, Any]]) -> Iterator[Machines]:
     """Run a cluster with these resources per machine, and join it."""
     import ray
     from ray.cluster_utils import Cluster

@@ -1,7 +1,7 @@
 """Segments, rollouts and claims for tests, with defaults for every field."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from agent_wrapper.contract import Failure, Outcome, Rollout, Sampling, Segment, Turn, VersionSpan
@@ -45,6 +45,23 @@ def make_segment(
         response_mask=[0] * prompt + [1] * sampled,
         logprobs=[None] * prompt + [logprob] * sampled,
         turns=[make_turn(prompt, n, version)],
+    )
+
+
+def segment_of(pieces: list[tuple[str, int]], version: str | None = "3", unknown: Collection[int] = ()) -> Segment:
+    """Return a segment of ("given", n) and ("sampled", n) pieces. Its token ids count up from 100; the i-th sampled
+    token has the logprob -i / 1000, and none if it is unknown."""
+    turns, mask = [], []
+    for kind, n in pieces:
+        start = len(mask)
+        mask += [int(kind == "sampled")] * n
+        if kind == "sampled":
+            turns.append(make_turn(start, start + n, version))
+    return Segment(
+        token_ids=[100 + i for i in range(len(mask))],
+        response_mask=mask,
+        logprobs=[-i / 1000 if sampled and i not in unknown else None for i, sampled in enumerate(mask)],
+        turns=turns,
     )
 
 

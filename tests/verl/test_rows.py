@@ -29,24 +29,9 @@ from rollout_backend.verl.manager import CloudAgentLoopManager
 from rollout_backend.verl.row_formats import legacy_batch, v1_fields, v1_tag
 from rollout_backend.verl.rows import Rows, rows_of
 from rollouts import make_rollout, make_turn
+from rollouts import segment_of as segment
 
 PAD = 999
-
-
-def segment(pieces: list[tuple[str, int]], version: str | None = "3", unknown: tuple[int, ...] = ()) -> Segment:
-    """Make a segment of ("given", n) and ("sampled", n) pieces. Ids count up from 100; logprob i is -i / 1000."""
-    turns, mask = [], []
-    for kind, n in pieces:
-        start = len(mask)
-        mask += [int(kind == "sampled")] * n
-        if kind == "sampled":
-            turns.append(make_turn(start, start + n, version))
-    return Segment(
-        token_ids=[100 + i for i in range(len(mask))],
-        response_mask=mask,
-        logprobs=[-i / 1000 if sampled and i not in unknown else None for i, sampled in enumerate(mask)],
-        turns=turns,
-    )
 
 
 def rollout(*segments: Segment, reward: float | None = 0.5) -> Rollout:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -19,19 +18,12 @@ from agent_wrapper.contract import Rollout, Segment
 from rollout_backend.verl.advantage import needs_row_uids, row_uid, takes_rows_for_rollouts
 from rollout_backend.verl.row_formats import legacy_batch, v1_fields
 from rollout_backend.verl.rows import Row, Rows, rows_of
-from rollouts import make_rollout, make_turn
+from rollouts import make_rollout, segment_of
 
 
 def segment(*turns: int, unknown: tuple[int, ...] = ()) -> Segment:
     """Return a segment in which each turn has one given token and `turns[i]` sampled ones."""
-    mask = [value for n in turns for value in (0, *[1] * n)]
-    ends = [0, *np.cumsum([n + 1 for n in turns]).tolist()]
-    return Segment(
-        token_ids=[*range(len(mask))],
-        response_mask=mask,
-        logprobs=[-0.5 if sampled and i not in unknown else None for i, sampled in enumerate(mask)],
-        turns=[make_turn(start + 1, end) for start, end in pairwise(ends)],
-    )
+    return segment_of([piece for n in turns for piece in (("given", 1), ("sampled", n))], unknown=unknown)
 
 
 def rollout(reward: float, turn_rewards: tuple[float, ...], *segments: Segment) -> Rollout:
