@@ -35,28 +35,6 @@ def test_each_attempt_has_a_session_that_must_be_closed():
         ledger.plan("a.0", "a")
 
 
-def test_a_result_that_arrives_before_the_invokes_response_counts():
-    ledger = planned("a.0")
-    ledger.entries["a.0"].start_attempt("s1", 1, 1.0)
-    ledger.entries["a.0"].deliver(Outcome.COMPLETED)
-    ledger.entries["a.0"].accept()
-    assert ledger.entries["a.0"].phase is Phase.SETTLED
-
-
-def test_the_first_settlement_counts_and_later_ones_are_counted_separately():
-    ledger = planned(*IDS)
-    ledger.entries["a.0"].deliver(Outcome.COMPLETED, trainable=True)
-    assert not ledger.entries["a.0"].deliver(Outcome.AGENT_ERROR)
-    assert ledger.entries["a.1"].settle(Outcome.TIMED_OUT, "no_result")
-    assert not ledger.entries["a.1"].deliver(Outcome.COMPLETED, trainable=True)
-    assert not ledger.entries["a.0"].settle(Outcome.CANCELLED, "x")
-    ledger.count_extra("zzz")
-    assert (ledger.duplicates, ledger.late, ledger.unknown) == (1, 1, 1)
-    assert ledger.entries["a.0"].outcome is Outcome.COMPLETED
-    assert ledger.entries["a.1"].outcome is Outcome.TIMED_OUT
-    assert not ledger.entries["a.1"].trainable
-
-
 def test_an_open_rollout_does_not_reconcile_and_every_line_is_printed():
     ledger = planned(*IDS)
     ledger.entries["a.0"].deliver(Outcome.COMPLETED)

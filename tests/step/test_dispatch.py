@@ -131,19 +131,21 @@ async def test_attempts_are_bounded(bench):
     assert report.reasons == {"infra_error: runtime_unavailable": 1}
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b'{"status": "ok"}', b'{"status": {}}', b"[" * 60_000])
-async def test_an_agent_without_the_wrapper_is_reported(bench, body):
-    invoke = bench.agents.invoke
+async def test_an_agent_without_the_wrapper_is_reported(bench):
+    answers = [b"", b"[]", b'{"status": "ok"}', b'{"status": {}}', b"[" * 60_000]
+    invoke, left = bench.agents.invoke, iter(answers)
 
     async def invoke_another(session_id, payload):
         await invoke(session_id, payload)
-        return body
+        return next(left)
 
     bench.agents.invoke = invoke_another
-    result = await bench.run(behave=Agents.hang)
-    assert result.report.reasons == {"infra_error: not_a_rollout_app": 1}
-    assert "RolloutApp" in result.failures[0].message
-    assert bench.agents.stopped == [*bench.agents.invoked]
+    for number in range(len(answers)):
+        result = await bench.run(number=number, behave=Agents.hang)
+        assert result.report.reasons == {"infra_error: not_a_rollout_app": 1}
+        assert "RolloutApp" in result.failures[0].message
+        assert bench.agents.stopped == [*bench.agents.invoked]
+        bench.forget()
 
 
 async def test_a_rollout_that_is_settled_while_it_waits_is_not_submitted(open_bench):

@@ -10,6 +10,7 @@ from builders import eventually, skip
 from rollout_backend.core.manifest import payload_digest
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CircuitOpen, InvokeRejected
+from rollout_backend.step.circuit_breaker import CircuitBreaker
 from rollout_backend.step.task_blocklist import TaskBlocklist
 from step_bench import Agents, only
 
@@ -54,6 +55,21 @@ async def test_every_step_of_the_run_is_stopped(open_bench, tmp_path):
     assert [type(each) for each in ended] == [CircuitOpen, CircuitOpen]
     assert "runtime.arn" in str(ended[1])
     assert set(bench.agents.sessions) <= set(bench.agents.stopped)
+
+
+async def test_results_refused_before_a_restart_do_not_open_the_breaker_again(open_bench):
+    bench = await open_bench(opens_after(2), "group.size=3", "group.min_viable=1")
+
+    async def garbage(agents, request):
+        await agents.put(request, b"broken")
+        await agents.announce(request)
+
+    with pytest.raises(CircuitOpen):
+        await bench.run(behave=only("task-a.2", Agents.hang, garbage))
+    bench.replace(breaker=CircuitBreaker(bench.config.circuit_breaker))
+    report = (await bench.run(behave=Agents.complete)).report
+    assert report.reasons == {"infra_error: invalid_result": 2}
+    assert report.outcomes[Outcome.COMPLETED] == 1
 
 
 # --- blocked tasks ---------------------------------------------------------------------------------------
@@ -170,20 +186,6 @@ async def test_an_oversampled_group_is_complete_without_its_slowest(open_bench):
     assert result.report.surplus == ended[Outcome.COMPLETED] - 4
     assert result.report.length_bias.cut_off.rollouts == ended[Outcome.CANCELLED]
     assert set(bench.agents.stopped) == bench.agents.invoked
-
-
-async def test_no_more_than_its_size_is_trained_of_a_group(open_bench):
-    bench = await open_bench("group.size=2", "group.oversample=2")
-    running = bench.start(behave=Agents.vanish)
-    await eventually(lambda: len(bench.agents.requests) == 4)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    for request in bench.agents.requests:  # all four were done before their sessions were closed
-        await bench.agents.write_unannounced(request)
-    result = await bench.run()
-    assert result.report.resumed == 4
-    assert len(result.groups[0].rollouts) == 2
-    assert (result.report.trainable, result.report.surplus) == (4, 2)
 
 
 async def test_a_spare_rollout_compensates_for_a_lost_one(open_bench):

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import shutil
-from dataclasses import dataclass, field
 
 import pytest
 
@@ -11,22 +10,18 @@ from agent_wrapper.contract import Outcome
 from builders import eventually, skip
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.step.in_flight import InFlightAttempt, InFlightLog, StepFiles
-from step_bench import Agents, Behaviour
 
 
-@dataclass
 class Work:
-    """The second rollout of each group runs until `go`, and then does `then`."""
+    """The second rollout of each group runs until `go`."""
 
-    go: asyncio.Event = field(default_factory=asyncio.Event)
-    then: Behaviour = Agents.complete
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
 
     async def behave(self, agents, request) -> None:
         if request.rollout_id.endswith(".1"):
             await self.go.wait()
-            await self.then(agents, request)
-        else:
-            await agents.complete(request)
+        await agents.complete(request)
 
 
 @pytest.fixture
@@ -112,28 +107,6 @@ async def test_a_result_published_without_a_trainer_is_used(open_bench, work, ki
     assert (report.resumed, report.reattached) == (2, 0)
     assert (bench.agents.requests, bench.gateways.adopted) == ([], [])
     assert request.session_id in bench.agents.stopped
-
-
-@pytest.mark.parametrize("meanwhile", [True, False])
-async def test_an_attempt_that_reports_its_loss_is_followed_by_another(
-    open_bench, work, kill_in_the_middle, meanwhile
-):
-    bench = await open_bench()
-    [request] = await kill_in_the_middle(bench, "a")
-    work.then = lambda agents, request: (agents.lose if request.attempt == 1 else agents.complete)(request)
-    if meanwhile:
-        work.go.set()
-        await eventually(lambda: bench.agents.finished == 2)
-    running = bench.start("a")
-    if not meanwhile:
-        await eventually(lambda: bench.gateways.adopted)
-        work.go.set()
-    report = (await running).report
-    assert report.outcomes[Outcome.COMPLETED] == 2
-    assert [(again.rollout_id, again.attempt) for again in bench.agents.requests] == [("a.1", 2)]
-    assert report.superseded >= 1
-    assert request.session_id in bench.agents.stopped
-    assert report.reattached == (0 if meanwhile else 1)
 
 
 async def test_an_attempt_that_reaches_its_deadline_is_followed_by_another(open_bench, work, kill_in_the_middle):

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections import Counter
 
 import pytest
 
@@ -11,9 +10,18 @@ from builders import eventually
 from rollout_backend.core.manifest import Manifest, digest_of
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.tasks import Task
-from rollout_backend.errors import ManifestError, OutcomeUnknown
+from rollout_backend.errors import ManifestError
 from rollouts import make_claims, make_manifest
 from step_bench import Agents, only
+
+
+async def die(bench, running) -> None:
+    """Kill the trainer: it records nothing any more."""
+    manifest = await bench.manifest()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await bench.put(bench.manifest_key, json.dumps(manifest).encode())
+    bench.forget()
 
 
 async def begin_and_die(bench, *tasks: str, **more) -> None:
@@ -24,12 +32,8 @@ async def begin_and_die(bench, *tasks: str, **more) -> None:
 
     running = bench.start(*tasks, behave=first_completes, **more)
     await eventually(lambda: len(bench.kept) == len(tasks) and len(bench.agents.requests) == 2 * len(tasks))
-    manifest = await bench.manifest()
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    await bench.put(bench.manifest_key, json.dumps(manifest).encode())  # a dead process records nothing
+    await die(bench, running)
     bench.agents.behave = Agents.complete
-    bench.forget()
 
 
 async def test_the_sessions_of_a_killed_trainer_are_closed_and_their_numbers_not_used_again(open_bench):
@@ -45,20 +49,6 @@ async def test_the_sessions_of_a_killed_trainer_are_closed_and_their_numbers_not
     bench.forget()
     await bench.run("a")
     assert bench.agents.stopped == [], "the second trainer ended normally and closed everything"
-
-
-async def test_the_manifest_names_a_further_attempt_before_it_is_made(open_bench):
-    """From the manifest alone, a trainer on another machine knows which sessions may be open."""
-    bench = await open_bench("runtime.max_attempts=3")
-    named = []
-
-    async def cut_twice(request):
-        named.append((request.attempt, (await bench.manifest())["attempts"]))
-        if request.attempt < 3 and request.rollout_id == "a.1":
-            raise OutcomeUnknown("cut")
-
-    assert (await bench.run("a", before=cut_twice)).report.outcomes[Outcome.COMPLETED] == 2
-    assert sorted(named) == [(1, 1), (1, 1), (2, 2), (3, 3)]
 
 
 async def test_neither_ids_nor_order_of_the_tasks_matter(open_bench):
@@ -87,11 +77,7 @@ async def test_a_second_kill_loses_nothing_of_the_tasks_that_were_left_out(open_
     await begin_and_die(bench, "a", "b")
     running = bench.start("b", allow_subset=True, behave=Agents.vanish)
     await eventually(lambda: bench.agents.rollouts == ["b.1"])
-    manifest = await bench.manifest()
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    await bench.put(bench.manifest_key, json.dumps(manifest).encode())  # a dead process records nothing
-    bench.forget()
+    await die(bench, running)
     result = await bench.run("a", "b", behave=Agents.complete, allow_subset=True)
     assert bench.agents.rollouts == ["a.1", "b.1"]
     assert (result.report.planned, result.report.resumed) == (4, 2)
@@ -163,26 +149,6 @@ async def test_a_late_result_of_an_earlier_session_counts_once(open_bench):
     result = await bench.run("a", behave=the_old_session_is_done)
     assert result.report.outcomes[Outcome.COMPLETED] == 2
     assert {r.session_id for r in result.rollouts if r.rollout_id == "a.1"} == {old}
-
-
-async def test_the_failure_marker_of_an_abandoned_attempt_settles_nothing(open_bench):
-    bench = await open_bench()
-    first = {}
-
-    async def refuse_first(request):
-        if request.attempt == 1:
-            first[request.rollout_id] = request
-            raise OutcomeUnknown("not now")
-        await bench.agents.lose(first[request.rollout_id])
-
-    async def after_the_markers(agents, request):
-        await eventually(lambda: bench.ledger.superseded == 2)
-        await agents.complete(request)
-
-    result = await bench.run("a", before=refuse_first, behave=after_the_markers)
-    assert result.report.outcomes[Outcome.COMPLETED] == 2
-    assert result.report.superseded == 2
-    assert Counter(request.attempt for request in bench.agents.requests) == {1: 2, 2: 2}
 
 
 async def test_an_unreadable_manifest_stops_the_step_before_anything_is_spent(open_bench):

@@ -63,43 +63,6 @@ async def test_a_disk_that_refuses_the_records_of_sessions_ends_no_step(open_ben
 # --- announcements ----------------------------------------------------------------------------------------
 
 
-async def test_doubled_announcements_change_nothing(open_bench):
-    bench = await open_bench()
-
-    async def repeatedly(agents, request):
-        times = {"task-a.1": 3, "task-b.0": 0}.get(request.rollout_id, 2)  # b.0 keeps the step open meanwhile
-        await agents.write_unannounced(request)
-        if times:
-            await agents.announce(request, times=times)
-
-    running = bench.start("task-a", "task-b", behave=repeatedly)
-    await eventually(lambda: bench.ledger.duplicates == 4)
-    waiting = next(request for request in bench.agents.requests if request.rollout_id == "task-b.0")
-    await bench.agents.announce(waiting)
-    result = await running
-    bench.check_ended(result)
-    assert (completed(result), result.report.duplicates, len(bench.kept)) == (4, 4, 4)
-
-
-async def test_a_lost_announcement_is_found_among_others(open_bench, monkeypatch):
-    bench = await open_bench("collect.list_after_idle_s=0.3", "group.size=1")
-
-    async def one_is_lost(agents, request):
-        await agents.write_unannounced(request)
-        while True:  # as many agents do that finish meanwhile
-            await agents.announce(request, key=f"runs/{bench.config.run_id}/steps/00000009/another.0")
-            await asyncio.sleep(0.05)
-
-    async def too_late(*_):
-        raise AssertionError("the result was found only at its deadline")
-
-    step = bench.step(behave=one_is_lost)
-    monkeypatch.setattr(step._absence_check, "ask", too_late)
-    result = await step.run()
-    bench.check_ended(result)
-    assert completed(result) == 1
-
-
 async def test_the_sessions_of_a_group_share_a_routing_key_if_the_settings_say_so(open_bench):
     bench = await open_bench("router.affinity=group")
     keys: dict[str, set[str]] = {}
@@ -159,27 +122,6 @@ async def test_at_the_deadline_the_step_ends_with_what_has_arrived(open_bench):
     assert completed(result) == 1
     assert result.report.outcomes[Outcome.TIMED_OUT] >= 1
     assert len(bench.agents.sessions) == 0
-
-
-async def test_a_cancelled_agent_samples_no_more_while_the_step_continues(open_bench):
-    bench = await open_bench("group.oversample=1", "group.size=1")
-    spare, others_may_end = asyncio.Event(), asyncio.Event()
-
-    async def behave(agents, request):
-        if request.rollout_id == "task-a.1":
-            spare.set()
-            await agents.hang(request)
-        await (spare if request.task_id == "task-a" else others_may_end).wait()
-        await agents.complete(request)
-
-    running = bench.start("task-a", "task-b", behave=behave)
-    await eventually(lambda: bench.ledger.counts()[Outcome.CANCELLED])
-    await eventually(lambda: bench.ledger.entries["task-a.1"].session_id in bench.revoked)
-    assert bench.ledger.open, "the step continues"
-    others_may_end.set()
-    assert (await running).report.balanced
-    assert len(bench.revoked) == len(set(bench.revoked))
-    assert set(bench.revoked) == bench.agents.invoked
 
 
 async def test_keys_that_could_not_be_revoked_are_revoked_with_the_step(open_bench):

@@ -1,45 +1,133 @@
-"""A step while S3 does not answer: an unanswered question does not mean that a result is absent."""
+"""A step while S3 refuses requests: what waits, what continues, and in which order writes land."""
+
+import asyncio
 
 import pytest
 
 from agent_wrapper.contract import Outcome
 from builders import eventually, skip
+from rollout_backend.core.manifest import Manifest
+from rollout_backend.errors import CircuitOpen, CredentialsExpired, StoreError
 from rollout_backend.testing.fault_proxy import Fault, Rule
 from step_bench import Agents, only
 
+REPLACING = "group.policy=replace"
 LATE = 81  # seconds after which a rollout of a bench is overdue
 
 
 def refuse(operation: str, path: str = "*") -> Rule:
-    return Rule(operation, Fault.FAIL, code="SlowDown", path=path)
+    """Answer as S3 may for a while, and as its SDK does not repeat."""
+    return Rule(operation, Fault.FAIL, status=403, code="RequestTimeTooSkewed", path=path)
 
 
-@pytest.mark.parametrize("refused", ["s3:GetObject", "s3:*"])
-async def test_what_s3_was_not_asked_for_stays_open_until_it_answers(proxy, open_bench, refused):
+# --- its manifest -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operation", ["s3:GetObject", "s3:PutObject"])
+async def test_a_refusal_at_the_start_delays_the_step_and_nothing_is_dispatched_before(proxy, open_bench, operation):
     bench = await open_bench(f"aws.endpoint_url={proxy.url}")
-    running = bench.start("task-a", "task-b", behave=Agents.write_unannounced)
-    await eventually(lambda: bench.agents.finished == 4)
-    proxy.rules = [refuse(refused)]
-    skip(LATE)
-    await eventually(
-        lambda: proxy.count("s3:GetObject", Fault.FAIL) >= 16
-    )  # each of the four, with the SDK's own retries
-    assert len(list(bench.ledger.open_entries())) == 4
-    proxy.rules = []
-    result = await running
-    assert result.report.outcomes[Outcome.COMPLETED] == 4
-    assert not result.report.deadline_reached
-
-
-async def test_a_straggler_is_not_cut_off_before_s3_has_answered(proxy, open_bench):
-    stragglers = ("group.straggler_after=0.5", "group.straggler_factor=1.0")
-    bench = await open_bench(f"aws.endpoint_url={proxy.url}", *stragglers)
-    proxy.rules = [refuse("s3:GetObject", "*/task-a.1")]
-    running = bench.start(behave=only("task-a.1", Agents.write_unannounced))
-    await eventually(lambda: proxy.count("s3:GetObject", Fault.FAIL) >= 5)
-    assert [entry.rollout_id for entry in bench.ledger.open_entries()] == ["task-a.1"]
-    proxy.rules = []
+    rule = refuse(operation, "*/manifests/*")
+    proxy.rules.append(rule)
+    running = bench.start("a")
+    await eventually(lambda: rule.hits >= 5)
+    assert bench.agents.requests == []
+    assert not running.done()
+    proxy.rules.clear()
     assert (await running).report.outcomes[Outcome.COMPLETED] == 2
+
+
+async def test_a_refusal_during_a_replacement_holds_up_the_replacement_alone(proxy, open_bench):
+    bench = await open_bench(REPLACING, f"aws.endpoint_url={proxy.url}")
+    rule, go = refuse("s3:PutObject", "*/manifests/*"), asyncio.Event()
+
+    async def behave(agents, request):
+        if request.rollout_id == "b.0":
+            await go.wait()
+        proxy.rules[:] = [rule] if not go.is_set() else proxy.rules
+        await only("a.0", Agents.lose)(agents, request)
+
+    running = bench.start("a", "b", behave=behave)
+    await eventually(lambda: rule.hits >= 5)
+    go.set()
+    await eventually(lambda: bench.ledger.entries["b.0"].outcome is not None)  # while S3 still refuses
+    assert "a.2" not in bench.agents.rollouts
+    proxy.rules.clear()
+    report = (await running).report
+    assert (report.outcomes[Outcome.COMPLETED], report.replacements) == (4, 1)
+
+
+async def test_an_older_state_never_lands_last(open_bench):
+    bench = await open_bench(REPLACING, "group.size=4")
+    began: list[Manifest] = []
+    landed: list[Manifest] = []
+
+    async def write(manifest: Manifest) -> None:
+        assert len(began) == len(landed), "two writes of one manifest at the same time"
+        began.append(manifest)
+        await asyncio.sleep(0)
+        landed.append(manifest)
+
+    bench.services.manifests.write = write
+    result = await bench.run("a", behave=only("a.0", Agents.lose, only("a.1", Agents.lose)))
+    assert result.report.replacements == 2
+    sizes = [len(manifest.tasks[0].rollouts) for manifest in landed]
+    assert sizes == sorted(sizes)
+    assert landed == began
+    assert sizes[-1] == 6
+
+
+async def test_a_refusal_until_the_deadline_ends_the_step_and_nothing_was_dispatched(open_bench):
+    bench = await open_bench()
+    tries = []
+
+    async def write(manifest: Manifest) -> None:
+        tries.append(manifest)
+        if len(tries) == 2:
+            skip(bench.config.timeouts.collection_s)
+        await asyncio.sleep(0)
+        raise StoreError("503 SlowDown")
+
+    bench.services.manifests.write = write
+    with pytest.raises(StoreError, match="503 SlowDown"):
+        await bench.run("a")
+    assert len(tries) == 2
+    assert bench.agents.requests == []
+
+
+async def test_an_abort_does_not_wait_for_s3(open_bench):
+    bench = await open_bench()
+    asked = asyncio.Event()
+
+    async def read(step: int) -> None:
+        asked.set()
+        await asyncio.sleep(0)
+        raise StoreError("503 SlowDown")
+
+    bench.services.manifests.read = read
+    step = bench.step("a")
+    running = asyncio.create_task(step.run())
+    await asked.wait()
+    step.abort(CircuitOpen("enough"))
+    with pytest.raises(CircuitOpen):
+        await running
+
+
+async def test_credentials_that_expire_during_a_replacement_end_the_step(open_bench):
+    bench = await open_bench(REPLACING)
+    write = bench.services.manifests.write
+
+    async def expired(manifest: Manifest) -> None:
+        if len(manifest.tasks[0].rollouts) > 2:
+            raise CredentialsExpired("get new ones")
+        await write(manifest)
+
+    bench.services.manifests.write = expired
+    with pytest.raises(CredentialsExpired):
+        await bench.run("a", behave=only("a.0", Agents.lose, Agents.vanish))
+    assert not bench.agents.sessions
+
+
+# --- its results: an unanswered question does not mean that a result is absent ----------------------------
 
 
 async def test_unknown_results_are_reported_as_unknown_at_the_steps_deadline(proxy, open_bench):
