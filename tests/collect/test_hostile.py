@@ -1,5 +1,6 @@
 """With the agent's role, a container can write under other rollouts' keys. Such results never count."""
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 
 from agent_wrapper.contract import Outcome, ResultName, failure_marker_key
 from agent_wrapper.contract.codec import unpacked_size
-from collect_bench import Sink
+from collect_bench import Run, Sink
 from rollout_backend.collect.buffer import MAX_KEYS, RolloutBuffer
 from rollout_backend.collect.fetcher import _LARGE_BYTES, ResultDecoder
 from rollout_backend.collect.store import ResultStore
@@ -24,42 +25,52 @@ FORGED: dict[str, Callable[..., bytes]] = {
 }
 
 
-@pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
-async def test_a_result_of_another_session_is_rejected_with_evidence(open_run, forge):
-    sink = Sink("task-a.0")
+def forged(run: Run, made: dict[str, Callable[..., bytes]]) -> dict[str, bytes]:
+    """Return an object for each of these, by the rollout that it is forged for."""
+    ids = [f"task-a.{i}" for i in range(len(made))]
+    return {each: make(functools.partial(run.rollout, each)) for each, make in zip(ids, made.values(), strict=True)}
+
+
+async def test_a_result_of_another_session_is_rejected_with_evidence(open_run):
     run = await open_run(queue=False)
-    key = await run.put(run.key(), forge(run.rollout))
+    results = forged(run, FORGED)
+    sink = Sink(*results)
+    keys = [await run.put(run.key(rollout_id), body) for rollout_id, body in results.items()]
     assert await run.buffer.sweep(sink)
     assert sink.arrived == []
-    assert sink.rejected["task-a.0"].field == "session_id"
-    [record] = await run.quarantined()
-    assert (record["what"], record["reason"].partition(":")[0]) == (key, "session_id")
+    assert {rollout_id: error.field for rollout_id, error in sink.rejected.items()} == dict.fromkeys(
+        results, "session_id"
+    )
+    records = {record["what"]: record["reason"].partition(":")[0] for record in await run.quarantined()}
+    assert records == dict.fromkeys(keys, "session_id")
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        lambda make: make(outcome=Outcome.INFRA_ERROR, session_id="made-up").encode(),
-        lambda make: make().encode(),
-        lambda make: b"broken",
-        lambda make: b"x" * 5000,
-    ],
-    ids=["of another session", "no loss", "broken", "too large"],
-)
-async def test_a_forged_failure_marker_is_quarantined_once_and_does_not_end_the_rollout(open_run, body):
-    sink = Sink("task-a.0")
+FORGED_MARKERS: dict[str, Callable[..., bytes]] = {
+    "of another session": lambda make: make(outcome=Outcome.INFRA_ERROR, session_id="made-up").encode(),
+    "no loss": lambda make: make().encode(),
+    "broken": lambda make: b"broken",
+    "too large": lambda make: b"x" * 5000,
+}
+
+
+async def test_a_forged_failure_marker_is_quarantined_once_and_does_not_end_the_rollout(open_run):
+    sink = Sink(*(f"task-a.{i}" for i in range(len(FORGED_MARKERS))))
     run = await open_run(sink, storage={"max_result_bytes": 4096})
-    key = await run.put(failure_marker_key("", run.run_id, 0, "task-a.0", 1), body(run.rollout))
-    await run.announce(key)
-    await run.until_held(0)
-    await run.announce(key)
-    await run.until_held(0)
+    markers = forged(run, FORGED_MARKERS)
+    keys = [
+        await run.put(failure_marker_key("", run.run_id, 0, rollout_id, 1), body)
+        for rollout_id, body in markers.items()
+    ]
+    for _ in range(2):
+        for key in keys:
+            await run.announce(key)
+        await run.until_held(0)
     await run.buffer.sweep(sink)
     assert (sink.arrived, sink.rejected) == ([], {})
-    assert len(await run.quarantined()) == 1
-    await run.store_(run.rollout())
+    assert sorted(record["what"] for record in await run.quarantined()) == sorted(keys)
+    await run.store_(*(run.rollout(rollout_id) for rollout_id in markers))
     await run.buffer.sweep(sink)
-    assert sink.ids == ["task-a.0"]
+    assert sink.ids == sorted(markers)
 
 
 class Keys(ResultStore):

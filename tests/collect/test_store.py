@@ -100,16 +100,16 @@ async def test_objects_above_the_cap_do_not_leak_connections(open_store, put, ru
         assert await store.get(f"{run_id}/small") == b"x"
 
 
-BODY_FAULTS = [Fault.CUT_BODY, Fault.RESET_BODY, Fault.NO_LENGTH]
+BODY_FAULTS = (Fault.CUT_BODY, Fault.RESET_BODY, Fault.NO_LENGTH)
 
 
-@pytest.mark.parametrize("fault", BODY_FAULTS)
-async def test_get_retries_a_truncated_body(faulty, proxy, open_store, put, run_id, fault):
-    body = bytes(range(256)) * 1000
+async def test_get_retries_a_truncated_body(faulty, proxy, open_store, put, run_id):
+    body, store = bytes(range(256)) * 1000, await open_store(faulty)
     await put(f"{run_id}/a", body)
-    proxy.rules.append(Rule("s3:GetObject", fault, times=2))
-    assert await (await open_store(faulty)).get(f"{run_id}/a") == body
-    assert proxy.count("s3:GetObject", fault) == 2
+    for fault in BODY_FAULTS:
+        proxy.rules = [Rule("s3:GetObject", fault, times=2)]
+        assert await store.get(f"{run_id}/a") == body
+        assert proxy.count("s3:GetObject", fault) == 2
 
 
 async def test_a_chunked_object_is_read_up_to_the_cap(open_store):
@@ -138,24 +138,32 @@ async def test_a_body_that_takes_too_long_is_a_transient_error(faulty, proxy, op
 
 # --- objects that S3 refuses permanently ------------------------------------------------------------------
 
-PERMANENT = [
-    (403, "AccessDenied"),
-    (400, "KMS.DisabledException"),
+REFUSALS = [  # of one object
+    (403, "AccessDenied", ContractError),
+    (400, "KMS.DisabledException", ContractError),
+    (400, "KMS.ThrottlingException", StoreError),
+    (403, "RequestTimeTooSkewed", StoreError),
+    (408, "RequestTooSlow", StoreError),  # of a proxy
+    (503, "SlowDown", StoreError),
 ]
 
 
-@pytest.mark.parametrize(("status", "code"), PERMANENT)
-async def test_an_object_that_s3_permanently_refuses_is_invalid(faulty, proxy, open_store, put, run_id, status, code):
-    await put(f"{run_id}/never")
-    await put(f"{run_id}/fine")
-    proxy.rules.append(Rule("s3:GetObject", Fault.FAIL, status=status, code=code, path="*/never"))
+async def test_an_object_that_s3_permanently_refuses_is_invalid_and_other_refusals_are_transient(
+    faulty, proxy, open_store, put, run_id
+):
     store = await open_store(faulty)
+    await put(f"{run_id}/fine")
     assert await store.get(f"{run_id}/fine") == b"x"
-    with pytest.raises(ContractError, match=f"S3 refuses it permanently.*{code}"):
-        await store.get(f"{run_id}/never")
+    for status, code, kind in REFUSALS:
+        await put(f"{run_id}/{code}")
+        proxy.rules.append(Rule("s3:GetObject", Fault.FAIL, status=status, code=code, path=f"*/{code}"))
+        words = "S3 refuses it permanently" if kind is ContractError else "S3 refused"
+        with pytest.raises(kind, match=f"{words}.*{code}") as caught:
+            await store.get(f"{run_id}/{code}")
+        assert ("This machine's clock is wrong" in str(caught.value)) == (code == "RequestTimeTooSkewed")
 
 
-@pytest.mark.parametrize(("status", "code"), PERMANENT)
+@pytest.mark.parametrize(("status", "code"), [each[:2] for each in REFUSALS[:2]])
 async def test_a_refusal_of_the_whole_bucket_is_transient(faulty, proxy, open_store, put, run_id, status, code):
     for name in ("a", "b"):
         await put(f"{run_id}/{name}")
@@ -166,25 +174,6 @@ async def test_a_refusal_of_the_whole_bucket_is_transient(faulty, proxy, open_st
         await store.get(f"{run_id}/b")
     proxy.rules = []
     assert await store.get(f"{run_id}/b") == b"x"
-
-
-@pytest.mark.parametrize(
-    ("status", "code"),
-    [
-        (400, "KMS.ThrottlingException"),
-        (403, "RequestTimeTooSkewed"),
-        (408, "RequestTooSlow"),  # of a proxy
-        (503, "SlowDown"),
-    ],
-)
-async def test_throttling_and_clock_errors_are_transient(faulty, proxy, open_store, put, run_id, status, code):
-    await put(f"{run_id}/a")
-    proxy.rules.append(Rule("s3:GetObject", Fault.FAIL, status=status, code=code, path="*/a"))
-    store = await open_store(faulty)
-    await store.put(f"{run_id}/ours", b"{}")
-    with pytest.raises(StoreError, match=f"S3 refused.*{code}") as caught:
-        await store.get(f"{run_id}/a")
-    assert ("This machine's clock is wrong" in str(caught.value)) == (code == "RequestTimeTooSkewed")
 
 
 async def test_a_missing_key_is_missing_even_if_s3_answers_403(faulty, proxy, open_store, put, run_id):
@@ -220,13 +209,14 @@ async def test_a_bucket_that_gives_no_answer_is_not_empty(lost, open_store, nowh
         assert not await Quarantine(store, "run").record("a", ContractError("x", "y"), b"")
 
 
-@pytest.mark.parametrize("fault", [Fault.CUT_BODY, Fault.RESET_BODY, Fault.NO_LENGTH, Fault.TRUNCATE])
-async def test_a_truncated_listing_is_a_transient_error(faulty, proxy, open_store, put, run_id, fault):
+async def test_a_truncated_listing_is_a_transient_error(faulty, proxy, open_store, put, run_id):
+    store = await open_store(faulty)
     for i in range(20):
         await put(f"{run_id}/{i}")
-    proxy.rules.append(Rule("s3:ListObjects", fault))
-    with pytest.raises(StoreError, match=r"listing .* in S3 failed"):
-        _ = [key async for key in (await open_store(faulty)).keys(f"{run_id}/")]
+    for fault in (*BODY_FAULTS, Fault.TRUNCATE):
+        proxy.rules = [Rule("s3:ListObjects", fault)]
+        with pytest.raises(StoreError, match=r"listing .* in S3 failed"):
+            _ = [key async for key in store.keys(f"{run_id}/")]
 
 
 async def test_an_empty_response_is_not_an_empty_listing(open_store):
