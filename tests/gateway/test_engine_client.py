@@ -192,13 +192,14 @@ async def test_a_call_ends_at_its_timeout(engine):
         await engine.generate(["hang"], timeout_s=0.2)
 
 
-async def test_an_aborted_generation_continues_from_its_tokens(engine):
+async def test_a_generation_that_is_aborted_more_often_than_it_has_attempts_continues_from_its_tokens(engine):
     completion = await engine.generate(
         [
             reply([7, 8], "abort", versions=[("1", 0, 2)], cached_tokens=1),
             reply([9], "abort", versions=[("2", 0, 1)], cached_tokens=4),
             reply([10, 11], "stop", versions=[("2", 0, 2)]),
-        ]
+        ],
+        attempts=1,
     )
     assert completion.token_ids == (7, 8, 9, 10, 11)
     assert completion.logprobs == (-0.25,) * 5
@@ -206,13 +207,6 @@ async def test_an_aborted_generation_continues_from_its_tokens(engine):
     assert completion.cached_tokens == 1
     assert [body["input_ids"] for body, _ in engine.bodies] == [[1, 2], [1, 2, 7, 8], [1, 2, 7, 8, 9]]
     assert [body["sampling_params"]["max_new_tokens"] for body, _ in engine.bodies] == [10, 8, 7]
-
-
-async def test_a_call_crosses_more_weight_updates_than_it_has_attempts(engine):
-    aborts = [reply([token], "abort", versions=[(str(token), 0, 1)]) for token in range(8)]
-    completion = await engine.generate([*aborts, reply([9], versions=[("9", 0, 1)])], attempts=2)
-    assert completion.token_ids == (*range(8), 9)
-    assert [span.version for span in completion.weight_versions] == [*"01234567", "9"]
 
 
 async def test_an_abort_at_the_last_token_ends_the_reply_with_length(engine):

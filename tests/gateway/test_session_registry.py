@@ -1,19 +1,16 @@
 import asyncio
+import functools
 
 import pytest
 
-from agent_wrapper.contract import Sampling, Trajectory
+from agent_wrapper.contract import Trajectory
 from builders import Clock
 from rollout_backend.core.model_call import ApiError
-from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.gateway.sessions.registry import SessionRegistry
 from rollout_backend.rendering.segments import Completion
+from rollouts import make_claims
 
-
-def claims(session="s", expires_at=100.0) -> SessionClaims:
-    return SessionClaims(
-        run_id="r", step=0, rollout_id="x", attempt=1, session_id=session, sampling=Sampling(), expires_at=expires_at
-    )
+claims = functools.partial(make_claims, expires_at=100.0)
 
 
 @pytest.fixture
@@ -28,7 +25,7 @@ def registry(bundle, clock) -> SessionRegistry:
 
 async def test_an_expired_session_is_removed_and_its_calls_are_aborted(registry, clock):
     session = await registry.open(claims())
-    await registry.open(claims("other", 200.0))
+    await registry.open(claims("other", expires_at=200.0))
     call = asyncio.create_task(asyncio.sleep(60))
     session.calls.add(call)
     clock.now = 100.0

@@ -287,13 +287,6 @@ def test_a_decompression_bomb_is_refused_in_bounded_memory(encoding):
         tracemalloc.stop()
 
 
-def test_a_compressed_body_has_the_limit_of_a_body(play):
-    gateway = play(["5"], gateway={"max_body_bytes": 200_000})
-    bomb = gzip.compress(json.dumps({"model": "scripted", "messages": [user("a" * 2**24)]}).encode())
-    answer = gateway.post(bomb, headers={"Content-Encoding": "gzip"})
-    assert answer.status_code in (400, 413), answer.text
-
-
 def test_a_body_that_does_not_arrive_is_answered_408(play, connect):
     gateway = play(["ok"], body_s=0.05)
     connection = connect(gateway)
@@ -346,13 +339,14 @@ def test_a_session_has_a_limited_number_of_open_requests(play, connect, path):
 
 
 def test_a_trajectory_is_sent_to_a_limited_number_of_slow_clients(play, byte_model, connect):
-    gateway = play(["ok"], model=byte_model.model_copy(update={"context_length": 2_000_000}))
-    assert gateway.post({**CALL, "messages": [user("a" * 1_900_000)]}).status_code == 200
+    gateway = play(["ok"], model=byte_model.model_copy(update={"context_length": 1_000_000}))
+    assert gateway.post({**CALL, "messages": [user("a" * 900_000)]}).status_code == 200
     path, form = "/v1/rollout/trajectory", {"Accept": "application/json"}
-    assert len(gateway.post(b"", path=path, headers=form).content) > 16 * 2**20  # more than sockets hold
+    assert len(gateway.post(b"", path=path, headers=form).content) > 6 * 2**20  # more than sockets hold
     held = []
     for _ in range(4):
         held.append(connection := connect(gateway))  # a silent one is closed after some seconds
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         begin(connection, gateway, path, 0)
         assert connection.recv(12) == b"HTTP/1.1 200"
     assert gateway.seal().status_code == 429

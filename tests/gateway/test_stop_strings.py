@@ -2,8 +2,8 @@
 
 import pytest
 
-from builders import assistant, function_tool, user
-from rollout_backend.local.scripted import Fail, Pieces
+from builders import function_tool, user
+from rollout_backend.local.scripted import Fail
 
 USER = [user("count")]
 TEXT = "one two \u00e9 three"
@@ -49,18 +49,6 @@ def test_an_engine_without_a_tokenizer_is_never_sent_a_stop_string(play, bundle,
     assert turn.weight_versions[-1].end == turn.end
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_generation_is_aborted_at_the_stop_string(play, stream):
-    def parts():
-        yield "one END of"
-        while True:
-            yield " more"
-
-    gateway = play([Pieces(parts())])
-    assert chat(gateway, "END", stream)[:2] == ("one ", "stop")
-    assert gateway.engine.requests[0]["stream"]
-
-
 @pytest.mark.parametrize(
     ("text", "stop", "wanted"),
     [
@@ -83,14 +71,6 @@ def test_a_tool_call_before_the_stop_string_is_returned(play, stream):
     gateway = play(['<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>Observation: made up'])
     text, reason, _ = chat(gateway, "Observation:", stream, tools=[function_tool("f")])
     assert (text or "", reason) == ("", "tool_calls")
-
-
-def test_a_conversation_continues_from_the_sampled_tokens(play):
-    gateway = play([TEXT, "four"])
-    reply = chat(gateway, " \u00e9", False)[0]
-    gateway.client().chat.completions.create(model="scripted", messages=[*USER, assistant(reply), user("and?")])
-    [segment] = gateway.trajectory().segments
-    assert len(segment.turns) == 2
 
 
 # --- refusals ---------------------------------------------------------------------------------------------
