@@ -23,19 +23,13 @@ def start(container: Any, folder: Path, payload: Any) -> subprocess.Popen[bytes]
         return subprocess.Popen([sys.executable, str(AGENT), "sync"], env=env, stderr=log)
 
 
-def test_one_payload_is_run_and_published(sync_container, tmp_path):
+def test_one_payload_is_run_and_published_by_an_agent_that_may_close_its_output(sync_container, tmp_path):
     block = sync_container.request()
-    process = start(sync_container, tmp_path, {"_rollout": block, "body": "return context.payload['x']", "x": 0.5})
+    body = "sys.stdout.close()\nsys.stderr = None\nreturn context.payload['x']"
+    process = start(sync_container, tmp_path, {"_rollout": block, "body": body, "x": 0.5})
     rollout = sync_container.await_result(block)
     assert process.wait(120) == 0
     assert (rollout.outcome, rollout.reward) == (Outcome.COMPLETED, 0.5)
-
-
-def test_an_agent_may_close_its_output(sync_container, tmp_path):
-    body = "sys.stdout.close()\nsys.stderr = None\nreturn 0.5"
-    process = start(sync_container, tmp_path, {"_rollout": (block := sync_container.request()), "body": body})
-    assert sync_container.await_result(block).reward == 0.5
-    assert process.wait(120) == 0
 
 
 @pytest.mark.slow

@@ -51,19 +51,16 @@ def verifier(tmp_path, monkeypatch) -> Iterator[Verifier]:
         yield found
 
 
-def test_the_tests_find_what_the_agent_left_in_place_of_the_images_files(verifier):
+def test_the_tests_find_what_the_agent_left_and_all_that_they_write_is_reported(verifier):
     (verifier.root / "tests").mkdir()
     (verifier.root / "tests" / "stale").touch()
     script = (
-        'test "$(ls)$MODE" = new.txtstrict && cd /logs/verifier && ls ../../tests > seen && echo 0.5 > reward.txt'
+        'test "$(ls)$MODE" = new.txtstrict && cd /logs/verifier && ls ../../tests > seen && '
+        """echo '{"reward": 1, "passed": 3}' > reward.json; exit 2"""
     )
-    assert verifier.run(script, MODE="strict") == (0, '{"reward": 0.5}')
-    assert (verifier.root / "logs" / "verifier" / "seen").read_text() == "test.sh\n"
-
-
-def test_other_values_of_the_reward_are_reported(verifier):
-    code, message = verifier.run("""echo '{"reward": 1, "passed": 3}' > /logs/verifier/reward.json; exit 2""")
+    code, message = verifier.run(script, MODE="strict")
     assert (code, json.loads(message)) == (0, {"reward": 1, "passed": 3})
+    assert (verifier.root / "logs" / "verifier" / "seen").read_text() == "test.sh\n"
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,7 @@
 """End to end: real gateways, the dialer as the manager runs it, and a real SDK."""
 
-import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 
 import openai
@@ -11,9 +9,8 @@ import pytest
 from pydantic import SecretStr
 
 from agent_wrapper.shared.trajectory import fetch_trajectory
-from builders import complete, eventually, run_config
+from builders import complete, run_config, session_of
 from rollout_backend.config import RelayConfig, RolloutConfig
-from rollout_backend.core.session_key import shard_of
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.gateway_fleet import GatewayFleet
@@ -33,75 +30,32 @@ def dialer_to(
     return DialerProcess(relay, urls, log, RestartLimits(3, 3600.0), on_event)
 
 
-@pytest.fixture
-async def training_side(tmp_path: Path):
-    """Start engine, two gateways and the dialer for a relay at `url`; `endpoint` returns the agents' endpoints."""
+async def test_rollout_through_the_relay(start_relay, key, claims, tmp_path):
+    relay, logs = await start_relay("--wait-s", 600), tmp_path / "logs"
+    settings = config(relay.url.replace("http", "ws"), key, gateway={"processes": 2, "key_in_path": True})
+    settings = settings.model_copy(update={"relay": settings.relay.model_copy(update={"public_url": relay.url})})
     async with AsyncExitStack() as stack:
-
-        async def start(url: str, key: str, script, agents_url: str) -> tuple[GatewayFleet, ScriptedEngine]:
-            settings = config(url, key, gateway={"processes": 2, "key_in_path": True})
-            relay = settings.relay.model_copy(update={"public_url": agents_url})
-            settings = settings.model_copy(update={"relay": relay})
-            engine = stack.enter_context(ScriptedEngine(script))
-            fleet = GatewayFleet(
-                public_gateway_config(settings), engine.url, tmp_path / "logs", journals=tmp_path / "j"
-            )
-            stack.push_async_callback(fleet.stop)
-            await fleet.start()
-            dialer = dialer_to(relay, fleet.urls, tmp_path / "logs" / "relay.log")
-            stack.push_async_callback(dialer.stop)
-            await dialer.start()
-            return fleet, engine
-
-        yield start
-
-
-ask_streamed = partial(complete, stream=True)
-
-
-async def test_rollout_through_the_relay(start_relay, wire, training_side, held, key, claims):
-    relay = await start_relay("--wait-s", 600)
-    laid = await wire(relay.port)
-    held.go.set()
-    fleet, engine = await training_side(laid.url, key, held, relay.url)
-    sessions = {shard_of(name, 2): name for name in ("session-0", "session-1", "session-2", "session-3")}
-    assert set(sessions) == {0, 1}
-    for shard, session in sessions.items():
-        given = fleet.endpoint(claims(session))
-        assert given.base_url == f"{relay.url}/s/{shard}/k/{given.api_key}/v1"
-        assert await complete(given) == "at last"
-        assert await ask_streamed(given, "And 5 + 2?") == "at last"
-        trajectory = await fetch_trajectory(given, 120)
-        assert sum(len(segment.turns) for segment in trajectory.segments) == 2
-        with pytest.raises(openai.APIStatusError):
-            await complete(given)  # sealed
-
-    # A cut during a call, blocking and streaming.
-    for number, how in enumerate((complete, ask_streamed)):
-        held.go.clear()
-        made = laid.connections
-        call = asyncio.create_task(how(fleet.endpoint(claims(f"cut-{number}"))))
-        await eventually(lambda number=number: len(engine.requests) > 4 + number)
-        await laid.cut()
-        await eventually(lambda made=made: laid.connections > made)
-        held.go.set()
-        assert await call == "at last"
-
-    # A disconnected agent aborts its call at the engine.
-    held.go.clear()
-    call = asyncio.create_task(complete(fleet.endpoint(claims("gone"))))
-    await eventually(lambda: len(engine.requests) > 6)
-    call.cancel()
-    await eventually(lambda: engine.aborted == 1)
-    held.go.set()
-
-    # Control paths are refused by the relay, wrong session keys by the gateway.
-    stranger = fleet.endpoint(claims("session-0"))
-    stranger = stranger.model_copy(update={"base_url": stranger.base_url.replace(stranger.api_key, "nothing")})
-    with pytest.raises(openai.AuthenticationError):
-        await complete(stranger)
-    log = (Path(laid.url).name, *(path.read_text() for path in fleet._log_dir.glob("*.log")))
-    assert all(fleet.endpoint(claims("cut-0")).api_key not in text and key not in text for text in log)
+        engine = stack.enter_context(ScriptedEngine(lambda _: "at last"))
+        fleet = GatewayFleet(public_gateway_config(settings), engine.url, logs, journals=tmp_path / "j")
+        stack.push_async_callback(fleet.stop)
+        await fleet.start()
+        dialer = dialer_to(settings.relay, fleet.urls, logs / "relay.log")
+        stack.push_async_callback(dialer.stop)
+        await dialer.start()
+        for shard in (0, 1):
+            given = fleet.endpoint(claims(session_of(shard)))
+            assert given.base_url == f"{relay.url}/s/{shard}/k/{given.api_key}/v1"
+            assert await complete(given) == "at last"
+            assert await complete(given, "And 5 + 2?", stream=True) == "at last"
+            trajectory = await fetch_trajectory(given, 120)
+            assert sum(len(segment.turns) for segment in trajectory.segments) == 2
+            with pytest.raises(openai.APIStatusError):
+                await complete(given)  # sealed
+            stranger = given.model_copy(update={"base_url": given.base_url.replace(given.api_key, "nothing")})
+            with pytest.raises(openai.AuthenticationError):
+                await complete(stranger)
+            written = [path.read_text() for path in logs.glob("*.log")]
+            assert all(given.api_key not in text and key not in text for text in written)
 
 
 async def test_wrong_key_stops_the_run_at_start(host_relay, key, tmp_path):

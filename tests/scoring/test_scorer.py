@@ -121,7 +121,7 @@ def test_the_output_of_a_command_takes_limited_memory():
             finally:
                 tracemalloc.stop()
 
-    assert peak(320_000_000) < 3 * peak(40_000_000)
+    assert peak(160_000_000) < 2.5 * peak(40_000_000)
 
 
 def test_a_daemon_of_a_command_that_keeps_its_output_open_does_not_hold_up_the_score(tmp_path):
