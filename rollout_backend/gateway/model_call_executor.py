@@ -258,7 +258,7 @@ class ModelCallExecutor:
             running.emit(with_logprobs(rest, (logprobs or ())[sent:spoken]))
         if not request.resumable:
             completion = replace(completion, logprobs=(None,) * len(completion.token_ids))
-        return completion, replace(choice, logprobs=logprobs)
+        return completion, choice if logprobs is None else replace(choice, logprobs=logprobs)
 
     async def _read(self, call: ModelCall, prompt: Prompt, completion: Completion) -> Choice:
         thread = self._thread

@@ -174,19 +174,19 @@ class RenderingThread:
     def read(self, call: ModelCall, prompt: Prompt, completion: Completion) -> Choice:
         """Return the sampled message. A reply that the renderer cannot parse is returned as text."""
         ids = completion.token_ids
-        hidden = self._hidden(call) if call.prompt is not None else ()
-        said = ids[:-1] if self.has_end(ids) else ids
-        text = self.bundle.decode([token for token in said if token not in hidden] if hidden else said)
-        broken = False
-        if call.prompt is not None:
-            parsed = ParsedResponse(content=text)
-        else:
+        said, text, parsed, broken = ids[:-1] if self.has_end(ids) else ids, "", None, False
+        if call.prompt is None:
             try:
                 parsed = self.bundle.renderer.parse_response(list(ids), tools=call.tools, prompt_ids=prompt.ids)
             except Exception:  # sampling again would bias training towards replies that this parser can read
                 logger.exception("the renderer could not parse a reply; it is returned as text")
-                parsed, broken = ParsedResponse(content=text), True
-        choice = read_reply(parsed, text, call, completion)
+                broken = True
+        else:
+            hidden = self._hidden(call)
+            said = [token for token in said if token not in hidden]
+        if parsed is None or not call.offers_tools:
+            text = self.bundle.decode(said)
+        choice = read_reply(parsed or ParsedResponse(content=text), text, call, completion)
         if reasoning := choice.message.get("reasoning_content"):
             tokens = len(self.bundle.tokenizer.encode(reasoning, add_special_tokens=False))
             choice = replace(choice, reasoning_tokens=min(tokens, len(ids)))

@@ -58,6 +58,7 @@ _KNOWN = frozenset(
     }
 )
 _LONGEST = max(map(len, _MARKERS))
+_ANY_MARKER = re.compile("|".join(map(re.escape, sorted(_MARKERS, key=len, reverse=True))))
 
 Channel = Literal["reasoning", "text"]
 _BEGIN, _END = ("|".join(map(re.escape, markers)) for markers in zip(*OTHER_MARKERS, strict=True))
@@ -69,7 +70,10 @@ _CLOSED_REASONING = re.compile(rf"\A\s*(?:(?:<think[^<>\s]*>|{_BEGIN})\s*)?(?:</
 
 
 def read_reply(parsed: Any, text: str, call: ModelCall, completion: Completion) -> Choice:
-    """Build the message from a `renderers.ParsedResponse`. `text` is the whole completion without its end token."""
+    """Build the message from a `renderers.ParsedResponse`.
+
+    `text` is the whole completion without its end token. It is not read if tools were offered.
+    """
     content, reasoning = content_and_reasoning(parsed, text, call.offers_tools)
     calls, malformed = [], 0
     for found in parsed.tool_calls if call.offers_tools else ():
@@ -176,6 +180,7 @@ class StreamingParser:
         self._sent: dict[Channel, str] = {"reasoning": "", "text": ""}
         self._calls: list[dict[str, Any]] = []  # calls that were sent
         self._silent = bundle.name not in _KNOWN  # whether the rest is only sent at the end
+        self._bare_json = call.offers_tools and bundle.name in _BARE_JSON
         self._parsed_tokens = 0
 
     @property
@@ -268,8 +273,9 @@ class StreamingParser:
         except Exception:  # parsers expect whole replies; parsing the whole may still succeed
             logger.debug("the renderer cannot parse an incomplete reply", exc_info=True)
             return None
-        text, reasoning = content_and_reasoning(parsed, self._bundle.decode(ids), self._call.offers_tools)
-        return text, reasoning, parsed.tool_calls if self._call.offers_tools else []
+        if self._call.offers_tools:
+            return *content_and_reasoning(parsed, "", tools_offered=True), parsed.tool_calls
+        return *content_and_reasoning(parsed, self._bundle.decode(ids), tools_offered=False), []
 
     def _reasoning_is_over(self, reasoning: str, calls: bool) -> bool:
         """Return whether the reasoning cannot continue.
@@ -294,8 +300,7 @@ class StreamingParser:
     def _release(self, channel: Channel) -> list[Delta]:
         """Send the part of the held text whose meaning can no longer change."""
         held = self._held
-        bare_json = self._call.offers_tools and self._bundle.name in _BARE_JSON
-        if channel == "text" and bare_json and (self._sent["text"] + held).lstrip().startswith("{"):
+        if channel == "text" and self._bare_json and (self._sent["text"] + held).lstrip().startswith("{"):
             return []
         safe = len(held)
         for name in self._names:  # a special token starts markup, which the following tokens complete
@@ -350,8 +355,7 @@ class _GrowingText:
 
 def _has_marker(tail: str, text: str) -> bool:
     """Return whether a marker ends in `text`, which follows `tail`."""
-    around = tail + text
-    return any(around.find(marker, max(0, len(tail) - len(marker) + 1)) >= 0 for marker in _MARKERS)
+    return any(found.end() > len(tail) for found in _ANY_MARKER.finditer(tail + text))
 
 
 def _open_marker(text: str) -> int:

@@ -28,7 +28,7 @@ Invariants:
 import asyncio
 import hashlib
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, deque
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -78,9 +78,9 @@ class InFlightCall:
     aborted: bool = False  # no listener is left; its task may still be ending
     given_up: bool = False  # aborted because its client disconnected
     attempt: int = 0  # the latest one that joined it
+    task: asyncio.Future[Answer] = field(init=False)  # set by `start`
     _listeners: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _task: asyncio.Future[Answer] | None = None
 
     def __post_init__(self) -> None:
         self.attempt = self.key.attempt
@@ -88,9 +88,7 @@ class InFlightCall:
     @classmethod
     def answered_before(cls, key: RequestKey, answer: Answer) -> Self:
         """Return a call that an earlier process of this gateway answered."""
-        task: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        task.set_result(answer)
-        return cls(
+        call = cls(
             ModelCall(answer.model, ()),
             key,
             id=answer.id,
@@ -99,13 +97,10 @@ class InFlightCall:
             deltas=_deltas_of(answer),
             delivered=True,  # assumed
             restored=True,
-            _task=task,
         )
-
-    @property
-    def task(self) -> asyncio.Future[Answer]:
-        assert self._task is not None, "not started"
-        return self._task
+        call.task = asyncio.get_running_loop().create_future()
+        call.task.set_result(answer)
+        return call
 
     @property
     def done(self) -> bool:
@@ -122,7 +117,7 @@ class InFlightCall:
         return self.answered and not self._listeners and not self.delivered
 
     def start(self, work: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
-        task = self._task = asyncio.create_task(work)
+        task = self.task = asyncio.create_task(work)
         task.add_done_callback(self._ended)
         return task
 
@@ -189,7 +184,8 @@ class RetryCache:
     """The calls of one session that clients may retry."""
 
     def __init__(self) -> None:
-        self._calls: OrderedDict[bytes, list[InFlightCall]] = OrderedDict()  # by digest, latest last
+        self._calls: dict[bytes, list[InFlightCall]] = {}  # by digest
+        self._answered: deque[InFlightCall] = deque()  # latest last
         self._failed: Counter[bytes] = Counter()  # attempts that failed and were not retried yet, by question
 
     def __len__(self) -> int:
@@ -230,7 +226,6 @@ class RetryCache:
 
     def _keep(self, running: InFlightCall) -> None:
         self._calls.setdefault(running.key.digest, []).append(running)
-        self._calls.move_to_end(running.key.digest)
         running.task.add_done_callback(lambda _: self._settled(running))
 
     def failed(self, question: bytes, attempts: int = 1) -> None:
@@ -243,9 +238,9 @@ class RetryCache:
         if not running.answered:
             self._forget(running)
             return
-        answered = [call for calls in self._calls.values() for call in calls if call.answered]
-        for old in answered[: max(0, len(answered) - MAX_ANSWERS)]:
-            self._forget(old)
+        self._answered.append(running)
+        if len(self._answered) > MAX_ANSWERS:
+            self._forget(self._answered.popleft())
 
     def _forget(self, running: InFlightCall) -> None:
         calls = self._calls[running.key.digest]

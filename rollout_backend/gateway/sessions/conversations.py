@@ -88,6 +88,7 @@ def common_prefix(some: Sequence[Message], other: Sequence[Message]) -> int:
 Tools = Sequence[Mapping[str, Any]] | None
 _Digest = bytes
 _Defaults = Mapping[str, Mapping[str, Any]]  # defaults of each tool's arguments
+_Digests = tuple[_Digest, _Defaults, list[_Digest]]
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,7 @@ class Conversations:
         self._images: dict[str, Image] = {}
         self._prepared = PrefixMemo()
         self._offered: tuple[bytes, _Digest, _Defaults] = b"", b"", {}  # the tools of the latest call
+        self._latest: tuple[Sequence[Message], Tools, _Digests] = (), None, (b"", {}, [])  # each call asks twice
 
     def unseen(self, images: Mapping[str, Image]) -> list[Image]:
         """Return the images that no answered call contained."""
@@ -321,9 +323,12 @@ class Conversations:
         self._replies.add(turn.end)
         self._seen.update(turn.seen)
 
-    def _digests(self, messages: Sequence[Message], tools: Tools) -> tuple[_Digest, _Defaults, list[_Digest]]:
+    def _digests(self, messages: Sequence[Message], tools: Tools) -> _Digests:
         """Return the digest of the tools, the defaults of their arguments, and for each message the digest of the
         conversation up to it."""
+        latest_messages, latest_tools, digests = self._latest
+        if messages is latest_messages and tools is latest_tools:
+            return digests
         text, digest, defaults = self._offered
         if text != (text := to_json(tools)):
             digest, defaults = _digest(b"tools", tools or []), _defaults(tools)
@@ -331,7 +336,9 @@ class Conversations:
         with_ids = self._bundle.renders_call_ids
         named = messages if with_ids else _with_tool_names(messages)  # without ids, the tool identifies a result
         step = partial(_compared_digest, defaults=defaults, with_ids=with_ids)
-        return digest, defaults, self._prepared.chain(named, step, digest)
+        digests = digest, defaults, self._prepared.chain(named, step, digest)
+        self._latest = messages, tools, digests
+        return digests
 
     def _split_reason(self, messages: Sequence[Message], chain: list[_Digest], tools_digest: _Digest) -> str:
         if not self._seen:

@@ -151,11 +151,11 @@ class SessionJournal:
 
     def append(self, session_id: str, record: Record) -> None:
         """Append a record. Raises OSError after restoring the file, if that is possible."""
-        path = self._file(session_id)
-        descriptor = self._open.pop(path.name, None)
+        name = _name(session_id)
+        descriptor = self._open.pop(name, None)
         if descriptor is None:
-            descriptor = _open(path)
-        self._open[path.name] = descriptor  # most recently used last
+            descriptor = _open(self._sessions / name)
+        self._open[name] = descriptor  # most recently used last
         if len(self._open) > OPEN_FILES:
             os.close(self._open.pop(next(iter(self._open))))
         _write(descriptor, _frame(record))
