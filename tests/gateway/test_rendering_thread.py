@@ -8,7 +8,7 @@ import pytest
 
 from builders import assistant, user
 from rollout_backend.core.model_call import ModelCall
-from rollout_backend.gateway.rendering_thread import RenderingThread
+from rollout_backend.gateway.model_call_executor import RenderingThread
 from rollout_backend.gateway.sessions.conversations import Conversations
 from rollout_backend.rendering.segments import Completion
 

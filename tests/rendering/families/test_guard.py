@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from builders import function_tool
 from rollout_backend.config import ModelConfig
 from rollout_backend.core.model_call import ModelCall
-from rollout_backend.gateway.rendering_thread import RenderingThread
+from rollout_backend.gateway.model_call_executor import RenderingThread
 from rollout_backend.rendering.renderer import load_renderer
 from rollout_backend.rendering.reply import read_reply
 from rollout_backend.rendering.segments import Completion

@@ -14,7 +14,7 @@ from builders import assistant, function_tool, system, tool_result, user
 from families import FAMILIES, GEMMA, HERMES, MISTRAL, Family
 from rollout_backend.core.model_call import ApiError, ModelCall
 from rollout_backend.dialects.openai_chat import OpenAIChat
-from rollout_backend.gateway.rendering_thread import RenderingThread
+from rollout_backend.gateway.model_call_executor import RenderingThread
 from rollout_backend.gateway.sessions.conversations import Conversations
 from rollout_backend.rendering.renderer import known_renderers
 from rollout_backend.rendering.reply import StreamingParser, read_reply
