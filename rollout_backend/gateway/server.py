@@ -62,9 +62,7 @@ from rollout_backend.gateway.call_handler import CallHandler, Stream
 from rollout_backend.gateway.call_traces import CallTraces
 from rollout_backend.gateway.engine.client import EngineClient
 from rollout_backend.gateway.engine.engines import Engines
-from rollout_backend.gateway.engine.protocol import EngineProtocol
-from rollout_backend.gateway.engine.sglang import SglangProtocol
-from rollout_backend.gateway.engine.vllm import VllmProtocol
+from rollout_backend.gateway.engine.protocol import EngineProtocol, SglangProtocol, VllmProtocol
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.model_call_executor import ModelCallExecutor
 from rollout_backend.gateway.sessions.journal import SessionJournal

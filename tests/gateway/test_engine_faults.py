@@ -11,9 +11,7 @@ from builders import served
 from rollout_backend.errors import EngineUnavailable
 from rollout_backend.gateway.engine.client import EngineClient
 from rollout_backend.gateway.engine.engines import Engines
-from rollout_backend.gateway.engine.protocol import EngineRequest
-from rollout_backend.gateway.engine.sglang import SglangProtocol
-from rollout_backend.gateway.engine.vllm import VllmProtocol
+from rollout_backend.gateway.engine.protocol import EngineRequest, SglangProtocol, VllmProtocol
 
 GOOD = [7, 7, 8, 9]
 VOCABULARY = 100

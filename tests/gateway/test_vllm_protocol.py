@@ -10,8 +10,7 @@ from gateway_fixtures import make_app
 from rollout_backend.errors import ConfigError
 from rollout_backend.gateway.engine.client import EngineClient, EngineRefused
 from rollout_backend.gateway.engine.engines import Engines
-from rollout_backend.gateway.engine.protocol import EngineRequest
-from rollout_backend.gateway.engine.vllm import VllmProtocol
+from rollout_backend.gateway.engine.protocol import EngineRequest, VllmProtocol
 from rollout_backend.local.scripted import LOGPROB, Fail, ScriptedEngine, ToolCall
 from rollout_backend.rendering.token_bytes import StopStrings
 from tests.emulators.scripted_vllm import ScriptedVllm

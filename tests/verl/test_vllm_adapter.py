@@ -15,8 +15,7 @@ from adapters import save_adapter
 from rollout_backend.errors import EngineUnavailable
 from rollout_backend.gateway.engine.client import EngineClient, EngineRefused
 from rollout_backend.gateway.engine.engines import Engines
-from rollout_backend.gateway.engine.protocol import EngineRequest
-from rollout_backend.gateway.engine.vllm import VllmProtocol
+from rollout_backend.gateway.engine.protocol import EngineRequest, VllmProtocol
 from rollout_backend.local.tiny_model import make_tiny_model
 from rollout_backend.rendering.segments import Completion
 from rollout_backend.serving.engine import is_responding

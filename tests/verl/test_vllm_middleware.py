@@ -15,8 +15,7 @@ from agent_wrapper.contract import VersionSpan
 from rollout_backend.errors import EngineUnavailable, PreflightError
 from rollout_backend.gateway.engine.client import EngineClient, EngineRefused
 from rollout_backend.gateway.engine.engines import Engines
-from rollout_backend.gateway.engine.protocol import EngineRequest
-from rollout_backend.gateway.engine.vllm import VllmProtocol
+from rollout_backend.gateway.engine.protocol import EngineRequest, VllmProtocol
 from rollout_backend.serving.external_engine import check_vllm
 from rollout_backend.verl import vllm_middleware
 from rollout_backend.verl.verl_api import ADAPTER

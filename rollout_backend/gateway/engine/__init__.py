@@ -1,1 +1,1 @@
-"""Calls from the gateway to the engines: `client` makes a call in the protocol of `sglang` or `vllm`."""
+"""Calls from the gateway to the engines: `client` makes a call in a `protocol`, and `engines` tracks the engines."""

@@ -44,8 +44,7 @@ from rollout_backend.core.adapter import AdapterVersions, NamedAdapter
 from rollout_backend.core.routed_experts import ExpertRows
 from rollout_backend.errors import EngineUnavailable, ServingError
 from rollout_backend.gateway.engine.engines import CallsPaused, Engines, NoEngineListed
-from rollout_backend.gateway.engine.protocol import EngineProtocol, EngineRequest, ReplyReader
-from rollout_backend.gateway.engine.sglang import SglangProtocol
+from rollout_backend.gateway.engine.protocol import EngineProtocol, EngineRequest, ReplyReader, SglangProtocol
 from rollout_backend.rendering.segments import Completion
 from rollout_backend.rendering.token_bytes import Stop
 from rollout_backend.retry import retry

@@ -1,6 +1,6 @@
-"""Define requests to engines: their sampling parameters, and the protocol that writes them and reads the replies.
+"""Define requests to engines, their sampling parameters, and the protocols that write them and read the replies.
 
-Requests have SGLang's sampling parameters, which `vllm` translates.
+Token ids go in and out. Requests have SGLang's sampling parameters, which `VllmProtocol` translates.
 
 Invariants:
 
@@ -13,6 +13,10 @@ Invariants:
 
 from __future__ import annotations
 
+import base64
+import json
+import operator
+import uuid
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_wrapper.contract import Sampling
-from rollout_backend.core.images import PlacedImage
+from rollout_backend.config import ExpertShape, RouterKind
+from rollout_backend.core.images import PlacedImage, collapse_images
 from rollout_backend.core.model_call import ApiError, ModelCall, context_exceeded
+from rollout_backend.core.routed_experts import pack
 from rollout_backend.core.tasks import planned_id
 from rollout_backend.errors import ServingError
 from rollout_backend.rendering.token_bytes import StopStrings
@@ -211,3 +217,236 @@ def covering(listed: Sequence[Mapping[str, Any]], n: int) -> list[Span] | None:
             return None
         at = end
     return spans if at == n else None
+
+
+# --- SGLang --------------------------------------------------------------------------------------------------------
+
+_IMAGES_STREAM_INTERVAL = 32  # each chunk repeats the prompt, so images need longer ones
+
+
+class SglangProtocol:
+    """SGLang's `/generate`."""
+
+    path = "/generate"
+    abort_path: str | None = "/abort_request"
+    keepalive_s = 15.0
+
+    def __init__(self, experts: ExpertShape | None = None, router: RouterKind = "sglang-router") -> None:
+        """`experts` is the shape of the model's routing if it is recorded, otherwise None."""
+        self._experts = experts
+        self.needs_direct_calls = experts is not None and router == "sglang-router"  # it drops the field
+
+    def body(self, request: EngineRequest) -> dict[str, Any]:
+        images, params = request.images, request.params
+        body = {
+            "rid": uuid.uuid4().hex,
+            "input_ids": np.asarray(collapse_images(request.prompt, images), dtype=np.int32),
+            "sampling_params": params,
+            "return_logprob": True,
+            "logprob_start_len": -1,  # 0 would disable the prefix cache
+        }
+        if images:
+            body |= {"image_data": [placed.image.data_url for placed in images], "return_prompt_token_ids": True}
+        if request.adapter:
+            body["lora_path"] = request.adapter
+        if request.experts_from is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": request.experts_from}
+        if request.stream:
+            interval = _IMAGES_STREAM_INTERVAL if images else STREAM_INTERVAL
+            body |= {"stream": True, "sampling_params": {**params, "stream_interval": interval}}
+        return body
+
+    def reader(self, request: EngineRequest) -> SglangReader:
+        return SglangReader(request, self._experts)
+
+
+class SglangReader:
+    """See `ReplyReader`. For a request with images, compares the prompt in the reply with the recorded one."""
+
+    def __init__(self, request: EngineRequest, experts: ExpertShape | None = None) -> None:
+        self.finish: Mapping[str, Any] | None = None
+        self.received = 0
+        self._prompt = list(request.prompt) if request.images else None
+        self._prompt_tokens, self._experts_from = len(request.prompt), request.experts_from
+        self._experts = experts
+        self._meta: Mapping[str, Any] = {}
+        self._current: set[Any] = set()  # the engine's weight version in each chunk
+
+    def read(self, reply: Mapping[str, Any]) -> Tokens:
+        """Return the new tokens of a whole reply, or of the next chunk.
+
+        Depending on the engine's settings, a chunk has all tokens of the reply or only those since the last chunk,
+        and its logprobs likewise. `completion_tokens` distinguishes the two.
+        """
+        if self._prompt is not None:
+            _check_prompt(reply, self._prompt)
+        ids = [*map(operator.index, reply["output_ids"])]
+        meta, had = reply["meta_info"], self.received
+        finish, given = meta["finish_reason"], meta.get("output_token_logprobs") or []
+        total = meta["completion_tokens"] if had else meta.get("completion_tokens", len(ids))
+        ids = ids[had:] if len(ids) == total else ids
+        repeats = finish is not None and finish["type"] == "abort"  # perhaps, its last token
+        if total < had or not 0 <= len(ids) - (total - had) <= repeats:
+            raise ValueError(f"{len(ids)} tokens after {had}, and completion_tokens={total}")
+        ids = ids[: total - had]
+        logprobs = aligned(given[had:] if len(given) == total else given, ids)
+        self.received = total
+        self._meta = meta
+        self._current.add(meta.get("weight_version"))
+        self.finish = finish
+        return ids, logprobs
+
+    @property
+    def cached_tokens(self) -> int | None:
+        cached = self._meta.get("cached_tokens")
+        return None if cached is None else int(cached)
+
+    def experts(self) -> NDArray[np.uint8] | None:
+        """See `ReplyReader`. Only the last chunk of a stream has them. An SGLang version that does not know
+        `routed_experts_start_len` returns those of all tokens."""
+        start, encoded = self._experts_from, self._meta.get("routed_experts")
+        if start is None or self._experts is None or encoded is None or not self.received:
+            return None
+        rows = pack(np.frombuffer(base64.b64decode(encoded), dtype="<i4"), self._experts)
+        wanted = self._prompt_tokens + self.received - 1 - start
+        if len(rows) == start + wanted:
+            rows = rows[start:]
+        return rows if len(rows) == wanted else None
+
+    def spans(self) -> list[Span] | None:
+        if self.received == 0:
+            return []
+        if listed := self._meta.get("weight_versions"):
+            return covering(listed, self.received)
+        if len(self._current) > 1:
+            return None  # an interrupted stream during which the weights changed
+        version = self._meta.get("weight_version")
+        return None if version is None else [(str(version), 0, self.received)]
+
+
+def _check_prompt(reply: Mapping[str, Any], prompt: Sequence[int]) -> None:
+    if not reply["output_ids"]:
+        return  # aborted, perhaps before the prompt was built
+    saw = reply.get("prompt_token_ids")  # absent behind sglang-router, which drops the request for them
+    length = len(saw) if saw is not None else reply["meta_info"].get("prompt_tokens")
+    if length is None:
+        raise PromptDiffers("the engine does not report the length of the prompt that it built from the images")
+    if length != len(prompt) or saw not in (None, prompt):
+        raise PromptDiffers(
+            f"the engine built a prompt of {length} tokens from the images, and the recorded one has {len(prompt)}"
+        )
+
+
+# --- vLLM ----------------------------------------------------------------------------------------------------------
+
+_ID_PREFIX = "token_id:"  # prefix of the tokens in 0.24.0's logprobs
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+_PARAMETERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "temperature": ("temperature", _same),
+    "top_p": ("top_p", _same),
+    "top_k": ("top_k", _same),
+    "max_new_tokens": ("max_tokens", _same),
+    "stop_token_ids": ("stop_token_ids", _same),
+    "sampling_seed": ("seed", _same),
+    "logit_bias": ("logit_bias", _same),
+    "json_schema": ("structured_outputs", lambda schema: {"json": json.loads(schema)}),
+    "structural_tag": ("structured_outputs", lambda tag: {"structural_tag": tag}),
+}
+"""Each of SGLang's sampling parameters, with vLLM's name and the function that translates its value."""
+
+
+class VllmProtocol:
+    """vLLM's `/inference/v1/generate` (0.32.0, and 0.24.0, which verl 0.9.1 pins).
+
+    vLLM ignores unknown fields of the body and of the sampling parameters: with `max_new_tokens` it would sample to
+    the end of the context. Each parameter is therefore translated by name; one without a translation is an error.
+
+    Invariants:
+
+    - Logprobs describe the sampling distribution only if the server runs with `--logprobs-mode processed_logprobs`.
+    - vLLM sends -9999.0 for a logprob that is missing or minus infinity; the reader treats it as missing.
+    - The request includes stop strings, so that the engine ends the reply itself and its last chunk has the weight
+      versions. The gateway still decides where the reply ends.
+    - 0.24.0 reports no weight version. In verl's servers `rollout_backend.verl.vllm_middleware` adds it as
+      `weight_version`, before the first tokens of a stream.
+    """
+
+    path = "/inference/v1/generate"
+    abort_path: str | None = None  # it aborts when the connection closes
+    needs_direct_calls = True  # sglang-router and smg answer this path with 404
+    keepalive_s = 3.0  # the server closes idle connections after 5 s
+
+    def body(self, request: EngineRequest) -> dict[str, Any]:
+        if request.images:
+            raise ValueError("images are not supported with serving.engine=vllm")
+        if request.experts_from is not None:
+            raise ValueError("model.routed_experts is not supported with serving.engine=vllm")
+        params: dict[str, Any] = {"logprobs": 0, "detokenize": request.stops is not None}
+        for name, value in request.params.items():
+            if name not in _PARAMETERS:
+                raise ValueError(f"the sampling parameter {name} has no translation for vLLM")
+            translated, convert = _PARAMETERS[name]
+            params[translated] = convert(value)
+        if request.stops is not None:
+            params["stop"] = list(request.stops.strings)
+        body = {"token_ids": np.asarray(request.prompt, dtype=np.int32), "sampling_params": params}
+        if request.adapter:
+            body["model"] = request.adapter
+        if request.stream:
+            params["stream_interval"] = STREAM_INTERVAL  # 0.24.0 ignores it
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        return body
+
+    def reader(self, request: EngineRequest) -> VllmReader:
+        return VllmReader()
+
+
+class VllmReader:
+    """See `ReplyReader`."""
+
+    def __init__(self) -> None:
+        self.finish: Mapping[str, Any] | None = None
+        self.cached_tokens: int | None = None
+        self.received = 0
+        self._versions: list[Mapping[str, Any]] | None = None
+        self._version: str | None = None  # of all tokens
+
+    def read(self, reply: Mapping[str, Any]) -> Tokens:
+        usage = reply.get("usage") or {}
+        if (cached := (usage.get("prompt_tokens_details") or {}).get("cached_tokens")) is not None:
+            self.cached_tokens = cached
+        # The last event of a stream has only the usage.
+        [choice] = reply["choices"] or [{"token_ids": [], "finish_reason": None}]
+        ids = [*map(operator.index, choice["token_ids"])]
+        entries = (choice.get("logprobs") or {}).get("content") or []
+        received = self.received + len(ids)
+        if (counted := usage.get("completion_tokens")) not in (None, received):
+            raise ValueError(f"{received} tokens, and the usage counts {counted}")
+        logprobs = aligned([(entry["logprob"], _id_of(entry)) for entry in entries], ids)
+        self.received = received
+        self._versions = choice.get("weight_versions") or self._versions
+        self._version = choice.get("weight_version") or self._version
+        if (reason := choice["finish_reason"]) is not None:
+            self.finish = {"type": reason}
+        return ids, logprobs
+
+    def experts(self) -> None:
+        return None
+
+    def spans(self) -> list[Span] | None:
+        """Return the spans of the last chunk; None from 0.24.0 and after an interrupted stream."""
+        if self.received == 0:
+            return []
+        if self._version is not None:
+            return [(self._version, 0, self.received)]
+        return None if self._versions is None else covering(self._versions, self.received)
+
+
+def _id_of(entry: Mapping[str, Any]) -> int:
+    token_id = entry.get("token_id")
+    return int(token_id if token_id is not None else entry["token"].removeprefix(_ID_PREFIX))
