@@ -28,7 +28,8 @@ from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.server import create_app
 from rollout_backend.rendering.chatml import ChatMLRenderer
-from rollout_backend.rendering.renderer import RendererBundle, load_renderer
+from rollout_backend.rendering.guarded_renderer import RendererBundle
+from rollout_backend.rendering.renderer import load_renderer
 from rollout_backend.serving.install import find_engine, find_model
 from rollout_backend.serving.local_engine import LocalEngine
 from rollout_backend.serving.run_secret import model_endpoint

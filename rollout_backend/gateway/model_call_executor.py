@@ -53,7 +53,7 @@ from rollout_backend.gateway.sessions.conversations import Conversations, Prompt
 from rollout_backend.gateway.sessions.registry import OpenSession
 from rollout_backend.gateway.stats import GatewayStats, bounded_name, is_cache_break
 from rollout_backend.rendering.constrained_decoding import Constraints
-from rollout_backend.rendering.renderer import RendererBundle
+from rollout_backend.rendering.guarded_renderer import RendererBundle
 from rollout_backend.rendering.reply import StreamingParser, logprob_entry, read_reply
 from rollout_backend.rendering.segments import Completion
 from rollout_backend.rendering.token_bytes import ClearTokens, StopStrings

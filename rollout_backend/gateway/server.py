@@ -68,7 +68,8 @@ from rollout_backend.gateway.model_call_executor import ModelCallExecutor
 from rollout_backend.gateway.sessions.journal import SessionJournal
 from rollout_backend.gateway.sessions.registry import SessionRegistry
 from rollout_backend.gateway.stats import GatewayStats
-from rollout_backend.rendering.renderer import RendererBundle, load_renderer
+from rollout_backend.rendering.guarded_renderer import RendererBundle
+from rollout_backend.rendering.renderer import load_renderer
 
 SERVER_NAME = "rollout-backend"
 """Marker in the body of /health, by which a check recognizes a gateway behind a public address."""

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from rollout_backend.core.model_call import ApiError, ModelCall
-from rollout_backend.rendering.renderer import RendererBundle
+from rollout_backend.rendering.guarded_renderer import RendererBundle
 
 _WORD = "zqxj"
 _THINK, _THOUGHT = "<think>", "</think>"

@@ -16,7 +16,7 @@ Invariants, whatever the model's template and parser do:
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,8 +24,9 @@ from renderers import ParsedResponse, ParsedToolCall, ToolCallParseStatus
 from tokenizers import pre_tokenizers
 
 from rollout_backend.rendering.chatml import ChatMLRenderer
+from rollout_backend.rendering.image_positions import Vision
 from rollout_backend.rendering.reasoning import THINK
-from rollout_backend.rendering.token_bytes import decode
+from rollout_backend.rendering.token_bytes import decode, token_bytes
 from rollout_backend.rendering.tool_call_reader import FORMATS, NOTHING, USABLE, CallFormat, loads, read_calls
 
 Message = Mapping[str, Any]
@@ -58,6 +59,11 @@ _CALL = re.compile(
 # gpt-oss: the reasoning, and the header of the message after it.
 _ANALYSIS = re.compile(r"<\|channel\|>analysis<\|message\|>.*?(?=<\|(?:end|call|start|return)\|>|\Z)", re.DOTALL)
 _HEADER = re.compile(r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)?<\|message\|>")
+# Templates that print the tool's name with its result. OpenAI's tool messages carry only the call's id.
+_NEEDS_TOOL_NAMES = frozenset({"gpt-oss", "gemma4", "inkling"})
+# Renderers that never show special tokens of a reply as text: they only delimit its parts.
+_HIDES_SPECIAL_TOKENS = frozenset({"gpt-oss"})
+_TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 _WORD = "zqxj"  # ordinary text that no template contains
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -319,6 +325,102 @@ class GuardedRenderer:
         calls = [_respelled(call) for call in message.get("tool_calls") or ()]
         plain = {**message, "tool_calls": calls} if calls else message
         return {key: value if key == "role" else _mark(value, names) for key, value in plain.items()}
+
+
+@dataclass(frozen=True)
+class RendererBundle:
+    """A model's tokenizer and renderer. Use it in one thread at a time: the tokenizer has state."""
+
+    name: str
+    tokenizer: Any
+    renderer: GuardedRenderer
+    stop_token_ids: tuple[int, ...]
+    vision: Vision | None = None  # None for a text-only model
+    reason: str = ""  # why this renderer was chosen
+    _markers: dict[str, Sequence[int]] = field(default_factory=dict, compare=False)
+
+    @property
+    def reads_tool_calls(self) -> bool:
+        """Whether the model's tool calls can be parsed. If not, the agent would get each one as text."""
+        return bool(getattr(self.renderer.inner, "supports_tools", True))
+
+    @property
+    def needs_tool_names(self) -> bool:
+        return self.name in _NEEDS_TOOL_NAMES
+
+    @cached_property
+    def token_bytes(self) -> Mapping[int, bytes]:
+        """The bytes of each token. Slow on first use with a large vocabulary."""
+        return token_bytes(self.tokenizer)
+
+    @cached_property
+    def added_token_ids(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.added_tokens_decoder)
+
+    def marker_ids(self, text: str) -> Sequence[int]:
+        """Return the tokens of a constant text. They are cached, so pass only a few different texts."""
+        if text not in self._markers:
+            self._markers[text] = list(self.tokenizer.encode(text, add_special_tokens=False))
+        return self._markers[text]
+
+    @cached_property
+    def silent_token_ids(self) -> frozenset[int]:
+        """Tokens that are never part of a reply's text: those that end a turn, and gpt-oss's special tokens."""
+        special = self.special_token_ids if self.name in _HIDES_SPECIAL_TOKENS else ()
+        return frozenset(self.stop_token_ids).union(special)
+
+    @cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        added = self.tokenizer.added_tokens_decoder
+        return frozenset(int(token) for token in added if added[token].special)
+
+    @cached_property
+    def message_tokens(self) -> int:
+        """The minimum number of tokens that a message adds to a prompt, measured with empty content."""
+        user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
+        try:
+            added = len(self.render([user, assistant] * 4 + [user], None)) - len(self.render([user], None))
+        except Exception:  # templates may raise any exception
+            return 1
+        return max(1, added // 8 - 1)
+
+    @cached_property
+    def renders_call_ids(self) -> bool:
+        """Whether the prompt contains the ids of tool calls. Most templates match calls and results by order."""
+        one, other = (self._probe(call_id=call_id) for call_id in ("abcdefgh1", "abcdefgh2"))
+        return one is None or one != other
+
+    @cached_property
+    def named_roles(self) -> frozenset[str]:
+        """The roles of messages whose `name` the prompt contains. Most templates render no names."""
+        plain = self._probe()
+        probes = {role: self._probe(named=role) for role in ("system", "user", "assistant")}
+        return frozenset(role for role, named in probes.items() if named is not None and named != plain)
+
+    def _probe(self, call_id: str = "abcdefgh1", named: str | None = None) -> list[int] | None:
+        """Render a conversation with a tool call. Return None if the template refuses it."""
+        call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        messages: list[dict[str, Any]] = [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": "u"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call_id, "name": "f", "content": "t"},
+            {"role": "assistant", "content": "a"},
+            {"role": "user", "content": "u"},
+        ]
+        named_messages = [{**message, "name": "n"} if message["role"] == named else message for message in messages]
+        try:
+            return self.render(named_messages, [_TOOL])
+        except Exception:  # templates may raise any exception
+            return None
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
+        """Return the prompt for the next reply."""
+        return list(self.renderer.render_ids(list(messages), tools=tools, add_generation_prompt=True))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of the ids, including the names of special tokens."""
+        return decode(self.tokenizer, ids)
 
 
 def _any_of(names: Sequence[str]) -> re.Pattern[str]:

@@ -1,4 +1,4 @@
-"""Load the model's tokenizer, and the renderer that turns messages into tokens and tokens into messages.
+"""Load the model's tokenizer and renderer, and correct the renderers of some families.
 
 Invariants:
 
@@ -15,7 +15,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,8 +38,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from rollout_backend.config import ModelConfig
 from rollout_backend.errors import ConfigError
 from rollout_backend.rendering.chatml import ChatMLConfig, ChatMLRenderer
-from rollout_backend.rendering.guarded_renderer import GuardedRenderer
-from rollout_backend.rendering.image_positions import Vision, load_vision
+from rollout_backend.rendering.guarded_renderer import GuardedRenderer, RendererBundle
+from rollout_backend.rendering.image_positions import load_vision
 from rollout_backend.rendering.reasoning import THINK, markers_in, split
 from rollout_backend.rendering.selection import Create, KnownModels, Selection, choose, complete
 from rollout_backend.rendering.token_bytes import decode, token_bytes
@@ -47,113 +47,12 @@ from rollout_backend.rendering.tool_call_reader import FORMATS, CallFormat
 
 logger = logging.getLogger(__name__)
 
-# Templates that print the tool's name with its result. OpenAI's tool messages carry only the call's id.
-_NEEDS_TOOL_NAMES = frozenset({"gpt-oss", "gemma4", "inkling"})
 # Renderers whose encoder never reads content as control tokens, so the guard need not prevent it.
 _ENCODES_TEXT = frozenset({"gpt-oss"})
-# Renderers that never show special tokens of a reply as text: they only delimit its parts.
-_HIDES_SPECIAL_TOKENS = frozenset({"gpt-oss"})
 # OpenAI's encoder of gpt-oss needs this file and would download it.
 _VOCABULARY_FOLDER, _VOCABULARY_FILE = "TIKTOKEN_ENCODINGS_BASE", "o200k_base.tiktoken"
 _RECIPIENT = re.compile(r"(?<=\bto=)(?:functions\.)?(?P<name>[^\s<]+)")  # of gpt-oss's message
 _TAIL_TOKENS = 16  # as text, a marker of reasoning has as many tokens as characters at most
-_TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
-
-
-@dataclass(frozen=True)
-class RendererBundle:
-    """A model's tokenizer and renderer. Use it in one thread at a time: the tokenizer has state."""
-
-    name: str
-    tokenizer: Any
-    renderer: GuardedRenderer
-    stop_token_ids: tuple[int, ...]
-    vision: Vision | None = None  # None for a text-only model
-    reason: str = ""  # why this renderer was chosen
-    _markers: dict[str, Sequence[int]] = field(default_factory=dict, compare=False)
-
-    @property
-    def reads_tool_calls(self) -> bool:
-        """Whether the model's tool calls can be parsed. If not, the agent would get each one as text."""
-        return bool(getattr(self.renderer.inner, "supports_tools", True))
-
-    @property
-    def needs_tool_names(self) -> bool:
-        return self.name in _NEEDS_TOOL_NAMES
-
-    @cached_property
-    def token_bytes(self) -> Mapping[int, bytes]:
-        """The bytes of each token. Slow on first use with a large vocabulary."""
-        return token_bytes(self.tokenizer)
-
-    @cached_property
-    def added_token_ids(self) -> frozenset[int]:
-        return frozenset(self.tokenizer.added_tokens_decoder)
-
-    def marker_ids(self, text: str) -> Sequence[int]:
-        """Return the tokens of a constant text. They are cached, so pass only a few different texts."""
-        if text not in self._markers:
-            self._markers[text] = list(self.tokenizer.encode(text, add_special_tokens=False))
-        return self._markers[text]
-
-    @cached_property
-    def silent_token_ids(self) -> frozenset[int]:
-        """Tokens that are never part of a reply's text: those that end a turn, and gpt-oss's special tokens."""
-        special = self.special_token_ids if self.name in _HIDES_SPECIAL_TOKENS else ()
-        return frozenset(self.stop_token_ids).union(special)
-
-    @cached_property
-    def special_token_ids(self) -> frozenset[int]:
-        added = self.tokenizer.added_tokens_decoder
-        return frozenset(int(token) for token in added if added[token].special)
-
-    @cached_property
-    def message_tokens(self) -> int:
-        """The minimum number of tokens that a message adds to a prompt, measured with empty content."""
-        user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
-        try:
-            added = len(self.render([user, assistant] * 4 + [user], None)) - len(self.render([user], None))
-        except Exception:  # templates may raise any exception
-            return 1
-        return max(1, added // 8 - 1)
-
-    @cached_property
-    def renders_call_ids(self) -> bool:
-        """Whether the prompt contains the ids of tool calls. Most templates match calls and results by order."""
-        one, other = (self._probe(call_id=call_id) for call_id in ("abcdefgh1", "abcdefgh2"))
-        return one is None or one != other
-
-    @cached_property
-    def named_roles(self) -> frozenset[str]:
-        """The roles of messages whose `name` the prompt contains. Most templates render no names."""
-        plain = self._probe()
-        probes = {role: self._probe(named=role) for role in ("system", "user", "assistant")}
-        return frozenset(role for role, named in probes.items() if named is not None and named != plain)
-
-    def _probe(self, call_id: str = "abcdefgh1", named: str | None = None) -> list[int] | None:
-        """Render a conversation with a tool call. Return None if the template refuses it."""
-        call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": "{}"}}
-        messages: list[dict[str, Any]] = [
-            {"role": "system", "content": "s"},
-            {"role": "user", "content": "u"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": call_id, "name": "f", "content": "t"},
-            {"role": "assistant", "content": "a"},
-            {"role": "user", "content": "u"},
-        ]
-        named_messages = [{**message, "name": "n"} if message["role"] == named else message for message in messages]
-        try:
-            return self.render(named_messages, [_TOOL])
-        except Exception:  # templates may raise any exception
-            return None
-
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
-        """Return the prompt for the next reply."""
-        return list(self.renderer.render_ids(list(messages), tools=tools, add_generation_prompt=True))
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of the ids, including the names of special tokens."""
-        return decode(self.tokenizer, ids)
 
 
 def load_renderer(model: ModelConfig) -> RendererBundle:

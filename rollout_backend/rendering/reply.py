@@ -29,8 +29,8 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from rollout_backend.core.model_call import Choice, Delta, Message, ModelCall
+from rollout_backend.rendering.guarded_renderer import RendererBundle
 from rollout_backend.rendering.reasoning import OTHER_MARKERS
-from rollout_backend.rendering.renderer import RendererBundle
 from rollout_backend.rendering.segments import Completion
 from rollout_backend.rendering.tool_call_reader import FORMATS, USABLE
 

@@ -36,7 +36,7 @@ from rollout_backend.dialects.wire import to_json
 from rollout_backend.rendering.segments import Completion, SegmentRecorder, TurnPosition
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and the trainer's process needs no renderer
-    from rollout_backend.rendering.renderer import RendererBundle
+    from rollout_backend.rendering.guarded_renderer import RendererBundle
     from rollout_backend.rendering.segments import IntArray
 
 _MAX_DEPTH = 200  # of a call's arguments, at which no encoder fails

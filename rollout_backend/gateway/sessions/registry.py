@@ -34,7 +34,7 @@ from rollout_backend.gateway.sessions.calls import MAX_ANSWERS, InFlightCall, Re
 from rollout_backend.gateway.sessions.conversations import Conversations, RecordedReply
 from rollout_backend.gateway.sessions.journal import Record, SessionJournal
 from rollout_backend.gateway.stats import GatewayStats, bounded_name
-from rollout_backend.rendering.renderer import RendererBundle
+from rollout_backend.rendering.guarded_renderer import RendererBundle
 
 _FETCHABLE_S = 600.0  # after the seal; the wrapper retries for 30 s once a restarted gateway is back
 _MAX_HEARD = 100_000

@@ -6,7 +6,7 @@ import pytest
 
 from builders import function_tool
 from families import FAMILIES, Family
-from rollout_backend.rendering.renderer import RendererBundle
+from rollout_backend.rendering.guarded_renderer import RendererBundle
 
 
 @pytest.fixture(
