@@ -8,7 +8,6 @@ import hashlib
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 from PIL import Image as pillow
@@ -124,19 +123,3 @@ def image_names(messages: Iterable[Mapping[str, Any]]) -> list[str]:
         for part in message["content"]
         if part["type"] == "image_url"
     ]
-
-
-def message_content(pieces: Sequence[str | Image], separator: str = "") -> str | list[dict[str, Any]]:
-    """Return the content of a message with these texts and images.
-
-    Without images it is a string, joined by `separator`. Otherwise it is a list of parts, which the template joins.
-    """
-    if all(isinstance(piece, str) for piece in pieces):
-        return separator.join(map(str, pieces))
-    parts: list[dict[str, Any]] = []
-    for is_image, run in groupby(pieces, lambda piece: isinstance(piece, Image)):
-        if is_image:
-            parts += [image.part for image in run if isinstance(image, Image)]
-        elif text := "".join(piece for piece in run if isinstance(piece, str)):
-            parts.append({"type": "text", "text": text})
-    return parts

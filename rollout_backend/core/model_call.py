@@ -2,7 +2,7 @@
 types.
 
 Invariant: a conversation yields the same messages in every dialect, so a session may switch dialects between turns.
-The exception is a message of several text parts, which may be joined differently: see `dialects.text_parts`.
+The exception is a message of several text parts, which may be joined differently: see `dialects.base`.
 """
 
 from collections.abc import Mapping, Sequence

@@ -22,12 +22,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
-from rollout_backend.core.images import Image, message_content
+from rollout_backend.core.images import Image
 from rollout_backend.core.model_call import Answer, ApiError, Choice, Delta, Message, ModelCall
-from rollout_backend.dialects import wire
-from rollout_backend.dialects.base import Dialect, EventStream
-from rollout_backend.dialects.text_parts import Separators
-from rollout_backend.dialects.wire import Body, HostedTool, ImageReader, JsonObject, ignored, refuse, refused
+from rollout_backend.dialects import base
+from rollout_backend.dialects.base import Body, Dialect, EventStream, ImageReader, refuse, refused
 
 _TEXT_ONLY = "image blocks cannot be read: this model takes text only, so send what it says as text"
 _INVALID = "INVALID_JSON"
@@ -94,7 +92,7 @@ class _ToolUse(Body):
     type: Literal["tool_use"]
     id: str = Field(min_length=1)
     name: str = Field(min_length=1)
-    input: JsonObject | None = None
+    input: base.JsonObject | None = None
     caller: Annotated[Any, refuse("only the model itself calls tools here; leave it out", {"type": "direct"})] = None
     toolset_name: _NoToolset = None
 
@@ -121,10 +119,10 @@ class _ToolReference(Body):
         return self.tool_name
 
 
-_Texts = Annotated[list[Annotated[_Text, BeforeValidator(_is_text)]], BeforeValidator(wire.as_texts)]
+_Texts = Annotated[list[Annotated[_Text, BeforeValidator(_is_text)]], BeforeValidator(base.as_texts)]
 _Shown = Annotated[
     list[Annotated[_Text | _Media | _ToolReference, Field(discriminator="type")]],
-    BeforeValidator(wire.as_texts),
+    BeforeValidator(base.as_texts),
 ]
 
 
@@ -143,7 +141,7 @@ _Block = Annotated[
 
 class _Message(Body):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[_Block], BeforeValidator(wire.as_texts)]
+    content: Annotated[list[_Block], BeforeValidator(base.as_texts)]
     clear_at: Annotated[Any, refuse("messages are shown until you leave them out", "never")] = None
     output_config: Any = None
 
@@ -156,7 +154,7 @@ def _tool_kind(tool: object) -> str | None:
 class _Tool(Body):
     name: str = Field(min_length=1)
     description: str | None = None
-    input_schema: JsonObject
+    input_schema: base.JsonObject
     strict: bool | None = None
     allowed_callers: Annotated[Any, refuse("only the model itself calls tools here; leave it out", ["direct"])] = None
     input_examples: Annotated[Any, refuse("are not shown to the model; put them into the description", [])] = None
@@ -170,7 +168,7 @@ class _ToolChoice(Body):
 
 class _Format(Body):
     type: Literal["json_schema"]
-    json_schema: JsonObject = Field(alias="schema")
+    json_schema: base.JsonObject = Field(alias="schema")
 
 
 class _OutputConfig(Body):
@@ -190,7 +188,8 @@ class _Conversation(Body):
     tools: (
         list[
             Annotated[
-                Annotated[_Tool, Tag("custom")] | Annotated[HostedTool, Tag(_LEFT_OUT)], Discriminator(_tool_kind)
+                Annotated[_Tool, Tag("custom")] | Annotated[base.HostedTool, Tag(_LEFT_OUT)],
+                Discriminator(_tool_kind),
             ]
         ]
         | None
@@ -210,7 +209,7 @@ class _Conversation(Body):
 class _Request(_Conversation):
     max_tokens: int = Field(ge=0)  # 0 fills Anthropic's prompt cache, and samples nothing
     compaction: Annotated[Any, refuse("nothing is summarized here; ask the model for a summary")] = None
-    stop_sequences: wire.StopStrings = None
+    stop_sequences: base.StopStrings = None
     temperature: float | None = Field(default=None, ge=0, le=10)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
@@ -226,7 +225,7 @@ class AnthropicMessages(Dialect):
     client_header = "anthropic-version"
 
     def parse(self, body: bytes) -> ModelCall:
-        request = wire.read(_Request, body, _HARMLESS)
+        request = base.read(_Request, body, _HARMLESS)
         if request.messages and request.messages[-1].role == "assistant":
             raise refused(
                 f"messages.{len(request.messages) - 1}",
@@ -243,13 +242,13 @@ class AnthropicMessages(Dialect):
             max_new_tokens=request.max_tokens,
             stop=request.stop_sequences or (),
             stream=bool(request.stream),
-            ignored=ignored(body, request.model_extra, request.tools or ()),
-            sampling=wire.sampling_of(request, ("temperature", "top_p", "top_k", "thinking"))
+            ignored=base.ignored(body, request.model_extra, request.tools or ()),
+            sampling=base.sampling_of(request, ("temperature", "top_p", "top_k", "thinking"))
             | ({"reasoning_effort": True} if effort else {}),
         )
 
     def parse_count(self, body: bytes) -> ModelCall:
-        request = wire.read(_Conversation, body, _HARMLESS | _Request.model_fields.keys())
+        request = base.read(_Conversation, body, _HARMLESS | _Request.model_fields.keys())
         return _call(request, ImageReader(self._images, _TEXT_ONLY), self._separators)
 
     def count_body(self, prompt_tokens: int) -> dict[str, Any]:
@@ -271,14 +270,14 @@ class AnthropicMessages(Dialect):
         return _error(error)
 
 
-def _call(request: _Conversation, images: ImageReader, separators: Separators, **more: Any) -> ModelCall:
+def _call(request: _Conversation, images: ImageReader, separators: base.Separators, **more: Any) -> ModelCall:
     choice = request.tool_choice or _ToolChoice(type="auto")
     forced = choice.type in ("any", "tool")
     if choice.type == "tool" and choice.name is None:
         raise refused("tool_choice.name", "is missing; name the tool that must be called")
     output_format = (request.output_config and request.output_config.format) or request.output_format
     tools = [tool for tool in request.tools or () if isinstance(tool, _Tool)]
-    left_out = [tool.type for tool in request.tools or () if isinstance(tool, HostedTool)]
+    left_out = [tool.type for tool in request.tools or () if isinstance(tool, base.HostedTool)]
     if not tools and (run_by_the_agent := [kind for kind in left_out if _RUN_BY_AGENTS.fullmatch(kind)]):
         raise refused(
             "tools",
@@ -289,7 +288,7 @@ def _call(request: _Conversation, images: ImageReader, separators: Separators, *
         model=request.model,
         messages=_messages(request, images, separators),
         images=images.found,
-        tools=[wire.chat_tool(t.name, t.description, t.input_schema, t.strict) for t in tools] or None,
+        tools=[base.chat_tool(t.name, t.description, t.input_schema, t.strict) for t in tools] or None,
         tool_choice="required" if forced else "none" if choice.type == "none" else "auto",
         tool_name=choice.name if choice.type == "tool" else None,
         parallel_tool_calls=not choice.disable_parallel_tool_use,
@@ -297,13 +296,13 @@ def _call(request: _Conversation, images: ImageReader, separators: Separators, *
         **more,
     )
     if forced:
-        wire.check_forced(call.tool_name, call.tools)
+        base.check_forced(call.tool_name, call.tools)
     if not request.messages:
         raise refused("messages", "is empty; there is nothing to reply to")
     return call
 
 
-def _messages(request: _Conversation, images: ImageReader, separators: Separators) -> list[Message]:
+def _messages(request: _Conversation, images: ImageReader, separators: base.Separators) -> list[Message]:
     plain: list[Message] = []
     system = [_BILLING.sub("", block.text) for block in request.system or ()]
     if shown := separators.system.join(filter(None, system)):
@@ -317,7 +316,7 @@ def _messages(request: _Conversation, images: ImageReader, separators: Separator
     return plain
 
 
-def _given(message: _Message, where: str, images: ImageReader, separators: Separators) -> Iterator[Message]:
+def _given(message: _Message, where: str, images: ImageReader, separators: base.Separators) -> Iterator[Message]:
     """Return the messages of a user's or system turn."""
     said: list[str | Image] = []
     results = 0
@@ -333,14 +332,14 @@ def _given(message: _Message, where: str, images: ImageReader, separators: Separ
                 _image(part, f"{at}.tool_result.content.{j}", images) if isinstance(part, _Media) else part.text
                 for j, part in enumerate(block.content or ())
             ]
-            content = message_content(parts, separators.result)
+            content = base.message_content(parts, separators.result)
             if block.is_error and not content:
                 content = "Error"  # the result has no other content
             yield {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
         else:
             raise refused(at, f"a {message.role} message cannot hold a {block.type} block")
     if said or not results:
-        yield {"role": message.role, "content": message_content(said, separators.message)}
+        yield {"role": message.role, "content": base.message_content(said, separators.message)}
 
 
 def _image(block: _Media, where: str, images: ImageReader) -> Image:
@@ -374,13 +373,13 @@ def _assistant(messages: Iterable[tuple[int, _Message]]) -> Message:
 
 
 def _arguments(tool_input: Mapping[str, Any]) -> str:
-    if _is_wrapped(tool_input) and wire.is_object(tool_input[_INVALID]):
+    if _is_wrapped(tool_input) and base.is_object(tool_input[_INVALID]):
         return str(tool_input[_INVALID])
     return json.dumps(tool_input, ensure_ascii=False)
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    value = wire.read_object(arguments)
+    value = base.read_object(arguments)
     # Also wrap an input that already looks wrapped, because parsing removes one layer.
     return {_INVALID: arguments} if value is None or _is_wrapped(value) else value
 
@@ -483,7 +482,7 @@ class _Events:
         yield _event("message_stop")
 
     def failed(self, error: ApiError) -> Iterator[bytes]:
-        yield wire.event("error", _error(error))
+        yield base.event("error", _error(error))
 
     def keepalive(self) -> bytes:
         return _event("ping")
@@ -508,4 +507,4 @@ class _Events:
 
 
 def _event(name: str, **fields: Any) -> bytes:
-    return wire.event(name, {"type": name, **fields})
+    return base.event(name, {"type": name, **fields})

@@ -1,28 +1,137 @@
-"""Define the interface of an API dialect, and parse growing conversations by parsing only the new messages.
+"""Define the interface of an API dialect, and what dialects share to parse requests and write answers. Pure.
 
-Invariant: `RequestMemo` yields the messages that the dialect's `parse` returns for the whole body. Messages of an
-earlier request are reused only if the bodies are equal up to the end of these messages.
+Invariants:
+
+- Every body is either parsed, or refused with an ApiError of status 400 that names the invalid field.
+- A parsed body can be serialized to JSON again.
+- A field that changes the meaning of a call is supported or refused, never dropped. Unknown top-level fields are
+  therefore refused, unless they are null.
+- A field is harmless if it changes neither the prompt nor the sampling: storage, billing, caching, latency. Such
+  fields are counted: see `ignored`.
+- The trainer sets sampling and reasoning. The agent's settings are counted as overridden and ignored (see
+  `ModelCall.sampling`).
+- Only the bytes within a request are read as an image. No URL is fetched and no path is opened, because a request
+  could then read with the gateway's rights.
+- `RequestMemo` yields the messages that the dialect's `parse` returns for the whole body. Messages of an earlier
+  request are reused only if the bodies are equal up to the end of these messages.
 """
 
+import base64
+import binascii
 import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from itertools import groupby
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
-from rollout_backend.core.images import ImageLimits
+import orjson
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic_core import from_json
+
+from agent_wrapper.contract import ContractError
+from agent_wrapper.contract.codec import check_json
+from rollout_backend.core.images import Image, ImageLimits, read_image
 from rollout_backend.core.model_call import Answer, ApiError, Delta, Message, ModelCall
-from rollout_backend.dialects import wire
-from rollout_backend.dialects.text_parts import Separators
 
+MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 1000
+_MAX_CONTAINERS, _MAX_VALUES = 20_000, 400_000  # limits of a request: on objects and arrays, and on all values
+_M = TypeVar("_M", bound=BaseModel)
+_DATA_URL = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
+# OpenAI's, and what clients send in addition: Harbor's agents `session_id`, OpenRouter's the last three.
+_HARMLESS = frozenset(
+    {
+        *("metadata", "store", "user", "safety_identifier", "service_tier"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        *("cache_salt", "client_metadata", "priority", "request_id", "rid"),
+        *("session_id", "provider", "trace", "usage"),
+    }
+)
+_UNKNOWN = "Unrecognized request argument"  # OpenAI's words: Harbor's agents then repeat the call without the field
+_CHANGES = f"{_UNKNOWN}, which might change the call; leave it out"
+_TEMPLATE = "the chat template and its options are the trainer's (model.renderer_options); leave it out"
+_FORM = "ask for a form by a JSON schema in this API's own field for it, or in the prompt"
+_END = "a reply ends at the model's own end token, at a stop string or at its limit; leave it out"
+_READ = "a reply is always text and reasoning apart, without control tokens; leave it out"
+_BEAMS = "replies are sampled, without a search; leave it out"
+_IDS = f"{_UNKNOWN}: agents get no token ids; leave it out"
+_EXTENSIONS: Mapping[str, tuple[str, tuple[Any, ...]]] = {  # advice, and the values that change nothing
+    "add_generation_prompt": ("a reply always starts a new turn; leave it out", (True,)),
+    "continue_final_message": ("this model cannot continue a prefilled reply; leave it out", (False,)),
+    **dict.fromkeys(("chat_template", "chat_template_kwargs", "enable_thinking"), (_TEMPLATE, ())),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), (_FORM, ())),
+    **dict.fromkeys(("structured_outputs", "json_schema", "regex", "ebnf", "structural_tag"), (_FORM, ())),
+    **dict.fromkeys(("stop_token_ids", "stop_regex"), ("send stop strings instead", ())),
+    "ignore_eos": (_END, (False,)),
+    **dict.fromkeys(("include_reasoning", "separate_reasoning", "stream_reasoning"), (_READ, (True,))),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (_READ, (True,))),
+    **dict.fromkeys(("echo", "include_stop_str_in_output", "no_stop_trim"), (_READ, (False,))),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "return_hidden_states"), (_IDS, (False,))),
+    "min_tokens": (_END, (0,)),
+    "add_special_tokens": ("the chat template writes all special tokens; leave it out", (False,)),
+    "top_logprobs": ("only logprobs of sampled tokens are available; ask /v1/chat/completions for them", (0,)),
+    # Sampling fields of other APIs, which clients of engines send with their defaults.
+    **dict.fromkeys(("n", "best_of", "repetition_penalty"), (_CHANGES, (1,))),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "logprobs"), (_CHANGES, (0,))),
+    "top_k": (_CHANGES, (-1, 0)),
+    "stop": ("this API has no stop strings", ()),
+    "use_beam_search": (_BEAMS, (False,)),
+    "length_penalty": (_BEAMS, (1.0,)),
+}
+# Fields in parts of a request. Quotes within strings are escaped, so strings never match; nor do disabled values.
+_NESTED = {
+    name: (f'"{name}"'.encode(), re.compile(rf'"{name}"\s*+:\s*+(?!null\b|false\b)'.encode()))
+    for name in ("cache_control", "defer_loading", "eager_input_streaming", "prompt_cache_breakpoint")
+}
 _KEPT = 4  # conversations kept, because an agent may alternate between several
 _TAIL = 64  # bytes compared before everything is digested
 # The start of a body, up to its messages. Only plain values may precede them.
 _BEGIN = rb'\s*\{\s*(?:"\w+"\s*:\s*(?:"[^"\\]*"|[\w.+-]+)\s*,\s*)*"%s"\s*:\s*(?=\[)'
 _NEXT = re.compile(rb"\s*,\s*")
 _DECODER = json.JSONDecoder()
+
+
+# --- text parts -----------------------------------------------------------------------------------------------
+#
+# The text parts of a message are joined as the engine's own endpoints do, so that the deployed model reads the same.
+# SGLang joins them with a space and vLLM with a newline, unless the chat template takes a message's parts as a list:
+# then the template prints one after the other. Some fields are joined in another way, whatever the template takes.
+
+
+class Separators(NamedTuple):
+    """The text between two parts. An assistant's parts have none, because they are pieces of what was sampled."""
+
+    message: str = ""
+    result: str = ""
+    """The separator in a tool's result."""
+    output: str = ""
+    """The separator in a call's output, in the Responses API."""
+    system: str = ""
+    """The separator in `system`, in the Messages API."""
+
+
+# How SGLang 0.5.23 and vLLM recognize a template that takes lists.
+_TAKES_LISTS: dict[str, Callable[[str], object]] = {
+    "sglang": re.compile(r"image|audio|video|vision|\bfor\s+\w+\s+in\s+(message|msg|m)(\.|\[['\"])content\b").search,
+    "vllm": re.compile(r"\bfor\s+\w+\s+in\s+(\w+(\.|\[['\"]))?content\b").search,
+}
+
+
+def separators(engine: Literal["sglang", "vllm"], template: str | Mapping[str, str] | None) -> Separators:
+    """Return the separators that the engine uses for a model with this chat template.
+
+    `template` may also map names to templates, as tokenizers with several do.
+    """
+    text = template if isinstance(template, str) else " ".join((template or {}).values())
+    takes_lists = bool(_TAKES_LISTS[engine](text))
+    if engine == "vllm":
+        return Separators("" if takes_lists else "\n", result="\n", output="\n")
+    return Separators("" if takes_lists else " ", result=" ", system="\n")
+
+
+# --- the interface ---------------------------------------------------------------------------------------------
 
 
 class EventStream(Protocol):
@@ -69,7 +178,7 @@ class Dialect(ABC):
     def parse(self, body: bytes) -> ModelCall:
         """Parse a request.
 
-        Refuses unknown fields, and values that would change the call's meaning if they were ignored: see `wire`.
+        Refuses unknown fields, and values that would change the call's meaning if they were ignored.
 
         Raises:
             ApiError: status 400; names the invalid field.
@@ -85,7 +194,7 @@ class Dialect(ABC):
 
     def error_body(self, error: ApiError) -> dict[str, Any]:
         """Return the body of an error response, by default in the shape of OpenAI's APIs."""
-        return wire.openai_error(error)
+        return openai_error(error)
 
     def parse_count(self, body: bytes) -> ModelCall:
         """Parse a request to `count_path`. Raises ApiError (400) as `parse` does."""
@@ -94,6 +203,280 @@ class Dialect(ABC):
     def count_body(self, prompt_tokens: int) -> dict[str, Any]:
         """Return the response to a request to `count_path`."""
         raise NotImplementedError
+
+
+# --- bodies ---------------------------------------------------------------------------------------------------
+
+
+class Body(BaseModel):
+    """Base class for the parts of a request. Values are not converted, and unknown fields are ignored.
+
+    A complete request sets `extra="allow"`, so that `read` can refuse its unknown fields.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+
+
+def _is_finite(value: dict[str, Any]) -> dict[str, Any]:
+    json.dumps(value, allow_nan=False)  # 1e999 parses as infinity, which JSON cannot represent
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_is_finite)]
+
+
+def read_object(text: str) -> dict[str, Any] | None:
+    """Parse a JSON object. Return None if `text` is anything else."""
+    try:
+        value = from_json(text, allow_inf_nan=False)
+        return _is_finite(value) if isinstance(value, dict) else None
+    except ValueError:
+        return None
+
+
+def call_arguments(text: str | Mapping[str, Any] | None, where: str) -> str:
+    """Return the arguments of a call in the history as JSON. None, "" and null mean no arguments.
+
+    Raises:
+        ApiError: status 400 if they are not a JSON object. Most chat templates would render a different call.
+    """
+    if isinstance(text, Mapping):
+        return json.dumps(text, ensure_ascii=False)
+    if text is None or text.strip() in ("", "null"):
+        return "{}"
+    if not is_object(text):
+        raise refused(where, "is not a JSON object; send what the model wrote as text, in content")
+    return text
+
+
+def is_object(text: str) -> bool:
+    """Return whether `text` is a JSON object. Unlike `read_object`, accepts halves of surrogate pairs as escapes."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict)
+
+
+def _stop_strings(value: object) -> tuple[str, ...] | None:
+    strings = [value] if isinstance(value, str) else value
+    if strings is None:
+        return None
+    if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
+        raise ValueError("must be a string or a list of strings")
+    if "" in strings:
+        raise ValueError("a stop string is empty; leave it out")
+    if max(map(len, strings), default=0) > MAX_STOP_CHARS:
+        raise ValueError(f"a stop string has more than {MAX_STOP_CHARS} characters; send a shorter one")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise ValueError(f"{len(strings)} stop strings, and at most {MAX_STOP_STRINGS} are searched for; send fewer")
+    return tuple(strings)
+
+
+StopStrings = Annotated[tuple[str, ...] | None, BeforeValidator(_stop_strings)]
+
+
+def read(model: type[_M], body: bytes, harmless: Collection[str] = ()) -> _M:
+    """Parse a request's body. Of the fields unknown to `model`, only those in `harmless` are ignored.
+
+    Raises:
+        ApiError: status 400; names the invalid field.
+    """
+    try:
+        check_json(body, _MAX_CONTAINERS, _MAX_VALUES)  # validating more would hold the interpreter's lock for long
+        request = model.model_validate_json(body)
+    except ContractError as error:
+        raise refused("body", error.reason) from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "body"
+        message = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "union_tag_invalid":
+            message = f"type {first['ctx']['tag']!r} is not supported here, only {first['ctx']['expected_tags']}"
+        if first["type"] == "union_tag_not_found":
+            message = "type is missing, or this is not an object"
+        raise refused(where, message) from None
+    refuse_unknown(request.model_extra, harmless)
+    return request
+
+
+# --- unsupported and harmless fields ---------------------------------------------------------------------------
+
+
+def refuse(advice: str, *fine: Any) -> AfterValidator:
+    """Mark a field as refused with `advice`, unless it is null or one of the `fine` values."""
+
+    def check(value: Any) -> Any:
+        if value is not None and value not in fine:
+            raise ValueError(advice)
+        return value
+
+    return AfterValidator(check)
+
+
+def refused(where: str, message: str) -> ApiError:
+    return ApiError(400, f"{where}: {message}", param=where)
+
+
+def refuse_unknown(fields: Mapping[str, Any] | None, harmless: Collection[str]) -> None:
+    """Refuse request fields that the dialect does not read.
+
+    Raises:
+        ApiError: status 400; names the first field that is neither null, empty nor harmless.
+    """
+    for name, value in (fields or {}).items():
+        if value in (None, [], {}) or name in harmless or name in _HARMLESS:
+            continue
+        advice, fine = _EXTENSIONS.get(name, (_CHANGES, ()))
+        if value not in fine:
+            raise refused(name, advice)
+
+
+class HostedTool(Body):
+    """A tool that the provider runs, or on which it trains its models. It is left out and counted."""
+
+    type: str
+
+
+def ignored(body: bytes, fields: Mapping[str, Any] | None, tools: Iterable[object] = ()) -> frozenset[str]:
+    """Return the harmless fields in a request that `refuse_unknown` accepted, and the types of its hosted tools."""
+    given = {name for name, value in (fields or {}).items() if value is not None and name not in _EXTENSIONS}
+    nested = (name for name, (key, on) in _NESTED.items() if key in body and on.search(body))
+    return frozenset(given.union(nested, (tool.type for tool in tools if isinstance(tool, HostedTool))))
+
+
+# --- images, tools, answers ------------------------------------------------------------------------------------
+
+
+class ImageReader:
+    """Reads the images of a request one by one. If `limits` is None, refuses images with the message `text_only`."""
+
+    def __init__(self, limits: ImageLimits | None, text_only: str) -> None:
+        self.found: dict[str, Image] = {}
+        self._limits = limits
+        self._text_only = text_only
+        self._read = 0
+
+    @property
+    def taken(self) -> bool:
+        return self._limits is not None
+
+    def url(self, url: str, where: str) -> Image:
+        """Read a data URL. Raises ApiError (400) if it contains no image, or the request has too many."""
+        if not self.taken:
+            raise refused(where, self._text_only)
+        head = _DATA_URL.match(url)
+        if head is None:
+            raise refused(where, "images are not fetched: send the image itself, as data:image/png;base64,...")
+        return self.base64(url[head.end() :], where)
+
+    def base64(self, text: str, where: str) -> Image:
+        """Decode an image from base64. Raises ApiError (400) if it is invalid or the request has too many images."""
+        if self._limits is None:
+            raise refused(where, self._text_only)
+        self._read += 1
+        if self._read > self._limits.per_request:
+            raise refused(where, f"more than {self._limits.per_request} images in one request; send fewer")
+        try:
+            image = read_image(base64.b64decode(text, validate=True), self._limits.pixels)
+        except binascii.Error:
+            raise refused(where, "is not base64") from None
+        except ValueError as error:
+            raise refused(where, str(error)) from None
+        self.found[image.sha256] = image
+        return image
+
+
+def message_content(pieces: Sequence[str | Image], separator: str = "") -> str | list[dict[str, Any]]:
+    """Return the content of a message with these texts and images.
+
+    Without images it is a string, joined by `separator`. Otherwise it is a list of parts, which the template joins.
+    """
+    if all(isinstance(piece, str) for piece in pieces):
+        return separator.join(map(str, pieces))
+    parts: list[dict[str, Any]] = []
+    for is_image, run in groupby(pieces, lambda piece: isinstance(piece, Image)):
+        if is_image:
+            parts += [image.part for image in run if isinstance(image, Image)]
+        elif text := "".join(piece for piece in run if isinstance(piece, str)):
+            parts.append({"type": "text", "text": text})
+    return parts
+
+
+def chat_tool(
+    name: str, description: str | None, parameters: Mapping[str, Any] | None, strict: bool | None
+) -> dict[str, Any]:
+    """Return a tool in the format of `ModelCall`. Missing fields are omitted, because templates print every field."""
+    function = {"name": name, "description": description, "parameters": parameters, "strict": strict}
+    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+
+
+def sampling_of(request: BaseModel, names: Iterable[str]) -> dict[str, float | int]:
+    """Return a request's sampling settings. Of some, only the presence counts, because they are overridden."""
+    given = {name: getattr(request, name) for name in names}
+    return {
+        name: value if isinstance(value, (int, float)) else bool(value)
+        for name, value in given.items()
+        if value is not None
+    }
+
+
+def as_choice(choice: object) -> object:
+    """Return a `tool_choice` of OpenAI's APIs as an object."""
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        raise ValueError("allowed_tools are not supported; send only those tools")
+    return {"type": choice} if isinstance(choice, str) else choice
+
+
+def as_texts(content: object) -> object:
+    """Return the content of a message as a list of parts."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def schema_of(kind: str, schema: Mapping[str, Any] | None, where: str) -> Mapping[str, Any] | None:
+    """Return the JSON schema of a reply whose form OpenAI's APIs call text, json_object or json_schema."""
+    if kind == "json_schema" and schema is None:
+        raise refused(where, "is missing")
+    return {"text": None, "json_object": {"type": "object"}}.get(kind, schema)
+
+
+def check_forced(tool_name: str | None, tools: Sequence[Mapping[str, Any]] | None) -> None:
+    """Refuse a `tool_choice` that requires a tool that the request does not offer."""
+    names = [tool["function"]["name"] for tool in tools or ()]
+    if not names:
+        raise refused("tool_choice", "demands a tool call, yet there are no tools; send some or leave it out")
+    if tool_name is not None and tool_name not in names:
+        raise refused("tool_choice.name", f"there is no tool {tool_name!r}; name one of {', '.join(names)}")
+
+
+def openai_error(error: ApiError) -> dict[str, Any]:
+    """Return the body of an error in the shape of OpenAI's APIs."""
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+
+
+def data_event(data: Mapping[str, Any]) -> bytes:
+    """Return one server-sent event without a name, in ASCII as `event`."""
+    return b"data: " + json.dumps(data).encode() + b"\n\n"
+
+
+def event(name: str, data: Mapping[str, Any]) -> bytes:
+    """Return one server-sent event, in ASCII because some clients also end a line at U+2028."""
+    return f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()
+
+
+def to_json(value: object, *, sort_keys: bool = False) -> bytes:
+    """Serialize to UTF-8, several times faster than `json`. Numbers must be finite: NaN would become null."""
+    try:
+        return orjson.dumps(value, _plain, orjson.OPT_SORT_KEYS if sort_keys else None)
+    except TypeError:  # for example a large number, or half of a surrogate pair
+        return json.dumps(value, sort_keys=sort_keys, separators=(",", ":"), default=_plain).encode()
+
+
+def _plain(value: object) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} has no form in JSON")
 
 
 # --- growing conversations ------------------------------------------------------------------------------------

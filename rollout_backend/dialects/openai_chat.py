@@ -9,12 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
-from rollout_backend.core.images import Image, message_content
+from rollout_backend.core.images import Image
 from rollout_backend.core.model_call import Answer, ApiError, Delta, Message, ModelCall
-from rollout_backend.dialects import wire
-from rollout_backend.dialects.base import Dialect, EventStream
-from rollout_backend.dialects.text_parts import Separators
-from rollout_backend.dialects.wire import ImageReader, ignored, refuse, refused
+from rollout_backend.dialects import base
+from rollout_backend.dialects.base import Dialect, EventStream, ImageReader, refuse, refused
 
 _MAX_CHOICES = 16
 _NO_PREFILL = "this model cannot continue a prefilled reply; leave it out"
@@ -56,7 +54,7 @@ class _ToolCall(_Body):
 
 class _Message(_Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[_Part] | None, BeforeValidator(wire.as_texts)] = None
+    content: Annotated[list[_Part] | None, BeforeValidator(base.as_texts)] = None
     refusal: str | None = None
     audio: Annotated[JsonValue, refuse("this model has no audio; send what was said as content")] = None
     function_call: Annotated[JsonValue, refuse("functions are tools here; send the call as tool_calls")] = None
@@ -114,7 +112,7 @@ class SamplingFields(BaseModel):
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63 - _MAX_CHOICES)
     n: int | None = Field(default=None, ge=1, le=_MAX_CHOICES)
-    stop: wire.StopStrings = None
+    stop: base.StopStrings = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     frequency_penalty: JsonValue = None
@@ -132,7 +130,7 @@ class _Request(SamplingFields, _Body):
     model: str
     messages: Annotated[list[_Message], Field(min_length=1)]
     tools: list[_Tool] | None = None
-    tool_choice: Annotated[_ToolChoice | None, BeforeValidator(wire.as_choice)] = None
+    tool_choice: Annotated[_ToolChoice | None, BeforeValidator(base.as_choice)] = None
     parallel_tool_calls: bool | None = None
     response_format: _ResponseFormat | None = None
     max_tokens: int | None = Field(default=None, ge=1)
@@ -159,7 +157,7 @@ class OpenAIChat(Dialect):
     appended_field = "messages"
 
     def parse(self, body: bytes) -> ModelCall:
-        request = wire.read(_Request, body, _HARMLESS)
+        request = base.read(_Request, body, _HARMLESS)
         if request.top_logprobs:
             raise refused("top_logprobs", "only the logprobs of sampled tokens are available")
         choice = request.tool_choice or _ToolChoice(type="auto")
@@ -183,12 +181,12 @@ class OpenAIChat(Dialect):
             n=request.n or 1,
             logprobs=bool(request.logprobs),
             stream=bool(request.stream),
-            sampling=wire.sampling_of(request, (*SAMPLING, "reasoning_effort", "reasoning", "thinking", "verbosity")),
-            ignored=ignored(body, request.model_extra),
+            sampling=base.sampling_of(request, (*SAMPLING, "reasoning_effort", "reasoning", "thinking", "verbosity")),
+            ignored=base.ignored(body, request.model_extra),
             dialect_data=bool(request.stream_options and request.stream_options.include_usage),
         )
         if call.tool_choice == "required":
-            wire.check_forced(call.tool_name, call.tools)
+            base.check_forced(call.tool_name, call.tools)
         return call
 
     def body(self, call: ModelCall, answer: Answer) -> dict[str, Any]:
@@ -215,10 +213,10 @@ def _schema(wanted: _ResponseFormat | None) -> Mapping[str, Any] | None:
     if wanted is None:
         return None
     schema = wanted.json_schema.json_schema if wanted.json_schema else None
-    return wire.schema_of(wanted.type, schema, "response_format.json_schema.schema")
+    return base.schema_of(wanted.type, schema, "response_format.json_schema.schema")
 
 
-def _plain(message: _Message, where: str, images: ImageReader, separators: Separators) -> Message:
+def _plain(message: _Message, where: str, images: ImageReader, separators: base.Separators) -> Message:
     role = "system" if message.role == "developer" else message.role
     separator = {"assistant": "", "tool": separators.result}.get(role, separators.message)
     plain: Message = {"role": role, "content": _content(message, where, images, separator)}
@@ -239,7 +237,7 @@ def _plain(message: _Message, where: str, images: ImageReader, separators: Separ
 
 
 def _plain_call(call: _ToolCall, where: str) -> dict[str, Any]:
-    arguments = wire.call_arguments(call.function.arguments, f"{where}.function.arguments")
+    arguments = base.call_arguments(call.function.arguments, f"{where}.function.arguments")
     function = {"name": call.function.name, "arguments": arguments}
     return {**call.model_dump(exclude_none=True), "function": function}
 
@@ -262,7 +260,7 @@ def _content(message: _Message, where: str, images: ImageReader, separator: str)
         if any(pieces):
             raise refused(f"{where}.refusal", "a reply is content or a refusal; send one of the two")
         pieces = [message.refusal]
-    return message_content(pieces, separator)
+    return base.message_content(pieces, separator)
 
 
 # --- the answer -------------------------------------------------------------------------------------------
@@ -312,15 +310,15 @@ class ChatEvents(EventStream):
         for i, choice in enumerate(answer.choices):
             yield self._chunk(i, {}, (choice.logprobs or ())[self._given[i] :], choice.finish_reason)
         if self._include_usage:
-            yield wire.data_event({**self._head, "choices": [], "usage": usage(answer)})
+            yield base.data_event({**self._head, "choices": [], "usage": usage(answer)})
         yield b"data: [DONE]\n\n"
 
     def failed(self, error: ApiError) -> Iterator[bytes]:
-        yield wire.data_event(wire.openai_error(error))
+        yield base.data_event(base.openai_error(error))
 
     def _chunk(
         self, i: int, said: Any, logprobs: Sequence[Mapping[str, Any]] = (), reason: str | None = None
     ) -> bytes:
         self._given[i] += len(logprobs)
         choice = {"index": i, "delta": said, "logprobs": _logprobs(logprobs), "finish_reason": reason}
-        return wire.data_event({**self._head, "choices": [choice]})
+        return base.data_event({**self._head, "choices": [choice]})

@@ -14,10 +14,9 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from rollout_backend.core.model_call import Answer, Delta, ModelCall
-from rollout_backend.dialects import wire
-from rollout_backend.dialects.base import Dialect, EventStream
+from rollout_backend.dialects import base
+from rollout_backend.dialects.base import Body, Dialect, EventStream, ignored, refuse, refused
 from rollout_backend.dialects.openai_chat import SAMPLING, ChatEvents, SamplingFields, usage
-from rollout_backend.dialects.wire import Body, ignored, refuse, refused
 
 _MAX_TOKENS = 16  # the default of this API and of the engines
 
@@ -57,7 +56,7 @@ class OpenAICompletions(Dialect):
     path = "/completions"
 
     def parse(self, body: bytes) -> ModelCall:
-        request = wire.read(_Request, body)
+        request = base.read(_Request, body)
         choices = request.n or 1
         if request.best_of not in (None, choices):
             raise refused("best_of", "all choices are returned; set n instead")
@@ -73,7 +72,7 @@ class OpenAICompletions(Dialect):
             n=choices,
             logprobs=request.logprobs is not None,
             stream=bool(request.stream),
-            sampling=wire.sampling_of(request, SAMPLING),
+            sampling=base.sampling_of(request, SAMPLING),
             ignored=ignored(body, request.model_extra),
             dialect_data=bool(request.stream_options and request.stream_options.include_usage),
         )
@@ -120,4 +119,4 @@ class _Events(ChatEvents):
     ) -> bytes:
         self._given[i] += len(logprobs)
         choice = _choice(i, said or "", reason, _logprobs(logprobs))
-        return wire.data_event({**self._head, "choices": [choice]})
+        return base.data_event({**self._head, "choices": [choice]})

@@ -20,13 +20,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
-from rollout_backend.core.images import Image, message_content
+from rollout_backend.core.images import Image
 from rollout_backend.core.model_call import Answer, Message, ModelCall, whole_deltas
-from rollout_backend.dialects import wire
-from rollout_backend.dialects.base import Dialect, EventStream
+from rollout_backend.dialects import base
+from rollout_backend.dialects.base import Body, Dialect, EventStream, ImageReader, refuse, refused
 from rollout_backend.dialects.openai_responses_stream import ResponseEcho, ResponseEvents
-from rollout_backend.dialects.text_parts import Separators
-from rollout_backend.dialects.wire import Body, HostedTool, ImageReader, JsonObject, ignored, refuse, refused
 
 _TEXT_ONLY = "input_image cannot be read: this model takes text only, so send what it says as input_text"
 _NOT_STORED = "are not stored here; send the whole conversation as input"
@@ -91,7 +89,7 @@ _Part = Annotated[
     Annotated[_TextPart | _RefusalPart | _ImagePart, Field(discriminator="type")],
     BeforeValidator(_is_readable),
 ]
-_Parts = Annotated[list[_Part], BeforeValidator(wire.as_texts)]
+_Parts = Annotated[list[_Part], BeforeValidator(base.as_texts)]
 
 
 class _Message(Body):
@@ -174,7 +172,7 @@ class _Declared(Body):
 
 class _Tool(_Declared):
     type: Literal["function"]
-    parameters: JsonObject | None = None
+    parameters: base.JsonObject | None = None
     strict: bool | None = None
     output_schema: Annotated[Any, refuse("is not shown to the model; say it in the description")] = None
 
@@ -216,7 +214,7 @@ _AnyTool = Annotated[
     Annotated[_Tool, Tag("function")]
     | Annotated[_CustomTool, Tag("custom")]
     | Annotated[_Namespace, Tag("namespace")]
-    | Annotated[HostedTool, Tag(_LEFT_OUT)],
+    | Annotated[base.HostedTool, Tag(_LEFT_OUT)],
     Discriminator(_tool_kind),
 ]
 
@@ -237,7 +235,7 @@ class _ToolChoice(Body):
 class _Format(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
-    json_schema: JsonObject | None = Field(default=None, alias="schema")
+    json_schema: base.JsonObject | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -253,15 +251,15 @@ class _Request(Body):
     input: Annotated[list[_Item], BeforeValidator(_as_items)] | None = None
     instructions: str | None = None
     tools: list[_AnyTool] | None = None
-    tool_choice: Annotated[_ToolChoice, BeforeValidator(wire.as_choice)] | None = None
+    tool_choice: Annotated[_ToolChoice, BeforeValidator(base.as_choice)] | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=10)
     top_p: float | None = Field(default=None, gt=0, le=1)
     text: _TextConfig | None = None
     include: list[str] | None = None
-    metadata: JsonObject | None = None
-    reasoning: JsonObject | None = None
+    metadata: base.JsonObject | None = None
+    reasoning: base.JsonObject | None = None
     stream: bool | None = None
     previous_response_id: Annotated[Any, refuse(f"responses {_NOT_STORED}", False)] = None
     conversation: Annotated[Any, refuse(f"conversations {_NOT_STORED}", False)] = None
@@ -284,7 +282,7 @@ class OpenAIResponses(Dialect):
     count_path = "/responses/input_tokens"
 
     def parse(self, body: bytes) -> ModelCall:
-        request = wire.read(_Request, body, _HARMLESS)
+        request = base.read(_Request, body, _HARMLESS)
         if "message.output_text.logprobs" in (request.include or ()):
             raise refused("include", "logprobs are not given in this API; ask /v1/chat/completions for them")
         choice = request.tool_choice or _ToolChoice(type="auto")
@@ -302,16 +300,16 @@ class OpenAIResponses(Dialect):
             tool_choice="required" if choice.type == "function" or choice.type == "custom" else choice.type,
             tool_name=_flat_name(choice.name, choice.namespace) if names_tool and choice.name else None,
             parallel_tool_calls=request.parallel_tool_calls is not False,
-            json_schema=wire.schema_of(wanted.type, wanted.json_schema, "text.format.schema") if wanted else None,
+            json_schema=base.schema_of(wanted.type, wanted.json_schema, "text.format.schema") if wanted else None,
             max_new_tokens=request.max_output_tokens,
             stream=bool(request.stream),
-            sampling=wire.sampling_of(request, ("temperature", "top_p", "reasoning"))
+            sampling=base.sampling_of(request, ("temperature", "top_p", "reasoning"))
             | ({"verbosity": True} if request.text and request.text.verbosity else {}),
-            ignored=ignored(body, request.model_extra, request.tools or ()),
+            ignored=base.ignored(body, request.model_extra, request.tools or ()),
             dialect_data=echo,
         )
         if call.tool_choice == "required":
-            wire.check_forced(call.tool_name, call.tools)
+            base.check_forced(call.tool_name, call.tools)
         if not request.input:
             raise refused("input", "is empty; there is nothing to reply to")
         return call
@@ -344,25 +342,25 @@ def _tools(request: _Request) -> tuple[list[dict[str, Any]], ResponseEcho]:
                     f"makes more than {_MAX_REPEATED} characters; shorten them",
                 )
         for tool in [declared] if space is None else space.tools:
-            if isinstance(tool, (_Namespace, HostedTool)):
+            if isinstance(tool, (_Namespace, base.HostedTool)):
                 continue
             name = _flat_name(tool.name, space.name if space is not None else None)
             if space is not None:
                 namespaces[name] = space.name, tool.name
             if isinstance(tool, _CustomTool):
                 custom.append(name)
-                offered.append(wire.chat_tool(name, tool.explanation, _TEXT_INPUT, None))
+                offered.append(base.chat_tool(name, tool.explanation, _TEXT_INPUT, None))
             else:
-                offered.append(wire.chat_tool(name, tool.description, tool.parameters, tool.strict))
+                offered.append(base.chat_tool(name, tool.description, tool.parameters, tool.strict))
             if space is not None and space.description:
                 function = offered[-1]["function"]
                 function["description"] = f"{space.description}\n\n{function.get('description', '')}".rstrip()
-        if not isinstance(declared, HostedTool):
+        if not isinstance(declared, base.HostedTool):
             echoed.append(declared.model_dump(by_alias=True, exclude_unset=True))
     return offered, ResponseEcho(_echo(request), echoed, custom, namespaces)
 
 
-def _messages(request: _Request, images: ImageReader, separators: Separators) -> list[Message]:
+def _messages(request: _Request, images: ImageReader, separators: base.Separators) -> list[Message]:
     plain: list[Message] = []
     if request.instructions:
         plain.append({"role": "system", "content": request.instructions})
@@ -399,7 +397,7 @@ def _add(
     if isinstance(item, _Message):
         reply["content"].append(_content(item.content, f"{where}.message.content", images, "", item.role))
     elif isinstance(item, (_FunctionCall, _CustomCall)):
-        arguments = wire.call_arguments(item.arguments, f"{where}.arguments")
+        arguments = base.call_arguments(item.arguments, f"{where}.arguments")
         function = {"name": _flat_name(item.name, item.namespace), "arguments": arguments}
         reply.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
     elif item.content:
@@ -424,7 +422,7 @@ def _content(
         pieces.append(images.url(part.image_url or "", f"{where}.{i}"))
         if text_of is not None:
             raise refused(f"{where}.{i}", f"a message of the {text_of} cannot hold an image")
-    return message_content(pieces, separator)
+    return base.message_content(pieces, separator)
 
 
 def _echo(request: _Request) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any, Literal
 
 from rollout_backend.core.model_call import Answer, ApiError, Delta, ModelCall
-from rollout_backend.dialects import wire
+from rollout_backend.dialects import base
 from rollout_backend.dialects.base import EventStream
 
 _TOOL = {"type": "function", "description": None, "parameters": None, "strict": None}
@@ -158,12 +158,12 @@ class ResponseEvents(EventStream):
         return self._event(kind, **place, **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        return wire.event(kind, {"type": kind, "sequence_number": next(self._numbers), **fields})
+        return base.event(kind, {"type": kind, "sequence_number": next(self._numbers), **fields})
 
 
 def _custom_input(arguments: str) -> str | None:
     """Return the input of a custom tool; None if these are not the arguments of one."""
-    value = wire.read_object(arguments)
+    value = base.read_object(arguments)
     text = value["input"] if value is not None and value.keys() == {"input"} else None
     return text if isinstance(text, str) else None
 

@@ -25,8 +25,7 @@ from starlette.types import Receive, Scope, Send
 from rollout_backend.config import LeftOut
 from rollout_backend.core.model_call import Answer, ApiError, Choice, ModelCall, context_exceeded, not_adopted
 from rollout_backend.core.session_key import SessionClaims
-from rollout_backend.dialects.base import Dialect, EventStream
-from rollout_backend.dialects.wire import to_json
+from rollout_backend.dialects.base import Dialect, EventStream, to_json
 from rollout_backend.gateway.admission import Admission, SessionShare, is_brief, too_large
 from rollout_backend.gateway.call_traces import CallTraces
 from rollout_backend.gateway.gateway_settings import GatewaySettings

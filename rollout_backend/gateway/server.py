@@ -52,9 +52,8 @@ from rollout_backend.core.images import ImageLimits
 from rollout_backend.core.model_call import ApiError
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_key import SessionClaims
-from rollout_backend.dialects.base import Dialect
+from rollout_backend.dialects.base import Dialect, separators
 from rollout_backend.dialects.registry import DIALECTS, dialect_of_client
-from rollout_backend.dialects.text_parts import separators
 from rollout_backend.errors import ConfigError
 from rollout_backend.gateway.access import Authenticator, PathKeys
 from rollout_backend.gateway.admission import Admission, read_body

@@ -3,10 +3,9 @@ import json
 import pytest
 
 from rollout_backend.dialects.anthropic_messages import AnthropicMessages
-from rollout_backend.dialects.base import Dialect
+from rollout_backend.dialects.base import Dialect, separators
 from rollout_backend.dialects.openai_chat import OpenAIChat
 from rollout_backend.dialects.openai_responses import OpenAIResponses
-from rollout_backend.dialects.text_parts import separators
 
 STRINGS = "{% for m in messages %}{% if '</think>' in m.content %}{{ m.content }}{% endif %}{% endfor %}"
 LISTS = "{% for m in messages %}{% for part in m['content'] %}{{ part.text }}{% endfor %}{% endfor %}"

@@ -32,7 +32,7 @@ import orjson
 from agent_wrapper.contract import ImageSpan, Segment
 from rollout_backend.config import ExpertShape
 from rollout_backend.core.images import Image, PlacedImage, collapse_images, image_names
-from rollout_backend.dialects.wire import to_json
+from rollout_backend.dialects.base import to_json
 from rollout_backend.rendering.segments import Completion, SegmentRecorder, TurnPosition
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and the trainer's process needs no renderer

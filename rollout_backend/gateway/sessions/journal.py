@@ -54,7 +54,7 @@ from rollout_backend.core.images import Image
 from rollout_backend.core.model_call import Answer, ApiError, Choice
 from rollout_backend.core.routed_experts import ExpertRows
 from rollout_backend.core.session_key import SessionClaims
-from rollout_backend.dialects.wire import to_json
+from rollout_backend.dialects.base import to_json
 from rollout_backend.errors import ConfigError
 from rollout_backend.gateway.sessions.conversations import RecordedReply, RecordedTurn
 from rollout_backend.rendering.segments import Completion, TurnPosition
