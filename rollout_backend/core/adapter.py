@@ -1,11 +1,10 @@
-"""The LoRA adapter that a model call names: its newest version, and the labels of the tokens it sampled. Pure.
+"""The LoRA adapter that a model call names, and the labels of the tokens that it sampled. Pure.
 
 A token's label is its weight version: `3` for version 3 of the model's weights, `math@3` for version 3 of the adapter
 `math`.
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 _MARK = "@"
@@ -29,27 +28,6 @@ class NamedAdapter:
     def label(self, reported: str) -> str:
         """Return the label of tokens for which the engine reports this weight version."""
         return f"{self.name}{_MARK}{reported}" if self.version is None else self.engine_name
-
-
-class AdapterVersions:
-    """The newest version of each adapter that the trainer loads into its engines.
-
-    A new attempt of a model call names the newest version that the trainer has announced.
-    """
-
-    def __init__(self, versions: Mapping[str, int] | None = None) -> None:
-        self._versions = dict(versions or {})
-
-    def replace(self, versions: Mapping[str, int]) -> None:
-        """Set the newest version of every adapter."""
-        self._versions = dict(versions)
-
-    def newest(self, name: str) -> NamedAdapter | None:
-        """Return the adapter as a call names it now; None without a name, which means the model's own weights.
-
-        An adapter without a version was loaded by the engine's operator.
-        """
-        return NamedAdapter(name, self._versions.get(name)) if name else None
 
 
 def number_of(label: str) -> int | None:

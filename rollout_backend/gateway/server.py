@@ -47,7 +47,6 @@ from starlette.routing import Route
 
 from agent_wrapper.contract import Trajectory
 from agent_wrapper.contract.messages import RESULT_LIMIT_HEADER
-from rollout_backend.core.adapter import AdapterVersions
 from rollout_backend.core.images import ImageLimits
 from rollout_backend.core.model_call import ApiError
 from rollout_backend.core.seal import Sealer
@@ -60,7 +59,7 @@ from rollout_backend.gateway.admission import Admission, read_body
 from rollout_backend.gateway.call_handler import CallHandler, Stream
 from rollout_backend.gateway.call_traces import CallTraces
 from rollout_backend.gateway.engine.client import EngineClient
-from rollout_backend.gateway.engine.engines import Engines
+from rollout_backend.gateway.engine.engines import AdapterVersions, Engines
 from rollout_backend.gateway.engine.protocol import EngineProtocol, SglangProtocol, VllmProtocol
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.model_call_executor import ModelCallExecutor

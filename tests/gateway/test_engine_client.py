@@ -5,10 +5,9 @@ import pytest
 from aiohttp import web
 
 from builders import background, eventually, served
-from rollout_backend.core.adapter import AdapterVersions
 from rollout_backend.errors import EngineUnavailable
 from rollout_backend.gateway.engine.client import EngineClient, EngineRefused
-from rollout_backend.gateway.engine.engines import CallsPaused, Engines
+from rollout_backend.gateway.engine.engines import AdapterVersions, CallsPaused, Engines
 from rollout_backend.gateway.engine.protocol import EngineRequest
 from rollout_backend.rendering.token_bytes import StopStrings
 from rollout_backend.serving.server_process import free_port

@@ -40,10 +40,10 @@ from numpy.typing import NDArray
 from tenacity import RetryCallState, wait_exponential_jitter
 
 from agent_wrapper.contract import VersionSpan
-from rollout_backend.core.adapter import AdapterVersions, NamedAdapter
+from rollout_backend.core.adapter import NamedAdapter
 from rollout_backend.core.routed_experts import ExpertRows
 from rollout_backend.errors import EngineUnavailable, ServingError
-from rollout_backend.gateway.engine.engines import CallsPaused, Engines, NoEngineListed
+from rollout_backend.gateway.engine.engines import AdapterVersions, CallsPaused, Engines, NoEngineListed
 from rollout_backend.gateway.engine.protocol import EngineProtocol, EngineRequest, ReplyReader, SglangProtocol
 from rollout_backend.rendering.segments import Completion
 from rollout_backend.rendering.token_bytes import Stop

@@ -23,6 +23,7 @@ from typing import Any, NoReturn, TypeVar
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
+from rollout_backend.core.adapter import NamedAdapter
 from rollout_backend.gateway.stats import EngineLoad
 
 logger = logging.getLogger(__name__)
@@ -177,6 +178,27 @@ class Engines:
         if self.restart is not None:
             self.restart.cancel()
             await asyncio.gather(self.restart, return_exceptions=True)
+
+
+class AdapterVersions:
+    """The newest version of each adapter that the trainer loads into its engines.
+
+    A new attempt of a model call names the newest version that the trainer has announced.
+    """
+
+    def __init__(self, versions: Mapping[str, int] | None = None) -> None:
+        self._versions = dict(versions or {})
+
+    def replace(self, versions: Mapping[str, int]) -> None:
+        """Set the newest version of every adapter."""
+        self._versions = dict(versions)
+
+    def newest(self, name: str) -> NamedAdapter | None:
+        """Return the adapter as a call names it now; None without a name, which means the model's own weights.
+
+        An adapter without a version was loaded by the engine's operator.
+        """
+        return NamedAdapter(name, self._versions.get(name)) if name else None
 
 
 class _Rank(BaseModel):
