@@ -100,12 +100,7 @@ def check_pixels(image: Image) -> None:
 
 
 def collapse_images(ids: Sequence[int], placed: Sequence[PlacedImage]) -> Sequence[int]:
-    """Return the ids with one token per image, which is the form that engines accept.
-
-    Without images, returns `ids` itself.
-    """
-    if not placed:
-        return ids
+    """Return the ids with one token per image, which is the form that engines accept."""
     found: list[int] = []
     at = 0
     for place in placed:

@@ -110,7 +110,7 @@ class CallHandler:
         self._stats = stats
         self._traces = traces
         self._adopted = set(settings.adopted)
-        context = settings.model.context_tokens
+        self._model_name, context = settings.model.served_name, settings.model.context_tokens
         self._max_bytes = settings.gateway.max_body_bytes
         self._too_large = partial(too_large, self._max_bytes)
         if text_only and (most := _BYTES + _TOKEN_BYTES * context) < self._max_bytes:
@@ -124,7 +124,7 @@ class CallHandler:
 
     def check_model(self, name: str) -> None:
         """Raise ApiError (404) unless `name` is the model that this gateway serves."""
-        served = self._settings.model.served_name
+        served = self._model_name
         if name != served and all(rule.model != name for rule in self._settings.leave_out):
             raise ApiError(404, f"there is no model {name!r} here, only {served!r}", code="model_not_found")
 
@@ -236,7 +236,7 @@ class CallHandler:
             if not call.stream or running.done:
                 answer = running.outcome()
             if call.stream:
-                stream = dialect.stream(call, running.id, running.created, self._settings.model.served_name)
+                stream = dialect.stream(call, running.id, running.created, self._model_name)
                 events = self._events(stream, session, running)
                 response: _Answer = Stream(events, media_type="text/event-stream", headers=_STREAM_HEADERS)
             else:

@@ -49,9 +49,9 @@ from rollout_backend.gateway.engine.protocol import (
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.sessions import journal as journals
 from rollout_backend.gateway.sessions.calls import InFlightCall
-from rollout_backend.gateway.sessions.conversations import Conversations, Prompt, RecordedTurn
+from rollout_backend.gateway.sessions.conversations import Conversations, Prompt, RecordedTurn, is_cache_break
 from rollout_backend.gateway.sessions.registry import OpenSession
-from rollout_backend.gateway.stats import GatewayStats, bounded_name, is_cache_break
+from rollout_backend.gateway.stats import GatewayStats, bounded_name
 from rollout_backend.rendering.constrained_decoding import Constraints
 from rollout_backend.rendering.guarded_renderer import RendererBundle
 from rollout_backend.rendering.reply import StreamingParser, logprob_entry, read_reply
@@ -82,11 +82,12 @@ class ModelCallExecutor:
     ) -> None:
         self._settings = settings
         self._bundle = bundle
+        self._model_name, self._context_tokens = settings.model.served_name, settings.model.context_tokens
         self._records_experts = settings.model.routed_experts
         self._stats = stats
         self._engine = engine
         self._constraints = Constraints(bundle, settings.gateway.constrained_decoding == "allow")
-        self._thread = RenderingThread(bundle, settings.gateway.session_image_bytes, settings.model.context_tokens)
+        self._thread = RenderingThread(bundle, settings.gateway.session_image_bytes, self._context_tokens)
 
     def close(self) -> None:
         self._thread.close()
@@ -178,7 +179,7 @@ class ModelCallExecutor:
         answer = Answer(
             id=running.id,
             created=running.created,
-            model=self._settings.model.served_name,
+            model=self._model_name,
             choices=tuple(choice for _, choice in sampled),
             prompt_tokens=len(prompt.ids),
             cached_tokens=cached_tokens,
@@ -213,7 +214,7 @@ class ModelCallExecutor:
             settings.agent_sampling_overrides,
             reply_limit(
                 len(prompt.ids),
-                self._settings.model.context_tokens,
+                self._context_tokens,
                 None if cap is None else cap - session.sampled_tokens,
             ),
             self._bundle.stop_token_ids,
@@ -307,7 +308,7 @@ class ModelCallExecutor:
         except EngineRefused as error:
             logger.warning("an engine refused a model call: %s", error)
             if "context length" in str(error) or "maximum allowed length" in str(error):
-                raise context_exceeded(self._settings.model.context_tokens, f"the engine says: {error}") from None
+                raise context_exceeded(self._context_tokens, f"the engine says: {error}") from None
             if not request.resumable:
                 raise _not_constrained(
                     f"the engine cannot hold a reply to this form: {error}. It needs a grammar backend (SGLang's "

@@ -14,8 +14,6 @@ Counts = Counter[str]
 _MAX_NAMES, _MAX_NAME_CHARS, _OTHERS = 100, 128, "(others)"
 _OF_ENGINES = ("engine_running", "engine_waiting", "engine_kv_used", "engine_kv_tokens")
 
-_CACHE_MIN_TOKENS, _CACHE_SHARE = 256, 0.5  # engines cache whole pages, but not the last page
-
 
 class EngineLoad(NamedTuple):
     """Load of one engine from all its clients, at one moment."""
@@ -160,12 +158,3 @@ class EngineUseMeter:
             imbalance=self._busiest / self._mean if self._mean else None,
             kv_used=sum(known) / len(known) if known else None,
         )
-
-
-def is_cache_break(known: int, cached: int) -> bool:
-    """Return whether an engine's prefix cache lost the `known` tokens of a conversation and has only `cached`.
-
-    A session stays on one engine. If a call that continues it finds far fewer tokens, it reached another engine, or
-    the cache was evicted or was flushed for new weights.
-    """
-    return known >= _CACHE_MIN_TOKENS and cached < known * _CACHE_SHARE

@@ -7,7 +7,7 @@ from operator import eq
 import pytest
 
 from rollout_backend.config import RouterConfig
-from rollout_backend.gateway.stats import is_cache_break
+from rollout_backend.gateway.sessions.conversations import is_cache_break
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.router import Router
 

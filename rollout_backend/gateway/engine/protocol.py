@@ -238,9 +238,10 @@ class SglangProtocol:
 
     def body(self, request: EngineRequest) -> dict[str, Any]:
         images, params = request.images, request.params
+        ids = collapse_images(request.prompt, images) if images else request.prompt
         body = {
             "rid": uuid.uuid4().hex,
-            "input_ids": np.asarray(collapse_images(request.prompt, images), dtype=np.int32),
+            "input_ids": np.asarray(ids, dtype=np.int32),
             "sampling_params": params,
             "return_logprob": True,
             "logprob_start_len": -1,  # 0 would disable the prefix cache

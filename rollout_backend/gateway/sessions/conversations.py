@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # transformers takes seconds to import, and the trainer's pro
     from rollout_backend.rendering.guarded_renderer import RendererBundle
     from rollout_backend.rendering.segments import IntArray
 
+_CACHE_MIN_TOKENS, _CACHE_SHARE = 256, 0.5  # engines cache whole pages, but not the last page
 _MAX_DEPTH = 200  # of a call's arguments, at which no encoder fails
 _KEPT = 4  # conversations kept, because an agent may alternate between several
 
@@ -104,6 +105,15 @@ class Prompt:
     continues: int | None = None  # the segment of that conversation
     defaults: _Defaults = field(default_factory=dict)
     images: Sequence[PlacedImage] = ()  # in the order of their tokens
+
+
+def is_cache_break(known: int, cached: int) -> bool:
+    """Return whether an engine's prefix cache lost the `known` tokens of a conversation and has only `cached`.
+
+    A session stays on one engine. If a call that continues it finds far fewer tokens, it reached another engine, or
+    the cache was evicted or was flushed for new weights.
+    """
+    return known >= _CACHE_MIN_TOKENS and cached < known * _CACHE_SHARE
 
 
 @dataclass(frozen=True)
@@ -279,7 +289,7 @@ class Conversations:
     def _rendered(
         self, messages: Sequence[Message], tools: Tools, images: Mapping[str, Image]
     ) -> tuple[IntArray, tuple[PlacedImage, ...]]:
-        names = image_names(messages)
+        names = image_names(messages) if images else []
         if not names:
             return array("i", self._bundle.render(messages, tools)), ()
         assert self._bundle.vision is not None, "images were accepted for a model that takes none"
@@ -297,9 +307,9 @@ class Conversations:
             PlacedImage(span.start, span.end, self._images[span.sha256])
             for span in self.recorder.images(place.segment, place.start)
         ]
-        names = image_names(messages)
+        names = image_names(messages) if images else []
         added = self._bundle.renderer.continuation(
-            collapse_images(prompt, earlier),
+            collapse_images(prompt, earlier) if earlier else prompt,
             completion,
             messages,
             tools=tools,
