@@ -183,21 +183,11 @@ class EngineClient:
             PromptDiffers: the engine built a different prompt.
         """
         began = time.monotonic()
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                partial = await self._sample(request)
-        except TimeoutError:
-            paused = ": they are paused while the trainer has their memory" if self._engines.paused else ""
-            raise EngineUnavailable(f"no engine answered within {self._timeout_s:g} s{paused}") from None
-        return partial.completion(time.monotonic() - began, request.experts_from)
-
-    async def _sample(self, request: EngineRequest) -> _Partial:
-        """Sample until a reply is complete. Raises EngineUnavailable after the last attempt."""
         partial = _Partial(routed=request.experts_from or 0)
         failed: set[str] = set()
         fruitless = 0
 
-        async def attempt() -> _Partial:
+        async def attempt() -> None:
             nonlocal partial, fruitless
             await self._engines.wait_resumed()
             if not request.resumable:
@@ -223,15 +213,20 @@ class EngineClient:
                     assert self._http is not None
                     await self._engines.wait_for_router(self._http)
                 raise
-            return partial
 
         try:
-            return await retry(attempt, _TRANSIENT, self._wait, stop=lambda _: fruitless >= self._attempts)
-        except _TRANSIENT as error:
-            raise EngineUnavailable(
-                f"no engine answered in {self._attempts} attempts; "
-                f"the last said: {str(error) or type(error).__name__}"
-            ) from error
+            async with asyncio.timeout(self._timeout_s):
+                try:
+                    await retry(attempt, _TRANSIENT, self._wait, stop=lambda _: fruitless >= self._attempts)
+                except _TRANSIENT as error:
+                    raise EngineUnavailable(
+                        f"no engine answered in {self._attempts} attempts; "
+                        f"the last said: {str(error) or type(error).__name__}"
+                    ) from error
+        except TimeoutError:
+            paused = ": they are paused while the trainer has their memory" if self._engines.paused else ""
+            raise EngineUnavailable(f"no engine answered within {self._timeout_s:g} s{paused}") from None
+        return partial.completion(time.monotonic() - began, request.experts_from)
 
     def _wait(self, state: RetryCallState) -> float:
         """Return the seconds before the next attempt.
