@@ -246,7 +246,7 @@ async def test_retries_after_a_restart_get_an_answer_each():
 
 async def test_the_cache_keeps_the_answer_and_drops_the_question():
     message = {"role": "assistant", "content": "abc", "reasoning_content": "r"}
-    running = InFlightCall(ModelCall("m", [{"role": "user", "content": "x"}]))
+    running = InFlightCall(ModelCall("m", [{"role": "user", "content": "x"}], stream=True))
     running.join()
 
     async def work() -> Answer:

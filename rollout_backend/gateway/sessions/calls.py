@@ -156,7 +156,7 @@ class InFlightCall:
         """
         self._listeners -= 1
         self.given_up = given_up and not self._listeners
-        if not self._listeners and self.answered:  # a later listener gets the answer as whole deltas
+        if not self._listeners and self.call.stream and self.answered:  # a later listener gets whole deltas
             self.deltas = _deltas_of(self.task.result())
         self.aborted = not self._listeners and self.task.cancel()
         return self.aborted
