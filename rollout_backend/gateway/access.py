@@ -176,24 +176,20 @@ class Authenticator:
         except KeyRefused as error:
             advice = "use the api_key of this rollout's request, or set gateway.key_in_path for agents that cannot"
             raise ApiError(401, f"{error}; {advice}", code="invalid_api_key") from None
-        self._check_shard(claims.session_id)
-        check_journal(claims, self._journal_id)
-        bind_log_fields(run=claims.run_id, step=claims.step, rollout=claims.rollout_id, session=claims.session_id)
-        return claims
-
-    def _verify(self, key: str) -> SessionClaims:
-        return verify(self._settings.secret, key, time.time(), self._settings.previous_secret)
-
-    def _check_shard(self, session_id: str) -> None:
         shard, shards = self._settings.shard, self._settings.gateway.processes
-        owner = shard_of(session_id, shards)
-        if owner != shard:
+        if (owner := shard_of(claims.session_id, shards)) != shard:
             raise ApiError(
                 421,
                 f"this is gateway {shard} of {shards}, and the session belongs to gateway {owner} of {shards}: use "
                 "the base_url of this rollout's request as it is",
                 code="wrong_shard",
             )
+        check_journal(claims, self._journal_id)
+        bind_log_fields(run=claims.run_id, step=claims.step, rollout=claims.rollout_id, session=claims.session_id)
+        return claims
+
+    def _verify(self, key: str) -> SessionClaims:
+        return verify(self._settings.secret, key, time.time(), self._settings.previous_secret)
 
     def require_control_key(self, request: Request) -> None:
         """Raise ApiError (401) if the request does not carry the control key."""
