@@ -254,35 +254,34 @@ class ModelCallExecutor:
         self, running: InFlightCall, prompt: Prompt, request: EngineRequest, index: int
     ) -> tuple[Completion, Choice]:
         call, thread = running.call, self._thread
+        parser: StreamingParser | None = None
+        logprobs: Sequence[Mapping[str, Any]] | None = None
         # Generation under a grammar restarts after an abort, so nothing is streamed before it ends.
-        if not call.stream or not request.resumable or call.prompt is not None:
-            completion = await self._generate(request)
-            choice = await self._read(call, prompt, completion)
-            if call.tool_choice == "required":
-                _check_called(choice, completion)
-            logprobs = await self._logprobs(call, completion)
-            running.emit(whole_deltas(choice.message, index, logprobs or ()))
-        else:
+        if call.stream and request.resumable and call.prompt is None:
             parser = await thread.run_brief(0, StreamingParser, self._bundle, prompt.ids, call, index)
             completion = await self._stream(running, request, parser)
-            choice = await self._read(call, prompt, completion)
-            rest, choice = await thread.run_brief(len(completion.token_ids), parser.end, choice)
-            logprobs = await self._logprobs(call, completion)
-            sent = sum(len(delta.logprobs) for delta in running.deltas if delta.choice == index)
-            spoken = len(completion.token_ids) - thread.has_end(completion.token_ids)
-            running.emit(with_logprobs(rest, (logprobs or ())[sent:spoken]))
+        else:
+            completion = await self._generate(request)
+        ids = completion.token_ids
+        choice = await thread.run_brief(len(ids), thread.read, call, prompt, completion)
+        if call.logprobs:
+            logprobs = await thread.run(thread.logprobs, ids, completion.logprobs)
+        if parser is None:
+            if call.tool_choice == "required" and choice.finish_reason == "stop" and completion.matched is None:
+                raise _not_constrained(  # a complete reply under the grammar contains a call
+                    "the engine sampled no tool call, because it got no structural_tag: the router in front of it "
+                    "drops it, and does not list its engines at /workers"
+                )
+            running.emit(whole_deltas(choice.message, index, logprobs or ()))
+        else:
+            rest, choice = await thread.run_brief(len(ids), parser.end, choice)
+            if logprobs:
+                sent = sum(len(delta.logprobs) for delta in running.deltas if delta.choice == index)
+                rest = with_logprobs(rest, logprobs[sent : len(ids) - thread.has_end(ids)])
+            running.emit(rest)
         if not request.resumable:
-            completion = replace(completion, logprobs=(None,) * len(completion.token_ids))
+            completion = replace(completion, logprobs=(None,) * len(ids))
         return completion, choice if logprobs is None else replace(choice, logprobs=logprobs)
-
-    async def _read(self, call: ModelCall, prompt: Prompt, completion: Completion) -> Choice:
-        thread = self._thread
-        return await thread.run_brief(len(completion.token_ids), thread.read, call, prompt, completion)
-
-    async def _logprobs(self, call: ModelCall, completion: Completion) -> list[Mapping[str, Any]] | None:
-        if not call.logprobs:
-            return None
-        return await self._thread.run(self._thread.logprobs, completion.token_ids, completion.logprobs)
 
     async def _stream(self, running: InFlightCall, request: EngineRequest, parser: StreamingParser) -> Completion:
         """Sample, and emit deltas while sampling."""
@@ -364,15 +363,6 @@ class _LiveStream:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_PACE_S):
                     await self._ended.wait()
-
-
-def _check_called(reply: Choice, completion: Completion) -> None:
-    """Check that the engine applied the grammar: a complete reply must contain the call."""
-    if reply.finish_reason == "stop" and completion.matched is None:
-        raise _not_constrained(
-            "the engine sampled no tool call, because it got no structural_tag: the router in front of it drops it, "
-            "and does not list its engines at /workers"
-        )
 
 
 def _not_constrained(why: str) -> ApiError:
