@@ -163,6 +163,8 @@ class OpenAIChat(Dialect):
         choice = request.tool_choice or _ToolChoice(type="auto")
         if choice.type == "function" and choice.function is None:
             raise refused("tool_choice.function", "is missing; name the function that must be called")
+        form = request.response_format or _ResponseFormat(type="text")
+        schema = form.json_schema or _JsonSchema()
         images = ImageReader(self._images, _TEXT_ONLY)
         call = ModelCall(
             model=request.model,
@@ -175,7 +177,7 @@ class OpenAIChat(Dialect):
             tool_choice="required" if choice.type == "function" else choice.type,
             tool_name=choice.function.name if choice.type == "function" and choice.function else None,
             parallel_tool_calls=request.parallel_tool_calls is not False,
-            json_schema=_schema(request.response_format),
+            json_schema=base.schema_of(form.type, schema.json_schema, "response_format.json_schema.schema"),
             max_new_tokens=request.max_completion_tokens or request.max_tokens,
             stop=request.stop or (),
             n=request.n or 1,
@@ -207,13 +209,6 @@ class OpenAIChat(Dialect):
 
 
 # --- the request ------------------------------------------------------------------------------------------
-
-
-def _schema(wanted: _ResponseFormat | None) -> Mapping[str, Any] | None:
-    if wanted is None:
-        return None
-    schema = wanted.json_schema.json_schema if wanted.json_schema else None
-    return base.schema_of(wanted.type, schema, "response_format.json_schema.schema")
 
 
 def _plain(message: _Message, where: str, images: ImageReader, separators: base.Separators) -> Message:

@@ -71,13 +71,9 @@ def test_sampling_and_limits():
     assert parse() == ModelCall("m", [{"role": "user", "content": "a"}], dialect_data=False)
 
 
-def test_a_tool_is_a_function_unless_it_says_otherwise():
-    assert parse(tools=[{"function": {"name": "f"}}]).tools == [TOOL]
-
-
 def test_the_model_sees_no_other_fields_of_a_tool():
     function = {"strict": None, "name": "f", "defer_loading": True, "returns": "x"}
-    call = parse(tools=[{"function": function, "type": "function", "cache_control": {"type": "ephemeral"}}])
+    call = parse(tools=[{"function": function, "cache_control": {"type": "ephemeral"}}])
     assert json.dumps(call.tools) == json.dumps([TOOL])
     assert call.ignored == {"cache_control", "defer_loading"}
 

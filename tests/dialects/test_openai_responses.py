@@ -105,12 +105,9 @@ def test_a_conversation_is_converted_to_chat_messages():
     assert history.tools == [{"type": "function", "function": function}]
 
 
-def test_consecutive_replies_stay_separate():
+def test_consecutive_replies_stay_separate_and_text_after_a_call_belongs_to_its_reply():
     easy = [{"role": "assistant", "content": "b"}, {"role": "assistant", "content": "c"}]
     assert messages(USER, *easy)[1:] == easy
-
-
-def test_text_after_a_call_belongs_to_the_same_reply():
     items = assistant(said("b")), call("c1", '{"x": 1}'), assistant(said("c")), output("c1", "r")
     assert messages(USER, *items)[1] == {"role": "assistant", "content": "bc", "tool_calls": [CALL]}
 

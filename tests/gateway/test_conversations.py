@@ -42,7 +42,7 @@ def say(bundle):
 
 def test_a_reply_that_another_row_continues_is_not_dropped(session, say):
     say(session, [U1])
-    (reply,) = (RecordedReply(place, end) for (_, end), place in session._turns.items())
+    (reply,) = (RecordedReply(place, end) for (_, end, _), place in session._turns.items())
     assert say(session, [U1, A, U2], tools=TOOLS) == "tools_changed"
     assert session.drop([reply]) == []
     assert len(session.recorder.segments()) == 2
@@ -170,11 +170,17 @@ def test_a_shared_system_message_does_not_make_a_shared_conversation(session, sa
     assert say(session, [SYSTEM, U2]) == ANOTHER
 
 
-def test_a_continuation_of_one_of_several_equal_replies_continues_the_last(session, say):
-    for _ in range(3):
-        say(session, [U1])
-    assert say(session, [U1, A, U2], text="longer") is None
-    assert [len(segment.turns) for segment in session.recorder.segments()] == [1, 1, 2]
+@pytest.mark.parametrize(
+    ("id", "reasoning", "turns"), [("c1", "so", [2, 1]), ("x", "hm", [2, 1]), ("x", "", [1, 2]), ("c2", "hm", [1, 2])]
+)
+def test_of_equal_replies_that_with_the_call_ids_or_reasoning_or_the_last_is_continued(
+    session, say, id, reasoning, turns
+):
+    say(session, [U1], text="AA", content=None, tool_calls=[CALL], reasoning_content="hm\n")
+    say(session, [U1], text="B", content=None, tool_calls=[{**CALL, "id": "c2"}], reasoning_content="so")
+    echoed = assistant("", tool_calls=[{**CALL, "id": id}], reasoning_content=reasoning)
+    assert say(session, [U1, echoed, tool_result(id, "3")]) is None
+    assert [len(segment.turns) for segment in session.recorder.segments()] == turns
 
 
 def test_without_a_bridge_a_turn_is_rendered_again_and_its_tokens_are_compared(byte_model, say):
