@@ -46,13 +46,6 @@ def test_a_conversation_with_tools_is_one_segment_and_the_same_in_every_api(play
     assert sent == prompts[0]
 
 
-def test_the_model_reads_text_parts_as_its_engine_joins_them(play, bundle):
-    gateway = play(lambda _: "Yes.")
-    parts = [{"type": "text", "text": text} for text in (ASK, MORE)]
-    gateway.anthropic().messages.create(model="scripted", max_tokens=9, messages=[user(parts)])
-    assert f"{ASK} {MORE}<|im_end|>" in bundle.decode(gateway.engine.requests[0]["input_ids"])
-
-
 def test_a_call_that_only_fills_a_cache_samples_nothing(play):
     gateway = play(lambda _: "x")
     ask = {"model": "scripted", "messages": [user(ASK)]}

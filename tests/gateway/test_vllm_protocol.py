@@ -163,12 +163,14 @@ def test_a_conversation_with_a_tool_is_one_segment(serve):
 @pytest.mark.parametrize(("make", "name"), [(ScriptedEngine, "sglang"), (ScriptedVllm, "vllm")])
 def test_the_model_reads_a_request_as_its_engine_shows_it(serve, byte_bundle, make, name):
     """SGLang leaves out tools that must not be called, and makes a reply at the end the user's."""
-    messages = [user("1 + 1?"), assistant("2?")]
+    parts = [{"type": "text", "text": text} for text in ("1", "+ 1?")]
+    messages = [user(parts), assistant("2?")]
     call = {"model": "scripted", "messages": messages, "tools": TOOLS, "tool_choice": "none"}
     with make(["2"]) as engine:
         serve(engine.url, engine_name=name).post(call).raise_for_status()
         [sent] = engine.requests
-    seen = ([messages[0], user("2?")], None) if name == "sglang" else (messages, TOOLS)
+    sglang = [user("1 + 1?"), user("2?")], None
+    seen = sglang if name == "sglang" else ([user("1\n+ 1?"), messages[1]], TOOLS)
     assert (sent.get("input_ids") or sent["token_ids"]) == byte_bundle.render(*seen)
 
 
