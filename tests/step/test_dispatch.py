@@ -124,13 +124,6 @@ async def test_a_permanent_failure_is_settled_at_once_with_its_reason(bench, rea
     assert bench.agents.stopped == [*bench.agents.invoked] * may_be_open
 
 
-async def test_attempts_are_bounded(bench):
-    report = (await bench.run(before=answering(RuntimeUnavailable("500")))).report
-    assert bench.agents.stopped == [request.session_id for request in bench.agents.requests]
-    assert len(bench.agents.invoked) == report.attempts == 3
-    assert report.reasons == {"infra_error: runtime_unavailable": 1}
-
-
 async def test_an_agent_without_the_wrapper_is_reported(bench):
     answers = [b"", b"[]", b'{"status": "ok"}', b'{"status": {}}', b"[" * 60_000]
     invoke, left = bench.agents.invoke, iter(answers)
