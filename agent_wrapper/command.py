@@ -25,16 +25,9 @@ from typing import TextIO
 from agent_wrapper.context import RolloutContext
 from agent_wrapper.contract import PAYLOAD_VARIABLE
 from agent_wrapper.errors import CommandError, CommandNotStarted
+from agent_wrapper.runner import in_thread
 from agent_wrapper.shared.child_output import ChildOutput
-from agent_wrapper.shared.processes import (
-    MARK,
-    SWEEP_INTERVAL_S,
-    SWEEPS,
-    boot_clock,
-    describe_exit,
-    kill_marked,
-    new_mark,
-)
+from agent_wrapper.shared.processes import MARK, boot_clock, describe_exit, end_marked, new_mark
 
 KEPT_BYTES = 16 * 1024 * 1024
 _SHOWN_BYTES = 4_000
@@ -130,7 +123,8 @@ async def run_to_end(
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
-            await _kill_marked(mark, began_at)  # including processes that a cancelled call had started
+            # Including processes that a cancelled call had started.
+            await in_thread(lambda: end_marked(mark, began_at), "end-marked")
     assert process.returncode is not None
     return CommandResult(command[0], process.returncode, stdout.text(), stderr.text(), stdout.truncated)
 
@@ -145,17 +139,9 @@ def _output(kept_bytes: int, log: TextIO | None) -> Iterator[ChildOutput]:
             log.write(decoder.decode(data))
             log.flush()
 
-    with ChildOutput(kept_bytes, write) as output:
+    with contextlib.closing(ChildOutput(kept_bytes, write)) as output:
         loop.add_reader(output.read_end, output.read)
         try:
             yield output
         finally:
             loop.remove_reader(output.read_end)
-
-
-async def _kill_marked(mark: str, began_at: float) -> None:
-    """Kill the children that left the process group, found by the mark in their environment."""
-    for _ in range(SWEEPS):  # a child may fork in the meantime
-        if not kill_marked(mark, began_at):
-            return
-        await asyncio.sleep(SWEEP_INTERVAL_S)

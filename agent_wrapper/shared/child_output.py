@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from io import FileIO
-from typing import Self
 
 LOGGED_BYTES = 16 * 1024 * 1024
 _READ_BYTES, _LAST_READS = 65_536, 32  # a pipe holds at most 1 MiB
@@ -29,10 +28,7 @@ class ChildOutput:
         os.set_blocking(read_end, False)
         self.read_end, self.write_end = FileIO(read_end), FileIO(write_end, "w")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         self._read_rest()
         self.read_end.close()
         self.write_end.close()

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def run_tests(
     """
     script.chmod(0o700)
     mark, began_at = new_mark(), boot_clock()
-    with output.open("wb") as file, ChildOutput(_KEPT_BYTES, file.write) as printed:
+    with output.open("wb") as file, closing(ChildOutput(_KEPT_BYTES, file.write)) as printed:
         with subprocess.Popen(
             [shutil.which("bash") or "sh", "-c", _RUN, str(script)],
             stdin=subprocess.PIPE,

@@ -9,8 +9,7 @@ from pathlib import Path
 
 MARK = "ROLLOUT_COMMAND"
 """Environment variable that identifies the children of a command."""
-SWEEPS, SWEEP_INTERVAL_S = 50, 0.01
-"""Maximum number of calls of `kill_marked`, and the seconds between them: a child may fork in the meantime."""
+_SWEEPS, _SWEEP_INTERVAL_S = 50, 0.01
 _IN_HOME = {
     "XDG_CONFIG_HOME": ".config",
     "XDG_CACHE_HOME": ".cache",
@@ -53,14 +52,14 @@ def new_mark() -> str:
 
 
 def end_marked(mark: str, began_at: float) -> None:
-    """Call `kill_marked` until no process is left."""
-    for _ in range(SWEEPS):
-        if not kill_marked(mark, began_at):
+    """Kill the processes with this mark, until none is left: one may fork in the meantime."""
+    for _ in range(_SWEEPS):
+        if not _kill_marked(mark, began_at):
             break
-        time.sleep(SWEEP_INTERVAL_S)
+        time.sleep(_SWEEP_INTERVAL_S)
 
 
-def kill_marked(mark: str, began_at: float) -> bool:
+def _kill_marked(mark: str, began_at: float) -> bool:
     """Kill the other processes whose environment has this `MARK`, also those that have left their process group.
 
     Return whether there may be more: a process that started after `began_at` may fork in the meantime.

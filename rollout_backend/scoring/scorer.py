@@ -314,8 +314,8 @@ def run_command(
     with (
         TemporaryDirectory(prefix="rollout-artifacts-") as folder,
         TemporaryFile() as stdin,
-        ChildOutput(_KEPT_BYTES) as stdout,
-        ChildOutput(_KEPT_BYTES) as stderr,
+        contextlib.closing(ChildOutput(_KEPT_BYTES)) as stdout,
+        contextlib.closing(ChildOutput(_KEPT_BYTES)) as stderr,
     ):
         for name, content in artifacts.items():
             Path(folder, name).write_bytes(content)
