@@ -44,15 +44,7 @@ from agent_wrapper.contract.codec import MAX_OBJECT_BYTES
 from agent_wrapper.errors import EntrypointError
 from agent_wrapper.model_endpoint import PROBE_S, SessionClosed, probe_endpoint, send_heartbeats
 from agent_wrapper.one_shot import flush_output, payload_file, run_and_exit
-from agent_wrapper.outcome import (
-    AgentResult,
-    build_rollout,
-    classify,
-    describe,
-    encode_result,
-    failed,
-    without_artifacts,
-)
+from agent_wrapper.outcome import AgentResult, build_rollout, classify, describe, encode, failed, without_artifacts
 from agent_wrapper.publish import Publisher, PublishError
 from agent_wrapper.runner import Agent, Returned, in_thread
 from agent_wrapper.shared.json_values import plain_json
@@ -470,7 +462,7 @@ class RolloutApp:
             return without_artifacts(rollout, str(error))
 
     async def _publish(self, job: _Job, rollout: Rollout) -> None:
-        request, (rollout, body) = job.request, encode_result(rollout, job.max_result_bytes)
+        request, (rollout, body) = job.request, encode(rollout, job.max_result_bytes)
         job.outcome, job.reason = rollout.outcome, rollout.failure.reason if rollout.failure else None
         budget_s = _LAST_PUBLISH_S if job.stopping.is_set() else job.publish_s
         key, url = request.key_for(rollout.outcome), request.url_for(rollout.outcome)

@@ -31,10 +31,7 @@ from typing import Any
 from agent_wrapper.context import CURRENT, MAX_RETRIES, RUNNING, RolloutContext, rollout_of_this_code
 
 _HTTP_CLIENTS = ("httpx", "httpx2")  # openai 3 uses httpx2
-_PATHS = (
-    *("/chat/completions", "/completions", "/messages", "/messages/count_tokens"),
-    *("/responses", "/responses/input_tokens"),
-)
+_CALLS = re.compile(r"/(?:(?:chat/)?completions|messages(?:/count_tokens)?|responses(?:/input_tokens)?)$")
 _MODELS = re.compile(r"/models(/.+)?$")
 _SDK = "x-stainless-lang"  # a header of OpenAI's and Anthropic's clients; other services have models too
 _RETRY_COUNT = "x-stainless-retry-count"
@@ -133,7 +130,7 @@ def _redirect_http(module: Any) -> None:
 
 def _context_of(request: Any) -> RolloutContext | None:
     """Return the rollout to whose endpoint the request is redirected; None to send it unchanged."""
-    is_call = request.method == "POST" and request.url.path.endswith(_PATHS)
+    is_call = request.method == "POST" and _CALLS.search(request.url.path)
     is_lookup = request.method == "GET" and _SDK in request.headers and _MODELS.search(request.url.path)
     if not (is_call or is_lookup) or (context := rollout_of_this_code()) is None:
         return None
@@ -158,7 +155,7 @@ def _redirect(request: Any, context: RolloutContext) -> Any:
         content, path = b"", "/models" if request.url.path.endswith("/models") else f"/models/{context.model}"
     else:
         content = json.dumps({**json.loads(request.content), "model": context.model}).encode()
-        path = next(path for path in _PATHS if request.url.path.endswith(path))
+        (path,) = _CALLS.findall(request.url.path)
     headers = [(name, value) for name, value in request.headers.multi_items() if name.lower() not in _REPLACED]
     # A call that the client gives up and repeats is sampled twice.
     left_s = None if math.isinf(context.remaining_s) else max(1.0, context.remaining_s)

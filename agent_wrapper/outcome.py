@@ -200,7 +200,7 @@ def without_artifacts(rollout: Rollout, message: str) -> Rollout:
     return _without_reward(rollout, failed(Outcome.INFRA_ERROR, "artifact_lost", message))
 
 
-def encode_result(rollout: Rollout, max_bytes: int) -> tuple[Rollout, bytes]:
+def encode(rollout: Rollout, max_bytes: int) -> tuple[Rollout, bytes]:
     """Return the rollout to publish and its encoding. Extras with which it is too large are refused."""
     body = rollout.encode()
     if not rollout.extras or (size := unpacked_size(body)) <= max_bytes:

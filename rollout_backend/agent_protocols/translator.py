@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Generic, TypedDict, TypeVar, Unpack
 
 from agent_wrapper.contract import REQUEST_FIELD, ContractError, Outcome, RolloutRequest, Trajectory
-from agent_wrapper.outcome import build_rollout, encode_result, failed
+from agent_wrapper.outcome import build_rollout, encode, failed
 from agent_wrapper.shared.trajectory import TrajectoryUnavailable
 from rollout_backend.agent_protocols.agentcore_rl_toolkit import AgentCoreRlToolkit, AgentCoreRuntimeApp, Verl4216
 from rollout_backend.agent_protocols.base import AgentProtocol, PolledResults, WrittenResults, results_prefix
@@ -187,7 +187,7 @@ class Translator(ABC, Generic[_P]):
         except ContractError as error:
             result = failed(Outcome.INFRA_ERROR, "invalid_result", f"the agent's result cannot be read: {error}")
         rollout = build_rollout(session.request, result, trajectory, session.began, finished)
-        rollout, body = encode_result(rollout, self._store.config.max_result_bytes)
+        rollout, body = encode(rollout, self._store.config.max_result_bytes)
         return session.request.key_for(rollout.outcome), body
 
 

@@ -71,7 +71,7 @@ _EXTENSIONS: Mapping[str, tuple[str, tuple[Any, ...]]] = {  # advice, and the va
     **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "return_hidden_states"), (_IDS, (False,))),
     "min_tokens": (_END, (0,)),
     "add_special_tokens": ("the chat template writes all special tokens; leave it out", (False,)),
-    "top_logprobs": ("only logprobs of sampled tokens are available; ask /v1/chat/completions for them", (0,)),
+    "top_logprobs": ("only logprobs of sampled tokens are available, from /v1/chat/completions", (0,)),
     # Sampling fields of other APIs, which clients of engines send with their defaults.
     **dict.fromkeys(("n", "best_of", "repetition_penalty"), (_CHANGES, (1,))),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "logprobs"), (_CHANGES, (0,))),

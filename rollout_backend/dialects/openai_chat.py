@@ -136,7 +136,6 @@ class _Request(SamplingFields, _Body):
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = None
     reasoning_effort: JsonValue = None
     reasoning: JsonValue = None  # name of the effort in OpenRouter's and DeepSeek's APIs
     thinking: JsonValue = None
@@ -158,8 +157,6 @@ class OpenAIChat(Dialect):
 
     def parse(self, body: bytes) -> ModelCall:
         request = base.read(_Request, body, _HARMLESS)
-        if request.top_logprobs:
-            raise refused("top_logprobs", "only the logprobs of sampled tokens are available")
         choice = request.tool_choice or _ToolChoice(type="auto")
         if choice.type == "function" and choice.function is None:
             raise refused("tool_choice.function", "is missing; name the function that must be called")
