@@ -210,13 +210,12 @@ def encode(rollout: Rollout, max_bytes: int) -> tuple[Rollout, bytes]:
         f"the result has {size} bytes, more than storage.max_result_bytes={max_bytes}, and {extra_size} of them are "
         f"{name!r}; return less, or raise the setting"
     )
-    rollout = _without_reward(rollout, failed(Outcome.AGENT_ERROR, "bad_extras", message))
-    rollout = rollout.model_copy(update={"extras": {}})
+    rollout = _without_reward(rollout, failed(Outcome.AGENT_ERROR, "bad_extras", message), extras={})
     return rollout, rollout.encode()
 
 
-def _without_reward(rollout: Rollout, end: AgentResult) -> Rollout:
-    update = {"outcome": end.outcome, "reward": None, "turn_rewards": (), "failure": end.failure}
+def _without_reward(rollout: Rollout, end: AgentResult, **more: object) -> Rollout:
+    update = {"outcome": end.outcome, "reward": None, "turn_rewards": (), "failure": end.failure, **more}
     return rollout.model_copy(update=update)
 
 

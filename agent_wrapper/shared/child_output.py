@@ -29,7 +29,7 @@ class ChildOutput:
         self.read_end, self.write_end = FileIO(read_end), FileIO(write_end, "w")
 
     def close(self) -> None:
-        self._read_rest()
+        self.text()
         self.read_end.close()
         self.write_end.close()
 
@@ -49,13 +49,10 @@ class ChildOutput:
 
     def text(self) -> str:
         """Read what is left, and return the end of all, at most `kept_bytes`."""
-        self._read_rest()
-        return self._kept[-self._kept_bytes :].decode(errors="replace")
-
-    def _read_rest(self) -> None:
         for _ in range(_LAST_READS):
             if not self.read():
                 break
+        return self._kept[-self._kept_bytes :].decode(errors="replace")
 
 
 def wait(

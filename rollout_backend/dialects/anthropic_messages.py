@@ -251,9 +251,6 @@ class AnthropicMessages(Dialect):
         request = base.read(_Conversation, body, _HARMLESS | _Request.model_fields.keys())
         return _call(request, ImageReader(self._images, _TEXT_ONLY), self._separators)
 
-    def count_body(self, prompt_tokens: int) -> dict[str, Any]:
-        return {"input_tokens": prompt_tokens}
-
     def body(self, call: ModelCall, answer: Answer) -> dict[str, Any]:
         choice = answer.choices[0]
         return {

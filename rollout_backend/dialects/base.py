@@ -202,7 +202,7 @@ class Dialect(ABC):
 
     def count_body(self, prompt_tokens: int) -> dict[str, Any]:
         """Return the response to a request to `count_path`."""
-        raise NotImplementedError
+        return {"input_tokens": prompt_tokens}
 
 
 # --- bodies ---------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from rollout_backend.config import AgentCoreConfig, AwsConfig, QueueConfig, Stor
 from rollout_backend.errors import CredentialsExpired, InvokeRejected, NoCredentials, PreflightError, RuntimeCallError
 from rollout_backend.runtimes.agentcore.control import ReadyRuntime, control_client, pin_endpoint
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
-from rollout_backend.serving.server_process import free_port
 from rollout_backend.testing.fault_proxy import Fault, FaultProxy, Rule
 from stub_server import Request, StubServer
 
@@ -188,17 +187,6 @@ async def test_a_presigned_url_is_checked_through_the_proxy_with_the_certificate
         assert await presigner.check(600) == ""
     assert [sent.method for sent in played_aws.sent] == ["PUT", "DELETE"]
     assert all(sent.url.startswith("https://some-bucket.s3.eu-west-1.amazonaws.com/") for sent in played_aws.sent)
-
-
-@pytest.mark.parametrize("has_keys", [True, False])
-async def test_a_local_cloud_that_has_ended_is_named_instead_of_a_region(monkeypatch, tmp_path, has_keys):
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "mine") if has_keys else monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    where = AwsConfig(endpoint_url=f"http://127.0.0.1:{free_port()}")
-    with pytest.raises(PreflightError, match=r"reached: no local cloud of yours runs at 127\.0") as caught:
-        await check_queue(QueueConfig(), where)
-    assert ("aws.region" in str(caught.value), "sso login" in str(caught.value)) == (False, not has_keys)
 
 
 @pytest.mark.parametrize("body", [PAGE, b'{"ok": true}'])

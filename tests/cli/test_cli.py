@@ -17,7 +17,7 @@ def test_without_credentials(rollout, settings, tasks, monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     for command in (("run", settings(), "--tasks", tasks), ("doctor", settings(), "--services")):
-        refused(rollout(*command), "there are no AWS credentials", "AWS_PROFILE")
+        refused(rollout(*command), "no local cloud of yours runs", "there are no AWS credentials", "AWS_PROFILE")
 
 
 def test_services_that_are_missing_or_do_not_answer(rollout, settings, tasks):
@@ -30,7 +30,7 @@ def test_services_that_are_missing_or_do_not_answer(rollout, settings, tasks):
         "runtime.url",
     )
     config = settings(aws={"endpoint_url": "http://127.0.0.1:9"})
-    refused(rollout("run", config, "--tasks", tasks), "cannot be reached", "aws.endpoint_url")
+    refused(rollout("run", config, "--tasks", tasks), "no local cloud of yours runs at 127", "aws.endpoint_url")
 
 
 def test_a_check_reports_the_runtime_of_an_image_and_creates_nothing(rollout, settings, tmp_path):

@@ -214,7 +214,6 @@ def test_text_formats(wanted, schema):
             "not supported",
         ),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema", "is missing"),
-        ({"top_logprobs": 2}, "top_logprobs", "/v1/chat/completions"),
         ({"include": ["message.output_text.logprobs"]}, "include", "/v1/chat/completions"),
         ({"metadata": {"a": 1e999}}, None, "not JSON"),
     ],

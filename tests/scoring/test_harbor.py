@@ -5,15 +5,13 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
 from agent_wrapper.shared.child_output import LOGGED_BYTES
 from agent_wrapper.shared.harbor_tests import TestsFailed, read_reward, run_tests
 from agent_wrapper.shared.workspace import WORKSPACE, pack_folder
-from builders import is_running, until
+from builders import is_running, processes_with, until
 from rollout_backend.scoring.harbor import verify
 from rollout_backend.scoring.scorer import ScoreInput, ScoringError
 from rollouts import make_rollout
@@ -135,7 +133,7 @@ def test_what_is_missing_is_named(given):
 def test_the_tests_end_with_the_process_that_runs_them(given, tmp_path):
     """A worker is killed if it takes longer than scoring.timeout_s, and with the trainer."""
     running = tmp_path / "running"
-    task = given(f"echo $$ > {running}.new; mv {running}.new {running}; sleep 600 & sleep 600")
+    task = given(f"echo $HOME > {running}.new; mv {running}.new {running}; sleep 600 & sleep 600")
     private = json.dumps(task.private)
     code = (
         "import json, sys; from pathlib import Path; from rollout_backend.scoring.harbor import verify; "
@@ -146,16 +144,7 @@ def test_the_tests_end_with_the_process_that_runs_them(given, tmp_path):
     archive.write_bytes(task.artifacts[WORKSPACE])
     with subprocess.Popen([sys.executable, "-c", code, private, str(archive)]) as worker:
         until(running.exists, what="the tests run")
-        group = int(running.read_text())
+        home = running.read_text().strip()
+        assert processes_with(home)
         worker.kill()
-    until(lambda: not alive(group), what="the tests have ended")
-
-
-def alive(group: int) -> bool:
-    """Return whether a process of a group is no zombie."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            state, _, of, *_ = (process / "stat").read_text().rpartition(")")[2].split()
-            if int(of) == group and state not in "ZX":
-                return True
-    return False
+    until(lambda: not processes_with(home), what="the tests have ended")
