@@ -371,8 +371,8 @@ class EngineClient:
                 raise EngineRefused(message)
             async for data in _replies(response):
                 reply = _loads(data)
-                if "error" in reply:
-                    raise _stream_error(reply["error"])
+                if error := reply.get("error"):
+                    raise _stream_error(error)
                 yield reply
         except (GeneratorExit, asyncio.CancelledError):
             if response is None or not response.content.at_eof():
