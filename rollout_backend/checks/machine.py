@@ -100,6 +100,7 @@ for value in runpy.run_path(script, run_name="agent").values():
 print("no app")
 """
 _IMPORT_S = 120.0
+_GUARD = 'put code that serves or waits under `if __name__ == "__main__":`'
 _APPS = "and no BedrockAgentCoreApp of agent_wrapper.bedrock_agentcore"
 
 
@@ -114,7 +115,7 @@ def check_agent(script: Path) -> CheckResult:
             argv, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_IMPORT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return CheckResult("problem", "agent", f"{script} cannot be imported within {_IMPORT_S:.0f} s")
+        return CheckResult("problem", "agent", f"{script} cannot be imported within {_IMPORT_S:.0f} s: {_GUARD}")
     if done.returncode == 0 and done.stdout.endswith("imported\n"):
         return CheckResult("ok", "agent", f"{script} can be imported")
     if done.returncode == 0 and done.stdout.endswith("no app\n"):
@@ -156,7 +157,7 @@ def _check_engines(config: RolloutConfig) -> Iterator[CheckResult]:
             yield _check_gpus(serving.servers * serving.gpus_per_server)
     for setting, kind in (("serving.kind", serving.kind), ("gateway.kind", config.gateway.kind)):
         if kind == "ray" and importlib.util.find_spec("ray") is None:
-            yield CheckResult("problem", setting, "Ray is not installed in this environment: install the extra ray")
+            yield CheckResult("problem", setting, "Ray is not installed here: install the extra trainer")
 
 
 def _check_router(config: RolloutConfig) -> Iterator[CheckResult]:

@@ -212,6 +212,7 @@ async def demo(
     """
     from rollout_backend.checks.machine import check_agent
     from rollout_backend.core.check_result import raise_problems
+    from rollout_backend.core.formats import count
     from rollout_backend.core.tasks import read_tasks
     from rollout_backend.local.cloud import LocalCloud
     from rollout_backend.results.run_info import agent_of
@@ -220,7 +221,10 @@ async def demo(
     if scripted and endpoint is not None:
         raise ConfigError("--scripted answers without a server: leave out --scripted or --endpoint")
     if agent is not None:
-        raise_problems([await asyncio.to_thread(check_agent, agent)])
+        imported = await asyncio.to_thread(check_agent, agent)
+        raise_problems([imported])
+        if imported.level == "warning":
+            output.status(f"warning: {imported}")
     agent, tasks = agent or EXAMPLE / "agent.py", tasks or EXAMPLE / "tasks.jsonl"
     found = read_tasks(tasks)
     wanted = found[:limit]
@@ -239,7 +243,7 @@ async def demo(
         }
         early = load_local_config(config, overrides, base)  # show errors before the cloud starts
         taken = f"all {len(found)}" if len(wanted) == len(found) else f"the first {len(wanted)} of {len(found)}"
-        output.status(f"{taken} tasks of {tasks}, {early.group.size} rollouts of each")
+        output.status(f"{taken} tasks of {tasks}, {count(early.group.size, 'rollout')} of each")
         if len(wanted) < len(found):
             output.status(f"--limit {len(found)} takes all")
         async with LocalCloud(agent, run_dir=early.run_dir / "logs", bucket=early.storage.bucket) as cloud:

@@ -15,6 +15,7 @@ import aiohttp
 
 from agent_wrapper.contract import ContractError, Outcome, Rollout
 from rollout_backend.core.check_result import CheckResult
+from rollout_backend.core.formats import count
 from rollout_backend.core.seal import Sealer
 from rollout_backend.deploy.package import ENTRY_POINT, check_folder
 from rollout_backend.local.harness import AgentHarness, AgentRunError
@@ -68,7 +69,7 @@ def _check_result(rollout: Rollout, sealer: Sealer) -> CheckResult:
     if failure is not None:  # a script cannot know what this agent expects
         text = f"is published; the agent raised {failure.message!r} on the scripted replies"
         return CheckResult("warning", "result", text)
-    return CheckResult("ok", "result", f"is published and sealed, with {turns} model calls")
+    return CheckResult("ok", "result", f"is published and sealed, with {count(turns, 'model call')}")
 
 
 async def check_pings(url: str, since: float) -> CheckResult:

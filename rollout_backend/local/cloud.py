@@ -37,7 +37,7 @@ IMAGE = "000000000000.dkr.ecr.{region}.amazonaws.com/local/agent:latest"  # name
 ARN = "arn:aws:bedrock-agentcore:{region}:000000000000:runtime/local-0123456789"
 PRELOAD = sys.platform == "linux"  # macOS forbids a fork after system frameworks were used
 _UNCHANGED_IMPORT = re.compile(r"^from bedrock_agentcore(\.runtime)? import .*\bBedrockAgentCoreApp\b", re.MULTILINE)
-_START_S = 60.0
+_START_S = 240.0
 
 
 class _Startable:

@@ -81,7 +81,8 @@ Routing = Callable[[Sequence[int], str], NDArray[np.int32]]
 _T = TypeVar("_T")
 _BLOCKED = 256  # number of answers that may block without delaying others
 
-Reply = str | ToolCall | Fail | Pieces | Aborted
+Reply = str | ToolCall | list[str | ToolCall] | Fail | Pieces | Aborted
+"""A list is one answer: its parts, joined by newlines."""
 Script = Sequence[Reply] | Callable[[str], Reply]
 
 
@@ -251,6 +252,8 @@ class ScriptedEngine:
             answer.cancel()
             return Response(status_code=499)
         reply = answer.result()
+        if isinstance(reply, list):
+            reply = "\n".join(map(str, reply))
         if isinstance(reply, Fail):
             return JSONResponse({"error": {"message": reply.message}}, status_code=reply.status)
         body["aborted"] = isinstance(reply, Aborted)

@@ -237,6 +237,9 @@ def _accounts(report: StepReport | None, records: Sequence[RolloutRecord]) -> It
     if report.deadline_reached:
         yield Finding(Level.WARNING, "the step ended at its deadline", "timeouts.collection_s: raise it")
     yield from engine_findings(report.engine_use)
+    if report.resumed:
+        text = f"{report.resumed:,} of {count(report.planned, 'rollout')} finished in an earlier start of the run"
+        yield Finding(Level.NOTE, text, "run_id: use another one after a change of the agent")
     if report.unarchived:
         text = f"{count(report.unarchived, 'result')} could not be written to the run's folder; they are in S3"
         yield Finding(Level.WARNING, text, "output_dir: free space on its disk")

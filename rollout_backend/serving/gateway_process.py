@@ -135,7 +135,8 @@ class GatewayProcess:
         )
         try:
             await self._process.start()
-            await self._process.wait_healthy(self._healthy, config.gateway.startup_timeout_s)
+            limit = config.gateway.startup_timeout_s
+            await self._process.wait_healthy(self._healthy, limit, "gateway.startup_timeout_s")
             journals.write_port(self._journal, port)
         except BaseException:
             await self.stop()

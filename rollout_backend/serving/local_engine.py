@@ -318,7 +318,7 @@ class LocalEngine:
         self._process = ServerProcess(self._name, argv, self._log, env, memory_advice=_MEMORY_ADVICE)
         await self._process.start()
         timeout_s = self._serving.startup_s(weight_bytes(folder))
-        await self._process.wait_healthy(lambda: is_healthy(self.url), timeout_s)
+        await self._process.wait_healthy(lambda: is_healthy(self.url), timeout_s, "serving.startup_timeout_s")
         if self._serving.engine == "vllm":
             try:
                 body = {"new_version": "0"}  # as SGLang's `--weight-version`

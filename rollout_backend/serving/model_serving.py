@@ -280,7 +280,7 @@ class DialerProcess(Supervisor):
 
             try:
                 await self._process.start()
-                await self._process.wait_healthy(connected, self._config.startup_timeout_s)
+                await self._process.wait_healthy(connected, self._config.startup_timeout_s, "relay.startup_timeout_s")
             except BaseException:
                 await self.stop()
                 raise

@@ -151,7 +151,7 @@ class Router:
             self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10))
         self._process = ServerProcess("the router", argv, self._log)
         await self._process.start()
-        await self._process.wait_healthy(self._alive, self._config.startup_timeout_s)
+        await self._process.wait_healthy(self._alive, self._config.startup_timeout_s, "router.startup_timeout_s")
 
     async def wait(self) -> str:
         """Wait until the router has ended. Return how, with the end of its log."""

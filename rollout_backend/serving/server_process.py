@@ -160,8 +160,8 @@ class ServerProcess:
             await self.stop(0.0)
             raise
 
-    async def wait_healthy(self, healthy: Callable[[], Awaitable[bool]], timeout_s: float) -> None:
-        """Call `healthy` until it returns true.
+    async def wait_healthy(self, healthy: Callable[[], Awaitable[bool]], timeout_s: float, setting: str = "") -> None:
+        """Call `healthy` until it returns true. `setting` is the name of the timeout.
 
         Raises:
             StartupError: the process ended, or `timeout_s` passed; the message includes the end of its log.
@@ -174,7 +174,8 @@ class ServerProcess:
                 ended = ServerKilled if self.returncode == -signal.SIGKILL else StartupError
                 raise ended(f"{self.name} ended with code {self.returncode} before it was up. {end}")
             if time.monotonic() > deadline:
-                raise StartupError(f"{self.name} was not healthy after {timeout_s:g} s. {self.log_tail()}")
+                limit = f"{timeout_s:g} s ({setting})" if setting else f"{timeout_s:g} s"
+                raise StartupError(f"{self.name} was not healthy after {limit}. {self.log_tail()}")
             await asyncio.sleep(0.1)
 
     async def wait(self) -> int:

@@ -225,6 +225,8 @@ def test_an_agent_that_cannot_start_is_refused_by_the_check_and_by_a_demo(rollou
     code, output = rollout("demo", "--agent", agent, "--tasks", tasks)
     assert output.startswith(f"error: agent: {agent}: it exits")
     assert code == 2
+    agent.write_text("print('hello')\n")
+    assert f"warning: agent: {agent} makes no RolloutApp" in rollout("demo", "--agent", agent, "--tasks", "none")[1]
 
 
 def answer_of_aws(request: Request) -> tuple[int, bytes]:

@@ -38,7 +38,7 @@ GOOD = "    ask(context)\n    return 1.0\n"
 @pytest.mark.parametrize(
     ("code", "levels", "text"),
     [
-        (HEAD + GOOD + TAIL, ["ok"] * 4, "sealed, with 1 model calls"),
+        (HEAD + GOOD + TAIL, ["ok"] * 4, "sealed, with 1 model call"),
         (HEAD + "    return 1.0\n" + TAIL, ["ok", "problem", "ok", "ok"], "has no model call"),
         (HEAD + "    ask(context)\n    raise ValueError('odd')\n" + TAIL, ["ok", "warning", "ok", "ok"], "odd"),
         ("raise SystemExit('broken')", ["problem"], "broken"),

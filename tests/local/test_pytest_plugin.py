@@ -12,6 +12,7 @@ from agent_servers import BARE_AGENT
 from agent_wrapper import RolloutApp
 from rollout_backend.errors import ConfigError
 from rollout_backend.local.harness import AgentRunError
+from rollout_backend.local.scripted import ToolCall
 
 AGENT = """
 import os
@@ -104,11 +105,13 @@ def test_agent_that_cannot_run_raises(run_agent, tmp_path):
 
 
 def test_scripted_model(scripted_model):
-    first, second = scripted_model(["one", "two"]), scripted_model(["three"])
+    first, second = scripted_model(["one", "two"]), scripted_model([["three:", ToolCall("a"), ToolCall("b")]])
     assert first.api_key != second.api_key
     client = openai.OpenAI(base_url=second.base_url, api_key=second.api_key, max_retries=0)
     ask = [{"role": "user", "content": "count"}]
-    assert client.chat.completions.create(model=second.name, messages=ask).choices[0].message.content == "three"
+    tools = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in "ab"]
+    answer = client.chat.completions.create(model=second.name, messages=ask, tools=tools).choices[0].message
+    assert (answer.content.strip(), [each.function.name for each in answer.tool_calls]) == ("three:", ["a", "b"])
     client.close()
 
 

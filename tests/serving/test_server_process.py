@@ -107,6 +107,18 @@ async def test_a_server_without_memory_is_recognised(tmp_path, program, words):
     assert isinstance(ended.value, ServerKilled) == ("SIGKILL" in words)  # then another start may succeed
 
 
+async def test_a_server_that_does_not_answer_names_the_setting(tmp_path):
+    process = ServerProcess("server", ["sleep", "600"], tmp_path / "log")
+    await process.start()
+
+    async def never() -> bool:
+        return False
+
+    with pytest.raises(StartupError, match=r"was not healthy after 0 s \(a\.startup_timeout_s\)"):
+        await process.wait_healthy(never, 0, "a.startup_timeout_s")
+    await process.stop()
+
+
 def test_a_kill_is_blamed_on_the_lack_of_memory_only_if_the_kernel_has_counted_one(tmp_path):
     counters = tmp_path / "vmstat"
     counters.write_text("nr_free_pages 5\noom_kill 3\n")

@@ -1,4 +1,4 @@
-"""Render the report of a run as one HTML file that needs no network. Pure, except for `run_data` and `report`.
+"""Render the report of a run as one HTML file that needs no network. Pure, except for `report`.
 
 Invariants:
 

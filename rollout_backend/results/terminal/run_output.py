@@ -21,6 +21,7 @@ from rich.live import Live
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.config import RolloutConfig
+from rollout_backend.core.formats import count
 from rollout_backend.core.reasons import documented_at
 from rollout_backend.results.cost import Prices
 from rollout_backend.results.findings import FailureCount
@@ -78,7 +79,7 @@ class RunOutput:
         what = f"{path.name} on {config.model.path.name}" if path.name else config.model.path.name
         limit_s, prices = config.timeouts.collection_s, Prices.of(config)
         self._shown = Snapshot(config.run_id, what, limit_s=limit_s, prices=prices)
-        line = f"run {config.run_id}: {tasks:,} tasks, {rollouts:,} rollouts"
+        line = f"run {config.run_id}: {count(tasks, 'task')}, {count(rollouts, 'rollout')}"
         fields = {"run_id": config.run_id, "folder": str(config.run_dir), "tasks": tasks, "rollouts": rollouts}
         self._print("run", line, **fields)
 

@@ -189,7 +189,8 @@ def print_rollout(console: Console, rollout: Rollout) -> None:
     if rollout.segments:
         summary = ResultSummary.of(rollout)
         cached = "unknown" if summary.cache_hit is None else f"{summary.cache_hit:.0%}"
-        console.print(f"{summary.turns} model calls, {summary.prompt_tokens:,} prompt tokens, cache {cached}")
+        calls = count(summary.turns, "model call")
+        console.print(f"{calls}, {summary.prompt_tokens:,} prompt tokens, cache {cached}")
     if rollout.extras:
         console.print(f"extras: {plain(json.dumps(rollout.extras))}")
     if rollout.failure is not None:
