@@ -28,7 +28,7 @@ class NotAnswered(Exception):
 
 
 def look_up(files: Iterable[Path], service: Sequence[str]) -> list[dict[str, Any]]:
-    """What a service knows of each pin. Raises NotAnswered."""
+    """Return what a service knows about each pin. Raises NotAnswered."""
     command = [
         *(sys.executable, "-m", "pip_audit", "--no-deps", "--disable-pip", "--format", "json"),
         *("--progress-spinner", "off", *service),

@@ -85,8 +85,8 @@ class RepeatFilter(logging.Filter):
     """Passes the 1st, 10th, 100th ... of the lines that differ only in numbers and ids, the later ones with their
     count. After a minute without such a line, the count starts again.
 
-    `exact` counts lines that do not differ, in their bound fields either: programs read each of the others, but a
-    container that repeats one may fill no disk.
+    With `exact`, only equal lines with equal bound fields are counted together: a program reads the log, but a
+    container that repeats a line must not fill the disk.
     """
 
     def __init__(self, *, exact: bool = False) -> None:

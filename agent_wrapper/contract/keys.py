@@ -9,6 +9,7 @@
     PREFIXruns/RUN/task-blocklist/DIGEST.json       the consecutive losses of a task
     PREFIXruns/RUN/lease                            the manager that holds the run
     PREFIXruns/RUN/agents/STEP/...                  objects that agents of another protocol write
+    PREFIXruns/preflight/...                        what the checks before a run write and delete
 
 `prefix` is empty or ends in a slash. The policies in `infra/template.yaml` depend on these keys.
 """

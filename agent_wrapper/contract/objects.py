@@ -53,7 +53,7 @@ MAX_PACKED_ARTIFACT_BYTES = MAX_ARTIFACT_BYTES + MAX_ARTIFACTS * 1024  # of the 
 
 
 class Outcome(StrEnum):
-    """How a rollout ended. Each planned rollout has exactly one outcome."""
+    """The class in which a rollout ends. Each planned rollout has exactly one outcome."""
 
     COMPLETED = "completed"
     AGENT_ERROR = "agent_error"  # the agent's code raised, or never called the model

@@ -1,4 +1,4 @@
-"""Which errors of S3 and SQS are temporary."""
+"""Recognise the temporary errors of S3 and SQS."""
 
 import re
 

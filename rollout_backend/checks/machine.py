@@ -155,9 +155,6 @@ def _check_engines(config: RolloutConfig) -> Iterator[CheckResult]:
         if serving.device == "cuda":
             assert serving.servers != "auto", "the settings refuse it"
             yield _check_gpus(serving.servers * serving.gpus_per_server)
-    for setting, kind in (("serving.kind", serving.kind), ("gateway.kind", config.gateway.kind)):
-        if kind == "ray" and importlib.util.find_spec("ray") is None:
-            yield CheckResult("problem", setting, "Ray is not installed here: install the extra trainer")
 
 
 def _check_router(config: RolloutConfig) -> Iterator[CheckResult]:

@@ -54,7 +54,7 @@ _RECEIVES = 20  # by then, the run that a message is for has received it or has 
 
 
 class MessageStatus(Enum):
-    """How to continue with a message."""
+    """The result of handling a message."""
 
     DONE = "done"  # delete it
     UNKNOWN = "unknown"  # S3 did not answer, or has no such object yet: receive it again

@@ -54,7 +54,7 @@ class Message:
 
 
 class MessageQueue(Protocol):
-    """How a run receives its announcements. See `AnnouncementQueue`."""
+    """The queue of a run's announcements. See `AnnouncementQueue`."""
 
     @property
     def visibility_s(self) -> float: ...

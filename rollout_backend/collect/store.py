@@ -47,7 +47,7 @@ class StoredObject:
 
 
 class ObjectStore(Protocol):
-    """What a run reads and writes in its bucket. See `ResultStore`."""
+    """The objects of a run in its bucket. See `ResultStore`."""
 
     @property
     def config(self) -> StorageConfig: ...

@@ -91,7 +91,7 @@ class ModelConfig(Section):
 
     @property
     def weight_folder(self) -> Path:
-        """Return the folder with the weights, too. Raises ConfigError like `folder`."""
+        """Return `folder` after its weights are downloaded, too. Raises ConfigError like `folder`."""
         return local_folder(self.path, weights=True)
 
     @property

@@ -1,4 +1,4 @@
-"""How a batch of rollouts starts at the runtime's rate and number of sessions."""
+"""Compute how long a batch of rollouts takes to start, at the runtime's rate and number of sessions."""
 
 from __future__ import annotations
 

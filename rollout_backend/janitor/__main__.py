@@ -39,7 +39,7 @@ log = logging.getLogger("janitor")
 
 @dataclass
 class RunState:
-    """What the run has reported."""
+    """The state that the run has reported."""
 
     run: dict[str, Any] = field(default_factory=dict)  # the run's first report: see `janitor_process`
     queues: dict[str, str] = field(default_factory=dict)  # queues created by the run, each with its dead-letter queue

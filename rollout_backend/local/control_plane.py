@@ -62,7 +62,7 @@ _TRANSITIONS = ("CREATING", "UPDATING", "DELETING")
 
 
 class ControlLimits(BaseModel, frozen=True, extra="forbid"):
-    """When the control plane refuses or delays calls."""
+    """Limits and delays of the control plane's calls."""
 
     transition_s: float = Field(default=0.2, ge=0)
     """Time for which a runtime is CREATING, UPDATING or DELETING. Its endpoint changes half that time later."""

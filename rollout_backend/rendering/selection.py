@@ -251,7 +251,7 @@ _DATES = re.compile(r"\d{1,2} [A-Z][a-z]{2,8} \d{4}|\d{4}-\d\d-\d\d")
 
 @dataclass
 class _Score:
-    """How far a renderer differs from the template. Dates, spaces and the order of words do not count as `words`."""
+    """A renderer's differences from the template. Dates, spaces and the order of words do not count as `words`."""
 
     name: str
     options: Mapping[str, Any]

@@ -50,7 +50,7 @@ class ResultSummary(BaseModel, frozen=True):
 
 
 class RolloutRecord(BaseModel, frozen=True):
-    """How one planned rollout of a step ended. Times in unix seconds by this machine's clock; None if never reached.
+    """A planned rollout of a step, and its end. Times in unix seconds by this machine's clock; None if never reached.
 
     Attempts, sessions and times belong to the manager that wrote the record.
     """

@@ -37,7 +37,7 @@ from rollout_backend.tracing import (
 
 @dataclass(frozen=True)
 class Delivery:
-    """How a result arrived: when it was announced, if it was, and how long its fetch and validation took."""
+    """The arrival of a result: when it was announced, if it was, and how long its fetch and validation took."""
 
     announced_at: float | None
     fetch_s: float

@@ -20,7 +20,7 @@ TAIL = 0.95  # fraction of a step's rollouts after which its tail begins
 
 
 class Learning(StrEnum):
-    """What GRPO can learn from a task. Only differing rewards give a gradient."""
+    """Class of a task's rewards. GRPO learns only from rewards that differ."""
 
     NEVER = "never solved"  # all rewards equal the step's lowest
     MIXED = "mixed"
@@ -64,7 +64,7 @@ class TaskRewards:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Where a rollout's time went, in seconds. A phase that did not happen or is unknown is 0."""
+    """Seconds of each phase of a rollout. A phase that did not happen or is unknown is 0."""
 
     waiting: float = 0.0  # from planning until the first invoke that was not throttled
     starting: float = 0.0  # until the agent accepted

@@ -52,7 +52,7 @@ class SessionCalls(Protocol):
 
 @dataclass(frozen=True)
 class CleanupSpec:
-    """How the janitor of a killed run stops its sessions, from another process and without an event loop."""
+    """Functions with which a janitor cleans up after a killed run, in another process and without an event loop."""
 
     stopper: str
     """Import path of a function that takes `options` and returns a function `stop(session_id) -> bool`, which returns
@@ -171,7 +171,7 @@ class AgentRuntime(ABC):
 
 @dataclass(frozen=True)
 class VerifierEnd:
-    """How a verifier ended."""
+    """The end of a verifier."""
 
     succeeded: bool
     """Whether its container exited with code 0."""

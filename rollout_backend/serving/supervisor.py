@@ -38,7 +38,7 @@ OnEvent = Callable[[ServingEvent], None]
 
 @dataclass(frozen=True)
 class Probing:
-    """When a running server counts as hung: after this many consecutive probes without an answer.
+    """A server counts as hung after this many consecutive probes without an answer.
 
     A probe does not detect a hung scheduler behind a live HTTP server; SGLang's own watchdog ends such a server.
     """

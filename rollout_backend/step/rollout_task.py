@@ -59,7 +59,7 @@ _RETRYABLE = (RuntimeUnavailable, OutcomeUnknown, ContainerStartTimeout)
 
 
 class StepContext:
-    """What the rollouts of one step share."""
+    """State shared by the rollouts of one step."""
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ from rollout_backend.step.task_blocklist import TaskBlocklist
 
 
 class StepRuntime(Protocol):
-    """What a step asks its runtime besides calls. See `AgentRuntime`."""
+    """The part of a runtime that a step uses directly. See `AgentRuntime`."""
 
     def hold(self, payload: Mapping[str, Any]) -> AbstractContextManager[object]: ...
 
@@ -87,7 +87,7 @@ class Pauses:
 
 @dataclass(frozen=True)
 class StepServices:
-    """What a step needs of its run."""
+    """The services of a run that its steps use."""
 
     config: RolloutConfig
     runtime: StepRuntime

@@ -39,7 +39,7 @@ _RUNTIME_CALLS = {"invocations": "InvokeAgentRuntime", "stopruntimesession": "St
 
 
 class Fault(StrEnum):
-    """How a call fails."""
+    """A failure of a call."""
 
     FAIL = "fail"  # answered with an error; the service is not called
     HANG = "hang"  # not answered; the service is called after `seconds`, or never if 0
@@ -58,7 +58,7 @@ class Fault(StrEnum):
 
 @dataclass
 class Rule:
-    """Which calls fail, and how. The first rule that hits a call applies."""
+    """A fault, and the calls that it hits. The first rule that matches a call applies."""
 
     operation: str  # as in `ProxiedCall`; a glob pattern: `s3:*`
     fault: Fault

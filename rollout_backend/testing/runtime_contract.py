@@ -57,7 +57,7 @@ print(json.dumps(stop_sessions(json.loads(sys.argv[1]), 1000, sys.argv[2:])))
 
 
 class ServiceFault(StrEnum):
-    """How the service fails every call of one kind."""
+    """A fault of the service in every call of one kind."""
 
     THROTTLED = "throttled"  # it refuses the call, because there are too many
     UNAVAILABLE = "unavailable"  # it refuses the call for now

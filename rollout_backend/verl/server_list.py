@@ -1,4 +1,4 @@
-"""Track verl's servers as they join and leave, and decide which of them get model calls.
+"""Track verl's servers as they join, leave and get new weights, and decide which of them get model calls.
 
 With `separate_async`, verl lends the trainer's GPUs to generation between steps: it adds servers to its load balancer
 before they have their weights, and removes them before it takes their memory.

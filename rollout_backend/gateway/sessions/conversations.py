@@ -118,7 +118,7 @@ def is_cache_break(known: int, cached: int) -> bool:
 
 @dataclass(frozen=True)
 class RecordedTurn:
-    """What a call adds to a session, as a delta, so that its size does not grow with the history."""
+    """The delta that a call adds to a session. Its size does not grow with the history."""
 
     extends: int | None  # the segment that the prompt starts with
     given: Sequence[int]  # tokens of the prompt after that segment

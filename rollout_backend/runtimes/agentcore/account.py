@@ -1,4 +1,4 @@
-"""What a run on AgentCore needs of the account: permissions and quotas.
+"""List the permissions that a run on AgentCore needs, and compare its settings with the account's quotas.
 
 The numbers are AWS's defaults of November 2026. If an account has other quotas, settings take precedence, and the
 dispatcher slows down when the runtime throttles it.

@@ -47,7 +47,7 @@ _WATCH_S = 60  # seconds until the server ends a watch; a silently dropped conne
 
 
 class ClusterCredentials:
-    """How calls are authenticated: by a token in the kubeconfig, or by a client certificate."""
+    """Credentials of calls: a token in the kubeconfig, or a client certificate."""
 
     def __init__(self, fixed: str | None) -> None:
         self._token = fixed

@@ -40,7 +40,7 @@ Why = Literal["ended", "stopped", "lifetime", "memory"]
 
 
 class Order(TypedDict):
-    """What to run."""
+    """The command to run, and its limits."""
 
     argv: list[str]
     env: dict[str, str]
@@ -61,7 +61,7 @@ class Order(TypedDict):
 
 
 class ProcessEnd(TypedDict):
-    """How a session ended."""
+    """The end of a session."""
 
     code: int
     """Exit code; a negative value is the number of a signal."""
