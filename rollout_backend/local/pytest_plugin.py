@@ -6,6 +6,7 @@ Every pytest run loads this module, so it imports nothing from this package unti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -67,12 +68,8 @@ class _Blocking:
     def scripted_model(self, replies: Script, *, sampling: Sampling | None = None) -> ModelEndpoint:
         """See `AgentHarness.endpoint`."""
 
-        async def endpoint() -> ModelEndpoint:
-            made: ModelEndpoint = await self._harness.endpoint(replies, sampling=sampling)
-            return made
-
-        result: ModelEndpoint = self._portal.call(endpoint)
-        return result
+        endpoint: ModelEndpoint = self._portal.call(partial(self._harness.endpoint, replies, sampling=sampling))
+        return endpoint
 
 
 def _describe(rollout: Rollout, expected: str | None) -> str:
