@@ -536,7 +536,8 @@ class RenderingThread:
     def read(self, call: ModelCall, prompt: Prompt, completion: Completion) -> Choice:
         """Return the sampled message. A reply that the renderer cannot parse is returned as text."""
         ids = completion.token_ids
-        said, text, parsed, broken = ids[:-1] if self.has_end(ids) else ids, "", None, False
+        said: Sequence[int] = ids[:-1] if self.has_end(ids) else ids
+        text, parsed, broken = "", None, False
         if call.prompt is None:
             try:
                 parsed = self.bundle.renderer.parse_response(list(ids), tools=call.tools, prompt_ids=prompt.ids)
