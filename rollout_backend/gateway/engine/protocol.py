@@ -420,7 +420,7 @@ class VllmReader:
     def read(self, reply: Mapping[str, Any]) -> Tokens:
         usage = reply.get("usage") or {}
         if (cached := (usage.get("prompt_tokens_details") or {}).get("cached_tokens")) is not None:
-            self.cached_tokens = cached
+            self.cached_tokens = int(cached)
         # The last event of a stream has only the usage.
         [choice] = reply["choices"] or [{"token_ids": [], "finish_reason": None}]
         ids = [*map(operator.index, choice["token_ids"])]
