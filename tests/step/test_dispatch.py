@@ -7,7 +7,6 @@ import pytest
 from agent_wrapper.contract import Outcome
 from builders import eventually, skip
 from rollout_backend.core.ledger import Phase
-from rollout_backend.dispatch.call_queue import CallKind
 from rollout_backend.errors import (
     ContainerStartTimeout,
     InvokeRejected,
@@ -213,21 +212,6 @@ def answer_stops(bench, *answers):
         await answer()
 
     bench.agents.stop = stop
-
-
-async def test_a_stop_is_repeated_until_it_succeeds(bench):
-    causes = [RuntimeUnavailable("503"), NoCredentials("no provider"), WrongClock("expired")]
-    answer_stops(bench, *[Throttled("slow")] * 8, *causes, None)
-    report = (await bench.run()).report
-    assert bench.agents.stopped == [*bench.agents.invoked] * 12
-    assert report.unclosed_sessions == {}
-    assert bench.ledger.stops.refusals == 11
-
-
-async def test_a_session_of_an_earlier_trainer_is_stopped_as_persistently(bench):
-    answer_stops(bench, *[Throttled("slow")] * 8, OutcomeUnknown("cut"), None)
-    assert await bench.services.dispatcher.close("earlier", bench.step().ledger, CallKind.STOP_EARLIER)
-    assert bench.agents.stopped == ["earlier"] * 10
 
 
 async def test_a_session_that_cannot_be_closed_in_time_is_named(bench):
