@@ -98,17 +98,6 @@ async def test_a_running_agent_is_waited_for_and_not_run_again(
     assert (bench.agents.stopped, bench.agents.requests) == ([], [])
 
 
-async def test_a_result_published_without_a_trainer_is_used(open_bench, work, kill_in_the_middle):
-    bench = await open_bench()
-    [request] = await kill_in_the_middle(bench, "a")
-    work.go.set()
-    await eventually(lambda: bench.agents.finished == 2)
-    report = (await bench.run("a")).report
-    assert (report.resumed, report.reattached) == (2, 0)
-    assert (bench.agents.requests, bench.gateways.adopted) == ([], [])
-    assert request.session_id in bench.agents.stopped
-
-
 async def test_an_attempt_that_reaches_its_deadline_is_followed_by_another(open_bench, work, kill_in_the_middle):
     # `skip` may cut off the request that receives an announcement, so results are found by listing.
     bench = await open_bench("collect.list_after_idle_s=0.3")
