@@ -65,7 +65,6 @@ _POLL_S, _MAX_POLL_S = 0.02, 0.5
 _POLL_PART = 0.05  # as a fraction of the rollout's time so far, which is the most that a poll can delay its result
 _CHECK_EVERY_S = 1.0
 _AFTER_DEADLINE_S = 60.0  # time for the wrapper to end the agent and write the result
-_CONTEXT_BYTES = 65_536
 _FOLLOW_S, _FOLLOWED_BYTES = 0.1, 65_536  # seconds between two reads of a log, and maximum bytes per read
 _MAX_ERROR = 1000  # bytes of an error response that are reported
 
@@ -223,12 +222,7 @@ class AgentHarness:
         return RolloutConfig.parse(
             {
                 "run_id": _RUN_ID,
-                "model": {
-                    "path": BYTE_MODEL,
-                    "name": "scripted",
-                    "renderer": "chatml",
-                    "context_length": _CONTEXT_BYTES,
-                },
+                "model": {"path": BYTE_MODEL, "name": "scripted", "renderer": "chatml", "context_length": 65_536},
                 "storage": {"bucket": self._storage.bucket},
                 "runtime": {"kind": "agentcore", "arn": ARN.format(region=self._storage.region)},
                 "aws": {"region": self._storage.region, "endpoint_url": self._storage.endpoint_url},

@@ -93,18 +93,13 @@ def _tokenizer(file: Path, changed_ns: int) -> Tokenizer:
 
 
 def _listen(port: int) -> socket.socket:
-    """Return a socket bound to the port, so that no other process can take it. 0 selects a free port."""
+    """Return a socket that listens on the port, so that no other process can take it. 0 selects a free port."""
     while True:
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind(("127.0.0.1", port or free_port()))
+            return socket.create_server(("127.0.0.1", port or free_port()))
         except OSError as error:
-            listener.close()
             if port:
                 raise StartupError(f"port {port} is taken: {error}") from None
-        else:
-            return listener
 
 
 class ScriptedEngine:

@@ -83,15 +83,8 @@ def _ledger(report: StepReport) -> Table:
     for outcome in Outcome:
         table.add_row(outcome, str(report.outcomes[outcome]))
     table.add_section()
-    apart = {
-        "replacements": report.replacements,
-        "duplicates": report.duplicates,
-        "late": report.late,
-        "unknown": report.unknown,
-        "refused": report.refused,
-    }
-    for name, number in apart.items():
-        table.add_row(name, str(number), style="dim")
+    for apart in ("replacements", "duplicates", "late", "unknown", "refused"):
+        table.add_row(apart, str(getattr(report, apart)), style="dim")
     return table
 
 
