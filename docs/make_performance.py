@@ -53,9 +53,9 @@ generator calls the stub on one core, and the CPU is the stub's.
 With this backend it is an agent in a process, and S3, SQS, the runtime and the gateway run on the same cores.
 """,
     "wrapper": """\
-What a wrapper adds to an agent's container, without delays of the network. The first rollout of a container is cold,
-and on AgentCore each is the first one. Ours fetches the trajectory of 16,000 tokens, and stores it with the result;
-the toolkit's results hold none, and it announces nothing.
+The overhead of a wrapper in an agent's container, without delays of the network. The first rollout of a container is
+cold, and on AgentCore each is the first one. Ours fetches the trajectory of 16,000 tokens, and stores it with the
+result; the toolkit's results hold none, and it announces nothing.
 """,
     "ceilings": """\
 The emulated AWS must not be the bottleneck. Alone, on one core and without latencies, it reaches:

@@ -29,7 +29,7 @@ _HEAD = """\
 
 Generated from `docs/results.json` by `python docs/make_results.py`; do not edit.
 
-What experiments have shown, each with the command that repeats it; `make results` repeats all but the long run. How
+The results of experiments, each with the command that repeats it; `make results` repeats all but the long run. How
 fast the backend is: see [performance](performance.md). What it guarantees: see [reliability](reliability.md).
 """
 _FAULTS = """\
@@ -54,7 +54,7 @@ The first number of a cell is how many of the {planned} rollouts are trained cor
 - leaked: sessions that are open when the trainer has ended.
 - run again: agents that finished although their group already had as many finished as it has rollouts.
 
-What is missing otherwise was reported as failed. This backend does not repeat an agent's own error, timeout or bad
+All other missing rollouts were reported as failed. This backend does not repeat an agent's own error, timeout or bad
 reward; agentlightning's store does. A system that cannot meet a fault has no number.
 """
 _LEARNING = """\
@@ -71,7 +71,7 @@ The mean difference of the runs of each seed, with its 95 % confidence interval 
 contains 0 shows no difference, and how large one could still be.
 """
 _LEARNING_TIME = """\
-Where the time of a step goes, as verl measures it. Emulated AWS, agents and other programs ran on the same two cores.
+The time of a step, as verl measures it. Emulated AWS, agents and other programs ran on the same two cores.
 """
 _PARTS = """\
 One run of each loop, {steps} steps of seed 0, with newer code than the runs above: do not compare the two tables.
@@ -186,7 +186,7 @@ A line is the mean of the seeds, in a band of all seeds. `a -> b` are the means 
 The gain is the mean of the seeds' differences, with its 95 % confidence interval (Student's t).
 """
 _PLAYED = """\
-What a rollout consists of, and the largest difference between the engine's probability of a trained token
+The mean contents of a rollout, and the largest difference between the engine's probability of a trained token
 and the trainer's:
 """
 

@@ -1,4 +1,4 @@
-"""Keys of local clouds: whoever starts one publishes its key, and this user's clients find it by their endpoint.
+"""Keys of local clouds: each cloud publishes its key, and this user's clients find it by their endpoint.
 
 Every user of a machine can reach its ports, so a local cloud accepts its own key only. The user's real credentials
 are never sent to it. It imports only the standard library, for a janitor that waits.

@@ -25,7 +25,7 @@ from rollout_backend.errors import OutcomeUnknown, RuntimeCallError
 log = logging.getLogger(__name__)
 
 _PER_TURN = 2  # preparing and sending an invoke takes 0.3 ms
-_PAUSE_S = 0.02  # 100 calls per second go on, so that no backlog of results stops a run
+_PAUSE_S = 0.02  # 100 calls per second continue, so that no backlog of results stops a run
 
 
 class CallKind(IntEnum):

@@ -179,7 +179,7 @@ class GuardedRenderer:
     def parse_beginning(
         self, token_ids: Sequence[int], *, tools: Tools = None, prompt_ids: Sequence[int] | None = None
     ) -> ParsedResponse:
-        """Parse an incomplete reply. Unlike `parse_response`, drop whatever may still become a tool call."""
+        """Parse an incomplete reply. Unlike `parse_response`, drop text that may still become a tool call."""
         return self._parse(token_ids, tools, prompt_ids, whole=False)
 
     def _parse(

@@ -69,7 +69,7 @@ class CallRate(BaseModel, frozen=True, extra="forbid"):
 
     refused: int
     seconds: float  # from the first refusal to the last
-    granted_per_s: float | None  # meanwhile; None if that was under a second
+    granted_per_s: float | None  # between them; None if that was under a second
 
     @classmethod
     def of(cls, tally: CallTally) -> CallRate | None:

@@ -25,7 +25,7 @@ _DEADLINE_S = 15.0  # for the last check, once the step's deadline has passed
 
 
 class AbsenceCheck:
-    """The rollouts of one step that are out of time and whose results S3 is asked for."""
+    """The rollouts of one step that are out of time, until S3 confirms whether their results exist."""
 
     def __init__(self, context: StepContext, sink: ResultSink) -> None:
         self._context = context

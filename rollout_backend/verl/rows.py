@@ -57,7 +57,7 @@ class Row:
     scores: NDArray[np.float32]  # [R], the reward and the turn rewards on their tokens
     min_version: int | None  # of the weights that sampled the trained tokens, as far as known
     max_version: int | None  # None if unknown for any of them
-    mean_version: float | None  # over the trained tokens; None likewise
+    mean_version: float | None  # over the trained tokens; None if one is unknown
     turns: int  # model calls with a token in the response
     index: int  # among the rollout's rows
     trained_tokens: int

@@ -209,7 +209,7 @@ anywhere else.""",
 """
         },
         note="""\
-An image must save the file anywhere and name it in `OPENCODE_CONFIG`: [a command's
+In an image, save the file in any folder and name it in `OPENCODE_CONFIG`: [a command's
 home](commands.md#let-it-find-the-model) is empty. If you enable titles, the title of each conversation is a separate
 row that is trained like the others; [`training.leave_out`](settings.md) leaves it out.""",
     ),

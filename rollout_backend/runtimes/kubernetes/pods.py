@@ -77,7 +77,7 @@ def pod_state(pod: Mapping[str, Any]) -> PodState:
     """Return the state of a pod, given as the object that the API server sends."""
     status = pod.get("status", {})
     conditions = {each["type"]: each for each in status.get("conditions", ())}
-    # A cluster may inject containers, and an injected init container may run beside the agent's, and be restarted.
+    # A cluster may inject containers, and an injected init container may run next to the agent's, and be restarted.
     named = {each["name"]: each.get("state", {}) for each in status.get("containerStatuses", ())}
     state: Mapping[str, Any] = named.get(CONTAINER, {})
     terminated, waiting = state.get("terminated"), state.get("waiting") or {}
