@@ -96,7 +96,7 @@ def _print(findings: Sequence[CheckResult], verbose: bool) -> None:
     from rollout_backend.core.formats import count
 
     by_level: dict[str, list[CheckResult]] = {level: [] for level in _STYLES}
-    for finding in dict.fromkeys(findings):  # several checks may report the same problem
+    for finding in {(each.level, str(each)): each for each in findings}.values():  # several checks may agree
         by_level[finding.level].append(finding)
     passed = by_level.pop("ok") if not verbose else []
     if passed:

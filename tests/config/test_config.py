@@ -89,6 +89,8 @@ def by_image(**more: object) -> dict[str, object]:
 )
 def test_settings_that_make_no_run_are_refused(sections, message):
     refused(message, **sections)
+    with pytest.raises(ConfigError, match=r"model: is missing; a training takes model\.path from verl: add -o model"):
+        load_config(base={}, env={})
 
 
 def test_a_runtime_from_an_image_needs_little():
