@@ -22,6 +22,7 @@ from agent_wrapper.contract.codec import ContractError
 
 ID_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 MAX_STEP = 10**15 - 1
+_RESULT = re.compile(rf"([0-9]{{8}}|[1-9][0-9]{{8,14}})/({ID_PATTERN})(?:~([1-9][0-9]{{0,8}}))?")
 
 
 def step_prefix(prefix: str, run_id: str, step: int) -> str:
@@ -58,8 +59,8 @@ def parse_result_key(prefix: str, run_id: str, key: str) -> ResultName:
     Raises:
         ContractError: the key does not belong to this run, or is neither a result's nor a failure marker's.
     """
-    folder = re.escape(f"{_run_prefix(prefix, run_id)}steps/")
-    match = re.fullmatch(rf"{folder}([0-9]{{8}}|[1-9][0-9]{{8,14}})/({ID_PATTERN})(?:~([1-9][0-9]{{0,8}}))?", key)
+    folder = f"{_run_prefix(prefix, run_id)}steps/"
+    match = _RESULT.fullmatch(key, len(folder)) if key.startswith(folder) else None
     if match is None:
         raise ContractError("object.key", f"{key!r} is not a result of run {run_id!r} under {prefix!r}")
     return ResultName(int(match[1]), match[2], int(match[3]) if match[3] else None)
