@@ -24,7 +24,7 @@ from aiobotocore.session import AioSession
 from botocore.exceptions import BotoCoreError, CredentialRetrievalError, HTTPClientError, NoCredentialsError
 from botocore.loaders import Loader, create_loader
 from botocore.parsers import ResponseParserError
-from botocore.utils import deep_merge
+from botocore.utils import deep_merge, parse_timestamp
 from multidict import CIMultiDict
 
 from rollout_backend import local_keys
@@ -123,6 +123,7 @@ async def client(
         try:
             core = _session((service, json.dumps(newer_fields)) if newer_fields is not None else None)
             core.register_component("credential_provider", _CredentialProvider(endpoint_url))
+            core.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=_timestamp)
             await asyncio.to_thread(_preload, core.get_component("data_loader"), service)
             # The types have one overload per service, and lag behind the services.
             session: Any = aioboto3.Session(botocore_session=core)
@@ -160,6 +161,14 @@ def _builtin_handlers() -> AioHierarchicalEmitter:
     handlers = AioHierarchicalEmitter()
     AioSession(event_hooks=handlers)
     return handlers
+
+
+def _timestamp(sent: Any) -> datetime:
+    """Parse a timestamp. botocore's parser would take three quarters of the CPU time of listing a step's results."""
+    try:
+        return datetime.fromisoformat(sent)
+    except (TypeError, ValueError):  # not an ISO 8601 timestamp, which S3 sends for each key
+        return parse_timestamp(sent)
 
 
 def _drop_html(*, response_dict: dict[str, Any], operation_model: Any, **_: Any) -> None:

@@ -205,6 +205,16 @@ async def test_a_refusal_is_that_of_aiobotocore(played_aws, call, status, header
     assert aws.status_of(caught.value) == aws.status_of(expected.value) == status
 
 
+async def test_timestamps_of_listings_and_headers_are_parsed(played_aws):
+    at, item = "2026-01-02T03:04:05", "<Contents><LastModified>{}.000Z</LastModified></Contents>"
+    body = f"<ListBucketResult>{item.format(at)}</ListBucketResult>".encode()
+    played_aws.answer = lambda sent: (200, {"Last-Modified": "Fri, 02 Jan 2026 03:04:05 GMT"}, body)
+    async with opened("s3") as client:
+        [listed] = (await client.list_objects_v2(Bucket="my-bucket"))["Contents"]
+        got = await client.get_object(Bucket="my-bucket", Key=KEY)
+    assert listed["LastModified"] == got["LastModified"] == datetime.fromisoformat(f"{at}Z")
+
+
 async def test_a_call_after_its_client_is_closed_opens_no_connection(played_aws):
     async with opened("s3", retries=0) as client:
         repeated = client.repeated("get_object", Bucket="my-bucket")
