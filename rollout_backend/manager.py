@@ -373,7 +373,7 @@ class RolloutManager:
             raise
         finally:
             del self._steps[number]
-            records = current.records() if result is None else result.records
+            records = current.results.records.all() if result is None else result.records
             if run.lease.lost is None:  # otherwise the step belongs to another manager
                 self.archive.write_records(number, records)
             await self._report_step(current, records)

@@ -1,7 +1,7 @@
 """Define the record of one planned rollout: how it ended, why, and where to look."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 import numpy as np
@@ -102,19 +102,6 @@ class RolloutRecord(BaseModel, frozen=True):
         return self.result_at is not None and self.outcome is rollout.outcome
 
 
-def records_of(
-    ledger: Ledger, log_of: Callable[[LedgerEntry], str], rollouts: Iterable[Rollout] = ()
-) -> list[RolloutRecord]:
-    """Return the records of all planned rollouts, in the order in which they were planned.
-
-    `rollouts` are the results that settled rollouts of the step.
-    """
-    results = {rollout.rollout_id: ResultSummary.of(rollout) for rollout in rollouts}
-    return [
-        _record_of(ledger, entry, log_of, results.get(rollout_id)) for rollout_id, entry in ledger.entries.items()
-    ]
-
-
 def _record_of(
     ledger: Ledger,
     entry: LedgerEntry,
@@ -147,7 +134,7 @@ def _record_of(
 
 
 class StepRecords:
-    """The records of a running step. A settled rollout is encoded again only if its group becomes usable."""
+    """The records of a step. While it runs, a settled rollout is encoded again only if its group becomes usable."""
 
     def __init__(self, ledger: Ledger, log_of: Callable[[LedgerEntry], str], received: Sequence[Rollout]) -> None:
         """`received` are the results that have settled rollouts; more are appended while the step runs."""
@@ -165,8 +152,13 @@ class StepRecords:
             self._results[rollout.rollout_id] = ResultSummary.of(rollout)
         self._summarized = len(self.received)
         for entry in self.ledger.settled[len(self.settled) :]:
-            result = self._results.pop(entry.rollout_id, None)
-            self.settled.append(_record_of(self.ledger, entry, self._log_of, result))
+            self.settled.append(_record_of(self.ledger, entry, self._log_of, self._results.get(entry.rollout_id)))
+
+    def all(self) -> list[RolloutRecord]:
+        """Return the records of all planned rollouts as they are now, in the order in which they were planned."""
+        self.update()
+        entries = self.ledger.entries.values()
+        return [_record_of(self.ledger, each, self._log_of, self._results.get(each.rollout_id)) for each in entries]
 
     def lines(self, ends_at: Callable[[LedgerEntry], float]) -> list[str]:
         """Return the records as JSON. `ends_at` returns the Unix time at which an open rollout ends at the latest."""

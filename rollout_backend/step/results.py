@@ -30,7 +30,7 @@ from rollout_backend.core.reasons import SCORER_FAILED
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import RolloutBackendError, StoreError
 from rollout_backend.gateway.stats import EngineUseMeter
-from rollout_backend.results.records import RolloutRecord, records_of
+from rollout_backend.results.records import StepRecords
 from rollout_backend.results.rollout_spans import Delivery
 from rollout_backend.results.step_report import GroupResult, StepResult, failures_of, make_report
 from rollout_backend.retry import at, log_retry, retry
@@ -84,6 +84,7 @@ class StepResults:
         self.resumed = 0  # rollouts that an earlier trainer had finished
         self.adopted = 0  # rollouts whose agents an earlier trainer had started
         self.received: list[Rollout] = []
+        self.records = StepRecords(context.ledger, context.services.log_of, self.received)
         self.deliveries: dict[str, Delivery] = {}  # of those received
         self._context = context
         self._groups = groups
@@ -188,10 +189,6 @@ class StepResults:
 
     # --- the report ---------------------------------------------------------------------------------------
 
-    def records(self) -> list[RolloutRecord]:
-        """Return one record for each planned rollout."""
-        return records_of(self._context.ledger, self._context.services.log_of, self.received)
-
     def _count_archived(self) -> None:
         written = self._archiving.popleft()
         self._unarchived += written.exception() is not None or not written.result()
@@ -222,5 +219,5 @@ class StepResults:
             deadline_reached=deadline_reached,
             engine_use=self.engine_use.result(),
         )
-        records = tuple(self.records())
+        records = tuple(self.records.all())
         return StepResult(self.step, tuple(self.received), tuple(groups), failures_of(ledger), report, records)

@@ -27,7 +27,6 @@ from rollout_backend.core.policy import GroupPolicy
 from rollout_backend.errors import CircuitOpen, CloudLost, RunHeld
 from rollout_backend.logs import bind_log_fields
 from rollout_backend.results.progress import StepTotals
-from rollout_backend.results.records import RolloutRecord, StepRecords
 from rollout_backend.results.step_report import GroupResult, StepResult
 from rollout_backend.step.absence_check import AbsenceCheck
 from rollout_backend.step.restart import resume
@@ -62,8 +61,7 @@ class Step:
         self._sessions = self._context.sessions
         self._changed = self._context.changed
         self.results = StepResults(self._context, self.rollouts, self.groups)
-        self._running_records = StepRecords(self.ledger, services.log_of, self.results.received)
-        self.totals = StepTotals(self._running_records)
+        self.totals = StepTotals(self.results.records)
         self._absence_check = AbsenceCheck(self._context, self.results)
         self._complete: set[str] = set()  # groups
         self._reported_to_breaker = 0  # of the ledger's settled rollouts
@@ -301,16 +299,12 @@ class Step:
         def ends_at(entry: LedgerEntry) -> float:
             return to_wall + (self.deadline if entry.deadline is None else entry.deadline)
 
-        return self._running_records.lines(ends_at)
+        return self.results.records.lines(ends_at)
 
     @property
     def latencies(self) -> list[float]:
         """Return the seconds since the announcement of each result that was announced."""
         return self.results.latencies
-
-    def records(self) -> list[RolloutRecord]:
-        """Return one record for each planned rollout."""
-        return self.results.records()
 
     def _report_to_breaker(self) -> None:
         """Report what has ended to the circuit breaker, and abort the step if the breaker is open."""

@@ -13,7 +13,7 @@ from agent_wrapper.contract import ImageSpan, Outcome
 from builders import assistant, function_call, tool_result, user
 from made_runs import MadeRun, make_run
 from rollout_backend.results.archive import RunArchive
-from rollout_backend.results.records import records_of
+from rollout_backend.results.records import StepRecords
 from rollouts import make_ledger, make_rollout, make_segment
 
 BIN = Path(__file__).parents[2] / ".venv-clients" / "bin"
@@ -62,7 +62,7 @@ def odd_run(run: Path, at: float = 1000.0) -> Path:
     for rollout in rollouts:
         ledger.entries[rollout.rollout_id].deliver(rollout.outcome, trainable=True)
         archive.write_rollout(rollout, rollout.encode())
-    archive.write_records(0, records_of(ledger, lambda entry: "", rollouts))
+    archive.write_records(0, StepRecords(ledger, lambda entry: "", rollouts).all())
     archive.tasks_file(0).write_text('{"task_id": "odd", "payload": {"question": "What?"}}\n')
     archive.close()
     return run

@@ -1,7 +1,7 @@
 import pytest
 
 from agent_wrapper.contract import Outcome, Rollout, Segment, Turn
-from rollout_backend.results.records import ResultSummary, RolloutRecord, StepRecords, records_of
+from rollout_backend.results.records import ResultSummary, RolloutRecord, StepRecords
 from rollout_backend.results.summary import summarize
 from rollouts import make_ledger, make_rollout
 from run_folders import make_record
@@ -45,9 +45,9 @@ def test_every_planned_rollout_has_one_record():
     ledger.entries["a.refused"].refuse_attempt()
     ledger.session_never_opened("a.refused", "s4")
     ledger.entries["a.refused"].settle(Outcome.INFRA_ERROR, "throttled", "429")  # 112
-    done, lost, refused, waiting = records_of(
+    done, lost, refused, waiting = StepRecords(
         ledger, lambda entry: f"log of {entry.last_session_id}", [make_rollout("a.done", reward=0.0)]
-    )
+    ).all()
 
     result = ResultSummary(
         reward=0.0, turns=1, segments=1, sampled_tokens=2, trained_tokens=2, prompt_tokens=3, cached_tokens=None,
@@ -87,7 +87,7 @@ def test_the_records_of_a_running_step_follow_its_ledger():
     ledger.entries["a.1"].deliver(Outcome.COMPLETED, trainable=True)
     ledger.entries["a.2"].settle(Outcome.CANCELLED, "target_reached")
     found = read()
-    final = records_of(ledger, lambda entry: "log", received)
+    final = running.all()
     assert [found[each.rollout_id] for each in final] == [*final]
 
 
@@ -97,7 +97,7 @@ def test_the_hit_rate_of_a_step_is_over_the_rollouts_whose_engine_reports_it():
         for i in range(len(rollouts)):
             ledger.plan(f"a.{i}", "a")
         named = [rollout.model_copy(update={"rollout_id": f"a.{i}"}) for i, rollout in enumerate(rollouts)]
-        return summarize(records_of(ledger, lambda entry: "", named)).cache_hit
+        return summarize(StepRecords(ledger, lambda entry: "", named).all()).cache_hit
 
     assert hit(rollout_of(3), rollout_of(None, None)) == 3 / 4
     assert hit(rollout_of(None)) is None

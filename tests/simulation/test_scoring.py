@@ -124,7 +124,7 @@ def test_an_unscored_rollout_is_lost_and_never_0(play, make_run, make_config, re
     assert [rollout.reward for rollout in result.rollouts] == [None, None]
     assert [group.rollouts for group in result.groups] == [(), ()]
     assert len(run.world.audit.started) == 2, "a new rollout does not help a broken scorer"
-    for record in step.records():
+    for record in step.results.records.all():
         assert (record.outcome, record.reason, record.trainable) == (Outcome.INFRA_ERROR, "scorer_failed", False)
         assert why in record.message
         assert "the judge is down" in record.message
@@ -143,7 +143,7 @@ def test_a_scorer_that_ends_late_at_the_deadline_is_waited_for(play, make_run, m
     async def work():
         step = scored_step(make_run(make_config(group={"size": 1})), Slow())
         await step.run()
-        return step.records()
+        return step.results.records.all()
 
     [record] = play(work())
     assert (record.outcome, record.reason) == (Outcome.INFRA_ERROR, "scorer_failed")

@@ -55,7 +55,7 @@ async def test_a_steps_rollouts_calls_and_times_are_counted_once_and_served_as_d
 
     await refresh()
     await refresh()
-    metrics.end_step(step, step.records())
+    metrics.end_step(step, step.results.records.all())
     steps.clear()
     async with serve_metrics(bench.config.observe, metrics, refresh) as url, httpx.AsyncClient(timeout=120) as client:
         families = {each.name: each for each in text_string_to_metric_families((await client.get(url)).text)}

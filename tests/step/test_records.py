@@ -13,7 +13,7 @@ from step_bench import Agents, only
 
 
 def outcomes(step: Step) -> dict[str, tuple[Outcome | None, str]]:
-    return {record.rollout_id: (record.outcome, record.reason) for record in step.records()}
+    return {record.rollout_id: (record.outcome, record.reason) for record in step.results.records.all()}
 
 
 async def test_each_outcome_is_recorded_with_its_sessions_and_times(open_bench):
@@ -36,12 +36,12 @@ async def test_each_outcome_is_recorded_with_its_sessions_and_times(open_bench):
         "refused.0": (Outcome.INFRA_ERROR, "container_error"),
     }
     sessions = {request.rollout_id: (request.session_id,) for request in bench.agents.requests}
-    for record in step.records():
+    for record in step.results.records.all():
         assert record.session_ids == sessions[record.rollout_id]
         assert record.attempts == 1
         assert record.planned_at <= record.invoked_at <= record.settled_at
         assert (record.result_at is None) == (record.rollout_id == "refused.0")
-    assert step.records()[3].message == "the image is not arm64"
+    assert step.results.records.all()[3].message == "the image is not arm64"
 
 
 async def test_an_aborted_and_a_cancelled_step_have_records(open_bench):
@@ -70,7 +70,7 @@ async def test_a_resumed_step_has_the_sessions_of_finished_rollouts(open_bench):
     step = bench.step("task-a")
     report = (await step.run()).report
     assert (report.resumed, report.until_invoke_s) == (1, None)
-    [record] = step.records()
+    [record] = step.results.records.all()
     assert (record.outcome, record.attempts, record.session_ids) == (Outcome.COMPLETED, 0, (request.session_id,))
 
 

@@ -17,7 +17,7 @@ from rollout_backend.core.tasks import Task
 from rollout_backend.gateway.stats import EngineUse
 from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.results.archive import RunArchive
-from rollout_backend.results.records import RolloutRecord, records_of
+from rollout_backend.results.records import RolloutRecord, StepRecords
 from rollout_backend.results.step_report import GroupResult, failures_of, make_report
 from rollouts import make_ledger
 
@@ -126,10 +126,8 @@ class _Step:
             refused=0, seconds=end - self.began, deadline_reached=False, engine_use=self.made.engines,
         )  # fmt: skip
         assert len(failures_of(self.ledger)) == report.planned - report.outcomes[Outcome.COMPLETED]
-        self.archive.write_records(
-            self.step,
-            records_of(self.ledger, lambda entry: f"CloudWatch, session {entry.last_session_id}", self.rollouts),
-        )
+        records = StepRecords(self.ledger, lambda each: f"CloudWatch, session {each.last_session_id}", self.rollouts)
+        self.archive.write_records(self.step, records.all())
         self.archive.write_report(report)
         return end
 

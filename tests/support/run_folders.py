@@ -8,7 +8,7 @@ from agent_wrapper.contract import Outcome, Rollout
 from builders import run_config
 from rollout_backend.core.tasks import Task
 from rollout_backend.results.archive import RunArchive
-from rollout_backend.results.records import ResultSummary, RolloutRecord, records_of
+from rollout_backend.results.records import ResultSummary, RolloutRecord, StepRecords
 from rollout_backend.results.run_info import RunStart, RunState
 from rollout_backend.results.step_report import GroupResult, StepResult, failures_of, make_report
 from rollouts import make_ledger, make_rollout
@@ -100,5 +100,5 @@ def make_step(
         made.append(GroupResult(Task(task_id, {}), trained, usable=len(trained) >= needed, planned=len(found)))
     how = {"refused": 0, "seconds": 1.0, "deadline_reached": False, **report}
     written = make_report("run", ledger, made, arrived, list(delays), list(delays), **how)
-    records = tuple(records_of(ledger, lambda entry: "", arrived))
+    records = tuple(StepRecords(ledger, lambda entry: "", arrived).all())
     return StepResult(step, tuple(arrived), tuple(made), failures_of(ledger), written, records)
