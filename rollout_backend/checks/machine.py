@@ -361,18 +361,13 @@ async def check_engine_version(config: RolloutConfig) -> list[CheckResult]:
     if not version:
         return []  # the check of serving.python has said so
     known = {str(needed.specifier) for needed, _ in _requirements("sglang") if needed.name == "sglang"}
-    known |= {str(needed.specifier) for needed in _of_verl() if needed.name == "sglang"}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        of_verl = [Requirement(text) for text in metadata.requires("verl") or ()]
+        known |= {str(needed.specifier) for needed in of_verl if needed.name == "sglang"}
     if any(Requirement(f"sglang{each}").specifier.contains(version, prereleases=True) for each in known):
         return [CheckResult("ok", "serving.python", f"sglang {version}", "sglang-version")]
     text = f"sglang {version} has not been tried with this package: install sglang{' or sglang'.join(sorted(known))}"
     return [CheckResult("warning", "serving.python", text, "sglang-version")]
-
-
-def _of_verl() -> list[Requirement]:
-    try:
-        return [Requirement(text) for text in metadata.requires("verl") or ()]
-    except metadata.PackageNotFoundError:
-        return []
 
 
 # --- open files -------------------------------------------------------------------------------------------
