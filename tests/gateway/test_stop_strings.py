@@ -2,7 +2,7 @@
 
 import pytest
 
-from builders import function_tool, user
+from builders import assistant, function_tool, user
 from rollout_backend.local.scripted import Fail
 
 USER = [user("count")]
@@ -71,6 +71,14 @@ def test_a_tool_call_before_the_stop_string_is_returned(play, stream):
     gateway = play(['<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>Observation: made up'])
     text, reason, _ = chat(gateway, "Observation:", stream, tools=[function_tool("f")])
     assert (text or "", reason) == ("", "tool_calls")
+
+
+def test_a_conversation_continues_from_the_sampled_tokens(play):
+    gateway = play([TEXT, "four"])
+    reply = chat(gateway, " \u00e9", False)[0]
+    gateway.client().chat.completions.create(model="scripted", messages=[*USER, assistant(reply), user("and?")])
+    [segment] = gateway.trajectory().segments
+    assert len(segment.turns) == 2
 
 
 # --- refusals ---------------------------------------------------------------------------------------------
