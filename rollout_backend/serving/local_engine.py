@@ -126,6 +126,9 @@ def sglang_command(
     if serving.nodes_per_server > 1:
         argv += ["--nnodes", str(serving.nodes_per_server), "--node-rank", str(node.rank)]
         argv += ["--dist-init-addr", node.rendezvous]
+    elif serving.data_parallel == 1:  # otherwise each replica chooses its own
+        # SGLang would choose a port long before it listens there, and another server may get it in the meantime.
+        argv += ["--nccl-port", str(free_port())]
     if model.trust_remote_code:
         argv.append("--trust-remote-code")
     if model.routed_experts:

@@ -73,6 +73,7 @@ def test_each_node_of_a_server_gets_its_rank_and_the_rendezvous():
         assert "--pp-size" not in line
     argv, _ = sglang_command(MODEL, on_ray(pipeline_parallel=2, data_parallel=2), ServerNode("h", 1), inherited={})
     assert argv[argv.index("--pp-size") :][:4] == ["--pp-size", "2", "--dp-size", "2"]
+    assert "--nccl-port" not in argv, "each replica needs its own"
     assert not {"--nnodes", "--node-rank", "--dist-init-addr"} & {*argv}
 
 

@@ -15,6 +15,7 @@ from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.external_engine import ExternalEngine
 from rollout_backend.serving.install import find_engine
 from rollout_backend.serving.local_engine import ServerNode, sglang_command
+from rollout_backend.serving.server_process import SERVER_PORTS
 from tests.emulators.scripted_experts import seeded_routing
 
 MODEL = ModelConfig(path=Path("/models/Qwen3-8B"), name="qwen", context_length=4096)
@@ -32,7 +33,9 @@ def test_command_of_a_gpu_server():
     serving = ServingConfig(python=PYTHON, tensor_parallel=2, extra_args=("--mem-fraction-static", "0.7"))
     argv, env = sglang_command(MODEL, serving, ServerNode("10.0.0.3", 4000, first_gpu=2), inherited={})
     assert argv[:3] == ["/opt/sglang/bin/python", "-m", "sglang.launch_server"]
-    assert flags(argv) == {
+    given = flags(argv)
+    assert int(given.pop("nccl-port")) in SERVER_PORTS, "reserved, because SGLang listens there much later"
+    assert given == {
         "model-path": "/models/Qwen3-8B",
         "served-model-name": "qwen",
         "host": "10.0.0.3",
