@@ -332,12 +332,12 @@ class CallRates(Protocol):
 
 def rate_findings(report: CallRates) -> Iterator[Finding]:
     """Describe the rate that the runtime granted for each kind of call that it refused."""
-    for calls, setting, rate in (
-        ("invokes", "runtime.invoke_per_s", report.invoke_rate),
-        ("stops", "runtime.stop_per_s", report.stop_rate),
+    for call, setting, rate in (
+        ("invoke", "runtime.invoke_per_s", report.invoke_rate),
+        ("stop", "runtime.stop_per_s", report.stop_rate),
     ):
         if rate is not None:
-            text = f"the runtime refused {rate.refused} {calls} in {rate.seconds:.0f} s"
+            text = f"the runtime refused {count(rate.refused, call)} in {rate.seconds:.0f} s"
             if rate.granted_per_s is None:
                 text += "; they were retried"
             else:
