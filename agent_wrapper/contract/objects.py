@@ -53,7 +53,7 @@ MAX_PACKED_ARTIFACT_BYTES = MAX_ARTIFACT_BYTES + MAX_ARTIFACTS * 1024  # of the 
 
 
 class Outcome(StrEnum):
-    """The class in which a rollout ends. Each planned rollout has exactly one outcome."""
+    """The outcome of a rollout. Each planned rollout has exactly one."""
 
     COMPLETED = "completed"
     AGENT_ERROR = "agent_error"  # the agent's code raised, or never called the model

@@ -27,7 +27,7 @@ from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.staleness import AbandonedWeights
 
 _RANGES = ((0, 0, 500), (60_000_000, 500, 2_000), (100_000_000, 0, 1_000_000))
-"""Each range's first number, first position, and positions of one kind of batch in a global step."""
+"""The ranges of step numbers: first number, first position, and positions per global step and kind of batch."""
 
 
 def batch_number(global_step: int, validate: bool, position: int) -> int:

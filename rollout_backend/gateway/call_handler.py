@@ -154,8 +154,7 @@ class CallHandler:
                 if call.max_new_tokens == 0:  # to fill a provider's cache
                     tokens = await self._executor.count(session, call, brief=is_brief(body))
                     nothing = Choice({"role": "assistant", "content": ""}, "length", 0)
-                    served = self._settings.model.served_name
-                    answer = Answer(uuid4().hex, int(time.time()), served, (nothing,), tokens)
+                    answer = Answer(uuid4().hex, int(time.time()), self._model_name, (nothing,), tokens)
                     return JSONResponse(dialect.body(call, answer))
                 running = session.retries.find(key)
                 if running is None:

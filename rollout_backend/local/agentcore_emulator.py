@@ -306,7 +306,7 @@ def main(read: Callable[[], str] = sys.stdin.read) -> None:
         host=settings.host,
         port=settings.port,
         log_level="warning",
-        timeout_keep_alive=30,  # longer than botocore keeps idle connections, which it would use as they are closed
+        timeout_keep_alive=20,  # as AWS keeps idle connections; aiobotocore keeps them for 12 s
         timeout_graceful_shutdown=1,  # later, invokes that wait for a container are aborted, and the sessions end
     )
 

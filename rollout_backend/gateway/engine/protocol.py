@@ -197,7 +197,10 @@ class EngineProtocol(Protocol):
 
 
 def aligned(given: Sequence[Sequence[Any]], ids: Sequence[int]) -> list[float | None]:
-    """Return one logprob for each id, from pairs of both: None if it is of another, all None if one is missing."""
+    """Return the logprob of each id. `given` are pairs of a logprob and its id.
+
+    A logprob of another id is None. All are None if there are fewer pairs than ids.
+    """
     if len(given) < len(ids):
         return [None] * len(ids)
     return [
@@ -303,8 +306,10 @@ class SglangReader:
         return None if cached is None else int(cached)
 
     def experts(self) -> NDArray[np.uint8] | None:
-        """See `ReplyReader`. Only the last chunk of a stream has them. An SGLang version that does not know
-        `routed_experts_start_len` returns those of all tokens."""
+        """Return the experts, which only the last chunk of a stream has: see `ReplyReader`.
+
+        An SGLang version that does not know `routed_experts_start_len` returns those of all tokens.
+        """
         start, encoded = self._experts_from, self._meta.get("routed_experts")
         if start is None or self._experts is None or encoded is None or not self.received:
             return None

@@ -366,7 +366,7 @@ class Conversations:
 
 
 def _marks(reply: Message) -> list[object]:
-    """Return what tells which of equal replies an agent repeats: the ids of calls, the reasoning, at last nothing."""
+    """Return the marks by which equal replies are told apart, best first: ids of calls, reasoning, None for any."""
     ids = tuple(call.get("id") for call in reply.get("tool_calls") or ())
     return [*filter(None, (ids, _reasoning(reply))), None]
 
