@@ -18,7 +18,7 @@
     │   │                          be open: it is closed, and another attempt is made
     │   ├── NoCredentials          no credentials were found or could be renewed; retried like Throttled
     │   ├── WrongClock             this machine's clock is off, so AWS refuses the signature; retried like Throttled
-    │   ├── OutcomeUnknown         the connection broke or timed out after the call was sent: the session may run
+    │   ├── OutcomeUnknown         no answer to an invoke that was sent, or to a stop: the session may run
     │   ├── ContainerStartTimeout  424: the container did not start, or not in time; another attempt gets another one
     │   └── InvokeRejected         a permanent 4xx: the rollout ends as infra_error at once
     ├── RunHeld                another manager holds the run, or has taken it over: this manager stops

@@ -130,7 +130,7 @@ class HttpRuntime(AgentRuntime):
             async with self._post("/stop", session_id) as reply:
                 body = await reply.content.read(500)
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise RuntimeUnavailable(f"the stop was not answered: {str(error) or type(error).__name__}") from error
+            raise OutcomeUnknown(f"the stop was not answered: {str(error) or type(error).__name__}") from error
         if reply.status >= 500 and reply.status != 501:  # unlike an invoke, a stop can be repeated
             raise RuntimeUnavailable(f"{reply.status}: {body.decode(errors='replace')}")
         if reply.status >= 300 and reply.status != 404:

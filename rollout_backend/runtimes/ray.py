@@ -228,7 +228,7 @@ class RayRuntime(CommandRuntime):
                 if (watch := self._watches.get(session_id)) is not None:
                     await asyncio.wait({watch})
         except (RayError, TimeoutError) as error:
-            raise RuntimeUnavailable(f"session {session_id} has not ended: {_first_line(error)}") from None
+            raise OutcomeUnknown(f"session {session_id} has not ended: {_first_line(error)}") from None
 
     async def watch_sessions(self, run_id: str, on_end: Callable[[SessionEnd], None]) -> None:
         async with asyncio.TaskGroup() as group:

@@ -90,7 +90,7 @@ async def test_errors_of_agentcore_are_classified(open_agentcore):
     async with aclosing(await AgentCoreRuntime.open(nowhere)) as runtime:
         with pytest.raises(RuntimeUnavailable):
             await runtime.invoke(new_session(), b"{}")
-        with pytest.raises(RuntimeUnavailable):
+        with pytest.raises(OutcomeUnknown):  # no refusal: stops do not slow down
             await runtime.stop(new_session())
 
 

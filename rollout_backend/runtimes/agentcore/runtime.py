@@ -306,7 +306,7 @@ class AgentCoreRuntime(AgentRuntime):
         except aws.UNSIGNED as error:
             raise NoCredentials(f"the stop could not be signed: {error}") from error
         except aws.NO_ANSWER as error:
-            raise RuntimeUnavailable(f"the stop was not answered: {error}") from error
+            raise OutcomeUnknown(f"the stop was not answered: {error}") from error
 
     async def aclose(self) -> None:
         if self._images is not None:

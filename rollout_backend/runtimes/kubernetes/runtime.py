@@ -24,6 +24,7 @@ from rollout_backend.errors import (
     ContainerStartTimeout,
     InvokeRejected,
     NoCredentials,
+    OutcomeUnknown,
     PreflightError,
     QuotaExceeded,
     RuntimeCallError,
@@ -308,7 +309,7 @@ class KubernetesRuntime(VerifierRuntime):
         except ClusterError as error:
             raise _to_call_error(error, "delete a Job") from error
         except _NO_ANSWER as error:
-            raise RuntimeUnavailable(f"the stop was not answered: {_text(error)}") from error
+            raise OutcomeUnknown(f"the stop was not answered: {_text(error)}") from error
 
     async def watch_sessions(self, run_id: str, on_end: Callable[[SessionEnd], None]) -> None:
         self._watch(run_id).listen(on_end)

@@ -20,7 +20,7 @@ from typing import Self
 
 from rollout_backend.config import ProcessConfig
 from rollout_backend.core.session_ends import SessionEnd
-from rollout_backend.errors import InvokeRejected, PreflightError, QuotaExceeded, RuntimeUnavailable
+from rollout_backend.errors import InvokeRejected, OutcomeUnknown, PreflightError, QuotaExceeded
 from rollout_backend.runtimes.base import AgentRuntime, CleanupSpec
 from rollout_backend.runtimes.process.control import (
     KILL_S,
@@ -175,7 +175,7 @@ class ProcessRuntime(CommandRuntime):
                 send_stop(pipe_of(self._folder, session_id))
                 await asyncio.wait({session.task})
         except OSError as error:  # includes TimeoutError
-            raise RuntimeUnavailable(f"session {session_id} has not ended: {error or 'it takes too long'}") from None
+            raise OutcomeUnknown(f"session {session_id} has not ended: {error or 'it takes too long'}") from None
 
     async def watch_sessions(self, run_id: str, on_end: Callable[[SessionEnd], None]) -> None:
         async with asyncio.TaskGroup() as group:
