@@ -49,6 +49,8 @@ _HARMLESS = frozenset(
         *("session_id", "provider", "trace", "usage"),
     }
 )
+# Whether and how long the model reasons, by the names that APIs and chat templates have for it.
+_REASONING = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoning_effort"})
 _UNKNOWN = "Unrecognized request argument"  # OpenAI's words: Harbor's agents then repeat the call without the field
 _CHANGES = f"{_UNKNOWN}, which might change the call; leave it out"
 _TEMPLATE = "the chat template and its options are the trainer's (model.renderer_options); leave it out"
@@ -60,7 +62,7 @@ _IDS = f"{_UNKNOWN}: agents get no token ids; leave it out"
 _EXTENSIONS: Mapping[str, tuple[str, tuple[Any, ...]]] = {  # advice, and the values that change nothing
     "add_generation_prompt": ("a reply always starts a new turn; leave it out", (True,)),
     "continue_final_message": ("this model cannot continue a prefilled reply; leave it out", (False,)),
-    **dict.fromkeys(("chat_template", "chat_template_kwargs", "enable_thinking"), (_TEMPLATE, ())),
+    **dict.fromkeys(("chat_template", "chat_template_kwargs"), (_TEMPLATE, ())),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), (_FORM, ())),
     **dict.fromkeys(("structured_outputs", "json_schema", "regex", "ebnf", "structural_tag"), (_FORM, ())),
     **dict.fromkeys(("stop_token_ids", "stop_regex"), ("send stop strings instead", ())),
@@ -326,11 +328,16 @@ def refuse_unknown(fields: Mapping[str, Any] | None, harmless: Collection[str]) 
         ApiError: status 400; names the first field that is neither null, empty nor harmless.
     """
     for name, value in (fields or {}).items():
-        if value in (None, [], {}) or name in harmless or name in _HARMLESS:
+        if value in (None, [], {}) or name in harmless or name in _HARMLESS or _sets_reasoning(name, value):
             continue
         advice, fine = _EXTENSIONS.get(name, (_CHANGES, ()))
         if value not in fine:
             raise refused(name, advice)
+
+
+def _sets_reasoning(name: str, value: Any) -> bool:
+    named = value if name == "chat_template_kwargs" and isinstance(value, dict) else {name: value}
+    return value not in (None, {}) and _REASONING.issuperset(named)
 
 
 class HostedTool(Body):
@@ -341,7 +348,8 @@ class HostedTool(Body):
 
 def ignored(body: bytes, fields: Mapping[str, Any] | None, tools: Iterable[object] = ()) -> frozenset[str]:
     """Return the harmless fields in a request that `refuse_unknown` accepted, and the types of its hosted tools."""
-    given = {name for name, value in (fields or {}).items() if value is not None and name not in _EXTENSIONS}
+    others = _EXTENSIONS.keys() | _REASONING
+    given = {name for name, value in (fields or {}).items() if value is not None and name not in others}
     nested = (name for name, (key, on) in _NESTED.items() if key in body and on.search(body))
     return frozenset(given.union(nested, (tool.type for tool in tools if isinstance(tool, HostedTool))))
 
@@ -415,6 +423,7 @@ def chat_tool(
 def sampling_of(request: BaseModel, names: Iterable[str]) -> dict[str, float | int]:
     """Return a request's sampling settings. Of some, only the presence counts, because they are overridden."""
     given = {name: getattr(request, name) for name in names}
+    given |= {name: True for name, value in (request.model_extra or {}).items() if _sets_reasoning(name, value)}
     return {
         name: value if isinstance(value, (int, float)) else bool(value)
         for name, value in given.items()

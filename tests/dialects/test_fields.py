@@ -266,7 +266,7 @@ def test_an_unlisted_type_is_refused_and_a_hosted_tool_left_out(send, name):
 EXTENSIONS = {
     "continue_final_message": True,
     "add_generation_prompt": False,
-    "chat_template_kwargs": {"enable_thinking": False},
+    "chat_template_kwargs": {"enable_thinking": False, "preserve_thinking": True},
     "guided_json": {"type": "object"},
     "guided_regex": "a",
     "regex": "a",
@@ -324,6 +324,18 @@ def test_an_unknown_field_with_its_default_is_ignored(send, name):
     _, without, _ = send(api.path, api.base)
     answer, asked, _ = send(api.path, {**api.base, **nothing})
     assert (answer.status_code, asked) == (200, without)
+
+
+@pytest.mark.parametrize("name", [name for name in APIS if name != "completions"])
+@pytest.mark.parametrize("field", ["enable_thinking", "thinking_budget", "chat_template_kwargs"])
+def test_reasoning_is_the_trainers_by_each_name_for_it(send, name, field):
+    api = APIS[name]
+    _, without, _ = send(api.path, api.base)
+    before, _ = send.counted(field)
+    value = {"enable_thinking": False} if field == "chat_template_kwargs" else 0
+    answer, asked, _ = send(api.path, {**api.base, field: value})
+    assert (answer.status_code, asked) == (200, without)
+    assert send.counted(field) == (before + 1, 0)
 
 
 def test_a_name_in_a_text_is_no_ignored_field(send):
