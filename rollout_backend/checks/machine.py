@@ -195,7 +195,7 @@ def _count_gpus() -> float:
     """Return the number of GPUs that an engine sees; infinity if that is not known."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([name for name in visible.split(",") if name.strip()])
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return math.inf if Path("/dev/nvidia0").exists() else 0

@@ -86,7 +86,7 @@ MISTAKES = {
     ),
     "no GPU": (
         {"serving": {"kind": "process", "servers": 9, "tensor_parallel": 8, "python": sys.executable}},
-        "problem serving.device: the engines need 72 GPUs (serving.servers and the parallel sizes), and this",
+        "72 GPUs (serving.servers and the parallel sizes), and this machine shows 2: lower those settings",
     ),
     "engines without SGLang": (
         {"serving": {"kind": "process"}},
@@ -124,7 +124,7 @@ def checked(path: Path) -> str:
 def test_the_check_names_the_setting_and_what_to_do(config, changes, words, monkeypatch):
     monkeypatch.setattr(subprocess, "run", None)  # no test depends on the machine's GPUs, or on its SGLang
     monkeypatch.setitem(sys.modules, "sglang", None)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,-1")
     assert words in " ".join(checked(config(changes)).split())
 
 
