@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import functools
-import glob
 import os
 import signal
 import sys
@@ -32,7 +31,7 @@ _PIPE_WIDTH = 1000  # a pipe has no width, and tools that read it need whole lin
 
 def make_console(*, stderr: bool = False) -> Console:
     """Return a console that wraps lines only on a terminal."""
-    console = Console(stderr=stderr)
+    console = Console(stderr=stderr, emoji=False)  # `:100:` of a line number is no emoji
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
     return console
@@ -165,7 +164,7 @@ def find_run(name: str | None) -> Path:
     for folder in (RUNS / name, Path(name)):
         if folder.is_dir() and folder != RUNS:  # `.` is the current folder
             return folder
-    found = sorted(path for path in RUNS.glob(f"{glob.escape(name)}*") if path.is_dir())
+    found = sorted(path for path in RUNS.glob("*") if path.name.startswith(name) and path.is_dir())
     if len(found) > 1:
         raise ConfigError(f"several runs begin with {name!r}: {', '.join(path.name for path in found[:5])}")
     if not found:

@@ -89,9 +89,10 @@ def test_a_character_that_the_output_cannot_encode_is_escaped(tmp_path):
     assert done.stdout.startswith(rb"gr\xf6\xdfe holds an agent")
 
 
-def test_a_pipe_gets_whole_lines(capsys):
-    make_console().print("word " * 60)
-    assert capsys.readouterr().out.count("\n") == 1
+def test_a_pipe_gets_whole_lines_as_they_are(capsys):
+    line = "/".join(["agent.py:100: word"] * 20)
+    make_console().print(line)
+    assert capsys.readouterr().out == f"{line}\n"
     assert errors.stderr
 
 

@@ -57,6 +57,8 @@ def test_a_run_says_what_to_look_at_first_and_where_to_look_next(rollout, runs):
     assert output.startswith("run two")
     assert "3 steps" in output
     assert "rollout show --step 2 one step, here the last" in output
+    (runs / "two" / "steps" / "00000003.tasks.jsonl").touch()  # of a step that was killed
+    assert "before; --json has all" not in rollout("show", "two")[1]
     [found] = as_objects(rollout("show", "--json"))
     assert (found["run_id"], [step["step"] for step in found["steps"]]) == ("two", [0, 1, 2])
     assert found["steps"][1]["outcomes"]["completed"] == found["steps"][1]["trained"]
@@ -130,6 +132,7 @@ def test_the_id_that_a_wrong_one_means_is_suggested(rollout, runs):
     assert (code, "did you mean" in output) == (2, False), output
     refused(rollout("show", "--step", 7), "step 7 of runs/two has no records: it has those of steps 0 to 2")
     refused(rollout("show", ""), "the name of the run is empty")
+    refused(rollout("report", runs / "three"), f"there is no run '{runs / 'three'}'")
     for name in (".", runs.parent):
         refused(rollout("show", name), f"{name} holds no run")
 

@@ -109,7 +109,7 @@ class RunView:
             self._print_step(console, self.steps[0])
         elif self.steps:
             _print_steps(console, self.steps)
-            if (more := self.about.steps - len(self.steps)) > 0:
+            if (more := len(RunArchive(self.run_dir).steps()) - len(self.steps)) > 0:
                 print_text(console, f"and {count(more, 'step')} before; --json has all", "dim")
         self._print_next(console)
 
