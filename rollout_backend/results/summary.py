@@ -85,7 +85,7 @@ class Seconds:
 
     @property
     def session(self) -> float:
-        """Return the seconds since the last invoke, in which a session may have been open."""
+        """Return the seconds since the first invoke, in which a session may have been open."""
         return self.total - self.waiting
 
 
