@@ -11,8 +11,8 @@ def number(value: float | None) -> str:
     if value is None:
         return "–"  # noqa: RUF001
     if abs(value) >= 1e6:
-        return f"{value / 1e6:,.3g} M" if abs(value) < 1e9 else f"{value / 1e9:,.4g} G"
-    if float(value).is_integer() or abs(value) >= 1000:
+        return f"{value / 1e6:,.3g} M" if abs(value) < 999.5e6 else f"{value / 1e9:,.4g} G"
+    if float(value).is_integer() or abs(value) >= 999.5:
         return f"{value:,.0f}"
     return f"{value:.3g}" if abs(value) >= 0.001 else f"{value:.1g}"
 

@@ -49,10 +49,13 @@ def report(made: Path) -> Path:
 
 
 def test_search_filters_and_sorting(report: Path, tmp_path: Path):
+    long = tmp_path / "long.html"  # the first rollout sampled 12,345 tokens
+    long.write_text(re.sub(r'"tokens":\[[^,]+', '"tokens":[12345', report.read_text(), count=1))
     result = play(
-        report,
+        long,
         """
         result.all = rows().length;
+        result.tokens = document.querySelector("#table tbody tr").cells[5].textContent;
         enter("search", "buy-3-pear"); result.found = rows();
         enter("search", ""); enter("reward", "missing");
         result.missing = [...document.querySelectorAll("#table tbody tr")].map((row) => row.cells[3].textContent);
@@ -67,7 +70,7 @@ def test_search_filters_and_sorting(report: Path, tmp_path: Path):
         """,  # noqa: E501
         tmp_path,
     )
-    assert result["all"] == 72
+    assert (result["all"], result["tokens"]) == (72, "12345")
     assert result["found"] == [f"buy-3-pear.{i}" for i in range(6)]
     assert set(result["missing"]) == {"missing"}
     assert result["outcomes"] == ["completed"]

@@ -12,12 +12,15 @@ from agent_wrapper.contract import Failure, Outcome, Rollout, readable
 from made_runs import MadeRun, make_run
 from report_page import Page
 from rollout_backend.config import AgentCoreConfig
+from rollout_backend.core import formats
 from rollout_backend.errors import ConfigError
 from rollout_backend.local.cloud import ARN
 from rollout_backend.results.archive import RunArchive
+from rollout_backend.results.page.charts import histogram
 from rollout_backend.results.page.report import try_to_write_report, write_report
+from rollout_backend.results.page.training_page import entry_of
 from rollout_backend.results.records import ResultSummary, RolloutRecord
-from rollout_backend.results.run_data import changed_settings
+from rollout_backend.results.run_data import changed_settings, read_run
 from rollout_backend.results.summary import Learning, rewards_by_task, seconds_of, summarize
 from rollouts import make_rollout, make_segment
 from run_folders import make_record, make_summary
@@ -36,7 +39,7 @@ def test_headline_numbers_are_those_of_the_records(made: Path, page: Page):
     for part in (
         f"mean reward {sum(rewards) / len(rewards):.3g} ",
         f"tasks that teach {spread} / 12 ",
-        f"completed {completed} / 72 {72 - completed} left out",
+        f"completed {completed} / 72 {sum(record.trained for record in records)} trained",
         f"{sum(record.result.prompt_tokens for record in records if record.result):,} prompt tokens",
     ):
         assert part in text
@@ -180,6 +183,14 @@ def test_an_interrupted_step_has_a_page(tmp_path: Path):
     page = Page(write_report(tmp_path / "run"))
     assert "the step was interrupted when 0 of 2 rollouts had ended" in page.html
     assert "not settled 2" in page.text("ledger")
+    assert entry_of(read_run(tmp_path / "run").steps[0], None, None).left_out == {"not settled": 2}
+
+
+def test_large_numbers_are_written_out():
+    assert [formats.number(each) for each in (999.7, 12_345.6, 999.9e6)] == ["1,000", "12,346", "0.9999 G"]
+    distribution = histogram([10_000, 34_000])
+    assert distribution is not None
+    assert distribution["bars"][-1][2] == "33,000 to 34,000"
 
 
 def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):

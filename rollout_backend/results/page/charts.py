@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from agent_wrapper.contract import Outcome
+from rollout_backend.core import formats
 from rollout_backend.results.records import RolloutRecord
 from rollout_backend.results.summary import Learning, TaskRewards, duration, percentiles, span
 
@@ -126,9 +127,9 @@ def _series(lines: Sequence[Line], seconds: float) -> dict[str, Any]:
     points = []
     for number, values in enumerate(zip(*(line.values for line in lines), strict=True)):
         known = ((line, value) for line, value in zip(lines, values, strict=True) if value is not None)
-        words = ", ".join(f"{line.name} {value:,.4g}{line.unit}" for line, value in known)
+        words = ", ".join(f"{line.name} {formats.number(value)}{line.unit}" for line, value in known)
         x, after = round(SERIES_WIDTH * number / every, 1), seconds * number / every
-        points.append((x, f"after {after:.4g} s: {words}"))
+        points.append((x, f"after {formats.number(after)} s: {words}"))
     return {
         "lines": lines,
         "seconds": seconds,
@@ -211,7 +212,7 @@ def histogram(values: Sequence[float]) -> dict[str, Any] | None:
     counts, edges = np.histogram(values, _BINS, (low, high))
     return {
         "bars": [  # height from 0 to 1, count, range
-            (number / max(counts), number, f"{start:,.4g} to {end:,.4g}")
+            (number / max(counts), number, f"{formats.number(start)} to {formats.number(end)}")
             for number, (start, end) in zip(counts.tolist(), pairwise(edges), strict=True)
         ],
         "low": low,

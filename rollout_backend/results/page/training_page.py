@@ -8,6 +8,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
+from rollout_backend.core import formats
 from rollout_backend.results.comparison import shown_comparison
 from rollout_backend.results.cost import Cost, Prices
 from rollout_backend.results.findings import Level
@@ -45,7 +46,7 @@ def entry_of(step: StepData, link: str | None, prices: Prices | None) -> StepEnt
         percentiles(means, 10, 90) if means else None,
         (fmean(tokens), *percentiles(tokens, 90)) if tokens else None,
         Counter(
-            (record.reason or "completed") if not record.trainable else "group not usable"
+            (record.reason or str(record.outcome or "not settled")) if not record.trainable else "group not usable"
             for record in step.records
             if not record.trained
         ),
@@ -136,7 +137,7 @@ def _curve(
     drawn = [(x(number), band) for number, band in enumerate(bands) if band is not None]
     edge = [*((at, y(band[1])) for at, band in drawn), *((at, y(band[0])) for at, band in reversed(drawn))]
     dots = [  # x, y, label, link
-        (x(number), y(value), f"step {steps[number].data.name}: {value:.4g}", steps[number].link)
+        (x(number), y(value), f"step {steps[number].data.name}: {formats.number(value)}", steps[number].link)
         for number, value in enumerate(values)
         if value is not None
     ]

@@ -9,7 +9,7 @@
     if (text !== undefined && text !== null) node.textContent = text;
     return node;
   };
-  const shown = (value) => value === null || value === undefined ? "–" : typeof value === "number" ? +value.toPrecision(4) + "" : value;
+  const shown = (value) => value === null || value === undefined ? "–" : typeof value === "number" ? (Math.abs(value) < 1000 ? +value.toPrecision(4) : Math.round(value)) + "" : value;
   const reward = (i) => data.reward[i] === null ? "missing" : shown(data.reward[i]);
   const outcome = (i) => data.outcomes[data.outcome[i]];
   const reason = (i) => data.reasons[data.reason[i]];
