@@ -43,9 +43,9 @@ def check_address(url: str) -> str:
     """Return the URL unchanged. Raises ValueError if it has no valid host and port."""
     try:
         parts = urlsplit(url)
-        if parts.port != 0 and parts.hostname:
+        if parts.port != 0 and parts.hostname and parts.hostname.encode("idna"):  # as a look-up of the name does
             return url
-    except ValueError:  # a port that is no number, or brackets without an IPv6 address
+    except ValueError:  # a port that is no number, brackets without an IPv6 address, or a name with an empty part
         pass
     raise ValueError(f"{url!r} names no host, or no port from 1 to 65535")
 

@@ -270,6 +270,7 @@ def test_no_setting_is_checked_by_a_pattern_that_its_error_would_show():
         ("aws.endpoint_url=http://host:PORT", "'http://host:PORT' names no host, or no port from 1 to 65535"),
         ("serving.urls=[http://host:99999]", "serving.urls.0: 'http://host:99999' names no host, or no port"),
         ("gateway.public_url=http://[::1", "'http://[::1' names no host"),
+        ("gateway.public_url=https://.example.com", "'https://.example.com' names no host"),
         ("relay.url=wss://host:PORT", "relay.url: 'wss://host:PORT' names no host"),
         ("scoring.function=score.py", "'score.py' is not of the form FILE.py:NAME or module:NAME"),
         ("run_id=a/b", "run_id: 'a/b' is not "),
