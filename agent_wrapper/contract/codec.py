@@ -35,8 +35,9 @@ _UNREADABLE = re.compile(
 
 
 def readable(text: str) -> str:
-    """Replace control characters other than tab and newline, which a terminal, a log or a browser would interpret."""
-    return _UNREADABLE.sub("\N{REPLACEMENT CHARACTER}", text)
+    """Replace control characters other than tab and newline, which a terminal, a log or a browser would interpret.
+    Line ends of Windows become newlines."""
+    return _UNREADABLE.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r\n", "\n"))
 
 
 class ContractError(ValueError):

@@ -267,9 +267,9 @@ def engine_install(
     """Install SGLang or vLLM for the CPU in a separate environment, and a small real model, in the cache folder."""
     from rollout_backend.serving.install import cache_dir, install_cpu_engine, prepare_model
 
-    python = install_cpu_engine(cache_dir(), engine, torch_index_url=torch_index_url, echo=console.print)
-    model = prepare_model(cache_dir(), engine, echo=console.print)
-    console.print(f"engine: {python}\nmodel: {model}", soft_wrap=True)
+    python = install_cpu_engine(cache_dir(), engine, torch_index_url=torch_index_url, echo=echo)
+    model = prepare_model(cache_dir(), engine, echo=echo)
+    echo(f"engine: {python}\nmodel: {model}")
 
 
 # --- the model ---------------------------------------------------------------------------------------------

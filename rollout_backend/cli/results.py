@@ -46,7 +46,7 @@ def ls(
     table = plain_table("run", "began (UTC)", "state", *numbers, "error", right=numbers)
     for run in found:
         table.add_row(
-            run.run_id,
+            Text(run.run_id),
             "" if run.began is None else f"{datetime.fromtimestamp(run.began, UTC):%Y-%m-%d %H:%M}",
             f"[{_STYLES.get(run.state, 'none')}]{describe_state(run.state, run.seen_at or 0.0)}[/]",
             str(run.steps),

@@ -157,7 +157,7 @@ class DevRunner:
             style = "bold green" if rollout.outcome is Outcome.COMPLETED else "bold red"
             self._print(Text.assemble((f"reward {rollout.reward:g}", style), (note, "dim")))
         if rollout.extras:
-            self._print(Text(f"extras {readable(json.dumps(rollout.extras))}", "dim"))
+            self._print(Text(f"extras {readable(json.dumps(rollout.extras, ensure_ascii=False))}", "dim"))
         if (failure := rollout.failure) is not None:
             self._print(Text(f"{rollout.outcome}, {failure.reason}: {failure.message}", "red"))
             if failure.traceback:
@@ -235,7 +235,7 @@ class CallPrinter:
 
     def _print_message(self, message: Mapping[str, Any], note: str = "") -> None:
         role, content = str(message.get("role")), message.get("content") or ""
-        parts = [content if isinstance(content, str) else json.dumps(content)]
+        parts = [content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)]
         functions = [call["function"] for call in message.get("tool_calls") or ()]
         parts += [f"{function['name']}({function['arguments']})" for function in functions]
         text = readable("\n".join(filter(None, parts))).replace("\n", "\n" + " " * _ROLE_WIDTH)

@@ -33,8 +33,8 @@ def test_runs_are_listed_with_their_state_the_newest_first(rollout, here):
         ("first", "ended", 1, 3, 4, 0.5),
         ("old", "unknown", 0, 0, None, None),
     ]
-    (runs / "cut" / "steps").mkdir(parents=True)
-    (runs / "cut" / "steps" / "00000000.rollouts.jsonl").write_text('{"outcome": "compl')
+    (runs / "[cut]" / "steps").mkdir(parents=True)
+    (runs / "[cut]" / "steps" / "00000000.rollouts.jsonl").write_text('{"outcome": "compl')
     code, output = rollout("ls")
     assert code == 0
     for words in (
@@ -43,7 +43,7 @@ def test_runs_are_listed_with_their_state_the_newest_first(rollout, here):
         "first",
         "ended 1 3/4 0.500",
         "old unknown 0 0/?",
-        "cut unknown 1 0/1 a record of step 0 cannot",
+        "[cut] unknown 1 0/1 a record of step 0 cannot",
     ):
         assert words in output
     refused(rollout("ls", here), "there is no run in")

@@ -77,6 +77,8 @@ def test_a_task_has_a_line_for_each_rollout(rollout, runs):
     assert "container_error: 424: the container answered 500" in output
     assert "one of them: rollout show buy-3-pear." in output
     assert output.endswith("--run runs/one")
+    moved = (runs / "one").rename(runs / "[old] one")
+    assert rollout("show", "buy-3-pear", "--run", moved)[1].endswith(f"--run '{moved}'")
     found = as_objects(rollout("show", "buy-3-pear", "--json"))
     assert [(each["step"], each["task_id"], len(each["rollouts"])) for each in found] == [
         (step, "buy-3-pear", 3) for step in range(3)

@@ -103,23 +103,23 @@ def test_a_step_shows_its_ledger_rewards_and_failures(show):
 
 
 def test_a_rollout_is_shown_completely(show):
-    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "größe"}}
     messages = (
-        {"role": "user", "content": "2 + 2?"},
+        {"role": "user", "content": "2 +\r\n2?"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": [{"type": "text", "text": "four"}]},
+        {"role": "tool", "content": [{"type": "text", "text": "vier größen"}]},
     )
-    more = {"extras": {"passed": 3}, "model": "the-model", "started_at": 1e9, "finished_at": 1e9 + 5}
+    more = {"extras": {"größe": 3}, "model": "the-model", "started_at": 1e9, "finished_at": 1e9 + 5}
     text = show(make_rollout(segments=[make_segment().model_copy(update={"messages": messages})], **more))
     for words in (
         "task-a.0",
         "completed, reward 1, attempt 1, session session-task-a.0",
         "2001-09-09 01:46:40 UTC, took 5.0 s, model the-model",
-        'extras: {"passed": 3}',
+        'extras: {"größe": 3}',
         "segment 0 (first_call): 5 tokens, 2 sampled",
-        "2 + 2?",
-        '"name": "add"',
-        "four",
+        "2 +\n2?",
+        '"name": "add", "arguments": "größe"',
+        "vier größen",
         "turn 0: 2 tokens in 0.00 s, finish stop, mean logprob -0.500, weights 7, unknown prompt tokens cached",
     ):
         assert words in text

@@ -149,7 +149,7 @@ class RunView:
             advice = f" ({finding.advice}{self.show if finding.advice.startswith('rollout show ') else ''})"
             text = one_line(f"{finding.text}{advice if finding.advice else ''}")
             mark, style = MARKS[finding.level], "red" if finding.level is Level.BAD else ""
-            print_text(console, Text(f"  {mark} {text}", style))
+            print_text(console, f"  {mark} {text}", style)
         if step.failures:
             console.print(_failures(step.failures))
         console.print(_lowest(summary.tasks))

@@ -17,7 +17,7 @@ from rollout_backend.rendering.token_bytes import TokenText
 from rollout_backend.results.findings import show_command
 from rollout_backend.results.records import replies_by_turn
 from rollout_backend.results.summary import mean
-from rollout_backend.results.terminal.view import plain, print_messages, print_text
+from rollout_backend.results.terminal.view import print_messages, print_text
 
 _UNLIKELY = 5  # number of unlikely tokens that are listed
 
@@ -105,12 +105,11 @@ class TurnView:
     def print(self, console: Console, text: TokenText | None = None) -> None:
         """Print the new messages, the reply, and the numbers. `text` decodes the tokens."""
         rollout = self.rollout
-        print_text(
-            console,
-            f"[bold]{rollout.rollout_id} turn {self.number}[/]  run {rollout.run_id}, step {rollout.step}, "
-            f"task {rollout.task_id}; turn {self.turn_number} of segment {self.segment_number} "
-            f"({plain(self.segment.split_reason)})",
+        where = (
+            f"  run {rollout.run_id}, step {rollout.step}, task {rollout.task_id}; turn {self.turn_number} of "
+            f"segment {self.segment_number} ({readable(self.segment.split_reason)})"
         )
+        print_text(console, Text.assemble((f"{rollout.rollout_id} turn {self.number}", "bold"), where))
         if self.reply is None:
             console.print("the result holds no messages of this turn", style="dim")
         else:

@@ -67,7 +67,7 @@ def print_step(console: Console, result: StepResult, run_dir: Path) -> None:
     closing = "" if report.closing_s is None else f"{report.closing_s:.1f} s after the last outcome"
     details = ", ".join(filter(None, ("to its deadline" if report.deadline_reached else "", until, closing)))
     console.print(f"the step took {report.seconds:.1f} s" + (f": {details}" if details else ""))
-    console.print(f"rollouts, reports and logs: {run_dir}")
+    print_text(console, f"rollouts, reports and logs: {run_dir}")
     if report.unarchived:
         console.print(f"[red]{report.unarchived} results could not be written there[/]; they are in S3")
     verdict = "[green]the ledger reconciles[/]" if report.reconciles else "[red]the ledger does NOT reconcile[/]"
@@ -143,8 +143,7 @@ class TaskView:
         about = f"  run {self.run_id}, step {self.step}: {', '.join(facts)}"
         print_text(console, Text.assemble((self.task_id, "bold"), about))
         if self.payload is not None:
-            text = readable(json.dumps(self.payload, ensure_ascii=False))
-            print_text(console, Text(f"payload {text}"))
+            print_text(console, f"payload {readable(json.dumps(self.payload, ensure_ascii=False))}")
         numbers = ("reward", "turns", "tokens", "seconds")
         table = plain_table("rollout", "outcome", *numbers, "reason", right=numbers)
         for record in self.records:
@@ -185,7 +184,7 @@ def print_rollout(console: Console, rollout: Rollout) -> None:
         calls = count(summary.turns, "model call")
         console.print(f"{calls}, {summary.prompt_tokens:,} prompt tokens, cache {cached}")
     if rollout.extras:
-        console.print(f"extras: {plain(json.dumps(rollout.extras))}")
+        console.print(f"extras: {plain(json.dumps(rollout.extras, ensure_ascii=False))}")
     if rollout.failure is not None:
         _print_failure(console, rollout.failure.message, rollout.failure.reason)
         if rollout.failure.traceback:
@@ -205,10 +204,10 @@ def print_record(console: Console, record: RolloutRecord, *, with_outcome: bool)
         )
         _print_failure(console, record.message or "no message", record.reason)
     usable = "usable" if record.group_usable else "not usable"
-    sessions = ", ".join(map(plain, record.session_ids)) or "none opened"
+    sessions = ", ".join(map(readable, record.session_ids)) or "none opened"
     lines = [f"attempts {record.attempts}, group {usable}", f"sessions: {sessions}"]
     if record.log is not None:
-        lines.append(f"log: {plain(record.log)}")
+        lines.append(f"log: {readable(record.log)}")
     times = [f"planned {when(record.planned_at)}"]
     times += [f"{event} {at - record.planned_at:+.1f} s" for event, at in record.times.items() if event != "planned"]
     print_text(console, "\n".join([*lines, ", ".join(times)]))
@@ -236,16 +235,16 @@ def print_messages(console: Console, messages: Sequence[Mapping[str, Any]]) -> N
     """Print messages in the OpenAI format, each in a box."""
     for message in messages:
         text = message.get("content")
-        body = text if isinstance(text, str) else json.dumps(text) if text else ""
+        body = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False) if text else ""
         calls = message.get("tool_calls")
         if calls:
-            body = f"{body}\n{json.dumps(calls)}".strip()
+            body = f"{body}\n{json.dumps(calls, ensure_ascii=False)}".strip()
         _print_panel(console, body, str(message.get("role")))
 
 
 def _print_failure(console: Console, message: str, reason: str) -> None:
     _print_panel(console, message, reason, "red")
-    print_text(console, f"see {documented_at(plain(reason))}")
+    print_text(console, f"see {documented_at(readable(reason))}")
 
 
 def _print_panel(console: Console, text: str, title: str, style: str = "none") -> None:
@@ -257,8 +256,8 @@ def _print_panel(console: Console, text: str, title: str, style: str = "none") -
 
 
 def print_text(console: Console, text: str | Text, style: str | None = None) -> None:
-    """Print text that only the terminal wraps, without highlighting numbers."""
-    console.print(text, style=style, highlight=False, soft_wrap=True)
+    """Print text that only the terminal wraps, without markup and without highlighting numbers."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def plain_table(*columns: str, right: Container[str] = ()) -> Table:
@@ -373,4 +372,4 @@ def print_rescoring(console: Console, found: Rescoring) -> None:
         f"new version: {found.folder}",
     ]
     for line in lines:
-        print_text(console, Text(line))
+        print_text(console, line)
