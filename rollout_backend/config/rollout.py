@@ -142,7 +142,11 @@ def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
             case "extra_forbidden":
                 nearest = _nearest_setting(key)
                 advice = f"did you mean {nearest}?" if nearest else "remove it, or correct its spelling"
+                if nearest == key:
+                    advice = "another runtime.kind has it: remove it, or change the kind"
                 lines.append(f"  {key}: no such setting; {advice}")
+            case "model_type":
+                lines.append(f"  {key}: must be a map of settings{', and is empty' if item['input'] is None else ''}")
             case "missing":
                 verl = "; a training takes model.path from verl: add -o model.path=FOLDER" if key == "model" else ""
                 lines.append(f"  {key}: is missing{verl}")
@@ -165,7 +169,7 @@ def _nearest_setting(key: str) -> str | None:
     similar = difflib.get_close_matches(key, settings, 1, 0.75)
     name = key.rpartition(".")[2]
     same_name = [setting for setting in settings if setting.rpartition(".")[2] == name]
-    return next(iter(same_name + similar), None)
+    return key if key in settings else next(iter(same_name + similar), None)
 
 
 def _setting_names(section: type[BaseModel], prefix: str = "") -> Iterator[str]:

@@ -274,6 +274,8 @@ def test_no_setting_is_checked_by_a_pattern_that_its_error_would_show():
         ("relay.url=wss://host:PORT", "relay.url: 'wss://host:PORT' names no host"),
         ("scoring.function=score.py", "'score.py' is not of the form FILE.py:NAME or module:NAME"),
         ("run_id=a/b", "run_id: 'a/b' is not "),
+        ("runtime.working_dir=x", "runtime.working_dir: no such setting; another runtime.kind has it"),
+        ("gateway=", "gateway: must be a map of settings, and is empty"),
         ("run_id=123", "run_id: must be a text, and YAML reads it as a number: put it in quotes"),
     ],
 )
