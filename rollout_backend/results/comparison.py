@@ -6,6 +6,7 @@ Invariant: rewards are compared on common tasks, so that a run with easier tasks
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -66,7 +67,7 @@ def reward_of(measures: Iterable[Difference]) -> Difference | None:
 
 def rewards_of_tasks(records: Iterable[RolloutRecord]) -> dict[str, float]:
     """Return the mean reward of each task that has one."""
-    return _by_task(records, _reward)
+    return _by_task(records, attrgetter("reward"))
 
 
 def _difference(name: str, better: int, first: dict[str, float], second: dict[str, float]) -> Difference | None:
@@ -87,16 +88,12 @@ def _by_task(records: Iterable[RolloutRecord], measure: Measure) -> dict[str, fl
     return {task: fmean(values) for task, values in found.items()}
 
 
-def _reward(record: RolloutRecord) -> float | None:
-    return record.reward
-
-
 def _cut(record: RolloutRecord) -> float | None:
     return record.result.cut_replies / record.result.turns if record.result and record.result.turns else None
 
 
 _MEASURES: tuple[tuple[str, Measure, int], ...] = (
-    (REWARD, _reward, 1),
+    (REWARD, attrgetter("reward"), 1),
     ("completed", lambda each: float(each.outcome is Outcome.COMPLETED), 1),
     ("sampled tokens", lambda each: each.result.sampled_tokens if each.result else None, 0),
     ("model calls", lambda each: each.result.turns if each.result else None, 0),

@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Protocol
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.formats import count
@@ -243,7 +242,7 @@ def _accounts(report: StepReport | None, records: Sequence[RolloutRecord]) -> It
     if report.unarchived:
         text = f"{count(report.unarchived, 'result')} could not be written to the run's folder; they are in S3"
         yield Finding(Level.WARNING, text, "output_dir: free space on its disk")
-    yield from rate_findings(report)
+    yield from rate_findings(report.invoke_rate, report.stop_rate)
     for renderer, number in sorted((report.malformed_tool_calls or {}).items()):
         yield Finding(Level.NOTE, f"{count(number, 'tool call')} of {renderer} could not be read, and became text")
     if report.unknown_tool_calls:
@@ -321,21 +320,9 @@ def _has_queue(use: EngineUse) -> bool:
     return use.waiting > _LONG_QUEUE * use.running
 
 
-class CallRates(Protocol):
-    """The rates that a runtime granted. A rate is None unless the runtime refused a call."""
-
-    @property
-    def invoke_rate(self) -> CallRate | None: ...
-    @property
-    def stop_rate(self) -> CallRate | None: ...
-
-
-def rate_findings(report: CallRates) -> Iterator[Finding]:
-    """Describe the rate that the runtime granted for each kind of call that it refused."""
-    for call, setting, rate in (
-        ("invoke", "runtime.invoke_per_s", report.invoke_rate),
-        ("stop", "runtime.stop_per_s", report.stop_rate),
-    ):
+def rate_findings(invokes: CallRate | None, stops: CallRate | None) -> Iterator[Finding]:
+    """Describe the rate that the runtime granted for each kind of call that it refused. None: it refused none."""
+    for call, setting, rate in (("invoke", "runtime.invoke_per_s", invokes), ("stop", "runtime.stop_per_s", stops)):
         if rate is not None:
             text = f"the runtime refused {count(rate.refused, call)} in {rate.seconds:.0f} s"
             if rate.granted_per_s is None:

@@ -238,7 +238,7 @@ class Progress:
         """Return what needs attention, most important first, by the rules for a step's verdict."""
         found = [Finding(Level.BAD, self.warning)] if self.warning else []
         found += failure_findings(self.failures, self.planned)
-        found += rate_findings(self)
+        found += rate_findings(self.invoke_rate, self.stop_rate)
         found += forced_formats(self.sampled_tokens, self.trained_tokens)
         found += cut_replies(self.cut_replies, self.turns)
         return tuple(sorted(found, key=lambda finding: finding.level))

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import NormalDist, fmean, stdev
-from typing import Protocol
 
 import numpy as np
 
 from agent_wrapper.contract import Outcome
+from rollout_backend.core.ledger import LedgerEntry
 from rollout_backend.results.records import RolloutRecord
 
 _MIN_TASKS = 5  # minimum for a confidence interval
@@ -224,16 +224,6 @@ def add(times: Iterable[Seconds]) -> Seconds:
     return Seconds(**totals)
 
 
-class Timed(Protocol):
-    """A rollout in a ledger, or its record."""
-
-    @property
-    def invoked_at(self) -> float | None: ...
-
-    @property
-    def settled_at(self) -> float | None: ...
-
-
 def mean(values: Sequence[float]) -> float | None:
     """Return the mean; None without values."""
     return fmean(values) if values else None
@@ -244,7 +234,7 @@ def percentiles(values: Sequence[float], *wanted: float) -> tuple[float, ...]:
     return tuple(np.percentile(values, wanted).tolist())
 
 
-def duration(rollout: Timed) -> float | None:
+def duration(rollout: LedgerEntry | RolloutRecord) -> float | None:
     """Return the seconds from a rollout's last invoke until it was settled; None if either never happened."""
     if rollout.invoked_at is None or rollout.settled_at is None:
         return None

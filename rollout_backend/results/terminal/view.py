@@ -61,7 +61,7 @@ def print_step(console: Console, result: StepResult, run_dir: Path) -> None:
         console.print(f"from the agent's end to buffer: p50 {report.lag.p50:.3f} s, p99 {report.lag.p99:.3f} s")
     if report.surplus:
         console.print(f"{report.surplus} trainable rollouts came beyond their group's size and are not trained")
-    for finding in (*length_findings(report), *rate_findings(report)):
+    for finding in (*length_findings(report), *rate_findings(report.invoke_rate, report.stop_rate)):
         console.print(finding.text)
     until = "" if report.until_invoke_s is None else f"{report.until_invoke_s:.1f} s until the first invoke"
     closing = "" if report.closing_s is None else f"{report.closing_s:.1f} s after the last outcome"
