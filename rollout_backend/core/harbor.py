@@ -69,6 +69,7 @@ _AGENTCORE_MIB, _AGENTCORE_CPUS = 8192, 2  # of each session
 _MAX_BYTES = 8 * 1024 * 1024  # size limit of a task's archives: each rollout's invoke carries the environment
 _IMAGE = re.compile(r"[A-Za-z0-9][\w.:-]*(/[a-z0-9][a-z0-9._-]*)*(:[\w][\w.-]{0,127})?(@sha256:[a-f0-9]{64})?")
 _MEGABYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
+_UTF8 = "utf-8-sig"  # whatever the locale; editors of Windows start a file with a byte order mark
 _NOT_IN_WORKSPACE = frozenset({"Dockerfile", ".dockerignore", "docker-compose.yaml", "docker-compose.yml"})
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 _DOCKER_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::-([^}$]*))?\})")
@@ -266,7 +267,7 @@ def resolve_variables(values: Mapping[str, str]) -> dict[str, str]:
 
 def _row(folder: Path) -> dict[str, Any]:
     """Raises OSError or ValueError."""
-    config = tomllib.loads((folder / "task.toml").read_text())
+    config = tomllib.loads((folder / "task.toml").read_text(_UTF8))
     _refuse_unsupported(config)
     environment, verifier = _table(config, "environment"), _table(config, "verifier")
     if not (folder / "tests" / "test.sh").is_file():
@@ -294,7 +295,7 @@ def _row(folder: Path) -> dict[str, Any]:
     if agent_s is not None:
         private["agent_timeout_s"] = _seconds(agent_s, "agent.timeout_sec")
     payload = {
-        "instruction": (folder / "instruction.md").read_text(),
+        "instruction": (folder / "instruction.md").read_text(_UTF8),
         "environment": base64.b64encode(files).decode(),
     }
     return {"task_id": folder.name, "payload": payload, "private": {"harbor": private}}
@@ -377,7 +378,7 @@ def _workdir(dockerfile: Path) -> str:
     """
     stage = shared = _Stage()  # before the first FROM: arguments of all stages
     stages: dict[str, _Stage] = {}
-    for word, rest in _instructions(dockerfile.read_text() if dockerfile.is_file() else ""):
+    for word, rest in _instructions(dockerfile.read_text(_UTF8) if dockerfile.is_file() else ""):
         if word == "FROM":
             base, *name = [each for each in rest.split() if not each.startswith("--")] or [""]
             before = stages.get(base.lower(), _Stage())

@@ -41,10 +41,12 @@ def unpacked(text, folder):
 
 
 def test_the_agent_gets_instruction_and_environment_and_the_scorer_the_tests(make, tmp_path):
-    make("b")
+    mark = "\ufeff"
+    docker = {"environment/Dockerfile": f"{mark}FROM python:3.12\nWORKDIR /repository\n"}
+    make("b", f"{mark}{TOML}", **{"instruction.md": f"{mark}Fix it.\n"}, **docker)
     (one, other) = read_tasks(make("a"))
     assert (one.task_id, other.task_id) == ("a", "b")
-    assert one.payload == other.payload  # the archives do not depend on times
+    assert (one.payload, one.private) == (other.payload, other.private)  # archives do not depend on times
     assert one.payload["instruction"] == "Fix it.\n"
     assert unpacked(one.payload["environment"], tmp_path / "environment") == {"sum.py": "print(1)\n"}
     private = dict(one.private["harbor"])

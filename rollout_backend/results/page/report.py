@@ -153,7 +153,7 @@ class ReportServer:
         text = f"<!doctype html><html><body><p>{html.escape(self._error)}</p></body></html>"
         if not self._error:
             try:
-                text = await asyncio.to_thread(path.read_text)
+                text = await asyncio.to_thread(path.read_text, "utf-8")
             except FileNotFoundError:
                 raise web.HTTPNotFound(text="this run has no such page") from None
         script = files(__package__).joinpath("templates/follow.js").read_text()
