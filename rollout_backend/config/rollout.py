@@ -150,7 +150,7 @@ def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
             case "missing":
                 verl = "; a training takes model.path from verl: add -o model.path=FOLDER" if key == "model" else ""
                 lines.append(f"  {key}: is missing{verl}")
-            case "string_type" if isinstance(item["input"], int | float):
+            case "string_type" | "path_type" if isinstance(item["input"], int | float):
                 advice = "put it in quotes: '123', and in a shell \"'123'\""
                 lines.append(f"  {key}: must be a text, and YAML reads it as a number: {advice}")
             case _:
