@@ -90,9 +90,6 @@ def _check_certificate(setting: str, url: str, gateway: GatewayConfig) -> CheckR
         ):
             return tls.getpeercert()
 
-    def of_file(context: ssl.SSLContext) -> Any:
-        return _shake_hands(gateway, context, host)
-
     try:
         return _judge(setting, host, of_server)
     except OSError as error:
@@ -100,7 +97,7 @@ def _check_certificate(setting: str, url: str, gateway: GatewayConfig) -> CheckR
             text = f"{host}:{port} shows no certificate ({error.strerror or error})"
             return CheckResult("unchecked", setting, text, "gateway-certificate")
     try:
-        return _judge("gateway.tls_certificate", host, of_file)
+        return _judge("gateway.tls_certificate", host, lambda context: _shake_hands(gateway, context, host))
     except OSError as error:
         text = f"{gateway.tls_certificate} cannot be used: {error}"
         return CheckResult("problem", "gateway.tls_certificate", text, "gateway-certificate")

@@ -30,6 +30,7 @@ from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError
 from rollout_backend.gateway.sessions.conversations import RecordedTurn
 from rollout_backend.local.harness import AgentHarness, AgentRunError, Watcher
+from rollout_backend.results.terminal.view import print_text
 from rollout_backend.scoring.scorer import ScoringError, configured_scorer, load_scorer
 
 SOURCES = (".py", ".js", ".mjs", ".ts", ".sh", ".go", ".rs", ".yaml", ".yml", ".toml")
@@ -175,7 +176,7 @@ class DevRunner:
         self._print(Text(agent_traceback(found + after, self._folder)))
 
     def _print(self, text: Text) -> None:
-        _print(self._console, text)
+        print_text(self._console, text)
 
 
 class CallPrinter:
@@ -199,7 +200,7 @@ class CallPrinter:
         return f"the agent has made {count(self._calls, 'model call')}, and has not ended since the last reply"
 
     def print(self, text: Text) -> None:
-        _print(self._console, text)
+        print_text(self._console, text)
         self.printed_at = time.monotonic()
 
     def _output(self, line: str) -> None:
@@ -241,10 +242,6 @@ class CallPrinter:
         text = readable("\n".join(filter(None, parts))).replace("\n", "\n" + " " * _ROLE_WIDTH)
         who = (f"{readable(role):{_ROLE_WIDTH}}", _ROLES.get(role, "none"))
         self.print(Text.assemble(who, text, (note, "dim")))
-
-
-def _print(console: Console, text: Text) -> None:
-    console.print(text, soft_wrap=True, highlight=False)
 
 
 def agent_traceback(traceback: str, folder: Path) -> str:
