@@ -195,30 +195,8 @@ class GuardedRenderer:
         parsed = self.inner.parse_response(ids, tools=tools, prompt_ids=prompt)
         if self._format is not None and tools and (parsed.tool_calls or self._is_bare(parsed.content)):
             parsed = self._read_again(self._format, parsed, ids, tools, whole)
-        elif tools and not self._is_harmony:
-            parsed = self._with_rest(parsed, ids, tools)
         calls = [_checked(call) for call in parsed.tool_calls]
         return replace(parsed, tool_calls=[_plainly_named(call) for call in calls] if self._is_gemma else calls)
-
-    def _with_rest(self, parsed: ParsedResponse, ids: list[int], tools: Tools) -> ParsedResponse:
-        """Add what follows the calls, which Kimi's parser drops: text, and further lists of calls."""
-        text, calls = self._rest(parsed.tool_calls, ids, tools)
-        if calls or (text.strip() and not parsed.content.rstrip().endswith(text.strip())):
-            return replace(parsed, content=f"{parsed.content}{text}".strip(), tool_calls=[*parsed.tool_calls, *calls])
-        return parsed
-
-    def _rest(
-        self, calls: Sequence[ParsedToolCall], ids: list[int], tools: Tools
-    ) -> tuple[str, Sequence[ParsedToolCall]]:
-        """Return the text and the calls after these."""
-        ends = [call.token_span[1] for call in calls if call.token_span]
-        if not any(call.status in USABLE for call in calls) or not ends:
-            return "", ()
-        after = ids[max(ends) :]
-        more = self.inner.parse_response(after, tools=tools).tool_calls if after else ()
-        before = after[: more[0].token_span[0]] if more else after
-        text, others = self._rest(more, after, tools)
-        return self._control_or_frame.sub("", decode(self._tokenizer, before)) + text, [*more, *others]
 
     def _read_again(
         self, form: CallFormat, parsed: ParsedResponse, ids: list[int], tools: Tools, whole: bool
@@ -477,11 +455,10 @@ def _drop_marks(tokenizer: Any) -> None:
 
 def _drops_json(raw: str, arguments: Mapping[str, Any]) -> bool:
     """Return whether a JSON call has a duplicate key, or anything besides its name and these arguments."""
-    text = raw.rpartition("<|tool_call_argument_begin|>")[2]
-    if not text.lstrip().startswith("{"):
+    if not raw.lstrip().startswith("{"):
         return False
     try:
-        value = loads(text)
+        value = loads(raw)
     except (ValueError, RecursionError):
         return True
     fields = [field for key, field in value.items() if key not in ("name", "id", "type") and field not in NOTHING]
@@ -496,8 +473,6 @@ def _plainly_named(call: ParsedToolCall) -> ParsedToolCall:
 
 
 def _checked(call: ParsedToolCall) -> ParsedToolCall:
-    if call.status == ToolCallParseStatus.INVALID_JSON and call.raw.strip() and call.arguments == "":  # Kimi's
-        call = replace(call, status=ToolCallParseStatus.OK)
     if call.status not in USABLE:
         return call
     if not isinstance(call.name, str) or not call.name or _SURROGATE.search(call.name):

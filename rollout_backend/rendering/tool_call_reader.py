@@ -169,6 +169,13 @@ _DEEPSEEK_31 = _json(
     "(?P<name>[^\n<>]+)<\uff5ctool\u2581sep\uff5c>",
     "<\uff5ctool\u2581calls\u2581(?:begin|end)\uff5c>",
 )
+_KIMI = _json(
+    "<|tool_call_begin|>",
+    r"<\|tool_call_end\|>",
+    "<|tool_call_end|>",
+    r"\s*(?P<id>(?:[^\s<>:.]+\.)?(?P<name>[^\s<>]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>",
+    r"<\|tool_calls_section_(?:begin|end)\|>",
+)
 # Nothing closes a call: it ends with its arguments, and a broken one with the reply.
 _MISTRAL = CallFormat(
     "[TOOL_CALLS]",
@@ -188,6 +195,7 @@ FORMATS: Mapping[str, CallFormat] = {
     **dict.fromkeys(("deepseek-v3", "deepseek-r1"), _DEEPSEEK),
     "deepseek-v3.1": _DEEPSEEK_31,
     "deepseek-v4": _DSML,
+    **dict.fromkeys(("kimi-k2", "kimi-k2.5"), _KIMI),
     "minimax-m2": _MINIMAX,
     "hy3": _HUNYUAN,
     "mistral": _MISTRAL,

@@ -49,7 +49,7 @@ _DEEPSEEK = in_json(
     "<\uff5ctool\u2581call\u2581begin\uff5c>function<\uff5ctool\u2581sep\uff5c>NAME\n```json\n",
     "\n```<\uff5ctool\u2581call\u2581end\uff5c>",
 )
-_KIMI = in_json(
+KIMI = in_json(
     "<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>",
     "<|tool_call_end|><|tool_calls_section_end|>",
 )
@@ -112,7 +112,7 @@ class Family:
 
     @property
     def is_json(self) -> bool:
-        return self.write in (HERMES, _LLAMA, _GPT_OSS, _DEEPSEEK, _KIMI, _INKLING, MISTRAL, *_LISTS.values())
+        return self.write in (HERMES, _LLAMA, _GPT_OSS, _DEEPSEEK, KIMI, _INKLING, MISTRAL, *_LISTS.values())
 
     @property
     def is_python(self) -> bool:
@@ -199,8 +199,8 @@ FAMILIES = [
     Family("deepseek-v3", "deepseek-v3", _DEEPSEEK, _END, frame=_SECTION),
     Family("deepseek-r1", "deepseek-r1", _DEEPSEEK, _END, opened="</think>", frame=_SECTION),
     Family("deepseek-v4", "deepseek-v4", _DSML, _END),
-    Family("kimi-k2", "kimi-k2", _KIMI),
-    Family("kimi-k2.5", "kimi-k2", _KIMI, opened="</think>"),
+    Family("kimi-k2", "kimi-k2", KIMI),
+    Family("kimi-k2.5", "kimi-k2", KIMI, opened="</think>"),
     Family("gemma4", "gemma4", GEMMA, "<|tool_response>"),
     Family("inkling", "inkling", _INKLING, "<|content_model_end_sampling|>"),
 ]
