@@ -478,8 +478,8 @@ def _checked(call: ParsedToolCall) -> ParsedToolCall:
     if not isinstance(call.name, str) or not call.name or _SURROGATE.search(call.name):
         return replace(call, name=None, status=ToolCallParseStatus.MISSING_NAME)
     try:
-        arguments = {} if call.arguments in NOTHING else call.arguments
-        arguments = loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = loads(call.arguments) if call.arguments and isinstance(call.arguments, str) else call.arguments
+        arguments = {} if arguments in NOTHING else arguments
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
         return replace(call, status=ToolCallParseStatus.INVALID_JSON)

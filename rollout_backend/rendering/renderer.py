@@ -29,7 +29,6 @@ from renderers.configs import _CONFIG_BY_NAME, CustomRendererConfig, Qwen3Render
 from renderers.deepseek_v4 import DeepSeekV4Renderer
 from renderers.default import DefaultRenderer, _decode_tool_call_arguments
 from renderers.gpt_oss import GptOssRenderer
-from renderers.parsing import harmony_blocks
 from renderers.qwen3 import Qwen3Renderer
 from renderers.tagged import DEEPSEEK_V4_GRAMMAR, TaggedGrammar, scan_tagged_response
 from transformers import AutoTokenizer
@@ -51,7 +50,9 @@ logger = logging.getLogger(__name__)
 _ENCODES_TEXT = frozenset({"gpt-oss"})
 # OpenAI's encoder of gpt-oss needs this file and would download it.
 _VOCABULARY_FOLDER, _VOCABULARY_FILE = "TIKTOKEN_ENCODINGS_BASE", "o200k_base.tiktoken"
-_RECIPIENT = re.compile(r"(?<=\bto=)(?:functions\.)?(?P<name>[^\s<]+)")  # of gpt-oss's message
+# In the header of gpt-oss's message.
+_RECIPIENT = re.compile(r"\bto=(?P<namespace>functions\.)?(?P<name>[^\s<]*)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(analysis|commentary|final)\b")
 _TAIL_TOKENS = 16  # as text, a marker of reasoning has as many tokens as characters at most
 
 
@@ -259,21 +260,37 @@ class _GptOss(GptOssRenderer):  # type: ignore[misc]  # the package carries no t
         return _longer(rendered, [], dropped=len([self._channel, *self._encode("analysis"), self._message]))
 
     def parse_response(self, token_ids: Any, *, tools: Any = None, prompt_ids: Any = None) -> ParsedResponse:
-        ids = [*self._response_prefix(token_ids, prompt_ids), *token_ids]
         names = {tool["function"]["name"] for tool in tools or ()}
-        marks = {f"{mark}_id": getattr(self, f"_{mark}") for mark in ("start", "message", "end", "call")}
-        written: list[int] = []
+        content: list[str] = []
+        reasoning: list[str] = []
+        calls: list[ParsedToolCall] = []
+        is_complete = True
+        for header, text, mark in self._messages([*self._response_prefix(token_ids, prompt_ids), *token_ids]):
+            called, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
+            if called is not None and (called["namespace"] or called["name"] in names):
+                is_closed = mark in (self._end, self._call)
+                status = ToolCallParseStatus.OK if is_closed else ToolCallParseStatus.UNCLOSED_BLOCK
+                calls.append(ParsedToolCall(raw=text, name=called["name"], arguments=text.strip(), status=status))
+            elif channel is not None and channel[1] == "analysis":
+                reasoning.append(text)
+                is_complete = mark is not None
+            elif channel is not None:
+                content.append(text)
+        thought = "".join(reasoning).strip() or (None if is_complete else "")
+        said = "".join(content).strip()
+        return ParsedResponse(said, reasoning_content=thought, tool_calls=calls, reasoning_complete=is_complete)
+
+    def _messages(self, ids: list[int]) -> Iterator[tuple[str, str, int | None]]:
+        """Yield the header and the text of each message, and the mark after it: the package takes quadratic time."""
+        marks = {self._start, self._end, self._call, self._return}
         at = 0
-        for begin, body, end, closed in harmony_blocks(ids, **marks):
-            header = decode(self._tokenizer, ids[begin:body])
-            called = _RECIPIENT.search(header)
-            if called is not None and called["name"] in names:
-                header = f"{header[: called.start()]}functions.{called['name']}{header[called.end() :]}"
-                arguments = decode(self._tokenizer, ids[body + 1 : end])
-                given = self._encode("{}") if closed and not arguments.strip() else ids[body + 1 : end]
-                written += [*ids[at:begin], *self._encode(header), self._message, *given]
-                at = end
-        return super().parse_response([*written, *ids[at:]], tools=tools)
+        with suppress(ValueError):  # no further message
+            while True:
+                begin = ids.index(self._start, at)
+                body = ids.index(self._message, begin)
+                at = next((i for i in range(body + 1, len(ids)) if ids[i] in marks), len(ids))
+                header, text = (decode(self._tokenizer, part) for part in (ids[begin:body], ids[body + 1 : at]))
+                yield header, text, ids[at] if at < len(ids) else None
 
     def _response_prefix(self, token_ids: list[int], prompt_ids: list[int] | None) -> list[int]:
         """Return the part of a message's header that the prompt contains."""

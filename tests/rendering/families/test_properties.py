@@ -203,6 +203,21 @@ def test_gpt_oss_may_leave_out_the_namespace_of_tools(family):
     assert read(family, ls.replace("functions.bash", "bash").removesuffix("}"))[0].malformed_tool_calls == 1
 
 
+def test_the_messages_of_gpt_oss_are_read_in_linear_time(family):
+    if family.name != "gpt-oss":
+        pytest.skip("another format")
+    read = []
+
+    class Counted(list):
+        def __getitem__(self, key):
+            read.append(len(range(len(self))[key]) if isinstance(key, slice) else 1)
+            return super().__getitem__(key)
+
+    ids = Counted(family.ids(family.text.format("x") * 1000))
+    assert len(list(family.bundle().renderer.inner._messages(ids))) == 999
+    assert sum(read) < 3 * len(ids)
+
+
 def test_llama_3_may_mark_a_call(family):
     if family.name != "llama-3":
         pytest.skip("another format")
