@@ -261,24 +261,21 @@ class _GptOss(GptOssRenderer):  # type: ignore[misc]  # the package carries no t
 
     def parse_response(self, token_ids: Any, *, tools: Any = None, prompt_ids: Any = None) -> ParsedResponse:
         names = {tool["function"]["name"] for tool in tools or ()}
-        content: list[str] = []
-        reasoning: list[str] = []
         calls: list[ParsedToolCall] = []
-        is_complete = True
-        for header, text, mark in self._messages([*self._response_prefix(token_ids, prompt_ids), *token_ids]):
+        reasoning, content, is_complete = "", "", True
+        for header, text, mark in self._messages([self._start, *token_ids]):  # the prompt has the start of a message
             called, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
             if called is not None and (called["namespace"] or called["name"] in names):
                 is_closed = mark in (self._end, self._call)
                 status = ToolCallParseStatus.OK if is_closed else ToolCallParseStatus.UNCLOSED_BLOCK
                 calls.append(ParsedToolCall(raw=text, name=called["name"], arguments=text.strip(), status=status))
             elif channel is not None and channel[1] == "analysis":
-                reasoning.append(text)
+                reasoning += text
                 is_complete = mark is not None
             elif channel is not None:
-                content.append(text)
-        thought = "".join(reasoning).strip() or (None if is_complete else "")
-        said = "".join(content).strip()
-        return ParsedResponse(said, reasoning_content=thought, tool_calls=calls, reasoning_complete=is_complete)
+                content += text
+        thought = reasoning.strip() or (None if is_complete else "")
+        return ParsedResponse(content.strip(), thought, calls, reasoning_complete=is_complete)
 
     def _messages(self, ids: list[int]) -> Iterator[tuple[str, str, int | None]]:
         """Yield the header and the text of each message, and the mark after it: the package takes quadratic time."""
@@ -291,12 +288,6 @@ class _GptOss(GptOssRenderer):  # type: ignore[misc]  # the package carries no t
                 at = next((i for i in range(body + 1, len(ids)) if ids[i] in marks), len(ids))
                 header, text = (decode(self._tokenizer, part) for part in (ids[begin:body], ids[body + 1 : at]))
                 yield header, text, ids[at] if at < len(ids) else None
-
-    def _response_prefix(self, token_ids: list[int], prompt_ids: list[int] | None) -> list[int]:
-        """Return the part of a message's header that the prompt contains."""
-        if not prompt_ids or self._start not in prompt_ids or token_ids[:1] == [self._start]:
-            return []
-        return prompt_ids[-1 - prompt_ids[::-1].index(self._start) :]
 
 
 class _DeepSeekV4(DeepSeekV4Renderer):  # type: ignore[misc]  # the package carries no types
