@@ -89,15 +89,6 @@ def test_the_schema_of_an_argument_is_found_in_unions_and_references():
     assert call.arguments == {"a": "1", "b": 1, "c": "1"}
 
 
-@pytest.mark.parametrize(
-    "value", ["", "\n", "\n\n", "</parameter>", "x</parameter>\n", "</parameter>\n\n</parameter> \n\n"]
-)
-def test_a_newline_on_each_side_of_a_value_is_layout(value):
-    text = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
-    _, [call] = read_calls(FORMATS["qwen3.5"], text)
-    assert call.arguments == {"a": value}
-
-
 PIECES = {
     "qwen3.5": ("<tool_call>\n<function=f>\n<parameter=a>\n", "x</parameter>", "</function>\n", "</tool_call>"),
     "glm": ("<tool_call>f", "<arg_key>a</arg_key><arg_value>", "x</arg_value>", "</tool_call>"),

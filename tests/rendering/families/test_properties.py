@@ -71,6 +71,7 @@ def read(family: Family, text: str):
 
 VALUES = [
     *("\n    if ready:\n        return 1\n\n", "   ", "\n", "\u00a0x\u00a0", "trail  ", "", "\r\nx\r\n"),
+    *("</parameter>", "x</parameter>\n", "</parameter>\n\n</parameter> \n\n"),
     *("Gr\u00fc\u00dfe \u65e5\u672c \U0001f642 \u2028 \u200b", '"q"', "42", "null", '{"a": 1}'),
 ]
 
@@ -118,6 +119,7 @@ def broken(family: Family) -> dict[str, str]:
         cases = {
             "another key": ls.replace('"arguments"', '"input"').replace('"parameters"', '"input"'),
             "a doubled parameter": ls.replace('{"command"', '{"command": "pwd", "command"'),
+            "an empty call": "<tool_call></tool_call>bash ls" if family.write is HERMES else ls,
             "text after the name": ls.replace("bash:0", "bash:0 x"),
             "text left over": ls.replace('"ls"}', '"ls"} x')
             if family.write is not MISTRAL
@@ -228,12 +230,14 @@ def test_llama_3_may_mark_a_call(family):
 
 
 def test_text_around_calls_is_kept(family):
-    if family.is_json and family.write not in (HERMES, KIMI):
-        pytest.skip("the package's parser drops it")
+    if family.name in ("gpt-oss", "llama-3", "default+granite-3"):
+        pytest.skip("a call ends the reply, or is all of it")
     one, two = family.call("bash", {"command": "ls"}), family.call("bash", {"command": "pwd"})
-    reply, calls = read(family, f"Before.\n{one} Between. {two}\nAfter.")
-    assert calls == [("bash", {"command": "ls"}), ("bash", {"command": "pwd"})]
-    assert [reply.message["content"].count(word) for word in ("Before.", "Between.", "After.")] == [1, 1, 1]
+    for said in (f"Before.\n{one} Between. {two}\nAfter.", f"{one}{two} After."):
+        reply, calls = read(family, said)
+        assert calls == [("bash", {"command": "ls"}), ("bash", {"command": "pwd"})]
+        for word in ("Before.", "Between.", "After."):
+            assert reply.message["content"].count(word) == said.count(word)
 
 
 def test_a_reply_may_have_a_thousand_calls(family):
@@ -241,14 +245,6 @@ def test_a_reply_may_have_a_thousand_calls(family):
         pytest.skip("a call ends the reply, or is all of it")
     parsed = family.bundle().renderer.parse_response(family.ids(family.call("bash", {}) * 1000), tools=TOOLS)
     assert [(call.name, call.arguments) for call in parsed.tool_calls] == [("bash", {})] * 1000
-
-
-def test_text_after_a_call_is_kept(family):
-    if family.name in ("gpt-oss", "llama-3", "default+granite-3"):
-        pytest.skip("a call ends the reply, or is all of it")
-    reply, calls = read(family, f"{family.call('bash', {'command': 'ls'})} After.")
-    assert calls == [("bash", {"command": "ls"})]
-    assert reply.message["content"].count("After.") == 1
 
 
 def test_a_reply_is_rendered_as_it_was_sampled(family):
@@ -298,14 +294,16 @@ LATE = {
 }
 
 
+REFUSED = {
+    ("llama-3", "second"): "requires the first non-system message to be 'user'",
+    ("gemma4", "between results"): "tool messages must immediately follow an assistant message",
+}
+
+
 @pytest.mark.parametrize("where", LATE)
 def test_a_late_system_message_is_shown_once_where_it_was_sent(family, where):
-    if (family.name, where) == ("llama-3", "second"):
-        with pytest.raises(ApiError, match="requires the first non-system message to be 'user'"):
-            prompt_of(family, LATE[where], TOOLS)
-        return
-    if (family.name, where) == ("gemma4", "between results"):
-        with pytest.raises(ApiError, match="tool messages must immediately follow an assistant message"):
+    if (family.name, where) in REFUSED:
+        with pytest.raises(ApiError, match=REFUSED[family.name, where]):
             prompt_of(family, LATE[where], TOOLS)
         return
     text = family.bundle().decode(prompt_of(family, LATE[where], TOOLS))
