@@ -233,6 +233,8 @@ class EngineRouting:
                 not_loaded = await _on_each(engines, load)
                 if engines and len(not_loaded) == len(engines):
                     failed = {}
+                    # An engine whose answer was lost has it, and would refuse the next adapter of this name.
+                    await _on_each(engines, lambda engine: unload_from_engine(engine.url, adapter, self.engine))
                     return {engine.name: why for engine, why in not_loaded.items()}
                 commit()
                 self.adapters[adapter.name] = adapter

@@ -2,7 +2,8 @@
 
 The mode `sick` never becomes healthy, `broken` exits at once with an error. Other modes fail to load new weights:
 `refuses` (400), `lies` (200 with success false), `hangs`, `dies`, or `mislabels` (loads them, keeps the version).
-`refuses` refuses adapters too. Each mode refuses a folder named `bad`. After `/fail_probes`, probes are answered 503.
+`refuses` refuses adapters too. Each mode refuses a folder named `bad`, and closes the connection once it has loaded
+an adapter from a folder named `lost`. After `/fail_probes`, probes are answered 503.
 `/generate` returns the process id and the folders of the weights and of the adapter, so a test sees what served a
 request, and takes 10 ms per token. Every start serves the original weights. As on a GPU:
 
@@ -175,6 +176,9 @@ class Handler(BaseHTTPRequestHandler):
                 status, reply = scheduler.load(body)
             case "/load_lora_adapter":
                 status, reply = scheduler.load_adapter(body["lora_name"], body["lora_path"])
+                if body["lora_path"].endswith("/lost"):
+                    self.close_connection = True
+                    return
             case "/unload_lora_adapter":
                 status, reply = scheduler.unload_adapter(body["lora_name"])
             case "/release_memory_occupation":

@@ -104,15 +104,17 @@ async def test_an_engine_that_refuses_is_restarted_and_loads_it_then(serve, save
 
 
 async def test_an_adapter_that_no_engine_loads_changes_nothing(serve, config, save):
-    folder, bad = save("adapter"), save("bad")
+    folder = save("adapter")
     async with serve() as (serving, _, _):
         await serving.load_adapter("a", folder)
-        with pytest.raises(ServingError, match=r"no engine loaded the adapter a@2, so nothing changed"):
-            await serving.load_adapter("a", bad)
+        for name in ("bad", "lost"):
+            with pytest.raises(ServingError, match=r"no engine loaded the adapter a@2, so nothing changed"):
+                await serving.load_adapter("a", save(name))
         assert await served(serving, "a@1") == {(str(folder), "length")}
         assert all_serve(serving, restarts=0)
         assert serving.gateways.versions == [{"a": 1}]
-    assert AdapterStore(config).versions == {"a": 1}
+        assert AdapterStore(config).versions == {"a": 1}
+        assert (await serving.load_adapter("a", folder)).failed == {}
 
 
 @pytest.mark.parametrize(
