@@ -4,6 +4,8 @@ Invariants:
 
 - Every change is reported as a `ServingEvent`.
 - Resources that a lost server still holds are released before its restart.
+- The second restart in a row waits for 10 s, and the third for 20 s: what makes starts fail, such as a lack of
+  memory, may last longer than the starts take. Before a server has served, it is more likely a wrong setting.
 - Supervision ends when the budget is exhausted, on a bug, and always on a cancellation.
 """
 
@@ -18,6 +20,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 from rollout_backend.errors import StartupError
 from rollout_backend.serving.server_process import ServerKilled
 
+_PAUSE_S = 10.0
 _T = TypeVar("_T")
 
 EventKind = Literal["waiting", "started", "died", "restarted", "gave_up", "left"]
@@ -157,14 +160,19 @@ class Supervisor(ABC):
         """
         if not self.tried.is_set():
             await self._attempt("started")
+        pause_s = 0.0
         while True:
             if self.serving:
                 self._lost(await self._wait_lost())
+                pause_s = 0.0
             await self.release()
             if wait_s := self._budget.wait_s():
                 self.gave_up = True
                 await self.exhausted(wait_s)
                 self.gave_up = False
+            if self.has_served:
+                await asyncio.sleep(pause_s)
+                pause_s += _PAUSE_S
             self._budget.spend()
             self.restarts += 1
             await self._attempt("restarted")
@@ -175,7 +183,7 @@ class Supervisor(ABC):
     async def _attempt(self, kind: EventKind) -> None:
         try:
             await self.start_server()
-        except StartupError as error:
+        except (StartupError, OSError) as error:  # the latter of a full disk, or without a free descriptor
             self._lost(str(error))
         else:
             self.serving = self.has_served = True

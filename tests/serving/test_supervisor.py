@@ -58,11 +58,25 @@ async def test_lost_server_is_released_and_restarted_until_the_budget_is_exhaust
 
 
 async def test_failed_first_start_counts_as_a_loss():
-    server = Server("no room", "no room")
+    server = Server("no room", OSError("no room"))
     with pytest.raises(StartupError, match="no room"):
         await server.run()
     assert server.kinds == ["died", "died", "gave_up"]
     assert server.tried.is_set()
+
+
+@in_virtual_time
+async def test_a_restart_that_fails_is_repeated_once_its_cause_may_be_over():
+    server = Server(None, "no memory", "no memory", max_restarts=3)
+    running = asyncio.create_task(server.run())
+    server.ended.put_nowait("killed")
+    await asyncio.sleep(29)
+    assert server.kinds == ["started", "died", "died", "died"]
+    await asyncio.sleep(2)
+    assert server.kinds[-1] == "restarted"
+    server.ended.put_nowait("killed")
+    with pytest.raises(StartupError, match="killed"):
+        await running
 
 
 async def test_a_server_that_is_killed_before_it_is_up_is_restarted_within_its_budget():
