@@ -324,8 +324,8 @@ async def _on_each(targets: Iterable[_T], act: Callable[[_T], Awaitable[None]]) 
     async def outcome(target: _T) -> str:
         try:
             await act(target)
-        except ServingError as error:
-            return str(error)
+        except (ServingError, OSError) as error:  # the latter of a folder with weights
+            return str(error) or type(error).__name__
         return ""
 
     targets = list(targets)

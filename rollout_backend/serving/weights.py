@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import functools
 import hashlib
@@ -150,8 +151,8 @@ class WeightStore:
         self._last, self.current = weights.version, weights
 
     def prune(self) -> None:
-        """Delete the folders that this class wrote, except for the newest weights."""
-        if self._folder.is_dir():
+        """Delete the folders that this class wrote, except for the newest weights, as far as the disk permits it."""
+        with contextlib.suppress(OSError):
             for folder in self._folder.iterdir():
                 if folder.name.lstrip(".").isdecimal() and (self.current is None or folder != self.current.folder):
                     shutil.rmtree(folder, ignore_errors=True)
@@ -269,6 +270,8 @@ class ModelFolder:
             config = json.loads((path / "config.json").read_text())
         except OSError as error:
             raise ConfigError(f"{path} is not a model folder: {error.strerror} for config.json") from None
+        except ValueError as error:
+            raise ConfigError(f"{path}/config.json cannot be read ({error}): is it still being written?") from None
         # A tied output layer is the embedding under another name: a trainer has both, a folder only one.
         self._tied = bool(config.get("tie_word_embeddings"))
         self.shapes: dict[str, Shape] = {}

@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 from functools import partial
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -91,6 +92,18 @@ async def test_weights_that_no_engine_loads_leave_the_previous_ones(serve, tmp_p
         assert await served(serving) == {("2", str(new))}
 
 
+async def test_a_disk_that_fails_is_a_failure_of_the_update(serve, config, tmp_path, monkeypatch):
+    def fail(path):
+        raise OSError("Stale file handle")
+
+    (config.run_dir / "weights").mkdir(parents=True)
+    new = save(tmp_path / "new", 1.0)
+    async with serve() as (serving, _, _):
+        monkeypatch.setattr(Path, "iterdir", fail)
+        with pytest.raises(WeightUpdateFailed, match="Stale file handle"):
+            await serving.update_weights(new)
+
+
 @pytest.mark.slow
 async def test_a_restarted_trainer_serves_the_newest_weights_and_counts_on(serve, tmp_path):
     new = save(tmp_path / "new", 1.0)
@@ -123,6 +136,9 @@ async def test_weights_that_do_not_fit_reach_no_engine(config, tmp_path, model_f
     cut = save(tmp_path / "cut")
     (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:50])
     with pytest.raises(ConfigError, match="is it still being written"):
+        await serving.update_weights(cut)
+    (cut / "config.json").write_text('{"model_type"')
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read .* is it still being written"):
         await serving.update_weights(cut)
     assert serving.weight_version == 0
 
