@@ -130,7 +130,8 @@ class ServingConfig(Section):
     max_restarts: int = Field(default=3, ge=0)
     """Maximum restarts of one engine, router, gateway or dialer within `restart_window_s`. An engine that exceeds it
     stays down until the window allows another restart, while the other engines serve. The run stops, with the end of
-    a log, once no engine is left, or when one of the others exceeds it."""
+    a log, once no engine is left, or when one of the others exceeds it. For `external`, only servers that do not
+    answer again within `startup_timeout_s` count."""
     restart_window_s: Seconds = 3600.0
     """Time for which a restart counts towards `max_restarts`."""
 

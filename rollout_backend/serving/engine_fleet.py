@@ -326,6 +326,8 @@ class EngineSupervisor(Supervisor):
         await self.server.start()
         self._routed = RoutedEngine(self.name, self.server)
         await self._routing.add(self._routed)
+        if isinstance(self.server, ExternalEngine):
+            self.budget.clear()  # it was not restarted, and answers again
 
     async def wait_ended(self) -> str:
         assert self._routed is not None, "not started"

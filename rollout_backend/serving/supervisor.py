@@ -78,6 +78,10 @@ class RestartBudget:
         """Count a restart at this time."""
         self._at.append(_now())
 
+    def clear(self) -> None:
+        """Forget all restarts."""
+        self._at.clear()
+
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
@@ -96,7 +100,7 @@ class Supervisor(ABC):
         self.tried = asyncio.Event()  # set after the first start, successful or not
         self.last_words = ""  # why the server was last lost
         self.gone = f"{name} is gone after {limits}"
-        self._budget = RestartBudget(limits)
+        self.budget = RestartBudget(limits)
         self._on_event = on_event
         self._probing = probing
 
@@ -141,11 +145,11 @@ class Supervisor(ABC):
                 await self.start_server()
                 break
             except ServerKilled as error:
-                if self._budget.wait_s():
+                if self.budget.wait_s():
                     raise
                 self._lost(str(error))
                 await self.release()
-                self._budget.spend()
+                self.budget.spend()
                 self.restarts += 1
         self.serving = self.has_served = True
         self.tried.set()
@@ -166,14 +170,14 @@ class Supervisor(ABC):
                 self._lost(await self._wait_lost())
                 pause_s = 0.0
             await self.release()
-            if wait_s := self._budget.wait_s():
+            if wait_s := self.budget.wait_s():
                 self.gave_up = True
                 await self.exhausted(wait_s)
                 self.gave_up = False
             if self.has_served:
                 await asyncio.sleep(pause_s)
                 pause_s += _PAUSE_S
-            self._budget.spend()
+            self.budget.spend()
             self.restarts += 1
             await self._attempt("restarted")
 
