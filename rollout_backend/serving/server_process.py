@@ -120,6 +120,7 @@ class ServerProcess:
         self._memory_advice = memory_advice
         self._process: asyncio.subprocess.Process | None = None
         self._oom_kills = oom_kills()
+        self._stopped = False
 
     @property
     def pid(self) -> int | None:
@@ -189,7 +190,7 @@ class ServerProcess:
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """Send SIGTERM to the process and its children, and SIGKILL after `grace_s`. Does nothing if it never ran."""
-        if self._process is None:
+        if self._process is None or self._stopped:  # another process group may have its number by now
             return
         self._signal(signal.SIGTERM)
         try:
@@ -200,6 +201,7 @@ class ServerProcess:
         finally:
             self._signal(signal.SIGKILL)  # for children that outlived it, and for itself after a cancellation
             await asyncio.shield(self._process.wait())
+            self._stopped = True
 
     def log_tail(self) -> str:
         """Return the end of the log, with its path, for an error message."""

@@ -1,6 +1,7 @@
 """`ServerProcess`, against real processes, and ports that are still free when a server starts."""
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
@@ -49,6 +50,14 @@ async def test_a_start_that_is_cancelled_leaves_no_process(tmp_path, monkeypatch
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert not process.running
+
+
+async def test_a_stopped_process_gets_no_signal_later(tmp_path, monkeypatch):
+    process = ServerProcess("server", ["true"], tmp_path / "log")
+    await process.start()
+    await process.stop()
+    monkeypatch.setattr(os, "killpg", None)
+    await process.stop()
 
 
 # --- ports ------------------------------------------------------------------------------------------------
