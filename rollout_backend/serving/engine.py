@@ -156,13 +156,11 @@ async def pause_generation(url: str, engine: EngineName, *, keep_cache: bool = F
         return
     async with control_client(what if keep_cache else f"{what} and become idle") as http:
         await _post(http, f"{url}/pause_generation", {"mode": "abort"}, what)
-        while not keep_cache and not await _flush_cache(http, url):  # noqa: ASYNC110
+        while not keep_cache:
+            async with http.post(f"{url}/flush_cache", json={}) as reply:
+                if reply.status == 200:
+                    return
             await asyncio.sleep(_POLL_S)
-
-
-async def _flush_cache(http: aiohttp.ClientSession, url: str) -> bool:
-    async with http.post(f"{url}/flush_cache", json={}) as reply:
-        return reply.status == 200
 
 
 async def resume_generation(url: str, engine: EngineName) -> None:

@@ -102,11 +102,8 @@ class ExternalEngine:
         try:
             if self._engine == "vllm":
                 await check_vllm(self.url)
-                return
-            if self._records_experts:
-                await check_records_experts(self.url)
-            if self._seeded:
-                await check_reads_seeds(self.url)
+            else:
+                await check_options(self.url, records_experts=self._records_experts, seeded=self._seeded)
         except PreflightError as error:
             raise StartupError(f"{self._name}: {error}") from None
 
@@ -232,57 +229,43 @@ async def check_vllm(url: str) -> None:
         )
 
 
-async def check_records_experts(url: str) -> None:
-    """Check that an SGLang server returns routed experts, without generating: its memory may be released.
+async def check_options(url: str, *, records_experts: bool, seeded: bool) -> None:
+    """Check how an SGLang server was started, without generating: its memory may be released.
 
     Raises:
-        PreflightError: the server returns none, or wrong ones.
+        PreflightError: it returns no routed experts, or wrong ones, or ignores the seeds of requests.
     """
-    status, info = await _options(url)
-    if info is None:
-        log.warning(
-            "%s/server_info answers %d: whether it returns routed experts is unknown. Without them each model call "
-            "fails with 503",
-            url,
-            status,
-        )
+    if not (records_experts or seeded):
         return
-    if not info.get("enable_return_routed_experts"):
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as http:
+        status, info = await _ask(http, f"{url}/server_info")
+    told = f"{url}/server_info answers {status}"
+    if status >= 500:  # as SGLang 0.5.12 where verl 0.9.1 starts it
+        if records_experts:
+            log.warning(
+                "%s: whether it returns routed experts is unknown. Without them each model call fails with 503", told
+            )
+        if seeded:
+            log.warning("%s: whether seeds have an effect is unknown", told)
+        return
+    if records_experts and not info.get("enable_return_routed_experts"):
         raise PreflightError(
-            f"model.routed_experts=true: {url}/server_info answers {status} without enable_return_routed_experts: "
+            f"model.routed_experts=true: {told} without enable_return_routed_experts: "
             "start SGLang with --enable-return-routed-experts; in verl, set "
             "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
         )
-    if info.get("enable_hierarchical_cache"):
+    if records_experts and info.get("enable_hierarchical_cache"):
         raise PreflightError(
             f"model.routed_experts=true, and {url} runs with --enable-hierarchical-cache: tokens that come back from "
             "that cache get the routing of others, so start it without"
         )
-
-
-async def check_reads_seeds(url: str) -> None:
-    """Raise PreflightError if an SGLang server ignores the seeds of requests."""
-    status, info = await _options(url)
-    if info is None:
-        log.warning("%s/server_info answers %d: whether seeds have an effect is unknown", url, status)
-        return
-    if not info.get("enable_deterministic_inference"):
+    if seeded and not info.get("enable_deterministic_inference"):
         raise PreflightError(
             "sampling.seed is set (in verl by full_determinism), or gateway.agent_sampling_overrides has seed, and "
-            f"{url}/server_info answers {status} without enable_deterministic_inference: SGLang ignores seeds then. "
+            f"{told} without enable_deterministic_inference: SGLang ignores seeds then. "
             "Start it with --enable-deterministic-inference, in verl by "
             "+actor_rollout_ref.rollout.engine_kwargs.sglang.enable_deterministic_inference=True, or remove the seed"
         )
-
-
-async def _options(url: str) -> tuple[int, dict[str, Any] | None]:
-    """Return the status of `/server_info`, and the options that an SGLang server was started with.
-
-    They are None if the server fails to tell, as SGLang 0.5.12 does where verl 0.9.1 starts it.
-    """
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as http:
-        status, info = await _ask(http, f"{url}/server_info")
-    return status, None if status >= 500 else info
 
 
 async def _ask(

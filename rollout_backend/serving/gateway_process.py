@@ -164,11 +164,6 @@ class GatewayProcess:
         assert self._process is not None, "not started"
         return f"{self._name} {await self._process.wait_ended()}"
 
-    async def log_tail(self) -> str:
-        """Return the end of the log, for an error message."""
-        assert self._process is not None, "not started"
-        return self._process.log_tail()
-
     async def revoke(self, session_ids: Iterable[str]) -> None:
         """Close these sessions: abort their calls and refuse their keys."""
         await self._control("POST", "/control/revoke", {"session_ids": list(session_ids)})

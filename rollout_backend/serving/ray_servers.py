@@ -52,7 +52,7 @@ async def join_cluster() -> None:
 
 
 class RayActor:
-    """A server on the machine that Ray chose. The server has the coroutine methods `wait`, `stop` and `log_tail`."""
+    """A server on the machine that Ray chose. The server has the coroutine methods `wait` and `stop`."""
 
     def __init__(
         self, name: str, make: Callable[[str], Any], *, cpus: float = 1.0, gpus: float = 0.0, strategy: Any = "SPREAD"
@@ -121,7 +121,7 @@ class RayActor:
             ray.kill(self.handle)
 
     async def log_tail(self) -> str:
-        """Return the end of the server's log, or why it cannot be read."""
+        """Return the end of an engine's log, or why it cannot be read."""
         try:
             async with asyncio.timeout(_STOP_S):
                 text: str = await self.call("log_tail")

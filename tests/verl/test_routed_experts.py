@@ -29,7 +29,7 @@ from gateway_fixtures import make_gateway
 from rollout_backend.config import ModelConfig
 from rollout_backend.core.seal import Sealer
 from rollout_backend.local.scripted import BYTE_MODEL, Aborted, Routing, ScriptedEngine
-from rollout_backend.serving.external_engine import check_records_experts
+from rollout_backend.serving.external_engine import check_options
 from rollout_backend.verl.row_formats import legacy_batch, v1_fields
 from rollout_backend.verl.rows import Row, rows_of
 from rollouts import make_rollout
@@ -237,7 +237,7 @@ def test_a_real_engine_returns_the_routing_of_its_logprobs(model, run_engine, by
             response = gateway.post(body, key=gateway.key(temperature=0.0)).raise_for_status()
             return "" if more.get("stream") else response.json()["choices"][0]["message"]["content"]
 
-        asyncio.run(check_records_experts(url))
+        asyncio.run(check_options(url, records_experts=True, seeded=False))
         question = {"role": "user", "content": "What is 3 + 4?"}
         said = [question, {"role": "assistant", "content": ask(question)}, question]
         text = ask(*said)
