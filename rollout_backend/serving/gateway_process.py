@@ -258,9 +258,8 @@ def check_certificate(config: GatewayConfig) -> aiohttp.Fingerprint | None:
             f"gateway.tls_key={config.tls_key}: {error}. Both must be PEM files that fit each other, the key without "
             "a passphrase"
         ) from None
-    first = re.search(
-        r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", config.tls_certificate.read_text(), re.S
-    )
+    text = config.tls_certificate.read_text(errors="replace")  # openssl writes a name before it in any encoding
+    first = re.search(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", text, re.S)
     assert first is not None, "load_cert_chain has read it"
     return aiohttp.Fingerprint(hashlib.sha256(ssl.PEM_cert_to_DER_cert(first[0])).digest())
 

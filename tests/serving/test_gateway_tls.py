@@ -21,7 +21,9 @@ def ca() -> trustme.CA:
 
 @pytest.fixture
 def certificate(ca, tmp_path) -> tuple[Path, Path]:
-    return issue(ca, tmp_path, "localhost")  # not the address that the backend uses
+    chain, key = issue(ca, tmp_path, "localhost")  # not the address that the backend uses
+    chain.write_bytes(b"friendlyName: Schl\xfcssel\n" + chain.read_bytes())  # as openssl pkcs12 writes it
+    return chain, key
 
 
 def tls(certificate: Path, key: Path) -> dict:
