@@ -46,7 +46,6 @@ from rollout_backend.serving.supervisor import (
 from rollout_backend.serving.weights import Weights
 
 _JOIN_S = 10.0
-_FOREVER_S = 10 * 365 * 86_400.0
 
 
 @dataclass(frozen=True)
@@ -354,7 +353,7 @@ class EngineSupervisor(Supervisor):
             raise StartupError(f"{self.gone}{others}: {self.last_words}")
         up = sum(engine.serving for engine in engines)
         self.report("gave_up", f"{self.gone}; {up} of {len(engines)} engines serve")
-        await asyncio.sleep(min(wait_s, _FOREVER_S))
+        await asyncio.sleep(wait_s)
 
 
 async def _tried(engines: Sequence[EngineSupervisor]) -> None:

@@ -31,7 +31,7 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
@@ -141,10 +141,10 @@ def rows_of(
     if experts is not None and not all(_is_routed(segment, experts) for segment, _, _ in pieces):
         return Rows(masked="routed_experts")
     rows = []
-    moved = len(_nonzero(without_row)) if pieces else 0
+    moved = np.count_nonzero(without_row) if pieces else 0
     for index, (segment, cut, turn_rewards) in enumerate(pieces):
         scores, own = _turn_scores(segment, cut, turn_rewards)
-        moved += len(_nonzero(turn_rewards)) - own
+        moved += np.count_nonzero(turn_rewards) - own
         if own_turns_only:
             others = without_row if index == len(pieces) - 1 else []
         else:
@@ -152,7 +152,7 @@ def rows_of(
         scores[-1] += math.fsum((rollout.reward, *others))
         row = _row(segment, cut, rollout, index, scores.astype(np.float32), own)
         rows.append(row if experts is None else replace(row, routed_experts=_routed(segment, cut)))
-    return Rows(tuple(rows), truncated, unknown, moved)
+    return Rows(tuple(rows), truncated, unknown, int(moved))
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,10 +210,6 @@ def _routed(segment: Segment, cut: _Cut) -> NDArray[np.int16]:
     found = np.zeros((cut.end, *known.shape[1:]), dtype=np.int16)
     found[: len(known)] = known
     return found
-
-
-def _nonzero(rewards: Iterable[float]) -> list[float]:
-    return [reward for reward in rewards if reward]
 
 
 def _row(
