@@ -229,14 +229,10 @@ def vllm_command(
             *("--kv-cache-memory-bytes", str(_CPU_CACHE_BYTES)),
         ]
     else:
-        env["CUDA_VISIBLE_DEVICES"] = _gpus(env.get("CUDA_VISIBLE_DEVICES"), node.first_gpu, serving.gpus_per_server)
+        end, visible = node.first_gpu + serving.gpus_per_server, env.get("CUDA_VISIBLE_DEVICES")
+        gpus = visible.split(",") if visible else [*map(str, range(end))]
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[node.first_gpu : end])
     return [*argv, *serving.extra_args], env
-
-
-def _gpus(visible: str | None, first: int, count: int) -> str:
-    """Return the GPUs of a server, out of those visible to this process."""
-    gpus = visible.split(",") if visible else [str(number) for number in range(first + count)]
-    return ",".join(gpus[first : first + count])
 
 
 # --- engines ----------------------------------------------------------------------------------------------

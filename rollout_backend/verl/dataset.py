@@ -21,7 +21,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,8 @@ class PayloadDataset(Dataset):  # type: ignore[misc]  # torch has no types here
             raise TaskFileError(
                 f"{data_files} has no rows: set data.train_files and data.val_files to files with rows"
             )
-        _same_fields(rows)
+        fields = dict.fromkeys(key for row in rows for key in row)
+        rows = [{**fields, **row} for row in rows]  # verl's batches need the same fields in every row
         if 0 < max_samples < len(rows):
             rows = [rows[i] for i in _choose(len(rows), max_samples, config)]
         of_training = data_files == config.get("train_files") and max_samples == config.get("train_max_samples", -1)
@@ -202,14 +203,6 @@ def _prompt_messages(prompt: object) -> list[dict[str, Any]]:
     if isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt):
         return prompt
     return [{"role": "user", "content": prompt if isinstance(prompt, str) else PLACEHOLDER}]
-
-
-def _same_fields(rows: Sequence[dict[str, Any]]) -> None:
-    """Add missing fields as None, because verl's batches need the same fields in every row."""
-    fields = dict.fromkeys(key for row in rows for key in row)
-    for row in rows:
-        for key in fields.keys() - row.keys():
-            row[key] = None
 
 
 def _choose(total: int, count: int, config: Mapping[str, Any]) -> list[int]:

@@ -19,7 +19,7 @@ from rollout_backend.gateway.engine.client import EngineClient
 from rollout_backend.gateway.engine.engines import Engines
 from rollout_backend.gateway.engine.protocol import EngineRequest
 from rollout_backend.local.scripted import ScriptedEngine
-from rollout_backend.serving.router import Router, router_command
+from rollout_backend.serving.router import EngineDirectory, Router, router_command
 from rollout_backend.serving.server_process import free_port
 
 KINDS = ("sglang-router", "smg")
@@ -145,9 +145,11 @@ async def test_a_call_waits_for_the_first_engine(router):
 
 
 async def test_port_in_use_names_the_setting(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(StartupError, match=r"set router\.port"):
-        async with Router(RouterConfig(port=taken.getsockname()[1]), tmp_path / "router.log"):
-            pass
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = RouterConfig(port=taken.getsockname()[1])
+        for router in (Router(config, tmp_path / "router.log"), EngineDirectory(config)):
+            with pytest.raises(StartupError, match=r"set router\.port"):
+                await router.start()
 
 
 async def test_router_forwards_the_images_of_a_call(router):

@@ -74,9 +74,7 @@ async def test_a_restart_that_fails_is_repeated_once_its_cause_may_be_over():
     assert server.kinds == ["started", "died", "died", "died"]
     await asyncio.sleep(2)
     assert server.kinds[-1] == "restarted"
-    server.ended.put_nowait("killed")
-    with pytest.raises(StartupError, match="killed"):
-        await running
+    running.cancel()
 
 
 async def test_a_server_that_is_killed_before_it_is_up_is_restarted_within_its_budget():

@@ -8,12 +8,11 @@ import aiohttp
 import pytest
 
 from builders import run_config
-from rollout_backend.config import ModelConfig, RouterConfig, ServingConfig
-from rollout_backend.errors import ConfigError, PreflightError, StartupError
+from rollout_backend.config import ModelConfig, ServingConfig
+from rollout_backend.errors import ConfigError, PreflightError
 from rollout_backend.serving.engine_fleet import EngineFleet
 from rollout_backend.serving.external_engine import ExternalEngineFactory, check_vllm, served_model
 from rollout_backend.serving.local_engine import ServerNode, vllm_command
-from rollout_backend.serving.router import EngineDirectory
 from tests.emulators.scripted_vllm import ScriptedVllm
 
 MODEL = ModelConfig(path=Path("/models/Qwen3-8B"), name="qwen", context_length=4096)
@@ -108,17 +107,6 @@ async def test_only_servers_that_this_side_started_are_paused(tmp_path, kind, pa
             assert engine.paused is paused
             await fleet.resume()
             assert not engine.paused
-
-
-async def test_a_taken_port_is_reported(tmp_path):
-    directory = EngineDirectory(RouterConfig())
-    await directory.start()
-    port = int(directory.url.rpartition(":")[2])
-    try:
-        with pytest.raises(StartupError, match=r"set router\.port"):
-            await EngineDirectory(RouterConfig(port=port)).start()
-    finally:
-        await directory.stop()
 
 
 @pytest.mark.parametrize(
