@@ -160,14 +160,14 @@ class EngineRouting:
         """
         await self._pause_additions()
         if self._pauses:
-            for url, failure in (await _on_each(urls, lambda url: pause_generation(url, self.engine))).items():
+            for url, failure in (await _twice_on_each(urls, lambda url: pause_generation(url, self.engine))).items():
                 log.error("the server %s may die when its memory is released: %s", url, failure)
 
     async def resume(self, urls: Iterable[str]) -> None:
         """Resume generation, and add every engine that serves."""
         if self._pauses:
-            for url, failure in (await _on_each(urls, lambda url: resume_generation(url, self.engine))).items():
-                log.warning("the server %s: %s", url, failure)
+            for url, failure in (await _twice_on_each(urls, lambda url: resume_generation(url, self.engine))).items():
+                log.warning("the server %s may hold its calls: %s", url, failure)
         await self._resume_additions()
 
     async def update_weights(self, weights: Weights, commit: Callable[[], None]) -> Mapping[str, str]:
@@ -316,6 +316,11 @@ class EngineRouting:
             raise StartupError("the router ended while its engines were added")
         for engine, why in refused.items():
             engine.restart(why)
+
+
+async def _twice_on_each(targets: Iterable[_T], act: Callable[[_T], Awaitable[None]]) -> dict[_T, str]:
+    """Act like `_on_each`, and again on those that failed: a request or its answer may have been lost."""
+    return await _on_each(await _on_each(targets, act), act)
 
 
 async def _on_each(targets: Iterable[_T], act: Callable[[_T], Awaitable[None]]) -> dict[_T, str]:

@@ -2,14 +2,17 @@
 
 import json
 import subprocess
+from itertools import chain, repeat
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import aiohttp
 import pytest
 
 from builders import run_config
 from rollout_backend.config import ModelConfig, ServingConfig
-from rollout_backend.errors import ConfigError, PreflightError
+from rollout_backend.errors import ConfigError, PreflightError, ServingError
+from rollout_backend.serving import engine_routing
 from rollout_backend.serving.engine_fleet import EngineFleet
 from rollout_backend.serving.external_engine import ExternalEngineFactory, check_vllm, served_model
 from rollout_backend.serving.local_engine import ServerNode, vllm_command
@@ -96,7 +99,11 @@ async def test_gateways_get_the_list_of_servers_that_serve(tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "paused"), [("process", True), ("external", False)])
-async def test_only_servers_that_this_side_started_are_paused(tmp_path, kind, paused):
+async def test_only_servers_that_this_side_started_are_paused(tmp_path, kind, paused, monkeypatch):
+    """Also if the first request is lost: a server that is not resumed would hold its calls for a whole step."""
+    for name in ("pause_generation", "resume_generation"):
+        answers = chain([AsyncMock(side_effect=ServingError("lost"))], repeat(getattr(engine_routing, name)))
+        monkeypatch.setattr(engine_routing, name, lambda *args, answers=answers: next(answers)(*args))
     with ScriptedVllm(["x"]) as engine:
         urls = [engine.url]
         external = run_config(serving={"engine": "vllm", "kind": "external", "urls": urls})
