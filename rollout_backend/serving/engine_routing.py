@@ -6,7 +6,8 @@ Invariants:
   `/health` from a new engine, which may generate a token there.
 - An added engine has the newest weights and the newest version of each adapter. An engine that fails to load newer
   ones is removed and restarted before it samples again.
-- Once `load_adapter` has returned, no engine samples with an earlier version of the adapter.
+- Once `load_adapter` has returned, no new model call names an earlier version of the adapter. SGLang 0.5.23 loads an
+  unloaded version again for a call that was under way; its tokens carry the version that it names.
 """
 
 import asyncio
