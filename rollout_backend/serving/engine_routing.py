@@ -15,39 +15,19 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from rollout_backend.config import ServingConfig
 from rollout_backend.errors import ServingError, StartupError
 from rollout_backend.serving.adapters import Adapter, load_on_engine, unload_from_engine
 from rollout_backend.serving.engine import Engine, pause_generation, resume_generation
+from rollout_backend.serving.router import EngineDirectory, Router
 from rollout_backend.serving.weights import Weights, load_weights
 
 log = logging.getLogger(__name__)
 
+EngineRouter = Router | EngineDirectory
 _T = TypeVar("_T")
-
-
-class EngineRouter(Protocol):
-    """A `Router`, or an `EngineDirectory`."""
-
-    @property
-    def url(self) -> str: ...
-
-    @property
-    def running(self) -> bool: ...
-
-    async def start(self) -> None: ...
-
-    async def wait(self) -> str: ...
-
-    async def stop(self) -> None: ...
-
-    async def alive(self) -> bool: ...
-
-    async def add(self, url: str) -> None: ...
-
-    async def remove(self, url: str) -> None: ...
 
 
 @dataclass(eq=False)

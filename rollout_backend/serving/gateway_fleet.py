@@ -17,7 +17,7 @@ import hashlib
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 from tenacity import wait_fixed
@@ -30,41 +30,14 @@ from rollout_backend.errors import RolloutBackendError, ServingError
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.retry import at, retry
 from rollout_backend.serving.gateway_process import GatewayProcess, is_loopback, public_url
+from rollout_backend.serving.ray_servers import RayGateway, router_url_in_cluster
 from rollout_backend.serving.run_secret import model_endpoint
 from rollout_backend.serving.supervisor import OnEvent, RestartLimits, Supervisor, SupervisorGroup, cancel_all
 
 _INSTRUCT_S = 90.0  # a call to a hung shard takes 30, and its restart the rest
 
 
-class Shard(Protocol):
-    """One gateway: a `GatewayProcess`, here or on another machine."""
-
-    @property
-    def url(self) -> str: ...
-
-    @property
-    def journal_id(self) -> str: ...
-
-    async def start(self) -> None:
-        """Start the shard, or restart it at the same address after it ended."""
-
-    async def stop(self) -> None: ...
-
-    async def wait(self) -> str: ...
-
-    async def revoke(self, session_ids: Iterable[str]) -> None: ...
-
-    async def adopt(self, session_ids: Iterable[str]) -> None: ...
-
-    async def heartbeats(self) -> HeartbeatReport: ...
-
-    async def pause(self) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def set_adapters(self, versions: Mapping[str, int]) -> None: ...
-
-    async def stats(self) -> GatewayStats: ...
+Shard = GatewayProcess | RayGateway
 
 
 class _GatewaySupervisor(Supervisor):
@@ -268,9 +241,7 @@ class GatewayFleet:
         log_dir, router_url = self._log_dir, self._router_url
         on_ray = config.gateway.kind == "ray"
         if on_ray:
-            from rollout_backend.serving import ray_servers  # ray is slow to import
-
-            log_dir, router_url = log_dir.absolute(), await ray_servers.router_url_in_cluster(config, router_url)
+            log_dir, router_url = log_dir.absolute(), await router_url_in_cluster(config, router_url)
         makes = [
             functools.partial(
                 GatewayProcess,
@@ -287,7 +258,7 @@ class GatewayFleet:
             for i, name in enumerate(self._names)
         ]
         if on_ray:
-            return [ray_servers.RayGateway(config.gateway, i, make) for i, make in enumerate(makes)]
+            return [RayGateway(config.gateway, i, make) for i, make in enumerate(makes)]
         return [make() for make in makes]
 
 

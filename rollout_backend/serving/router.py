@@ -259,7 +259,7 @@ class Router:
 
 
 class EngineDirectory:
-    """An `EngineRouter` in this process, for gateways that select an engine themselves.
+    """Has a router's methods, in this process, for gateways that select an engine themselves.
 
     No router forwards vLLM's token endpoint: sglang-router and smg answer it with 404. This class replaces the
     router: gateways read the engines from `/workers`, as from a router, and send each call directly to an engine. Its
