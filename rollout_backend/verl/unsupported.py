@@ -65,6 +65,7 @@ _RULES = (
         "actor_rollout_ref.rollout.agent.agent_loop_config_path",
         "verl's agent loops are replaced by agents in containers: remove this setting",
     ),
+    _Rule("actor_rollout_ref.rollout.ignore_eos", "replies end where the model ends them: set it to False"),
     _Rule("actor_rollout_ref.rollout.multi_turn.enable", _TOOLS),
     _Rule("actor_rollout_ref.rollout.multi_turn.tool_config_path", _TOOLS),
     _Rule("actor_rollout_ref.rollout.multi_turn.function_tool_path", _TOOLS),

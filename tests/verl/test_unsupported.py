@@ -103,6 +103,7 @@ UNSUPPORTED: list[dict[str, str]] = [  # each set in one tree, whose problems ar
         f"{ROLLOUT}.moe_load_balance_metrics_interval=5": "servers record no routing",
         f"{ROLLOUT}.router_config_path=router.yaml": "own router",
         f"{ROLLOUT}.agent.agent_loop_config_path=loops.yaml": "agents in containers",
+        f"{ROLLOUT}.ignore_eos=True": "set it to False",
         f"{ROLLOUT}.multi_turn.enable=True": "controls its turns",
         f"{ROLLOUT}.multi_turn.tool_config_path=tools.yaml": "its own tools",
         f"{ROLLOUT}.multi_turn.function_tool_path=tools.py": "its own tools",
