@@ -120,25 +120,25 @@ class ServerList:
         """Send a batch's calls to all servers that verl has now. Their weights have this version."""
         async with self._changing:
             self._version = version
-            urls = await self._ask()
-            await self._labels.clear([url for url in self._serving if url not in urls])
-            await self._serve_with(urls)
+            await self._serve_with(await self._ask())
 
     async def refresh(self) -> None:
         """Drop the servers that have left, and add those whose version could not be set before."""
         async with self._changing:
             urls = await self._ask()
-            left = [url for url in self._serving if url not in urls]
-            retried = [url for url in self._mislabelled if url in urls]
-            if left or retried:
-                await self._serve_with([url for url in (*self._serving, *retried) if url in urls])
-                await self._labels.clear(left)
+            known = [url for url in (*self._serving, *self._mislabelled) if url in urls]
+            if known != self._serving:
+                await self._serve_with(known)
 
     async def _serve_with(self, urls: Sequence[str]) -> None:
+        left = [url for url in self._serving if url not in urls]
+        if left:  # first, because another server may take its time to answer
+            await self._follow([url for url in self._serving if url in urls])
         labelled = await self._labels.set_version(urls, self._version)
         self._serving = [url for url in urls if url in labelled]
         self._mislabelled = [url for url in urls if url not in labelled]
         await self._follow(self._serving)
+        await self._labels.clear(left)
 
     async def _ask(self) -> Sequence[str]:
         try:

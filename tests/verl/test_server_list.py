@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import cast
 
@@ -9,7 +10,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from builders import served
+from builders import eventually, served
 from rollout_backend.serving.supervisor import EventKind, ServingEvent
 from rollout_backend.verl.manager import _ServingLog
 from rollout_backend.verl.server_list import UNKNOWN, ServerList
@@ -21,9 +22,12 @@ class Server:
     def __init__(self) -> None:
         self.version = "default"
         self.refuses = False
+        self.answers = asyncio.Event()
+        self.answers.set()
         self.url = ""
 
     async def handle(self, request: web.Request) -> web.Response:
+        await self.answers.wait()
         if request.path == "/model_info":
             return web.json_response({"weight_version": self.version})
         if self.refuses or request.path != "/update_weight_version":
@@ -90,6 +94,18 @@ async def test_a_server_with_a_wrong_version_gets_no_calls(verl: Verl) -> None:
     verl.servers[deaf].refuses = False
     await servers.refresh()
     assert verl.labels == {stays: "4", deaf: "4"}
+
+
+async def test_a_server_that_leaves_gets_no_calls_while_another_one_does_not_answer(verl: Verl) -> None:
+    silent = verl.listed[0]
+    servers = ServerList(verl.listed, verl.urls, verl.follow)
+    await servers.begin_batch(3)
+    verl.servers[silent].answers.clear()
+    verl.listed = [silent]
+    beginning = asyncio.create_task(servers.begin_batch(4))
+    await eventually(lambda: verl.followed == [silent])
+    verl.servers[silent].answers.set()
+    await beginning
 
 
 async def test_a_server_that_never_reported_a_number_serves_without_a_version(verl: Verl) -> None:
