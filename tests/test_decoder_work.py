@@ -16,6 +16,7 @@ import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from agent_wrapper.contract import Announcement, ContractError, Rollout, readable
 from agent_wrapper.contract.codec import unpack
@@ -122,3 +123,21 @@ def test_a_hostile_input_costs_as_much_as_an_ordinary_one(decode, fragments, ord
 def test_what_was_slow_once(decode, hostile):
     ordinary = {unpack: LISTED, unpacked: archive()}
     assert work(decode, hostile) <= FACTOR * work(decode, ordinary.get(decode, b"a line of text\n" * 4_000))
+
+
+INVALID = [None] * 1000
+LISTS = ("messages", "input", "tools", "system", "include", "segments", "turn_rewards", "artifacts")
+TURN = {"role": "assistant", "content": INVALID, "tool_calls": INVALID}
+SEGMENT = dict.fromkeys(("turns", "messages", "images"), INVALID)
+
+
+@pytest.mark.parametrize("decode", [Rollout.decode, *(dialect().parse for dialect in DIALECTS)])
+@pytest.mark.parametrize(
+    "fields", [dict.fromkeys(LISTS, INVALID), {"messages": [TURN], "input": [TURN], "segments": [SEGMENT]}]
+)
+def test_a_list_is_refused_at_its_first_invalid_item(decode, fields):
+    """The errors of a million items would take seconds, and 900 MB."""
+    with pytest.raises((ApiError, ContractError)) as refused:
+        decode(json.dumps({"schema_version": 1, **fields}).encode())
+    assert isinstance(refused.value.__context__, ValidationError)
+    assert refused.value.__context__.error_count() < 20

@@ -46,6 +46,8 @@ else:  # arrays take no parameter at run time before Python 3.12
 SCHEMA_VERSION = 1
 NO_REWARD = "no_reward"  # the failure of a rollout whose agent leaves the reward to a scorer
 MAX_REWARD = float.fromhex("0x1.fffffep127")  # the largest float32, in which trainers add up rewards
+# Refused at the first invalid item: the errors of a million would take 900 MB, and hold the interpreter's lock.
+_ITEMS, _NO_ITEMS = Field(fail_fast=True), Field(default=(), fail_fast=True)
 _LAST_SECOND = 253402300799  # of the year 9999, where datetime ends
 MAX_ARTIFACTS = 64  # of one rollout
 MAX_ARTIFACT_BYTES = 32 * 1024 * 1024  # of all artifacts of one rollout
@@ -232,7 +234,7 @@ class Turn:
     start: Annotated[int, Field(ge=0)]
     end: Annotated[int, Field(ge=0)]
     finish_reason: str  # `stop` or `length`
-    weight_versions: tuple[VersionSpan, ...]  # cover [start, end) without a gap; empty if the engine reported none
+    weight_versions: Annotated[tuple[VersionSpan, ...], Field(fail_fast=True)]  # cover [start, end); empty if unknown
     cached_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None  # of the prompt; None: unknown
     seconds: Annotated[float, Field(ge=0)] = 0.0  # from the gateway's request to the engine's last token
 
@@ -269,10 +271,10 @@ class Segment(_OmitsEmpty):
     token_ids: TokenIds
     response_mask: Mask
     logprobs: Logprobs
-    turns: tuple[Turn, ...]
-    messages: tuple[dict[str, JsonValue], ...] = ()  # the conversation in OpenAI's format, for display only
+    turns: tuple[Turn, ...] = _ITEMS
+    messages: tuple[dict[str, JsonValue], ...] = _NO_ITEMS  # the conversation in OpenAI's format, for display only
     split_reason: str = "first_call"  # why this segment does not extend an earlier one
-    images: tuple[ImageSpan, ...] = ()  # in the order of their tokens
+    images: tuple[ImageSpan, ...] = _NO_ITEMS  # in the order of their tokens
     routed_experts: RoutedExperts | None = None  # only with the setting `model.routed_experts`
 
     model_config = ConfigDict(json_schema_extra=add_to_schema)
@@ -389,7 +391,7 @@ class Trajectory(_Encoded):
 
     schema_version: Literal[1] = 1
     model: str
-    segments: tuple[Segment, ...]
+    segments: tuple[Segment, ...] = _ITEMS
     unanswered_calls: int = Field(default=0, ge=0, lt=2**31)  # model calls that failed on the training side
     seal: Seal | None = None  # the gateway's signature, copied into the rollout
     images: Images = {}  # bytes of the images in the segments, by SHA-256
@@ -455,13 +457,13 @@ class Rollout(_Encoded):
     extras: dict[str, JsonValue] = {}  # values that the agent returned in addition to the reward
     failure: Failure | None = None
     model: str = ""
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[Segment, ...] = _NO_ITEMS
     seal: Seal | None = None  # the trajectory's seal of these segments
     started_at: float = Field(default=0.0, ge=0, le=_LAST_SECOND)  # unix seconds by the container's clock; 0: unknown
     finished_at: float = Field(default=0.0, ge=0, le=_LAST_SECOND)
     images: Images = {}  # bytes of the images in the segments, by SHA-256
-    turn_rewards: tuple[float, ...] = ()  # one per turn, in the order of the segments; may be empty
-    artifacts: tuple[Artifact, ...] = Field(default=(), max_length=MAX_ARTIFACTS)  # files that this attempt published
+    turn_rewards: tuple[float, ...] = _NO_ITEMS  # one per turn, in the order of the segments; may be empty
+    artifacts: tuple[Artifact, ...] = Field((), max_length=MAX_ARTIFACTS, fail_fast=True)  # files that it published
     score: ScoredBy | None = None  # set if a scorer on the training side computed the reward
 
     @model_validator(mode="after")
@@ -522,7 +524,7 @@ def _fields(value: ContractObject, mode: Literal["python", "json"]) -> dict[str,
     return fields
 
 
-_CHECK_MESSAGES = TypeAdapter(tuple[dict[str, JsonValue], ...]).validate_python
+_CHECK_MESSAGES = TypeAdapter(Annotated[tuple[dict[str, JsonValue], ...], _ITEMS]).validate_python
 _PARSERS = {
     "token_ids": _parser("i", "int32 token ids"),
     "response_mask": _parser("B", "mask bytes of 0 or 1"),

@@ -119,9 +119,9 @@ class _ToolReference(Body):
         return self.tool_name
 
 
-_Texts = Annotated[list[Annotated[_Text, BeforeValidator(_is_text)]], BeforeValidator(base.as_texts)]
+_Texts = Annotated[base.Items[Annotated[_Text, BeforeValidator(_is_text)]], BeforeValidator(base.as_texts)]
 _Shown = Annotated[
-    list[Annotated[_Text | _Media | _ToolReference, Field(discriminator="type")]],
+    base.Items[Annotated[_Text | _Media | _ToolReference, Field(discriminator="type")]],
     BeforeValidator(base.as_texts),
 ]
 
@@ -141,7 +141,7 @@ _Block = Annotated[
 
 class _Message(Body):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[_Block], BeforeValidator(base.as_texts)]
+    content: Annotated[base.Items[_Block], BeforeValidator(base.as_texts)]
     clear_at: Annotated[Any, refuse("messages are shown until you leave them out", "never")] = None
     output_config: Any = None
 
@@ -183,10 +183,10 @@ class _Conversation(Body):
     model_config = ConfigDict(extra="allow")
 
     model: str
-    messages: list[_Message]
+    messages: base.Items[_Message]
     system: _Texts | None = None
     tools: (
-        list[
+        base.Items[
             Annotated[
                 Annotated[_Tool, Tag("custom")] | Annotated[base.HostedTool, Tag(_LEFT_OUT)],
                 Discriminator(_tool_kind),

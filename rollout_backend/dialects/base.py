@@ -39,6 +39,7 @@ from rollout_backend.core.model_call import Answer, ApiError, Delta, Message, Mo
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 1000
 _MAX_CONTAINERS, _MAX_VALUES = 20_000, 400_000  # limits of a request: on objects and arrays, and on all values
 _M = TypeVar("_M", bound=BaseModel)
+_T = TypeVar("_T")
 _DATA_URL = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
 # OpenAI's, and what clients send in addition: Harbor's agents `session_id`, OpenRouter's the last three.
 _HARMLESS = frozenset(
@@ -217,6 +218,10 @@ class Body(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+
+
+Items = Annotated[list[_T], Field(fail_fast=True)]
+"""A list that is refused at its first invalid item: those of all would hold the interpreter's lock for seconds."""
 
 
 def _is_finite(value: dict[str, Any]) -> dict[str, Any]:

@@ -54,12 +54,12 @@ class _ToolCall(_Body):
 
 class _Message(_Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[_Part] | None, BeforeValidator(base.as_texts)] = None
+    content: Annotated[base.Items[_Part] | None, BeforeValidator(base.as_texts)] = None
     refusal: str | None = None
     audio: Annotated[JsonValue, refuse("this model has no audio; send what was said as content")] = None
     function_call: Annotated[JsonValue, refuse("functions are tools here; send the call as tool_calls")] = None
     name: str | None = None
-    tool_calls: list[_ToolCall] | None = None
+    tool_calls: base.Items[_ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # name of the field in newer engines
@@ -128,8 +128,8 @@ class _Request(SamplingFields, _Body):
     model_config = ConfigDict(extra="allow")
 
     model: str
-    messages: Annotated[list[_Message], Field(min_length=1)]
-    tools: list[_Tool] | None = None
+    messages: Annotated[base.Items[_Message], Field(min_length=1)]
+    tools: base.Items[_Tool] | None = None
     tool_choice: Annotated[_ToolChoice | None, BeforeValidator(base.as_choice)] = None
     parallel_tool_calls: bool | None = None
     response_format: _ResponseFormat | None = None

@@ -89,7 +89,7 @@ _Part = Annotated[
     Annotated[_TextPart | _RefusalPart | _ImagePart, Field(discriminator="type")],
     BeforeValidator(_is_readable),
 ]
-_Parts = Annotated[list[_Part], BeforeValidator(base.as_texts)]
+_Parts = Annotated[base.Items[_Part], BeforeValidator(base.as_texts)]
 
 
 class _Message(Body):
@@ -102,7 +102,7 @@ class _ReasoningText(Body):
 
 
 class _Reasoning(Body):
-    content: list[_ReasoningText] | None = None
+    content: base.Items[_ReasoningText] | None = None
 
 
 class _Call(Body):
@@ -200,7 +200,7 @@ class _Namespace(Body):
     type: Literal["namespace"]
     name: str = Field(min_length=1)
     description: str | None = None
-    tools: list[Annotated[_Tool | _CustomTool, Field(discriminator="type")]]
+    tools: base.Items[Annotated[_Tool | _CustomTool, Field(discriminator="type")]]
 
 
 def _tool_kind(tool: object) -> str | None:
@@ -248,16 +248,16 @@ class _Request(Body):
     model_config = ConfigDict(extra="allow")
 
     model: str
-    input: Annotated[list[_Item], BeforeValidator(_as_items)] | None = None
+    input: Annotated[base.Items[_Item], BeforeValidator(_as_items)] | None = None
     instructions: str | None = None
-    tools: list[_AnyTool] | None = None
+    tools: base.Items[_AnyTool] | None = None
     tool_choice: Annotated[_ToolChoice, BeforeValidator(base.as_choice)] | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=10)
     top_p: float | None = Field(default=None, gt=0, le=1)
     text: _TextConfig | None = None
-    include: list[str] | None = None
+    include: base.Items[str] | None = None
     metadata: base.JsonObject | None = None
     reasoning: base.JsonObject | None = None
     stream: bool | None = None
