@@ -51,7 +51,7 @@ from rollout_backend.gateway.sessions import journal as journals
 from rollout_backend.gateway.sessions.calls import InFlightCall
 from rollout_backend.gateway.sessions.conversations import Conversations, Prompt, RecordedTurn, is_cache_break
 from rollout_backend.gateway.sessions.registry import OpenSession
-from rollout_backend.gateway.stats import GatewayStats, bounded_name
+from rollout_backend.gateway.stats import GatewayStats, bounded_name, count
 from rollout_backend.rendering.constrained_decoding import Constraints
 from rollout_backend.rendering.guarded_renderer import RendererBundle
 from rollout_backend.rendering.reply import StreamingParser, logprob_entry, read_reply
@@ -223,7 +223,7 @@ class ModelCallExecutor:
         )
         if choice == 0:
             self._stats.overridden.update(overridden)
-            self._stats.ignored.update(call.ignored)
+            count(self._stats.ignored, call.ignored)
         if prompt.images and self._bundle.vision is not None:
             params["logit_bias"] = {str(token): _NEVER for token in self._bundle.vision.reserved_ids}
         return params
@@ -241,9 +241,8 @@ class ModelCallExecutor:
             stats.malformed[self._bundle.name] += choice.malformed_tool_calls
         stats.extra_tool_calls += choice.extra_tool_calls
         offered = {tool["function"]["name"] for tool in running.call.tools or ()}
-        for called in choice.message.get("tool_calls") or ():
-            if called["function"]["name"] not in offered:
-                stats.unknown_tools[bounded_name(stats.unknown_tools, called["function"]["name"])] += 1
+        called = (call["function"]["name"] for call in choice.message.get("tool_calls") or ())
+        count(stats.unknown_tools, (name for name in called if name not in offered))
         if turn.opened is not None:
             stats.segments[turn.opened] += 1
         return turn

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
@@ -96,6 +97,12 @@ def bounded_name(counts: Counts, name: str) -> str:
     """Return the key under which to count a name that a container chose, so that `counts` stays small."""
     name = name[:_MAX_NAME_CHARS]
     return name if name in counts or len(counts) < _MAX_NAMES else _OTHERS
+
+
+def count(counts: Counts, names: Iterable[str]) -> None:
+    """Count each of these names, which a container chose, under its `bounded_name`."""
+    for name in islice(names, _MAX_NAMES):
+        counts[bounded_name(counts, name)] += 1
 
 
 _ENOUGH = 5  # minimum number of samples with a queue for a capacity estimate

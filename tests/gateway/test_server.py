@@ -12,7 +12,7 @@ import pytest
 from agent_wrapper.contract import Rollout, Trajectory
 from builders import assistant, function_tool, hang_up, stream_data, system, until, user
 from rollout_backend.core.seal import Sealer
-from rollout_backend.gateway.stats import bounded_name
+from rollout_backend.gateway.stats import count
 from rollout_backend.local.scripted import Fail, ToolCall
 
 MODEL = "scripted"
@@ -259,11 +259,14 @@ def test_calls_of_tools_that_were_not_offered_are_counted_by_name(play):
     assert gateway.stats().unknown_tools == {"sub": 1}
 
 
-def test_counted_names_are_bounded():
+def test_counted_names_are_bounded(play):
     counts = Counter()
     for i in range(1000):
-        counts[bounded_name(counts, f"{i:0128}x")] += 1
+        count(counts, [f"{i:0128}x"])
     assert (len(counts), counts["(others)"], max(map(len, counts))) == (101, 900, 128)
+    gateway = play(["5"], gateway={})
+    gateway.post({**CALL, **{f"{i:0128}x": [] for i in range(1000)}}).raise_for_status()
+    assert len(gateway.stats().ignored) == 100
 
 
 LEFT_OUT = [{"model": "small"}, {"system": "Write a title"}, {"header": "x-side: yes"}]

@@ -33,7 +33,7 @@ from rollout_backend.gateway.sessions import journal as journals
 from rollout_backend.gateway.sessions.calls import MAX_ANSWERS, InFlightCall, RequestKey, RetryCache
 from rollout_backend.gateway.sessions.conversations import Conversations, RecordedReply
 from rollout_backend.gateway.sessions.journal import Record, SessionJournal
-from rollout_backend.gateway.stats import GatewayStats, bounded_name
+from rollout_backend.gateway.stats import GatewayStats, count
 from rollout_backend.rendering.guarded_renderer import RendererBundle
 
 _FETCHABLE_S = 600.0  # after the seal; the wrapper retries for 30 s once a restarted gateway is back
@@ -253,8 +253,7 @@ class SessionRegistry:
 
     def _refused_after_stop(self, name: str) -> None:
         if name in self._revoked:
-            counts = self._stats.after_stop
-            counts[bounded_name(counts, name)] += 1
+            count(self._stats.after_stop, [name])
 
     def _find(self, claims: SessionClaims) -> OpenSession | _SealedSession:
         name = claims.session_id
