@@ -206,14 +206,10 @@ class _Conversation(Body):
     fallbacks: Annotated[Any, refuse("there is no other model here; leave it out", [])] = None
 
 
-class _Request(_Conversation):
+class _Request(base.SamplingFields, _Conversation):
     max_tokens: int = Field(ge=0)  # 0 fills Anthropic's prompt cache, and samples nothing
     compaction: Annotated[Any, refuse("nothing is summarized here; ask the model for a summary")] = None
     stop_sequences: base.StopStrings = None
-    temperature: float | None = Field(default=None, ge=0, le=10)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
-    stream: bool | None = None
 
 
 class AnthropicMessages(Dialect):
@@ -243,8 +239,7 @@ class AnthropicMessages(Dialect):
             stop=request.stop_sequences or (),
             stream=bool(request.stream),
             ignored=base.ignored(body, request.model_extra, request.tools or ()),
-            sampling=base.sampling_of(request, ("temperature", "top_p", "top_k", "thinking"))
-            | ({"reasoning_effort": True} if effort else {}),
+            sampling=base.sampling_of(request, "thinking") | ({"reasoning_effort": True} if effort else {}),
         )
 
     def parse_count(self, body: bytes) -> ModelCall:

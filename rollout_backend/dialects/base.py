@@ -28,7 +28,7 @@ from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import orjson
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from agent_wrapper.contract import ContractError
@@ -37,6 +37,7 @@ from rollout_backend.core.images import Image, ImageLimits, read_image
 from rollout_backend.core.model_call import Answer, ApiError, Delta, Message, ModelCall
 
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 1000
+MAX_CHOICES = 16
 _MAX_CONTAINERS, _MAX_VALUES = 20_000, 400_000  # limits of a request: on objects and arrays, and on all values
 _M = TypeVar("_M", bound=BaseModel)
 _T = TypeVar("_T")
@@ -50,6 +51,9 @@ _HARMLESS = frozenset(
         *("session_id", "provider", "trace", "usage"),
     }
 )
+_SAMPLING = ("temperature", "top_p", "top_k", "seed")
+# What else changes the distribution. Clients of engines send it in every API.
+_PENALTIES = frozenset({"frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "logit_bias"})
 # Whether and how long the model reasons, by the names that APIs and chat templates have for it.
 _REASONING = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoning_effort"})
 _UNKNOWN = "Unrecognized request argument"  # OpenAI's words: Harbor's agents then repeat the call without the field
@@ -75,11 +79,9 @@ _EXTENSIONS: Mapping[str, tuple[str, tuple[Any, ...]]] = {  # advice, and the va
     "min_tokens": (_END, (0,)),
     "add_special_tokens": ("the chat template writes all special tokens; leave it out", (False,)),
     "top_logprobs": ("only logprobs of sampled tokens are available, from /v1/chat/completions", (0,)),
-    # Sampling fields of other APIs, which clients of engines send with their defaults.
-    **dict.fromkeys(("n", "best_of", "repetition_penalty"), (_CHANGES, (1,))),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "logprobs"), (_CHANGES, (0,))),
-    "top_k": (_CHANGES, (-1, 0)),
-    "stop": ("this API has no stop strings", ()),
+    **dict.fromkeys(("n", "best_of"), (_CHANGES, (1,))),
+    "logprobs": (_CHANGES, (0,)),
+    "stop": ("send stop_sequences instead", ()),
     "use_beam_search": (_BEAMS, (False,)),
     "length_penalty": (_BEAMS, (1.0,)),
 }
@@ -212,12 +214,12 @@ class Dialect(ABC):
 
 
 class Body(BaseModel):
-    """Base class for the parts of a request. Values are not converted, and unknown fields are ignored.
+    """Base class for the parts of a request. Unknown fields are ignored.
 
     A complete request sets `extra="allow"`, so that `read` can refuse its unknown fields.
     """
 
-    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
 Items = Annotated[list[_T], Field(fail_fast=True)]
@@ -284,6 +286,19 @@ def _stop_strings(value: object) -> tuple[str, ...] | None:
 StopStrings = Annotated[tuple[str, ...] | None, BeforeValidator(_stop_strings)]
 
 
+class SamplingFields(Body):
+    """The fields that every API has, and engines take in all of them. The other ones that sample are `_PENALTIES`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    temperature: float | None = Field(default=None, ge=0, le=10)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63 - MAX_CHOICES)
+    stream: bool | None = None
+
+
 def read(model: type[_M], body: bytes, harmless: Collection[str] = ()) -> _M:
     """Parse a request's body. Of the fields unknown to `model`, only those in `harmless` are ignored.
 
@@ -333,9 +348,11 @@ def refuse_unknown(fields: Mapping[str, Any] | None, harmless: Collection[str]) 
         ApiError: status 400; names the first field that is neither null, empty nor harmless.
     """
     for name, value in (fields or {}).items():
-        if value in (None, [], {}) or name in harmless or name in _HARMLESS or _sets_reasoning(name, value):
+        if value in (None, [], {}) or name in _PENALTIES or _sets_reasoning(name, value):
             continue
-        advice, fine = _EXTENSIONS.get(name, (_CHANGES, ()))
+        if name in harmless or name in _HARMLESS:
+            continue
+        advice, fine = _EXTENSIONS.get(name, (_CHANGES, (False, "")))
         if value not in fine:
             raise refused(name, advice)
 
@@ -353,7 +370,7 @@ class HostedTool(Body):
 
 def ignored(body: bytes, fields: Mapping[str, Any] | None, tools: Iterable[object] = ()) -> frozenset[str]:
     """Return the harmless fields in a request that `refuse_unknown` accepted, and the types of its hosted tools."""
-    others = _EXTENSIONS.keys() | _REASONING
+    others = _EXTENSIONS.keys() | _REASONING | _PENALTIES
     given = {name for name, value in (fields or {}).items() if value is not None and name not in others}
     nested = (name for name, (key, on) in _NESTED.items() if key in body and on.search(body))
     return frozenset(given.union(nested, (tool.type for tool in tools if isinstance(tool, HostedTool))))
@@ -425,10 +442,13 @@ def chat_tool(
     return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 
 
-def sampling_of(request: BaseModel, names: Iterable[str]) -> dict[str, float | int]:
-    """Return a request's sampling settings. Of some, only the presence counts, because they are overridden."""
-    given = {name: getattr(request, name) for name in names}
-    given |= {name: True for name, value in (request.model_extra or {}).items() if _sets_reasoning(name, value)}
+def sampling_of(request: SamplingFields, *more: str) -> dict[str, float | int]:
+    """Return a request's sampling settings, including the fields `more`. Of some, only the presence counts, because
+    they are overridden."""
+    given = {name: getattr(request, name) for name in (*_SAMPLING, *more)}
+    for name, value in (request.model_extra or {}).items():
+        if name in _PENALTIES or _sets_reasoning(name, value):
+            given[name] = value if name in _PENALTIES else True
     return {
         name: value if isinstance(value, (int, float)) else bool(value)
         for name, value in given.items()

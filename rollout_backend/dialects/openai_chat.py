@@ -7,52 +7,43 @@ a text-only model, logprobs of other tokens, the deprecated functions, unknown f
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
 
 from rollout_backend.core.images import Image
 from rollout_backend.core.model_call import Answer, ApiError, Delta, Message, ModelCall
 from rollout_backend.dialects import base
-from rollout_backend.dialects.base import Dialect, EventStream, ImageReader, refuse, refused
+from rollout_backend.dialects.base import Body, Dialect, EventStream, ImageReader, refuse, refused
 
-_MAX_CHOICES = 16
 _NO_PREFILL = "this model cannot continue a prefilled reply; leave it out"
 _TEXT_ONLY = "parts of type 'image_url' are not supported, only text is"
-SAMPLING = (
-    *("temperature", "top_p", "top_k", "seed"),
-    *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "logit_bias"),
-)
 _SHOWN = frozenset({"name", "description", "parameters", "strict"})
 _HARMLESS = frozenset({"prediction"})
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class _ImageUrl(_Body):
+class _ImageUrl(Body):
     url: str
     detail: Annotated[JsonValue, refuse("images are shown in full; leave it out", "auto", "high", "original")] = None
 
 
-class _Part(_Body):
+class _Part(Body):
     type: str
     text: str | None = None
     refusal: str | None = None
     image_url: _ImageUrl | None = None
 
 
-class _Function(_Body):
+class _Function(Body):
     name: str = Field(min_length=1)
     arguments: str | dict[str, JsonValue] | None = None
 
 
-class _ToolCall(_Body):
+class _ToolCall(Body):
     id: str | None = None
     type: Annotated[Literal["function"], BeforeValidator(lambda kind: kind or "function")] = "function"
     function: _Function
 
 
-class _Message(_Body):
+class _Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[base.Items[_Part] | None, BeforeValidator(base.as_texts)] = None
     refusal: str | None = None
@@ -81,53 +72,40 @@ def _as_shown(tool: dict[str, JsonValue]) -> dict[str, JsonValue]:
 _Tool = Annotated[dict[str, JsonValue], AfterValidator(_as_shown)]
 
 
-class _ToolChoiceFunction(_Body):
+class _ToolChoiceFunction(Body):
     name: str = Field(min_length=1)
 
 
-class _ToolChoice(_Body):
+class _ToolChoice(Body):
     type: Literal["auto", "none", "required", "function"]
     function: _ToolChoiceFunction | None = None
 
 
-class _JsonSchema(_Body):
+class _JsonSchema(Body):
     json_schema: dict[str, JsonValue] | None = Field(default=None, alias="schema")
 
 
-class _ResponseFormat(_Body):
+class _ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _JsonSchema | None = None
 
 
-class _StreamOptions(_Body):
+class _StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: Annotated[JsonValue, refuse("usage is sent once, at the end; leave it out", False)] = None
 
 
-class SamplingFields(BaseModel):
+class CompletionFields(base.SamplingFields):
     """The fields that `/v1/completions` has too."""
 
-    temperature: float | None = Field(default=None, ge=0, le=10, allow_inf_nan=False)
-    top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
-    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63 - _MAX_CHOICES)
-    n: int | None = Field(default=None, ge=1, le=_MAX_CHOICES)
+    n: int | None = Field(default=None, ge=1, le=base.MAX_CHOICES)
     stop: base.StopStrings = None
-    stream: bool | None = None
     stream_options: _StreamOptions | None = None
-    frequency_penalty: JsonValue = None
-    presence_penalty: JsonValue = None
-    repetition_penalty: JsonValue = None
-    min_p: JsonValue = None
-    logit_bias: JsonValue = None
 
 
-class _Request(SamplingFields, _Body):
-    """The fields of OpenAI's reference, plus `top_k` as an extension."""
+class _Request(CompletionFields):
+    """The fields of OpenAI's reference."""
 
-    model_config = ConfigDict(extra="allow")
-
-    model: str
     messages: Annotated[base.Items[_Message], Field(min_length=1)]
     tools: base.Items[_Tool] | None = None
     tool_choice: Annotated[_ToolChoice | None, BeforeValidator(base.as_choice)] = None
@@ -180,7 +158,7 @@ class OpenAIChat(Dialect):
             n=request.n or 1,
             logprobs=bool(request.logprobs),
             stream=bool(request.stream),
-            sampling=base.sampling_of(request, (*SAMPLING, "reasoning_effort", "reasoning", "thinking", "verbosity")),
+            sampling=base.sampling_of(request, "reasoning_effort", "reasoning", "thinking", "verbosity"),
             ignored=base.ignored(body, request.model_extra),
             dialect_data=bool(request.stream_options and request.stream_options.include_usage),
         )

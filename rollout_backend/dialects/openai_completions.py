@@ -11,12 +11,12 @@ Invariants:
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from rollout_backend.core.model_call import Answer, Delta, ModelCall
 from rollout_backend.dialects import base
-from rollout_backend.dialects.base import Body, Dialect, EventStream, ignored, refuse, refused
-from rollout_backend.dialects.openai_chat import SAMPLING, ChatEvents, SamplingFields, usage
+from rollout_backend.dialects.base import Dialect, EventStream, ignored, refuse, refused
+from rollout_backend.dialects.openai_chat import ChatEvents, CompletionFields, usage
 
 _MAX_TOKENS = 16  # the default of this API and of the engines
 
@@ -35,10 +35,7 @@ def _one_prompt(value: object) -> object:
     return value
 
 
-class _Request(SamplingFields, Body):
-    model_config = ConfigDict(extra="allow")
-
-    model: str
+class _Request(CompletionFields):
     prompt: Annotated[str | tuple[int, ...], BeforeValidator(_one_prompt)]
     max_tokens: int | None = Field(default=None, ge=1)
     logprobs: Annotated[Any, refuse("only the logprobs of sampled tokens are available; ask for 0", 0)] = None
@@ -72,7 +69,7 @@ class OpenAICompletions(Dialect):
             n=choices,
             logprobs=request.logprobs is not None,
             stream=bool(request.stream),
-            sampling=base.sampling_of(request, SAMPLING),
+            sampling=base.sampling_of(request),
             ignored=ignored(body, request.model_extra),
             dialect_data=bool(request.stream_options and request.stream_options.include_usage),
         )

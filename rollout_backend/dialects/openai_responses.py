@@ -18,7 +18,7 @@ import json
 from collections import deque
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from rollout_backend.core.images import Image
 from rollout_backend.core.model_call import Answer, Message, ModelCall, whole_deltas
@@ -244,23 +244,18 @@ class _TextConfig(Body):
     verbosity: Any = None
 
 
-class _Request(Body):
-    model_config = ConfigDict(extra="allow")
-
-    model: str
+class _Request(base.SamplingFields):
     input: Annotated[base.Items[_Item], BeforeValidator(_as_items)] | None = None
     instructions: str | None = None
     tools: base.Items[_AnyTool] | None = None
     tool_choice: Annotated[_ToolChoice, BeforeValidator(base.as_choice)] | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=10)
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    stop: base.StopStrings = None  # in the engines' API
     text: _TextConfig | None = None
     include: base.Items[str] | None = None
     metadata: base.JsonObject | None = None
     reasoning: base.JsonObject | None = None
-    stream: bool | None = None
     previous_response_id: Annotated[Any, refuse(f"responses {_NOT_STORED}", False)] = None
     conversation: Annotated[Any, refuse(f"conversations {_NOT_STORED}", False)] = None
     background: Annotated[
@@ -302,8 +297,9 @@ class OpenAIResponses(Dialect):
             parallel_tool_calls=request.parallel_tool_calls is not False,
             json_schema=base.schema_of(wanted.type, wanted.json_schema, "text.format.schema") if wanted else None,
             max_new_tokens=request.max_output_tokens,
+            stop=request.stop or (),
             stream=bool(request.stream),
-            sampling=base.sampling_of(request, ("temperature", "top_p", "reasoning"))
+            sampling=base.sampling_of(request, "reasoning")
             | ({"verbosity": True} if request.text and request.text.verbosity else {}),
             ignored=base.ignored(body, request.model_extra, request.tools or ()),
             dialect_data=echo,

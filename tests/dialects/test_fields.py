@@ -312,8 +312,9 @@ def test_an_unknown_field_with_its_default_is_ignored(send, name):
         "use_beam_search": False,
         "length_penalty": 1,
         "add_special_tokens": name == "completions",
-        **dict.fromkeys(("n", "repetition_penalty"), 1),
-        **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "top_logprobs"), 0.0),
+        "n": 1,
+        "top_logprobs": 0.0,
+        "safe_prompt": False,
         "logprobs": None if name == "completions" else False,
         "what_comes_next": {},
         "plugins": [],
@@ -326,16 +327,22 @@ def test_an_unknown_field_with_its_default_is_ignored(send, name):
     assert (answer.status_code, asked) == (200, without)
 
 
-@pytest.mark.parametrize("name", [name for name in APIS if name != "completions"])
-@pytest.mark.parametrize("field", ["enable_thinking", "thinking_budget", "chat_template_kwargs"])
-def test_reasoning_is_the_trainers_by_each_name_for_it(send, name, field):
+@pytest.mark.parametrize("name", APIS)
+def test_sampling_and_reasoning_are_the_trainers_by_each_name_in_every_api(send, name):
+    fields = {
+        **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p"), 0.5),
+        "logit_bias": {"5": 1},
+        "top_k": 20,
+        "seed": 7.0,  # a whole number, as some languages write it
+        **dict.fromkeys(("enable_thinking", "thinking_budget"), 0),
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
     api = APIS[name]
     _, without, _ = send(api.path, api.base)
-    before, _ = send.counted(field)
-    value = {"enable_thinking": False} if field == "chat_template_kwargs" else 0
-    answer, asked, _ = send(api.path, {**api.base, field: value})
-    assert (answer.status_code, asked) == (200, without)
-    assert send.counted(field) == (before + 1, 0)
+    before, ignored = send.counted("enable_thinking")
+    answer, asked, _ = send(api.path, {**api.base, **fields})
+    assert (answer.status_code, asked) == (200, without), answer.text
+    assert send.counted("enable_thinking") == (before + len(fields), ignored)
 
 
 def test_a_name_in_a_text_is_no_ignored_field(send):

@@ -119,8 +119,8 @@ def test_only_the_text_of_reasoning_is_kept(hidden):
 
 
 def test_sampling_and_limits():
-    got = parse(max_output_tokens=9, temperature=0.5, top_p=0.9, parallel_tool_calls=False, stream=True)
-    assert (got.max_new_tokens, got.stream, got.parallel_tool_calls) == (9, True, False)
+    got = parse(max_output_tokens=9, temperature=0.5, top_p=0.9, parallel_tool_calls=False, stream=True, stop="x")
+    assert (got.max_new_tokens, got.stream, got.parallel_tool_calls, got.stop) == (9, True, False, ("x",))
     assert got.sampling == {"temperature": 0.5, "top_p": 0.9}
     assert parse().parallel_tool_calls
 
