@@ -570,6 +570,6 @@ def _texts(message: Message) -> Iterator[str]:
     """Yield the texts of a message that may be rendered."""
     content = message.get("content") or ()
     yield from (content,) if isinstance(content, str) else (part.get("text") or "" for part in content)
-    yield message.get("reasoning_content") or ""
+    yield from (message.get(field) or "" for field in ("reasoning_content", "name", "tool_call_id"))
     for call in message.get("tool_calls") or ():
-        yield call["function"]["arguments"]
+        yield from (call.get("id") or "", *call["function"].values())

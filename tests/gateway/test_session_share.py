@@ -29,6 +29,7 @@ from rollout_backend.waiting_connections import WaitingConnections
 
 CALL = {"model": "scripted", "messages": [user("What is 2 + 3?")]}
 MANY = [user("a")] * 1_000
+CALLING = {"role": "assistant", "tool_calls": [{"id": "x" * 50_000, "function": {"name": "x" * 50_000}}]}
 OVERFLOW = "This model's maximum context length is 4096 tokens, and "  # the start of it is what LiteLLM recognises
 
 
@@ -218,12 +219,13 @@ def test_idle_connections_outlive_every_load_balancer(byte_model, monkeypatch):
         ({"messages": [user("a")] * 20_001}, "maps and lists"),
         ({"tools": [function_tool("f", "x" * 100_000)]}, f"{OVERFLOW}the messages have more"),
         ({"stop": ["x" * 1001]}, "a stop string has more than 1000 characters"),
+        ({"messages": [CALLING, user("a")]}, f"{OVERFLOW}the messages have more"),
     ],
-    ids=["bytes", "text", "messages", "objects", "tools", "stop strings"],
+    ids=["bytes", "text", "messages", "objects", "tools", "stop strings", "names of calls"],
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages/count_tokens"])
 def test_what_cannot_fit_into_the_context_is_refused_early(play, path, change, said):
-    if path.endswith("count_tokens") and "stop" in change:
+    if path.endswith("count_tokens") and ("stop" in change or CALLING in change.get("messages", ())):
         return
     gateway = play(["never"])
     if "tools" in change and path.endswith("count_tokens"):
