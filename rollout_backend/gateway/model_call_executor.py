@@ -67,6 +67,7 @@ _PACE_S = 0.03  # seconds between two deltas of a stream
 _BRIEF_CHARS = 4096  # length of new messages that render in some milliseconds
 _BRIEF_TOKENS = 1024  # length of a reply that parses as fast
 _SURE_CHARS = 8  # text with fewer characters per token of the context is encoded without counting first
+_REWRITTEN = 4  # results that a session's messages may fill: one that an agent rewrites is recorded again
 _PIECE_CHARS, _PIECE_TOKENS = 32 * 1024, 8  # splitting a text may add some tokens
 
 
@@ -145,7 +146,8 @@ class ModelCallExecutor:
         session.started += call.n
         prompt = await self._prompt(session, call, running.brief)
         max_bytes, spans = self._settings.max_result_bytes, [placed.span for placed in prompt.images]
-        if not session.conversations.recorder.has_room(prompt.ids, spans, call.n, max_bytes):
+        has_room = session.conversations.recorder.has_room(prompt.ids, spans, call.n, max_bytes)
+        if not has_room or session.text_bytes > _REWRITTEN * max_bytes:
             raise trajectory_too_large(f"with this call it would exceed {max_bytes} bytes", status=400)
         form = {}
         if call.is_constrained:
@@ -184,17 +186,17 @@ class ModelCallExecutor:
             prompt_tokens=len(prompt.ids),
             cached_tokens=cached_tokens,
         )
-        session.write(
-            journals.answered(
-                running.key.question,
-                running.key.digest,
-                turns,
-                answer,
-                session.started,
-                session.sampled_tokens,
-                left_out=running.left_out,
-            )
+        record = journals.answered(
+            running.key.question,
+            running.key.digest,
+            turns,
+            answer,
+            session.started,
+            session.sampled_tokens,
+            left_out=running.left_out,
         )
+        session.text_bytes += journals.text_bytes(record)
+        session.write(record)
         if running.left_out:
             stats.left_out += len(turns)
             session.left_out += running.replies

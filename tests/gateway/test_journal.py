@@ -405,6 +405,14 @@ def test_a_sessions_budget_continues_after_a_restart(start):
     assert gateway.post(ask("c")).status_code == 400
 
 
+def test_messages_take_limited_space_also_if_they_are_not_rendered(start):
+    gateway = start(lambda _: "5", max_result_bytes=2000)
+    result = {"role": "tool", "tool_call_id": "x" * 5000, "content": "1"}
+    for n, status in enumerate([200, 200, 400, 400]):
+        assert gateway.post({"model": "scripted", "messages": [result, user(f"{n}")]}).status_code == status
+        gateway.restart()
+
+
 def test_unanswered_calls_are_counted_until_they_are_answered(start):
     down = True
     gateway = start(lambda _: Fail(500) if down else "up", engine_attempts=1)

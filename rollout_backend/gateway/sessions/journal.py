@@ -290,6 +290,11 @@ def turns(record: Record) -> list[RecordedTurn]:
     return [_turn_of(turn) for turn in record.get("turns", ())]
 
 
+def text_bytes(record: Record) -> int:
+    """Return the size of the messages that a record adds."""
+    return sum(len(turn["messages"]) for turn in record.get("turns", ()))
+
+
 def answer_of(record: Record) -> Answer:
     """Return the answer of an answered call."""
     fields = json.loads(record["answer"])

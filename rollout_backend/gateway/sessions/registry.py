@@ -55,6 +55,7 @@ class OpenSession:
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
     started: int = 0  # choices started so far
     sampled_tokens: int = 0  # of answered calls
+    text_bytes: int = 0  # of their messages, in memory and in the journal; no template has to render all of them
     retries: RetryCache = field(default_factory=RetryCache)
     requests: RequestMemo = field(default_factory=RequestMemo)
     share: SessionShare = field(default_factory=SessionShare)
@@ -388,6 +389,7 @@ def _replay(session: OpenSession, read: Callable[[str], Iterable[Record]], name:
                     session.conversations.add(turn)
                     if record.get("left_out"):
                         session.left_out.append(session.conversations.recorded(turn))
+                session.text_bytes += journals.text_bytes(record)
                 del unanswered[record["call"]]
                 _decrement(attempts, record["call"])
                 session.started, session.sampled_tokens = record["started"], record["sampled_tokens"]
