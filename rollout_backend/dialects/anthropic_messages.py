@@ -112,11 +112,7 @@ class _ToolReference(Body):
     """A tool that the client's own search found. The model sees all tools, so the result is only its name."""
 
     type: Literal["tool_reference"]
-    tool_name: str
-
-    @property
-    def text(self) -> str:
-        return self.tool_name
+    text: str = Field(alias="tool_name")
 
 
 _Texts = Annotated[base.Items[Annotated[_Text, BeforeValidator(_is_text)]], BeforeValidator(base.as_texts)]

@@ -72,13 +72,9 @@ def _as_shown(tool: dict[str, JsonValue]) -> dict[str, JsonValue]:
 _Tool = Annotated[dict[str, JsonValue], AfterValidator(_as_shown)]
 
 
-class _ToolChoiceFunction(Body):
-    name: str = Field(min_length=1)
-
-
 class _ToolChoice(Body):
     type: Literal["auto", "none", "required", "function"]
-    function: _ToolChoiceFunction | None = None
+    function: _Function | None = None
 
 
 class _JsonSchema(Body):

@@ -72,11 +72,7 @@ class _TextPart(Body):
 
 class _RefusalPart(Body):
     type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        return self.refusal
+    text: str = Field(alias="refusal")
 
 
 class _ImagePart(Body):
