@@ -28,10 +28,6 @@ from openai.types.responses import response_create_params
 import field_claims as claims
 from field_claims import Claim, Harmless, Honoured, Ignored, Refused, Trainers, Type
 from gateway_server import GatewayServer
-from rollout_backend.core.images import ImageLimits
-from rollout_backend.core.model_call import ApiError
-from rollout_backend.dialects.openai_chat import OpenAIChat
-from rollout_backend.dialects.openai_responses import OpenAIResponses
 
 
 @dataclass(frozen=True)
@@ -352,18 +348,3 @@ def test_a_name_in_a_text_is_no_ignored_field(send):
     said = [{"role": "user", "content": ask}]
     answer, *_ = send("/v1/messages", {**claims.MESSAGES, "tools": off, "messages": said})
     assert (answer.status_code, send.counted("defer_loading")[1]) == (200, before)
-
-
-@pytest.mark.parametrize("detail", ["low", "auto"])
-def test_only_full_detail_of_an_image_is_accepted(detail):
-    url = "data:image/png;base64,x"
-    bodies = {
-        OpenAIChat: {"messages": [{"content": [{"type": "image_url", "image_url": {"url": url, "detail": detail}}]}]},
-        OpenAIResponses: {"input": [{"content": [{"type": "input_image", "image_url": url, "detail": detail}]}]},
-    }
-    for dialect, body in bodies.items():
-        (messages,) = body.values()
-        messages[0]["role"] = "user"
-        with pytest.raises(ApiError) as refused:
-            dialect(ImageLimits(1, 1)).parse(json.dumps({"model": "m", **body}).encode())
-        assert ("shown in full" in refused.value.message) == (detail == "low")  # else it is no image

@@ -15,6 +15,10 @@ def parse(**more) -> ModelCall:
     return CHAT.parse(json.dumps({"model": "m", "messages": [{"role": "user", "content": "a"}], **more}).encode())
 
 
+def shown(detail: str) -> dict:
+    return {"type": "image_url", "image_url": {"url": "x", "detail": detail}}
+
+
 def answer(*messages: dict, reason="stop") -> Answer:
     choices = tuple(Choice(message, reason, 3, logprobs=[{"token": "t"}]) for message in messages)
     return Answer("id", 1, "m", choices, prompt_tokens=10, cached_tokens=4)
@@ -119,7 +123,8 @@ def test_response_format(asked, wanted):
             {"stream_options": {"continuous_usage_stats": True}},
             "stream_options.continuous_usage_stats: usage is sent once",
         ),
-        ({"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}])]}, "messages.0.content.0"),
+        ({"messages": [user([shown("auto")])]}, "messages.0.content.0: parts of type 'image_url' are not supported"),
+        ({"messages": [user([shown("low")])]}, "messages.0.content.0.image_url.detail: images are shown in full"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "sub"}}, "tools": [TOOL]}, "tool_choice"),

@@ -46,6 +46,10 @@ def reasoning(*texts: str) -> dict:
     return {"type": "reasoning", "id": "rs_1", "summary": [], "content": content}
 
 
+def shown(detail: str) -> dict:
+    return {"role": "user", "content": [{"type": "input_image", "detail": detail}]}
+
+
 def body(message: dict, *how, **request) -> dict:
     return DIALECT.body(parse(**request), answer(message, *how))
 
@@ -203,11 +207,8 @@ def test_text_formats(wanted, schema):
         ({"tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice", "send only those tools"),
         ({"input": [{"type": "item_reference", "id": "i"}]}, "input.0", "send the item itself"),
         ({"input": ["a"]}, "input.0", "type is missing"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input.0.message.content.0",
-            "text only",
-        ),
+        ({"input": [shown("auto")]}, "input.0.message.content.0", "text only"),
+        ({"input": [shown("low")]}, "input.0.message.content.0.input_image.detail", "shown in full"),
         (
             {"input": [output("c", [{"type": "input_file"}])]},
             "input.0.function_call_output.output.0",
