@@ -6,7 +6,6 @@ from rollout_backend.aws.errors import (
     EXPLAINED,
     NO_ANSWER,
     NO_CONNECTION,
-    NO_CREDENTIALS,
     UNSIGNED,
     CallLog,
     code_of,
@@ -26,20 +25,17 @@ from rollout_backend.aws.errors import (
     was_sent,
 )
 from rollout_backend.aws.identity import Identity, Permission, simulate
-from rollout_backend.aws.repeated_call import RepeatedCall
 
 __all__ = [
     "CALL_ERRORS",
     "EXPLAINED",
     "NO_ANSWER",
     "NO_CONNECTION",
-    "NO_CREDENTIALS",
     "UNSIGNED",
     "CallLog",
     "Client",
     "Identity",
     "Permission",
-    "RepeatedCall",
     "client",
     "code_of",
     "explained",

@@ -28,7 +28,7 @@ from botocore.utils import deep_merge, parse_timestamp
 from multidict import CIMultiDict
 
 from rollout_backend import local_keys
-from rollout_backend.aws.errors import UNSIGNED, is_html, log_call
+from rollout_backend.aws.errors import UNSIGNED, is_foreign, log_call
 from rollout_backend.aws.repeated_call import RepeatedCall, Request
 from rollout_backend.errors import PreflightError
 
@@ -143,7 +143,7 @@ async def client(
             ) from error
         [http] = sessions
         # First: botocore's handler for S3 takes every 200 that is not XML for a 500, and retries it.
-        made.meta.events.register_first("before-parse", _drop_html)
+        made.meta.events.register_first("before-parse", _drop_foreign)
         made.meta.events.register("after-call", _log_call)
         credentials: Any = await core.get_credentials()
         yield Client(made, http, retries, credentials)
@@ -171,16 +171,16 @@ def _timestamp(sent: Any) -> datetime:
         return parse_timestamp(sent)
 
 
-def _drop_html(*, response_dict: dict[str, Any], operation_model: Any, **_: Any) -> None:
-    """Drop an HTML page sent by a proxy or a wrong server, which would become the error's message."""
-    if operation_model.has_streaming_output or not is_html(response_dict["body"]):
+def _drop_foreign(*, response_dict: dict[str, Any], operation_model: Any, **_: Any) -> None:
+    """Drop the body of a proxy or a wrong server: it would become the error's message, or no parser could read it."""
+    if operation_model.has_streaming_output or not is_foreign(response_dict["body"]):
         return
     status = response_dict["status_code"]
     if status < 300:
-        raise ResponseParserError(f"{operation_model.name} is answered {status} with an HTML page, not by AWS")
+        raise ResponseParserError(f"{operation_model.name} is answered {status}, but not by AWS")
     # Without a body, most of botocore's parsers take the code from the status; the parser of `query` fails.
     is_query = operation_model.service_model.resolved_protocol == "query"
-    error = f"<ErrorResponse><Error><Code>{status}</Code><Message>an HTML page</Message></Error></ErrorResponse>"
+    error = f"<ErrorResponse><Error><Code>{status}</Code><Message>not by AWS</Message></Error></ErrorResponse>"
     response_dict["body"] = error.encode() if is_query else b""
 
 

@@ -1,6 +1,7 @@
 """Classify responses of AWS: what an error says about the call, what the user can do about it, and which permissions
 it shows."""
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,9 +91,16 @@ def message_of(error: ClientError) -> str:
     return str(message)
 
 
-def is_html(body: bytes) -> bool:
-    """Return whether a response is an HTML page, which comes from a proxy or another server, never from AWS."""
-    return body[:200].lstrip().lower().startswith((b"<!doctype html", b"<html"))
+def is_foreign(body: bytes) -> bool:
+    """Return whether a response is not of AWS: an HTML page, JSON that is no object, or text that is not UTF-8."""
+    if body[:200].lstrip().lower().startswith((b"<!doctype html", b"<html")):
+        return True
+    try:
+        return not isinstance(json.loads(body.decode() or "{}"), dict)
+    except UnicodeDecodeError:
+        return True
+    except ValueError:  # XML, or plain text
+        return False
 
 
 def reason(error: BaseException) -> str:

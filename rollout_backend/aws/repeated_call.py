@@ -36,7 +36,7 @@ from botocore.parsers import ResponseParserError, create_parser
 from botocore.serialize import create_serializer
 from multidict import CIMultiDict
 
-from rollout_backend.aws.errors import CALL_ERRORS, is_html, log_call, status_of
+from rollout_backend.aws.errors import CALL_ERRORS, is_foreign, log_call, status_of
 
 _FINAL = (403, 404)  # statuses that aiobotocore does not retry
 
@@ -177,12 +177,9 @@ class RepeatedCall:
         return response
 
     def _refusal(self, response: aiohttp.ClientResponse, body: bytes) -> ClientError:
-        said = b"" if is_html(body) else body
+        said = b"" if is_foreign(body) else body
         answer = {"status_code": response.status, "headers": response.headers, "body": said}
-        try:
-            parsed = self._parser.parse(answer, self._model.output_shape)
-        except (AttributeError, TypeError) as error:  # JSON, but not an object: a proxy's response
-            raise ResponseParserError(f"{self._model.name} is answered {response.status}: {body[:200]!r}") from error
+        parsed = self._parser.parse(answer, self._model.output_shape)
         code = str(parsed.get("Error", {}).get("Code", ""))
         log_call(self._service, self._model.name, response.status, code)
         kind: type[ClientError] = self._client.exceptions.from_code(code)

@@ -284,7 +284,7 @@ class ResultStore:
             )
             self._readable = key
             return str(reply["ETag"])
-        except aws.CALL_ERRORS as error:
+        except (KeyError, *aws.CALL_ERRORS) as error:  # KeyError: a proxy answered
             aws.raise_if_expired(error, "S3")
             if not isinstance(error, ClientError) or aws.code_of(error) not in _CONFLICTS:
                 raise StoreError(f"writing {key!r} to S3 failed: {aws.reason(error)}") from error

@@ -280,8 +280,10 @@ async def test_an_answer_that_is_no_json_object_is_no_answer(played_aws, body):
             await client.repeated("receive_message", QueueUrl=QUEUE)()
 
 
-async def test_a_refusal_that_is_no_json_object_is_no_answer(played_aws):
-    played_aws.answer = lambda sent: (400, {}, b'"Forbidden"')
-    async with opened("bedrock-agentcore") as client:
-        with pytest.raises(ResponseParserError, match="StopRuntimeSession is answered 400"):
-            await client.repeated("stop_runtime_session", **RUNTIME)(runtimeSessionId=SESSION)
+async def test_a_refusal_by_a_proxy_shows_as_its_status(played_aws):
+    played_aws.answer = lambda sent: (503, {}, b'"Unavailable"')
+    for service, method, fixed, varying in (STOP, RECEIVE):  # aiobotocore repeats the second
+        async with opened(service) as client:
+            with pytest.raises(ClientError) as caught:
+                await client.repeated(method, **fixed)(**varying)
+        assert aws.code_of(caught.value) == "503"
