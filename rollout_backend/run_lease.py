@@ -315,10 +315,10 @@ class RunLease:
     async def _resolve_conflict(self) -> None:
         """Resolve a write conflict: the record is another manager's, or still this one's under another ETag."""
         seen = await self._read()
-        record = seen.record
+        record = self._record if seen.etag is None else seen.record  # a deleted one is written again
         mine = record.holder if self.held else record.starting
-        if seen.etag is None or (mine is not None and mine.id == self.me.id):
-            self._etag = seen.etag  # the object was deleted, or a manager that found us silent has begun: we are back
+        if mine is not None and mine.id == self.me.id:
+            self._etag = seen.etag  # a manager that found us silent may have begun: we are back
             self._record = record.model_copy(update={"starting": None}) if self.held else record
             return
         other = record.starting or record.holder

@@ -162,6 +162,16 @@ async def test_a_holder_that_comes_back_before_the_next_one_has_started_keeps_th
     await first.wait_confirmed()
 
 
+async def test_a_record_that_was_deleted_is_written_again(manager, store):
+    first = await start(manager(lease_s=1.0))
+    await store._s3.delete_object(Bucket=store.config.bucket, Key=first.key)
+    first._renewed_at -= LONG
+    await first.wait_confirmed()
+    with pytest.raises(RunHeld):
+        await manager().begin()
+    assert (await record(store, first))["fencing_token"] == 1
+
+
 async def test_answers_that_are_lost_and_refusals_cost_time(manager, proxy):
     proxy.rules += [
         Rule("s3:PutObject", Fault.CUT_AFTER, once_each=True, path="*/lease"),
