@@ -112,7 +112,7 @@ class Step:
                 await self._wind_up()
             finally:
                 buffer.detach(self.results)
-        self._report_to_breaker()
+                self._report_to_breaker()  # also that nothing of a cancelled step runs any more
         self._report_groups(self.groups.values())
         if self._aborted is not None:
             raise self._aborted

@@ -57,6 +57,16 @@ async def test_every_step_of_the_run_is_stopped(open_bench, tmp_path):
     assert set(bench.agents.sessions) <= set(bench.agents.stopped)
 
 
+async def test_the_agents_of_a_cancelled_step_run_no_more(open_bench):
+    bench = await open_bench(opens_after(2), "group.min_viable=1")
+    cancelled = bench.start("task-a", "task-b", behave=Agents.hang)
+    await eventually(lambda: bench.services.breaker._running == {0: 4})
+    cancelled.cancel()
+    await asyncio.gather(cancelled, return_exceptions=True)
+    with pytest.raises(CircuitOpen):
+        await bench.run(number=1, behave=Agents.lose)
+
+
 async def test_results_refused_before_a_restart_do_not_open_the_breaker_again(open_bench):
     bench = await open_bench(opens_after(2), "group.size=3", "group.min_viable=1")
 
