@@ -162,7 +162,7 @@ class RolloutTask:
         try:
             return await retry(
                 self._attempt,
-                lambda error: isinstance(error, _RETRYABLE) and not _refused(error),
+                lambda error: isinstance(error, _RETRYABLE) and not _refused(error) and self.entry.awaits_result,
                 self._services.pauses.attempt,
                 stop=stop_after_attempt(self._services.config.runtime.max_attempts - self.entry.attempts),
                 before_sleep=log_retry(log, "rollout %s", self.rollout_id),
@@ -312,12 +312,12 @@ class RolloutTask:
 
     def settle(self, outcome: Outcome, reason: str, message: str = "") -> None:
         """Settle the rollout without a result, in any phase."""
-        starting = self.entry.phase in (Phase.PLANNED, Phase.DISPATCHING)
+        invoking = self.entry.phase is Phase.DISPATCHING
         if not self.entry.settle(outcome, reason, message):
             return
         self.stop_scoring()
         self._mark_settled()
-        if starting and self.running is not None:  # it may be waiting for a slot, or for a retry's turn
+        if invoking and self.running is not None:
             self.running.cancel()
 
     def start_scoring(self, rollout: Rollout, work: Coroutine[Any, Any, None]) -> None:
@@ -356,6 +356,8 @@ class RolloutTask:
 
     def _end_attempt(self) -> None:
         self._attempt_over.set()
+        if self.entry.session_id is None and self.running is not None:  # it waits for a slot, or for the next attempt
+            self.running.cancel()
         self.context.changed.set()
 
     # --- what ends an attempt, once S3 has confirmed that there is no result -----------------------------

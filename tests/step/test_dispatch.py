@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from tenacity import wait_fixed
 
 from agent_wrapper.contract import Outcome
 from builders import eventually, skip
@@ -18,6 +19,7 @@ from rollout_backend.errors import (
     Throttled,
     WrongClock,
 )
+from rollout_backend.step.services import Pauses
 from step_bench import Agents
 
 NEVER_OPENED = [
@@ -150,6 +152,22 @@ async def test_a_rollout_that_is_settled_while_it_waits_is_not_submitted(open_be
     await bench.run(behave=settle_the_other)
     assert bench.agents.rollouts == ["task-a.0"]
     assert bench.ledger.invokes.grants == 1
+
+
+@pytest.mark.parametrize("phase", [Phase.DISPATCHING, Phase.PLANNED])
+async def test_a_result_ends_the_wait_for_another_attempt(bench, phase):
+    bench.replace(pauses=Pauses(attempt=wait_fixed(600)))
+
+    async def publish(request):
+        await eventually(lambda: bench.ledger.entries["task-a.0"].phase is phase)
+        await bench.agents.complete(request)
+
+    async def cut(request):
+        bench.agents.sessions["x"] = asyncio.create_task(publish(request))
+        await eventually(lambda: phase is Phase.PLANNED or bench.ledger.entries["task-a.0"].outcome)
+        raise OutcomeUnknown("cut")
+
+    assert (await asyncio.wait_for(bench.start(before=cut), 60)).report.attempts == 1
 
 
 async def test_a_rollout_that_is_settled_while_its_session_is_closed_keeps_its_slot(bench):
