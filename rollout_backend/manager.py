@@ -568,7 +568,7 @@ class BlockingRolloutManager:
     """A RolloutManager whose event loop runs in a separate thread.
 
     `collect`, `update_weights`, `load_adapter` and `unload_adapter` are those of RolloutManager, and wait for their
-    results. An interrupt closes the step's sessions before it propagates.
+    results. An interrupt cancels the step, whose sessions are closed before the `with` block is left.
     """
 
     def __init__(
@@ -588,9 +588,16 @@ class BlockingRolloutManager:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-manager", daemon=True)
         self._thread.start()
+        starting: list[asyncio.Task[RolloutManager]] = []
+
+        async def start() -> None:
+            starting.append(asyncio.create_task(self._manager.__aenter__()))
+            await starting[0]
+
         try:
-            asyncio.run_coroutine_threadsafe(self._manager.__aenter__(), self._loop).result()
-        except BaseException:
+            self.submit(start()).result()
+        except BaseException:  # an interrupt too
+            self.submit(cancel_all(starting)).result()
             self._end_loop()
             raise
         return self

@@ -1,9 +1,13 @@
 """Tests of what `import rollout_backend` and `import agent_wrapper` export."""
 
 import ast
+import asyncio
+import signal
 import subprocess
 import sys
+import threading
 import tomllib
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ import agent_wrapper
 import rollout_backend
 from builders import run_config
 from rollout_backend import RolloutManager, Task
+from rollout_backend.run_services import RunServices
 
 ROOT = Path(__file__).parents[1]
 PUBLIC = {
@@ -70,6 +75,19 @@ def test_type_checkers_see_every_public_name() -> None:
 
 def test_importing_the_package_loads_no_heavy_module() -> None:
     assert modules_after("import rollout_backend") & HEAVY == set()
+
+
+def test_an_interrupted_start_stops_what_it_started(monkeypatch) -> None:
+    async def start(run: RunServices, stack: AsyncExitStack, rollouts: int | None) -> None:
+        stack.callback(stopped.append, "a server")
+        asyncio.get_running_loop().call_soon(signal.pthread_kill, threading.main_thread().ident, signal.SIGINT)
+        await asyncio.Event().wait()
+
+    stopped: list[str] = []
+    monkeypatch.setattr(RunServices, "start", start)
+    with pytest.raises(KeyboardInterrupt), RolloutManager.blocking(run_config()):
+        pass
+    assert stopped
 
 
 async def test_a_manager_that_was_not_entered_says_so_at_once() -> None:
