@@ -106,7 +106,11 @@ class RolloutManager:
         self._on_status = on_status
         self._on_phase = on_phase
         self._on_serving = on_serving
-        self._metrics = self._make_metrics()
+        self._metrics: RunMetrics | None = None
+        if config.observe.metrics_port is not None:
+            from rollout_backend.results.metrics import RunMetrics
+
+            self._metrics = RunMetrics(config)
         self._traces: SpanSender | None = None
         self._rollouts = rollouts
         self._wait_lost = wait_lost
@@ -183,13 +187,6 @@ class RolloutManager:
         engine = await reported_version(serving.urls[0].rstrip("/"), serving.engine) if ask else None
         agent = run.agent if self._agent is None else self._agent
         return await asyncio.to_thread(RunStart.of, self.config, self._started_by, agent, engine)
-
-    def _make_metrics(self) -> RunMetrics | None:
-        if self.config.observe.metrics_port is None:
-            return None
-        from rollout_backend.results.metrics import RunMetrics
-
-        return RunMetrics(self.config)
 
     async def _serve_metrics(self, stack: AsyncExitStack) -> None:
         if self._metrics is None:
@@ -368,8 +365,7 @@ class RolloutManager:
                 other.abort(error)
             raise
         except asyncio.CancelledError:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            await cancel_all([running])
             raise
         finally:
             del self._steps[number]

@@ -261,7 +261,7 @@ class RunLease:
         """Return the record once no other manager has the run. A manager on another machine gets the time in which it
         would renew its lease. Raises RunHeld."""
         first = seen = await self._retry(self._read)
-        while (other := self._active(seen)) is not None:
+        while (other := seen.record.manager(seen.age_s)) and other.id != self.me.id and not self._is_dead(other):
             lease_s = seen.record.lease_s
             if other.machine == self.me.machine or seen.etag != first.etag:
                 raise self._held_by(other, lease_s)
@@ -269,11 +269,6 @@ class RunLease:
             await asyncio.sleep(lease_s / 8)
             seen = await self._retry(self._read)
         return seen
-
-    def _active(self, seen: _Seen) -> LeaseHolder | None:
-        """Return the other manager that has the run, as far as this machine can tell."""
-        other = seen.record.manager(seen.age_s)
-        return None if other is None or other.id == self.me.id or self._is_dead(other) else other
 
     async def _read(self) -> _Seen:
         try:

@@ -107,7 +107,10 @@ class RunServices:
         self.lease = RunLease(store, config.run_id, me, lease_s, on_status=self._on_status)
         stack.push_async_callback(self.lease.release)
         await self.lease.begin()
-        runtime = preflight.runtime or await self._make_runtime(stack)
+        if (runtime := preflight.runtime) is None:
+            runtime = await open_runtime(config.run_runtime, self._on_status)
+            stack.push_async_callback(runtime.aclose)
+            raise_problems(await runtime.check(config.timeouts.session_s) or ())
         self.limits, self.agent = runtime.limits(), runtime.describe()
         admission = CallQueue.from_config(self.limits)
         secret = run_secret(config)
@@ -190,12 +193,6 @@ class RunServices:
         return RolloutScorer(
             store, self._config.run_id, calls.call, calls.name, calls.sha256, self._archive.write_artifacts
         )
-
-    async def _make_runtime(self, stack: AsyncExitStack) -> AgentRuntime:
-        runtime = await open_runtime(self._config.run_runtime, self._on_status)
-        stack.push_async_callback(runtime.aclose)
-        raise_problems(await runtime.check(self._config.timeouts.session_s) or ())
-        return runtime
 
     async def _start_janitor(self, stack: AsyncExitStack, runtime: AgentRuntime) -> Janitor:
         lease = self.lease

@@ -12,7 +12,7 @@ import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import datetime
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import aioboto3
 import aiohttp
@@ -122,7 +122,7 @@ async def client(
     async with AsyncExitStack() as stack:
         try:
             core = _session((service, json.dumps(newer_fields)) if newer_fields is not None else None)
-            core.register_component("credential_provider", _CredentialProvider(endpoint_url))
+            core.register_component("credential_provider", Credentials(endpoint_url))
             core.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=_timestamp)
             await asyncio.to_thread(_preload, core.get_component("data_loader"), service)
             # The types have one overload per service, and lag behind the services.
@@ -209,18 +209,8 @@ def _preload(loader: Loader, service: str) -> None:
         importlib.import_module("aioboto3.s3.inject")
 
 
-class _CredentialProvider:
-    """Replaces a session's chain of credential providers."""
-
-    def __init__(self, endpoint_url: str | None) -> None:
-        self._endpoint_url = endpoint_url
-
-    async def load_credentials(self) -> Credentials:
-        return Credentials(self._endpoint_url)
-
-
 class Credentials:
-    """The credentials of a session, in place of botocore's.
+    """The credentials of a session, in place of botocore's, and of its chain of providers.
 
     They are found on first use and renewed before they expire, each time by a new chain of providers, because a chain
     caches what it found, even if it found nothing. Concurrent calls share one renewal and its failure. A call waits
@@ -235,6 +225,9 @@ class Credentials:
         self._frozen: Any = None
         self._renewing: asyncio.Task[None] | None = None
         self._renewed_at = float("-inf")  # loop time when the last renewal ended, even if it failed
+
+    async def load_credentials(self) -> Self:  # as a chain of providers does
+        return self
 
     @property
     def method(self) -> str | None:

@@ -128,10 +128,8 @@ class AnnouncementQueue:
             return CheckResult("ok", "queue.url", text)
         if dead_letters:
             return CheckResult("ok", "queue.url", "queue: there, with a dead-letter queue, and can be received from")
-        text = (
-            "queue: there, but without a dead-letter queue, so a message that cannot be handled comes back until it "
-        )
-        return CheckResult("warning", "queue.url", f"{text}expires: add a RedrivePolicy")
+        text = "queue: there, but without a dead-letter queue, so a message that cannot be handled comes back until"
+        return CheckResult("warning", "queue.url", f"{text} it expires: add a RedrivePolicy")
 
     async def receive(self) -> list[Message]:
         """Receive up to ten messages. Waits up to `queue.wait_s` for the first one.

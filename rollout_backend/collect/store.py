@@ -112,15 +112,11 @@ class ResultStore:
                 async with (await self._s3.get_object(**place))["Body"]:
                     pass  # any response is enough
         finally:
-            removed = await self._try_to_delete(place)
+            removed = False
+            with contextlib.suppress(*aws.CALL_ERRORS):
+                await self._s3.delete_object(**place)
+                removed = True
         return removed
-
-    async def _try_to_delete(self, place: dict[str, str]) -> bool:
-        try:
-            await self._s3.delete_object(**place)
-        except aws.CALL_ERRORS:
-            return False
-        return True
 
     async def keeping(self) -> str:
         """Describe how long the bucket keeps objects, from its versioning and lifecycle.

@@ -225,14 +225,6 @@ class Manifest(ContractObject):
         rollouts = (rollout_id for task in (*self.tasks, *self.left_out) for rollout_id in task.rollouts)
         return [self.session_id(rollout_id, attempt) for rollout_id in rollouts for attempt in attempts]
 
-    def with_attempts(self, attempts: int) -> Self:
-        """Return a copy for a rollout that needs this many attempts in this execution."""
-        return self.model_copy(update={"attempts": attempts})
-
-    def with_closed(self, attempts: int) -> Self:
-        """Return a copy in which all sessions of the first `attempts` attempts, and of replaced steps, are closed."""
-        return self.model_copy(update={"attempts_closed": attempts, "replaced": ()})
-
 
 def digest_of(task: Task, size: int, sampling: Sampling) -> str:
     """Return a digest of payload, sampling and group size."""

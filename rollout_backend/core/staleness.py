@@ -11,7 +11,7 @@ Invariants:
   back to the checkpoint, and forward again.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -68,7 +68,8 @@ class AbandonedWeights:
 
     def _relabel_segment(self, segment: Segment) -> Segment:
         versions = [number_of(span.version) for turn in segment.turns for span in turn.weight_versions]
-        abandoned = _before_last_fall(versions)
+        falls = [i for i, (a, b) in enumerate(pairwise(versions), 1) if a is not None and b is not None and b < a]
+        abandoned = falls[-1] if falls else len(versions)  # of the versions, those before their last fall
         turns, at = [], 0
         for turn in segment.turns:
             spans = []
@@ -81,9 +82,3 @@ class AbandonedWeights:
                 at += 1
             turns.append(replace(turn, weight_versions=tuple(spans)))
         return segment.model_copy(update={"turns": tuple(turns)})
-
-
-def _before_last_fall(versions: Sequence[int | None]) -> int:
-    """Return how many versions precede the last fall, or all of them if the versions never fall."""
-    falls = [i for i, (a, b) in enumerate(pairwise(versions), 1) if a is not None and b is not None and b < a]
-    return falls[-1] if falls else len(versions)

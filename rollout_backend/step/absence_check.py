@@ -82,7 +82,12 @@ class AbsenceCheck:
         Raises:
             StoreError: S3 did not answer for those that are left.
         """
-        listed = await self._listed() if len(rollouts) > _LISTED else None
+        listed: set[str] | None = None
+        if len(rollouts) > _LISTED:
+            try:
+                listed = await self._buffer.list_results(self._sink)
+            except StoreError as error:
+                log.warning("%s; the results are requested one by one", error)
 
         async def ask(rollout: RolloutTask) -> None:
             entry, attempt, rollout_id = rollout.entry, rollouts[rollout], rollout.rollout_id
@@ -99,10 +104,3 @@ class AbsenceCheck:
         await asyncio.gather(*(ask(rollout) for rollout in sorted(rollouts, key=lambda each: each.rollout_id)))
         if rollouts:
             raise StoreError(f"it did not answer for {len(rollouts)} rollouts that are out of time")
-
-    async def _listed(self) -> set[str] | None:
-        try:
-            return await self._buffer.list_results(self._sink)
-        except StoreError as error:
-            log.warning("%s; the results are requested one by one", error)
-            return None

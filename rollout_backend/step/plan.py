@@ -76,13 +76,13 @@ class StepPlan:
     async def allow_attempt(self, nth: int) -> None:
         """Record that rollouts may have an nth attempt of this trainer. Raises StoreError at the step's deadline."""
         if nth > self.manifest.attempts:
-            self.manifest = self.manifest.with_attempts(nth)
+            self.manifest = self.manifest.model_copy(update={"attempts": nth})
         if self._recorded is None or nth > self._recorded.attempts:
             await self.retry(self.record)
 
     async def record_closed(self, attempts: int) -> None:
-        """Record that every session of the first `attempts` attempts is closed, if S3 takes it."""
-        self.manifest = self.manifest.with_closed(attempts)
+        """Record in S3, if it answers, that the sessions of these first attempts and of replaced steps are closed."""
+        self.manifest = self.manifest.model_copy(update={"attempts_closed": attempts, "replaced": ()})
         try:
             await self.record()
         except (StoreError, WriteConflict, CredentialsExpired) as error:

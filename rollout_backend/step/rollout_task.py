@@ -136,9 +136,10 @@ class RolloutTask:
                         await self._services.runtime.wait_ready(self.task.payload, self.context.plan.manifest.run_id)
             async with self._services.dispatcher.slots:
                 while self.entry.session_id is not None or await self.dispatch():
-                    session_id = self.entry.session_id
-                    assert session_id is not None
-                    if await self._wait_over():
+                    while self.entry.phase is Phase.RUNNING:
+                        self._attempt_over.clear()
+                        await self._attempt_over.wait()
+                    if (session_id := self.entry.session_id) is not None:  # otherwise the attempt was abandoned
                         await self.context.sessions.close(session_id)
                         break
         self.context.changed.set()  # a rollout that could not be dispatched is settled
@@ -147,13 +148,6 @@ class RolloutTask:
     def _invoke_until(self) -> float:
         """Loop seconds until which a refused invoke is repeated."""
         return self.context.plan.deadline - self._services.config.timeouts.publish_grace_s
-
-    async def _wait_over(self) -> bool:
-        """Return True once no attempt is needed any more, and False once the current one is abandoned."""
-        while self.entry.phase is Phase.RUNNING:
-            self._attempt_over.clear()
-            await self._attempt_over.wait()
-        return self.entry.session_id is not None
 
     # --- its attempts -------------------------------------------------------------------------------------
 
@@ -315,7 +309,8 @@ class RolloutTask:
         invoking = self.entry.phase is Phase.DISPATCHING
         if not self.entry.settle(outcome, reason, message):
             return
-        self.stop_scoring()
+        if self.scoring is not None and self.scoring is not asyncio.current_task():
+            self.scoring.cancel()
         self._mark_settled()
         if invoking and self.running is not None:
             self.running.cancel()
@@ -326,11 +321,6 @@ class RolloutTask:
         self._end_attempt()
         self.scoring = asyncio.create_task(work)
         self.scoring.add_done_callback(self.context.abort_on_failure)
-
-    def stop_scoring(self) -> None:
-        """Cancel the scoring, unless the caller is its task."""
-        if self.scoring is not None and self.scoring is not asyncio.current_task():
-            self.scoring.cancel()
 
     def settle_with(self, rollout: Rollout) -> None:
         """Settle the rollout by its result."""

@@ -38,7 +38,7 @@ class StepSessions:
         self._revoked: set[str] = set()
         self._revoking = asyncio.Lock()
         self._revoke_timer: asyncio.TimerHandle | None = None
-        self._closing: set[asyncio.Task[None]] = set()
+        self.closing: set[asyncio.Task[None]] = set()  # tasks that close sessions
 
     def register(self, session_id: str) -> None:
         """Record a session that is about to be invoked, and watch for its heartbeats."""
@@ -77,12 +77,12 @@ class StepSessions:
     def in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run work that closes sessions. The step does not end before it is done."""
         closing = asyncio.create_task(work)
-        self._closing.add(closing)
+        self.closing.add(closing)
         closing.add_done_callback(self._on_done)
         return closing
 
     def _on_done(self, closing: asyncio.Task[None]) -> None:
-        self._closing.discard(closing)
+        self.closing.discard(closing)
         if not closing.cancelled() and (error := closing.exception()) is not None:
             self._abort(error)
 
@@ -133,14 +133,9 @@ class StepSessions:
 
     async def wait_closed(self) -> None:
         """Wait until every session that is being closed is closed, and its key revoked."""
-        while self._closing:
-            await asyncio.gather(*self._closing, return_exceptions=True)
+        while self.closing:
+            await asyncio.gather(*self.closing, return_exceptions=True)
         await self._revoke_due()
-
-    @property
-    def closing(self) -> list[asyncio.Task[None]]:
-        """The tasks that close sessions."""
-        return list(self._closing)
 
     def watch(self, session_id: str) -> None:
         """Detect the session's silent death from now on."""

@@ -17,8 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Coroutine, Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.ledger import TASK_BLOCKED, LedgerEntry, Phase
@@ -28,6 +27,7 @@ from rollout_backend.errors import CircuitOpen, CloudLost, RunHeld
 from rollout_backend.logs import bind_log_fields
 from rollout_backend.results.progress import StepTotals
 from rollout_backend.results.step_report import GroupResult, StepResult
+from rollout_backend.serving.supervisor import cancel_all, first_of
 from rollout_backend.step.absence_check import AbsenceCheck
 from rollout_backend.step.restart import resume
 from rollout_backend.step.results import Group, StepResults
@@ -96,7 +96,7 @@ class Step:
         listing = asyncio.create_task(buffer.list_when_idle(self.results, config.collect))
         listing.add_done_callback(self._context.abort_on_failure)
         try:
-            await self._cancel_on_abort(self._begin())
+            await first_of(self._begin(), self._stopped.wait())
             await self._collect()
         except RunHeld as error:
             self.abort(error)
@@ -226,18 +226,6 @@ class Step:
             rollout.settle(Outcome.INFRA_ERROR, "run_failed", str(error))
         self._changed.set()
 
-    async def _cancel_on_abort(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` to its end; cancel it if the step is aborted."""
-        working, stopped = asyncio.create_task(work), asyncio.create_task(self._stopped.wait())
-        try:
-            await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                working.result()
-        finally:
-            for task in (working, stopped):
-                task.cancel()
-            await asyncio.gather(working, stopped, return_exceptions=True)
-
     async def _wind_up(self) -> None:
         """Settle what is left, and wait until every session is closed and every task is over."""
         if self._sessions.leave_open:
@@ -261,9 +249,7 @@ class Step:
     async def _leave(self) -> None:
         """Cancel this step's tasks without changing sessions, manifest or records."""
         while tasks := [task for task in (*self._running(), *self._sessions.closing) if not task.done()]:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(tasks)
 
     def _running(self) -> list[asyncio.Task[None]]:
         tasks = (each for rollout in self.rollouts.values() for each in (rollout.running, rollout.scoring))
