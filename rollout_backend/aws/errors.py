@@ -153,7 +153,7 @@ def raise_if_expired(error: BaseException, what: str) -> None:
         raise CredentialsExpired(
             f"the AWS credentials have expired ({what} says {code_of(error)}). Get new ones (aws sso login, or the "
             "three of AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN) and start the run again under "
-            "its run_id: what is finished is taken. Those of a role or of a profile renew themselves"
+            "its run_id: what is finished is taken. Those of a role, an SSO login or a credential_process are renewed"
         ) from error
 
 
