@@ -247,7 +247,10 @@ class _Pod:
         self._process = await self._spawn(self._pod["spec"]["containers"][0], self._job)
 
     async def _spawn(self, container: Mapping[str, Any], name: str) -> ServerProcess:
-        mounts = {each["mountPath"]: self._volumes[each["name"]] for each in container["volumeMounts"]}
+        mounts = {
+            mount["mountPath"]: self._volumes[mount["name"]] / mount.get("subPath", "")
+            for mount in container["volumeMounts"]
+        }
         env = {each["name"]: each["value"] for each in container.get("env", ())}
         image, log = self._images[container["image"]], self._folder / f"{name}.log"
         if isinstance(image, FolderImage):

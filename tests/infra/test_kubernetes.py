@@ -80,7 +80,9 @@ def test_a_task_has_its_image_and_its_resources_and_the_agents_files() -> None:
         assert container["resources"]["requests"] == {"cpu": "2000m", "memory": "4096Mi"}
         assert {"name": "LANG", "value": "C"} in container["env"]
         assert copy["image"] == IMAGE
-        assert {"name": "agent", "mountPath": "/agent", "readOnly": True} in container["volumeMounts"]
+        mounted = {"name": "agent", "mountPath": "/agent", "subPath": "files", "readOnly": True}
+        assert mounted in container["volumeMounts"]
+        assert copy["command"][-1] == "/agent-copy/files", "only root may set the times of /agent-copy"
         assert pod["automountServiceAccountToken"] is False
     assert agents["containers"][0]["command"] == ["/agent/bin/python", "agent.py"]
     assert PAYLOAD_VARIABLE not in str(verifiers)

@@ -100,10 +100,11 @@ def _job(
     environment: Mapping[str, str],
     task: TaskContainer | None,
 ) -> dict[str, Any]:
+    values = {**(task.env if task is not None else {}), **config.environment, **environment}
     main: dict[str, Any] = {
         "name": CONTAINER,
         "image": config.image if task is None else task.image,
-        "env": [{"name": key, "value": value} for key, value in {**config.environment, **environment}.items()],
+        "env": [{"name": key, "value": value} for key, value in values.items()],
         "resources": {"requests": config.requests, "limits": config.limits},
         "volumeMounts": [{"name": "payload", "mountPath": _FOLDER, "readOnly": True}],
         "securityContext": _security_context(config),
@@ -157,8 +158,7 @@ def _run_in_task_image(
         "requests": {**config.requests, **task.resources},
         "limits": {**config.limits, **task.resources},
     }
-    main["env"] = [{"name": key, "value": value} for key, value in task.env.items()] + main["env"]
-    main["volumeMounts"].append({"name": "agent", "mountPath": AGENT_FOLDER, "readOnly": True})
+    main["volumeMounts"].append({"name": "agent", "mountPath": AGENT_FOLDER, "subPath": "files", "readOnly": True})
     if task.workdir is not None:
         main["workingDir"] = task.workdir
     copied = "/agent-copy"
@@ -166,7 +166,8 @@ def _run_in_task_image(
         {
             "name": COPY_CONTAINER,
             "image": config.image,
-            "command": ["cp", "-a", f"{AGENT_FOLDER}/.", copied],
+            # Into a new folder, because only root may set the times of the volume's own.
+            "command": ["cp", "-a", f"{AGENT_FOLDER}/.", f"{copied}/files"],
             "resources": main["resources"],
             "securityContext": _security_context(config),
             "volumeMounts": [{"name": "agent", "mountPath": copied}],
