@@ -14,6 +14,7 @@ import base64
 import contextlib
 import math
 import os
+import re
 import signal
 from collections import deque
 from collections.abc import Mapping
@@ -121,6 +122,11 @@ class Nodes:
         await asyncio.gather(*self._pods.values(), return_exceptions=True)
         for spawner in self._images.values():
             await spawner.close()
+
+
+def _expand(text: str, env: Mapping[str, str]) -> str:
+    """Replace what a kubelet replaces in variables and arguments."""
+    return re.sub(r"\$\$|\$\((\w+)\)", lambda found: env.get(found[1], found[0]) if found[1] else "$", text)
 
 
 class _Pod:
@@ -251,7 +257,10 @@ class _Pod:
             mount["mountPath"]: self._volumes[mount["name"]] / mount.get("subPath", "")
             for mount in container["volumeMounts"]
         }
-        env = {each["name"]: each["value"] for each in container.get("env", ())}
+        env: dict[str, str] = {}
+        for each in container.get("env", ()):
+            env[each["name"]] = _expand(each["value"], env)
+        container = {**container, "command": [_expand(each, env) for each in container.get("command", ())]}
         image, log = self._images[container["image"]], self._folder / f"{name}.log"
         if isinstance(image, FolderImage):
             return await image.start(container, env, mounts, log)

@@ -27,8 +27,8 @@ CONFIG = KubernetesConfig(
     service_account="agent",
     keep_finished_s=300,
     image_pull_secrets=("registry",),
-    environment={"HOUSE": "1"},
-    command=("/agent/bin/python", "agent.py"),
+    environment={"HOUSE": "$1"},
+    command=("/agent/bin/python", "agent.py", "$(HOME) costs $$5"),
 )
 TASK = TaskContainer(
     image="tasks/t:1", workdir="/src", env={"LANG": "C"}, resources={"cpu": "2000m", "memory": "4096Mi"}
@@ -66,7 +66,7 @@ def test_a_jobs_settings_reach_its_pod() -> None:
     assert pod["imagePullSecrets"] == [{"name": "registry"}]
     [container] = pod["containers"]
     assert container["resources"] == {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"memory": "2Gi"}}
-    assert {"name": "HOUSE", "value": "1"} in container["env"]
+    assert {"name": "HOUSE", "value": "$$1"} in container["env"], "Kubernetes halves it again"
     assert (job["spec"]["backoffLimit"], job["spec"]["ttlSecondsAfterFinished"]) == (0, 300)
 
 
@@ -84,7 +84,7 @@ def test_a_task_has_its_image_and_its_resources_and_the_agents_files() -> None:
         assert mounted in container["volumeMounts"]
         assert copy["command"][-1] == "/agent-copy/files", "only root may set the times of /agent-copy"
         assert pod["automountServiceAccountToken"] is False
-    assert agents["containers"][0]["command"] == ["/agent/bin/python", "agent.py"]
+    assert agents["containers"][0]["command"][1:] == ["agent.py", "$$(HOME) costs $$$$5"]
     assert PAYLOAD_VARIABLE not in str(verifiers)
     assert "/var/run/rollout" in verifiers["containers"][0]["command"]
     assert job["metadata"]["labels"].keys() == verifier["metadata"]["labels"].keys()

@@ -104,13 +104,13 @@ def _job(
     main: dict[str, Any] = {
         "name": CONTAINER,
         "image": config.image if task is None else task.image,
-        "env": [{"name": key, "value": value} for key, value in values.items()],
+        "env": [{"name": key, "value": _literal(value)} for key, value in values.items()],
         "resources": {"requests": config.requests, "limits": config.limits},
         "volumeMounts": [{"name": "payload", "mountPath": _FOLDER, "readOnly": True}],
         "securityContext": _security_context(config),
     }
     if command:
-        main["command"] = [*command]
+        main["command"] = [*map(_literal, command)]
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,  # agents do not need the API server
@@ -137,6 +137,11 @@ def _job(
             "template": {"metadata": metadata, "spec": pod},
         },
     }
+
+
+def _literal(text: str) -> str:
+    """Escape what Kubernetes would replace in variables and arguments: `$(NAME)` and `$$`."""
+    return text.replace("$", "$$")
 
 
 def _security_context(config: KubernetesConfig) -> dict[str, Any]:
