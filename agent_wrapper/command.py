@@ -14,7 +14,6 @@ import asyncio
 import codecs
 import contextlib
 import os
-import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from agent_wrapper.contract import PAYLOAD_VARIABLE
 from agent_wrapper.errors import CommandError, CommandNotStarted
 from agent_wrapper.runner import in_thread
 from agent_wrapper.shared.child_output import ChildOutput
-from agent_wrapper.shared.processes import MARK, boot_clock, describe_exit, end_marked, new_mark
+from agent_wrapper.shared.processes import MARK, boot_clock, describe_exit, end_marked, kill_group, new_mark
 
 KEPT_BYTES = 16 * 1024 * 1024
 _SHOWN_BYTES = 4_000
@@ -120,8 +119,7 @@ async def run_to_end(
             raise CommandNotStarted(f"the command {command[0]!r} cannot be started: {error}") from error
         finally:
             if process is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                kill_group(process.pid)
                 await process.wait()
             # Including processes that a cancelled call had started.
             await in_thread(lambda: end_marked(mark, began_at), "end-marked")

@@ -9,7 +9,6 @@ Invariants:
 import json
 import os
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_wrapper.shared.child_output import ChildOutput, wait
-from agent_wrapper.shared.processes import MARK, boot_clock, end_marked, new_mark
+from agent_wrapper.shared.processes import MARK, boot_clock, end_marked, kill_group, new_mark
 
 _MAX_REWARD_BYTES = 1024 * 1024
 _SHOWN_CHARS = 2_000
@@ -68,8 +67,7 @@ def run_tests(
             except TestsFailed as error:
                 raise TestsFailed(f"{error}: {_end(printed)}") from None
             finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                kill_group(process.pid)
                 end_marked(mark, began_at)
         return f"{ended}: {_end(printed)}"
 

@@ -51,6 +51,12 @@ def new_mark() -> str:
     return os.environ.get(MARK, "") + uuid.uuid4().hex
 
 
+def kill_group(group: int) -> None:
+    """Kill a process group. It may have ended, or hold only processes of another user, as `sudo` starts them."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
 def end_marked(mark: str, began_at: float) -> None:
     """Kill the processes with this mark, until none is left: one may fork in the meantime."""
     for _ in range(_SWEEPS):

@@ -15,7 +15,6 @@ import contextlib
 import itertools
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +22,7 @@ from typing import Any
 
 import msgpack
 
-from agent_wrapper.shared.processes import MARK, boot_clock, end_marked, new_mark
+from agent_wrapper.shared.processes import MARK, boot_clock, end_marked, kill_group, new_mark
 from rollout_backend.config import ScoringConfig
 from rollout_backend.errors import ConfigError
 from rollout_backend.scoring.scorer import ScoringError
@@ -149,8 +148,7 @@ class _Worker:
             if task is not None and not task.done():
                 task.cancel()
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            kill_group(self._process.pid)
             await self._process.wait()
             await asyncio.to_thread(end_marked, self._mark, self._began_at)
         await asyncio.to_thread(self._temporary.cleanup)

@@ -63,6 +63,14 @@ async def test_log_and_memory_are_bounded(capfd):
         await run_command(CONTEXT, python(source))
 
 
+async def test_a_process_of_another_user_that_is_left_fails_no_command(monkeypatch):
+    def refuse(group: int, number: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.killpg", refuse)
+    assert await run_command(CONTEXT, ["echo", "done"]) == "done\n"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 async def test_a_child_that_left_the_process_group_is_killed():
     child = "import signal; signal.pause()"

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -18,7 +19,7 @@ from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.errors import ConfigError, InvokeRejected, PreflightError
 from rollout_backend.runtimes.process.control import send_stop
 from rollout_backend.runtimes.process.runtime import ProcessRuntime
-from rollout_backend.runtimes.process.supervisor import LOG_BYTES
+from rollout_backend.runtimes.process.supervisor import LOG_BYTES, _kill_all
 from rollout_backend.testing.runtime_contract import new_session
 
 OpenRuntime = Callable[..., Awaitable[ProcessRuntime]]
@@ -114,6 +115,17 @@ async def test_a_session_whose_supervisor_is_killed_ends_and_is_reported(open_ru
 
 
 # --- limits and environment -------------------------------------------------------------------------------
+
+
+def test_a_process_of_another_user_that_is_left_does_not_hold_up_the_end(monkeypatch):
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "kill", refuse)
+    sleep = ["sleep", "600"]
+    with subprocess.Popen("cat", stdin=subprocess.PIPE), subprocess.Popen(sleep, process_group=0) as agent:
+        _kill_all(agent)
+        assert agent.returncode == -signal.SIGKILL
 
 
 async def test_a_session_gets_its_payload_and_leaves_no_file_of_it(open_runtime, monkeypatch, tmp_path):

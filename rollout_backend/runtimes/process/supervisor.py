@@ -9,7 +9,8 @@ Invariants:
 
 - It outlives its starter, unless its order says otherwise. A session ends when its command exits, when a byte arrives
   in its pipe, or at its maximum lifetime.
-- No process of the session remains at the end. On Linux, descendants that left the process group are killed too.
+- No process of the session that it may kill remains at the end. On Linux, descendants that left the process group
+  are killed too.
 - A log that grows beyond twice `LOG_BYTES` keeps these first bytes and its end: an agent may print without end.
 - The pipe has a reader while the session is open, so any process can check whether it is.
 """
@@ -197,16 +198,24 @@ def _kill_all(agent: subprocess.Popen[bytes]) -> None:
     """Kill every process of the session. Orphans become children of this process, which then kills them too."""
     _signal(agent, signal.SIGKILL)
     agent.wait()
-    while children := _children(os.getpid()):
-        for pid in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    while sum(map(_kill, _children(os.getpid()))):
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
             return
         time.sleep(_KILL_POLL_S)
+
+
+def _kill(pid: int) -> bool:
+    """Kill a process. Return False for another user's, as `sudo` starts them, which remains."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except PermissionError:
+        return False
+    except ProcessLookupError:
+        pass
+    return True
 
 
 def _signal(agent: subprocess.Popen[bytes], number: signal.Signals) -> None:
