@@ -183,7 +183,7 @@ def _is_session_not_found(body: bytes) -> bool:
 
 def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
     """Return a function that stops one session and returns False if it did not exist. See `CleanupSpec`."""
-    opener = urllib.request.build_opener(_NoRedirect)
+    opener = urllib.request.build_opener(_NoRedirect, urllib.request.ProxyHandler({}))  # as the runtime's calls
 
     def stop(session_id: str) -> bool:
         headers = {**options["headers"], SESSION_HEADER: session_id}

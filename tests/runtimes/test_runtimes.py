@@ -234,7 +234,8 @@ async def test_http_a_server_that_cannot_stop_sessions_is_not_asked():
 
 
 @pytest.mark.parametrize("status", [301, 303, 307])
-async def test_http_follows_no_redirect(status):
+async def test_http_follows_no_redirect_and_uses_no_proxy(status, monkeypatch):
+    monkeypatch.setattr("urllib.request.getproxies", lambda: {"http": "http://127.0.0.1:9"})
     reached = set()
 
     async def redirect(request: web.Request) -> web.Response:
