@@ -94,7 +94,7 @@ async def send_heartbeats(url: str, api_key: str, every_s: float) -> None:
             arrived = False
             try:
                 response = await client.post(url, headers=headers)
-            except httpx.HTTPError as error:
+            except Exception as error:  # also of the resolver's thread, if the agent has used up all threads
                 logger.debug("a heartbeat did not arrive: %r", error)
             else:
                 if response.status_code == 410:

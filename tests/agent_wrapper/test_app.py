@@ -338,7 +338,13 @@ async def test_heartbeats_are_sent_while_the_agent_runs_even_if_the_gateway_fail
     block = sync_container.request(heartbeat_s=0.05, endpoint__heartbeat_url=f"{gateway.url}/beat")
     for name, value in cloud.env.items():
         monkeypatch.setenv(name, value)
-    app = RolloutApp()
+    app, post = RolloutApp(), httpx.AsyncClient.post
+
+    async def fail_once(*args: object, **more: object) -> None:
+        monkeypatch.setattr(httpx.AsyncClient, "post", post)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(httpx.AsyncClient, "post", fail_once)
 
     @app.entrypoint
     async def agent(context: object) -> int:
