@@ -453,8 +453,9 @@ class RolloutApp:
         last_s = _LAST_PUBLISH_S / 2 if job.stopping.is_set() else max(job.publish_s / 4, context.remaining_s)
 
         def write() -> tuple[Artifact, ...]:
-            self._publisher.write(request.result, request.artifacts_key, context.artifacts.pack(), last_s, url)
-            return context.artifacts.listed()
+            body, listed = context.artifacts.pack()
+            self._publisher.write(request.result, request.artifacts_key, body, last_s, url)
+            return listed
 
         try:
             return rollout.model_copy(update={"artifacts": await in_thread(write, "publish")})

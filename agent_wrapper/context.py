@@ -84,15 +84,12 @@ class Artifacts:
     def __bool__(self) -> bool:
         return bool(self._files)
 
-    def listed(self) -> tuple[Artifact, ...]:
-        """Return the entries for the result."""
+    def pack(self) -> tuple[bytes, tuple[Artifact, ...]]:
+        """Return the object that holds all artifacts, and their entries in the result. A thread that the agent has
+        left may add more later, which are not published."""
         with self._lock:
-            return tuple(Artifact.of(name, data) for name, data in self._files.items())
-
-    def pack(self) -> bytes:
-        """Return the object that holds all artifacts."""
-        with self._lock:
-            return pack_artifacts(self._files)
+            files = dict(self._files)
+        return pack_artifacts(files), tuple(Artifact.of(name, data) for name, data in files.items())
 
 
 _DEPLOYED_CALL_TIMEOUT_S = 600.0

@@ -41,6 +41,14 @@ def test_a_returned_number_is_the_reward_and_the_rollout_is_identified(container
 def test_artifacts_are_written_once_beside_the_result_that_lists_them(container, cloud):
     block = container.request()
     body = """
+def write(*args):  # while a thread that the agent has left adds another one
+    del publisher.write
+    context.artifacts.add("late.txt", "")
+    publisher.write(*args)
+
+import __main__
+publisher = __main__.app._publisher
+publisher.write = write
 context.artifacts.add("patch.diff", b"+1")
 context.artifacts.add("log.txt", "done")
 return 0.5

@@ -55,9 +55,10 @@ def test_bytes_texts_and_files_are_copied_when_they_are_added(tmp_path):
     file.write_text("later")
     files = {"a": b"\x00", "b.txt": b"\xc3\xa9", "c": b"first"}
     assert artifacts
-    assert unpack_artifacts(artifacts.pack(), artifacts.listed()) == files
-    rollout = make_rollout("t.0").model_copy(update={"artifacts": artifacts.listed()})
-    assert Rollout.decode(rollout.encode()).artifacts == artifacts.listed()
+    packed, listed = artifacts.pack()
+    assert unpack_artifacts(packed, listed) == files
+    rollout = make_rollout("t.0").model_copy(update={"artifacts": listed})
+    assert Rollout.decode(rollout.encode()).artifacts == listed
 
 
 @pytest.mark.parametrize("name", ["../x", ".hidden", "a" * 129])
@@ -88,9 +89,9 @@ def test_count_and_size_are_bounded(tmp_path):
 def test_only_what_the_result_lists_is_read():
     artifacts = Artifacts()
     artifacts.add("a", b"1")
-    other = Artifact.of("a", b"2")
-    for listed in ([], [other], [*artifacts.listed(), Artifact.of("b", b"")]):
+    packed, listed = artifacts.pack()
+    for wrong in ([], [Artifact.of("a", b"2")], [*listed, Artifact.of("b", b"")]):
         with pytest.raises(ContractError, match="are not those that the result lists"):
-            unpack_artifacts(artifacts.pack(), listed)
+            unpack_artifacts(packed, wrong)
     with pytest.raises(ContractError):
-        unpack_artifacts(b"no object", artifacts.listed())
+        unpack_artifacts(b"no object", listed)

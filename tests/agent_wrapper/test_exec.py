@@ -238,8 +238,9 @@ def test_files_that_the_command_left_are_published_as_it_left_them(tmp_path, rew
         arguments += ["--verifier", "sh -c 'echo altered > patch.diff; echo 1'"]
     script = "printf x > patch.diff; mkdir notes; printf y > notes/4.txt"
     asyncio.run(parse_arguments([*arguments, "--", "sh", "-c", script]).run(given))
-    assert [(each.name, each.size) for each in given.artifacts.listed()] == [("patch.diff", 1), ("4.txt", 1)]
-    assert b"altered" not in given.artifacts.pack()
+    packed, listed = given.artifacts.pack()
+    assert [(each.name, each.size) for each in listed] == [("patch.diff", 1), ("4.txt", 1)]
+    assert b"altered" not in packed
 
 
 def test_a_workspace_is_unpacked_for_the_command_and_published_when_it_has_ended(tmp_path):
@@ -248,8 +249,9 @@ def test_a_workspace_is_unpacked_for_the_command_and_published_when_it_has_ended
     command = ["sh", "-c", "cat sum.py > copy; mkdir notes; exit 3"]
     arguments = ["--reward", "none", "--workspace", "{payload.files}", "--score-failures", "--", *command]
     assert asyncio.run(parse_arguments(arguments).run(given)) == {"reward": 0.0}
-    assert [each.name for each in given.artifacts.listed()] == [WORKSPACE]
-    unpack_folder(unpack_artifacts(given.artifacts.pack(), given.artifacts.listed())[WORKSPACE], tmp_path / "left")
+    files = unpack_artifacts(*given.artifacts.pack())
+    assert [*files] == [WORKSPACE]
+    unpack_folder(files[WORKSPACE], tmp_path / "left")
     assert sorted(path.name for path in (tmp_path / "left").iterdir()) == ["copy", "notes", "sum.py"]
     assert (tmp_path / "left" / "copy").read_text() == "print(1)"
 
@@ -260,7 +262,7 @@ def test_a_workspace_can_be_the_working_directory(tmp_path, monkeypatch):
     given = context({"environment": "."})
     arguments = ["--reward", "none", "--workspace", "{payload.environment}", "--", "sh", "-c", "mv sum.py moved.py"]
     assert asyncio.run(parse_arguments(arguments).run(given)) == {"reward": 0.0}
-    unpack_folder(unpack_artifacts(given.artifacts.pack(), given.artifacts.listed())[WORKSPACE], tmp_path / "left")
+    unpack_folder(unpack_artifacts(*given.artifacts.pack())[WORKSPACE], tmp_path / "left")
     assert [path.name for path in (tmp_path / "left").iterdir()] == ["moved.py"]
     monkeypatch.chdir("/")
     with pytest.raises(AgentFailure, match="working directory is /: set WORKDIR"):

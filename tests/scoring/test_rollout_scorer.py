@@ -45,8 +45,9 @@ def published(store: MemoryStore, **files: bytes) -> Rollout:
     artifacts = Artifacts()
     for name, content in files.items():
         artifacts.add(name, content)
-    rollout = make_rollout("t.0").model_copy(update={"artifacts": artifacts.listed()})
-    store.objects[artifacts_key("p/", "run", rollout.step, "t.0", rollout.attempt)] = artifacts.pack()
+    packed, listed = artifacts.pack()
+    rollout = make_rollout("t.0").model_copy(update={"artifacts": listed})
+    store.objects[artifacts_key("p/", "run", rollout.step, "t.0", rollout.attempt)] = packed
     return rollout
 
 
