@@ -24,7 +24,6 @@ import os
 import random
 import sys
 import time
-import traceback
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -46,7 +45,7 @@ from agent_wrapper.model_endpoint import PROBE_S, SessionClosed, probe_endpoint,
 from agent_wrapper.one_shot import flush_output, payload_file, run_and_exit
 from agent_wrapper.outcome import AgentResult, build_rollout, classify, describe, encode, failed, without_artifacts
 from agent_wrapper.publish import Publisher, PublishError
-from agent_wrapper.runner import Agent, Returned, in_thread
+from agent_wrapper.runner import Agent, Returned, in_thread, traceback_of
 from agent_wrapper.shared.json_values import plain_json
 from agent_wrapper.shared.redaction import redact_logs
 from agent_wrapper.shared.trajectory import TrajectoryUnavailable, fetch_trajectory
@@ -339,8 +338,8 @@ class RolloutApp:
                 raise
             except Exception as error:  # a bug in the wrapper, or no memory or thread left
                 logger.exception("the wrapper failed in rollout %s", job.request.rollout_id)
-                trace = "".join(traceback.format_exception(error))
-                lost = failed(Outcome.INFRA_ERROR, "wrapper_failed", f"the wrapper failed: {describe(error)}", trace)
+                said, trace = f"the wrapper failed: {describe(error)}", traceback_of(error)
+                lost = failed(Outcome.INFRA_ERROR, "wrapper_failed", said, trace)
                 await self._publish(job, build_rollout(job.request, lost, None, started_at, time.time()))
         except Exception as error:
             message = str(error) if isinstance(error, PublishError) else describe(error)

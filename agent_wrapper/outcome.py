@@ -42,7 +42,7 @@ from agent_wrapper.contract import (
 )
 from agent_wrapper.contract.codec import unpacked_size
 from agent_wrapper.errors import AgentFailure, CommandError, CommandNotStarted, RewardError, VerifierError
-from agent_wrapper.runner import Raised, Returned
+from agent_wrapper.runner import Raised, Returned, traceback_of
 from agent_wrapper.shared.json_values import finite_number, read_extras, short
 from agent_wrapper.shared.redaction import without_key
 from agent_wrapper.shared.trajectory import TrajectoryTooLarge, TrajectoryUnavailable
@@ -221,7 +221,10 @@ def _without_reward(rollout: Rollout, end: AgentResult, **more: object) -> Rollo
 
 def describe(error: BaseException) -> str:
     """Return `Class: message`, like the last line of a traceback."""
-    return "".join(traceback.format_exception_only(error)).strip()
+    try:
+        return "".join(traceback.format_exception_only(error)).strip()
+    except Exception:
+        return type(error).__name__
 
 
 def _said(error: BaseException) -> str:
@@ -271,7 +274,7 @@ def _turn_rewards(value: object) -> tuple[float, ...]:
 
 
 def _classify_error(error: BaseException, base_url: str) -> AgentResult:
-    trace = "".join(traceback.format_exception(error))
+    trace = traceback_of(error)
     cause = next((link for link in _chain(error) if _is_model_unavailable(link, base_url)), None)
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:  # of a TaskGroup
         error = error.exceptions[0]

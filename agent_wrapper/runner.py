@@ -118,7 +118,6 @@ class _AsyncCall(AgentCall):
     ) -> None:
         super().__init__()
         self._loop = loop
-        self._stack = ""
         self._loop_thread: int | None = None
         self._task: asyncio.Task[None] | None = None
         loop.call_soon_threadsafe(self._begin, function, context)
@@ -133,9 +132,7 @@ class _AsyncCall(AgentCall):
         try:
             self._settle(Returned(await function(context)))
         except BaseException as error:
-            raised = _raised(error)
-            self._stack = "".join(traceback.format_exception(error))
-            self._settle(raised)
+            self._settle(_raised(error))
 
     def cancel(self) -> bool:
         # Scheduled after _begin, so the task exists.
@@ -143,8 +140,18 @@ class _AsyncCall(AgentCall):
         return True
 
     def stack(self) -> str:
-        # Not done despite the cancellation: most likely it blocks its loop's thread.
-        return self._stack if self.future.done() else _thread_stack(self._loop_thread)
+        if not self.future.done():  # despite the cancellation: most likely it blocks its loop's thread
+            return _thread_stack(self._loop_thread)
+        result = self.future.result()
+        return traceback_of(result.error) if isinstance(result, Raised) else ""
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback of an agent's error, whose objects may fail while it is made."""
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception:
+        return "".join([*traceback.format_tb(error.__traceback__), type(error).__name__])
 
 
 def _outcome_of(function: Callable[[RolloutContext], Any], context: RolloutContext) -> Returned | Raised:

@@ -260,11 +260,16 @@ class RaisesMute(dict[str, int]):
         raise Mute("x")
 
 
-@pytest.mark.parametrize("raised", [Raised(Mute("x")), Raised(Mute("x", 0.5)), Returned(RaisesMute(reward=1))])
-def test_an_error_without_a_readable_message_is_published(raised):
-    ending = classify(raised, URL)
+UNSHOWABLE = SyntaxError("bad", ("f.py", 1, "no number", "x = "))
+
+
+@pytest.mark.parametrize(
+    "result", [Raised(Mute("x")), Raised(Mute("x", 0.5)), Returned(RaisesMute(reward=1)), Raised(UNSHOWABLE)]
+)
+def test_an_error_without_a_readable_message_is_published(result):
+    ending = classify(result, URL)
     assert ending.outcome is Outcome.AGENT_ERROR
-    assert "Mute" in ending.failure.message
+    assert ("SyntaxError" if result == Raised(UNSHOWABLE) else "Mute") in ending.failure.message
 
 
 def raised_from(cause: Exception, how: str) -> Exception:
