@@ -7,7 +7,7 @@ import tarfile
 
 import pytest
 
-from agent_wrapper.shared.workspace import pack_folder, unpack_folder
+from agent_wrapper.shared.workspace import MAX_UNPACKED_BYTES, pack_folder, unpack_folder
 
 
 def archive(*members) -> bytes:
@@ -52,6 +52,13 @@ def test_equal_files_give_equal_archives(tmp_path):
     one, other = (pack_folder(tmp_path / name, mtime=0) for name in "ab")
     assert one == other
     assert pack_folder(tmp_path / "a") != pack_folder(tmp_path / "b")  # a stale .pyc would match otherwise
+
+
+def test_what_could_not_be_unpacked_is_not_packed(tmp_path):
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(MAX_UNPACKED_BYTES + 1)
+    with pytest.raises(ValueError, match="holds more than 1073741824 bytes or 100000 files"):
+        pack_folder(tmp_path)
 
 
 def test_nothing_is_written_outside_the_folder(tmp_path):
