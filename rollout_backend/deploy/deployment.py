@@ -274,7 +274,8 @@ async def run_smoke_rollout(target: Target, payload: Mapping[str, Any]) -> str:
             return "a session starts and accepts a rollout; each run signs the URLs of its results"
         rollout = await _read_result(target, request, runtime)
     finally:
-        await runtime.stop(session_id)
+        with contextlib.suppress(RuntimeCallError):  # the session ends when it has been idle
+            await runtime.stop(session_id)
         await runtime.aclose()
     reason = rollout.failure.reason if rollout.failure else ""
     if reason != "model_unreachable":

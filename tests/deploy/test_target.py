@@ -1,6 +1,7 @@
 """The outputs of a stack, as the settings of a run."""
 
 from dataclasses import replace
+from unittest.mock import AsyncMock
 
 import pytest
 import yaml
@@ -8,9 +9,10 @@ from aiohttp import web
 
 from builders import served
 from rollout_backend.config import RolloutConfig
-from rollout_backend.deploy.deployment import Deployment, config_text, runtime_settings
+from rollout_backend.deploy.deployment import Deployment, config_text, run_smoke_rollout, runtime_settings
 from rollout_backend.deploy.target import read_stack
-from rollout_backend.errors import ConfigError, PreflightError
+from rollout_backend.errors import ConfigError, PreflightError, Throttled
+from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
 from stacks import described_stack
 
 ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/my_agent-0123456789"
@@ -163,3 +165,12 @@ async def test_a_missing_stack():
     async with served(refuse) as url:
         with pytest.raises(PreflightError, match=r"no stack my-agent in us-east-1: deploy infra/template\.yaml"):
             await read_stack("my-agent", endpoint_url=url)
+
+
+async def test_a_stop_that_is_refused_fails_no_deployment(monkeypatch):
+    runtime = AsyncMock()
+    runtime.stop.side_effect = Throttled("too many stops")
+    monkeypatch.setattr(AgentCoreRuntime, "open", AsyncMock(return_value=runtime))
+    target = replace(await read(Presigned="true"), arn=ARN)
+    assert "a session starts" in await run_smoke_rollout(target, {})
+    runtime.aclose.assert_awaited()
