@@ -7,9 +7,8 @@ refused at the start, unless the settings accept it.
 Invariant: redirects are not followed. A payload contains a session key, which must not reach another host.
 """
 
+import asyncio
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Self
@@ -35,11 +34,6 @@ SESSION_HEADER = "X-Amzn-Bedrock-AgentCore-Runtime-Session-Id"
 _STOP_S = 30.0
 _Post = AbstractAsyncContextManager[aiohttp.ClientResponse]
 MAX_BYTES = 64 * 1024  # the wrapper's answers have some tens of bytes
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: object) -> None:
-        return None
 
 
 class HttpRuntime(AgentRuntime):
@@ -183,21 +177,16 @@ def _is_session_not_found(body: bytes) -> bool:
 
 def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
     """Return a function that stops one session and returns False if it did not exist. See `CleanupSpec`."""
-    opener = urllib.request.build_opener(_NoRedirect, urllib.request.ProxyHandler({}))  # as the runtime's calls
 
-    def stop(session_id: str) -> bool:
-        headers = {**options["headers"], SESSION_HEADER: session_id}
-        request = urllib.request.Request(options["url"], b"", headers)  # noqa: S310  # the setting allows http(s) only
-        try:
-            opener.open(request, timeout=_STOP_S).close()
-        except urllib.error.HTTPError as error:
-            error.close()
-            if error.code == 404:
-                return False
-            raise
-        return True
+    async def stop(session_id: str) -> bool:
+        headers, timeout = {**options["headers"], SESSION_HEADER: session_id}, aiohttp.ClientTimeout(total=_STOP_S)
+        call = aiohttp.request("POST", options["url"], headers=headers, timeout=timeout, allow_redirects=False)
+        async with call as reply:
+            if reply.status >= 300 and reply.status != 404:
+                raise _to_call_error(reply, await reply.content.read(500))
+            return reply.status != 404
 
-    return stop
+    return lambda session_id: asyncio.run(stop(session_id))
 
 
 async def read_answer(reply: aiohttp.ClientResponse) -> bytes:

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
 
 import pytest
 from aiohttp import web
@@ -235,7 +234,8 @@ async def test_http_a_server_that_cannot_stop_sessions_is_not_asked():
 
 @pytest.mark.parametrize("status", [301, 303, 307])
 async def test_http_follows_no_redirect_and_uses_no_proxy(status, monkeypatch):
-    monkeypatch.setattr("urllib.request.getproxies", lambda: {"http": "http://127.0.0.1:9"})
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
     reached = set()
 
     async def redirect(request: web.Request) -> web.Response:
@@ -247,7 +247,7 @@ async def test_http_follows_no_redirect_and_uses_no_proxy(status, monkeypatch):
         options = runtime.cleanup_spec().options
         calls = [runtime.check(), runtime.invoke(new_session(), b"{}"), runtime.stop(new_session())]
         for call in [*calls, asyncio.to_thread(session_stopper(options), new_session())]:
-            with pytest.raises((PreflightError, InvokeRejected, HTTPError), match=r"elsewhere|HTTP Error 30"):
+            with pytest.raises((PreflightError, InvokeRejected), match="elsewhere"):
                 await call
         await runtime.aclose()
     assert reached == {"/ping", "/invocations", "/stop"}
