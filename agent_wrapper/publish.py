@@ -45,8 +45,8 @@ class PublishError(Exception):
     """The result could not be written. The message says why and names the key."""
 
 
-class PutRefused(Exception):
-    """S3 refused the object or could not be reached in time. The message says why."""
+class S3Refused(Exception):
+    """S3 refused a request or could not be reached in time. The message says why."""
 
 
 class Publisher:
@@ -162,12 +162,26 @@ def _put_by_url(url: str, body: bytes, budget_s: float) -> bool:
     """Write `body` with one PUT. Return False if the object exists.
 
     Raises:
-        PutRefused: the retries used up `budget_s`, or the error is permanent.
+        S3Refused: the retries used up `budget_s`, or the error is permanent.
+    """
+    response = call_url("PUT", url, budget_s, content=body, headers=put_headers(body))
+    if response.status_code == 412:
+        return False
+    if not response.is_success:
+        raise S3Refused(f"S3 answered {response.status_code} {_code(response) or response.reason_phrase}")
+    return True
+
+
+def call_url(method: str, url: str, budget_s: float, **more: Any) -> httpx.Response:
+    """Send a request to a presigned URL until its answer is final or `budget_s` is used up. Return the last answer.
+
+    Raises:
+        S3Refused: there is none.
     """
     import httpx  # imported on first use: see shared/trajectory.py
     import tenacity
 
-    put = _retrying(
+    send = _retrying(
         tenacity.retry_if_exception_type(httpx.TransportError)
         | tenacity.retry_if_result(lambda response: is_transient(response.status_code, _code(response))),
         budget_s,
@@ -178,14 +192,10 @@ def _put_by_url(url: str, body: bytes, budget_s: float) -> bool:
     redact_logs()
     try:
         with httpx.Client(timeout=timeout, verify=verify) as client:
-            response: httpx.Response = put(client.put, url, content=body, headers=put_headers(body))
+            response: httpx.Response = send(client.request, method, url, **more)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise PutRefused(without_secrets(f"{type(error).__name__}: {error}")) from None
-    if response.status_code == 412:
-        return False
-    if not response.is_success:
-        raise PutRefused(f"S3 answered {response.status_code} {_code(response) or response.reason_phrase}")
-    return True
+        raise S3Refused(without_secrets(f"{type(error).__name__}: {error}")) from None
+    return response
 
 
 def _code(response: httpx.Response) -> str:
@@ -194,7 +204,7 @@ def _code(response: httpx.Response) -> str:
 
 
 def _retrying(when: tenacity.retry_base, budget_s: float, **more: Any) -> tenacity.Retrying:
-    """Return a retrier that repeats a write while `when` holds, for at most `budget_s`."""
+    """Return a retrier that repeats a call while `when` holds, for at most `budget_s`."""
     import tenacity
 
     wait = tenacity.wait_exponential_jitter(multiplier=0.2, max=8.0, jitter=0.5)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from agent_wrapper.contract import ContractError, unpack_artifacts
 from agent_wrapper.contract.messages import ORDER, TESTS, VerifierOrder
+from agent_wrapper.publish import S3Refused, call_url
 from agent_wrapper.shared.harbor_tests import TestsFailed, read_reward, run_tests
 from agent_wrapper.shared.workspace import WORKSPACE, unpack_folder
 
@@ -34,20 +35,26 @@ def main(folder: Path, *, root: Path = Path("/"), message: Path = Path("/dev/ter
         code = 0
         if len(text.encode()) > MAX_MESSAGE_BYTES:
             raise TestsFailed(f"reward.json has more than {MAX_MESSAGE_BYTES} bytes, which a pod cannot report")
-    except (TestsFailed, ContractError, OSError, ValueError) as error:
+    except (TestsFailed, ContractError, S3Refused, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         text = str(error)
         code = 1
-    message.write_bytes(text.encode()[:MAX_MESSAGE_BYTES])
+    message.write_bytes(text.encode(errors="replace")[:MAX_MESSAGE_BYTES])
     return code
 
 
 def _score(folder: Path, root: Path) -> dict[str, object]:
     order = VerifierOrder.parse(json.loads((folder / ORDER).read_bytes()))
-    files = unpack_artifacts(_download(order.artifacts_url), order.artifacts)
+    reply = call_url("GET", order.artifacts_url, _DOWNLOAD_S)
+    if reply.status_code != 200:
+        raise TestsFailed(f"S3 answered {reply.status_code} to the GET of the artifacts: {reply.text[:300]}")
+    files = unpack_artifacts(reply.content, order.artifacts)
     if WORKSPACE not in files:
         raise TestsFailed(f"the agent has published no artifact {WORKSPACE!r}: run it with --workspace")
-    _restore(files[WORKSPACE], Path.cwd())
+    if Path.cwd() == Path("/"):
+        raise TestsFailed("the image's working directory is /: set WORKDIR in the Dockerfile, or environment.workdir")
+    _clear(Path.cwd())
+    unpack_folder(files[WORKSPACE], Path.cwd())
     tests, logs = root / "tests", root / "logs" / "verifier"
     for each in (tests, logs):
         each.mkdir(parents=True, exist_ok=True)
@@ -70,42 +77,12 @@ def _score(folder: Path, root: Path) -> dict[str, object]:
     return read_reward(logs, ended)
 
 
-def _restore(workspace: bytes, folder: Path) -> None:
-    """Replace the content of a folder with the agent's workspace."""
-    if folder == Path(folder.anchor):
-        raise TestsFailed("the image's working directory is /: set WORKDIR in the Dockerfile, or environment.workdir")
-    _clear(folder)
-    unpack_folder(workspace, folder)
-
-
 def _clear(folder: Path) -> None:
     for each in folder.iterdir():
         if each.is_dir() and not each.is_symlink():
             shutil.rmtree(each)
         else:
             each.unlink()
-
-
-def _download(url: str) -> bytes:
-    import httpx
-    import tenacity
-
-    for attempt in tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type(httpx.TransportError),
-        stop=tenacity.stop_after_delay(_DOWNLOAD_S),
-        wait=tenacity.wait_exponential_jitter(max=10),
-        reraise=True,
-    ):
-        with attempt:
-            try:
-                reply = httpx.get(url, timeout=60.0)
-                if reply.status_code >= 500:
-                    raise httpx.TransportError(f"S3 answered {reply.status_code}")
-            except httpx.InvalidURL as error:
-                raise TestsFailed(f"the artifacts' URL is invalid: {error}") from None
-    if reply.status_code != 200:
-        raise TestsFailed(f"S3 answered {reply.status_code} to the GET of the artifacts: {reply.text[:300]}")
-    return reply.content
 
 
 if __name__ == "__main__":

@@ -95,6 +95,8 @@ def test_artifacts_that_are_others_or_missing_are_refused(verifier):
     verifier.files = {"log.txt": b"x"}
     verifier.answer = (200, pack_artifacts(verifier.files))
     assert "no artifact 'workspace.tar.gz'" in verifier.run("true")[1]
+    verifier.url = "http://s3:port"
+    assert "InvalidURL" in verifier.run("true")[1]
     assert (verifier.app / "old.txt").exists()
 
 
