@@ -22,6 +22,7 @@ import json
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -149,8 +150,7 @@ class BedrockAgentCoreApp(_BedrockAgentCoreApp):
                 value = call(context)
                 if inspect.isawaitable(value) or inspect.isasyncgen(value):
                     value = asyncio.run(_last_value(value))
-                elif inspect.isgenerator(value):
-                    value = _last(value)
+                value = _last(value)
                 while is_active(tasks):
                     time.sleep(_POLL_S)
                 return self._reward_and_extras(value)
@@ -222,14 +222,12 @@ async def _last_value(value: Any) -> Any:
         async for each in value:
             last = each
         return last
-    return _last(value) if inspect.isgenerator(value) else value
+    return _last(value)
 
 
-def _last(values: Any) -> Any:
-    last = None
-    for each in values:
-        last = each
-    return last
+def _last(value: Any) -> Any:
+    """Exhaust a generator and return its last value. Return any other value unchanged."""
+    return (deque(value, maxlen=1) or [None])[0] if inspect.isgenerator(value) else value
 
 
 def _log_rollouts() -> None:

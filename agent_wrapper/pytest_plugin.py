@@ -6,12 +6,5 @@ entry point cannot be a module of `rollout_backend`: pytest would fail there bef
 
 from importlib.util import find_spec
 
-
-def _is_installed(package: str) -> bool:
-    try:
-        return find_spec(package) is not None
-    except ModuleNotFoundError:  # its parent package is missing too
-        return False
-
-
-pytest_plugins = ("rollout_backend.local.pytest_plugin",) if _is_installed("rollout_backend.local") else ()
+_NEEDED = ("rollout_backend", "rollout_backend.local")  # the parent first, without which the other raises
+pytest_plugins = ("rollout_backend.local.pytest_plugin",) if all(map(find_spec, _NEEDED)) else ()
