@@ -21,7 +21,6 @@ import inspect
 import json
 import logging
 import os
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextvars import ContextVar
@@ -130,30 +129,22 @@ class BedrockAgentCoreApp(_BedrockAgentCoreApp):
             given = _request_context.get() or RequestContext()
             return function(context.payload, *([given] if self._takes_context(function) else []))
 
-        def is_active(tasks: set[int]) -> bool:
-            return any(task in self._active_tasks for task in [*tasks])
+        async def finish(value: Any) -> Any:
+            value = await _last_value(value)
+            await asyncio.sleep(0)  # let a task that the agent created start and register itself
+            while any(task in self._active_tasks for task in [*(_background_tasks.get() or ())]):  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_S)  # the app has no event for their end
+            return self._reward_and_extras(value)
 
         async def async_agent(context: RolloutContext) -> Any:
             with model_calls.redirected(context):
-                tasks: set[int] = set()
-                _background_tasks.set(tasks)
-                value = await _last_value(call(context))
-                await asyncio.sleep(0)  # let a task that the agent created start and register itself
-                while is_active(tasks):  # noqa: ASYNC110  # the app has no event for their end
-                    await asyncio.sleep(_POLL_S)
-                return self._reward_and_extras(value)
+                _background_tasks.set(set())
+                return await finish(call(context))
 
         def sync_agent(context: RolloutContext) -> Any:
             with model_calls.redirected(context):
-                tasks: set[int] = set()
-                _background_tasks.set(tasks)
-                value = call(context)
-                if inspect.isawaitable(value) or inspect.isasyncgen(value):
-                    value = asyncio.run(_last_value(value))
-                value = _last(value)
-                while is_active(tasks):
-                    time.sleep(_POLL_S)
-                return self._reward_and_extras(value)
+                _background_tasks.set(set())
+                return asyncio.run(finish(_last(call(context))))
 
         return async_agent if _is_async(function) else sync_agent
 
