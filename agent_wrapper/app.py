@@ -66,8 +66,7 @@ _REMEMBERED = 10_000  # number of finished attempts for which repeated invokes a
 # Limits after the agent's deadline: time to unwind, to fetch the trajectory and to write the result. Each is also
 # capped at a share of the backend's publish_grace_s, so that the result is published in time. Before the deadline the
 # trajectory has more time, because a restarting trainer also restarts its gateway.
-_UNWIND_S, _FETCH_S, _PUBLISH_S = 2.0, 20.0, 60.0
-_UNWIND_SHARE, _FETCH_SHARE, _PUBLISH_SHARE = 0.1, 0.25, 0.5
+_UNWIND, _FETCH, _PUBLISH = (2.0, 0.1), (20.0, 0.25), (60.0, 0.5)  # seconds, share
 # The same limits after a stop request or SIGTERM: SIGKILL follows SIGTERM within seconds.
 _LAST_UNWIND_S, _LAST_FETCH_S, _LAST_PUBLISH_S = 0.5, 2.0, 4.0
 _LAST_REQUESTS_S = 2  # before that: time to finish open responses
@@ -89,21 +88,9 @@ class _Job:
     reason: str | None = None
     max_result_bytes: int = MAX_OBJECT_BYTES
 
-    @property
-    def unwind_s(self) -> float:
-        return min(_UNWIND_S, _UNWIND_SHARE * self._grace_s)
-
-    @property
-    def fetch_s(self) -> float:
-        return min(_FETCH_S, _FETCH_SHARE * self._grace_s)
-
-    @property
-    def publish_s(self) -> float:
-        return min(_PUBLISH_S, _PUBLISH_SHARE * self._grace_s)
-
-    @property
-    def _grace_s(self) -> float:
-        return self.request.publish_grace_s or math.inf
+    def limit_s(self, seconds: float, share: float) -> float:
+        """Return a limit after the agent's deadline."""
+        return min(seconds, share * (self.request.publish_grace_s or math.inf))
 
     @property
     def is_running(self) -> bool:
@@ -256,8 +243,8 @@ class RolloutApp:
     async def invocations(self, request: Request) -> JSONResponse:
         from pydantic_core import from_json
 
-        if not _is_authorized(request):
-            return _unauthorized()
+        if (refusal := _refuse_stranger(request)) is not None:
+            return refusal
         try:
             payload = from_json(await request.body())
         except ValueError as error:
@@ -281,8 +268,8 @@ class RolloutApp:
 
     async def stop(self, request: Request) -> JSONResponse:
         """Stop the session that the header names, as a runtime with one container per session would."""
-        if not _is_authorized(request):
-            return _unauthorized()
+        if (refusal := _refuse_stranger(request)) is not None:
+            return refusal
         session_id = request.headers.get(SESSION_HEADER)
         jobs = [job for job in self._jobs.values() if job.request.session_id == session_id and job.is_running]
         if not jobs:
@@ -374,7 +361,7 @@ class RolloutApp:
         finished_at = time.time()
         # A completed rollout is worth retrying until the agent's deadline. An agent may have failed because the
         # gateway is down.
-        fetch_s = max(job.fetch_s, context.remaining_s) if result.finished else job.fetch_s
+        fetch_s = max(job.limit_s(*_FETCH), context.remaining_s if result.finished else 0.0)
         trajectory = await self._fetch_trajectory(job, fetch_s)
         rollout = build_rollout(request, result, trajectory, started_at, finished_at)
         return await self._publish_artifacts(job, rollout, context)
@@ -411,7 +398,7 @@ class RolloutApp:
             return classify(ended.result(), job.request.endpoint.base_url)
         stopped = job.stopping.is_set()
         if call.cancel():
-            await job.wait(ended, job.unwind_s, _LAST_UNWIND_S)
+            await job.wait(ended, job.limit_s(*_UNWIND), _LAST_UNWIND_S)
         if stopped:
             what = "container" if self._stopping.is_set() else "session"
             message = f"the {what} was stopped before its agent finished"
@@ -449,7 +436,8 @@ class RolloutApp:
             return rollout
         request = job.request
         url = request.result.urls.artifacts if request.result.urls is not None else None
-        last_s = _LAST_PUBLISH_S / 2 if job.stopping.is_set() else max(job.publish_s / 4, context.remaining_s)
+        usual_s = max(job.limit_s(*_PUBLISH) / 4, context.remaining_s)
+        last_s = _LAST_PUBLISH_S / 2 if job.stopping.is_set() else usual_s
 
         def write() -> tuple[Artifact, ...]:
             body, listed = context.artifacts.pack()
@@ -464,20 +452,17 @@ class RolloutApp:
     async def _publish(self, job: _Job, rollout: Rollout) -> None:
         request, (rollout, body) = job.request, encode(rollout, job.max_result_bytes)
         job.outcome, job.reason = rollout.outcome, rollout.failure.reason if rollout.failure else None
-        budget_s = _LAST_PUBLISH_S if job.stopping.is_set() else job.publish_s
+        budget_s = _LAST_PUBLISH_S if job.stopping.is_set() else job.limit_s(*_PUBLISH)
         key, url = request.key_for(rollout.outcome), request.url_for(rollout.outcome)
         await in_thread(lambda: self._publisher.publish(request.result, key, body, budget_s, url), "publish")
         logger.info("rollout %s published as %s", rollout.rollout_id, rollout.outcome)
 
 
-def _is_authorized(request: Request) -> bool:
-    """Return whether the caller has the token, if this server requires one."""
-    token = os.environ.get(_TOKEN)
-    given = request.headers.get("Authorization", "")
-    return not token or hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
-
-
-def _unauthorized() -> JSONResponse:
+def _refuse_stranger(request: Request) -> JSONResponse | None:
+    """Return the answer to a caller without the token, if this server requires one."""
+    token, given = os.environ.get(_TOKEN), request.headers.get("Authorization", "")
+    if not token or hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+        return None
     return _refuse(401, "Unauthorized", f"the Authorization header is not `Bearer ${_TOKEN}`")
 
 
