@@ -16,7 +16,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from agent_wrapper.contract import Announcement, ResultTarget, put_headers
 from agent_wrapper.shared.aws_errors import is_transient
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     import httpx
     import tenacity
     from botocore.loaders import Loader
-    from mypy_boto3_s3 import S3Client
-    from mypy_boto3_sqs import SQSClient
 
 logger = logging.getLogger("agent_wrapper")
 
@@ -38,7 +36,6 @@ _CONNECTIONS = 32
 _CODE = re.compile(r"<Code>([\w.]{1,64})</Code>")
 # A retry may find the right credentials, or a corrected clock.
 _STALE_CREDENTIALS = ("ExpiredToken", "InvalidAccessKeyId", "InvalidClientTokenId", "InvalidToken", "Unrecognized")
-_T = TypeVar("_T")
 
 
 class PublishError(Exception):
@@ -72,8 +69,10 @@ class Publisher:
         """
         self.write(target, key, body, budget_s, url)
         if target.queue_url is not None:
+            said = Announcement(bucket=target.bucket, key=key).encode()
+            message = {"QueueUrl": target.queue_url, "MessageBody": said}
             try:
-                self._announce(target, key, budget_s)
+                self._retry("sqs", target.region, budget_s, lambda sqs: sqs.send_message(**message))
             except Exception as error:
                 where = f"s3://{target.bucket}/{key}"
                 logger.warning("%s was written but could not be announced on %s: %s", where, target.queue_url, error)
@@ -101,27 +100,14 @@ class Publisher:
         """Write `body`. Return False if the key exists."""
         from botocore.exceptions import ClientError
 
-        def put(s3: S3Client) -> None:
-            s3.put_object(
-                Bucket=target.bucket, Key=key, Body=body, ContentType="application/octet-stream", IfNoneMatch="*"
-            )
-
+        place = {"Bucket": target.bucket, "Key": key, "ContentType": "application/octet-stream", "IfNoneMatch": "*"}
         try:
-            self._retry("s3", target.region, budget_s, put)
+            self._retry("s3", target.region, budget_s, lambda s3: s3.put_object(**place, Body=body))
         except ClientError as error:
             if _status(error) != 412:
                 raise
             return False
         return True
-
-    def _announce(self, target: ResultTarget, key: str, budget_s: float) -> None:
-        message = Announcement(bucket=target.bucket, key=key).encode()
-        queue_url = target.queue_url or ""
-
-        def send(sqs: SQSClient) -> None:
-            sqs.send_message(QueueUrl=queue_url, MessageBody=message)
-
-        self._retry("sqs", target.region, budget_s, send)
 
     def _client(self, service: str, region: str | None) -> Any:
         from botocore.config import Config  # imported on first use: see shared/trajectory.py
@@ -139,23 +125,23 @@ class Publisher:
                 self._clients[service, region] = session.client(service, config=config)
             return self._clients[service, region]
 
-    def _retry(self, service: str, region: str | None, budget_s: float, call: Callable[[Any], _T]) -> _T:
+    def _retry(self, service: str, region: str | None, budget_s: float, call: Callable[[Any], object]) -> None:
         """Retry a call until it succeeds, each time with a new client: a client keeps the credentials that it was
         created with, even if there were none."""
         import tenacity
 
-        def attempt() -> _T:
+        def attempt() -> None:
             client = None
             try:
                 client = self._client(service, region)
-                return call(client)
+                call(client)
             except Exception as error:
                 with self._lock:
                     if _is_transient(error) and self._clients.get((service, region)) is client:
                         self._clients.pop((service, region), None)  # unless another thread has replaced it
                 raise
 
-        return _retrying(tenacity.retry_if_exception(_is_transient), budget_s, reraise=True)(attempt)
+        _retrying(tenacity.retry_if_exception(_is_transient), budget_s, reraise=True)(attempt)
 
 
 def _put_by_url(url: str, body: bytes, budget_s: float) -> bool:
