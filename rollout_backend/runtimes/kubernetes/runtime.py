@@ -10,6 +10,7 @@ Invariants:
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, Self
 
 import aiohttp
@@ -404,10 +405,7 @@ def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
     config = KubernetesConfig.model_validate(options)
 
     async def delete(session_id: str) -> bool:
-        api = await KubernetesApi.open(config)
-        try:
+        async with aclosing(await KubernetesApi.open(config)) as api:
             return await delete_job(api, session_id)
-        finally:
-            await api.aclose()
 
     return lambda session_id: asyncio.run(delete(session_id))
