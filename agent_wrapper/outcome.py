@@ -279,11 +279,9 @@ def _classify_error(error: BaseException, base_url: str) -> AgentResult:
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:  # of a TaskGroup
         error = error.exceptions[0]
     if isinstance(error, AgentFailure):
-        if error.reward is None:
-            return failed(Outcome.AGENT_ERROR, "agent_failure", _said(error), trace)
         try:
-            reward = finite_number(error.reward)
-            check_rewards(reward, ())
+            reward = None if error.reward is None else finite_number(error.reward)
+            check_rewards(reward or 0.0, ())
         except Exception as bad:
             return failed(
                 Outcome.AGENT_ERROR, "bad_reward", f"{_said(bad)}, in AgentFailure({_said(error)!r})", trace

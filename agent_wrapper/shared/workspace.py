@@ -58,9 +58,7 @@ def pack_folder(folder: Path, *, skip: Collection[str] = (), mtime: int | None =
             is_packed = not path.is_symlink() or (path.is_file() and path.resolve().is_relative_to(root))
             if is_packed and name not in skip:
                 if archive.offset + path.stat().st_size > MAX_UNPACKED_BYTES or len(archive.members) == MAX_ENTRIES:
-                    raise ValueError(
-                        f"{folder} holds more than {MAX_UNPACKED_BYTES} bytes or {MAX_ENTRIES} files and folders"
-                    )
+                    raise ValueError(f"{folder} holds more than {MAX_UNPACKED_BYTES} bytes or {MAX_ENTRIES} files")
                 archive.add(path, name, recursive=False, filter=normalized)
     return packed.getvalue()
 

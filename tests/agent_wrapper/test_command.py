@@ -5,6 +5,7 @@ import contextlib
 import json
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -64,10 +65,7 @@ async def test_log_and_memory_are_bounded(capfd):
 
 
 async def test_a_process_of_another_user_that_is_left_fails_no_command(monkeypatch):
-    def refuse(group: int, number: int) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr("os.killpg", refuse)
+    monkeypatch.setattr("os.killpg", Mock(side_effect=PermissionError))
     assert await run_command(CONTEXT, ["echo", "done"]) == "done\n"
 
 

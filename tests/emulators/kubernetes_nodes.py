@@ -253,10 +253,7 @@ class _Pod:
         self._process = await self._spawn(self._pod["spec"]["containers"][0], self._job)
 
     async def _spawn(self, container: Mapping[str, Any], name: str) -> ServerProcess:
-        mounts = {
-            mount["mountPath"]: self._volumes[mount["name"]] / mount.get("subPath", "")
-            for mount in container["volumeMounts"]
-        }
+        mounts = {m["mountPath"]: self._volumes[m["name"]] / m.get("subPath", "") for m in container["volumeMounts"]}
         env: dict[str, str] = {}
         for each in container.get("env", ()):
             env[each["name"]] = _expand(each["value"], env)

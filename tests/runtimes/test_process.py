@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -118,10 +119,7 @@ async def test_a_session_whose_supervisor_is_killed_ends_and_is_reported(open_ru
 
 
 def test_a_process_of_another_user_that_is_left_does_not_hold_up_the_end(monkeypatch):
-    def refuse(pid: int, number: int) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "kill", refuse)
+    monkeypatch.setattr(os, "kill", Mock(side_effect=PermissionError))
     sleep = ["sleep", "600"]
     with subprocess.Popen("cat", stdin=subprocess.PIPE), subprocess.Popen(sleep, process_group=0) as agent:
         _kill_all(agent)

@@ -9,8 +9,7 @@ Invariants:
 
 - It outlives its starter, unless its order says otherwise. A session ends when its command exits, when a byte arrives
   in its pipe, or at its maximum lifetime.
-- No process of the session that it may kill remains at the end. On Linux, descendants that left the process group
-  are killed too.
+- No process of the session that it may kill remains at the end: on Linux, also none that left the process group.
 - A log that grows beyond twice `LOG_BYTES` keeps these first bytes and its end: an agent may print without end.
 - The pipe has a reader while the session is open, so any process can check whether it is.
 """
