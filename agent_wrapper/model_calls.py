@@ -86,8 +86,7 @@ def _redirect_http(module: Any) -> None:
         context = _context_of(request)
         if context is None:
             return send(client, request, *args, **more)
-        request = _redirect(request, context)
-        pauses = _pauses(request, context)
+        request, pauses = _redirect(request, context), _pauses(context)
         while True:
             pause_s = next(pauses)
             try:
@@ -108,8 +107,7 @@ def _redirect_http(module: Any) -> None:
         context = _context_of(request)
         if context is None:
             return await async_send(client, request, *args, **more)
-        request = _redirect(request, context)
-        pauses = _pauses(request, context)
+        request, pauses = _redirect(request, context), _pauses(context)
         while True:
             pause_s = next(pauses)
             try:
@@ -170,7 +168,7 @@ def _redirect(request: Any, context: RolloutContext) -> Any:
     )
 
 
-def _pauses(request: Any, context: RolloutContext) -> Iterator[float | None]:
+def _pauses(context: RolloutContext) -> Iterator[float | None]:
     """Yield the pause after each attempt at the request, and None for the last one.
 
     Clients make few retries by default, but a rollout must outlast a restart of the training side and a full gateway.
@@ -203,8 +201,6 @@ def _asked_pause(response: Any) -> int:
 def _redirect_strands() -> None:
     from strands.models.bedrock import BedrockModel
 
-    stream, structured_output = BedrockModel.stream, BedrockModel.structured_output
-
     def substitute(model: Any) -> Any:
         if (context := rollout_of_this_code()) is None:
             return None
@@ -213,14 +209,13 @@ def _redirect_strands() -> None:
         params = {name: model.config[key] for name, key in _PARAMS.items() if model.config.get(key) is not None}
         return OpenAIModel(client_args=context.openai_kwargs(), model_id=context.model, params=params)
 
-    @functools.wraps(stream)
-    def redirected_stream(model: Any, *args: Any, **more: Any) -> Any:
-        other = substitute(model)
-        return stream(model, *args, **more) if other is None else other.stream(*args, **more)
+    def redirected(method: Any) -> Any:
+        @functools.wraps(method)
+        def call(model: Any, *args: Any, **more: Any) -> Any:
+            other = substitute(model)
+            return method(model, *args, **more) if other is None else getattr(other, method.__name__)(*args, **more)
 
-    @functools.wraps(structured_output)
-    def redirected_output(model: Any, *args: Any, **more: Any) -> Any:
-        other = substitute(model)
-        return structured_output(model, *args, **more) if other is None else other.structured_output(*args, **more)
+        return call
 
-    BedrockModel.stream, BedrockModel.structured_output = redirected_stream, redirected_output
+    BedrockModel.stream = redirected(BedrockModel.stream)
+    BedrockModel.structured_output = redirected(BedrockModel.structured_output)
