@@ -57,7 +57,10 @@ def pack_folder(folder: Path, *, skip: Collection[str] = (), mtime: int | None =
             name = path.relative_to(folder).as_posix()
             is_packed = not path.is_symlink() or (path.is_file() and path.resolve().is_relative_to(root))
             if is_packed and name not in skip:
-                if archive.offset + path.stat().st_size > MAX_UNPACKED_BYTES or len(archive.members) == MAX_ENTRIES:
+                if (
+                    archive.offset + path.stat().st_size > MAX_UNPACKED_BYTES
+                    or len(archive.getmembers()) == MAX_ENTRIES
+                ):
                     raise ValueError(f"{folder} holds more than {MAX_UNPACKED_BYTES} bytes or {MAX_ENTRIES} files")
                 archive.add(path, name, recursive=False, filter=normalized)
     return packed.getvalue()

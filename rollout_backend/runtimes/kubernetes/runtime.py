@@ -283,13 +283,10 @@ class KubernetesRuntime(VerifierRuntime):
         messages = [str(event.get("message", "")) for event in found["items"]]
         if not messages:
             return
-        refused: RuntimeCallError
-        if "exceeded quota" in messages[-1]:
-            refused = QuotaExceeded(messages[-1])
-            refused.never_opened = False  # the Job exists, and still tries to create a pod
-        else:
-            text = f"the cluster creates no pod for the Job: {messages[-1]}"
-            refused = ContainerStartTimeout(text, "invoke_rejected")
+        if "exceeded quota" not in messages[-1]:
+            raise ContainerStartTimeout(f"the cluster creates no pod for the Job: {messages[-1]}", "invoke_rejected")
+        refused = QuotaExceeded(messages[-1])
+        refused.never_opened = False  # the Job exists, and still tries to create a pod
         raise refused
 
     def _raise_not_started(self, state: PodState, trouble: str | None) -> None:
