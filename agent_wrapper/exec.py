@@ -80,7 +80,11 @@ class CommandAgent:
                 await asyncio.to_thread(folder.unpack, self.workspace)
             timeout_s = self._timeout_s(context)
             result = await self._run_command(folder, timeout_s)
-            failure = self._failure(result, timeout_s)
+            if result is None:
+                limit = "--timeout" if timeout_s == self.timeout_s else "the agent's deadline"
+                failure: str | None = f"{self.command[0]} did not end within {timeout_s:.3g} s ({limit})"
+            else:
+                failure = result.failure
             if not context.training:
                 if failure is not None:
                     raise CommandError(failure)
@@ -134,12 +138,6 @@ class CommandAgent:
             path = Path(folder.cwd(self.cwd) or ".", folder.fill(template))
             if path.is_file():
                 folder.context.artifacts.add(path.name, path)
-
-    def _failure(self, result: CommandResult | None, timeout_s: float | None) -> str | None:
-        if result is None:
-            limit = "--timeout" if timeout_s == self.timeout_s else "the agent's deadline"
-            return f"{self.command[0]} did not end within {timeout_s:.3g} s ({limit})"
-        return result.failure
 
     async def _verify(self, command: _Folder, output: str) -> dict[str, Any]:
         cwd = command.cwd(self.cwd)

@@ -87,10 +87,7 @@ class Publisher:
         """
         where = f"s3://{target.bucket}/{key}"
         try:
-            if url is not None:
-                is_first = _put_by_url(url, body, budget_s)
-            else:
-                is_first = self._put_once(target, key, body, budget_s)
+            is_first = _put_by_url(url, body, budget_s) if url else self._put_once(target, key, body, budget_s)
         except Exception as error:
             raise PublishError(f"cannot write {where}: {type(error).__name__}: {error}") from error
         if not is_first:  # an agent's role may not read the object, which would show whose it is

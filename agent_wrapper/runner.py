@@ -45,10 +45,6 @@ class AgentCall:
         """Cancel the agent. Return False for a sync function, which cannot be cancelled and is abandoned."""
         return False
 
-    def stack(self) -> str:
-        """Return a traceback of where the agent runs or was cancelled; "" if unknown."""
-        raise NotImplementedError
-
     def _settle(self, result: Returned | Raised) -> None:
         with contextlib.suppress(InvalidStateError):
             self.future.set_result(result)
@@ -78,7 +74,7 @@ class Agent:
         )
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def start(self, context: RolloutContext) -> AgentCall:
+    def start(self, context: RolloutContext) -> "_SyncCall | _AsyncCall":
         if self._is_async:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -106,6 +102,7 @@ class _SyncCall(AgentCall):
         self._thread.start()
 
     def stack(self) -> str:
+        """Return a traceback of where the agent runs or was cancelled; "" if unknown."""
         return _thread_stack(self._thread.ident)
 
 

@@ -33,12 +33,7 @@ _PUSH = (
 
 DEPLOY = (
     Call("DescribeStacks", ("cloudformation:DescribeStacks",), "reads the outputs of the stack"),
-    Call(
-        "PutObject",
-        ("s3:PutObject",),
-        "uploads the code or the image's source, once",
-        CODE + CODEBUILD,
-    ),
+    Call("PutObject", ("s3:PutObject",), "uploads the code or the image's source, once", CODE + CODEBUILD),
     Call("GetAuthorizationToken", ("ecr:GetAuthorizationToken",), "logs in to the registry", LOCAL_IMAGE),
     Call("docker push", _PUSH, "pushes the image", LOCAL_IMAGE),
     Call("BatchGetProjects", ("codebuild:BatchGetProjects",), "finds the project", CODEBUILD),
