@@ -233,7 +233,7 @@ async def test_http_a_server_that_cannot_stop_sessions_is_not_asked():
 
 
 @pytest.mark.parametrize("status", [301, 303, 307])
-async def test_http_follows_no_redirect_and_uses_no_proxy(status, monkeypatch):
+async def test_http_follows_no_redirect(status, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "")
     reached = set()
