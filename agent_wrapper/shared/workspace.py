@@ -53,11 +53,12 @@ def pack_folder(folder: Path, *, skip: Collection[str] = (), mtime: int | None =
         gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as compressed,
         tarfile.open(fileobj=compressed, mode="w", dereference=True) as archive,
     ):
-        for number, path in enumerate(sorted(folder.rglob("*"))):
+        for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder).as_posix()
             is_packed = not path.is_symlink() or (path.is_file() and path.resolve().is_relative_to(root))
             if is_packed and name not in skip:
-                if archive.offset + path.stat().st_size > MAX_UNPACKED_BYTES or number >= MAX_ENTRIES:
+                after = archive.offset + path.stat().st_size
+                if after > MAX_UNPACKED_BYTES or len(archive.getmembers()) == MAX_ENTRIES:
                     raise ValueError(f"{folder} holds more than {MAX_UNPACKED_BYTES} bytes or {MAX_ENTRIES} files")
                 archive.add(path, name, recursive=False, filter=normalized)
     return packed.getvalue()
