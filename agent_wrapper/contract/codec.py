@@ -21,6 +21,8 @@ MAX_OBJECT_BYTES = 256 * 1024 * 1024  # limit for one unpacked object; readers m
 MAX_DEPTH = 200  # levels of maps and lists; JSON parsers have the same limit
 MAX_CONTAINERS = 250_000  # limit on maps and lists in one object
 MAX_VALUES = 4_000_000  # limit on all values in one object, including keys
+# Limits on the keys of one map, and on the byte strings of one object: validation reports each that is out of place.
+MAX_KEYS, MAX_BYTE_STRINGS = 100_000, 100_000
 
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 # Possessive, and a string without an end reaches to the end of the input: each byte is visited once.
@@ -104,9 +106,10 @@ def read_json(data: bytes) -> Any:
     except ValueError as error:
         raise ContractError("object", f"is no JSON, or is cut short: {error}") from None
     try:
-        msgpack.packb(fields)
+        packed = msgpack.packb(fields)
     except (ValueError, OverflowError) as error:
         raise ContractError("object", f"holds what cannot be stored: {error}") from None
+    check_packed(packed)
     return fields
 
 
@@ -198,6 +201,7 @@ def _first_bytes() -> list[tuple[int, int, int]]:
 
 _FIRST_BYTES = _first_bytes()
 _REFUSED_BYTES = frozenset([0xC1, *range(0xC7, 0xCA), *range(0xD4, 0xD9)])
+_BYTE_STRINGS = frozenset([0xC4, 0xC5, 0xC6])
 _SIZES = [  # for values without length and children, which are most; otherwise 0
     0 if width or children or first in _REFUSED_BYTES else 1 + after
     for first, (after, width, children) in enumerate(_FIRST_BYTES)
@@ -210,7 +214,7 @@ def check_packed(raw: bytes, share: int = 1) -> None:
     Raises:
         ContractError: it exceeds a limit, is truncated, or contains a type that JSON lacks.
     """
-    at, containers, values = 0, 0, 1
+    at, containers, values, byte_strings = 0, 0, 1, 0
     max_containers, max_values = MAX_CONTAINERS // share, MAX_VALUES // share
     to_come, above = 1, list[int]()  # remaining values of this level, and of the levels above
     try:
@@ -232,7 +236,12 @@ def check_packed(raw: bytes, share: int = 1) -> None:
                 raise ContractError("object", "holds a value of a type that JSON does not have")
             if not children:
                 at += after
+                byte_strings += first in _BYTE_STRINGS
+                if byte_strings > MAX_BYTE_STRINGS:
+                    raise ContractError("object", f"holds more than {MAX_BYTE_STRINGS} byte strings")
                 continue
+            if children == 2 and after > MAX_KEYS:
+                raise ContractError("object", f"holds more than {MAX_KEYS} keys in one map")
             containers += 1
             values += after * children
             _check_counts(containers, values, max_containers, max_values)

@@ -1,5 +1,6 @@
 """A hostile object is refused before anything is built of it, and every ordinary one is read."""
 
+import json
 import struct
 from typing import Any
 
@@ -9,8 +10,10 @@ import zstandard
 
 from agent_wrapper.contract import codec
 from agent_wrapper.contract.codec import (
+    MAX_BYTE_STRINGS,
     MAX_CONTAINERS,
     MAX_DEPTH,
+    MAX_KEYS,
     MAX_VALUES,
     ContractError,
     pack,
@@ -42,6 +45,8 @@ BOMBS = {
     "empty maps": frame(listed(8_000_000, b"\x80")),
     "numbers": frame(listed(8_000_000, b"\x01")),
     "empty texts": frame(listed(8_000_000, b"\xa0")),
+    "byte strings": frame(listed(MAX_BYTE_STRINGS + 1, b"\xc4\x00")),
+    "keys": frame(msgpack.packb(dict.fromkeys(map(str, range(MAX_KEYS + 1))))),
     "a list that claims more than there is": frame(b"\x81\xa1a\xdd\xff\xff\xff\xff"),
     "a map that claims more than there is": frame(b"\x81\xa1a\xdf\xff\xff\xff\xff"),
     "nested claims": frame(b"\x81\xa1a" + b"\xdd\x00\x0f\x42\x40" * 100),
@@ -63,6 +68,11 @@ def test_as_much_as_is_allowed_is_read():
     assert len(unpack(frame(listed(MAX_CONTAINERS - 2, b"\x90")))["a"]) == MAX_CONTAINERS - 2
     nested = unpack(frame(b"\x81\xa1a" + b"\x91" * (MAX_DEPTH - 2) + b"\x90"))
     assert unpack(pack(nested)) == nested
+
+
+def test_the_keys_of_json_are_limited():
+    with pytest.raises(ContractError, match="more than 100000 keys in one map"):
+        unpack(json.dumps(dict.fromkeys(map(str, range(MAX_KEYS + 1)))).encode())
 
 
 def test_brackets_and_commas_inside_texts_do_not_count():
