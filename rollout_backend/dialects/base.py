@@ -287,7 +287,7 @@ StopStrings = Annotated[tuple[str, ...] | None, BeforeValidator(_stop_strings)]
 
 
 class SamplingFields(Body):
-    """The fields that every API has, and engines take in all of them. The other ones that sample are `_PENALTIES`."""
+    """The fields that engines read in every API. `_PENALTIES` are read too, but only counted."""
 
     model_config = ConfigDict(extra="allow")
 
