@@ -234,7 +234,7 @@ class Turn:
     start: Annotated[int, Field(ge=0)]
     end: Annotated[int, Field(ge=0)]
     finish_reason: str  # `stop` or `length`
-    weight_versions: Annotated[tuple[VersionSpan, ...], Field(fail_fast=True)]  # cover [start, end); empty if unknown
+    weight_versions: Annotated[tuple[VersionSpan, ...], _ITEMS]  # cover [start, end) without a gap; empty if unknown
     cached_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None  # of the prompt; None: unknown
     seconds: Annotated[float, Field(ge=0)] = 0.0  # from the gateway's request to the engine's last token
 
@@ -463,7 +463,7 @@ class Rollout(_Encoded):
     finished_at: float = Field(default=0.0, ge=0, le=_LAST_SECOND)
     images: Images = {}  # bytes of the images in the segments, by SHA-256
     turn_rewards: tuple[float, ...] = _NO_ITEMS  # one per turn, in the order of the segments; may be empty
-    artifacts: tuple[Artifact, ...] = Field((), max_length=MAX_ARTIFACTS, fail_fast=True)  # files that it published
+    artifacts: tuple[Artifact, ...] = Field((), max_length=MAX_ARTIFACTS, fail_fast=True)  # files of this attempt
     score: ScoredBy | None = None  # set if a scorer on the training side computed the reward
 
     @model_validator(mode="after")

@@ -86,7 +86,8 @@ MISTAKES = {
     ),
     "no GPU": (
         {"serving": {"kind": "process", "servers": 9, "tensor_parallel": 8, "python": sys.executable}},
-        "72 GPUs (serving.servers and the parallel sizes), and this machine shows 2: lower those settings",
+        "problem serving.device: the engines need 72 GPUs (serving.servers and the parallel sizes), and this machine "
+        "shows 2: lower those settings",
     ),
     "engines without SGLang": (
         {"serving": {"kind": "process"}},

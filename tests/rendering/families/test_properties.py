@@ -70,7 +70,7 @@ def read(family: Family, text: str):
 
 
 VALUES = [
-    *("\n    if ready:\n        return 1\n\n", "   ", "\n", "\u00a0x\u00a0", "trail  ", "", "\r\nx\r\n"),
+    *("\n    if ready:\n        return 1\n\n", "   ", "\n", "\n\n", "\u00a0x\u00a0", "trail  ", "", "\r\nx\r\n"),
     *("</parameter>", "x</parameter>\n", "</parameter>\n\n</parameter> \n\n"),
     *("Gr\u00fc\u00dfe \u65e5\u672c \U0001f642 \u2028 \u200b", '"q"', "42", "null", '{"a": 1}'),
 ]
