@@ -178,6 +178,8 @@ class RepeatedCall:
 
     def _refusal(self, response: aiohttp.ClientResponse, body: bytes) -> ClientError:
         said = b"" if is_foreign(body) else body
+        if body and not said and response.status < 500:  # a proxy's: what it refuses says nothing about the session
+            raise ResponseParserError(f"{self._model.name} is answered {response.status}, but not by AWS")
         answer = {"status_code": response.status, "headers": response.headers, "body": said}
         parsed = self._parser.parse(answer, self._model.output_shape)
         code = str(parsed.get("Error", {}).get("Code", ""))

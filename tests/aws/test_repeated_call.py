@@ -287,3 +287,12 @@ async def test_a_refusal_by_a_proxy_shows_as_its_status(played_aws):
             with pytest.raises(ClientError) as caught:
                 await client.repeated(method, **fixed)(**varying)
         assert aws.code_of(caught.value) == "503"
+
+
+@pytest.mark.parametrize("body", [b'"Forbidden"', b"<html>404</html>"])
+async def test_a_proxys_404_does_not_mean_that_a_session_has_ended(played_aws, body):
+    played_aws.answer = lambda sent: (404, {}, body)
+    service, method, fixed, varying = STOP
+    async with opened(service) as client:
+        with pytest.raises(ResponseParserError, match="StopRuntimeSession is answered 404, but not by AWS"):
+            await client.repeated(method, **fixed)(**varying)
