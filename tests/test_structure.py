@@ -98,6 +98,25 @@ def test_agent_wrapper_imports_nothing_of_the_training_side():
         assert list(imported_by(module)) == [], module
 
 
+def test_no_client_that_serves_several_sessions_keeps_cookies():
+    """A load balancer's cookie binds a client to one server. Clients of one `async with` are brief."""
+    keeping = []
+    for module in PACKAGE.rglob("*.py"):
+        tree = ast.parse(module.read_text())
+        brief = {
+            item.context_expr for node in ast.walk(tree) if isinstance(node, ast.AsyncWith) for item in node.items
+        }
+        keeping += [
+            f"{module}:{node.lineno}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call)
+            and ast.unparse(node.func).endswith("ClientSession")
+            and node not in brief
+            and "cookie_jar" not in {keyword.arg for keyword in node.keywords}
+        ]
+    assert keeping == []
+
+
 def test_gateway_process_loads_nothing_that_starts_gateways(tmp_path):
     (tmp_path / "torch.py").touch()  # the trainer's environment has torch, which transformers import if it is there
     (tmp_path / "torch-2.13.0.dist-info").mkdir()

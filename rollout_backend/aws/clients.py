@@ -53,6 +53,8 @@ class HTTPSession(AIOHTTPSession):
         if self._closed:
             raise HTTPClientError(error="the client is closed")
         session: aiohttp.ClientSession = await super()._get_session(proxy_url)  # type: ignore[misc]  # not in its stubs
+        # botocore keeps no cookies either: a load balancer's would send all sessions to one server.
+        session._cookie_jar = aiohttp.DummyCookieJar()
         return session
 
 

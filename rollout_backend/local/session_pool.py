@@ -131,7 +131,10 @@ class SessionPool:
         self._starts = asyncio.Semaphore(limits.parallel_starts)
         self._new = TokenBucket(limits.new_sessions_per_s) if limits.new_sessions_per_s else None
         self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=_REQUEST_S), trust_env=False
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=_REQUEST_S),
+            trust_env=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
         )
 
     async def open(self, session_id: str) -> RuntimeSession:

@@ -85,7 +85,9 @@ class Dialer(Exchange):
             RelayRefused: reconnecting is useless; the message says why.
         """
         async with AsyncExitStack() as stack:
-            outside = await stack.enter_async_context(aiohttp.ClientSession(trust_env=True))  # respects HTTPS_PROXY
+            outside = await stack.enter_async_context(
+                aiohttp.ClientSession(trust_env=True, cookie_jar=aiohttp.DummyCookieJar())  # respects HTTPS_PROXY
+            )
             self._http = await stack.enter_async_context(
                 aiohttp.ClientSession(
                     connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_GATEWAY_KEEPALIVE_S),

@@ -51,7 +51,13 @@ class HttpRuntime(AgentRuntime):
         # outcome is then unknown and costs another attempt, which is more than another connection.
         # Waiting for a connection would count towards the call's time, so each session has one.
         connector = aiohttp.TCPConnector(limit=config.max_sessions, force_close=True)
-        return cls(config, aiohttp.ClientSession(timeout=timeout, connector=connector, headers=_headers(config)))
+        # A load balancer's cookie would send all sessions to one server.
+        cookies = aiohttp.DummyCookieJar()
+        headers = _headers(config)
+        return cls(
+            config,
+            aiohttp.ClientSession(timeout=timeout, connector=connector, headers=headers, cookie_jar=cookies),
+        )
 
     async def check(self, session_s: float = 0.0) -> None:
         try:

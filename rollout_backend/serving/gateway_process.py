@@ -126,7 +126,9 @@ class GatewayProcess:
         self.url = f"{'https' if certificate else 'http'}://{self._address}:{port}"
         # The process is a child of this one: it is enough to compare the certificate, whatever name it has.
         connector = aiohttp.TCPConnector(ssl=certificate) if certificate else None
-        self._http = aiohttp.ClientSession(timeout=_CONTROL_TIMEOUT, connector=connector)
+        self._http = aiohttp.ClientSession(
+            timeout=_CONTROL_TIMEOUT, connector=connector, cookie_jar=aiohttp.DummyCookieJar()
+        )
         self._process = ServerProcess(
             self._name,
             [sys.executable, "-m", "rollout_backend.gateway"],

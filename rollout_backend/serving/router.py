@@ -148,7 +148,9 @@ class Router:
         metrics_port = next(port for port in iter(free_port, None) if port != self._port)
         argv = router_command(self._config, self._port, metrics_port, self._model_call_s, self._health_check_s)
         if self._http is None:
-            self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10))
+            self._http = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=10), cookie_jar=aiohttp.DummyCookieJar()
+            )
         self._process = ServerProcess("the router", argv, self._log)
         await self._process.start()
         await self._process.wait_healthy(self._alive, self._config.startup_timeout_s, "router.startup_timeout_s")

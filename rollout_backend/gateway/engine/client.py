@@ -166,6 +166,8 @@ class EngineClient:
             # The gateway limits its own calls.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=self._protocol.keepalive_s),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
+            # A load balancer's cookie would send all sessions to one engine.
+            cookie_jar=aiohttp.DummyCookieJar(),
         )
 
     async def close(self) -> None:

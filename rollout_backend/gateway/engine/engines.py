@@ -128,7 +128,7 @@ class Engines:
     async def poll(self, observe: Callable[[Mapping[str, EngineLoad]], None], interval_s: float) -> NoReturn:
         """Update `urls`, and report the load of all engines to `observe`, until cancelled."""
         warned, self._listed = False, asyncio.Event()
-        async with aiohttp.ClientSession(timeout=_TIMEOUT) as http:
+        async with aiohttp.ClientSession(timeout=_TIMEOUT, cookie_jar=aiohttp.DummyCookieJar()) as http:
             while True:
                 listed = await _listed_engines(http, self.url)
                 if listed is not None:

@@ -126,7 +126,9 @@ async def ask_ecr(
     timeout = aiohttp.ClientTimeout(total=_CALL_S)
     try:
         async with AsyncExitStack() as stack, asyncio.timeout(_TIMEOUT_S):
-            http = await stack.enter_async_context(aiohttp.ClientSession(trust_env=True, timeout=timeout))
+            http = await stack.enter_async_context(
+                aiohttp.ClientSession(trust_env=True, timeout=timeout, cookie_jar=aiohttp.DummyCookieJar())
+            )
             at_once, clients, asking = asyncio.Semaphore(_AT_ONCE), dict[str, Any](), []
             for (account, region, repository), matches in repositories.items():
                 if account is None:

@@ -251,7 +251,12 @@ class KubernetesApi:
         cluster = await asyncio.to_thread(load_cluster, config.kubeconfig, config.context)
         timeout = aiohttp.ClientTimeout(sock_connect=config.connect_timeout_s, total=config.read_timeout_s)
         connector = aiohttp.TCPConnector(limit=64, ssl=cluster.ssl or True)
-        http = aiohttp.ClientSession(timeout=timeout, connector=connector, proxy=proxy_of(cluster.url))
+        http = aiohttp.ClientSession(
+            timeout=timeout,
+            connector=connector,
+            proxy=proxy_of(cluster.url),
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
         return cls(cluster, config.namespace, http)
 
     def path(self, resource: str, name: str = "") -> str:
