@@ -29,7 +29,8 @@ async def serve(
     """Serve a checkpoint to a deployed agent, with the engine, renderer and APIs of its training, until Ctrl-C.
 
     It prints the address and a key, which stays valid after a restart. Calls are sampled with the settings of the
-    training, and nothing is recorded.
+    training, and nothing is recorded. The training's own engines and relay are not used: name another relay with
+    `-o relay.url=URL -o relay.key=KEY`.
     """
     return await serve_model(serving_config(checkpoint, config, override or []), days, echo)
 
@@ -53,6 +54,8 @@ def serving_config(checkpoint: Path, config: Path | None, overrides: Sequence[st
         "run_id": re.sub("[^A-Za-z0-9._-]+", "-", f"serve-{name}")[:128],
         "model": {"path": str(checkpoint.absolute()), "name": name},
         "gateway": {"processes": 1},
+        # A relay has one training side: a second one would take it over, which ends a training that runs.
+        "relay": None,
     }
     if trained is not None and trained.serving.kind == "external":  # those are the trainer's servers
         top["serving"] = {"kind": "process", "engine": trained.serving.engine}

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import itertools
 import json
 import logging
 from array import array
@@ -156,7 +158,7 @@ class ModelCallExecutor:
         request = EngineRequest(
             prompt.ids,
             form,
-            session.claims.routing_key or session.claims.session_id,
+            _routing_key(session, call, prompt),
             prompt.images,
             stops=await self._thread.run(self._thread.stop_strings, call) if call.stop else None,
             resumable=not form,
@@ -372,6 +374,21 @@ def _not_constrained(why: str) -> ApiError:
         f"{why}; use tool_choice auto and ask for JSON in the prompt",
         code="constrained_decoding_unavailable",
     )
+
+
+def _routing_key(session: OpenSession, call: ModelCall, prompt: Prompt) -> str:
+    """Return the key that sends the calls of one conversation to one engine.
+
+    All calls that are not recorded have one session id, so their key is the conversation's beginning: its messages
+    before the first reply.
+    """
+    claims = session.claims
+    if claims.routing_key or claims.is_recorded:
+        return claims.routing_key or claims.session_id
+    if call.prompt is not None:
+        return hashlib.blake2b(bytes(memoryview(array("i", prompt.ids))), digest_size=16).hexdigest()
+    beginning = itertools.takewhile(lambda message: message["role"] != "assistant", call.messages)
+    return hashlib.blake2b(json.dumps([*beginning]).encode(), digest_size=16).hexdigest()
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:

@@ -80,6 +80,15 @@ def test_the_trainers_servers_are_not_those_of_the_checkpoint(training, checkpoi
     assert (config.sampling.temperature, config.model.context_length) == (0.5, 4096)
 
 
+def test_the_trainings_relay_is_used_only_if_it_is_named(training, checkpoint):
+    tree = yaml.safe_load(training.read_text()) | {"relay": {"url": "ws://relay", "key": "k" * 32}}
+    training.write_text(yaml.safe_dump(tree))
+    assert serving_config(checkpoint, training, []).relay is None
+    own = serving_config(checkpoint, training, ["relay.url=ws://own"]).relay
+    assert own is not None
+    assert own.url == "ws://own"
+
+
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"has no config\.json: .*verl\.model_merger"):
         serving_config(tmp_path, None, [])

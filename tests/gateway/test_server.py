@@ -12,6 +12,7 @@ import pytest
 from agent_wrapper.contract import Rollout, Trajectory
 from builders import assistant, function_tool, hang_up, stream_data, system, until, user
 from rollout_backend.core.seal import Sealer
+from rollout_backend.gateway.engine.client import EngineClient
 from rollout_backend.gateway.stats import count
 from rollout_backend.local.scripted import Fail, ToolCall
 
@@ -565,3 +566,24 @@ def test_a_large_body_is_refused(serve):
     chunks = (b"x" * 100 for _ in range(40))
     chunked = httpx.post(f"{gateway.url}/v1/chat/completions", content=chunks, headers=gateway.headers(), timeout=120)
     assert chunked.status_code == 413
+
+
+def test_each_conversation_of_an_unrecorded_key_has_a_routing_key(play, monkeypatch):
+    """`rollout serve` prints one key: with one routing key, all agents would call one engine."""
+    keys = []
+    generate = EngineClient.generate
+
+    async def record(self, request):
+        keys.append(request.routing_key)
+        return await generate(self, request)
+
+    monkeypatch.setattr(EngineClient, "generate", record)
+    client = play(["hello"] * 9).client(is_recorded=False)
+    for name in "abc":
+        messages = [user(f"I am {name}.")]
+        for _ in range(2):
+            ask(client, messages)
+            messages += [assistant("hello"), user("And then?")]
+    for prompt in ("one", "one", "two"):
+        client.completions.create(model=MODEL, prompt=prompt)
+    assert [keys.count(key) for key in dict.fromkeys(keys)] == [2, 2, 2, 2, 1]
