@@ -346,11 +346,14 @@ class RunLease:
 class FencedRuntime:
     """A runtime that starts sessions only while this manager's lease is valid."""
 
-    def __init__(self, runtime: SessionCalls, lease: RunLease, calls: CallQueue) -> None:
-        """`calls` has admitted each invoke."""
+    def __init__(
+        self, runtime: SessionCalls, lease: RunLease, calls: CallQueue, call: CallKind = CallKind.INVOKE
+    ) -> None:
+        """`calls` has admitted each invoke as a `call`."""
         self._runtime = runtime
         self._lease = lease
         self._calls = calls
+        self._call = call
 
     async def invoke(self, session_id: str, payload: bytes) -> bytes:
         while not self._lease.is_confirmed:
@@ -358,7 +361,7 @@ class FencedRuntime:
                 await self._lease.wait_confirmed()
             except RunHeld as error:
                 raise InvokeRejected(str(error), reason="run_taken_over") from error
-            await self._calls.admit(CallKind.INVOKE)  # again, because all waiting calls would be sent together
+            await self._calls.admit(self._call)  # again, because all waiting calls would be sent together
         return await self._runtime.invoke(session_id, payload)
 
     async def stop(self, session_id: str) -> None:

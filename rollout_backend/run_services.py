@@ -33,7 +33,7 @@ from rollout_backend.core.check_result import raise_problems
 from rollout_backend.core.harbor import VERIFIER
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_ends import Heartbeats, SessionEnds
-from rollout_backend.dispatch.call_queue import CallQueue
+from rollout_backend.dispatch.call_queue import CallKind, CallQueue
 from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.errors import ServingError
 from rollout_backend.janitor.janitor_process import Janitor
@@ -144,7 +144,7 @@ class RunServices:
         heartbeats = self._start_background(stack, buffer, runtime, ends)
         admission.yield_to(buffer.has_backlog)
         calls = FencedRuntime(janitor.watch(runtime), self.lease, admission)
-        poll = FencedRuntime(runtime, self.lease, admission).invoke
+        poll = FencedRuntime(runtime, self.lease, admission, CallKind.POLL).invoke
         self.for_steps = StepServices(
             config=config,
             runtime=runtime,

@@ -100,7 +100,8 @@ class RuntimeConfig(Section):
     package. `verl-4216`: the app of verl's pull request 4216. See [toolkit-agents.md](toolkit-agents.md)."""
     poll_interval_s: Seconds = 10.0
     """Interval between polls of a session for its result, with `agent_protocol: agentcore-runtime-app`. Each poll is
-    an invoke; polls use the part of `invoke_per_s` that new sessions leave unused."""
+    an invoke within `invoke_per_s`, and takes turns with those of new sessions. Before a rollout ends as `no_result`,
+    its session is polled once more, ahead of all other calls."""
     invoke_per_s: Rate = 100.0
     """Maximum sessions started per second. If the runtime refuses invokes (429, 402, 5xx), the rate adapts to what it
     grants, and the report shows that rate. Refused invokes are retried until the step's deadline."""
@@ -108,7 +109,7 @@ class RuntimeConfig(Section):
     """Maximum sessions stopped per second. The rate adapts in the same way."""
     calls_per_s: Rate | None = None
     """Maximum invokes and stops together per second, for accounts that count both in one quota (older AgentCore
-    accounts: 25). Stops of finished rollouts take priority. Null: each kind of call has its own quota."""
+    accounts: 25). Calls that finish rollouts take priority. Null: each kind of call has its own quota."""
     max_sessions: int = Field(default=256, ge=1)
     """Maximum open sessions."""
     max_attempts: int = Field(default=5, ge=1)

@@ -3,6 +3,9 @@
 Invariants:
 
 - a call is sent only after it was admitted, and its response is reported to the rate that admitted it;
+- calls that finish rollouts precede calls that start them. Polls and new sessions take turns, because a poll of an
+  agent that still runs finishes nothing; the last poll before a rollout is given up precedes every call;
+- refused invokes slow down neither polls nor stops;
 - a cancelled waiter leaves the queue and gives its place to the next one;
 - a rate change also applies to calls that already wait: no waiter sleeps for a time computed before the change;
 - results come first: one turn of the event loop, on which they arrive too, admits at most `_PER_TURN` calls. While
@@ -19,7 +22,7 @@ from typing import Self
 
 from rollout_backend.config import RuntimeConfig
 from rollout_backend.core.ledger import CallTally
-from rollout_backend.dispatch.rate_limiter import AdaptiveRate
+from rollout_backend.dispatch.rate_limiter import AdaptiveRate, TokenBucket
 from rollout_backend.errors import OutcomeUnknown, RuntimeCallError
 
 log = logging.getLogger(__name__)
@@ -29,24 +32,40 @@ _PAUSE_S = 0.02  # 100 calls per second continue, so that no backlog of results 
 
 
 class CallKind(IntEnum):
-    """The kinds of calls, in the order of their priority."""
+    """The kinds of calls, in the order of their priority, except that `POLL` and `INVOKE` take turns.
 
-    STOP = 0  # of a session whose rollout is settled: it frees a slot
-    INVOKE = 1
-    STOP_EARLIER = 2  # of a session that an earlier execution may have left open
-    POLL = 3  # an invoke of an open session, which asks for its result
+    `STOP` closes the session of a settled rollout, and `STOP_EARLIER` one that an earlier execution may have left
+    open. `VERIFY` starts the verifier of a result. A poll is an invoke of an open session, which asks for its result:
+    `LAST_POLL` before its rollout ends without one.
+    """
+
+    LAST_POLL = 0
+    STOP = 1
+    VERIFY = 2
+    POLL = 3
+    INVOKE = 4
+    STOP_EARLIER = 5
 
 
-_INVOKES = (CallKind.INVOKE, CallKind.POLL)
+_POLLS = (CallKind.LAST_POLL, CallKind.POLL)
+_STOPS = (CallKind.STOP, CallKind.STOP_EARLIER)
+_AFTER_AN_INVOKE = tuple(CallKind)
+_AFTER_A_POLL = (
+    CallKind.LAST_POLL, CallKind.STOP, CallKind.VERIFY, CallKind.INVOKE, CallKind.POLL, CallKind.STOP_EARLIER,
+)  # fmt: skip
 
 
 class CallQueue:
     def __init__(self, invoke_per_s: float, stop_per_s: float, calls_per_s: float | None = None) -> None:
         """`calls_per_s` limits invokes and stops together, for a runtime that counts them in one quota."""
         self._invokes = AdaptiveRate(invoke_per_s)
+        self._polls = AdaptiveRate(invoke_per_s)
+        # Polls are invokes too: they share the quota, but a refused session says nothing about the open ones.
+        self._invokes_and_polls = TokenBucket(invoke_per_s)
         self._stops = AdaptiveRate(stop_per_s)
         self._shared = AdaptiveRate(calls_per_s) if calls_per_s is not None else None
         self._waiting: dict[CallKind, deque[asyncio.Future[None]]] = {call: deque() for call in CallKind}
+        self._order = _AFTER_AN_INVOKE
         self._timer: asyncio.TimerHandle | None = None
         self._has_backlog: Callable[[], bool] = lambda: False
         self._admitted = 0  # in this turn of the event loop
@@ -64,6 +83,11 @@ class CallQueue:
         """Return how many invokes are admitted per second at most, at this moment."""
         return min(rate.rate for rate in self._rates(CallKind.INVOKE))
 
+    @property
+    def polls_per_s(self) -> float:
+        """Return how many last polls are admitted per second at most, at this moment."""
+        return min(rate.rate for rate in self._rates(CallKind.LAST_POLL))
+
     async def admit(self, call: CallKind) -> None:
         """Wait until a call of this kind may be sent."""
         turn = asyncio.get_running_loop().create_future()
@@ -73,10 +97,16 @@ class CallQueue:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():  # admitted and cancelled in the same turn
-                for rate in self._rates(call):
-                    rate.give_back()
-            self._serve()
+                self.give_back(call)
+            else:
+                self._serve()
             raise
+
+    def give_back(self, call: CallKind) -> None:
+        """Give back the turn of a call that is not sent."""
+        for rate in self._rates(call):
+            rate.give_back()
+        self._serve()
 
     @contextmanager
     def track(self, call: CallKind, tally: CallTally) -> Iterator[None]:
@@ -98,7 +128,7 @@ class CallQueue:
     def _refused(self, call: CallKind, error: RuntimeCallError, sent_at: float, tally: CallTally) -> None:
         rate, now = self._adaptive(call), asyncio.get_running_loop().time()
         if rate.rate == rate.ceiling:  # log once each time the rate drops below its ceiling
-            what = "invokes" if rate is self._invokes else "stops"
+            what = "stops" if call in _STOPS else "polls" if call in _POLLS else "invokes"
             log.warning("the runtime refuses %s (%s): they slow down and are retried", what, error)
         rate.refused(sent_at, now, error.retry_after_s)
         tally.refused(now)
@@ -109,14 +139,18 @@ class CallQueue:
             self._serve()
         tally.granted(asyncio.get_running_loop().time())
 
-    def _rates(self, call: CallKind) -> tuple[AdaptiveRate, ...]:
-        own = self._invokes if call in _INVOKES else self._stops
-        return (own,) if self._shared is None else (own, self._shared)
+    def _rates(self, call: CallKind) -> tuple[TokenBucket, ...]:
+        own: tuple[TokenBucket, ...] = (self._stops,)
+        if call not in _STOPS:
+            own = (self._polls if call in _POLLS else self._invokes, self._invokes_and_polls)
+        return own if self._shared is None else (*own, self._shared)
 
     def _adaptive(self, call: CallKind) -> AdaptiveRate:
         """Return the rate that adapts to responses. A quota of new or active sessions may refuse an invoke, but no
         stop; only the quota of calls refuses a stop."""
-        return self._invokes if call in _INVOKES else self._shared or self._stops
+        if call in _STOPS:
+            return self._shared or self._stops
+        return self._polls if call in _POLLS else self._invokes
 
     def _serve(self) -> None:
         """Admit the calls that are due, as far as this turn of the event loop allows, and set a timer for the next
@@ -125,27 +159,31 @@ class CallQueue:
             self._timer.cancel()
             self._timer = None
         loop = asyncio.get_running_loop()
-        now, soonest = loop.time(), float("inf")
+        now = loop.time()
+        while (dues := self._dues(now)) and min(dues.values()) == 0:
+            if self._admitted == _PER_TURN:
+                return  # `_next_turn` comes
+            if not self._admitted:
+                loop.call_later(_PAUSE_S if self._has_backlog() else 0, self._next_turn)
+            self._admitted += 1
+            call = next(call for call in self._order if dues.get(call) == 0)
+            for rate in self._rates(call):
+                rate.take(now)
+            if call in (CallKind.INVOKE, CallKind.POLL):
+                self._order = _AFTER_AN_INVOKE if call is CallKind.INVOKE else _AFTER_A_POLL
+            self._waiting[call].popleft().set_result(None)
+        if dues:
+            self._timer = loop.call_later(min(dues.values()), self._serve)
+
+    def _dues(self, now: float) -> dict[CallKind, float]:
+        """Return the seconds until the next call of each kind that waits may be sent."""
+        dues = {}
         for call, waiting in self._waiting.items():
-            rates = self._rates(call)
-            while waiting:
-                if waiting[0].done():  # cancelled
-                    waiting.popleft()
-                    continue
-                due = max(rate.due(now) for rate in rates)
-                if due > 0:
-                    soonest = min(soonest, due)
-                    break
-                if self._admitted == _PER_TURN:
-                    return  # `_next_turn` comes
-                if not self._admitted:
-                    loop.call_later(_PAUSE_S if self._has_backlog() else 0, self._next_turn)
-                self._admitted += 1
-                for rate in rates:
-                    rate.take(now)
-                waiting.popleft().set_result(None)
-        if soonest < float("inf"):
-            self._timer = loop.call_later(soonest, self._serve)
+            while waiting and waiting[0].done():  # cancelled
+                waiting.popleft()
+            if waiting:
+                dues[call] = max(rate.due(now) for rate in self._rates(call))
+        return dues
 
     def _next_turn(self) -> None:
         self._admitted = 0

@@ -139,8 +139,8 @@ class VerifierJobs:
         self._on_open(session_id)
         opened = True
         try:
-            await self._admission.admit(CallKind.INVOKE)
-            with self._admission.track(CallKind.INVOKE, CallTally()):
+            await self._admission.admit(CallKind.VERIFY)
+            with self._admission.track(CallKind.VERIFY, CallTally()):
                 end = await self._runtime.run_verifier(session_id, rollout, container, files, timeout_s)
         except RuntimeCallError as error:
             opened = not error.never_opened

@@ -105,6 +105,50 @@ async def test_both_kinds_together_keep_a_shared_quota_and_stops_come_first():
     assert sorted(at for of_kind in times for at in of_kind) == [0.25 * n for n in range(1, 13)]
 
 
+@in_virtual_time
+async def test_polls_and_new_sessions_take_turns_and_what_finishes_a_rollout_comes_first():
+    queue, order = CallQueue(invoke_per_s=100, stop_per_s=100, calls_per_s=1), []
+    await queue.admit(CallKind.INVOKE)
+    kinds = (CallKind.INVOKE, CallKind.POLL, CallKind.VERIFY, CallKind.STOP, CallKind.LAST_POLL)
+    await asyncio.gather(*(admitted(queue, call, 2, order) for call in kinds))
+    first = [CallKind.LAST_POLL, CallKind.STOP, CallKind.VERIFY]
+    turns = [CallKind.POLL, CallKind.INVOKE]
+    assert order == [*(call for call in first for _ in range(2)), *turns, *turns]
+
+
+@pytest.mark.parametrize("call", [CallKind.POLL, CallKind.LAST_POLL, CallKind.STOP])
+@in_virtual_time
+async def test_refused_sessions_slow_down_no_call_that_finishes_rollouts(call):
+    queue = CallQueue(invoke_per_s=10, stop_per_s=10)
+    sessions = asyncio.create_task(admitted(queue, CallKind.INVOKE, 1000))
+    for _ in range(8):
+        refuse(queue, error=QuotaExceeded("402"))
+        await asyncio.sleep(0.01)
+    assert max(await admitted(queue, call, 20)) < 5
+    sessions.cancel()
+
+
+@in_virtual_time
+async def test_a_refused_poll_slows_down_polls_alone():
+    queue = CallQueue(invoke_per_s=10, stop_per_s=10)
+    for _ in range(8):
+        refuse(queue, CallKind.POLL)
+        await asyncio.sleep(0.01)
+    assert queue.invoke_per_s == 10
+    assert queue.polls_per_s < 2
+
+
+@in_virtual_time
+async def test_a_turn_that_is_given_back_is_the_next_callers():
+    queue = CallQueue(invoke_per_s=1, stop_per_s=1)
+    await queue.admit(CallKind.POLL)
+    waiting = asyncio.create_task(queue.admit(CallKind.INVOKE))
+    await asyncio.sleep(0)
+    queue.give_back(CallKind.POLL)
+    await waiting
+    assert now() == 0
+
+
 @pytest.mark.parametrize(
     ("error", "lowered"),
     [

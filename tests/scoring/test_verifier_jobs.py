@@ -175,7 +175,7 @@ async def test_verifiers_are_as_many_as_scoring_allows_and_pass_through_the_queu
         await verifiers.exit(0, '{"reward": 1}', nth)
     assert [(await call)["reward"] for call in calling] == [1.0, 1.0, 1.0]
     counted = Counter(verifiers.calls.admitted)
-    assert counted == {CallKind.INVOKE: 3, CallKind.STOP: 3}
+    assert counted == {CallKind.VERIFY: 3, CallKind.STOP: 3}
 
 
 @pytest.mark.parametrize("refusal", ["throttle", "unauthorized"])
