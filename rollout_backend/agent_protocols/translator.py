@@ -6,6 +6,7 @@ Invariants:
 - The tokens are the sealed trajectory of the gateway. Fetching it closes the session.
 - A rollout is written once, under the contract's key, before its step fetches it.
 - While S3 or the runtime fails, the search continues until the session is closed: "could not ask" is not "not there".
+- A step that is about to end a rollout without a result asks once more by `find_result`, ahead of all other searches.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypedDict, TypeVar, Unpack
 
 from agent_wrapper.contract import REQUEST_FIELD, ContractError, Outcome, RolloutRequest, Trajectory
@@ -28,7 +29,7 @@ from rollout_backend.collect.buffer import MAX_KEYS, log_defects
 from rollout_backend.collect.store import ObjectStore
 from rollout_backend.core.ledger import CallTally
 from rollout_backend.dispatch.call_queue import CallKind, CallQueue
-from rollout_backend.errors import ResultMissing, RuntimeCallError, StoreError, WriteConflict
+from rollout_backend.errors import InvokeRejected, ResultMissing, RuntimeCallError, StoreError, WriteConflict
 from rollout_backend.runtimes.base import SessionCalls
 
 log = logging.getLogger(__name__)
@@ -50,10 +51,16 @@ def agent_protocol(name: str) -> AgentProtocol | None:
     return None if name == "rollout" else _PROTOCOLS[name]()
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Session:
+    """An open session, invoked or adopted at `began` in unix seconds."""
+
     request: RolloutRequest
-    began: float  # unix seconds
+    began: float
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while its result is fetched and its rollout is written."""
+    rejected_at: float | None = None
+    """When its container first rejected a fetch since it last answered one, in loop seconds."""
 
 
 class TranslatorOptions(TypedDict):
@@ -89,11 +96,18 @@ class Translator(ABC, Generic[_P]):
         self._room = asyncio.Semaphore(options["max_writes"])
         self._builder = ThreadPoolExecutor(1, "translator")  # several hostile results at once could exhaust memory
         self._open: dict[str, _Session] = {}  # by id
-        self._writing: set[str] = set()  # ids
+        self._searching: set[str] = set()  # ids of those that `run` searches for
 
     @abstractmethod
     async def _candidates(self) -> list[str]:
         """Return the ids of open sessions that may have a result now."""
+
+    async def _admit(self, session_id: str, call: CallKind) -> None:
+        """Wait for the turn of this search.
+
+        Raises:
+            ResultMissing: the session was closed.
+        """
 
     @abstractmethod
     async def _fetch(self, request: RolloutRequest) -> tuple[bytes, float]:
@@ -126,29 +140,51 @@ class Translator(ABC, Generic[_P]):
 
     async def run(self) -> None:
         """Write the rollouts of open sessions whose agents have finished, until cancelled."""
-        async with asyncio.TaskGroup() as writing:
+        async with asyncio.TaskGroup() as searching:
             while True:
                 await asyncio.sleep(self._interval_s)
                 for session_id in await self._candidates():
-                    if session_id not in self._writing:
-                        self._writing.add(session_id)
-                        writing.create_task(
-                            log_defects(session_id, functools.partial(self._write_if_there, session_id), None)
-                        )
+                    if session_id not in self._searching:
+                        self._searching.add(session_id)
+                        task = searching.create_task(self._search(session_id, CallKind.POLL))
+                        task.add_done_callback(functools.partial(self._on_searched, session_id))
 
-    async def _write_if_there(self, session_id: str) -> None:
-        """Write the rollout of the session if it has a result. `run` retries while the session is open."""
+    def _on_searched(self, session_id: str, done: asyncio.Task[bool]) -> None:
+        self._searching.discard(session_id)
+
+    async def find_result(self, session_id: str, *, ended: bool) -> bool:
+        """Implement `ResultSource.find_result`."""
+        return await self._search(session_id, CallKind.LAST_POLL)
+
+    async def _search(self, session_id: str, call: CallKind) -> bool:
+        """Write the rollout of the session if it has a result. Return False if that could not be determined."""
+        return await log_defects(session_id, functools.partial(self._write_if_there, session_id, call), False)
+
+    async def _write_if_there(self, session_id: str, call: CallKind) -> bool:
+        session = self._open.get(session_id)
+        if session is None:
+            return True
         try:
-            async with self._room:
-                session = self._open.get(session_id)
-                if session is not None:  # otherwise it was closed
+            # A search that has started may find the result, and spares this one.
+            async with session.writing:
+                pass
+            await self._admit(session_id, call)
+            async with session.writing, self._room:
+                # Another search may have written the rollout, or the session was closed.
+                if self._open.get(session_id) is session:
                     await self._write(session)
         except ResultMissing:
-            pass
+            session.rejected_at = None
         except (StoreError, RuntimeCallError) as error:
             log.warning("session %s: the result could not be read and is retried: %s", session_id, error)
-        finally:
-            self._writing.discard(session_id)
+            return isinstance(error, InvokeRejected) and self._is_rejected_for_good(session)
+        return True
+
+    def _is_rejected_for_good(self, session: _Session) -> bool:
+        """Return whether a container has rejected all polls for so long that it will give no result."""
+        now = asyncio.get_running_loop().time()
+        session.rejected_at = now if session.rejected_at is None else session.rejected_at
+        return now - session.rejected_at >= (session.request.publish_grace_s or 0.0)
 
     async def _write(self, session: _Session) -> None:
         request = session.request
@@ -217,7 +253,7 @@ class BucketTranslator(Translator[WrittenResults]):
 
 
 class PollingTranslator(Translator[PolledResults]):
-    """Finds results by invokes of open sessions. The queue of all calls admits them after all others."""
+    """Finds results by invokes of open sessions, which the queue of all calls admits."""
 
     def __init__(
         self,
@@ -243,11 +279,25 @@ class PollingTranslator(Translator[PolledResults]):
     async def _candidates(self) -> list[str]:
         return [*self._open]
 
+    async def find_result(self, session_id: str, *, ended: bool) -> bool:
+        """Implement `ResultSource.find_result`. An invoke of a session that has ended would start a new container."""
+        if not ended:
+            return await super().find_result(session_id, ended=ended)
+        if (session := self._open.get(session_id)) is not None:
+            async with session.writing:  # what its last poll found
+                pass
+        return True
+
+    async def _admit(self, session_id: str, call: CallKind) -> None:
+        if session_id in self._open:
+            await self._admission.admit(call)
+            if session_id in self._open:
+                return
+            self._admission.give_back(call)
+        raise ResultMissing(session_id)
+
     async def _fetch(self, request: RolloutRequest) -> tuple[bytes, float]:
-        await self._admission.admit(CallKind.POLL)
         session_id = request.session_id
-        if session_id not in self._open:  # closed while it waited
-            raise ResultMissing(session_id)
         self._polls[session_id] = poll = asyncio.create_task(self._send(request))
         try:
             answer = await poll

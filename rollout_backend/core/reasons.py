@@ -76,7 +76,7 @@ WHAT_TO_DO = {
     "`storage.prefix`",
     "straggler": "nothing, if that is intended: `group.straggler_factor`",
     "collection_deadline": "raise `timeouts.collection_s` or `runtime.max_sessions`",
-    "store_unavailable": "read S3's error in the log; the results may be in the bucket",
+    "store_unavailable": "read the error of S3, or of the runtime, in the log; the results may be in the bucket",
     "target_reached": "nothing",
     "group_doomed": "check what its group lost",
     "not_started": "raise `timeouts.collection_s` or `runtime.max_sessions`",

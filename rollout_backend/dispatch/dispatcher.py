@@ -32,7 +32,7 @@ from rollout_backend.errors import (
     WrongClock,
 )
 from rollout_backend.retry import retry
-from rollout_backend.runtimes.base import SessionCalls
+from rollout_backend.runtimes.base import ResultSource, SessionCalls
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +60,11 @@ class Dispatcher:
         stop_retry_s: float = 180.0,
         stop_wait: WaitBaseT = _STOP_PAUSE,
     ) -> None:
-        """`stop_retry_s` counts from a session's first stop that failed; `stop_wait` is the pause between tries."""
+        """`stop_retry_s` counts from a session's first stop that failed; `stop_wait` is the pause between tries. If
+        `runtime` is a `ResultSource`, a rollout without a result is absent only once that has answered."""
         self._runtime = runtime
         self.calls = calls
+        self.source = runtime if isinstance(runtime, ResultSource) else None
         self._stop_retry_s = stop_retry_s
         self._stop_wait = stop_wait
         self.slots = asyncio.Semaphore(max_sessions)

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 from agent_wrapper.contract import Rollout
 from rollout_backend.aws import Permission
@@ -47,6 +47,18 @@ class SessionCalls(Protocol):
     def adopt(self, session_id: str, payload: Callable[[], bytes]) -> None:
         """Continue a session that an earlier trainer invoked. `payload` returns that of its invoke. No call is
         sent."""
+        ...
+
+
+@runtime_checkable
+class ResultSource(Protocol):
+    """Calls whose agents leave their results somewhere else than under the rollout's key in S3."""
+
+    async def find_result(self, session_id: str, *, ended: bool) -> bool:
+        """Ask once more for the result of an open session, and write its rollout to S3 if there is one.
+
+        `ended` says that the session's container has ended. Returns whether the answer is known.
+        """
         ...
 
 

@@ -14,6 +14,7 @@ are the same, by the caller (for verl, `verl.async_batches`).
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable
 
 from rollout_backend.collect.buffer import RolloutBuffer
@@ -29,9 +30,10 @@ log = logging.getLogger(__name__)
 
 
 def resumable_attempts(
-    before: Manifest | None, now: Manifest, recorded: Iterable[InFlightAttempt], wall: float
+    before: Manifest | None, now: Manifest, recorded: Iterable[InFlightAttempt], since: float
 ) -> dict[str, InFlightAttempt]:
-    """Return the attempt that an earlier trainer left in flight, by rollout. `wall` in unix seconds."""
+    """Return the attempt that an earlier trainer left in flight, by rollout, if its deadline is after `since`, in
+    unix seconds."""
     if before is None or not now.resumed or not now.gateway or before.gateway != now.gateway:
         return {}
     rollouts = {rollout_id for task in now.tasks for rollout_id in task.rollouts}
@@ -40,7 +42,7 @@ def resumable_attempts(
         for attempt in recorded
         if attempt.rollout_id in rollouts
         and attempt.session_id == now.session_id(attempt.rollout_id, attempt.attempt)
-        and attempt.deadline > wall
+        and attempt.deadline > since
     }
 
 
@@ -65,7 +67,9 @@ async def resume(before: Manifest | None, results: StepResults, context: StepCon
     step, rollouts = context.request.step, results.rollouts
     records = services.in_flight.running_attempts(step)
     in_flight = services.in_flight.open_sessions(step, manifest.nonce).session_ids
-    attempts = resumable_attempts(before, manifest, records, services.wall())
+    # An agent of another protocol may have finished in time while no trainer was there to read its result.
+    since = services.wall() if services.dispatcher.source is None else -math.inf
+    attempts = resumable_attempts(before, manifest, records, since)
     adopted = [rollouts[rollout_id] for rollout_id in attempts]
     for rollout in adopted:  # first, so that what they have published counts
         rollout.adopt(attempts[rollout.rollout_id])

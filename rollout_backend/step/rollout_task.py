@@ -413,13 +413,14 @@ class RolloutTask:
         self.settle(Outcome.TIMED_OUT, "straggler", message)
 
     def reach_step_deadline(self, answered: bool = True) -> None:
-        """Settle the rollout at the step's deadline. `answered`: S3 has confirmed that there is no result."""
+        """Settle the rollout at the step's deadline. `answered`: it is confirmed that there is no result."""
         if self.entry.phase is not Phase.RUNNING:
             self.settle(Outcome.CANCELLED, "not_started", "the step's time was up before its agent ran")
         elif answered:
             self.settle(Outcome.TIMED_OUT, "collection_deadline", "the step's time was up")
         else:
-            message = "the step's time was up, and S3 could not be asked whether its result is there"
+            where = "S3" if self._services.dispatcher.source is None else "S3, or what holds the agent's result,"
+            message = f"the step's time was up, and {where} could not be asked whether its result is there"
             self.settle(Outcome.TIMED_OUT, STORE_UNAVAILABLE, message)
 
     def abandon_attempt(self) -> None:

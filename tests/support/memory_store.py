@@ -1,5 +1,6 @@
 """A bucket in memory, with what the training side asks of a result store."""
 
+import hashlib
 from collections.abc import AsyncIterator
 
 from rollout_backend.collect.store import StoredObject
@@ -27,16 +28,26 @@ class MemoryStore:
         return self.objects[key]
 
     async def fetch(self, key: str) -> StoredObject:
-        return StoredObject(await self.get(key), "", 0.0)
+        body = await self.get(key)
+        return StoredObject(body, _etag(body), 0.0)
+
+    async def put(self, key: str, body: bytes) -> None:
+        self._call()
+        self.objects[key] = body
 
     async def put_if_match(self, key: str, body: bytes, etag: str | None) -> str:
         self._call()
-        if self.objects.setdefault(key, body) != body:
+        if key in self.objects and self.objects[key] != body and _etag(self.objects[key]) != etag:
             raise WriteConflict(key)
-        return ""
+        self.objects[key] = body
+        return _etag(body)
 
     async def keys(self, prefix: str) -> AsyncIterator[str]:
         self._call()
         for key in list(self.objects):
             if key.startswith(prefix):
                 yield key
+
+
+def _etag(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()
