@@ -52,8 +52,12 @@ class LedgerEntry:
     adopted: bool = False  # an earlier trainer made the current attempt
     session_id: str | None = None  # session of the current attempt
     session_ids: list[str] = field(default_factory=list)  # of all attempts, unless the runtime opened none
-    began: float | None = None  # loop seconds of the last attempt's invoke
-    took: float | None = None  # seconds from there until its result arrived or it was settled
+    opened_at: float | None = None
+    """Loop seconds of the first invoke that may have opened the last attempt's session."""
+    began: float | None = None
+    """Loop seconds of the last invoke, or from when the agent accepted it."""
+    took: float | None = None
+    """Seconds from `opened_at` until its result arrived or it was settled."""
     deadline: float | None = None  # loop time after which no result can arrive
     session_end: SessionEnd | None = None  # how the current session ended, if it did without a stop
     outcome: Outcome | None = None
@@ -113,6 +117,8 @@ class LedgerEntry:
         """Record that a session is being invoked: a new one, or one that was refused before."""
         self.attempts += 1
         self.attempt, self.deadline, self.began = attempt, deadline, self.ledger.clock()
+        if session_id not in self.ledger.open_sessions:
+            self.opened_at = self.began
         self.invoked_at, self.accepted_at = self.ledger.now(), None
         if self.attempts == 1:
             self.first_invoked_at = self.invoked_at
@@ -120,11 +126,14 @@ class LedgerEntry:
         self.ledger.watch(self)
 
     def refuse_attempt(self) -> None:
-        """Record that the invoke was refused for now. The next attempt reuses its number and session."""
+        """Record that the invoke was refused for now. The next attempt reuses its number and session, whose failure
+        marker counts, because a refused invoke may have opened it."""
+        refused = self.attempt
         self.attempts -= 1
         if self.attempts == 0:
             self.first_invoked_at = None
         self.abandon_attempt()
+        self.attempt = refused
 
     def accept(self) -> None:
         """Record that the agent runs, or that it ran if its result has already arrived."""
@@ -132,7 +141,9 @@ class LedgerEntry:
         if self.phase is Phase.DISPATCHING:
             assert self.began is not None
             assert self.deadline is not None
-            self.deadline += self.ledger.clock() - self.began  # its time began when its container was up
+            # The invoke may have waited for the run's lease, and for the container.
+            began, self.began = self.began, self.ledger.clock()
+            self.deadline += self.began - began
             self._enter(Phase.RUNNING)
             self.ledger.watch(self)
 
@@ -153,7 +164,7 @@ class LedgerEntry:
     def keep_adopted(self) -> None:
         """Record that the adopted agent still runs: S3 holds no result of it."""
         assert self.invoked_at is not None
-        self.began = self.ledger.clock() - (self.ledger.now() - self.invoked_at)
+        self.opened_at = self.began = self.ledger.clock() - (self.ledger.now() - self.invoked_at)
 
     def abandon_attempt(self) -> None:
         """Drop the current attempt, whose failure marker no longer counts. The rollout waits for its next attempt."""
@@ -204,8 +215,8 @@ class LedgerEntry:
         self._enter(phase)
 
     def _end_attempt(self) -> None:
-        if self.began is not None and self.took is None:
-            self.took = self.ledger.clock() - self.began
+        if self.opened_at is not None and self.took is None:
+            self.took = self.ledger.clock() - self.opened_at
 
     def _enter(self, phase: Phase) -> None:
         before, self.phase = self.phase, phase

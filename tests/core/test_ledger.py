@@ -144,3 +144,37 @@ def test_counts_equal_a_full_recount(events):
             assert group.trainable == sum(entry.trainable for entry in own)
             assert group.lost == sum(entry.lost for entry in own)
             assert group.replacements == sum(entry.is_replacement for entry in own)
+
+
+def test_a_rollout_took_the_time_since_the_first_invoke_that_may_have_opened_its_session():
+    now = [0.0]
+    ledger = planned("a.0")
+    ledger.clock = lambda: now[0]
+    entry = ledger.entries["a.0"]
+    entry.start_attempt("s1", 1, 100.0)
+    entry.refuse_attempt()
+    ledger.session_never_opened("a.0", "s1")
+    for now[0] in (10.0, 40.0):
+        entry.start_attempt("s1", 1, 100.0)
+        entry.refuse_attempt()
+    now[0] = 42.0
+    entry.deliver(Outcome.COMPLETED)
+    assert entry.took == 32.0
+
+
+def test_an_agent_runs_from_the_acceptance_of_its_invoke():
+    now = [0.0]
+    ledger = planned("a.0")
+    ledger.clock = lambda: now[0]
+    entry = ledger.entries["a.0"]
+    entry.start_attempt("s1", 1, 100.0)
+    now[0] = 60.0
+    entry.accept()
+    assert (entry.began, entry.deadline) == (60.0, 160.0)
+
+
+def test_the_failure_marker_of_a_session_that_a_refused_invoke_opened_counts():
+    entry = planned("a.0").entries["a.0"]
+    entry.start_attempt("s1", 1, 100.0)
+    entry.refuse_attempt()
+    assert (entry.attempt, entry.attempts, entry.session_id) == (1, 0, None)
