@@ -281,11 +281,11 @@ class RolloutBuffer:
             if wait > 0:
                 await asyncio.sleep(min(wait, config.list_interval_s))  # the queue may fail in the meantime
                 continue
+            listed_at = loop.time()
             try:
                 await self.sweep(sink)
             except StoreError as error:
                 log.warning("%s; it is listed again", error)
-            listed_at = loop.time()
 
     async def list_results(self, sink: ResultSink) -> set[str] | None:
         """Return the rollouts with a wanted result or failure marker in S3; None if there are too many keys to list.

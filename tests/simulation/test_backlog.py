@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from agent_wrapper.contract import Announcement, result_key
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.fetcher import ResultDecoder
+from rollout_backend.config import CollectConfig
 from tests.simulation.clock import VirtualLoop
 from tests.simulation.faults import Faults
 from tests.simulation.s3 import BUCKET, SimStore
@@ -106,3 +108,29 @@ def test_results_are_fetched_once_by_whoever_hears_of_them_first():
         store, sink = runner.run(play())
     assert sorted(store.gets) == sorted(set(store.gets))
     assert len(sink.arrived) == 8
+
+
+def test_slow_results_do_not_postpone_the_next_listing():
+    """Each result takes 20 s, and announcements arrive throughout."""
+
+    async def play():
+        world, trainer, sink = World(1, Faults()), Trainer(1), Sink()
+        store, listed = SlowStore(world, trainer, 20.0), []
+        buffer = RolloutBuffer("simulated", store, SimQueue(world.queue, trainer), 4)
+        keys = store.keys
+
+        def recorded_keys(prefix):
+            listed.append(world.now())
+            world.bucket.objects[result_key("", "simulated", 0, f"t{len(listed)}.0")] = b""
+            return keys(prefix)
+
+        store.keys = recorded_keys
+        listing = asyncio.create_task(buffer.list_when_idle(sink, CollectConfig(list_after_idle_s=10)))
+        while len(listed) < 5:
+            await asyncio.sleep(1)
+            buffer.last_announcement_at = world.now()
+        listing.cancel()
+        return [later - earlier for earlier, later in pairwise(listed)]
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        assert runner.run(play()) == pytest.approx([30.0] * 4, abs=1.0)
