@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 
 from rollout_backend.collect.fetcher import ResultSink
 from rollout_backend.core.ledger import LedgerEntry
@@ -63,23 +63,20 @@ class AbsenceCheck:
         """Wait until every check in the background has ended."""
         await asyncio.gather(*self._checks, return_exceptions=True)
 
-    async def finish(
-        self, rollouts: Iterable[RolloutTask], absent: Callable[[RolloutTask], None]
-    ) -> Collection[RolloutTask]:
-        """Check rollouts once, at the step's deadline. Return those that were not answered in time."""
+    async def finish(self, rollouts: Iterable[RolloutTask], absent: Callable[[RolloutTask], None]) -> None:
+        """Check rollouts once, at the step's deadline."""
         self.cancel()
-        unanswered = {each: each.entry.attempt for each in rollouts}
+        asked = {each: each.entry.attempt for each in rollouts}
         limit_s, services = _DEADLINE_S, self._context.services
         if self._source is not None:
             # Containers are polled at the rate of invokes, as they are then stopped at that of stops.
-            polls_s = len(unanswered) / services.dispatcher.calls.polls_per_s
+            polls_s = len(asked) / services.dispatcher.calls.polls_per_s
             limit_s += min(polls_s, services.config.timeouts.publish_grace_s)
         try:
             async with asyncio.timeout(limit_s):
-                await self.ask(unanswered, absent)
+                await self.ask(asked, absent)
         except (StoreError, TimeoutError) as error:
             log.warning("step %d is out of time: %s", self._sink.step, error or "no answer in time")
-        return unanswered
 
     async def _ask_source(self, entry: LedgerEntry) -> bool:
         """Let the agent protocol's own source write what it has. Return whether it has answered."""

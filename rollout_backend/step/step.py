@@ -206,11 +206,11 @@ class Step:
 
     async def _reach_deadline(self) -> None:
         self.deadline_reached = True
-        unanswered = await self._absence_check.finish(self._open_rollouts(), RolloutTask.reach_step_deadline)
+        await self._absence_check.finish(self._open_rollouts(), RolloutTask.reach_step_deadline)
         while scoring := [task for each in self._open_rollouts() if (task := each.scoring) and not task.done()]:
             await asyncio.gather(*scoring, return_exceptions=True)  # they end at the deadline too
         for rollout in self._open_rollouts():
-            rollout.reach_step_deadline(answered=rollout not in unanswered)
+            rollout.reach_step_deadline(answered=False)
 
     # --- its end ------------------------------------------------------------------------------------------
 

@@ -183,3 +183,29 @@ def test_waiters_of_a_step_that_is_over_delay_no_other_step(play, make_run, make
         return run.world.audit.started[0][0] - began
 
     assert play(work()) < 3
+
+
+def test_an_attempt_that_begins_after_the_steps_last_question_to_s3_is_unknown_and_not_absent(
+    play, make_run, make_config
+):
+    async def work():
+        run = make_run(make_config(timeouts={"collection_s": 400}, runtime={"invoke_per_s": 20}))
+        run.world.bucket.outages = {"GET": (60, 900), "LIST": (60, 900)}
+        run.world.limits.outage = Outage(REFUSALS["429"], 0.0, 390.0)
+        return await run.step(64).run()
+
+    reasons = play(work()).report.reasons
+    assert reasons["timed_out: store_unavailable"] > 0
+    assert "timed_out: collection_deadline" not in reasons
+
+
+def test_the_records_of_sessions_are_kept_until_s3_knows_that_these_are_closed(play, make_run, make_config):
+    async def work(outage):
+        run = make_run(make_config())
+        step = run.step(1)
+        run.world.bucket.outages = {"PUT": outage}
+        await step.run()
+        return run.world.run_directory.read(0)
+
+    assert play(work((5, 600)))
+    assert not play(work((0, 0)))
