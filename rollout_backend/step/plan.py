@@ -80,13 +80,16 @@ class StepPlan:
         if self._recorded is None or nth > self._recorded.attempts:
             await self.retry(self.record)
 
-    async def record_closed(self, attempts: int) -> None:
-        """Record in S3, if it answers, that the sessions of these first attempts and of replaced steps are closed."""
+    async def record_closed(self, attempts: int) -> bool:
+        """Record in S3, if it answers, that the sessions of these first attempts and of replaced steps are closed.
+        Return whether it did."""
         self.manifest = self.manifest.model_copy(update={"attempts_closed": attempts, "replaced": ()})
         try:
             await self.record()
         except (StoreError, WriteConflict, CredentialsExpired) as error:
             log.warning("%s; if the step is resumed, it stops these sessions again", error)
+            return False
+        return True
 
     async def record(self) -> None:
         """Write the current manifest, unless S3 has it already. Raises StoreError."""

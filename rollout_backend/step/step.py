@@ -240,10 +240,11 @@ class Step:
         for session_id in [*self.ledger.open_sessions]:  # of a task that failed
             self._sessions.close_later(session_id)
         await self._sessions.wait_closed()
+        recorded = True
         if running:
             manifest = self._plan.manifest
-            await self._plan.record_closed(manifest.attempts_before + manifest.attempts)
-        if self._sessions.earlier_known:
+            recorded = await self._plan.record_closed(manifest.attempts_before + manifest.attempts)
+        if recorded and self._sessions.earlier_known:  # otherwise the next trainer needs the records
             self._services.in_flight.delete(self.step)
 
     async def _leave(self) -> None:
