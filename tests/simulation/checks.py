@@ -6,6 +6,7 @@ import json
 from collections import Counter
 
 from agent_wrapper.contract import Announcement, ContractError, Outcome, Rollout, parse_result_key, result_key
+from rollout_backend.collect.buffer import IDLE_INTERVALS
 from rollout_backend.collect.queue import Message
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.ledger import STORE_UNAVAILABLE
@@ -13,7 +14,7 @@ from rollout_backend.core.manifest import payload_digest
 from rollout_backend.results.step_report import StepResult
 from rollout_backend.step.step import Step
 from tests.simulation.gateway import HEARTBEAT_S
-from tests.simulation.s3 import BUCKET, MAX_RESULT_BYTES
+from tests.simulation.s3 import BUCKET
 from tests.simulation.trainer import Trainer
 from tests.simulation.world import World
 
@@ -42,7 +43,7 @@ class Checks:
         self._config = config
         self._scored = scored
         self.unclosed: set[str] = set()  # sessions that reports name as not closed
-        self._planned_at = 0.0
+        self._planned_at: dict[Step, float] = {}  # two managers may run one step at the same time
         self._seen: Violation | None = None  # raised at the step's end: exceptions of its tasks are not awaited
 
     def key(self, step: int, rollout_id: str) -> str:
@@ -56,19 +57,18 @@ class Checks:
 
     def _intact(self, key: str) -> bool:
         try:
-            rollout = Rollout.decode(self._bucket.objects[key], MAX_RESULT_BYTES)
+            return self._is_its_own(self._bucket.result(key))
         except ContractError:
             return False
-        return self._is_its_own(rollout)
 
     def _is_its_own(self, rollout: Rollout) -> bool:
         """Return whether one of this rollout's own sessions wrote it."""
         claims = self._world.gateway.keys.get(rollout.session_id)
         return claims is not None and claims.rollout_id == rollout.rollout_id
 
-    def planned(self) -> None:
+    def planned(self, step: Step) -> None:
         """Record when the step planned its rollouts: older results are found by listing, not by announcement."""
-        self._planned_at = self._world.now()
+        self._planned_at[step] = self._world.now()
 
     # --- at any time --------------------------------------------------------------------------------------
 
@@ -85,16 +85,18 @@ class Checks:
             if name.attempt is not None and item.key in self._bucket.objects and not self._intact(item.key):
                 continue  # an invalid failure marker changes nothing
             written_at = self._bucket.written_at.get(item.key, -1.0)
-            is_new = item.bucket == BUCKET and name.step == step.step and written_at > self._planned_at
-            if is_new and step.results.is_wanted(name.rollout_id, name.attempt) and self._seen is None:
+            of_step = item.bucket == BUCKET and name.step == step.step
+            is_wanted = of_step and step.results.is_wanted(name.rollout_id, name.attempt)
+            if is_wanted and written_at > self._planned_at[step] and self._seen is None:
                 self._seen = Violation(f"the announcement of {name.rollout_id} is deleted before its result is in")
 
-    def arrived(self, step: Step) -> None:
-        """Check, when a result arrives, that its step was listed within the guaranteed interval."""
+    def arrived(self, step: Step, *, sweeping: bool) -> None:
+        """Check, when a result arrives, that its step was listed within the guaranteed interval. `sweeping`: the
+        results of the last listing are still being read, which delays the next one."""
         tried = self._bucket.list_tried.get(self.key(step.step, ""), 0.0)
-        ago = self._world.now() - max(self._planned_at, tried)
-        most = 3 * self._config.collect.list_after_idle_s + 5.0 + 60 * self._world.faults.slow_gets
-        if ago > most and self._seen is None:
+        ago = self._world.now() - max(self._planned_at[step], tried)
+        most = IDLE_INTERVALS * self._config.collect.list_after_idle_s + 1.0
+        if ago > most and not sweeping and self._seen is None:
             self._seen = Violation(f"a step was last listed {ago:.0f} s ago, more than {most:.0f} s")
 
     def settled_here(self, step: Step, rollout_id: str, outcome: Outcome, reason: str) -> None:
@@ -128,18 +130,13 @@ class Checks:
 
     def _lags_behind(self, step: Step, rollout_id: str) -> None:
         """Check a straggler by the world's own times of session starts and results."""
-        began = {key: at for at, key in self._audit.started}  # the last attempt
-        took = [
-            self._bucket.written_at[key] - began[key]
-            for key in self.finished(step.step)
-            if self._bucket.written_at[key] > max(began[key], self._planned_at)
-        ]
-        ran = self._world.now() - began[self.key(step.step, rollout_id)]
+        started, written_at = self._audit.session_started, self._bucket.written_at
+        new = [key for key in self.finished(step.step) if written_at[key] > self._planned_at[step]]
+        took = [written_at[key] - started[self._bucket.result(key).session_id] for key in new]
+        ran = self._world.now() - started[step.ledger.entries[rollout_id].session_id or ""]
         _hold(bool(took), f"{rollout_id} is a straggler, and nothing is finished")
         least = self._config.group.straggler_factor * min(took)
-        _hold(  # the step counts from the dispatch, the world from the session's start, up to 0.5 s later
-            ran + 0.5 >= least, f"{rollout_id} is cut off after {ran:.1f} s, and the quickest earns it {least:.1f} s"
-        )
+        _hold(ran >= least, f"{rollout_id} is cut off after {ran:.1f} s, and the quickest earns it {least:.1f} s")
 
     # --- blocked tasks ------------------------------------------------------------------------------------
 

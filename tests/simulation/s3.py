@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable
 
+from agent_wrapper.contract import Rollout
 from rollout_backend.collect.store import StoredObject
 from rollout_backend.config import StorageConfig
 from rollout_backend.errors import ResultMissing, StoreError, WriteConflict
@@ -47,6 +48,10 @@ class Bucket:
             return False
         self.objects[key] = body
         return True
+
+    def result(self, key: str) -> Rollout:
+        """Return the result that is stored under this key. Raises ContractError."""
+        return Rollout.decode(self.objects[key], MAX_RESULT_BYTES)
 
     def refuses(self, kind: str) -> bool:
         """Return whether a trainer's call fails now."""

@@ -28,6 +28,7 @@ class SessionAudit:
     ) -> None:
         self.asked_for: set[str] = set()  # ids of sessions that an invoke named, even if it failed
         self.started: list[tuple[float, str]] = []  # each start of a session: when, and its rollout's key
+        self.session_started: dict[str, float] = {}  # by session: its first start
         self.died: dict[str, float] = {}  # sessions that ended silently, and when
         self.closed_at: dict[str, float] = {}  # sessions that a trainer has logged as closed, and when
         self.stopped: set[str] = set()  # ids of sessions that were sent a stop
@@ -52,6 +53,7 @@ class SessionAudit:
         if request.session_id in self.stopped:
             self._evidence.used_twice.append(request.session_id)
         self.started.append((self._env.now(), request.key))
+        self.session_started.setdefault(request.session_id, self._env.now())
 
     def samples(self, request: RolloutRequest) -> None:
         """Record that the session's agent got a response to a model call."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_backend.collect.buffer import RolloutBuffer
+from rollout_backend.collect.fetcher import ResultSink
 from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.core.ledger import LedgerEntry, Phase
 from rollout_backend.core.manifest import StepRequest
@@ -95,13 +96,13 @@ class TrainerProcess:
         """Collect all steps that are left."""
         # If heartbeats may be cut off, the agents are on other machines.
         heartbeats = Heartbeats(HEARTBEAT_S, same_machine=not self._world.faults.cut_off)
-        buffer = RolloutBuffer(self._config.run_id, self._store, self._queue, 16)
+        buffer = _SweepingBuffer(self._config.run_id, self._store, self._queue, 16)
         services = self._services(buffer, heartbeats)
         listening = asyncio.create_task(heartbeats.poll(self._gateway.heard))
         receiving = asyncio.create_task(buffer.run(2))
         try:
             while self._checkpoint.steps < len(self._scenario.steps):
-                await self._collect_step(self._checkpoint.steps, services)
+                await self._collect_step(self._checkpoint.steps, services, buffer)
                 self._checkpoint.steps += 1
         except CircuitOpen:
             self._world.note("the breaker opens")
@@ -143,12 +144,12 @@ class TrainerProcess:
         self._trainer.require_alive()
         return await self._world.scorer.call(request)
 
-    async def _collect_step(self, number: int, services: StepServices) -> None:
+    async def _collect_step(self, number: int, services: StepServices, buffer: _SweepingBuffer) -> None:
         world, checks, trainer = self._world, self._checks, self._trainer
         # A restarted trainer gives its tasks new ids.
         tasks = tuple(Task(f"{task.task_id}-{trainer.number}", task.payload) for task in self._scenario.steps[number])
         step = Step(StepRequest(number, tasks, services.config.sampling), services)
-        self._watch(step)
+        self._watch(step, buffer)
         began, finished_before = world.now(), checks.finished(number)
         left_out = checks.blocked()
         try:
@@ -167,20 +168,20 @@ class TrainerProcess:
         self._checkpoint.reattached += result.report.reattached
         self._checkpoint.outcomes.update({outcome.value: n for outcome, n in result.report.outcomes.items()})
 
-    def _watch(self, step: Step) -> None:
+    def _watch(self, step: Step, buffer: _SweepingBuffer) -> None:
         """Check each change of the step's ledger, and each message that it deletes."""
         checks, ledger = self._checks, step.ledger
         count, plan = ledger.count, ledger.plan
 
         def planned(*rollout: Any, **more: Any) -> LedgerEntry:
             if not ledger.entries:
-                checks.planned()
+                checks.planned(step)
             return plan(*rollout, **more)
 
         def counted(entry: LedgerEntry, before: Phase) -> None:
             count(entry, before)
             if entry.phase is Phase.SETTLED and entry.by_result:
-                checks.arrived(step)
+                checks.arrived(step, sweeping=buffer.sweeps > 0)
             elif entry.phase is Phase.SETTLED:
                 assert entry.outcome is not None
                 try:
@@ -194,6 +195,19 @@ class TrainerProcess:
         self._in_flight.awaits_result = ledger.awaits_result
         if self._queue is not None:
             self._queue.on_delete = lambda message: checks.deleted(message, step)
+
+
+class _SweepingBuffer(RolloutBuffer):
+    """A buffer that counts the sweeps that are in progress."""
+
+    sweeps = 0
+
+    async def sweep(self, sink: ResultSink) -> bool:
+        self.sweeps += 1
+        try:
+            return await super().sweep(sink)
+        finally:
+            self.sweeps -= 1
 
 
 class _AskingRuntime(FencedRuntime):
