@@ -11,7 +11,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "rollout_backend"
 LAYERS = (
     {"errors"},
-    {"atomic_file", "child_process", "garbage_collection", "local_keys", "logs", "retry", "waiting_connections"},
+    {"atomic_file", "child_process", "fair_queue", "garbage_collection", "local_keys", "logs", "retry"}
+    | {"waiting_connections"},
     {"aws", "config"},
     {"core"},
     {"rendering", "runtimes", "tracing"},

@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 
+from rollout_backend.checks.capacity import check_engines, check_gateways
 from rollout_backend.checks.machine import check_machine
 from rollout_backend.collect.presign import Presigner
 from rollout_backend.collect.queue import check_queue
@@ -49,7 +50,7 @@ class Preflight:
         connections = config.collect.max_fetches + 4
         self.store = await ResultStore.open(config.storage, config.aws, connections=connections)
         stack.push_async_callback(self.store.aclose)
-        checks: list[Awaitable[list[CheckResult]]] = [self._check_bucket(), self._check_runtime(stack)]
+        checks: list[Awaitable[list[CheckResult]]] = [self._check_bucket(), self._check_runtime(stack, engines)]
         if machine:
             checks.append(asyncio.to_thread(check_machine, config, engines=engines))
         for found in await asyncio.gather(*checks, return_exceptions=True):  # none outlives what `stack` closes
@@ -93,7 +94,7 @@ class Preflight:
                 f"{self._config.runtime.agent_protocol}: {error}"
             ) from error
 
-    async def _check_runtime(self, stack: AsyncExitStack) -> list[CheckResult]:
+    async def _check_runtime(self, stack: AsyncExitStack, engines: bool) -> list[CheckResult]:
         config, session_s = self._config.run_runtime, self._config.timeouts.session_s
         implementation = runtime_class(config)
         limits: RuntimeConfig = config
@@ -118,6 +119,11 @@ class Preflight:
 
         found = await _finding("runtime", check)
         results = [*(lines or [found]), self._check_ramp(limits)]
+        results += check_gateways(self._config, limits.max_sessions, self._rollouts)
+        serving = self._config.serving
+        servers = len(serving.urls) if serving.kind == "external" else serving.servers
+        if engines and self._rollouts is not None and isinstance(servers, int) and not serving.follow_dns:
+            results += check_engines(self._config, limits.max_sessions, self._rollouts, servers)
         if in_public_network and self._config.gateway.public_url == AUTO and self._config.relay is None:
             text = (
                 "auto is this machine's private address, and the runtime's agents are in the public network: deploy "

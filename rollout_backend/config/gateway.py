@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, SecretStr, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 
 from rollout_backend.config.section import HttpUrl, Seconds, Section, check_address, matching
 
@@ -17,11 +18,23 @@ AUTO = "auto"
 """The value of `public_url` with which the run finds the address."""
 
 
+_SESSIONS_EACH = 1024
+
+
+def _processes(value: object) -> object:
+    """Return 0 for `auto`, which `GatewayConfig.sized` replaces."""
+    if value in (0, "0"):
+        raise ValueError("must be at least 1, or auto")
+    return 0 if value == AUTO else value
+
+
 class GatewayConfig(Section):
     kind: Literal["process", "ray"] = "process"
     """`process`: on this machine. `ray`: one actor per gateway process, spread over the cluster's machines."""
-    processes: int = Field(default=1, ge=1, le=1024)
-    """Number of gateway processes. Each session belongs to one of them, which holds what the session sampled."""
+    processes: Annotated[int, BeforeValidator(_processes), Field(ge=0, le=1024)] = 1
+    """Number of gateway processes. Each session belongs to one of them, which holds what the session sampled. `auto`:
+    one for 1,024 of `runtime.max_sessions`, at most one per core but one, and one with a `public_url` that names no
+    process."""
     host: str = "127.0.0.1"
     """Address to listen on. With `ray`, a loopback address means the address of the machine that runs the gateway."""
     port: int = Field(default=0, ge=0, le=65535)
@@ -63,13 +76,13 @@ class GatewayConfig(Section):
     """Maximum bytes of all images in one session's calls, each counted once. They are part of the session's result,
     so `storage.max_result_bytes` must have room for them."""
     max_concurrent_calls: int = Field(default=1024, ge=1)
-    """Maximum model calls in flight in one process; further ones are answered 429 with Retry-After."""
+    """Maximum model calls in flight in one process. Further ones wait in turn, for up to `timeouts.model_call_s`."""
     max_session_calls: int = Field(default=64, ge=1)
-    """Maximum choices in flight of one session, at most half of `max_concurrent_calls`; further calls are answered
-    429 with Retry-After. A call of several choices is admitted if the session has no other in flight."""
+    """Maximum choices in flight of one session, at most half of `max_concurrent_calls`; further calls wait. A call of
+    several choices starts if the session has no other in flight."""
     max_queued_per_engine: int = Field(default=512, ge=1)
-    """Maximum average number of requests waiting in an engine's queue; above it, calls are answered 429 with
-    Retry-After. Applies if engines report their load."""
+    """Maximum average number of requests waiting in an engine's queue; above it, calls wait in the gateways. Applies
+    if engines report their load."""
     startup_timeout_s: Seconds = 60.0
     """Timeout from its start until it answers."""
     secret: SecretStr | None = Field(default=None, min_length=32)
@@ -107,6 +120,17 @@ class GatewayConfig(Section):
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key belong together: set both, or neither")
         return self
+
+    def sized(self, sessions: int, cores: int) -> Self:
+        """Return the section with the number of processes for this many sessions, if that is to be found."""
+        if self.processes:
+            return self
+        wanted = min(math.ceil(sessions / _SESSIONS_EACH), cores - 1 if self.kind == "process" else 1024)
+        url = "" if self.public_url in (None, AUTO) else str(self.public_url)
+        fits = not url or "{shard}" in url or "{port}" in url
+        if self.port:
+            wanted = min(wanted, 65536 - self.port)
+        return self.model_copy(update={"processes": max(1, wanted) if fits else 1})
 
     def check_run(self, run: RolloutConfig) -> None:
         if self.kind != "ray":

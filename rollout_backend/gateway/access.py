@@ -37,7 +37,7 @@ KEEP_ALIVE_S = 4200  # longer than any load balancer's, so that none reuses a co
 MAX_HEAD_BYTES = 64 * 1024
 _MAX_PIPELINED = 64  # clients and proxies of today send none before the answer to the last
 _FRAME_BYTES = 16  # framing allowed per byte of content in a chunked body
-_FILES_OF_A_CALL = 3  # a connection of the agent, one to the engine, and one that an agent keeps open when idle
+_CONNECTIONS_EACH = 2  # of a session: one with its call, which may wait, and one that its agent keeps open when idle
 _OTHER_FILES = 256 + OPEN_FILES
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _UPGRADE = re.compile(rb"^upgrade(?=\s*:)", re.IGNORECASE | re.MULTILINE)
@@ -46,19 +46,20 @@ _KEY_PATH = re.compile(r"/k/([A-Za-z0-9._-]+)(/v1(?:/.*)?)", re.DOTALL)
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 
 
-def needed_files(calls: int) -> int:
-    """Return the number of open files that a gateway needs for this many concurrent calls."""
-    return calls * _FILES_OF_A_CALL + _OTHER_FILES
+def needed_files(calls: int, sessions: int = 0) -> int:
+    """Return the number of open files that a gateway needs for this many concurrent calls, and for the connections of
+    this many sessions."""
+    return calls + max(_CONNECTIONS_EACH * sessions, 2 * calls) + _OTHER_FILES
 
 
 def allow_files(calls: int) -> None:
-    """Raise this process's limit on open files to what this many concurrent calls need. A shell's default is 1024.
+    """Raise this process's limit on open files as far as it may be useful. A shell's default is 1024.
 
     Raises:
-        ConfigError: the hard limit is lower.
+        ConfigError: the hard limit is below what this many concurrent calls need.
     """
     needed = needed_files(calls)
-    if (allowed := raise_file_limit(needed)) < needed:
+    if (allowed := raise_file_limit(MAX_CONNECTIONS + calls + _OTHER_FILES)) < needed:
         raise ConfigError(
             f"gateway.max_concurrent_calls={calls} takes {needed} open files, and this machine allows a process "
             f"{allowed}: raise that (`ulimit -Hn`), or lower the setting and raise gateway.processes"

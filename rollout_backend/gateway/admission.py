@@ -1,48 +1,23 @@
-"""Limit model calls: which may start, and what one session may use of a gateway process.
-
-`Admission` decides from the calls in flight and the engines' queues, and does no I/O. `SessionShare` is one session's
-current use, so that it does not slow down other sessions.
+"""Decide when model calls start: how many are in flight in one gateway process, and how many wait for an engine.
 
 Invariants:
 
-- At most `max_calls` are in flight. This is the only limit while the engines' load is unknown or outdated.
-- One session has at most `max_session_calls` and half of `max_calls` in flight, and a limited number of open
-  requests.
-- Refused calls get staggered Retry-After times, at the rate at which calls finish, so they do not return
-  together.
-- A session's large requests are read and parsed one at a time, off the event loop, and for at most a fifth of the
-  time. The others wait unread: flow control keeps their bodies at the client. Prompts are also rendered one at a
-  time.
-- A compressed body counts as large if its contents are large. Decompressing it takes no more memory and time than the
-  limit of a body allows, whatever size it claims to have.
+- At most `max_calls` choices are in flight, or one call more. This is the only limit while the engines' load is
+  unknown or outdated.
+- Calls that find no place wait, and no call is refused. Sessions take turns, as in `FairQueue`. One session has at
+  most `max_session_calls` and half of `max_calls` choices in flight.
+- Does no I/O.
 """
 
-import asyncio
-import contextlib
-import io
 import math
 import time
-import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractAsyncContextManager
 
-import zstandard
-from starlette.requests import Request
-
-from rollout_backend.core.model_call import ApiError
+from rollout_backend.fair_queue import FairQueue
 from rollout_backend.gateway.stats import EngineLoad
 
-_T = TypeVar("_T")
 _STALE_S = 10.0
-_MIN_RETRY_S, _MAX_RETRY_S = 1, 60  # OpenAI's clients ignore a Retry-After above 60 s
-_WEIGHT = 0.1  # weight of the latest call in the moving average of call times
-_BRIEF_BYTES, _BRIEF_OBJECTS = 128 * 1024, 512  # a larger body takes milliseconds to parse
-_PAUSE = 4  # seconds of pause after each second of parsing
-_GZIP, _ZLIB, _RAW_DEFLATE = 31, 15, -15  # zlib's window bits
-_MAX_WINDOW_BYTES = 8 * 2**20  # the largest window that RFC 9659 allows
-_ENCODINGS = ("gzip", "deflate", "zstd")
-_PARSERS = ThreadPoolExecutor(2, "parser")
 
 
 class Admission:
@@ -56,247 +31,47 @@ class Admission:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_calls = max_calls
-        self.max_session_calls = min(max_session_calls, max(1, max_calls // 2))
         self._max_queued = max_queued_per_engine
         self._clock = clock
-        self._in_flight = 0
-        self._call_s: float | None = None  # moving average of call times
+        self._queue = FairQueue(min(max_session_calls, max(1, max_calls // 2)), self._has_room)
         self._loads: Mapping[str, EngineLoad] = {}
         self._observed_at = -math.inf
         self._in_flight_then = 0
-        self._last_return = -math.inf  # the latest time at which a refused call has to retry
 
     @property
     def in_flight(self) -> int:
-        return self._in_flight
+        return self._queue.held
+
+    @property
+    def waiting(self) -> int:
+        return self._queue.waiting
+
+    def place(self, session: Hashable, choices: int = 1) -> AbstractAsyncContextManager[None]:
+        """Return a context that a session's call enters once it may start. Its choices are then in flight."""
+        return self._queue.place(session, choices)
 
     def observe(self, loads: Mapping[str, EngineLoad]) -> None:
         """Set the current load of each engine that reports it, by URL."""
         self._loads = loads
         self._observed_at = self._clock()
-        self._in_flight_then = self._in_flight
+        self._in_flight_then = self.in_flight
+        self._queue.serve()
+
+    def serve(self) -> None:
+        """Start the calls that no longer have to wait, because the known load is outdated."""
+        self._queue.serve()
 
     @property
     def loads(self) -> Mapping[str, EngineLoad]:
         """Return the current load of each engine; empty if it is unknown or outdated."""
         return self._loads if self._clock() - self._observed_at <= _STALE_S else {}
 
-    def began(self) -> None:
-        self._in_flight += 1
-
-    def ended(self, seconds: float | None = None) -> None:
-        """Remove a call. `seconds` is its duration if it was answered."""
-        self._in_flight -= 1
-        if seconds is not None:
-            self._call_s = seconds if self._call_s is None else self._call_s + _WEIGHT * (seconds - self._call_s)
-
-    def check(self, held: int = 0, choices: int = 1) -> ApiError | None:
-        """Return None if a call may start, otherwise the refusal: 429 with a Retry-After in whole seconds.
-
-        `held` is the number of choices that its session has in flight.
-        """
-        if held and held + choices > self.max_session_calls:
-            retry_s = min(max(math.ceil((self._call_s or 0.0) / held), _MIN_RETRY_S), _MAX_RETRY_S)
-            return _refusal(f"this session has {held} model calls in flight (gateway.max_session_calls)", retry_s)
-        if self._in_flight >= self._max_calls:
-            retry_s = self._turn(self._in_flight + 1 - self._max_calls, self._in_flight)
-            return _refusal("too many model calls are in flight", retry_s)
+    def _has_room(self) -> bool:
+        if self.in_flight >= self._max_calls:
+            return False
         if not (loads := self.loads):
-            return None
+            return True
         # Calls started since the last poll are at the engines too; those beyond the free slots wait.
         waiting = sum(load.waiting for load in loads.values())
-        waiting += max(0, self._in_flight - self._in_flight_then - sum(load.free for load in loads.values()))
-        excess = waiting + 1 - self._max_queued * len(loads)
-        if excess <= 0:
-            return None
-        retry_s = self._turn(excess, waiting + sum(load.running for load in loads.values()))
-        return _refusal("too many model calls wait for an engine", retry_s)
-
-    def _turn(self, ahead: int, inside: int) -> int:
-        """Return the seconds until `ahead` of the `inside` calls have ended and earlier refused calls have retried.
-
-        The rate of finishing calls is their number divided by their duration (Little's law).
-        """
-        if self._call_s is None or inside == 0:
-            return _MIN_RETRY_S
-        now, each_s = self._clock(), self._call_s / inside
-        turn = max(now + ahead * each_s, self._last_return + each_s)
-        self._last_return = min(turn, now + _MAX_RETRY_S)
-        return min(max(math.ceil(turn - now), _MIN_RETRY_S), _MAX_RETRY_S)
-
-
-def _refusal(message: str, retry_s: int) -> ApiError:
-    return ApiError(429, f"{message}: try again in {retry_s} s", code="rate_limit_exceeded", retry_after_s=retry_s)
-
-
-# --- the use of one session -----------------------------------------------------------------------------------
-
-
-def is_brief(body: bytes | bytearray) -> bool:
-    """Return whether a body is small enough to be parsed on the event loop."""
-    return len(body) <= _BRIEF_BYTES and body.count(b"{") <= _BRIEF_OBJECTS
-
-
-class SessionShare:
-    """One session's current use of the process."""
-
-    def __init__(self) -> None:
-        self.choices = 0  # choices in flight
-        self._requests = 0
-        self._parsing, self._rendering = asyncio.Lock(), asyncio.Lock()
-        self._spent_s = 0.0  # seconds spent on the large request that holds `_parsing`
-
-    @contextlib.contextmanager
-    def request(self, limit: int, why: str = "gateway.max_session_calls allows no more") -> Iterator[None]:
-        """Count a request until its response is complete. Raises ApiError (429) if `limit` are open."""
-        if self._requests >= limit:
-            raise _refusal(f"this session has {limit} requests open, and {why}", _MIN_RETRY_S)
-        self._requests += 1
-        try:
-            yield
-        finally:
-            self._requests -= 1
-
-    @contextlib.asynccontextmanager
-    async def body(
-        self, request: Request, max_bytes: int, timeout_s: float, too_large: Callable[[], ApiError]
-    ) -> AsyncIterator[bytes]:
-        """Read and decompress a request's body. While the context of a large body lasts, no other is read.
-
-        Raises:
-            ApiError: `too_large()` beyond `max_bytes`; status 408 if the body does not arrive in time; 415 or 400 if
-                it cannot be decompressed.
-        """
-        encoding = _encoding_of(request.headers)
-        chunks, body = request.stream(), bytearray()
-        brief_bytes = min(max_bytes, _BRIEF_BYTES)
-        whole = await _read(chunks, body, brief_bytes, timeout_s)
-        if whole:
-            plain = decompress(body, encoding, brief_bytes)
-            if len(plain) <= brief_bytes and is_brief(plain):
-                yield plain
-                return
-        await self._parsing.acquire()
-        self._spent_s = 0.0
-        try:
-            if not whole and not await _read(chunks, body, max_bytes, timeout_s):
-                raise too_large()
-            plain = await self._timed(decompress, body, encoding, max_bytes)
-            if len(plain) > max_bytes:
-                raise too_large()
-            yield plain
-        finally:
-            asyncio.get_running_loop().call_later(_PAUSE * self._spent_s, self._parsing.release)
-
-    async def parse(self, body: bytes, function: Callable[..., _T], *args: object) -> _T:
-        """Return `function(*args)`, whose work is proportional to the body. Call it within the body's context."""
-        if is_brief(body):
-            return function(*args)
-        return await self._timed(function, *args)
-
-    async def _timed(self, function: Callable[..., _T], *args: object) -> _T:
-        def timed() -> _T:
-            began = time.thread_time()
-            try:
-                return function(*args)
-            finally:
-                self._spent_s += time.thread_time() - began
-
-        return await asyncio.get_running_loop().run_in_executor(_PARSERS, timed)
-
-    async def render(self, work: Callable[[], Awaitable[_T]]) -> _T:
-        """Run `work` after the session's earlier work, and return its result.
-
-        Cancelling does not stop a thread, so other work still waits until it ends.
-        """
-
-        async def in_turn() -> _T:
-            async with self._rendering:
-                return await work()
-
-        task = asyncio.create_task(in_turn())
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return await asyncio.shield(task)
-
-
-async def _read(chunks: AsyncIterator[bytes], body: bytearray, limit: int, timeout_s: float) -> bool:
-    """Append chunks to the body until it exceeds `limit` bytes. Return whether it is complete."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            while len(body) <= limit:
-                chunk = await anext(chunks, None)
-                if chunk is None:
-                    return True
-                body += chunk
-    except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {timeout_s:g} s", code="request_timeout") from None
-    return False
-
-
-# --- bodies ---------------------------------------------------------------------------------------------------
-
-
-def too_large(max_bytes: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {max_bytes} bytes", code="request_too_large")
-
-
-async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
-    """Return the body. Raises ApiError: 413 if it is larger than `max_bytes`, 408 if it does not arrive in time."""
-    body = bytearray()
-    if not await _read(request.stream(), body, max_bytes, timeout_s):
-        raise too_large(max_bytes)
-    return bytes(body)
-
-
-def _encoding_of(headers: Mapping[str, str]) -> str:
-    """Return the encoding of the body; an empty string if it is not compressed.
-
-    Raises:
-        ApiError: status 415 if the gateway does not support it.
-    """
-    encoding = headers.get("content-encoding", "").strip().lower().removeprefix("x-")
-    if encoding in ("", "identity"):
-        return ""
-    if encoding not in _ENCODINGS:
-        raise ApiError(
-            415,
-            f"content-encoding: {encoding[:100]!r} cannot be decompressed; use {', '.join(_ENCODINGS)} or none",
-            code="unsupported_encoding",
-            param="content-encoding",
-        )
-    return encoding
-
-
-def decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytes:
-    """Return the contents of a body, or their first `limit` + 1 bytes.
-
-    Raises:
-        ApiError: status 400 if the body is damaged or incomplete.
-    """
-    if not encoding:
-        return bytes(body)
-    try:
-        if encoding == "zstd":
-            zstd = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
-            plain = bytes(zstd.stream_reader(io.BytesIO(body)).read(limit + 1))
-            decompressor: Any = zstd.decompressobj()
-            if len(plain) <= limit:  # the reader accepts a truncated frame, and this has no limit
-                decompressor.decompress(body)
-        else:
-            decompressor = zlib.decompressobj(_GZIP if encoding == "gzip" else _deflate_bits(body))
-            plain = decompressor.decompress(body, limit + 1)
-    except (zlib.error, zstandard.ZstdError) as error:
-        raise _damaged(encoding, str(error)) from None
-    if len(plain) <= limit and (not decompressor.eof or decompressor.unused_data):
-        raise _damaged(encoding, "it is cut, or other data follow it")
-    return plain
-
-
-def _deflate_bits(body: bytes | bytearray) -> int:
-    """Return the window bits. RFC 9110 defines `deflate` as zlib's format, but some clients send raw data."""
-    has_header = len(body) > 1 and body[0] & 15 == 8 and int.from_bytes(body[:2]) % 31 == 0
-    return _ZLIB if has_header else _RAW_DEFLATE
-
-
-def _damaged(encoding: str, why: str) -> ApiError:
-    return ApiError(400, f"content-encoding: the body is no complete {encoding}: {why}", param="content-encoding")
+        waiting += max(0, self.in_flight - self._in_flight_then - sum(load.free for load in loads.values()))
+        return waiting < self._max_queued * len(loads)

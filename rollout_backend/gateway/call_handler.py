@@ -1,4 +1,4 @@
-"""Handle model calls over HTTP: admit a call, start it or join an earlier one, and write its answer.
+"""Handle model calls over HTTP: start a call or join an earlier one, and write its answer.
 
 Invariants:
 
@@ -26,18 +26,16 @@ from rollout_backend.config import LeftOut
 from rollout_backend.core.model_call import Answer, ApiError, Choice, ModelCall, context_exceeded, not_adopted
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.dialects.base import Dialect, EventStream, to_json
-from rollout_backend.gateway.admission import Admission, SessionShare, is_brief, too_large
 from rollout_backend.gateway.call_traces import CallTraces
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.model_call_executor import ModelCallExecutor
-from rollout_backend.gateway.sessions import journal as journals
+from rollout_backend.gateway.session_share import SessionShare, is_brief, too_large
 from rollout_backend.gateway.sessions.calls import InFlightCall, RequestKey
 from rollout_backend.gateway.sessions.registry import OpenSession, SessionRegistry
 from rollout_backend.gateway.stats import GatewayStats
 
 _BYTES, _TOKEN_BYTES = 1024 * 1024, 32  # limit of a body without images: bytes, plus bytes per token of context
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-_MIN_REQUESTS = 16  # open requests of one session
 _RETRIED = frozenset({408, 409, 429})  # statuses below 500 that OpenAI's and Anthropic's clients retry
 
 
@@ -97,7 +95,6 @@ class CallHandler:
         settings: GatewaySettings,
         registry: SessionRegistry,
         executor: ModelCallExecutor,
-        admission: Admission,
         stats: GatewayStats,
         traces: CallTraces | None = None,
         *,
@@ -106,7 +103,6 @@ class CallHandler:
         self._settings = settings
         self._registry = registry
         self._executor = executor
-        self._admission = admission
         self._stats = stats
         self._traces = traces
         self._adopted = set(settings.adopted)
@@ -116,7 +112,6 @@ class CallHandler:
         if text_only and (most := _BYTES + _TOKEN_BYTES * context) < self._max_bytes:
             why = f"the request has more than {most} bytes"
             self._max_bytes, self._too_large = most, partial(context_exceeded, context, why)
-        self._max_requests = max(_MIN_REQUESTS, 2 * admission.max_session_calls)
 
     def adopt(self, session_ids: Iterable[str]) -> None:
         """Allow model calls from sessions that an earlier trainer started."""
@@ -132,7 +127,8 @@ class CallHandler:
         """Return the length of a prompt."""
         session = await self._registry.open(claims)
         share = session.share
-        with share.request(self._max_requests):
+        with share.request(), contextlib.ExitStack() as open_request:
+            await share.turn(open_request)
             async with self._body(request, share) as body:
                 call = await share.parse(body, dialect.parse_count, body)
             self.check_model(call.model)
@@ -145,29 +141,15 @@ class CallHandler:
         if not current and claims.session_id not in self._adopted:
             raise not_adopted()
         session = await self._registry.open(claims)  # a closed session is refused before its body is read
-        share = session.share
         with contextlib.ExitStack() as open_request:
-            open_request.enter_context(share.request(self._max_requests))
-            async with self._body(request, share) as body:
-                key, call = await share.parse(body, self._parse, session, dialect, body, request.headers)
-                self._registry.check_open(session)
-                if call.max_new_tokens == 0:  # to fill a provider's cache
-                    tokens = await self._executor.count(session, call, brief=is_brief(body))
-                    nothing = Choice({"role": "assistant", "content": ""}, "length", 0)
-                    answer = Answer(uuid4().hex, int(time.time()), self._model_name, (nothing,), tokens)
-                    return JSONResponse(dialect.body(call, answer))
-                running = session.retries.find(key)
-                if running is None:
-                    running = InFlightCall(
-                        call,
-                        key,
-                        brief=is_brief(body),
-                        left_out=_is_left_out(call, request.headers, self._settings.leave_out),
-                    )
-                    self._start(session, running, request.headers.get("traceparent", ""))
-                    session.retries.add(running)
-                else:
-                    self._stats.replayed += 1
+            open_request.enter_context(session.share.request())
+            await session.share.turn(open_request)
+            call, running = await self._read(request, dialect, session)
+            if running is None:  # to fill a provider's cache
+                tokens = await self._executor.count(session, call, brief=False)
+                nothing = Choice({"role": "assistant", "content": ""}, "length", 0)
+                answer = Answer(uuid4().hex, int(time.time()), self._model_name, (nothing,), tokens)
+                return JSONResponse(dialect.body(call, answer))
             call = replace(call, messages=())  # a client may read its answer slowly
             try:
                 response = await self._respond(request, dialect, session, call, running)
@@ -177,6 +159,30 @@ class CallHandler:
                 raise
             response.on_end(open_request.pop_all().close)
             return response
+
+    async def _read(
+        self, request: Request, dialect: Dialect, session: OpenSession
+    ) -> tuple[ModelCall, InFlightCall | None]:
+        """Read a call, and start it or find the call in flight that it retries; None if it samples nothing."""
+        share = session.share
+        async with self._body(request, share) as body:
+            key, call = await share.parse(body, self._parse, session, dialect, body, request.headers)
+            self._registry.check_open(session)
+            if call.max_new_tokens == 0:
+                return call, None
+            running = session.retries.find(key)
+            if running is not None:
+                self._stats.replayed += 1
+                return call, running
+            running = InFlightCall(
+                call,
+                key,
+                brief=is_brief(body),
+                left_out=_is_left_out(call, request.headers, self._settings.leave_out),
+            )
+            self._start(session, running, request.headers.get("traceparent", ""))
+            session.retries.add(running)
+            return call, running
 
     def _body(self, request: Request, share: SessionShare) -> AbstractAsyncContextManager[bytes]:
         return share.body(request, self._max_bytes, self._settings.body_s, self._too_large)
@@ -190,27 +196,12 @@ class CallHandler:
         return RequestKey.of(dialect.name, body, headers, question), call
 
     def _start(self, session: OpenSession, running: InFlightCall, traceparent: str) -> None:
-        """Start a call. Raises ApiError (429) if it is not admitted; it then counts as unanswered."""
-        choices, share = running.call.n, session.share
-        if (refusal := self._admission.check(share.choices, choices)) is not None:
-            question, is_retry = running.key.question, running.key.is_declared
-            if not (is_retry and question in session.unanswered):  # otherwise the journal says so already
-                session.write(journals.asked(question, is_retry=is_retry))
-            session.lose(question)
-            session.retries.failed(question)
-            raise refusal
-        share.choices += choices
-        for _ in range(choices):
-            self._admission.began()
-        began, began_at = time.monotonic(), time.time()
+        began_at = time.time()
 
         def ended(task: asyncio.Task[Answer]) -> None:
             session.calls.discard(task)
             if not running.answered:
                 session.undelivered.discard(running)
-            share.choices -= choices
-            for _ in range(choices):
-                self._admission.ended(time.monotonic() - began if running.answered else None)
             if self._traces is not None:
                 self._traces.send(session.claims, running, began_at, traceparent)
 

@@ -19,7 +19,7 @@ import json
 import logging
 from array import array
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -40,6 +40,7 @@ from rollout_backend.core.model_call import (
     with_logprobs,
 )
 from rollout_backend.errors import EngineUnavailable
+from rollout_backend.gateway.admission import Admission
 from rollout_backend.gateway.engine.client import EngineClient, EngineRefused
 from rollout_backend.gateway.engine.protocol import (
     EngineRequest,
@@ -82,8 +83,10 @@ class ModelCallExecutor:
         bundle: RendererBundle,
         stats: GatewayStats,
         engine: EngineClient,
+        admission: Admission,
     ) -> None:
         self._settings = settings
+        self._admission = admission
         self._bundle = bundle
         self._model_name, self._context_tokens = settings.model.served_name, settings.model.context_tokens
         self._records_experts = settings.model.routed_experts
@@ -123,12 +126,16 @@ class ModelCallExecutor:
         """Return the call's answer. A call that fails on our side counts as unanswered until it is repeated.
 
         Raises:
-            ApiError: status 400 if the call is invalid, 503 if no engine answers.
+            ApiError: status 400 if the call is invalid, 503 if it finds no place in time or no engine answers.
         """
         digest = running.key.question
         session.write(journals.asked(digest, is_retry=running.key.is_declared))
+        number = session.started + 1  # taken before any wait, so that choices are numbered in order of arrival
+        session.started += running.call.n
+        deadline = asyncio.get_running_loop().time() + self._settings.model_call_s
         try:
-            answer = await self._answer(session, running)
+            async with self._place(session, running.call.n, deadline):
+                answer = await self._answer(session, running, number, deadline)
         except asyncio.CancelledError:
             if running.given_up:
                 session.write(journals.dropped(digest))
@@ -142,10 +149,28 @@ class ModelCallExecutor:
         session.unanswered.discard(digest)
         return answer
 
-    async def _answer(self, session: OpenSession, running: InFlightCall) -> Answer:
+    @contextlib.asynccontextmanager
+    async def _place(self, session: OpenSession, choices: int, deadline: float) -> AsyncIterator[None]:
+        """Wait for a place among the calls in flight, and hold it. Raises ApiError (503) at the deadline."""
+        admission = self._admission
+        async with contextlib.AsyncExitStack() as held:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await held.enter_async_context(admission.place(session.share, choices))
+            except TimeoutError:
+                raise ApiError(
+                    503,
+                    f"the call found no place within {self._settings.model_call_s:g} s (timeouts.model_call_s): "
+                    f"{admission.in_flight} are in flight here and {admission.waiting} wait; the limits are "
+                    "gateway.max_concurrent_calls, gateway.processes, gateway.max_queued_per_engine and "
+                    "gateway.max_session_calls",
+                    code="no_capacity",
+                    retry_after_s=_ENGINE_RETRY_S,
+                ) from None
+            yield
+
+    async def _answer(self, session: OpenSession, running: InFlightCall, number: int, deadline: float) -> Answer:
         call = running.call
-        number = session.started + 1  # taken before any wait, so that choices are numbered in order of arrival
-        session.started += call.n
         prompt = await self._prompt(session, call, running.brief)
         max_bytes, spans = self._settings.max_result_bytes, [placed.span for placed in prompt.images]
         has_room = session.conversations.recorder.has_room(prompt.ids, spans, call.n, max_bytes)
@@ -164,6 +189,7 @@ class ModelCallExecutor:
             resumable=not form,
             experts_from=max(prompt.known - 1, 0) if self._records_experts else None,
             adapter=session.claims.adapter,
+            deadline=deadline,
         )
         requests = [
             replace(request, params=self._params(session, call, prompt, i, number + i) | form) for i in range(call.n)

@@ -55,7 +55,7 @@ from rollout_backend.dialects.base import Dialect, separators
 from rollout_backend.dialects.registry import DIALECTS, dialect_of_client
 from rollout_backend.errors import ConfigError
 from rollout_backend.gateway.access import Authenticator, PathKeys
-from rollout_backend.gateway.admission import Admission, read_body
+from rollout_backend.gateway.admission import Admission
 from rollout_backend.gateway.call_handler import CallHandler, Stream
 from rollout_backend.gateway.call_traces import CallTraces
 from rollout_backend.gateway.engine.client import EngineClient
@@ -63,6 +63,7 @@ from rollout_backend.gateway.engine.engines import AdapterVersions, Engines
 from rollout_backend.gateway.engine.protocol import EngineProtocol, SglangProtocol, VllmProtocol
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.model_call_executor import ModelCallExecutor
+from rollout_backend.gateway.session_share import read_body
 from rollout_backend.gateway.sessions.journal import SessionJournal
 from rollout_backend.gateway.sessions.registry import SessionRegistry
 from rollout_backend.gateway.stats import GatewayStats
@@ -126,6 +127,7 @@ class Gateway:
             experts=experts,
             max_result_bytes=settings.max_result_bytes,
             stats=self._stats,
+            max_session_calls=settings.gateway.max_session_calls,
         )
         protocol: EngineProtocol = (
             SglangProtocol(experts, settings.router) if settings.engine_name == "sglang" else VllmProtocol()
@@ -136,18 +138,17 @@ class Gateway:
         self._engine_client = EngineClient(
             self._engines, settings.model_call_s, settings.engine_attempts, protocol, self._adapters, vocabulary
         )
-        self._executor = ModelCallExecutor(settings, bundle, self._stats, self._engine_client)
         config = settings.gateway
         self._admission = Admission(
             config.max_concurrent_calls, config.max_queued_per_engine, config.max_session_calls
         )
+        self._executor = ModelCallExecutor(settings, bundle, self._stats, self._engine_client, self._admission)
         self._authenticator = Authenticator(settings, self._journal.journal_id if self._journal is not None else "")
         self._traces = CallTraces(settings.otlp_endpoint) if settings.otlp_endpoint is not None else None
         self._calls = CallHandler(
             settings,
             self._registry,
             self._executor,
-            self._admission,
             self._stats,
             self._traces,
             text_only=limits is None,
@@ -219,6 +220,7 @@ class Gateway:
         while True:
             await asyncio.sleep(_SWEEP_S)
             await self._registry.sweep()
+            self._admission.serve()
 
     # --- routes -------------------------------------------------------------------------------------------
 
@@ -243,7 +245,7 @@ class Gateway:
             return await asyncio.to_thread(lambda: Trajectory.decode(sealed).to_json())
 
         with contextlib.ExitStack() as fetch:
-            fetch.enter_context(share.request(_FETCHES, "its trajectory is sent to no more clients at once"))
+            fetch.enter_context(share.request(_FETCHES))
             data = await share.render(to_json) if as_json else sealed
             media_type = "application/json" if as_json else "application/octet-stream"
             headers = {"Content-Length": str(len(data)), RESULT_LIMIT_HEADER: str(self._settings.max_result_bytes)}
@@ -309,7 +311,8 @@ class Gateway:
         self._authenticator.require_control_key(request)
         stats, registry, loads = self._stats, self._registry, self._admission.loads
         stats.sessions_open, stats.sessions_closed = registry.open_count, registry.closed_count
-        stats.calls_in_flight, stats.largest = self._admission.in_flight, registry.largest
+        stats.calls_in_flight, stats.calls_waiting = self._admission.in_flight, self._admission.waiting
+        stats.largest = registry.largest
         stats.engine_running = {url: load.running for url, load in loads.items()}
         stats.engine_waiting = {url: load.waiting for url, load in loads.items()}
         stats.engine_kv_used = {url: load.kv_used for url, load in loads.items()}

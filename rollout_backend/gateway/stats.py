@@ -32,6 +32,7 @@ class GatewayStats(BaseModel):
     sessions_open: int = 0  # current
     sessions_closed: int = 0  # current: sealed or revoked sessions, remembered until their keys expire
     calls_in_flight: int = 0  # current
+    calls_waiting: int = 0  # current: calls that wait for a place among those in flight
     calls: int = 0  # answered calls
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens found in an engine's prefix cache

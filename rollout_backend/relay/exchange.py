@@ -218,6 +218,8 @@ class Link:
         self._wake = asyncio.Event()
         self.backlog = 0
         """Number of queued bytes."""
+        self.on_written: Callable[[], object] = lambda: None
+        """Called when `backlog` has fallen."""
 
     def send(self, packed: bytes) -> None:
         """Queue a packed frame, which is sent while `writing` is entered."""
@@ -264,6 +266,7 @@ class Link:
                     packed = self._outbox.popleft()
                     await self._socket.send_bytes(packed)
                     self.backlog -= len(packed)
+                    self.on_written()
                 self._wake.clear()
                 await self._wake.wait()
 

@@ -30,6 +30,7 @@ from typing import Any
 from aiohttp import StreamReader, WSCloseCode, web
 from multidict import CIMultiDict
 
+from rollout_backend.fair_queue import FairQueue
 from rollout_backend.relay.exchange import (
     CLOSE_TIMEOUT_S,
     CallLost,
@@ -67,10 +68,9 @@ log = logging.getLogger(__name__)
 _HANDSHAKES = 512  # limit on concurrent handshakes; a further one ends the oldest
 _MAX_HELLO = 1024  # bytes; msgpack allocates what nested arrays claim to hold, up to 1000 times their size
 _REMEMBERED = 64  # number of replaced dialers to remember
-_BACKLOG = 64 * 2**20  # bytes queued for the dialer; beyond it, new calls get 429
+_BACKLOG = 64 * 2**20  # bytes queued for the dialer; beyond it, new calls wait
 _KEEPALIVE_S = 4200.0  # longer than any load balancer's, so that none reuses a connection that the relay is closing
 _SHUTDOWN_S = 5.0
-_FILES_OF_A_CALL = 2  # a connection of the agent, and one that it keeps open when idle
 _OTHER_FILES = 64
 
 
@@ -91,7 +91,7 @@ class Relay(Exchange):
         self._max_backlog_bytes = max_backlog_bytes
         self._id = new_id()
         self._numbers = itertools.count(1)
-        self._in_flight = 0
+        self._places = FairQueue(max(1, settings.max_calls // 4), self._has_room)
         self._handshakes: list[asyncio.Task[object]] = []  # oldest first
         self._dialer = ""  # id of the dialer whose calls are in flight, even while it is disconnected
         self._current: Link | None = None
@@ -104,7 +104,9 @@ class Relay(Exchange):
 
     async def health(self, _: web.Request) -> web.StreamResponse:
         dialer = self._dialer if self.linked.is_set() else None
-        return web.json_response({"status": "ok", "dialer": dialer, "calls": self._in_flight})
+        return web.json_response(
+            {"status": "ok", "dialer": dialer, "calls": self._places.held, "waiting": self._places.waiting}
+        )
 
     # --- the dialer ---------------------------------------------------------------------------------------
 
@@ -129,6 +131,7 @@ class Relay(Exchange):
         finally:
             if handshake_task in self._handshakes:
                 self._handshakes.remove(handshake_task)
+        link.on_written = self._places.serve
         await self._serve(link, dialer_id)
         return socket
 
@@ -205,14 +208,9 @@ class Relay(Exchange):
             return _error(431, str(error))
         if (request.content_length or 0) > settings.max_body_bytes:
             return _error(413, f"the body is larger than {settings.max_body_bytes} bytes")
-        if self._in_flight >= settings.max_calls:
-            return _error(429, f"{settings.max_calls} calls are in flight")
-        if self._link is not None and self._link.backlog > self._max_backlog_bytes:
-            return _error(429, "the connection to the training side is congested")
-        self._in_flight += 1
         answer: list[web.StreamResponse] = []
         try:
-            async with asyncio.timeout(settings.call_s), self._dialed() as channel:
+            async with asyncio.timeout(settings.call_s), self._place(request), self._dialed() as channel:
                 await channel.send(Open, request.method, request.raw_path, headers, request.body_exists)
                 async with _pumping(request, channel, settings.max_body_bytes):
                     return await _answer(request, channel, answer)
@@ -222,14 +220,27 @@ class Relay(Exchange):
             failed = CallLost(504, f"the call took longer than {settings.call_s:g} s")
         except ConnectionError:  # the agent disconnected while it received the answer
             return answer[0]
-        finally:
-            self._in_flight -= 1
         if not answer:
             return _error(failed.status, str(failed))
         log.warning("an answer was cut off: %s", failed)
         if request.transport is not None:  # so that the agent does not see the end of a complete answer
             request.transport.abort() if failed.status == 504 else request.transport.close()
         return answer[0]
+
+    @contextlib.asynccontextmanager
+    async def _place(self, request: web.Request) -> AsyncIterator[None]:
+        """Wait, with an unread body, until another call may be in flight. Callers with different keys take turns."""
+        key = (
+            request.headers.get("Authorization")
+            or request.headers.get("X-Api-Key")
+            or request.path.partition("/v1")[0]
+        )
+        async with self._places.place(hash(key)):
+            yield
+
+    def _has_room(self) -> bool:
+        congested = self._link is not None and self._link.backlog > self._max_backlog_bytes
+        return self._places.held < self._settings.max_calls and not congested
 
     @contextlib.asynccontextmanager
     async def _dialed(self) -> AsyncIterator[Channel]:
@@ -342,7 +353,8 @@ async def serving(
     """Serve a relay and yield its port. The default of `max_connections` depends on this process's open files;
     `limits` are of `WaitingConnections`."""
     if max_connections is None:
-        files = raise_file_limit(settings.max_calls * _FILES_OF_A_CALL + _OTHER_FILES) - _OTHER_FILES
+        # Calls that wait for their turn have connections, too.
+        files = raise_file_limit(MAX_CONNECTIONS + _OTHER_FILES) - _OTHER_FILES
         max_connections = max(16, min(files, MAX_CONNECTIONS))
     runner = web.AppRunner(
         Relay(settings).app,

@@ -30,8 +30,9 @@ class RelaySettings(_Settings):
     port: int = Field(default=8080, ge=0, le=65535)
     wait_s: Seconds = 30.0
     """Time that a call waits for a dialer before it is answered 503 with Retry-After."""
-    max_calls: int = Field(default=1024, ge=1, le=65_536)
-    """Maximum calls in flight; further calls get 429 with Retry-After. Each may hold two windows of 256 KiB."""
+    max_calls: int = Field(default=4096, ge=1, le=65_536)
+    """Maximum calls in flight; further calls wait. Each may hold two windows of 256 KiB, and one session's calls a
+    quarter of the places."""
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
     """Maximum size of a request body; larger ones are refused."""
 

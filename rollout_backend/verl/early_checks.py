@@ -10,6 +10,7 @@ import asyncio
 import importlib
 import importlib.util
 import logging
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_backend.checks import preflight
+from rollout_backend.checks.capacity import check_engines as check_capacity
 from rollout_backend.checks.model import check_parallel
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.check_result import CheckResult, raise_problems
@@ -142,6 +144,11 @@ def check_engines(root: Any, config: RolloutConfig) -> Iterator[CheckResult]:
     if rollout.name in ("sglang", "vllm") and importlib.util.find_spec(rollout.name) is None:
         text = f"{rollout.name} is not installed in the environment of this machine: verl's servers need it on theirs"
         yield CheckResult("warning", f"{key}.name", text)
+    if (batch := _batch(root)) is not None:
+        gpus = int(root.trainer.get("nnodes") or 1) * int(root.trainer.get("n_gpus_per_node") or 1)
+        parallel = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+        servers = gpus // math.prod(int(rollout.get(name) or 1) for name in parallel)
+        yield from check_capacity(config, config.runtime.max_sessions, batch, max(1, servers))
 
 
 def check_machine(

@@ -20,6 +20,7 @@ from agent_wrapper.contract import Trajectory
 from builders import issue, run_config
 from rollout_backend.aws import Identity
 from rollout_backend.checks.account import describe_credentials
+from rollout_backend.checks.capacity import check_engines, check_gateways
 from rollout_backend.checks.examination import check_forced_formats, estimate_cost, examine
 from rollout_backend.checks.machine import check_engine_version, check_open_files, check_packages
 from rollout_backend.checks.model import check_capture, check_context, check_parallel, judge_capture, judge_room
@@ -513,6 +514,35 @@ def test_too_few_open_files(monkeypatch, limits, words):
     found = check_open_files(run_config())
     assert words in found.text
     assert found.level == "problem"
+
+
+@pytest.mark.parametrize(
+    ("gateway", "rollouts", "level", "words"),
+    [
+        ({}, 1024, "ok", "1 gateway with 1,024 calls in flight"),
+        ({}, 4096, "warning", "Set gateway.processes=4 or auto, or gateway.max_concurrent_calls=4096"),
+        ({"processes": 2}, 4096, "warning", "2 gateways with 1,024 calls in flight each, for up to 4,096 sessions"),
+        ({"processes": 4}, 4096, "ok", "4 gateways"),
+        ({}, 100_000, "warning", "for up to 5,000 sessions"),
+        ({}, None, "ok", "Set gateway.processes=5 or auto"),
+    ],
+)
+def test_gateways_are_compared_with_the_size_of_a_step(gateway, rollouts, level, words):
+    [found] = check_gateways(run_config(gateway=gateway), 5000, rollouts)
+    assert (found.level, words in found.text) == (level, True), found.text
+
+
+def test_open_files_are_compared_with_the_sessions_of_a_gateway(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 4096))
+    _, found = check_gateways(run_config(), 5000, 4096)
+    assert (found.level, "a gateway with 4,096 sessions takes 9," in found.text) == ("problem", True), found.text
+    assert len([*check_gateways(run_config(gateway={"processes": 4}), 5000, 4096)]) == 1
+
+
+def test_engines_are_compared_with_the_size_of_a_step():
+    [found] = check_engines(run_config(), 5000, 4096, 2)
+    assert (found.level, "2,048 sessions call each of 2 engines" in found.text) == ("warning", True)
+    assert [*check_engines(run_config(), 5000, 4096, 8)] == []
 
 
 def test_what_a_sampled_token_lacks():

@@ -1,9 +1,11 @@
 import json
+import os
 import re
 
 import pytest
 
-from rollout_backend.config import GroupConfig, ModelConfig, RolloutConfig, load_config
+from builders import run_config
+from rollout_backend.config import GatewayConfig, GroupConfig, ModelConfig, RolloutConfig, load_config
 from rollout_backend.config.runtimes import RUNTIME_KINDS
 from rollout_backend.errors import ConfigError
 
@@ -283,3 +285,33 @@ def test_no_setting_is_checked_by_a_pattern_that_its_error_would_show():
 def test_a_value_of_another_form_is_refused_in_words(setting, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_config(base=MINIMAL, overrides=[setting], env={})
+
+
+@pytest.mark.parametrize(
+    ("gateway", "sessions", "cores", "processes"),
+    [
+        ({}, 5000, 64, 5),
+        ({}, 1024, 64, 1),
+        ({}, 5000, 4, 3),
+        ({}, 5000, 1, 1),
+        ({"kind": "ray"}, 5000, 2, 5),
+        ({"port": 65534}, 5000, 64, 2),
+        ({"public_url": "https://gateway.example.com"}, 5000, 64, 1),
+        ({"public_url": "https://gateway-{shard}.example.com"}, 5000, 64, 5),
+    ],
+)
+def test_the_number_of_gateways_follows_from_the_sessions_and_the_cores(gateway, sessions, cores, processes):
+    assert GatewayConfig(processes="auto", **gateway).sized(sessions, cores).processes == processes
+    assert GatewayConfig(processes=7).sized(sessions, cores).processes == 7
+
+
+def test_a_run_has_a_number_of_gateways(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
+    assert (
+        run_config(
+            gateway={"processes": "auto"}, runtime={"kind": "http", "url": "http://x", "max_sessions": 2000}
+        ).gateway.processes
+        == 2
+    )
+    with pytest.raises(ConfigError, match="must be at least 1, or auto"):
+        run_config(gateway={"processes": 0})

@@ -1,5 +1,7 @@
 import asyncio
-import math
+import heapq
+import itertools
+import random
 from contextlib import AsyncExitStack
 
 import pytest
@@ -28,13 +30,38 @@ def admission(clock) -> Admission:
     return Admission(max_calls=100, max_queued_per_engine=10, clock=clock)
 
 
-def admitted(admission, limit: int = 1000) -> int:
-    """Return how many calls are admitted before the first refusal."""
-    for entered in range(limit):
-        if admission.check() is not None:
-            return entered
-        admission.began()
-    return limit
+class Calls:
+    """Calls of many sessions, in virtual order: each holds its place until `end`."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self.admitted: list[str] = []
+        self._held: dict[str, asyncio.Event] = {}
+        self._tasks: list[asyncio.Task] = []
+
+    async def begin(self, name: str, choices: int = 1) -> None:
+        """Begin a call of the session that the name's first letter names."""
+        self._held[name] = asyncio.Event()
+        self._tasks.append(asyncio.create_task(self._hold(name, choices)))
+        await settle()
+
+    async def _hold(self, name: str, choices: int) -> None:
+        async with self._admission.place(name[0], choices):
+            self.admitted.append(name)
+            await self._held[name].wait()
+
+    async def end(self, name: str) -> None:
+        self._held[name].set()
+        await settle()
+
+    async def cancel(self, name: str) -> None:
+        self._tasks[[*self._held].index(name)].cancel()
+        await settle()
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize(
@@ -46,50 +73,99 @@ def admitted(admission, limit: int = 1000) -> int:
         (EngineLoad(running=60, waiting=0, free=1000), 100),
     ],
 )
-def test_calls_are_admitted_until_the_queue_is_full_or_the_limit_is_reached(admission, load, calls):
+async def test_calls_start_until_the_queue_is_full_or_the_limit_is_reached_and_the_others_wait(
+    admission, load, calls
+):
     if load is not None:
         admission.observe({"an engine": load})
-    assert admitted(admission) == calls
-    refusal = admission.check()
-    assert refusal is not None
-    assert (refusal.status, refusal.code, refusal.retry_after_s) == (429, "rate_limit_exceeded", 1)
-    admission.ended()
-    assert admission.check() is None
+    made = Calls(admission)
+    for i in range(120):
+        await made.begin(f"{chr(1000 + i)}")
+    assert (admission.in_flight, admission.waiting) == (calls, 120 - calls)
+    await made.end(made.admitted[0])
+    assert made.admitted == [chr(1000 + i) for i in range(calls + 1)]
 
 
-def test_a_call_that_ended_since_the_last_poll_is_not_counted(admission):
+async def test_a_call_that_ended_since_the_last_poll_is_not_counted(admission):
     admission.observe({"an engine": FULL})
-    for _ in range(50):
-        assert admission.check() is None
-        admission.began()
-        admission.ended(0.1)
+    made = Calls(admission)
+    for i in range(50):
+        await made.begin(f"a{i}")
+        await made.end(f"a{i}")
+    assert len(made.admitted) == 50
 
 
-def test_an_old_load_is_ignored(admission, clock):
-    admission.observe({"an engine": EngineLoad(running=64, waiting=500, free=0)})
-    assert admission.check() is not None
+async def test_calls_that_wait_start_once_the_engines_queue_is_shorter_or_their_load_is_unknown(admission, clock):
+    made, full = Calls(admission), EngineLoad(running=64, waiting=500, free=0)
+    admission.observe({"an engine": full})
+    await made.begin("a")
+    assert made.admitted == []
+    admission.observe({"an engine": FULL})
+    await settle()
+    assert made.admitted == ["a"]
+    admission.observe({"an engine": full})
+    await made.begin("b")
+    assert made.admitted == ["a"]
     clock.now += 10.1
-    assert admission.check() is None
+    admission.serve()
+    await settle()
+    assert made.admitted == ["a", "b"]
 
 
-def test_retry_after_follows_from_the_queue_and_spreads_refused_calls(admission, clock):
-    admission.began()
-    admission.ended(21.0)  # each stays 21 s, and 84 are inside: 4 leave each second
-    admission.observe({"an engine": EngineLoad(running=64, waiting=20, free=0)})
-    waits = [admission.check().retry_after_s for _ in range(40)]
-    assert waits == sorted(waits)
-    assert waits[0] == math.ceil((20 + 1 - 10) / 4)
-    assert waits[-1] - waits[0] in (9, 10)  # 4 each second
-    clock.now += 5  # they have returned meanwhile
-    admission.observe({"an engine": EngineLoad(running=64, waiting=20, free=0)})
-    assert admission.check().retry_after_s <= waits[-1] - 4
+async def test_sessions_take_turns_and_the_calls_of_each_are_in_order(clock):
+    made = Calls(Admission(1, 10, clock=clock))
+    for name in ("a1", "a2", "a3", "a4", "b1", "c1", "c2"):
+        await made.begin(name)
+    await made.cancel("a2")
+    for number in range(6):
+        await made.end(made.admitted[number])
+    assert made.admitted == ["a1", "a3", "b1", "c1", "a4", "c2"]
 
 
-def test_retry_after_is_at_most_a_minute(admission):
-    admission.began()
-    admission.ended(300.0)
-    admission.observe({"an engine": EngineLoad(running=1, waiting=5000, free=0)})
-    assert {admission.check().retry_after_s for _ in range(200)} == {60}
+async def test_a_session_waits_for_itself_beyond_its_share(clock):
+    admission = Admission(8, 10, 2, clock)
+    made = Calls(admission)
+    await made.begin("a1", 16)
+    for name in ("a2", "b1", "b2", "b3"):
+        await made.begin(name)
+    assert made.admitted == ["a1"]
+    await made.end("a1")
+    assert made.admitted == ["a1", "a2", "b1", "b2"]
+    await made.begin("a3")
+    await made.begin("a4")
+    assert made.admitted == ["a1", "a2", "b1", "b2", "a3"]
+    await made.end("b1")
+    assert made.admitted[-1] == "b3"
+
+
+async def test_a_step_of_4096_sessions_loses_no_call_and_the_longest_wait_is_what_the_capacity_implies(clock):
+    """Each session makes five calls of 8 s, one at a time; its tools take 5 s. All times are virtual."""
+    rng, admission = random.Random(1), Admission(1024, 512, clock=clock)
+    events, waits, number = [], [], itertools.count()
+
+    async def sleep(seconds: float) -> None:
+        until = asyncio.get_running_loop().create_future()
+        heapq.heappush(events, (clock.now + seconds, next(number), until))
+        await until
+
+    async def session(name: int) -> None:
+        await sleep(rng.uniform(0, 5))
+        for _ in range(5):
+            arrived = clock.now
+            async with admission.place(name):
+                waits.append(clock.now - arrived)
+                await sleep(rng.expovariate(1 / 8))
+            await sleep(rng.expovariate(1 / 5))
+
+    sessions = [asyncio.create_task(session(i)) for i in range(4096)]
+    await settle()
+    while events:
+        clock.now, _, until = heapq.heappop(events)
+        until.set_result(None)
+        await settle()
+    await asyncio.gather(*sessions)
+    assert len(waits) == 5 * 4096
+    assert max(waits) < 60  # 4,096 calls of 8 s, 1,024 at a time, take 32 s
 
 
 # --- polling the loads ------------------------------------------------------------------------------------
@@ -187,21 +263,33 @@ class LoadedEngine(ScriptedEngine):
         until(lambda: self.looks >= enough)
 
 
-def test_a_gateway_refuses_calls_that_would_only_wait(serve):
+def test_a_call_waits_in_the_gateway_while_the_engines_queue_is_full(serve, in_thread):
     body = {"model": "scripted", "messages": [user("Hello")]}
     with LoadedEngine(["Yes?"]) as engine:
         gateway = serve(engine.url, gateway={"max_queued_per_engine": 4}, load_poll_s=0.02)
         engine.waiting = 50
         engine.wait_for_looks()
-        refused = gateway.post(body)
-        assert refused.status_code == 429
-        assert int(refused.headers["retry-after"]) >= 1
-        assert "wait for an engine" in refused.json()["error"]["message"]
+        call = in_thread(gateway.post, body)
+        until(lambda: gateway.stats().calls_waiting == 1)
+        assert engine.requests == []
         engine.waiting = 0
-        engine.wait_for_looks()
-        assert gateway.post(body).status_code == 200
+        assert call.result(120).status_code == 200
         stats = gateway.stats()
-        assert stats.errors == {"rate_limit_exceeded": 1}
+        assert stats.errors == {}
         assert stats.engine_waiting == {engine.url: 0}
         assert stats.engine_running.keys() == {engine.url}
         assert gateway.trajectory().unanswered_calls == 0
+
+
+def test_a_call_that_finds_no_place_in_time_says_which_limits_there_are(serve):
+    body = {"model": "scripted", "messages": [user("Hello")]}
+    with LoadedEngine(["Yes?"]) as engine:
+        gateway = serve(engine.url, gateway={"max_queued_per_engine": 4}, load_poll_s=0.02, model_call_s=0.1)
+        engine.waiting = 50
+        engine.wait_for_looks()
+        refused = gateway.post(body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_capacity")
+        assert "gateway.max_queued_per_engine" in refused.text
+        assert int(refused.headers["retry-after"]) >= 1
+        assert engine.requests == []
+        assert gateway.trajectory().unanswered_calls == 1

@@ -450,19 +450,6 @@ def test_a_call_that_the_agent_gave_up_needs_no_answer_after_a_restart(start, he
     assert Trajectory.decode(gateway.seal()).unanswered_calls == failed_before
 
 
-def test_a_refused_call_is_journaled_once_however_often_it_is_retried(start, held, in_thread, folder):
-    gateway = start(held, gateway={"max_concurrent_calls": 1})
-    first = in_thread(gateway.post, ask("a"))
-    assert held.asked.acquire(timeout=120)
-    assert [gateway.post(ask("b"), headers).status_code for headers in (None, *[RETRY] * 5)] == [429] * 6
-    held.go.set()
-    text_of(first.result(60))
-    records = [file.read_bytes() for file in (folder / "sessions").iterdir()]
-    assert [each.count(b"asked") for each in records] == [2]
-    gateway.restart()
-    assert Trajectory.decode(gateway.seal()).unanswered_calls == 1
-
-
 def test_a_session_of_a_lost_journal_is_refused(start, folder, tmp_path):
     gateway = start(["one", "two"])
     text_of(gateway.post(ask("a")))

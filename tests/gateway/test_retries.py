@@ -125,18 +125,6 @@ def test_a_retry_joins_the_call_in_flight(play, held, in_thread, stream):
     assert len(gateway.engine.requests) == 1
 
 
-def test_a_retry_of_one_of_several_equal_questions_gets_no_answer_of_another(play, held, in_thread):
-    """The second of two equal questions is refused for lack of capacity; its retry must be a second sample."""
-    replies = iter("12")
-    gateway = play(lambda prompt: held(prompt) and next(replies), gateway={"max_concurrent_calls": 1})
-    first = in_thread(post, gateway)
-    assert held.asked.acquire(timeout=120)
-    assert post(gateway).status_code == 429
-    held.go.set()
-    assert said(first.result(120)) == "1"
-    assert said(post(gateway, RETRY)) == "2"
-
-
 def test_equal_questions_that_were_refused_before_they_came_here_are_a_sample_each(play, held, in_thread):
     """An agent asks for several samples in parallel while the gateway restarts, so all arrive as retries."""
     numbers = iter("1234")

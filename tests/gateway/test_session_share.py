@@ -21,10 +21,11 @@ from starlette.requests import Request
 from agent_wrapper import RolloutApp
 from builders import function_tool, until, user
 from gateway_server import CONTROL_KEY, SECRET, ServerThread
+from rollout_backend.core.model_call import ApiError
 from rollout_backend.gateway.__main__ import server_options
 from rollout_backend.gateway.access import MAX_HEAD_BYTES, bounded_protocol
-from rollout_backend.gateway.admission import SessionShare, decompress
 from rollout_backend.gateway.gateway_settings import GatewaySettings
+from rollout_backend.gateway.session_share import MAX_REQUESTS, SessionShare, decompress
 from rollout_backend.waiting_connections import WaitingConnections
 
 CALL = {"model": "scripted", "messages": [user("What is 2 + 3?")]}
@@ -335,17 +336,30 @@ async def test_a_large_body_is_parsed_in_a_thread_and_for_a_fifth_of_the_time(mo
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-def test_a_session_has_a_limited_number_of_open_requests(play, connect, path):
+def test_requests_of_a_session_wait_unread_behind_its_earlier_ones(play, connect, in_thread, path):
     gateway = play(lambda _: "ok", gateway={"max_session_calls": 2}, body_s=600)
     call = {**CALL, "max_tokens": 5}
-    held = [connect(gateway) for _ in range(16)]
+    held = [connect(gateway) for _ in range(2)]
     for connection in held:
         begin(connection, gateway, path, 9, b"{")
-    until(lambda: gateway.post(call, path=path).status_code == 429)
-    assert "16 requests open" in gateway.post(call, path=path).text
-    for connection in held:
-        connection.close()
-    until(lambda: gateway.post(call, path=path).status_code == 200)
+    until(lambda: gateway.stats().sessions_open == 1)
+    waiting = in_thread(gateway.post, call, path=path)
+    assert gateway.post(call, "another", path=path).status_code == 200
+    assert not waiting.done()
+    held[0].close()
+    assert waiting.result(120).status_code == 200
+
+
+def test_a_session_has_a_limited_number_of_open_requests():
+    share = SessionShare()
+    with contextlib.ExitStack() as held:
+        for _ in range(MAX_REQUESTS):
+            held.enter_context(share.request())
+        with pytest.raises(ApiError, match="1024 requests open") as refused, share.request():
+            pass
+        assert (refused.value.status, refused.value.retry_after_s) == (429, 1)
+    with share.request():
+        pass
 
 
 def test_a_trajectory_is_sent_to_a_limited_number_of_slow_clients(play, byte_model, connect):
@@ -390,14 +404,13 @@ async def test_a_cancelled_caller_keeps_its_turn_until_its_work_has_ended():
 # --- calls ------------------------------------------------------------------------------------------------
 
 
-def test_one_session_does_not_take_every_call(play, held):
+def test_one_session_does_not_take_every_call_and_its_further_ones_wait(play, held, in_thread):
     limits = {"max_concurrent_calls": 8, "max_session_calls": 2}
     gateway = play(lambda prompt: held(prompt) if "hold" in prompt else "ok", gateway=limits, keepalive_s=0.05)
     with gateway.stream({**CALL, "messages": [user("hold")], "stream": True, "n": 2}, "busy") as _:
-        refused = gateway.post(CALL, "busy")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
-        assert "gateway.max_session_calls" in refused.json()["error"]["message"]
-        assert int(refused.headers["retry-after"]) >= 1
+        waiting = in_thread(gateway.post, CALL, "busy")
+        until(lambda: gateway.stats().calls_waiting == 1)
         assert gateway.post(CALL, "another").status_code == 200
         held.go.set()
+        assert waiting.result(120).status_code == 200
     assert gateway.post({**CALL, "n": 5}, "third").status_code == 200

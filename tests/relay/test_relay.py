@@ -142,14 +142,14 @@ async def test_agent_disconnected_during_a_cut_ends_its_call_later(line, http):
     await eventually(lambda: laid.upstream.left == 1)
 
 
-async def test_excess_calls_get_429_with_retry_after(line, host_relay, http, get):
-    laid = await line(await host_relay(max_calls=2))
+async def test_excess_calls_wait_until_others_end(line, host_relay, http, get):
+    laid = await line(await host_relay(max_calls=1))
     go = laid.upstream.hold()
-    calls = [await laid.held_call(get) for _ in range(2)]
-    async with http.post(f"{laid.url}/v1/x") as answer:
-        assert (answer.status, answer.headers["Retry-After"]) == (429, "1")
+    calls = [await laid.held_call(get)]
+    calls += [asyncio.create_task(get(f"{laid.url}/v1/x")) for _ in range(3)]
+    await eventually(lambda: laid.relay.waits(3))
     go.set()
-    assert [(await call).status for call in calls] == [200, 200]
+    assert [(await call).status for call in calls] == [200] * 4
 
 
 async def test_calls_without_a_dialer_wait_and_get_503(host_relay, dial, upstream, http, get):
@@ -309,23 +309,25 @@ async def test_cancelled_calls_on_a_blocked_connection_use_bounded_memory(key):
     limit = 4 * WINDOW
     relay = Relay(RelaySettings(key=key), max_backlog_bytes=limit)
     link = relay._link = Link(BlockedSocket())
+    link.on_written = relay._places.serve
     relay.linked.set()
-    server = TestServer(relay.app)
+    server = TestServer(relay.app, handler_cancellation=True)
     await server.start_server()
 
-    async def cancelled_call() -> bytes:
-        """Return what the relay answered before the call had filled its window, if it did."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    async def cancelled_call() -> bool:
+        """Return whether the call had to wait before any of it was sent."""
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: 400000\r\n\r\n" + b"x" * 400_000)
-        answer = asyncio.create_task(reader.readline())
-        await eventually(lambda: answer.done() or any(c._kept_bytes > WINDOW / 2 for c in relay.channels.values()))
+        await eventually(
+            lambda: relay._places.waiting or any(c._kept_bytes > WINDOW / 2 for c in relay.channels.values())
+        )
+        waits = bool(relay._places.waiting)
         writer.transport.abort()
-        await eventually(lambda: not relay._in_flight)
-        return await answer
+        await eventually(lambda: not relay._places.held and not relay._places.waiting)
+        return waits
 
     async with link.writing():
-        answers = [await cancelled_call() for _ in range(12)]
-        assert answers[-1].startswith(b"HTTP/1.1 429 ")
+        assert [await cancelled_call() for _ in range(12)][-1]
         assert link.backlog <= limit + WINDOW + 1000
         BlockedSocket.flowing.set()
         await eventually(lambda: not link.backlog)

@@ -36,6 +36,9 @@ class RelayServer:
     async def has_calls(self, number: int) -> bool:
         return bool((await self.health())["calls"] == number)
 
+    async def waits(self, number: int) -> bool:
+        return bool((await self.health())["waiting"] == number)
+
     async def dialled(self, dialer_id: str | None = None) -> bool:
         said = (await self.health())["dialer"]
         return said is not None and dialer_id in (None, said)

@@ -217,7 +217,8 @@ class EngineClient:
                 raise
 
         try:
-            async with asyncio.timeout(self._timeout_s):
+            own = asyncio.get_running_loop().time() + self._timeout_s
+            async with asyncio.timeout_at(min(own, request.deadline)):
                 try:
                     await retry(attempt, _TRANSIENT, self._wait, stop=lambda _: fruitless >= self._attempts)
                 except _TRANSIENT as error:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import operator
 import uuid
 import zlib
@@ -72,6 +73,8 @@ class EngineRequest:
     """Index of the first token whose routing is wanted (mixture of experts); None if no routing is wanted."""
     adapter: str = ""
     """The LoRA adapter to sample with; `body` needs the engine's name of it. Empty for the base model."""
+    deadline: float = math.inf
+    """Time of the event loop at which the call ends, if that is before the client's own limit."""
 
     @property
     def stream(self) -> bool:

@@ -28,7 +28,7 @@ from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_ends import HeartbeatReport
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.dialects.base import RequestMemo
-from rollout_backend.gateway.admission import SessionShare
+from rollout_backend.gateway.session_share import SessionShare
 from rollout_backend.gateway.sessions import journal as journals
 from rollout_backend.gateway.sessions.calls import MAX_ANSWERS, InFlightCall, RequestKey, RetryCache
 from rollout_backend.gateway.sessions.conversations import Conversations, RecordedReply
@@ -124,12 +124,14 @@ class SessionRegistry:
         experts: ExpertShape | None = None,
         max_result_bytes: int = MAX_OBJECT_BYTES,
         stats: GatewayStats | None = None,
+        max_session_calls: int = 64,
     ) -> None:
         """Without a `sealer`, trajectories carry no seal; without a `journal`, sessions end with this process.
         `experts` is the shape of the routing to record. A trajectory larger than `max_result_bytes` is not returned,
         because the trainer would refuse it.
         """
         self._stats = stats or GatewayStats()
+        self._max_session_calls = max_session_calls
         self._revoked: set[str] = set()  # the closed sessions that the trainer stopped
         self._max_result_bytes = max_result_bytes
         self._experts = experts
@@ -276,7 +278,12 @@ class SessionRegistry:
         return session
 
     def _new_session(self, claims: SessionClaims) -> OpenSession:
-        session = OpenSession(claims, Conversations(self._bundle, self._experts), expires_at=claims.expires_at)
+        session = OpenSession(
+            claims,
+            Conversations(self._bundle, self._experts),
+            expires_at=claims.expires_at,
+            share=SessionShare(self._max_session_calls),
+        )
         if self._journal is not None:
             session.journal = self._write
         return session

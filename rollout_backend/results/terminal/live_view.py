@@ -235,6 +235,8 @@ def _measures(snapshot: Snapshot, progress: Progress) -> Iterator[Text]:
         text = f" tokens   {snapshot.history.tokens_per_s:,.0f}/s {sparkline(snapshot.history.tokens(), low=0.0)}"
         text += f"   cache {percent(progress.gateway.cache_hit)}"
         text += f"   {progress.gateway.calls_in_flight:,} calls in flight"
+        if waiting := progress.gateway.calls_waiting:
+            text += f", {waiting:,} waiting"
         refused = refused_calls(progress)
         yield Text(text).append(f", {refused:,} refused (429)" if refused else "", "yellow")
         if largest := progress.gateway.largest:
