@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from agent_wrapper.child_processes import OrphanReaper, prepare_process
 from agent_wrapper.context import RolloutContext
 from agent_wrapper.contract import (
     REQUEST_FIELD,
@@ -51,6 +52,9 @@ from agent_wrapper.shared.redaction import redact_logs
 from agent_wrapper.shared.trajectory import TrajectoryUnavailable, fetch_trajectory
 
 if TYPE_CHECKING:
+    import socket
+
+    import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import JSONResponse
@@ -134,6 +138,7 @@ class RolloutApp:
         self._jobs: dict[tuple[str, str, str], _Job] = {}  # by run, rollout and session
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
+        self._reaper: tuple[OrphanReaper, asyncio.Task[None]] | None = None
         self._busy_since_change = (False, int(time.time()))
 
     def entrypoint(self, function: _Function) -> _Function:
@@ -153,12 +158,14 @@ class RolloutApp:
         If $ROLLOUT_PAYLOAD_FILE is set, run the one rollout that this file requests, and exit.
         """
         asgi = self.asgi  # before anything else, so that a missing entrypoint is reported
+        prepare_process()
         logging.basicConfig(format=LOG_FORMAT)
         logger.setLevel(logging.INFO)
         if (path := payload_file()) is not None:
             run_and_exit(self, path)
         import uvicorn
 
+        start_uvicorn_by_runner()
         try:
             uvicorn.run(
                 asgi,
@@ -295,6 +302,8 @@ class RolloutApp:
 
     def _accept(self, request: RolloutRequest, payload: dict[str, Any]) -> _Job:
         redact_logs()
+        prepare_process()
+        self._reap_orphans()
         if not self._jobs:
             reseed(request.session_id)  # this process may have been restored from a snapshot
         job = _Job(request)
@@ -307,6 +316,12 @@ class RolloutApp:
         self._update_busy()
         task.add_done_callback(self._on_task_done)
         return job
+
+    def _reap_orphans(self) -> None:
+        """As PID 1, reap orphans for as long as this event loop runs."""
+        if os.getpid() == 1 and (self._reaper is None or self._reaper[1].done()):
+            reaper = self._reaper[0] if self._reaper is not None else OrphanReaper()
+            self._reaper = (reaper, asyncio.create_task(reaper.run(), name="reap-orphans"))
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -456,6 +471,20 @@ class RolloutApp:
         key, url = request.key_for(rollout.outcome), request.url_for(rollout.outcome)
         await in_thread(lambda: self._publisher.publish(request.result, key, body, budget_s, url), "publish")
         logger.info("rollout %s published as %s", rollout.rollout_id, rollout.outcome)
+
+
+def start_uvicorn_by_runner() -> None:
+    """Let uvicorn start its event loop by `asyncio.Runner`. It calls `asyncio.run` with `loop_factory`, and
+    nest_asyncio, which many agents apply, replaces that function with one that lacks this argument."""
+    import uvicorn
+
+    def run(server: uvicorn.Server, sockets: list[socket.socket] | None = None) -> None:
+        with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+            runner.run(server.serve(sockets))
+
+    # Older versions pass no `loop_factory`.
+    if hasattr(uvicorn.Config, "get_loop_factory"):
+        uvicorn.Server.run = run  # type: ignore[assignment, method-assign]
 
 
 def _refuse_stranger(request: Request) -> JSONResponse | None:

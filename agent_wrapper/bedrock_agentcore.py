@@ -32,7 +32,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from agent_wrapper import model_calls
-from agent_wrapper.app import LOCAL_PORT, LOG_FORMAT, SESSION_HEADER, RolloutApp
+from agent_wrapper.app import LOCAL_PORT, LOG_FORMAT, SESSION_HEADER, RolloutApp, start_uvicorn_by_runner
+from agent_wrapper.child_processes import prepare_process
 from agent_wrapper.context import RolloutContext
 from agent_wrapper.contract import REQUEST_FIELD, RolloutRequest
 from agent_wrapper.errors import AgentFailure
@@ -103,9 +104,11 @@ class BedrockAgentCoreApp(_BedrockAgentCoreApp):
 
         If $ROLLOUT_PAYLOAD_FILE is set, run the one rollout that this file requests, and exit.
         """
+        prepare_process()
         if (path := payload_file()) is not None:
             _log_rollouts()
             run_and_exit(self._rollouts, path)
+        start_uvicorn_by_runner()
         try:
             super().run(int(os.environ.get(LOCAL_PORT) or port), host, **more)
         finally:

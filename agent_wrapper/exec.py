@@ -46,7 +46,7 @@ from agent_wrapper.app import RolloutApp
 from agent_wrapper.command import CommandResult, run_to_end
 from agent_wrapper.context import RolloutContext, own_home
 from agent_wrapper.errors import AgentFailure, CommandError, CommandNotStarted, RewardError, VerifierError
-from agent_wrapper.shared.json_values import finite_number
+from agent_wrapper.shared.json_values import decode_text, finite_number
 from agent_wrapper.shared.workspace import WORKSPACE, pack_folder, unpack_folder
 
 logger = logging.getLogger("agent_wrapper")
@@ -54,7 +54,8 @@ logger = logging.getLogger("agent_wrapper")
 _PLACEHOLDER = re.compile(r"\{(payload(?:\.[^{}]+)?|task_file|dir|model|base_url)\}")
 _SHELLS = frozenset({"ash", "bash", "dash", "fish", "ksh", "sh", "zsh"})
 _MAX_REWARD_BYTES = 4 * 1024 * 1024
-_SCORE_S = 10.0  # reserved before the agent's deadline to publish the command's files
+# Before the agent's deadline, this time is reserved to publish the command's files.
+_PUBLISH_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,13 @@ class CommandAgent:
                 raise RewardError(f"the command {self.command[0]!r} reported no reward: {error}{note}") from None
 
     def _timeout_s(self, context: RolloutContext) -> float | None:
-        """Return the seconds after which the command is killed. If its failures are scored, this is before the
-        agent's deadline, after which only a failure can be published."""
+        """Return the seconds after which the command is killed. If its failures are scored, the verifier's limit, at
+        most half of the time, is left before the agent's deadline, after which only a failure can be published."""
         if not self.score_failures or not context.training:
             return self.timeout_s
-        left_s = context.remaining_s - min(_SCORE_S, context.remaining_s / 10)
+        left_s = context.remaining_s - min(_PUBLISH_S, context.remaining_s / 10)
+        if self.verifier:
+            left_s -= min(self.verifier_timeout_s, context.remaining_s / 2)
         return left_s if self.timeout_s is None else min(left_s, self.timeout_s)
 
     async def _run_command(self, folder: _Folder, timeout_s: float | None) -> CommandResult | None:
@@ -230,14 +233,16 @@ class _Folder:
             lines = output.split("\n")
             text = next((line for line in reversed(lines) if line.strip()), "")
             return _parse_reward(text, "the last line of stdout")
-        try:
-            with self._reward_file.open("rb") as file:
-                data = file.read(_MAX_REWARD_BYTES + 1)
-        except FileNotFoundError:
-            raise ValueError("there is no file at $ROLLOUT_REWARD_FILE") from None
+        if not self._reward_file.exists():
+            raise ValueError("there is no file at $ROLLOUT_REWARD_FILE")
+        # To open a named pipe would wait for its writer.
+        if not self._reward_file.is_file():
+            raise ValueError("$ROLLOUT_REWARD_FILE is not a regular file")
+        with self._reward_file.open("rb") as file:
+            data = file.read(_MAX_REWARD_BYTES + 1)
         if len(data) > _MAX_REWARD_BYTES:
             raise ValueError(f"the reward file is larger than {_MAX_REWARD_BYTES} bytes")
-        return _parse_reward(data.decode(errors="replace"), "the reward file")
+        return _parse_reward(decode_text(data), "the reward file")
 
 
 @contextlib.contextmanager
@@ -263,7 +268,7 @@ def _field(payload: dict[str, Any], name: str) -> Any:
 
 
 def _parse_reward(text: str, where: str) -> dict[str, Any]:
-    text = text.strip()
+    text = text.strip().removeprefix("\ufeff")
     try:
         value: object = float(text)
     except ValueError:

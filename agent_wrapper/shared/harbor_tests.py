@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_wrapper.shared.child_output import ChildOutput, wait
+from agent_wrapper.shared.json_values import decode_text
 from agent_wrapper.shared.processes import MARK, boot_clock, end_marked, kill_group, new_mark
 
 _MAX_REWARD_BYTES = 1024 * 1024
@@ -85,7 +86,7 @@ def read_reward(folder: Path, ended: str) -> dict[str, Any]:
             continue
         try:
             with file.open("rb") as opened:
-                text = opened.read(_MAX_REWARD_BYTES)
+                text = decode_text(opened.read(_MAX_REWARD_BYTES))
             fields = json.loads(text) if file.suffix == ".json" else float(text)
         except (ValueError, RecursionError):
             raise TestsFailed(f"the tests wrote no number to {file.name} ({ended})") from None

@@ -122,6 +122,12 @@ def _json(key: object, value: object) -> Any:
     return plain
 
 
+def decode_text(data: bytes) -> str:
+    """Decode a number or JSON that a program of any system wrote: in UTF-8, UTF-16 or UTF-32, with or without a byte
+    order mark."""
+    return data.decode(json.detect_encoding(data), errors="replace")
+
+
 def short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}..."

@@ -117,6 +117,10 @@ def act(payload, context):
             current = RolloutContext.current() if place == "context" else in_thread(RolloutContext.current)
             current.artifacts.add("log.txt", "done")
             return {"training": current.training, "model": current.model}
+        case "execute":
+            scope = {}
+            exec(payload["source"], scope)
+            return {"reward": 1, **scope["found"]}
         case "wait":
             wait(payload)
     headers = {name: value for name, value in (context.request_headers or {}).items() if name.startswith("x-")}

@@ -167,6 +167,9 @@ def test_an_invalid_command_line_is_refused(arguments, message, capsys):
         ("stdout", "echo noise; echo .5; echo", {"reward": 0.5}),
         ("stdout", """echo '{"reward": true, "steps": 3}'""", {"reward": 1.0, "steps": 3}),
         ("file", 'echo 0.25 > "$ROLLOUT_REWARD_FILE"; echo 7', {"reward": 0.25}),
+        ("file", r"""printf '\357\273\2770.25\r\n' > "$ROLLOUT_REWARD_FILE" """, {"reward": 0.25}),
+        ("file", r"""printf '\377\3761\000.\0005\000' > "$ROLLOUT_REWARD_FILE" """, {"reward": 1.5}),
+        ("stdout", r"printf '\357\273\2770.25\r\n'", {"reward": 0.25}),
         ("exit-code", "exit 0", {"reward": 1.0}),
         ("exit-code", "exit 1", {"reward": 0.0}),
     ],
@@ -179,6 +182,8 @@ def test_the_command_reports_its_reward(reward, script, result):
     ("reward", "script", "message"),
     [
         ("file", "echo 1", "no file at $ROLLOUT_REWARD_FILE"),
+        ("file", 'mkfifo "$ROLLOUT_REWARD_FILE"', "$ROLLOUT_REWARD_FILE is not a regular file"),
+        ("file", 'ln -s /dev/zero "$ROLLOUT_REWARD_FILE"', "$ROLLOUT_REWARD_FILE is not a regular file"),
         ("stdout", "echo right", "is 'right', neither a number nor a JSON object"),
         ("stdout", """echo '{"score": 1}'""", "without 'reward'"),
     ],
@@ -213,6 +218,26 @@ def test_a_command_that_is_scored_ends_before_the_agents_deadline(caplog):
     with caplog.at_level("INFO"):
         assert asyncio.run(parse_arguments(arguments).run(Late({}, "", "", "m", rollout_id="r"))) == {"reward": 0.0}
     assert "sleep was killed after 0.45 s" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("remaining_s", "limits", "command_s"),
+    [
+        (1800.0, [], 1490.0),
+        (400.0, [], 190.0),
+        (600.0, ["--verifier-timeout", "60"], 530.0),
+        (40.0, ["--verifier-timeout", "15"], 21.0),
+        (600.0, ["--verifier-timeout", "60", "--timeout", "100"], 100.0),
+    ],
+)
+def test_a_command_that_is_scored_leaves_its_verifiers_limit(remaining_s, limits, command_s):
+    class At(RolloutContext):
+        pass
+
+    At.remaining_s = remaining_s
+    arguments = ["--reward", "stdout", "--score-failures", "--verifier", "true", *limits, "--", "true"]
+    agent = parse_arguments(arguments)
+    assert agent._timeout_s(At({}, "", "", "m", rollout_id="r")) == command_s
 
 
 def test_a_command_that_cannot_start_is_an_infrastructure_failure():

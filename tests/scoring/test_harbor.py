@@ -52,6 +52,8 @@ REWARDS = {
         {"reward": 0.75, "passed": 3},
     ),
     "one value of reward.json": ("""echo '{"accuracy": 1}' > /logs/verifier/reward.json""", {"reward": 1}),
+    "a byte order mark": (r"printf '\357\273\277.5' > /logs/verifier/reward.txt", {"reward": 0.5}),
+    "a pipe is no file": ("mkfifo /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt", {"reward": 1}),
     "temporary files are in the tests' folder": (
         "touch $TMPDIR/x $HOME/x && case $TMPDIR in */rollout-verifier-*) echo 1 > /logs/verifier/reward.txt; esac",
         {"reward": 1},
