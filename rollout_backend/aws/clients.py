@@ -21,7 +21,14 @@ from aiobotocore.credentials import AioCredentials
 from aiobotocore.hooks import AioHierarchicalEmitter
 from aiobotocore.httpsession import AIOHTTPSession
 from aiobotocore.session import AioSession
-from botocore.exceptions import BotoCoreError, CredentialRetrievalError, HTTPClientError, NoCredentialsError
+from botocore.exceptions import (
+    BotoCoreError,
+    CredentialRetrievalError,
+    HTTPClientError,
+    NoCredentialsError,
+    ReadTimeoutError,
+)
+from botocore.handlers import add_expect_header
 from botocore.loaders import Loader, create_loader
 from botocore.parsers import ResponseParserError
 from botocore.utils import deep_merge, parse_timestamp
@@ -37,13 +44,33 @@ log = logging.getLogger(__name__)
 _RENEW_BEFORE_S = 15 * 60  # as botocore does
 _USABLE_S = 60  # credentials that last this long are used if they cannot be renewed
 _RENEWAL_S = 60.0  # timeout of one renewal
+# A large body may take longer than a small one.
+_SLOWEST_BYTES_PER_S = 1024**2
 
 
 class HTTPSession(AIOHTTPSession):
-    """Opens no connection after it is closed. aiobotocore's session would: a call that outlives its client would
-    leave a connection open."""
+    """Ends each request in time, and opens no connection after it is closed. aiobotocore's session does neither: a
+    call that outlives its client would leave a connection open."""
 
     _closed = False
+
+    def __init__(self, *, timeout: tuple[float, float], **options: Any) -> None:
+        super().__init__(timeout=timeout, **options)  # type: ignore[arg-type]  # its stubs know no pair
+        # aiohttp's read timeout starts again with each byte, and only once the request is sent. Nothing limits the
+        # wait for a connection of the pool.
+        self.limit_s = timeout[0] + 2 * timeout[1]
+
+    async def send(self, request: Any) -> Any:
+        """Send a request, and return its response. A streamed body is the caller's to read, and to limit.
+
+        Raises ReadTimeoutError if there is no response in time, even if the service takes the body byte by byte.
+        """
+        limit_s = self.limit_s + _length(request) / _SLOWEST_BYTES_PER_S
+        try:
+            async with asyncio.timeout(limit_s):
+                return await super().send(request)
+        except TimeoutError as error:
+            raise ReadTimeoutError(endpoint_url=request.url, error=error) from error
 
     async def __aexit__(self, *exc_info: Any) -> None:
         self._closed = True
@@ -73,13 +100,14 @@ class Client:
     def repeated(self, method: str, **fixed: Any) -> RepeatedCall:
         """Return a faster method for frequent calls, which takes the arguments besides `fixed`. The endpoint must
         depend only on `fixed`."""
-        return RepeatedCall(self._client, self._http, method, fixed, retries=self._retries > 0)
+        retries, limit_s = self._retries > 0, self._http.limit_s
+        return RepeatedCall(self._client, self._http, method, fixed, retries=retries, limit_s=limit_s)
 
     async def send(self, method: str, url: str, headers: Mapping[str, str], body: bytes = b"") -> tuple[int, bytes]:
         """Send a request to a presigned URL, through the proxies and with the certificates of other calls. Return the
         status and the start of the response's body. Raises one of `NO_ANSWER`."""
         request: Any = Request(method, url, CIMultiDict(headers), body or None, {})
-        async with (await self._http.send(request)).raw as response:
+        async with (await self._http.send(request)).raw as response, asyncio.timeout(self._http.limit_s):
             return response.status, await read_up_to(response, 10_000)
 
 
@@ -162,7 +190,14 @@ def _builtin_handlers() -> AioHierarchicalEmitter:
     """Register botocore's handlers once: that is most of what a session, and there are two per client, costs."""
     handlers = AioHierarchicalEmitter()
     AioSession(event_hooks=handlers)
+    # With `Expect: 100-continue`, aiohttp waits for the 100 without a limit, and a small write takes twice as long.
+    handlers.unregister("before-call.s3", add_expect_header)
     return handlers
+
+
+def _length(request: Any) -> int:
+    headers = request.headers
+    return int(headers.get("X-Amz-Decoded-Content-Length") or headers.get("Content-Length") or 0)
 
 
 def _timestamp(sent: Any) -> datetime:

@@ -72,15 +72,23 @@ class RepeatedCall:
     """A method of a client with some arguments fixed. Created by `Client.repeated`."""
 
     def __init__(
-        self, client: Any, http: AIOHTTPSession, method: str, fixed: dict[str, Any], *, retries: bool
+        self,
+        client: Any,
+        http: AIOHTTPSession,
+        method: str,
+        fixed: dict[str, Any],
+        *,
+        retries: bool,
+        limit_s: float,
     ) -> None:
-        """`retries` is whether the client retries."""
+        """`retries` is whether the client retries. A body that is not streamed must be read within `limit_s`."""
         service = client.meta.service_model
         self._client = client
         self._http = http
         self._method = method
         self._fixed = fixed
         self._retries = retries
+        self._limit_s = limit_s
         self._model = service.operation_model(client.meta.method_to_api_mapping[method])
         streams = self._model.has_streaming_output
         self._stream = str(self._model.output_shape.serialization["payload"]) if streams else ""
@@ -108,7 +116,7 @@ class RepeatedCall:
                 log_call(self._service, self._model.name, response.status, "")
                 if self._stream:
                     return {self._stream: response, "ResponseMetadata": {"HTTPHeaders": response.headers}}
-            async with response:
+            async with response, asyncio.timeout(self._limit_s):
                 body = await response.read()
             if response.status >= 300:
                 raise self._refusal(response, body)

@@ -177,9 +177,10 @@ class ResultStore:
         """Return an object's bytes and headers. Raises the same errors as `fetch`."""
         try:
             async with asyncio.timeout(self.get_s):
-                found = await self._read_whole(key)
-        except ClientError as error:
-            raise await self._explain_refusal(key, error) from error
+                try:
+                    found = await self._read_whole(key)
+                except ClientError as error:
+                    raise await self._explain_refusal(key, error) from error
         except aws.NO_ANSWER as error:
             raise StoreError(f"reading {key!r} from S3 failed: {error or 'no answer in time'}") from error
         self._readable = key
