@@ -47,7 +47,7 @@ from rollout_backend.results.records import RolloutRecord
 from rollout_backend.results.rollout_spans import rollout_spans
 from rollout_backend.results.run_info import RUNS_S, RunStart, RunState, StartedBy
 from rollout_backend.results.step_report import GroupResult, StepResult
-from rollout_backend.retry import at, log_retry, retry
+from rollout_backend.retry import log_retry, retry_until
 from rollout_backend.run_services import RunServices
 from rollout_backend.serving.adapters import AdapterUpdate
 from rollout_backend.serving.engine import reported_version
@@ -482,7 +482,7 @@ class RolloutManager:
         until = asyncio.get_running_loop().time() + self.config.timeouts.collection_s
         warn = log_retry(log, "the manifests from step %d cannot be read", step)
         read = functools.partial(services.manifests.read_from, step)
-        return await retry(read, StoreError, services.pauses.store, stop=at(until), before_sleep=warn)
+        return await retry_until(until, read, StoreError, services.pauses.store, before_sleep=warn)
 
     async def follow_engines(self, urls: Sequence[str]) -> None:
         """Replace the list of engines, for `serving.kind=external` without `serving.follow_dns`."""

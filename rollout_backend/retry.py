@@ -7,6 +7,7 @@ collection.
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ from tenacity.stop import StopBaseT
 from tenacity.wait import WaitBaseT
 
 _T = TypeVar("_T")
+_E = TypeVar("_E", bound=Exception)
 
 
 async def retry(
@@ -27,7 +29,8 @@ async def retry(
 ) -> _T:
     """Return what `call` returns. Repeat it after errors of these types, or for which `on` returns true.
 
-    The last error is raised once `stop` ends the retries. By default they do not end.
+    The last error is raised once `stop` ends the retries. By default they do not end. To end them at a time, even
+    while `call` gets no answer, use `retry_until`.
     """
     state: RetryCallState | None = None
     while True:
@@ -50,6 +53,39 @@ async def retry(
                 state.outcome = None  # the error's traceback refers to this frame, and so to the state
         state.prepare_for_next_attempt()
         await asyncio.sleep(pause_s)
+
+
+async def retry_until(
+    until: float,
+    call: Callable[[], Awaitable[_T]],
+    on: type[_E],
+    wait: WaitBaseT,
+    *,
+    before_sleep: Callable[[RetryCallState], None] | None = None,
+) -> _T:
+    """Return what `call` returns. Repeat it after errors of this type until the loop's time is `until`, and interrupt
+    it then.
+
+    Raises `on` at that time, with the message of the last error.
+    """
+    last = "no answer in time"
+
+    async def attempt() -> _T:
+        nonlocal last
+        try:
+            return await call()
+        except on as error:
+            last = str(error)
+            raise
+
+    limit = asyncio.timeout_at(None if until == math.inf else until)
+    try:
+        async with limit:
+            return await retry(attempt, on, wait, before_sleep=before_sleep)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise on(last) from None
 
 
 def at(until: float) -> Callable[[RetryCallState], bool]:

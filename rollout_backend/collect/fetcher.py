@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 # Decoding takes 5 ms per MB in the compact form and 30 ms in JSON; a hostile object of 64 KiB takes up to 20 ms.
 _LARGE_BYTES = 64 * 1024
 _EVIDENCE_BYTES = 4096
+_RECORD_S = 60.0  # for the record of one object, which holds a slot
 
 
 class ResultSink(Protocol):
@@ -143,9 +144,10 @@ class Quarantine:
         body = json.dumps(record, indent=1).encode()
         folder = quarantine_prefix(self._store.config.prefix, self._run_id)
         try:
-            await self._store.put(f"{folder}{hashlib.sha256(body).hexdigest()[:24]}.json", body)
-        except StoreError as failure:
-            log.warning("%s; it is retried", failure)
+            async with asyncio.timeout(_RECORD_S):
+                await self._store.put(f"{folder}{hashlib.sha256(body).hexdigest()[:24]}.json", body)
+        except (StoreError, TimeoutError) as failure:
+            log.warning("%s; it is retried", str(failure) or f"S3 did not take the record of {what} in time")
             return False
         return True
 

@@ -34,7 +34,7 @@ from rollout_backend.core.harbor import CONTAINER_FIELD, VERIFIER, TaskContainer
 from rollout_backend.core.ledger import CallTally
 from rollout_backend.dispatch.call_queue import CallKind, CallQueue
 from rollout_backend.errors import RuntimeCallError
-from rollout_backend.retry import at, log_retry, retry
+from rollout_backend.retry import log_retry, retry, retry_until
 from rollout_backend.runtimes.base import VerifierEnd, VerifierRuntime
 from rollout_backend.scoring.scorer import ScoreInput, ScoringError, load_scorer
 
@@ -163,7 +163,7 @@ class VerifierJobs:
 
         until = asyncio.get_running_loop().time() + _STOP_S
         try:
-            await retry(stop, RuntimeCallError, _BACK_OFF, stop=at(until))
+            await retry_until(until, stop, RuntimeCallError, _BACK_OFF)
         except RuntimeCallError as error:  # its reward is still valid
             log.warning("the verifier %s could not be stopped, and ends at its deadline: %s", session_id, error)
         else:

@@ -15,10 +15,12 @@ from typing import TypeVar
 
 from rollout_backend.core.manifest import Manifest, StepRequest
 from rollout_backend.errors import CredentialsExpired, StoreError, WriteConflict
-from rollout_backend.retry import at, log_retry, retry
+from rollout_backend.retry import log_retry, retry_until
 from rollout_backend.step.services import StepServices
 
 log = logging.getLogger(__name__)
+
+_LAST_WRITE_S = 60.0  # for the write after the step's end, which a restarted trainer can do without
 
 _T = TypeVar("_T")
 
@@ -85,9 +87,11 @@ class StepPlan:
         Return whether it did."""
         self.manifest = self.manifest.model_copy(update={"attempts_closed": attempts, "replaced": ()})
         try:
-            await self.record()
-        except (StoreError, WriteConflict, CredentialsExpired) as error:
-            log.warning("%s; if the step is resumed, it stops these sessions again", error)
+            async with asyncio.timeout(_LAST_WRITE_S):
+                await self.record()
+        except (StoreError, WriteConflict, CredentialsExpired, TimeoutError) as error:
+            what = str(error) or f"S3 did not take the manifest of step {self.request.step} in time"
+            log.warning("%s; if the step is resumed, it stops these sessions again", what)
             return False
         return True
 
@@ -103,9 +107,10 @@ class StepPlan:
                 self._recorded = newest
 
     async def retry(self, call: Callable[[], Awaitable[_T]]) -> _T:
-        """Repeat a call to S3 with back-off until it is answered. Raises StoreError at the step's deadline."""
+        """Repeat a call to S3 with back-off until it is answered. Raises StoreError at the step's deadline, even if
+        S3 is silent."""
         warn = log_retry(log, "step %d waits for S3", self.request.step)
-        return await retry(call, StoreError, self.services.pauses.store, stop=at(self.deadline), before_sleep=warn)
+        return await retry_until(self.deadline, call, StoreError, self.services.pauses.store, before_sleep=warn)
 
 
 def _can_verify_seals(before: Manifest | None, sealed_by: Collection[str]) -> bool:

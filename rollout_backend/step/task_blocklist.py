@@ -8,8 +8,9 @@ RUN/task-blocklist/DIGEST.json holds the consecutive losses of one task. Invaria
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -23,6 +24,9 @@ from rollout_backend.errors import StoreError
 from rollout_backend.results.step_report import StepFailure, failures_of
 
 log = logging.getLogger(__name__)
+
+_WRITES = 16  # at once
+_WRITES_S = 60.0  # for all records of a step, which has ended
 
 
 class TaskLoss(BaseModel):
@@ -85,7 +89,7 @@ class TaskBlocklist:
         )
 
     async def record_step(self, ledger: Ledger, resume_count: int, tasks: Iterable[Task]) -> None:
-        """Record which tasks were lost in a settled step."""
+        """Record which tasks were lost in a settled step. What S3 does not take in time is kept in memory only."""
         if self._after is None:
             return
         assert self._records is not None, "read first"
@@ -96,27 +100,41 @@ class TaskBlocklist:
         through = {digest for digest, found in entries.items() if any(each.delivered for each in found)}
         if not through:
             return
+        changed: list[BlocklistRecord] = []
         for digest, found in entries.items():
             before = self._records[digest].losses if digest in self._records else ()
             if digest in through:
                 if 0 < len(before) < self._after:
-                    await self._write(self._records[digest].model_copy(update={"losses": ()}))
+                    changed.append(self._records[digest].model_copy(update={"losses": ()}))
                 continue
             lost = [each.rollout_id for each in found if each.lost]
             if lost and all(each.lost or each.reason == "group_doomed" for each in found):
                 loss = TaskLoss(step=ledger.step, resume_count=resume_count, failures=failures_of(ledger, lost))
                 task_id = found[0].task_id
-                await self._write(BlocklistRecord(digest=digest, task_id=task_id, losses=(*before, loss)))
-                if (why := self._reason(digest)) is not None:
-                    log.warning("task %s is blocked: %s", task_id, why)
+                changed.append(BlocklistRecord(digest=digest, task_id=task_id, losses=(*before, loss)))
+        self._records |= {record.digest: record for record in changed}
+        for record in changed:
+            if (why := self._reason(record.digest)) is not None:
+                log.warning("task %s is blocked: %s", record.task_id, why)
+        await self._write(changed)
 
-    async def _write(self, record: BlocklistRecord) -> None:
-        assert self._records is not None
-        self._records[record.digest] = record
-        try:
-            await self._store.put(self._key(record.digest), record.model_dump_json(indent=1).encode())
-        except StoreError as error:
-            log.warning("%s; a restarted trainer will not know of this loss", error)
+    async def _write(self, records: Collection[BlocklistRecord]) -> None:
+        slots, left, why = asyncio.Semaphore(_WRITES), len(records), f"S3 did not take them within {_WRITES_S:g} s"
+
+        async def write(record: BlocklistRecord) -> None:
+            nonlocal left, why
+            async with slots:
+                try:
+                    await self._store.put(self._key(record.digest), record.model_dump_json(indent=1).encode())
+                    left -= 1
+                except StoreError as error:
+                    why = str(error)
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_WRITES_S):
+                await asyncio.gather(*map(write, records))
+        if left:
+            log.warning("%s; a restarted trainer will not know of the losses of %d tasks", why, left)
 
     def _key(self, digest: str) -> str:
         return f"{self._prefix}{digest}.json"

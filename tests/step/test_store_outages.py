@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from agent_wrapper.contract import Outcome
-from builders import eventually, skip
+from builders import eventually, skip, skip_to_end
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.errors import CircuitOpen, CredentialsExpired, StoreError
 from rollout_backend.testing.fault_proxy import Fault, Rule
@@ -155,3 +155,33 @@ async def test_while_listings_fail_results_are_requested_by_their_keys(proxy, op
     skip(LATE)
     result = await running
     assert result.report.outcomes[Outcome.COMPLETED] == 60
+
+
+# --- an S3 that is silent, although its client should have given up ---------------------------------------
+
+
+async def silent(*args: object) -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("call", ["blocklist.read", "manifests.read", "manifests.write"])
+async def test_a_step_ends_at_its_deadline_however_silent_s3_is(open_bench, monkeypatch, call):
+    bench = await open_bench()
+    service, _, method = call.partition(".")
+    monkeypatch.setattr(getattr(bench.services, service), method, silent)
+    with pytest.raises(StoreError, match="no answer in time"):
+        await skip_to_end(bench.run("a"))
+    assert bench.agents.requests == []
+
+
+async def test_a_step_returns_however_silent_s3_is_at_its_end(open_bench, caplog):
+    bench = await open_bench("group.block_task_after=1", "group.size=1", "group.min_viable=1")
+    tasks = ["a", *(f"lost-{i}" for i in range(40))]
+    running = bench.start(*tasks, behave=only("a.0", Agents.complete, Agents.lose))
+    await eventually(lambda: bench.agents.requests)
+    bench.services.manifests.write = bench.services.blocklist._store.put = silent
+    await eventually(lambda: bench.ledger.open == 0)
+    await skip_to_end(asyncio.wait([running]))
+    assert running.result().report.outcomes[Outcome.COMPLETED] == 1
+    assert "did not take the manifest of step 0 in time" in caplog.text
+    assert "a restarted trainer will not know of the losses of 40 tasks" in caplog.text
