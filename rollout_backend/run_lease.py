@@ -8,25 +8,29 @@ Invariants:
   has not renewed its lease for `janitor.lease_s`;
 - the former holder stays on record until the next one has started everything else, so that the former one's janitor
   still cleans up if that start fails;
-- the fencing token grows with each claim. Manifests carry it, and a manager that has lost the run starts, stops,
-  writes and deletes nothing of it.
+- the fencing token grows with each claim, even if the lease was deleted. Manifests carry it, and a manager that has
+  lost the run starts, stops, writes and deletes nothing of it;
+- a silent S3 delays a renewal by a quarter of the lease, and never ends the renewals.
 """
 
 import asyncio
+import functools
 import logging
 import os
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from time import time
 from typing import Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from tenacity import wait_fixed
 
 from agent_wrapper.contract import lease_key
+from agent_wrapper.shared.processes import boot_clock
+from rollout_backend.collect.manifest_store import largest_fencing_token
 from rollout_backend.collect.store import ObjectStore
 from rollout_backend.dispatch.call_queue import CallKind, CallQueue
 from rollout_backend.errors import (
@@ -37,7 +41,7 @@ from rollout_backend.errors import (
     StoreError,
     WriteConflict,
 )
-from rollout_backend.retry import at, retry
+from rollout_backend.retry import retry_until
 from rollout_backend.runtimes.base import SessionCalls
 
 log = logging.getLogger(__name__)
@@ -46,6 +50,7 @@ _T = TypeVar("_T")
 _CLOCK_S = 2.0  # S3 timestamps have a resolution of 1 s
 _RETRY_S = 300.0  # for S3, while a run starts and before a step returns
 _PAUSE_S = 2.0  # between two tries
+_LEAST_TRY_S = 5.0  # for one call to S3, even if the lease is short
 _VALID_SHARE = 0.75  # of a lease, from its renewal on: the time in which no other manager can take the run over
 
 
@@ -72,7 +77,7 @@ class LeaseHolder(BaseModel, frozen=True):
             machine=_machine(),
             pid=pid,
             started=process_start(pid) or 0,
-            since=time(),
+            since=time.time(),
         )
 
     @property
@@ -143,8 +148,10 @@ class RunLease:
         self._on_status = on_status
         self._retry_s = retry_s
         self._record = LeaseRecord()
+        self._least_token = 0
         self._etag: str | None = None
-        self._renewed_at = float("-inf")  # loop seconds: before the last write that S3 took was sent
+        self._try_s = max(_LEAST_TRY_S, lease_s / 4)
+        self._renewed_at = float("-inf")  # by `_clock`: before the last write that S3 took was sent
         self._writing = asyncio.Lock()
         self._changed = asyncio.Event()  # replaced at each renewal, and when the run is lost
         self._renewing: asyncio.Task[None] | None = None
@@ -184,6 +191,10 @@ class RunLease:
             self._was_free = seen.record.manager_id is None or seen.record.released
             self.previous_manager_id = seen.record.manager_id
             self._etag = seen.etag
+            # The lease may have been deleted, or be that of a backup.
+            is_lost = not seen.record.fencing_token
+            read = functools.partial(largest_fencing_token, self._store, self._run_id, every=is_lost)
+            self._least_token = 1 + await self._retry(read)
             try:
                 await self._retry(lambda: self._put(seen.record.model_copy(update={"starting": self.me})))  # noqa: B023
                 break
@@ -196,7 +207,8 @@ class RunLease:
         claimed = {"manager_id": self.me.id, "holder": self.me, "released": False, "starting": None}
         async with self._writing:
             while self.lost is None and not self.held:
-                record = self._record.model_copy(update={**claimed, "fencing_token": self._record.fencing_token + 1})
+                token = max(self._record.fencing_token + 1, self._least_token, int(time.time()))
+                record = self._record.model_copy(update={**claimed, "fencing_token": token})
                 try:
                     await self._retry(lambda: self._put(record))  # noqa: B023
                     self.held = True
@@ -214,7 +226,7 @@ class RunLease:
     @property
     def is_confirmed(self) -> bool:
         """Whether the lease is known to be valid, so that no other manager can hold the run."""
-        age_s = asyncio.get_running_loop().time() - self._renewed_at
+        age_s = _clock() - self._renewed_at
         return self.lost is None and age_s <= _VALID_SHARE * self._lease_s
 
     async def wait_confirmed(self) -> None:
@@ -272,7 +284,7 @@ class RunLease:
 
     async def _read(self) -> _Seen:
         try:
-            stored = await self._store.fetch(self.key)
+            stored = await self._in_time(self._store.fetch(self.key))
         except ResultMissing:
             return _Seen(LeaseRecord(), None)
         try:
@@ -283,29 +295,44 @@ class RunLease:
 
     async def _put(self, record: LeaseRecord) -> None:
         """Raises WriteConflict, StoreError."""
-        sent_at = asyncio.get_running_loop().time()
+        sent_at = _clock()
         # The count makes each write differ from all others.
         record = record.model_copy(update={"renewals": record.renewals + 1, "lease_s": self._lease_s})
-        self._etag = await self._store.put_if_match(self.key, record.model_dump_json(indent=1).encode(), self._etag)
+        body = record.model_dump_json(indent=1).encode()
+        self._etag = await self._in_time(self._store.put_if_match(self.key, body, self._etag))
         self._record, self._renewed_at = record, sent_at
         self._notify()
 
+    async def _in_time(self, call: Awaitable[_T]) -> _T:
+        """Await a call to S3 for a part of the lease at most. Raises StoreError."""
+        try:
+            async with asyncio.timeout(self._try_s):
+                return await call
+        except TimeoutError as error:
+            raise StoreError(f"S3 gave no answer for {self.key!r} within {self._try_s:g} s") from error
+
     async def _renew(self) -> None:
-        pause = self._lease_s / 4
+        pause, failing = self._lease_s / 4, False
         while self.lost is None:
             await asyncio.sleep(pause)
             try:
                 async with self._writing:
                     try:
                         await self._put(self._record)
-                        pause = self._lease_s / 4
+                        pause, failing = self._lease_s / 4, False
                     except WriteConflict:
                         await self._resolve_conflict()
                         pause = 0.0
-            except RolloutBackendError as error:  # expired credentials too: the calls of the run itself end it then
-                if pause != _PAUSE_S:
-                    log.warning("%s: the run's lease cannot be renewed; no agent is started until then", error)
-                pause = min(_PAUSE_S, self._lease_s / 4)
+            # Expired credentials too, for the run's own calls end it then, and defects: without renewals no agent
+            # would start, and nothing would say why.
+            except Exception as error:
+                if not failing:
+                    is_defect = not isinstance(error, RolloutBackendError)
+                    text = (
+                        "%s: the run's lease cannot be renewed; once it has expired, no agent is started until then"
+                    )
+                    log.log(logging.ERROR if is_defect else logging.WARNING, text, error, exc_info=is_defect)
+                pause, failing = min(_PAUSE_S, self._lease_s / 4), True
 
     async def _resolve_conflict(self) -> None:
         """Resolve a write conflict: the record is another manager's, or still this one's under another ETag."""
@@ -326,7 +353,7 @@ class RunLease:
     async def _retry(self, call: Callable[[], Awaitable[_T]]) -> _T:
         """Retry a call until S3 answers. Raises StoreError after some minutes."""
         until = asyncio.get_running_loop().time() + self._retry_s
-        return await retry(call, StoreError, wait_fixed(_PAUSE_S), stop=at(until))
+        return await retry_until(until, call, StoreError, wait_fixed(_PAUSE_S))
 
     def _held_by(self, other: LeaseHolder, lease_s: float) -> RunHeld:
         return RunHeld(
@@ -369,6 +396,11 @@ class FencedRuntime:
 
     def adopt(self, session_id: str, payload: Callable[[], bytes]) -> None:
         self._runtime.adopt(session_id, payload)
+
+
+def _clock() -> float:
+    """Return the loop's time, plus the time for which this machine was suspended: the lease expires meanwhile."""
+    return asyncio.get_running_loop().time() + boot_clock() - time.monotonic()
 
 
 def _machine() -> str:

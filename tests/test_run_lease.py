@@ -1,24 +1,29 @@
 """Which manager holds a run: over a real S3, with processes that live and processes that are dead."""
 
 import asyncio
+import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
 
+from agent_wrapper.contract import ContractError, manifest_key
+from agent_wrapper.shared.processes import boot_clock
+from rollout_backend import run_lease
 from rollout_backend.collect.manifest_store import ManifestStore
-from rollout_backend.collect.store import ResultStore
+from rollout_backend.collect.store import ResultStore, StoredObject
 from rollout_backend.config import AwsConfig, StorageConfig
 from rollout_backend.dispatch.call_queue import CallQueue
-from rollout_backend.errors import InvokeRejected, RunHeld, StoreError, WriteConflict
+from rollout_backend.errors import InvokeRejected, ResultMissing, RunHeld, StoreError, WriteConflict
 from rollout_backend.run_lease import FencedRuntime, LeaseHolder, RunLease
 from rollout_backend.testing.fault_proxy import Fault, Rule
 from rollouts import make_manifest
+from tests.simulation.clock import in_virtual_time
 
 LONG = 600.0
 Open = Callable[..., RunLease]
@@ -83,20 +88,20 @@ async def test_a_run_is_held_by_one_manager_and_the_second_learns_by_which(manag
         await manager().begin()
     assert "Stop that one, or give this run another run_id" in str(caught.value)
     assert await record(store, first) == before
-    assert first.fencing_token == 1
+    assert first.fencing_token > 1_700_000_000
     assert await first.may_delete_queue()
 
 
 @pytest.mark.parametrize("is_used_again", [False, True])
 async def test_a_run_whose_process_is_dead_starts_again_at_once_on_its_machine(manager, is_used_again):
-    await start(manager(**{"started": 1} if is_used_again else {"pid": ended_process()}))
-    assert (await start(manager())).fencing_token == 2
+    first = await start(manager(**{"started": 1} if is_used_again else {"pid": ended_process()}))
+    assert (await start(manager())).fencing_token > first.fencing_token
 
 
 async def test_a_released_run_is_taken_at_once_on_any_machine(manager):
     first = await start(manager())
     await first.release()
-    assert (await start(manager(machine="elsewhere"))).fencing_token == 2
+    assert (await start(manager(machine="elsewhere"))).fencing_token > first.fencing_token
 
 
 async def test_a_manager_on_another_machine_that_renews_its_lease_keeps_the_run(manager):
@@ -111,7 +116,7 @@ async def test_a_manager_that_stops_renewing_its_lease_loses_the_run_and_learns_
     first = await start(manager(lease_s=1.0, machine="elsewhere", host="far-away"))
     stall(first)
     second = await start(manager(lease_s=1.0))
-    assert second.fencing_token == 2
+    assert second.fencing_token > first.fencing_token
     resume(first)
     with pytest.raises(RunHeld, match=rf"taken over by another manager \(process {second.me.pid}.*far-away"):
         await first.wait_lost()
@@ -169,7 +174,7 @@ async def test_a_record_that_was_deleted_is_written_again(manager, store):
     await first.wait_confirmed()
     with pytest.raises(RunHeld):
         await manager().begin()
-    assert (await record(store, first))["fencing_token"] == 1
+    assert (await record(store, first))["fencing_token"] == first.fencing_token
 
 
 async def test_answers_that_are_lost_and_refusals_cost_time(manager, proxy):
@@ -177,8 +182,107 @@ async def test_answers_that_are_lost_and_refusals_cost_time(manager, proxy):
         Rule("s3:PutObject", Fault.CUT_AFTER, once_each=True, path="*/lease"),
         Rule("s3:*Object", Fault.FAIL, times=5, code="SlowDown", path="*/lease"),
     ]
-    assert (await start(manager())).fencing_token == 1
+    await start(manager())
     assert {call.fault for call in proxy.calls} >= {Fault.CUT_AFTER, Fault.FAIL}
+
+
+class PlayedStore:
+    """An S3 in memory. The next writes do what `writes` says."""
+
+    def __init__(self) -> None:
+        self.config = StorageConfig(bucket="bucket")
+        self.objects: dict[str, bytes] = {}
+        self.writes: list[Callable[[], Awaitable[None]]] = []
+
+    async def fetch(self, key: str) -> StoredObject:
+        if key not in self.objects:
+            raise ResultMissing(key)
+        return StoredObject(self.objects[key], hashlib.sha256(self.objects[key]).hexdigest(), 0.0)
+
+    async def get(self, key: str) -> bytes:
+        return (await self.fetch(key)).body
+
+    async def put_if_match(self, key: str, body: bytes, etag: str | None) -> str:
+        if self.writes:
+            await self.writes.pop(0)()
+        if etag != ((await self.fetch(key)).etag if key in self.objects else None):
+            raise WriteConflict(key)
+        self.objects[key] = body
+        return (await self.fetch(key)).etag
+
+    async def keys(self, prefix: str) -> AsyncIterator[str]:
+        for key in sorted(self.objects):
+            if key.startswith(prefix):
+                yield key
+
+
+async def silence() -> None:
+    await asyncio.Event().wait()
+
+
+async def defect() -> None:
+    raise ContractError("object", "S3 refuses it permanently")
+
+
+@pytest.mark.parametrize("fault", [silence, defect])
+@in_virtual_time
+async def test_a_renewal_that_fails_in_any_way_is_reported_and_repeated_before_the_lease_expires(fault, caplog):
+    store = PlayedStore()
+    lease = await start(RunLease(store, "run", LeaseHolder.this_process(), 60.0))
+    for _ in range(20):
+        store.writes = [fault]
+        await asyncio.sleep(60.0)
+        assert lease.is_confirmed
+    assert caplog.text.count("the run's lease cannot be renewed") == 20
+    store.writes = [fault] * 1000
+    await asyncio.sleep(60.0)
+    assert not lease.is_confirmed
+    store.writes.clear()
+    await lease.wait_confirmed()
+    await lease.release()
+
+
+@in_virtual_time
+async def test_a_silent_s3_ends_a_start_and_delays_an_end():
+    store, loop = PlayedStore(), asyncio.get_running_loop()
+    lease = RunLease(store, "run", LeaseHolder.this_process(), 60.0)
+    store.writes = [silence] * 1000
+    with pytest.raises(StoreError, match="no answer"):
+        await lease.begin()
+    assert loop.time() <= 300
+    store.writes.clear()
+    await start(lease)
+    store.writes, began = [silence] * 1000, loop.time()
+    await lease.release()
+    assert loop.time() - began <= 60
+
+
+@in_virtual_time
+async def test_a_machine_that_was_suspended_does_not_trust_its_lease(monkeypatch):
+    lease = await start(RunLease(PlayedStore(), "run", LeaseHolder.this_process(), 60.0))
+    monkeypatch.setattr(run_lease, "boot_clock", lambda: boot_clock() + 46)
+    assert not lease.is_confirmed
+    await lease.wait_confirmed()
+    await lease.release()
+
+
+@pytest.mark.parametrize("lease", [None, b"{", b'{"fencing_token": 3, "released": true}'])
+@pytest.mark.parametrize("token", [7, 9_000_000_000])
+@in_virtual_time
+async def test_fencing_tokens_grow_whatever_became_of_the_lease(lease, token):
+    store = PlayedStore()
+    for step in range(40):
+        tokens = {"step": step, "fencing_token": token if step in (11, 39) else 1}
+        stored = make_manifest("run").model_copy(update=tokens)
+        store.objects[manifest_key("", "run", step)] = stored.model_dump_json().encode()
+    store.objects[manifest_key("", "run", 5)] = b"[]"
+    made = RunLease(store, "run", LeaseHolder.this_process(), 60.0)
+    if lease is not None:
+        store.objects[made.key] = lease
+    await start(made)
+    assert made.fencing_token > token
+    assert await ManifestStore(store, "run", made.fencing_token).read(11)
+    await made.release()
 
 
 async def test_a_manager_that_has_lost_the_run_starts_no_agent(manager):

@@ -5,6 +5,8 @@ token of its lease on the run (see `run_lease`). Neither a delayed write nor a m
 therefore replace a newer state.
 """
 
+import asyncio
+
 from pydantic_core import from_json
 
 from agent_wrapper.contract import ContractError, manifest_key
@@ -12,6 +14,37 @@ from agent_wrapper.contract.codec import MAX_OBJECT_BYTES
 from rollout_backend.collect.store import ObjectStore
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.errors import ManifestError, ResultMissing, RunHeld, StoreError, WriteConflict
+
+_AT_ONCE = 16
+
+
+async def largest_fencing_token(store: ObjectStore, run_id: str, *, every: bool) -> int:
+    """Return the largest fencing token in every manifest of a run, or in those of its last steps; 0 without any.
+
+    Raises StoreError.
+    """
+
+    async def read(key: str) -> int:
+        try:
+            return int(from_json(await store.get(key))["fencing_token"])
+        except (ContractError, ResultMissing, ValueError, LookupError, TypeError):  # `ManifestStore.read` explains it
+            return 0
+
+    folder = _folder(store, run_id)
+    steps = sorted(await _steps(store, folder), reverse=True)[: None if every else _AT_ONCE]
+    keys, tokens = [manifest_key(store.config.prefix, run_id, step) for step in steps], [0]
+    for start in range(0, len(keys), _AT_ONCE):
+        tokens += await asyncio.gather(*map(read, keys[start : start + _AT_ONCE]))
+    return max(tokens)
+
+
+async def _steps(store: ObjectStore, folder: str) -> list[int]:
+    names = [key.removeprefix(folder).removesuffix(".json") async for key in store.keys(folder)]
+    return [int(name) for name in names if name.isdecimal()]
+
+
+def _folder(store: ObjectStore, run_id: str) -> str:
+    return manifest_key(store.config.prefix, run_id, 0).rpartition("/")[0] + "/"
 
 
 class ManifestStore:
@@ -58,9 +91,7 @@ class ManifestStore:
 
     async def read_from(self, first: int) -> list[Manifest]:
         """Return the manifests of this step and all later steps, in order. Raises as `read` does."""
-        folder = self._key(0).rpartition("/")[0] + "/"
-        names = [key.removeprefix(folder).removesuffix(".json") async for key in self._store.keys(folder)]
-        numbers = sorted(int(name) for name in names if name.isdecimal())
+        numbers = sorted(await _steps(self._store, _folder(self._store, self._run_id)))
         found = [await self.read(number) for number in numbers if number >= first]
         return [manifest for manifest in found if manifest is not None]
 
