@@ -7,6 +7,9 @@ Invariants:
 - A prompt with images equals the recorded one. The engine builds it from one token and the bytes of each image, and
   returns its ids, or through a router its length. If they differ, the reply is discarded.
 - A call ends within `timeout_s` and after at most `attempts` attempts without progress.
+- An attempt that is silent for `silence_s` is examined. If it has sent tokens, it is cut and the call continues
+  elsewhere. Before its first token, a call waits in an engine that answers other calls, and leaves one that hangs for
+  one that samples. An engine that samples has lost a call that it has not answered in time.
 - If an engine aborts a generation (for example to load new weights), the client resumes it from the tokens sampled so
   far, which keep their logprobs and weight versions. An abort without tokens is a plain retry. The same applies to an
   interrupted stream, whose tokens may already have been sent to the agent.
@@ -44,6 +47,7 @@ from rollout_backend.core.adapter import NamedAdapter
 from rollout_backend.core.routed_experts import ExpertRows
 from rollout_backend.errors import EngineUnavailable, ServingError
 from rollout_backend.gateway.engine.engines import AdapterVersions, CallsPaused, Engines, NoEngineListed
+from rollout_backend.gateway.engine.liveness import HangDetector
 from rollout_backend.gateway.engine.protocol import EngineProtocol, EngineRequest, ReplyReader, SglangProtocol
 from rollout_backend.rendering.segments import Completion
 from rollout_backend.rendering.token_bytes import Stop
@@ -54,6 +58,8 @@ _RETRIED = frozenset({408, 429, 499})  # and every status that is not 4xx
 _ENDS = ("stop", "length", "abort")
 _MESSAGE_CHARS = 500
 
+# Tokens per second that an engine reads and samples for one call at the least, unless it is busy with others.
+_SLOW_PREFILL, _SLOW_DECODE = 1000.0, 10.0
 _ABORT_S = 10.0  # limit for an engine to end an aborted request
 _exponential = wait_exponential_jitter(multiplier=0.25, max=15, jitter=0.25)
 _AFTER_ABORT_S = 1.0
@@ -67,12 +73,16 @@ class _Retry(Exception):
     pass
 
 
+class _Silent(_Retry):
+    """The attempt was cut because its engine was silent."""
+
+
 class _Aborted(_Retry):
     """A healthy engine aborted the generation, for example to pause."""
 
 
 class _Interrupted(_Aborted):
-    """An abort after more tokens, or by a pause. Not counted: a long call spans many weight updates."""
+    """An attempt that ended after more tokens, or by a pause. Not counted: a long call spans many weight updates."""
 
 
 _TRANSIENT = (_Retry, NoEngineListed, aiohttp.ClientError, TimeoutError)  # errors that are retried
@@ -137,7 +147,8 @@ class EngineClient:
     """Calls the router or engine at `engines.url`, or one of `engines` directly if the router would reject the call
     or drop some of its fields.
 
-    `timeout_s` bounds one call including its retries.
+    `timeout_s` bounds one call including its retries. `silence_s`, by default a fifth of it, is how long an attempt
+    may be silent before it is examined.
     """
 
     def __init__(
@@ -150,6 +161,7 @@ class EngineClient:
         vocabulary: int | None = None,
         *,
         after_abort_s: float = _AFTER_ABORT_S,
+        silence_s: float | None = None,
     ) -> None:
         self._vocabulary = vocabulary or 2**31
         self._after_abort_s = after_abort_s
@@ -157,8 +169,10 @@ class EngineClient:
         self._engines = engines
         self._protocol = protocol or SglangProtocol()
         self._timeout_s = timeout_s
+        self._silence_s = silence_s or timeout_s / 5
         self._attempts = attempts
         self._http: aiohttp.ClientSession | None = None
+        self._hangs: HangDetector | None = None
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -169,9 +183,12 @@ class EngineClient:
             # A load balancer's cookie would send all sessions to one engine.
             cookie_jar=aiohttp.DummyCookieJar(),
         )
+        self._hangs = HangDetector(self._engines, self._protocol, self._http, self._silence_s)
 
     async def close(self) -> None:
         await self._engines.close()
+        if self._hangs is not None:
+            await self._hangs.close()
         await asyncio.gather(*self._aborts, return_exceptions=True)
         if self._http is not None:
             await self._http.close()
@@ -194,7 +211,7 @@ class EngineClient:
             await self._engines.wait_resumed()
             if not request.resumable:
                 partial = _Partial(routed=request.experts_from or 0)
-            url = self._engines.url
+            url, had = self._engines.url, len(partial.token_ids)
             try:
                 url = await self._engines.url_for(request.params, request.routing_key, failed)
                 adapter = self._adapters.newest(request.adapter)
@@ -208,9 +225,11 @@ class EngineClient:
             except _Interrupted:
                 raise
             except _TRANSIENT as error:
-                fruitless += 1
                 if not isinstance(error, _Aborted):
                     failed.add(url)
+                if request.resumable and len(partial.token_ids) > had:
+                    raise _Interrupted(str(error) or type(error).__name__) from error
+                fruitless += 1
                 if url == self._engines.url and isinstance(error, aiohttp.ClientConnectorError):
                     assert self._http is not None
                     await self._engines.wait_for_router(self._http)
@@ -261,7 +280,7 @@ class EngineClient:
         asked = replace(_continued(request, partial, params, adapter), stops=None, progress=None)
         reader, body = self._protocol.reader(asked), self._protocol.body(asked)
         with _read_by(self._protocol, partial):
-            async with contextlib.aclosing(self._post(url, body, request.routing_key)) as replies:
+            async with contextlib.aclosing(self._post(url, body, asked)) as replies:
                 async for reply in replies:
                     reader.read(reply)
             partial.add_experts(reader.experts(), processed)
@@ -285,7 +304,7 @@ class EngineClient:
         start, stop = len(partial.token_ids), None
         with _read_by(self._protocol, partial):
             try:
-                async with contextlib.aclosing(self._post(url, body, request.routing_key)) as replies:
+                async with contextlib.aclosing(self._post(url, body, asked)) as replies:
                     async for reply in replies:
                         searched = len(partial.token_ids)
                         ids, logprobs = reader.read(reply)
@@ -355,35 +374,108 @@ class EngineClient:
                 return reply.status == 200
         return False
 
-    async def _post(self, url: str, body: Mapping[str, Any], routing_key: str) -> AsyncGenerator[Any]:
-        """Yield the reply, or the chunks of a stream. Abort the request if the caller does not read all of them."""
+    async def _post(self, url: str, body: Mapping[str, Any], asked: EngineRequest) -> AsyncGenerator[Any]:
+        """Yield the reply, or the chunks of a stream. Abort the request if the caller does not read all of them, or
+        the engine is silent."""
         assert self._http is not None, "not started"
+        assert self._hangs is not None
         # Streamed, because images make it long.
         written = io.BytesIO(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY))
-        headers = {ROUTING_HEADER: routing_key, "Content-Type": "application/json"}
+        headers = {ROUTING_HEADER: asked.routing_key, "Content-Type": "application/json"}
         response: aiohttp.ClientResponse | None = None
         ending: asyncio.Task[None] | None = None
+        silence = _SilenceWatch(self._hangs, self._engines, url, asked, self._silence_s)
         try:
-            response = await self._http.post(url + self._protocol.path, data=written, headers=headers)
-            if response.status != 200:
-                message = f"HTTP {response.status}: {_error_message(await response.text())}"
-                # smg answers 404 before its first engine is added; SGLang does not use this code.
-                no_engine = response.status == 404 and "model_not_found" in message and url == self._engines.url
-                if response.status in _RETRIED or not 400 <= response.status < 500 or no_engine:
-                    raise _Retry(message)
-                raise EngineRefused(message)
-            async for data in _replies(response):
-                reply = _loads(data)
-                if error := reply.get("error"):
-                    raise _stream_error(error)
-                yield reply
-        except (GeneratorExit, asyncio.CancelledError):
-            if response is None or not response.content.at_eof():
-                ending = self._abort(url, body, response)
+            async with silence.cut:
+                try:
+                    silence.start()
+                    response = await self._http.post(url + self._protocol.path, data=written, headers=headers)
+                    if response.status != 200:
+                        message = f"HTTP {response.status}: {_error_message(await response.text())}"
+                        # smg answers 404 before its first engine is added; SGLang does not use this code.
+                        no_engine = (
+                            response.status == 404 and "model_not_found" in message and url == self._engines.url
+                        )
+                        if response.status in _RETRIED or not 400 <= response.status < 500 or no_engine:
+                            raise _Retry(message)
+                        raise EngineRefused(message)
+                    async for data in _replies(response):
+                        reply = _loads(data)
+                        if error := reply.get("error"):
+                            raise _stream_error(error)
+                        silence.heard()
+                        yield reply
+                except (GeneratorExit, asyncio.CancelledError):
+                    if response is None or not response.content.at_eof():
+                        ending = self._abort(url, body, response)
+                    raise
+        except TimeoutError:
+            if silence.cut.expired():
+                raise _Silent(f"{url} sent nothing for {silence.seconds:.0f} s") from None
             raise
         finally:
+            silence.end()
             if response is not None and ending is None:
                 response.release()
+
+
+class _SilenceWatch:
+    """Cuts an attempt if its engine is silent. It takes a task only once there is silence."""
+
+    def __init__(
+        self, hangs: HangDetector, engines: Engines, url: str, asked: EngineRequest, silence_s: float
+    ) -> None:
+        self.cut = asyncio.timeout(None)
+        self._hangs = hangs
+        self._engines = engines
+        self._url = url
+        self._silence_s = silence_s
+        # The first token needs the prompt to be read, and a whole reply all tokens. Even a slow engine is faster.
+        self._first_s = silence_s + len(asked.prompt) / _SLOW_PREFILL
+        self._answer_s = self._first_s + (0.0 if asked.stream else asked.params["max_new_tokens"] / _SLOW_DECODE)
+        self._has_tokens = False
+        self._last = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._examination: asyncio.Task[None] | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long the engine has been silent."""
+        return asyncio.get_running_loop().time() - self._last
+
+    def start(self) -> None:
+        self._last = asyncio.get_running_loop().time()
+        self._check_in(self._first_s)
+
+    def heard(self) -> None:
+        self._has_tokens = True
+        self._last = asyncio.get_running_loop().time()
+        self._hangs.answered(self._url)
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._examination is not None:
+            self._examination.cancel()
+
+    def _check_in(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._check)
+
+    def _check(self) -> None:
+        left = (self._silence_s if self._has_tokens else self._first_s) - self.seconds
+        if left > 0:
+            self._check_in(left)
+        else:
+            self._examination = asyncio.create_task(self._examine())
+
+    async def _examine(self) -> None:
+        found = await self._hangs.examine(self._url)
+        can_leave = found == "hung" and bool({*self._engines.urls} - self._engines.hung)
+        is_lost = found == "sampling" and self.seconds >= self._answer_s
+        if self.seconds >= self._silence_s and (self._has_tokens or can_leave or is_lost):
+            self.cut.reschedule(asyncio.get_running_loop().time())
+        else:
+            self._check_in(self._silence_s)
 
 
 def _continued(

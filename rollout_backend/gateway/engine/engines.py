@@ -11,6 +11,8 @@ Invariants:
 - All direct calls of a session go to the same engine while the router lists it, to hit its prefix cache.
 - A call that must bypass the router waits until the engines are known, and never reaches the router instead.
 - An engine that does not report its load only causes one log line.
+- A hung engine gets direct calls only if all engines hang. While one does, all calls bypass the router, which would
+  keep sessions there.
 - Once `Engines.pause` has returned, no request to an engine is in flight, and none begins before `resume`.
 """
 
@@ -52,6 +54,8 @@ class Engines:
     def __init__(self, url: str, all_calls_direct: bool = False, *, paused: bool = False) -> None:
         self.url = url.rstrip("/")
         self.urls: Collection[str] = ()
+        self.hung: set[str] = set()
+        """Those of `urls` that accept calls and answer none."""
         self._all_calls_direct = all_calls_direct
         self._listed: asyncio.Event | None = None  # set once `poll` knows the engines
         self._resumed = asyncio.Event()
@@ -65,12 +69,12 @@ class Engines:
         """Return the URL for a call with these sampling parameters: that of the router, or of an engine if the router
         would drop some of them or reject the call.
 
-        An engine in `failed` is selected only if all engines are in it.
+        An engine that hangs or is in `failed` is selected only if all engines do or are.
 
         Raises:
             NoEngineListed: the call must bypass the router, which lists no healthy engine.
         """
-        if not (self._all_calls_direct or _DROPPED & params.keys()):
+        if not (self._all_calls_direct or _DROPPED & params.keys() or self.hung.intersection(self.urls)):
             return self.url
         if self._listed is None:
             return self._ranked(routing_key, failed) or self.url
@@ -80,8 +84,10 @@ class Engines:
         raise NoEngineListed(f"the router at {self.url} lists no healthy engine")
 
     def _ranked(self, routing_key: str, failed: Collection[str]) -> str | None:
-        ranked = sorted(self.urls, key=lambda url: hashlib.blake2b(f"{routing_key} {url}".encode()).digest())
-        return next((url for url in ranked if url not in failed), ranked[0] if ranked else None)
+        def rank(url: str) -> tuple[bool, bool, bytes]:
+            return url in self.hung, url in failed, hashlib.blake2b(f"{routing_key} {url}".encode()).digest()
+
+        return min(self.urls, key=rank, default=None)
 
     # --- pauses, while a trainer uses the engines' memory ---------------------------------------------------
 

@@ -193,6 +193,16 @@ class EngineProtocol(Protocol):
     """True if no router forwards these requests, so the gateway has to select the engine."""
     keepalive_s: float
     """Seconds for which an idle connection may be reused; shorter than the server's own limit."""
+    counters_path: str
+    """Path of the page with the engine's counters of work."""
+
+    def counters(self, page: bytes) -> Any:
+        """Return counters that change while the engine samples, and only then; None if the page has none.
+
+        Raises:
+            LookupError, TypeError, ValueError: the page is malformed.
+        """
+        ...
 
     def body(self, request: EngineRequest) -> dict[str, Any]: ...
 
@@ -236,6 +246,8 @@ class SglangProtocol:
     path = "/generate"
     abort_path: str | None = "/abort_request"
     keepalive_s = 15.0
+    # The scheduler answers it, so one that hangs does not.
+    counters_path = "/v1/loads?include=core"
 
     def __init__(self, experts: ExpertShape | None = None, router: RouterKind = "sglang-router") -> None:
         """`experts` is the shape of the model's routing if it is recorded, otherwise None."""
@@ -262,6 +274,10 @@ class SglangProtocol:
             interval = _IMAGES_STREAM_INTERVAL if images else STREAM_INTERVAL
             body |= {"stream": True, "sampling_params": {**params, "stream_interval": interval}}
         return body
+
+    def counters(self, page: bytes) -> Any:
+        ranks = json.loads(page)["loads"]
+        return [(rank["num_running_reqs"], rank["num_used_tokens"]) for rank in ranks]
 
     def reader(self, request: EngineRequest) -> SglangReader:
         return SglangReader(request, self._experts)
@@ -389,6 +405,7 @@ class VllmProtocol:
     abort_path: str | None = None  # it aborts when the connection closes
     needs_direct_calls = True  # sglang-router and smg answer this path with 404
     keepalive_s = 3.0  # the server closes idle connections after 5 s
+    counters_path = "/metrics"
 
     def body(self, request: EngineRequest) -> dict[str, Any]:
         if request.images:
@@ -410,6 +427,10 @@ class VllmProtocol:
             params["stream_interval"] = STREAM_INTERVAL  # 0.24.0 ignores it
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         return body
+
+    def counters(self, page: bytes) -> Any:
+        names = (b"vllm:generation_tokens_total", b"vllm:prompt_tokens_total")
+        return [line for line in page.splitlines() if line.startswith(names)] or None
 
     def reader(self, request: EngineRequest) -> VllmReader:
         return VllmReader()
