@@ -209,6 +209,9 @@ class RolloutManager:
     def _report_serving(self, event: ServingEvent) -> None:
         if self._metrics is not None:
             self._metrics.record_event(event)
+        if event.kind == "restarted":
+            for step in self._steps.values():
+                step.results.restarts[event.server] += 1
         self._on_serving(event)
 
     async def _report_step(self, step: Step, records: Sequence[RolloutRecord]) -> None:

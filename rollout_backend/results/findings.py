@@ -236,6 +236,9 @@ def _accounts(report: StepReport | None, records: Sequence[RolloutRecord]) -> It
     if report.deadline_reached:
         yield Finding(Level.WARNING, "the step ended at its deadline", "timeouts.collection_s: raise it")
     yield from engine_findings(report.engine_use)
+    for server, restarts in sorted(report.restarts.items()):
+        text = f"{server} was lost and restarted {count(restarts, 'time')}, which costs model calls time"
+        yield Finding(Level.NOTE, text, "the run's logs folder: see why it ended or hung")
     if report.resumed:
         text = f"{report.resumed:,} of {count(report.planned, 'rollout')} finished in an earlier start of the run"
         yield Finding(Level.NOTE, text, "run_id: use another one after a change of the agent")

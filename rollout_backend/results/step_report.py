@@ -134,6 +134,7 @@ class StepReport(BaseModel, frozen=True):
     invoke_rate: CallRate | None = None  # None unless an invoke was refused
     stop_rate: CallRate | None = None  # None unless a stop was refused
     engine_use: EngineUse | None = None  # None: no engine reported its load
+    restarts: dict[str, int] = {}  # of engines, gateways, the router and the dialer while the step ran, by name
     seconds: float
     until_invoke_s: float | None = None  # of them, until the first invoke; None: there was none
     closing_s: float | None = None  # of them, after the last outcome: sessions are closed, and the manifest says so
@@ -229,6 +230,7 @@ def make_report(
     closing_s: float | None = None,
     deadline_reached: bool,
     engine_use: EngineUse | None = None,
+    restarts: Mapping[str, int] | None = None,
 ) -> StepReport:
     entries = list(ledger.entries.values())
     outcomes = _outcomes_by_task(entries)
@@ -273,6 +275,7 @@ def make_report(
         invoke_rate=CallRate.of(ledger.invokes),
         stop_rate=CallRate.of(ledger.stops),
         engine_use=engine_use,
+        restarts=dict(restarts or {}),
         seconds=seconds,
         until_invoke_s=max(0.0, min(invoked_at) - began_at) if invoked_at and began_at is not None else None,
         closing_s=closing_s,

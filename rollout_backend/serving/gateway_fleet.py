@@ -7,6 +7,7 @@ Invariants:
 - One secret signs all keys, and a key names the journal in which its session began. A shard that ends is restarted at
   the same address and resumes from its journal. If the journal is lost, the shard refuses those keys, because it
   would return the rest of a trajectory as the whole.
+- A shard that hangs is restarted like one that ends: it is probed like an engine.
 - The run ends if a shard is lost after `serving.max_restarts` restarts within `serving.restart_window_s`.
 - No process started by the fleet outlives `stop`, even if `start` fails.
 """
@@ -32,24 +33,40 @@ from rollout_backend.retry import at, retry
 from rollout_backend.serving.gateway_process import GatewayProcess, is_loopback, public_url
 from rollout_backend.serving.ray_servers import RayGateway, router_url_in_cluster
 from rollout_backend.serving.run_secret import model_endpoint
-from rollout_backend.serving.supervisor import OnEvent, RestartLimits, Supervisor, SupervisorGroup, cancel_all
+from rollout_backend.serving.supervisor import (
+    OnEvent,
+    Probing,
+    RestartLimits,
+    Supervisor,
+    SupervisorGroup,
+    cancel_all,
+)
 
-_INSTRUCT_S = 90.0  # a call to a hung shard takes 30, and its restart the rest
+# Three probes of 20 s find a hung shard. Its restart may take another minute.
+_INSTRUCT_S = 150.0
 
 
 Shard = GatewayProcess | RayGateway
 
 
 class _GatewaySupervisor(Supervisor):
-    def __init__(self, name: str, shard: Shard, limits: RestartLimits, on_event: OnEvent) -> None:
-        super().__init__(name, limits, on_event)
+    def __init__(self, name: str, shard: Shard, limits: RestartLimits, on_event: OnEvent, probing: Probing) -> None:
+        super().__init__(name, limits, on_event, probing)
         self.shard = shard
+        self._probe_timeout_s = probing.timeout_s
 
     async def start_server(self) -> None:
         await self.shard.start()
 
     async def wait_ended(self) -> str:
         return await self.shard.wait()
+
+    async def is_responding(self) -> bool:
+        try:
+            async with asyncio.timeout(self._probe_timeout_s):
+                return await self.shard._healthy()
+        except TimeoutError:
+            return False
 
 
 class GatewayFleet:
@@ -65,6 +82,7 @@ class GatewayFleet:
         *,
         journals: Path,
         on_event: OnEvent = lambda event: None,
+        probing: Probing | None = None,
     ) -> None:
         """Initialize.
 
@@ -79,6 +97,7 @@ class GatewayFleet:
         self._journals = journals
         self._trainer_incarnation = secrets.token_hex(8)
         self._on_event = on_event
+        self._probing = probing or Probing()
         self._gateways: list[_GatewaySupervisor] = []
         self._supervisors = SupervisorGroup()
 
@@ -111,7 +130,7 @@ class GatewayFleet:
         serving = self._config.serving
         limits = RestartLimits(serving.max_restarts, serving.restart_window_s)
         self._gateways = [
-            _GatewaySupervisor(name, shard, limits, self._on_event)
+            _GatewaySupervisor(name, shard, limits, self._on_event, self._probing)
             for name, shard in zip(self._names, await self._make(), strict=True)
         ]
         starting = [asyncio.create_task(gateway.start()) for gateway in self._gateways]
@@ -168,7 +187,7 @@ class GatewayFleet:
         """Close these sessions: abort their calls and refuse their keys.
 
         Raises:
-            ServingError: a shard did not answer for a minute. The sessions of the other shards are closed.
+            ServingError: a shard did not answer within 150 s. The sessions of the other shards are closed.
         """
         await self._instruct_owners(session_ids, lambda shard, ids: shard.revoke(ids))
 
@@ -176,7 +195,7 @@ class GatewayFleet:
         """Resume these sessions, which began before the trainer restarted. Other earlier sessions continue to wait.
 
         Raises:
-            ServingError: a shard did not answer for a minute. The sessions of the other shards resume.
+            ServingError: a shard did not answer within 150 s. The sessions of the other shards resume.
         """
         await self._instruct_owners(session_ids, lambda shard, ids: shard.adopt(ids))
 
@@ -212,7 +231,7 @@ class GatewayFleet:
         """Hold all model calls, even in a shard that restarts. Return once no call is at an engine.
 
         Raises:
-            ServingError: a shard did not answer for a minute.
+            ServingError: a shard did not answer within 150 s.
         """
         await self._instruct_all(lambda shard: shard.pause())
 
@@ -224,7 +243,7 @@ class GatewayFleet:
         """Set the version of each LoRA adapter that model calls name, even in a shard that restarts.
 
         Raises:
-            ServingError: a shard did not answer for a minute.
+            ServingError: a shard did not answer within 150 s.
         """
         await self._instruct_all(lambda shard: shard.set_adapters(versions))
 

@@ -90,10 +90,17 @@ class GatewayProcess:
         await self.stop()
         config = self._config
         certificate = check_certificate(config.gateway)
+        limit = config.gateway.startup_timeout_s
         try:  # first, because an earlier gateway may hold the journal and the port
-            self.journal_id = await asyncio.to_thread(journals.prepare, self._journal)
+            async with asyncio.timeout(limit):
+                self.journal_id = await asyncio.to_thread(journals.prepare, self._journal)
         except ConfigError as error:
             raise StartupError(str(error)) from None
+        except TimeoutError:
+            raise StartupError(
+                f"{self._name} could not open its journal within {limit:g} s (gateway.startup_timeout_s): the file "
+                f"system of {self._journal} does not answer"
+            ) from None
         port = self._port = self._find_port()
         previous = revealed(config.gateway.previous_secret)
         settings = GatewaySettings(
@@ -137,7 +144,6 @@ class GatewayProcess:
         )
         try:
             await self._process.start()
-            limit = config.gateway.startup_timeout_s
             await self._process.wait_healthy(self._healthy, limit, "gateway.startup_timeout_s")
             journals.write_port(self._journal, port)
         except BaseException:
@@ -212,6 +218,7 @@ class GatewayProcess:
             raise ServingError(f"{self._name} does not answer {path}: {error!r}. Its log is {self._log}") from None
 
     async def _healthy(self) -> bool:
+        """Return whether the gateway answers a probe. A journal that hangs blocks its event loop."""
         assert self._http is not None
         try:
             async with self._http.get(self.url + "/health") as response:

@@ -367,6 +367,13 @@ class RayGateway(RayActor):
         await self.call("start")
         self.url, self.journal_id = await self.read("url"), await self.read("journal_id")
 
+    async def _healthy(self) -> bool:
+        """Return whether the gateway and its actor answer a probe."""
+        try:
+            return bool(await self.call("_healthy"))
+        except ServingError:
+            return False
+
     async def revoke(self, session_ids: Iterable[str]) -> None:
         await self.call("revoke", list(session_ids))
 

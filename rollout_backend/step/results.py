@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 
@@ -91,6 +91,7 @@ class StepResults:
         self._archiving: deque[Future[bool]] = deque()  # of results whose files may not be written yet
         self._unarchived = 0  # results that could not be written
         self.engine_use = EngineUseMeter()  # while the step runs
+        self.restarts: Counter[str] = Counter()  # of servers, while the step runs
         self.latencies: list[float] = []  # seconds since the announcements of those that were announced
         self._lags: list[float] = []
 
@@ -218,6 +219,7 @@ class StepResults:
             closing_s=closing_s,
             deadline_reached=deadline_reached,
             engine_use=self.engine_use.result(),
+            restarts=self.restarts,
         )
         records = tuple(self.records.all())
         return StepResult(self.step, tuple(self.received), tuple(groups), failures_of(ledger), report, records)

@@ -21,6 +21,7 @@ from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.gateway_fleet import GatewayFleet
 from rollout_backend.serving.gateway_process import own_address, public_url
 from rollout_backend.serving.server_process import free_port
+from tests.simulation.clock import in_virtual_time
 
 
 @pytest.fixture
@@ -245,3 +246,50 @@ async def test_a_restarted_gateway_stays_paused_and_names_the_newest_version(sta
         await fleet.resume()
         assert await asked == "hello"
         assert engine.requests[-1]["lora_path"] == "math@3"
+
+
+class HungShard:
+    """A gateway that accepts requests and answers none from some time of its first life on."""
+
+    url = "http://gateway"
+    journal_id = "journal"
+
+    def __init__(self, answers_s: float) -> None:
+        self.starts = 0
+        self._answers_s = answers_s
+
+    async def start(self) -> None:
+        self.starts += 1
+
+    async def stop(self) -> None: ...
+
+    async def wait(self) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    async def resume(self) -> None:
+        await self._healthy()
+
+    async def _healthy(self) -> bool:
+        if self.starts == 1 and asyncio.get_running_loop().time() >= self._answers_s:
+            await asyncio.sleep(30)
+            raise ServingError("the gateway does not answer")
+        return True
+
+
+@pytest.mark.parametrize("answers_s", [0, 60])
+@in_virtual_time
+async def test_a_hung_gateway_is_restarted_before_an_instruction_gives_up(tmp_path, monkeypatch, answers_s):
+    shard, events = HungShard(answers_s), []
+
+    async def make(_):
+        return [shard]
+
+    monkeypatch.setattr(GatewayFleet, "_make", make)
+    fleet = GatewayFleet(run_config(), "http://router", tmp_path, journals=tmp_path, on_event=events.append)
+    await fleet.start()
+    await asyncio.sleep(answers_s)
+    await fleet.resume()
+    assert shard.starts == 2
+    assert [event.kind for event in events] == ["died", "restarted"]
+    await fleet.stop()

@@ -16,6 +16,7 @@ from rollout_backend.errors import ServingError, StartupError
 from rollout_backend.local.scripted import LOGPROB, ScriptedEngine
 from rollout_backend.serving.gateway_fleet import GatewayFleet
 from rollout_backend.serving.run_secret import key_secret
+from rollout_backend.serving.supervisor import Probing
 
 SECRET = "the secret of this run " * 2
 
@@ -24,11 +25,12 @@ SECRET = "the secret of this run " * 2
 def start(start_fleet, tmp_path):
     """Start a fleet with journals. `events` gets what happens to its gateways."""
 
-    async def start(engine, events=None, **sections) -> GatewayFleet:
+    async def start(engine, events=None, probing=None, **sections) -> GatewayFleet:
         seen = [] if events is None else events
         more = {
             "seal_secret": SECRET,
             "journals": tmp_path / "run" / "gateway",
+            "probing": probing,
             "on_event": lambda event: seen.append((event.server, event.kind)),
         }
         return await start_fleet(engine, tmp_path / "logs", key_secret(SECRET, "run"), more=more, **sections)
@@ -119,3 +121,17 @@ async def test_if_its_port_is_taken_a_restarted_gateway_has_another_identity(sta
         await first.stop()
         with socket.create_server(("127.0.0.1", port)):
             assert (await start(engine)).identity != before
+
+
+@pytest.mark.slow
+async def test_a_gateway_that_hangs_is_restarted_and_its_session_continues(start, claims):
+    """A stopped process, or one whose journal is on a file system that does not answer."""
+    events: list[tuple[str, str]] = []
+    with ScriptedEngine(["one", "two"]) as engine:
+        fleet = await start(engine, events, probing=Probing(interval_s=0.05, timeout_s=3.0, failures=2))
+        endpoint, messages = fleet.endpoint(claims()), []
+        assert await say(endpoint, messages, "Begin.") == "one"
+        os.kill(fleet._shards[0]._process.pid, signal.SIGSTOP)
+        await eventually(lambda: events == [("gateway", "died"), ("gateway", "restarted")])
+        await fleet.resume()
+        assert await say(endpoint, messages, "And then?", retries=12) == "two"
