@@ -131,7 +131,8 @@ endef
 $(UV): constraints/dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(RUN)/pip install --quiet --disable-pip-version-check -c constraints/dev.txt uv
+	sed -n '/^uv==/,/[^\\]$$/p' constraints/dev.txt > $(VENV)/uv.txt
+	$(RUN)/pip install --quiet --disable-pip-version-check --require-hashes --requirement $(VENV)/uv.txt
 	@touch $(UV)
 
 $(READY): $(UV) pyproject.toml constraints/dev.txt
@@ -173,28 +174,25 @@ $(DOCS_READY): $(UV) constraints/docs.txt
 	$(PYTHON) -m venv $(DOCS)
 	$(call install,$(DOCS),-r constraints/docs.txt)
 
+# Hashes too, so that no index can replace what was pinned. torch's own needs differ by its build.
+LOCK := $(RUN)/uv pip compile --upgrade --no-annotate --no-header --quiet --generate-hashes
+WITHOUT_TORCH := sed -E '/^(nvidia-|cuda-|torch==|triton==)/,/[^\\]$$/d'
 constraints: setup  ## pin anew what the extras install
-	for extras in agent "trainer --extra otel" clients dev; do \
-	  $(RUN)/uv pip compile pyproject.toml --extra $$extras --python-version 3.11 --universal --upgrade \
-	    --no-annotate --no-header --quiet -o constraints/$${extras%% *}.txt; \
+	for extras in "agent --group build" "relay --group build" "trainer --extra otel" clients dev; do \
+	  $(LOCK) pyproject.toml --extra $$extras --python-version 3.11 --universal -o constraints/$${extras%% *}.txt; \
 	done
-	$(RUN)/uv pip compile --group docs --constraint constraints/dev.txt --python-version 3.11 --universal --upgrade \
-	  --no-annotate --no-header --quiet -o constraints/docs.txt
-	$(RUN)/uv pip compile pyproject.toml --extra agent --group agentcore --constraint constraints/agent.txt \
-	  --python-version 3.11 --universal --upgrade --no-annotate --no-header --quiet -o constraints/agentcore.txt
+	$(LOCK) --group docs --constraint constraints/dev.txt --python-version 3.11 --universal -o constraints/docs.txt
+	$(LOCK) pyproject.toml --extra agent --group agentcore --constraint constraints/agent.txt \
+	  --python-version 3.11 --universal -o constraints/agentcore.txt
 	$(RUN)/python tests/support/harnesses.py
 	# verl and SGLang on GPUs: see infra/trainer.Dockerfile.
-	$(RUN)/uv pip compile pyproject.toml infra/trainer-requirements.in --extra verl \
-	  --override infra/trainer-overrides.txt --python-version 3.12 --python-platform x86_64-manylinux_2_39 --upgrade \
-	  --no-annotate --no-header --quiet > infra/trainer-requirements.txt
-	$(RUN)/uv pip compile pyproject.toml infra/trainer-vllm-requirements.in --extra verl \
-	  --python-version 3.12 --python-platform x86_64-manylinux_2_39 --upgrade \
-	  --no-annotate --no-header --quiet > infra/trainer-vllm-requirements.txt
-	# Without torch's own needs, which differ by its build.
-	$(RUN)/uv pip compile pyproject.toml --extra verl-local --extra otel --python-version 3.11 --upgrade \
-	  --no-annotate --no-header --quiet | grep -Ev '^(nvidia|cuda)-|^(torch|triton)==' > constraints/verl.txt
-	$(RUN)/uv pip compile pyproject.toml --extra trl --python-version 3.11 --upgrade \
-	  --no-annotate --no-header --quiet | grep -Ev '^(nvidia|cuda)-|^(torch|triton)==' > constraints/trl.txt
+	$(LOCK) pyproject.toml infra/trainer-requirements.in --extra verl --group build \
+	  --override infra/trainer-overrides.txt --python-version 3.12 --python-platform x86_64-manylinux_2_39 \
+	  > infra/trainer-requirements.txt
+	$(LOCK) pyproject.toml infra/trainer-vllm-requirements.in --extra verl --group build \
+	  --python-version 3.12 --python-platform x86_64-manylinux_2_39 > infra/trainer-vllm-requirements.txt
+	$(LOCK) pyproject.toml --extra verl-local --extra otel --python-version 3.11 | $(WITHOUT_TORCH) > constraints/verl.txt
+	$(LOCK) pyproject.toml --extra trl --python-version 3.11 | $(WITHOUT_TORCH) > constraints/trl.txt
 
 clean:
 	rm -rf $(VENV) $(VERL) $(TRL) $(CLIENTS) $(DOCS) build .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info runs

@@ -20,7 +20,8 @@ WORKDIR /app
 # The image has only the wrapper, with the versions that it was tested with, and not the training side.
 COPY --from=wrapper pyproject.toml README.md constraints/agent.txt /wrapper/
 COPY --from=wrapper agent_wrapper /wrapper/agent_wrapper
-RUN pip install --constraint /wrapper/agent.txt "/wrapper[agent]"
+RUN pip install --require-hashes --requirement /wrapper/agent.txt \
+    && pip install --no-deps --no-build-isolation /wrapper
 
 COPY . .
 # The agent's requirements are installed second and take precedence; `pip check` fails if they break the wrapper's.

@@ -12,12 +12,13 @@ ENV PYTHONUNBUFFERED=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1
 
 RUN useradd --create-home --uid 1000 relay
-COPY pyproject.toml README.md /relay/
+COPY pyproject.toml README.md constraints/relay.txt /relay/
 COPY rollout_backend/__init__.py rollout_backend/py.typed /relay/rollout_backend/
 COPY rollout_backend/fair_queue.py rollout_backend/logs.py rollout_backend/waiting_connections.py /relay/rollout_backend/
 COPY rollout_backend/relay /relay/rollout_backend/relay
 COPY agent_wrapper /relay/agent_wrapper
-RUN pip install "/relay[relay]"
+RUN pip install --require-hashes --requirement /relay/relay.txt \
+    && pip install --no-deps --no-build-isolation /relay
 
 USER 1000
 WORKDIR /home/relay

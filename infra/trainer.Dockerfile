@@ -24,10 +24,11 @@ ENV PIP_BREAK_SYSTEM_PACKAGES=1 \
 COPY pyproject.toml README.md infra/trainer-requirements.txt infra/trainer-vllm-requirements.txt /backend/
 COPY agent_wrapper /backend/agent_wrapper
 COPY rollout_backend /backend/rollout_backend
-# The constraints are one resolution with the engine's pins; for SGLang's transformers, see trainer-overrides.txt. pip
-# keeps what the base image has where the version is right, as torch's build for its CUDA. verl's NCCL checkpoint engine
-# imports cupy, and verl does not require it.
-RUN pip install --constraint "/backend/$LOCK" "/backend[verl]" cupy-cuda13x
+# The lock is one resolution with the engine's pins; for SGLang's transformers, see trainer-overrides.txt. pip keeps what
+# the base image has where the version is right, as torch's build for its CUDA. verl's NCCL checkpoint engine imports
+# cupy, and verl does not require it.
+RUN pip install --no-deps --require-hashes --requirement "/backend/$LOCK" \
+    && pip install --no-deps --no-build-isolation /backend
 # A base image of other versions must not pass unnoticed.
 RUN python3 -c "import pathlib, re; from importlib.metadata import version; \
 wanted = dict(re.findall(r'(?m)^([\w-]+)==([^\s;]+)', pathlib.Path('/backend/$LOCK').read_text())); \

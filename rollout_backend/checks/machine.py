@@ -53,7 +53,7 @@ _PACKAGE = "rollout-backend"
 _SHOWN = ("renderers", "sglang-router", "smg", "verl")
 _OTHER_FILES = 256  # logs, pipes of child processes, modules
 _ASK_SGLANG = "import importlib.metadata as m; print(m.version('sglang'))"
-_INSTALL = f"pip install -c constraints/trainer.txt '{_PACKAGE}[trainer]'"
+_INSTALL = f"uv pip install -c constraints/trainer.txt '{_PACKAGE}[trainer]'"
 
 
 def check_machine(config: RolloutConfig, *, engines: bool = True) -> list[CheckResult]:

@@ -490,7 +490,9 @@ def test_a_package_of_another_version(monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda name: "0.0.1" if name == "renderers" else real(name))
     found = check_packages()
     assert found.level == "problem"
-    assert "renderers 0.0.1 is installed, and renderers==0.1.12 is needed: pip install -c constraints/" in found.text
+    assert (
+        "renderers 0.0.1 is installed, and renderers==0.1.12 is needed: uv pip install -c constraints/" in found.text
+    )
 
 
 @pytest.mark.parametrize(("version", "level"), [("0.5.23", "ok"), ("0.4.1", "warning")])

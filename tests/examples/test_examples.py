@@ -52,7 +52,7 @@ def test_the_tasks_match_their_seed(examples, load, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_image_meets_the_runtimes_requirements(examples, name):
     lines = (examples / name / "Dockerfile").read_text().splitlines()
-    assert "FROM python:3.11-slim" in lines
+    assert "FROM python:3.12.11-slim-bookworm" in lines
     assert "EXPOSE 8080" in lines
     assert lines.index("USER 1000") < lines.index('CMD ["python", "agent.py"]')
 

@@ -60,8 +60,8 @@ def test_the_wrapper_is_installed_at_pinned_versions(dockerfile: Path) -> None:
     taken = {path: target for paths, target in copies(dockerfile, "wrapper") for path in paths}
     assert set(taken) == {"pyproject.toml", "README.md", "constraints/agent.txt", "agent_wrapper"}
     assert all((ROOT / path).exists() for path in taken)
-    (install,) = [words for words in instructions(dockerfile) if "/wrapper[agent]" in words]
-    assert install[install.index("--constraint") + 1] == taken["constraints/agent.txt"] + "agent.txt"
+    (install,) = [words for words in instructions(dockerfile) if "/wrapper" in words]
+    assert install[install.index("--requirement") + 1] == taken["constraints/agent.txt"] + "agent.txt"
 
 
 @pytest.mark.slow
@@ -85,7 +85,7 @@ def test_the_installs_of_an_agents_image_work(dockerfile: Path, tmp_path: Path) 
     for name, *words in instructions(dockerfile):
         if name != "RUN" or "pip" not in words:
             continue
-        line = shlex.join(words) if "if" not in words else " ".join(words)
+        line = " ".join(words)
         line = line.replace("/wrapper", str(wrapper)).replace("pip ", f"{environment}/bin/pip ")
         done = subprocess.run(line, shell=True, cwd=folder, capture_output=True, text=True, check=False)
         if "Failed to establish a new connection" in done.stderr:
@@ -98,17 +98,3 @@ def test_the_installs_of_an_agents_image_work(dockerfile: Path, tmp_path: Path) 
     (tmp_path / "test_nothing.py").write_text("def test_nothing(): pass\n")
     done = subprocess.run([python, "-m", "pytest", "-q"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_the_bases_are_exact_versions_except_verls_for_sglang():
-    """The Dockerfiles of examples name minor versions, for they are starting points."""
-    bases = {
-        path.name: re.findall(r"^(?:FROM|ARG BASE=)\s*(\S+)", path.read_text(), re.M)
-        for path in (ROOT / "infra").glob("*.Dockerfile")
-    }
-    of_sglang, of_vllm, _ = bases.pop("trainer.Dockerfile")
-    assert of_sglang == "verlai/verl:sgl0512.latest"
-    assert re.fullmatch(r"verlai/verl:vllm024\.dev2@sha256:[0-9a-f]{64}", of_vllm)
-    assert len(bases) == 3
-    for base in (each for found in bases.values() for each in found):
-        assert re.search(r":(\d+\.\d+\.\d+|12\.\d+)-slim", base), base

@@ -29,8 +29,9 @@ def resolve(output: Path, engine: str, *without: str) -> subprocess.CompletedPro
         pytest.skip("uv is not installed")
     makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
     source = re.escape(LOCKS[engine].name.replace(".txt", ".in"))
-    (recipe,) = re.findall(rf"uv (pip compile pyproject\.toml infra/{source} .*) > ", makefile)
-    words = [word for word in recipe.split() if word not in ("--upgrade", *without)]
+    (options,) = re.findall(r"^LOCK := \$\(RUN\)/uv (.*)$", makefile, flags=re.M)
+    (recipe,) = re.findall(rf"\$\(LOCK\) (pyproject\.toml infra/{source} .*) > ", makefile)
+    words = [word for word in f"{options} {recipe}".split() if word not in ("--upgrade", *without)]
     done = subprocess.run(
         [*uv, *words, "--output-file", str(output)], cwd=ROOT, capture_output=True, text=True, check=False
     )
