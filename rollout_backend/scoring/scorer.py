@@ -29,7 +29,8 @@ from agent_wrapper.shared.json_values import finite_number, read_extras
 from rollout_backend.core.reasons import ARTIFACT_LOST, SCORER_FAILED
 from rollout_backend.errors import ConfigError
 
-_MODULE = "rollout_scorer"  # module name for a scorer's file, which shadows no other module
+# The module name of a scorer's file whose own name belongs to another module.
+_MODULE = "rollout_scorer"
 _VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _STDERR_CHARS = 2_000
 _KEPT_BYTES = 16 * 1024 * 1024  # the end of an output, which holds the last line
@@ -252,8 +253,22 @@ def _accepts(function: Callable[..., object], *arguments: object, **named: objec
 
 
 def _verl_arguments(given: ScoreInput) -> dict[str, Any]:
+    """Return what verl's reward managers pass: `extra_info` is always a dict, with the number of turns in it."""
     named = {name: given.private.get(name) for name in _VERL_ARGUMENTS}
-    return named | {"solution_str": given.reply}
+    extra_info = {} if named["extra_info"] is None else named["extra_info"]
+    if not isinstance(extra_info, Mapping):
+        raise ScoringError(f"extra_info of the private part is a {type(extra_info).__name__}, and must be an object")
+    of_verl = {"num_turns": _verl_turns(given.messages), "rollout_reward_scores": {}}
+    return named | {"solution_str": given.reply, "extra_info": {**extra_info, **of_verl}}
+
+
+def _verl_turns(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Count turns as verl's agent loops do: each reply of the model, and the messages before it together, such as the
+    results of several calls."""
+    replies = [
+        each.get("role") == "assistant" for each in messages if each.get("role") not in ("system", "developer")
+    ]
+    return sum(reply or i == 0 or replies[i - 1] for i, reply in enumerate(replies))
 
 
 def _read_verl_result(returned: object) -> object:
@@ -286,13 +301,29 @@ def _import(source: str) -> ModuleType:
 
 
 def _load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(_MODULE, path)
+    name = _module_name(path)
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[_MODULE] = module  # dataclasses look up their module here
+    sys.modules[name] = module  # dataclasses look up their module here
     spec.loader.exec_module(module)
     return module
+
+
+def _module_name(path: Path) -> str:
+    """Return the name by which processes of `multiprocessing` can import the file, unless it is another module's.
+
+    `spawn` and `forkserver` give `sys.path` to their processes, and pickle functions by their module's name.
+    """
+    importlib.invalidate_caches()
+    loaded = sys.modules.get(path.stem)
+    try:
+        found = importlib.util.find_spec(path.stem) if loaded is None else loaded.__spec__
+    except (ImportError, ValueError):
+        found = None
+    own = found is not None and found.origin is not None and Path(found.origin).absolute() == path
+    return path.stem if own else _MODULE
 
 
 def run_command(

@@ -21,7 +21,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,7 @@ class PayloadDataset(Dataset):  # type: ignore[misc]  # torch has no types here
 
         backend = early_checks.check(config)
         runtime = None if backend is None else backend.runtime
+        scored = backend is not None and backend.scoring.enabled
 
         prompt_key = str(config.get("prompt_key", "prompt"))
         rows: list[dict[str, Any]] = []
@@ -76,7 +77,7 @@ class PayloadDataset(Dataset):  # type: ignore[misc]  # torch has no types here
             path = Path(copy_to_local(name, cache_dir=config.get("cache_dir"), use_shm=config.get("use_shm", False)))
             for where, row in read_rows(path, runtime):
                 try:
-                    rows.append(_checked(row, len(rows), prompt_key, data_source=path.stem))
+                    rows.append(_checked(row, len(rows), prompt_key, data_source=path.stem, scored=scored))
                 except TaskFileError as error:
                     raise TaskFileError(f"{name}, {where}: {error}") from None
         if not rows:
@@ -102,6 +103,54 @@ class PayloadDataset(Dataset):  # type: ignore[misc]  # torch has no types here
     def __getitem__(self, at: int) -> dict[str, Any]:
         # The legacy trainer's batch needs at least one tensor.
         return {**self._rows[at], "dummy_tensor": torch.zeros(1, dtype=torch.uint8)}
+
+
+def check_own_dataset(data: Mapping[str, Any], *, scored: bool) -> None:
+    """Check the rows of verl's own dataset. `data` is verl's section. verl reads a row when a step draws it.
+
+    Raises:
+        TaskFileError: names the file, the row, and what to change.
+    """
+    from rollout_backend.verl.verl_api import copy_to_local  # late: it imports verl
+
+    if (data.get("custom_cls") or {}).get("path"):
+        return
+    prompt_key = str(data.get("prompt_key", "prompt"))
+    for files in (data.get("train_files"), data.get("val_files")):
+        for name in [files] if isinstance(files, str) else list(files or ()):
+            path = Path(copy_to_local(name, cache_dir=data.get("cache_dir"), use_shm=data.get("use_shm", False)))
+            # verl itself reports a missing file.
+            for where, row in _own_rows(path, prompt_key) if path.is_file() else ():
+                try:
+                    _check_own(row, prompt_key, scored)
+                except TaskFileError as error:
+                    raise TaskFileError(f"{name}, {where}: {error}") from None
+
+
+def _own_rows(path: Path, prompt_key: str) -> Iterator[tuple[str, object]]:
+    """Yield the rows with the columns that reach an agent or a scorer: others may hold images."""
+    if path.suffix != ".parquet":
+        yield from read_rows(path) if path.suffix == ".jsonl" else ()
+        return
+    import pyarrow.parquet
+
+    file = pyarrow.parquet.ParquetFile(path)
+    columns = (prompt_key, "payload", "private", "reward_model", "extra_info", *_COPIED)
+    named = [name for name in columns if name in file.schema_arrow.names]
+    rows = (row for batch in file.iter_batches(columns=named) for row in batch.to_pylist())
+    for number, row in enumerate(rows, 1):
+        yield f"row {number}", row
+
+
+def _check_own(row: object, prompt_key: str, scored: bool) -> None:
+    if not isinstance(row, dict):
+        raise TaskFileError("it is not an object")
+    prompt = row.get(prompt_key)
+    if row.get("payload") is None and not (isinstance(prompt, list) and prompt):
+        raise TaskFileError(f"{prompt_key} (data.prompt_key) is {prompt!r:.100}, and must be a list of messages")
+    columns = {**row, "raw_prompt": prompt}
+    payload = payload_of(columns, scored=scored)
+    Task(task_id_of(columns, payload), payload, private=private_of(columns, scored=scored))
 
 
 def payload_of(row: Mapping[str, Any], *, scored: bool = False) -> dict[str, Any]:
@@ -173,7 +222,7 @@ def _answers(row: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _checked(row: object, number: int, prompt_key: str, data_source: str) -> dict[str, Any]:
+def _checked(row: object, number: int, prompt_key: str, data_source: str, *, scored: bool) -> dict[str, Any]:
     columns = row if isinstance(row, dict) else {}
     if columns.get("payload") is None:
         raise TaskFileError(
@@ -185,7 +234,9 @@ def _checked(row: object, number: int, prompt_key: str, data_source: str) -> dic
         raise TaskFileError(f"task_id is {task_id!r}, which is not a string")
     private = None if columns.get("private") is None else _payload(columns["private"], "private")
     task = Task(
-        task_id if task_id is not None else f"task-{number:05d}", _payload(columns["payload"]), private=private
+        task_id if task_id is not None else f"task-{number:05d}",
+        _payload(columns["payload"]),
+        private=private_of(columns, scored=scored),
     )
     return {
         "data_source": data_source,

@@ -61,12 +61,15 @@ def check(section: Any) -> RolloutConfig | None:
     name = (rollout.get("agent") or {}).get("agent_loop_manager_class")
     if not name and "rollout_backend" not in (rollout.get("custom") or {}):
         return None
+    from rollout_backend.verl import dataset  # late: it imports this module
+
     check_version()
     _check_class(name)
     refuse_unsupported(root)
     config = settings_of(root, _NO_SERVER_YET)
     _ = config.model.expert_shape  # raises ConfigError
     check_images(root, config)
+    dataset.check_own_dataset(root.get("data") or {}, scored=config.scoring.enabled)
     with ThreadPoolExecutor(1) as thread:  # the caller's thread may already run an event loop
         found = thread.submit(asyncio.run, preflight.check_run(config, _batch(root), engines=False)).result()
     of_verl = [*check_engines(root, config), *check_machine(root, config)]

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from rollout_backend.scoring.scorer import ScoreInput, Scorer, ScoringError, command_scorer, load_scorer
+from rollout_backend.config import ScoringConfig
+from rollout_backend.scoring.scorer import (
+    ScoreInput,
+    Scorer,
+    ScoringError,
+    command_scorer,
+    load_scorer,
+    pack_request,
+)
+from rollout_backend.scoring.worker_pool import WorkerPool
 from rollouts import make_rollout, make_segment
 
 MESSAGES = (
@@ -25,8 +34,8 @@ def detailed(given):
     return {"reward": given.agent_reward / 2, "turn_rewards": [0.25] * given.private["turns"], "seen": given.task_id}
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **more):
-    assert (data_source, extra_info) == ("sums", {"split": "test"})
-    return {"score": float(ground_truth in solution_str), "acc": True}
+    assert data_source == "sums"
+    return {"score": float(ground_truth in solution_str), "acc": True, "extra_info": extra_info}
 
 async def judge(given):
     return {"reward": float(given.private["answer"] in given.reply), "by": "judge"}
@@ -69,7 +78,79 @@ def test_a_function_returns_rewards_of_turns_and_extras(load):
 def test_a_reward_function_of_verl_is_a_scorer(load):
     private = {"data_source": "sums", "ground_truth": "7", "extra_info": {"split": "test"}}
     found = load("compute_score").score(given(private))
-    assert (found.reward, found.extras) == (1.0, {"acc": True})
+    of_verl = {"num_turns": 3, "rollout_reward_scores": {}}
+    assert (found.reward, found.extras) == (1.0, {"acc": True, "extra_info": {"split": "test", **of_verl}})
+    del private["extra_info"]
+    assert load("compute_score").score(given(private)).extras == {"acc": True, "extra_info": of_verl}
+    with pytest.raises(ScoringError, match="extra_info of the private part is a str, and must be an object"):
+        load("compute_score").score(given(private | {"extra_info": "x"}))
+
+
+@pytest.mark.parametrize(
+    ("roles", "turns"),
+    [
+        ([], 0),
+        (["user", "assistant"], 2),
+        (["system", "user", "assistant", "tool", "tool", "assistant"], 4),
+        (["user", "assistant", "tool", "assistant", "user", "assistant"], 6),
+    ],
+)
+def test_turns_are_counted_as_in_verl(roles, turns, load):
+    segment = make_segment().model_copy(update={"messages": tuple({"role": role} for role in roles)})
+    rollout = make_rollout("t.0", segments=[segment])
+    found = load("compute_score").score(ScoreInput("t", {}, {"data_source": "sums", "ground_truth": ""}, rollout))
+    assert found.extras["extra_info"]["num_turns"] == turns
+
+
+POOLED = """
+import multiprocessing
+from dataclasses import dataclass
+
+@dataclass
+class Graded:
+    reward: float
+
+def grade(text):
+    return Graded(float(text))
+
+def score(given):
+    with multiprocessing.get_context("METHOD").Pool(1) as pool:
+        return pool.apply(grade, ("0.5",)).reward
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("name", ["reward.py", "my-reward.py"])
+async def test_a_scorers_file_can_be_imported_by_the_processes_of_multiprocessing(method, name, tmp_path):
+    file = tmp_path / name
+    file.write_text(POOLED.replace("METHOD", method))
+    config = ScoringConfig.model_validate({"function": f"{file}:score", "timeout_s": 240, "processes": 1})
+    pool = WorkerPool(config, tmp_path / "log")
+    await pool.start()
+    try:
+        fields = {"task_id": "t", "payload": {}, "private": {}, "result": make_rollout().encode(), "artifacts": {}}
+        assert (await pool.call(pack_request(fields))).get("reward") == 0.5, (tmp_path / "log").read_text()
+    finally:
+        await pool.close()
+
+
+@pytest.mark.parametrize("name", ["json.py", "pytest.py", "v1.2.py"])
+def test_a_scorers_file_takes_no_other_modules_name(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    file = tmp_path / name
+    file.write_text("def score(given):\n    return 0.5\n")
+    modules = dict(sys.modules)
+    assert load_scorer(f"{file}:score").score(given({})).reward == 0.5
+    assert all(sys.modules[each] is modules[each] for each in ("json", "pytest"))
+
+
+def test_a_scorers_file_is_loaded_again_as_it_is_now(tmp_path):
+    for reward in (0.25, 0.75):
+        for folder in ("a", "b"):
+            file = tmp_path / folder / "reward_of_test.py"
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(f"def score(given):\n    return {reward}{'  # another' * int(reward + 0.5)}\n")
+            assert load_scorer(f"{file}:score").score(given({})).reward == reward
 
 
 async def test_an_async_function_is_a_scorer(load):

@@ -23,7 +23,16 @@ from verl.utils.dataset.rl_dataset import collate_fn
 import rollout_backend.local
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import TaskFileError
-from rollout_backend.verl.dataset import PLACEHOLDER, PayloadDataset, TaskIds, payload_of, private_of, task_id_of
+from rollout_backend.verl import early_checks
+from rollout_backend.verl.dataset import (
+    PLACEHOLDER,
+    PayloadDataset,
+    TaskIds,
+    check_own_dataset,
+    payload_of,
+    private_of,
+    task_id_of,
+)
 from rollout_backend.verl.v1_batch import rows_of_tensordict
 from trainings import verl_settings
 
@@ -300,3 +309,45 @@ def test_a_row_that_a_batch_has_twice_gets_another_id_for_the_second():
     rows = [{"task_id": name, "uid": uid} for uid, name in enumerate(["a", "a-2", "a", "a"])]
     found = [ids.of(row, {}) for row in itertools.chain(rows, rows)]
     assert found == ["a", "a-2", "a-3", "a-4"] * 2
+
+
+# --- bad rows, before verl starts an engine -----------------------------------------------------------------
+
+PROMPT = [{"role": "user", "content": "2 + 2?"}]
+BAD_COLUMNS: dict[str, tuple[dict[str, Any], str]] = {
+    "an answer that is not JSON": ({"extra_info": {"made": 1e400}}, r"extra_info\.made is inf"),
+    "a ground truth that is not JSON": (
+        {"reward_model": {"ground_truth": float("nan")}},
+        r"reward_model\.ground_truth is nan",
+    ),
+}
+
+
+@pytest.mark.parametrize(("columns", "message"), BAD_COLUMNS.values(), ids=BAD_COLUMNS)
+def test_a_row_whose_answer_a_scorer_cannot_get_is_found_at_the_start(columns, message, jsonl, monkeypatch):
+    good = {"reward_model": {"ground_truth": "4"}, "extra_info": {"split": "train"}}
+    own = [{"prompt": PROMPT, **good}, {"prompt": PROMPT, **good, **columns}]
+    paths = {"payload": [{"payload": {}, **each} for each in own], "own": own}
+    files = {name: jsonl(rows, f"{name}.jsonl") for name, rows in paths.items()}
+    settings = type("Settings", (), {"runtime": None, "scoring": type("Scoring", (), {"enabled": True})})
+    monkeypatch.setattr(early_checks, "check", lambda _: settings)
+    with pytest.raises(TaskFileError, match=rf"payload\.jsonl, line 2: .*{message}"):
+        PayloadDataset(files["payload"], None, {})
+    with pytest.raises(TaskFileError, match=rf"own\.jsonl, line 2: .*{message}"):
+        check_own_dataset({"val_files": [files["own"]]}, scored=True)
+
+
+def test_rows_of_verls_own_dataset_are_checked_at_the_start(tmp_path, jsonl):
+    images = [[b"not read"], [b"not read"]]
+    good = parquet(tmp_path / "good.parquet", prompt=[PROMPT, PROMPT], images=images, data_source=["s", "s"])
+    check_own_dataset({"train_files": good, "val_files": None}, scored=False)
+    bad = parquet(tmp_path / "bad.parquet", question=[PROMPT, []])
+    with pytest.raises(
+        TaskFileError, match=r"bad\.parquet, row 2: question \(data\.prompt_key\) is \[\], and must be"
+    ):
+        check_own_dataset({"train_files": bad, "prompt_key": "question"}, scored=False)
+    words = jsonl([{"prompt": "2 + 2?"}], "words.jsonl")
+    with pytest.raises(TaskFileError, match="must be a list of messages"):
+        check_own_dataset({"train_files": words}, scored=False)
+    check_own_dataset({"train_files": words, "custom_cls": {"path": "own.py"}}, scored=False)
+    check_own_dataset({"train_files": str(tmp_path / "missing.parquet")}, scored=False)
