@@ -24,7 +24,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from rollout_backend import aws
 from rollout_backend.deploy import INFRA
-from rollout_backend.deploy.package import copy_agent, write_wrapper_context, write_zip
+from rollout_backend.deploy.package import copy_agent, ignore_lines, write_wrapper_context, write_zip
 from rollout_backend.deploy.target import Target, upload_once
 from rollout_backend.errors import ConfigError, PreflightError
 from rollout_backend.runtimes.agentcore.provision import TAG
@@ -97,9 +97,8 @@ def _dockerfile(folder: Path, scratch: Path) -> Path:
     """Return the folder's own Dockerfile, or the default one plus the patterns of the folder's .dockerignore."""
     if (folder / "Dockerfile").is_file():
         return folder / "Dockerfile"
-    ignored = DOCKERFILE.with_name(f"{DOCKERFILE.name}.dockerignore").read_text()
-    own = folder / ".dockerignore"  # Docker ignores it if the Dockerfile has its own
-    (scratch / "Dockerfile.dockerignore").write_text(ignored + (f"\n{own.read_text()}" if own.is_file() else ""))
+    # Docker ignores the folder's .dockerignore if the Dockerfile has its own.
+    (scratch / "Dockerfile.dockerignore").write_text("".join(f"{line}\n" for line in ignore_lines(folder)))
     shutil.copy(DOCKERFILE, scratch / "Dockerfile")
     return scratch / "Dockerfile"
 

@@ -8,7 +8,6 @@ Invariants:
 """
 
 import asyncio
-import fnmatch
 import hashlib
 import importlib.metadata
 import re
@@ -16,9 +15,9 @@ import shutil
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -26,12 +25,13 @@ from packaging.utils import canonicalize_name
 import agent_wrapper
 from rollout_backend.child_process import find_uv, run_child
 from rollout_backend.deploy import CONSTRAINTS, INFRA
+from rollout_backend.deploy.dockerignore import IgnoredFiles
 from rollout_backend.errors import ConfigError
 from rollout_backend.runtimes.agentcore.provision import MAX_UNPACKED_BYTES, MAX_ZIP_BYTES
 
 ENTRY_POINT = "agent.py"
 REQUIREMENTS = "requirements.txt"
-_IGNORED = INFRA / "agent.Dockerfile.dockerignore"
+DEFAULT_IGNORE = INFRA / "agent.Dockerfile.dockerignore"
 _PLATFORM = "aarch64-manylinux2014"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip can store
 _INSTALL_S = 600.0
@@ -144,31 +144,19 @@ def _pins(own: str) -> Iterator[str]:
 
 def copy_agent(folder: Path, content: Path) -> None:
     """Copy the files of an agent's folder, except ignored ones."""
-    patterns = ignore_patterns(folder)
+    ignored = IgnoredFiles(ignore_lines(folder))
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
-        if path.is_file() and not is_ignored(name, patterns):
+        if path.is_file() and PurePosixPath(name) not in ignored:
             (content / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, content / name)
 
 
-def ignore_patterns(folder: Path) -> list[str]:
-    """Return the patterns of ignored files: the default ones, then those of the folder's own `.dockerignore`."""
+def ignore_lines(folder: Path) -> list[str]:
+    """Return the lines of the default `.dockerignore`, then those of the folder's own."""
     own = folder / ".dockerignore"
-    lines = [*_IGNORED.read_text().splitlines(), *(own.read_text().splitlines() if own.is_file() else [])]
-    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-
-
-def is_ignored(name: Path, patterns: Sequence[str]) -> bool:
-    """Return whether a file is ignored, by Docker's rules for `.dockerignore`: the last match decides."""
-    ignored = False
-    for pattern in patterns:
-        wanted, prefix = pattern.removeprefix("!").strip("/"), "**/"
-        for part in (name, *name.parents[:-1]):
-            candidates = [part.as_posix(), *([part.name] if wanted.startswith(prefix) else [])]
-            if any(fnmatch.fnmatchcase(each, wanted.removeprefix(prefix)) for each in candidates):
-                ignored = not pattern.startswith("!")
-    return ignored
+    files = [DEFAULT_IGNORE, *([own] if own.is_file() else [])]
+    return [line for file in files for line in file.read_text("utf-8-sig").splitlines()]
 
 
 def write_zip(content: Path, target: Path) -> str:
