@@ -6,6 +6,8 @@ file. They override the derived ones, except for the engines, which are always v
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
 import re
@@ -14,6 +16,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from agent_wrapper.contract import Sampling
+from agent_wrapper.contract.keys import ID_PATTERN
 from rollout_backend.config import ModelConfig, RolloutConfig, load_config
 from rollout_backend.errors import ConfigError
 from rollout_backend.verl.advantage import needs_row_uids
@@ -209,8 +212,14 @@ def _user_settings(rollout: Any) -> tuple[str | None, dict[str, Any]]:
 
 
 def run_id_of(trainer: Any) -> str:
-    name = f"{trainer.get('project_name', 'verl')}-{trainer.get('experiment_name', 'run')}"
-    return re.sub(r"[^A-Za-z0-9.-]+", "-", name).strip(".-")[:100] or "verl"
+    """Return PROJECT-EXPERIMENT. A digest keeps different names different where that would lose a character, or where
+    the project has a hyphen, too."""
+    project, experiment = (str(trainer.get(key) or "") for key in ("project_name", "experiment_name"))
+    name = f"{project or 'verl'}-{experiment or 'run'}"
+    if project and experiment and "-" not in project and re.fullmatch(ID_PATTERN, name):
+        return name
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("._-")[:100] or "verl"
+    return f"{readable}-{hashlib.sha256(json.dumps([project, experiment]).encode()).hexdigest()[:10]}"
 
 
 def _check_seeds(rollout: Any, settings: RolloutConfig) -> None:

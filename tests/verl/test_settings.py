@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 from omegaconf import OmegaConf
 
+from agent_wrapper.contract.keys import ID_PATTERN
 from rollout_backend.errors import ConfigError
 from rollout_backend.verl.early_checks import (
     check_engines,
@@ -22,6 +23,7 @@ from rollout_backend.verl.verl_settings import (
     last_global_step,
     max_staleness_of,
     resumes_steps,
+    run_id_of,
     sampling_of,
     settings_of,
 )
@@ -59,7 +61,7 @@ def verl_config(own: object = OWN, **rollout: object):
 
 def test_settings_of_verl_are_used():
     config = settings_of(verl_config(), ["10.0.0.1:30000", "10.0.0.2:30000"])
-    assert config.run_id == "my-project-run-1"
+    assert config.run_id == run_id_of({"project_name": "my project", "experiment_name": "run/1"})
     assert config.model.served_name == "Qwen3-4B"
     assert config.model.context_length == 1200
     assert config.group.size == 8
@@ -398,3 +400,20 @@ def test_a_machine_without_room_for_a_training_is_warned_of(tmp_path):
 
     assert settings_with(64 << 20, 5999) == ["/dev/shm", "trainer.default_local_dir"]
     assert settings_with(10 << 30, 6000) == []
+
+
+LONG = "qwen3_4b_grpo_swe_bs256_n8_lr1e-6_kl0.001_clip0.28_temp1.0_len32768_turns40_tool_bash_edit_reward_v2_"
+NAMES = [
+    *(("verl_examples", name) for name in ("gsm8k", "agent_v1", "agent-v1", "agent v1", "agent/v1", "Agent_v1")),
+    *(("verl", name) for name in ("", "run", "数学基线", "数学新奖励", "実験-1", "対照-1", "reward>0", "reward<0")),
+    *(("verl", name) for name in (f"{LONG}seed1", f"{LONG}seed2", ".", "..", "-", "a" * 200, "a" * 201)),
+    *(("math", "grpo-1"), ("math-grpo", "1"), ("math-", "grpo-1"), ("", ""), ("", "gsm8k"), ("-", "-")),
+]
+
+
+def test_different_names_of_a_training_are_different_runs():
+    ids = [run_id_of({"project_name": project, "experiment_name": name}) for project, name in NAMES]
+    assert len({*ids}) == len(NAMES)
+    assert all(re.fullmatch(ID_PATTERN, each) for each in ids)
+    assert ids[0] == "verl_examples-gsm8k"
+    assert run_id_of({}) == run_id_of({"project_name": None, "experiment_name": None})
