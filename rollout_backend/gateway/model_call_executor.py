@@ -41,7 +41,7 @@ from rollout_backend.core.model_call import (
 )
 from rollout_backend.errors import EngineUnavailable
 from rollout_backend.gateway.admission import Admission
-from rollout_backend.gateway.engine.client import EngineClient, EngineRefused
+from rollout_backend.gateway.engine.client import ConstrainedCallLost, EngineClient, EngineRefused
 from rollout_backend.gateway.engine.protocol import (
     EngineRequest,
     PromptDiffers,
@@ -65,6 +65,7 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _ENGINE_RETRY_S = 5
+_CONSTRAINED_LOST = "constrained_call_lost"
 _NEVER = -100.0  # the logit bias that excludes a token
 _PACE_S = 0.03  # seconds between two deltas of a stream
 _BRIEF_CHARS = 4096  # length of new messages that render in some milliseconds
@@ -141,6 +142,7 @@ class ModelCallExecutor:
                 session.write(journals.dropped(digest))
             raise
         except Exception as error:
+            session.lost_constrained |= isinstance(error, ApiError) and error.code == _CONSTRAINED_LOST
             if not isinstance(error, ApiError) or error.status >= 500:
                 session.lose(digest)
             else:
@@ -178,6 +180,8 @@ class ModelCallExecutor:
             raise trajectory_too_large(f"with this call it would exceed {max_bytes} bytes", status=400)
         form = {}
         if call.is_constrained:
+            if session.lost_constrained:
+                raise _constrained_lost("an engine broke off an earlier constrained call of this session")
             form = await session.share.render(lambda: self._thread.run(self._constraints.params, call, prompt.ids))
         running.set_prompt_tokens(len(prompt.ids))
         request = EngineRequest(
@@ -327,6 +331,9 @@ class ModelCallExecutor:
     async def _generate(self, request: EngineRequest) -> Completion:
         try:
             return await self._engine.generate(request)
+        except ConstrainedCallLost as error:
+            logger.warning("a constrained model call is not repeated: %s", error)
+            raise _constrained_lost(str(error)) from None
         except EngineUnavailable as error:
             logger.warning("a model call got no answer: %s", error)
             raise ApiError(503, str(error), code="engine_unavailable", retry_after_s=_ENGINE_RETRY_S) from None
@@ -392,6 +399,16 @@ class _LiveStream:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_PACE_S):
                     await self._ended.wait()
+
+
+def _constrained_lost(why: str) -> ApiError:
+    return ApiError(
+        503,
+        f"{why}. Its grammar may have ended the engine, so this session can make no further constrained calls; use "
+        "tool_choice auto and ask for JSON in the prompt",
+        code=_CONSTRAINED_LOST,
+        permanent=True,
+    )
 
 
 def _not_constrained(why: str) -> ApiError:

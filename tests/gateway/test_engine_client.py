@@ -6,7 +6,7 @@ from aiohttp import web
 
 from builders import background, eventually, served
 from rollout_backend.errors import EngineUnavailable
-from rollout_backend.gateway.engine.client import EngineClient, EngineRefused
+from rollout_backend.gateway.engine.client import ConstrainedCallLost, EngineClient, EngineRefused
 from rollout_backend.gateway.engine.engines import AdapterVersions, CallsPaused, Engines
 from rollout_backend.gateway.engine.protocol import EngineRequest
 from rollout_backend.rendering.token_bytes import StopStrings
@@ -93,7 +93,7 @@ async def engine():
             client = EngineClient(engines, timeout_s, attempts, adapters=adapters, after_abort_s=0.0)
             await client.start()
             try:
-                return await client.generate(EngineRequest(ids, params, "session-1", **more))
+                return await client.generate(EngineRequest(ids, params, **{"routing_key": "session-1", **more}))
             finally:
                 await client.close()
 
@@ -360,7 +360,7 @@ def engines() -> Engines:
     return engines
 
 
-@pytest.mark.parametrize("params", [FORCED, {**PARAMS, "logit_bias": {"7": -100}}])
+@pytest.mark.parametrize("params", [FORCED, {**PARAMS, "json_schema": "{}"}, {**PARAMS, "logit_bias": {"7": -100}}])
 async def test_calls_that_a_router_would_change_go_to_one_engine_per_session(engines, params):
     first = {key: await engines.url_for(params, key) for key in map(str, range(200))}
     assert set(first.values()) == set(URLS)  # all of them have work
@@ -372,7 +372,7 @@ async def test_calls_that_a_router_would_change_go_to_one_engine_per_session(eng
 
 
 async def test_the_router_gets_what_it_forwards_unchanged(engines):
-    assert await engines.url_for({**PARAMS, "json_schema": "{}", "stop": ["x"]}, "s") == engines.url
+    assert await engines.url_for({**PARAMS, "stop": ["x"]}, "s") == engines.url
 
 
 async def test_failed_engines_are_tried_last(engines):
@@ -403,15 +403,39 @@ async def test_a_call_past_the_router_goes_to_an_engine_once_one_is_listed(
     assert (completion.token_ids, len(engine.hosts), asked) == ((7,), 1, {"/workers"})
 
 
-@pytest.mark.parametrize("failure", [(503, "starting"), "cut"])
-async def test_a_constrained_call_is_retried_at_another_engine(engine, failure):
+@pytest.fixture
+def two_engines(engine) -> Engines:
     engines = Engines(engine.url)
-    same_server = engine.url.replace("127.0.0.1", "localhost")
-    engines.urls = [engine.url, same_server]
-    completion = await engine.generate([failure, reply([7])], params=FORCED, engines=engines)
+    engines.urls = [engine.url, engine.url.replace("127.0.0.1", "localhost")]  # the same server
+    return engines
+
+
+@pytest.mark.parametrize("params", [FORCED, {**PARAMS, "json_schema": "{}"}])
+@pytest.mark.parametrize("busy", [(503, "starting"), (500, "out of memory"), (429, "full")])
+async def test_a_constrained_call_that_an_engine_refuses_is_retried_at_another(engine, two_engines, params, busy):
+    completion = await engine.generate([busy, reply([7])], params=params, engines=two_engines, resumable=False)
     assert completion.token_ids == (7,)
-    assert sorted(engine.hosts) == sorted(url.removeprefix("http://") for url in engines.urls)
-    assert all("structural_tag" in body["sampling_params"] for body, _ in engine.bodies)
+    assert sorted(engine.hosts) == sorted(url.removeprefix("http://") for url in two_engines.urls)
+    assert all(body["sampling_params"].keys() >= params.keys() for body, _ in engine.bodies)
+
+
+@pytest.mark.parametrize("lost", ["cut", [piece([7], 1), "cut"], (502, "bad gateway"), (504, "timeout")])
+@pytest.mark.parametrize("stops", [None, StopStrings(["END"], {})])
+async def test_a_constrained_call_is_not_repeated_once_its_connection_breaks(engine, two_engines, lost, stops):
+    """Its grammar may have ended the engine, and would end the next one."""
+    with pytest.raises(ConstrainedCallLost):
+        await engine.generate([lost, reply([7])], params=FORCED, engines=two_engines, stops=stops, resumable=False)
+    assert len(engine.bodies) == 1
+    free = await engine.generate([lost, [piece([7], 1, "stop")]], engines=two_engines, stops=stops)
+    assert free.token_ids[-1] == 7
+    assert len(engine.bodies) == 2
+
+
+async def test_a_constrained_call_that_no_engine_received_is_retried(engine, two_engines):
+    gone = f"http://127.0.0.1:{free_port()}"
+    two_engines.urls = [gone, engine.url]
+    for key in map(str, range(8)):  # some of them begin at the engine that is gone
+        await engine.generate([reply([7])], params=FORCED, engines=two_engines, routing_key=key, resumable=False)
 
 
 async def test_an_engine_that_aborts_keeps_the_call(engine):

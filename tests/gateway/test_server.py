@@ -196,6 +196,19 @@ def test_constraints_are_refused_if_switched_off_or_if_the_engine_cannot_apply_t
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 
+def test_a_grammar_that_an_engine_broke_off_reaches_no_engine_again(play):
+    """Neither by the gateway's retries, nor by the client's, nor under another form."""
+    gateway = play([Fail(502, "the engine is gone"), "free"])
+    lost = gateway.post({**CALL, "response_format": {"type": "json_object"}})
+    assert (lost.status_code, lost.headers["x-should-retry"]) == (503, "false")
+    for more in ({"response_format": {"type": "json_object"}}, {"tools": TOOLS, "tool_choice": "required"}):
+        again = gateway.post({**CALL, **more})
+        assert (again.status_code, again.json()["error"]["code"]) == (503, "constrained_call_lost")
+    assert len(gateway.engine.requests) == 1
+    assert gateway.post(CALL).status_code == 200
+    assert gateway.trajectory().unanswered_calls > 0  # the rollout is repeated, and the loss is no reward
+
+
 def test_a_session_samples_at_most_its_budget_and_is_named_if_it_runs_on(play):
     gateway = play(lambda _: "xxxx", gateway={"session_tokens": 12})
     client = gateway.client()

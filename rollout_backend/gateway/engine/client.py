@@ -10,6 +10,8 @@ Invariants:
 - An attempt that is silent for `silence_s` is examined. If it has sent tokens, it is cut and the call continues
   elsewhere. Before its first token, a call waits in an engine that answers other calls, and leaves one that hangs for
   one that samples. An engine that samples has lost a call that it has not answered in time.
+- A call with a grammar is not repeated once its connection breaks, because the grammar may have ended the engine and
+  would end the next one. It is repeated if the engine refuses it for now.
 - If an engine aborts a generation (for example to load new weights), the client resumes it from the tokens sampled so
   far, which keep their logprobs and weight versions. An abort without tokens is a plain retry. The same applies to an
   interrupted stream, whose tokens may already have been sent to the agent.
@@ -55,6 +57,7 @@ from rollout_backend.retry import retry
 
 ROUTING_HEADER = "X-SMG-Routing-Key"
 _RETRIED = frozenset({408, 429, 499})  # and every status that is not 4xx
+_GATEWAY_ERRORS = frozenset({502, 504})
 _ENDS = ("stop", "length", "abort")
 _MESSAGE_CHARS = 500
 
@@ -69,11 +72,19 @@ class EngineRefused(ServingError):
     """The engine refused the request as invalid (4xx). The message comes from the engine."""
 
 
+class ConstrainedCallLost(EngineUnavailable):
+    """The connection of a call under a grammar broke. The grammar may have ended the engine."""
+
+
 class _Retry(Exception):
     pass
 
 
-class _Silent(_Retry):
+class _Cut(_Retry):
+    """The connection to the engine broke while it answered, or a proxy reports so."""
+
+
+class _Silent(_Cut):
     """The attempt was cut because its engine was silent."""
 
 
@@ -198,6 +209,7 @@ class EngineClient:
 
         Raises:
             EngineUnavailable: no engine answered within the time limit or the number of attempts.
+            ConstrainedCallLost: the connection of a call that is not `resumable` broke.
             EngineRefused: the engine refused the request as invalid.
             PromptDiffers: the engine built a different prompt.
         """
@@ -225,6 +237,9 @@ class EngineClient:
             except _Interrupted:
                 raise
             except _TRANSIENT as error:
+                if not request.resumable and _may_have_ended_engine(error):
+                    why = str(error) or type(error).__name__
+                    raise ConstrainedCallLost(f"the engine broke off a call with a grammar: {why}") from error
                 if not isinstance(error, _Aborted):
                     failed.add(url)
                 if request.resumable and len(partial.token_ids) > had:
@@ -328,7 +343,7 @@ class EngineClient:
                 partial.add_experts(reader.experts(), len(request.prompt) + len(partial.token_ids) - 1)
             finish = reader.finish if stop is None else {"type": "stop", "matched": stop.string}
             if finish is None:
-                raise _Retry("the engine's stream was interrupted")
+                raise _Cut("the engine's stream was interrupted")
             kind = finish["type"]
         if kind == "abort":
             if finish.get("status_code") == 400:
@@ -397,7 +412,7 @@ class EngineClient:
                             response.status == 404 and "model_not_found" in message and url == self._engines.url
                         )
                         if response.status in _RETRIED or not 400 <= response.status < 500 or no_engine:
-                            raise _Retry(message)
+                            raise (_Cut if response.status in _GATEWAY_ERRORS else _Retry)(message)
                         raise EngineRefused(message)
                     async for data in _replies(response):
                         reply = _loads(data)
@@ -476,6 +491,13 @@ class _SilenceWatch:
             self.cut.reschedule(asyncio.get_running_loop().time())
         else:
             self._check_in(self._silence_s)
+
+
+def _may_have_ended_engine(error: Exception) -> bool:
+    """Return whether the engine received the request and neither answered it nor refused it."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return False
+    return isinstance(error, (_Cut, aiohttp.ClientError, TimeoutError))
 
 
 def _continued(

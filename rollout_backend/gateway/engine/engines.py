@@ -2,9 +2,10 @@
 
 A router re-encodes the body of `/generate` and keeps only the fields it knows. sglang-router 0.3.2 and smg 1.13.0
 drop `structural_tag` and `logit_bias`; sglang-router also drops `return_prompt_token_ids` and
-`return_routed_experts`. Calls that need one of these fields bypass the router, and so do all calls to vLLM: its token
-endpoint is a 404 there. The router's `/workers` lists the engines; each reports its load at `/v1/loads`, because
-sglang-router's own `/get_loads` uses a page that SGLang 0.5.23 no longer has.
+`return_routed_experts`. Calls that need one of these fields bypass the router. So does each call with a grammar,
+because a router repeats it at other engines if it ends one, and all calls to vLLM: its token endpoint is a 404 there.
+The router's `/workers` lists the engines; each reports its load at `/v1/loads`, because sglang-router's own
+`/get_loads` uses a page that SGLang 0.5.23 no longer has.
 
 Invariants:
 
@@ -30,7 +31,7 @@ from rollout_backend.gateway.stats import EngineLoad
 
 logger = logging.getLogger(__name__)
 
-_DROPPED = frozenset({"structural_tag", "logit_bias"})
+_DIRECT = frozenset({"structural_tag", "json_schema", "logit_bias"})
 _TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 _RESTART_S, _RESTART_POLL_S = 5.0, 0.2
 _T = TypeVar("_T")
@@ -67,14 +68,14 @@ class Engines:
 
     async def url_for(self, params: Mapping[str, Any], routing_key: str, failed: Collection[str] = ()) -> str:
         """Return the URL for a call with these sampling parameters: that of the router, or of an engine if the router
-        would drop some of them or reject the call.
+        would drop some of them, reject the call, or repeat a grammar that ended an engine.
 
         An engine that hangs or is in `failed` is selected only if all engines do or are.
 
         Raises:
             NoEngineListed: the call must bypass the router, which lists no healthy engine.
         """
-        if not (self._all_calls_direct or _DROPPED & params.keys() or self.hung.intersection(self.urls)):
+        if not (self._all_calls_direct or _DIRECT & params.keys() or self.hung.intersection(self.urls)):
             return self.url
         if self._listed is None:
             return self._ranked(routing_key, failed) or self.url

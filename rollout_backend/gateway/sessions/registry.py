@@ -60,6 +60,7 @@ class OpenSession:
     requests: RequestMemo = field(default_factory=RequestMemo)
     share: SessionShare = field(default_factory=SessionShare)
     unanswered: set[bytes] = field(default_factory=set)  # failed on our side and not repeated yet
+    lost_constrained: bool = False  # an engine broke off a constrained call, perhaps because of its grammar
     left_out: list[RecordedReply] = field(default_factory=list)  # replies that are not trained
     undelivered: set[InFlightCall] = field(default_factory=set)  # answered, but received by no client yet
     expires_at: float = 0.0
