@@ -1,7 +1,8 @@
 """Serve an engine that answers every call with the same tokens: PORT, and the answers as JSON on standard input.
 
 `reply` and `pieces` are the body and the events of an answer of `/generate`; `chat` and `chat_pieces` those of any
-other path, for proxies. Of a request only its head is read, and whether it asks for a stream.
+other path, for proxies. `by_key` has other answers for calls with these routing keys. Of a request only its head is
+read, and whether it asks for a stream.
 """
 
 import asyncio
@@ -21,9 +22,13 @@ class Engine:
         bodies = {name: (json.dumps(made[name]).encode(),) for name in ("reply", "chat")}
         kind = "content-type: application/json\r\n"
         self._whole = {name: b"".join(Response(200, body, kind).parts()) for name, body in bodies.items()}
+        self._by_key = {key: Engine(answers) for key, answers in made.get("by_key", {}).items()}
         self._pieces = {"reply": _stream(made["pieces"]), "chat": _stream(made["chat_pieces"])}
 
     def handle(self, request: Request, answer: Answer) -> None:
+        if (other := self._by_key.get(request.headers.get("x-smg-routing-key", ""))) is not None:
+            other.handle(request, answer)
+            return
         name = "reply" if request.path == "/generate" else "chat"
         if request.method == "GET":
             answer(Response(200 if request.path == "/health" else 404, (b"{}",)), 0)

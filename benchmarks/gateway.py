@@ -92,22 +92,22 @@ class Conversation:
     def __init__(self, model: Path) -> None:
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         call = json.dumps({"name": "bash", "arguments": {"command": COMMAND}})
-        self.reply_ids = self._ids(f"<tool_call>\n{call}\n</tool_call><|im_end|>")
+        self.reply_ids = self.ids(f"<tool_call>\n{call}\n</tool_call><|im_end|>")
         self._text = inspect.getsource(some_module)
         self.result = self._cut(self._text[20_000:], 64)
         self.rest = {"model": MODEL, "tools": [tool(name) for name in ("bash", "edit", "search", "submit")]}
 
-    def _ids(self, text: str) -> list[int]:
+    def ids(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _cut(self, text: str, tokens: int) -> str:
-        return str(self._tokenizer.decode(self._ids(text[: 8 * tokens])[:tokens]))
+        return str(self._tokenizer.decode(self.ids(text[: 8 * tokens])[:tokens]))
 
     def history(self, tokens: int, seed: int) -> list[dict[str, Any]]:
         """Return messages of about `tokens` tokens, less half of those that the calls after the first one add."""
         messages: list[dict[str, Any]] = [{"role": "system", "content": self._cut(self._text, 100)}]
         messages.append({"role": "user", "content": f"Task {seed}: {self._cut(self._text[5000:], 100)}"})
-        wanted = tokens - len(self._ids(json.dumps(self.rest))) - 200
+        wanted = tokens - len(self.ids(json.dumps(self.rest))) - 200
         wanted -= TURNS * (len(self.reply_ids) + 64) // 2
         text, i = self._text[1000 * seed :] + self._text * 3, 0
         while wanted > 0:

@@ -11,7 +11,7 @@ Invariants:
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
@@ -23,10 +23,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from rollout_backend.config import LeftOut
-from rollout_backend.core.model_call import Answer, ApiError, Choice, ModelCall, context_exceeded, not_adopted
+from rollout_backend.core.model_call import Answer, ApiError, Choice, Delta, ModelCall, context_exceeded, not_adopted
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.dialects.base import Dialect, EventStream, to_json
 from rollout_backend.gateway.call_traces import CallTraces
+from rollout_backend.gateway.cpu_shares import charge_to
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.model_call_executor import ModelCallExecutor
 from rollout_backend.gateway.session_share import SessionShare, is_brief, too_large
@@ -36,6 +37,7 @@ from rollout_backend.gateway.stats import GatewayStats
 
 _BYTES, _TOKEN_BYTES = 1024 * 1024, 32  # limit of a body without images: bytes, plus bytes per token of context
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_BRIEF_REPLY = 1024  # tokens, or entries of log-probabilities, that are written within milliseconds
 _RETRIED = frozenset({408, 409, 429})  # statuses below 500 that OpenAI's and Anthropic's clients retry
 
 
@@ -72,8 +74,8 @@ class Stream(_Answer, StreamingResponse):
 class _Whole(_Answer):
     """A response sent in one piece: a StreamingResponse would cost a tenth of the call's time."""
 
-    def __init__(self, request: Request, running: InFlightCall, content: object) -> None:
-        super().__init__(to_json(content), media_type="application/json")
+    def __init__(self, request: Request, running: InFlightCall, body: bytes) -> None:
+        super().__init__(body, media_type="application/json")
         self._request, self._running = request, running
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -126,6 +128,9 @@ class CallHandler:
     async def count(self, request: Request, dialect: Dialect, claims: SessionClaims) -> Response:
         """Return the length of a prompt."""
         session = await self._registry.open(claims)
+        return await charge_to(session.share.cpu, self._count(request, dialect, session))
+
+    async def _count(self, request: Request, dialect: Dialect, session: OpenSession) -> Response:
         share = session.share
         with share.request(), contextlib.ExitStack() as open_request:
             await share.turn(open_request)
@@ -141,6 +146,9 @@ class CallHandler:
         if not current and claims.session_id not in self._adopted:
             raise not_adopted()
         session = await self._registry.open(claims)  # a closed session is refused before its body is read
+        return await charge_to(session.share.cpu, self._call(request, dialect, session))
+
+    async def _call(self, request: Request, dialect: Dialect, session: OpenSession) -> Response:
         with contextlib.ExitStack() as open_request:
             open_request.enter_context(session.share.request())
             await session.share.turn(open_request)
@@ -205,7 +213,7 @@ class CallHandler:
             if self._traces is not None:
                 self._traces.send(session.claims, running, began_at, traceparent)
 
-        task = running.start(self._executor.answer(session, running))
+        task = running.start(charge_to(session.share.cpu, self._executor.answer(session, running)))
         session.calls.add(task)
         session.undelivered.add(running)
         task.add_done_callback(ended)
@@ -230,7 +238,11 @@ class CallHandler:
                 events = self._events(stream, session, running)
                 response: _Answer = Stream(events, media_type="text/event-stream", headers=_STREAM_HEADERS)
             else:
-                response = _Whole(request, running, dialect.body(call, answer))
+                brief = _is_brief(answer)
+                body = await session.share.cpu.run(
+                    lambda: to_json(dialect.body(call, answer)), brief=brief, tokenizes=False
+                )
+                response = _Whole(request, running, body)
         except BaseException as error:
             self._leave(session, running, given_up=isinstance(error, ClientDisconnect))
             raise
@@ -243,7 +255,7 @@ class CallHandler:
         return response
 
     async def _events(self, stream: EventStream, session: OpenSession, running: InFlightCall) -> AsyncIterator[bytes]:
-        sent, started = 0, False
+        sent, started, cpu = 0, False, session.share.cpu
         while True:
             events: list[bytes] = []
             if not started and running.prompt_tokens is not None:
@@ -251,8 +263,8 @@ class CallHandler:
                 events += stream.start(running.prompt_tokens)
             deltas = running.deltas[sent:]
             sent += len(deltas)
-            for delta in deltas:
-                events += stream.delta(delta)
+            brief = sum(len(delta.logprobs) + len(delta.text) // 4 for delta in deltas) <= _BRIEF_REPLY
+            events += await charge_to(cpu, cpu.run(_written, stream, deltas, brief=brief, tokenizes=False))
             if events:
                 yield b"".join(events)  # each write is a system call
             if running.done and sent == len(running.deltas):
@@ -267,7 +279,8 @@ class CallHandler:
                 session.retries.failed(running.key.question)
             yield b"".join(stream.failed(error))
         else:
-            yield b"".join(stream.end(answer))
+            end = cpu.run(lambda: [*stream.end(answer)], brief=_is_brief(answer), tokenizes=False)
+            yield b"".join(await charge_to(cpu, end))
         running.delivered = True
 
     def _leave(self, session: OpenSession, running: InFlightCall, *, given_up: bool) -> bool:
@@ -278,6 +291,15 @@ class CallHandler:
         if running.delivered:
             session.undelivered.discard(running)
         return aborted
+
+
+def _written(stream: EventStream, deltas: Sequence[Delta]) -> list[bytes]:
+    return [event for delta in deltas for event in stream.delta(delta)]
+
+
+def _is_brief(answer: Answer) -> bool:
+    """Return whether an answer is written within milliseconds."""
+    return sum(choice.sampled_tokens for choice in answer.choices) <= _BRIEF_REPLY
 
 
 def _is_left_out(call: ModelCall, headers: Mapping[str, str], rules: Iterable[LeftOut]) -> bool:

@@ -18,9 +18,7 @@ import itertools
 import json
 import logging
 from array import array
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -41,6 +39,7 @@ from rollout_backend.core.model_call import (
 )
 from rollout_backend.errors import EngineUnavailable
 from rollout_backend.gateway.admission import Admission
+from rollout_backend.gateway.cpu_shares import CpuShare, charged_task
 from rollout_backend.gateway.engine.client import ConstrainedCallLost, EngineClient, EngineRefused
 from rollout_backend.gateway.engine.protocol import (
     EngineRequest,
@@ -94,10 +93,7 @@ class ModelCallExecutor:
         self._stats = stats
         self._engine = engine
         self._constraints = Constraints(bundle, settings.gateway.constrained_decoding == "allow")
-        self._thread = RenderingThread(bundle, settings.gateway.session_image_bytes, self._context_tokens)
-
-    def close(self) -> None:
-        self._thread.close()
+        self._renderer = CallRenderer(bundle, settings.gateway.session_image_bytes, self._context_tokens)
 
     def shown(self, call: ModelCall) -> ModelCall:
         """Return the call as the engine's own APIs show it to this model, and note what is ignored."""
@@ -111,17 +107,17 @@ class ModelCallExecutor:
         # Constrained tokens cannot be trained, so only a forced call follows the schema of a strict tool.
         if call.tool_choice == "auto" and any(tool["function"].get("strict") for tool in call.tools or ()):
             call = replace(call, ignored=call.ignored | {"tools.strict"})
-        return self._thread.shown(call)
+        return self._renderer.shown(call)
 
     async def count(self, session: OpenSession, call: ModelCall, *, brief: bool) -> int:
         """Return the length of the call's prompt in tokens. Raises ApiError (400) if it cannot be rendered."""
         return len((await self._prompt(session, call, brief)).ids)
 
     async def _prompt(self, session: OpenSession, call: ModelCall, brief: bool) -> Prompt:
-        share, conversations = session.share, session.conversations
-        if brief and (prompt := self._thread.brief_prompt(conversations, call)) is not None:
+        cpu, conversations = session.share.cpu, session.conversations
+        if brief and cpu.is_free() and (prompt := self._renderer.brief_prompt(conversations, call)) is not None:
             return prompt
-        return await share.render(lambda: self._thread.run(self._thread.prepare, conversations, call))
+        return await cpu.run(self._renderer.prepare, conversations, call)
 
     async def answer(self, session: OpenSession, running: InFlightCall) -> Answer:
         """Return the call's answer. A call that fails on our side counts as unanswered until it is repeated.
@@ -182,14 +178,14 @@ class ModelCallExecutor:
         if call.is_constrained:
             if session.lost_constrained:
                 raise _constrained_lost("an engine broke off an earlier constrained call of this session")
-            form = await session.share.render(lambda: self._thread.run(self._constraints.params, call, prompt.ids))
+            form = await session.share.cpu.run(self._constraints.params, call, prompt.ids)
         running.set_prompt_tokens(len(prompt.ids))
         request = EngineRequest(
             prompt.ids,
             form,
             _routing_key(session, call, prompt),
             prompt.images,
-            stops=await self._thread.run(self._thread.stop_strings, call) if call.stop else None,
+            stops=await session.share.cpu.run(self._renderer.stop_strings, call) if call.stop else None,
             resumable=not form,
             experts_from=max(prompt.known - 1, 0) if self._records_experts else None,
             adapter=session.claims.adapter,
@@ -198,7 +194,9 @@ class ModelCallExecutor:
         requests = [
             replace(request, params=self._params(session, call, prompt, i, number + i) | form) for i in range(call.n)
         ]
-        sampled = await _all([self._sample(running, prompt, request, i) for i, request in enumerate(requests)])
+        sampled = await _all(
+            [self._sample(session.share.cpu, running, prompt, request, i) for i, request in enumerate(requests)]
+        )
         turns = [self._record(session, running, prompt, *each) for each in sampled]
         cached_tokens = sampled[0][0].cached_tokens
         stats = self._stats
@@ -284,21 +282,22 @@ class ModelCallExecutor:
     # --- one choice ---------------------------------------------------------------------------------------
 
     async def _sample(
-        self, running: InFlightCall, prompt: Prompt, request: EngineRequest, index: int
+        self, cpu: CpuShare, running: InFlightCall, prompt: Prompt, request: EngineRequest, index: int
     ) -> tuple[Completion, Choice]:
-        call, thread = running.call, self._thread
+        call, renderer = running.call, self._renderer
         parser: StreamingParser | None = None
         logprobs: Sequence[Mapping[str, Any]] | None = None
         # Generation under a grammar restarts after an abort, so nothing is streamed before it ends.
         if call.stream and request.resumable and call.prompt is None:
-            parser = await thread.run_brief(0, StreamingParser, self._bundle, prompt.ids, call, index)
-            completion = await self._stream(running, request, parser)
+            parser = await cpu.run(StreamingParser, self._bundle, prompt.ids, call, index, brief=True)
+            completion = await self._stream(cpu, running, request, parser)
         else:
             completion = await self._generate(request)
         ids = completion.token_ids
-        choice = await thread.run_brief(len(ids), thread.read, call, prompt, completion)
+        brief = len(ids) <= _BRIEF_TOKENS
+        choice = await cpu.run(renderer.read, call, prompt, completion, brief=brief)
         if call.logprobs:
-            logprobs = await thread.run(thread.logprobs, ids, completion.logprobs)
+            logprobs = await cpu.run(renderer.logprobs, ids, completion.logprobs, brief=brief)
         if parser is None:
             if call.tool_choice == "required" and choice.finish_reason == "stop" and completion.matched is None:
                 raise _not_constrained(  # a complete reply under the grammar contains a call
@@ -307,19 +306,21 @@ class ModelCallExecutor:
                 )
             running.emit(whole_deltas(choice.message, index, logprobs or ()))
         else:
-            rest, choice = await thread.run_brief(len(ids), parser.end, choice)
+            rest, choice = await cpu.run(parser.end, choice, brief=brief)
             if logprobs:
                 sent = sum(len(delta.logprobs) for delta in running.deltas if delta.choice == index)
-                rest = with_logprobs(rest, logprobs[sent : len(ids) - thread.has_end(ids)])
+                rest = with_logprobs(rest, logprobs[sent : len(ids) - renderer.has_end(ids)])
             running.emit(rest)
         if not request.resumable:
             completion = replace(completion, logprobs=(None,) * len(ids))
         return completion, choice if logprobs is None else replace(choice, logprobs=logprobs)
 
-    async def _stream(self, running: InFlightCall, request: EngineRequest, parser: StreamingParser) -> Completion:
+    async def _stream(
+        self, cpu: CpuShare, running: InFlightCall, request: EngineRequest, parser: StreamingParser
+    ) -> Completion:
         """Sample, and emit deltas while sampling."""
-        live = _LiveStream(running, parser, request.stops, self._thread)
-        emitting = asyncio.create_task(live.emit())
+        live = _LiveStream(cpu, running, parser, request.stops, self._renderer)
+        emitting = charged_task(live.emit())
         try:
             completion = await self._generate(replace(request, progress=live.progress))
             live.end()
@@ -359,12 +360,18 @@ class _LiveStream:
     """Turns the tokens of one choice into deltas while the engine samples."""
 
     def __init__(
-        self, running: InFlightCall, parser: StreamingParser, stops: StopStrings | None, thread: RenderingThread
+        self,
+        cpu: CpuShare,
+        running: InFlightCall,
+        parser: StreamingParser,
+        stops: StopStrings | None,
+        renderer: CallRenderer,
     ) -> None:
+        self._cpu = cpu
         self._running = running
         self._parser = parser
         self._clear_tokens = None if stops is None else ClearTokens(stops)
-        self._thread = thread
+        self._renderer = renderer
         self._more, self._ended = asyncio.Event(), asyncio.Event()
         self._tokens: Sequence[int] = ()
         self._logprobs: Sequence[float | None] = ()
@@ -387,13 +394,15 @@ class _LiveStream:
             self._more.clear()
             fresh, fed = self._tokens[fed : self._clear], self._clear
             if fresh and not self._ended.is_set():
-                deltas = await self._thread.run_brief(len(fresh), self._parser.add, fresh)
+                deltas = await self._cpu.run(self._parser.add, fresh, brief=len(fresh) <= _BRIEF_TOKENS)
                 if work := self._parser.tokens_to_parse:
-                    deltas = await self._thread.run_brief(work, self._parser.parse)
+                    deltas = await self._cpu.run(self._parser.parse, brief=work <= _BRIEF_TOKENS)
                 if deltas and self._running.call.logprobs:
                     begin = sent
-                    sent = await self._thread.run(self._parser.emitted, self._thread.bundle.token_bytes)
-                    entries = self._thread.logprobs(self._tokens[begin:sent], self._logprobs[begin:sent])
+                    sent = await self._cpu.run(self._parser.emitted, self._renderer.bundle.token_bytes)
+                    entries = await self._cpu.run(
+                        self._renderer.logprobs, self._tokens[begin:sent], self._logprobs[begin:sent]
+                    )
                     deltas = with_logprobs(deltas, entries)
                 self._running.emit(deltas)
             with contextlib.suppress(TimeoutError):
@@ -438,7 +447,7 @@ async def _all(work: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
     """Return all results. If one fails, cancel the others and raise its error."""
     if len(work) == 1:  # a task would cost 4 % of the call's time
         return [await work[0]]
-    tasks = [asyncio.ensure_future(one) for one in work]
+    tasks = [charged_task(one) for one in work]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
@@ -447,16 +456,14 @@ async def _all(work: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-# --- the renderer and its thread ----------------------------------------------------------------------------------
+# --- prompts and replies ---------------------------------------------------------------------------------------
 
 
-class RenderingThread:
-    """Renders prompts and parses replies in one thread, so that the tokenizer does not block the event loop.
+class CallRenderer:
+    """Renders prompts and reads replies.
 
     Handing work to a thread costs as much as the usual work, a tool result and a short reply. Brief work therefore
     runs on the event loop, unless the thread is busy: the tokenizer serves one thread at a time.
-
-    Pass the other methods to `run`; only `has_end` may be called from outside.
     """
 
     def __init__(self, bundle: RendererBundle, max_image_bytes: int, context_tokens: int) -> None:
@@ -465,11 +472,6 @@ class RenderingThread:
         self._named_roles = bundle.named_roles | {"tool"}
         self._max_image_bytes = max_image_bytes
         self._context_tokens = context_tokens
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="renderer")
-        self._jobs: deque[Future[Any]] = deque()  # submitted to the thread, in order
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def shown(self, call: ModelCall) -> ModelCall:
         """Return the call without the names that the template does not render, so that they open no row."""
@@ -480,32 +482,14 @@ class RenderingThread:
         messages = [{k: v for k, v in m.items() if k != "name"} if id(m) in ids else m for m in call.messages]
         return replace(call, messages=messages, ignored=call.ignored | {"name"})
 
-    async def run(self, function: Callable[..., _T], *args: Any) -> _T:
-        """Call the function in the thread and return its result."""
-        self._is_busy()  # called only to forget finished jobs
-        job = self._thread.submit(function, *args)
-        self._jobs.append(job)
-        return await asyncio.wrap_future(job)
-
-    async def run_brief(self, tokens: int, function: Callable[..., _T], *args: Any) -> _T:
-        """Call a function whose work is proportional to `tokens`, in the thread unless brief; return its result."""
-        if tokens > _BRIEF_TOKENS or self._is_busy():
-            return await self.run(function, *args)
-        return function(*args)
-
     def brief_prompt(self, conversations: Conversations, call: ModelCall) -> Prompt | None:
-        """Return the call's prompt if the event loop can render it quickly; None if the thread must `prepare` it."""
-        if self._is_busy() or call.images or call.prompt is not None:
+        """Return the call's prompt if the event loop can render it quickly; None if a thread must `prepare` it."""
+        if call.images or call.prompt is not None:
             return None
         try:
             return conversations.extend(call.messages, call.tools, max_chars=_BRIEF_CHARS)
         except Exception:  # `prepare` raises it again
             return None
-
-    def _is_busy(self) -> bool:
-        while self._jobs and self._jobs[0].done():  # the thread completes a job even if its call was cancelled
-            self._jobs.popleft()
-        return bool(self._jobs)
 
     def prepare(self, conversations: Conversations, call: ModelCall) -> Prompt:
         """Return the call's prompt.

@@ -210,7 +210,7 @@ class Gateway:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
             await self._engine_client.close()
-            self._executor.close()
+            self._registry.cpu.close()
             if self._journal is not None:
                 self._journal.release()
             if self._traces is not None:
@@ -241,12 +241,12 @@ class Gateway:
         sealed = await self._registry.seal(claims)
         share, as_json = self._registry.share(claims), "application/json" in request.headers.get("accept", "")
 
-        async def to_json() -> bytes:
-            return await asyncio.to_thread(lambda: Trajectory.decode(sealed).to_json())
+        def to_json() -> bytes:
+            return Trajectory.decode(sealed).to_json()
 
         with contextlib.ExitStack() as fetch:
             fetch.enter_context(share.request(_FETCHES))
-            data = await share.render(to_json) if as_json else sealed
+            data = await share.cpu.run(to_json, tokenizes=False) if as_json else sealed
             media_type = "application/json" if as_json else "application/octet-stream"
             headers = {"Content-Length": str(len(data)), RESULT_LIMIT_HEADER: str(self._settings.max_result_bytes)}
             response = Stream(_pieces(data), media_type=media_type, headers=headers)

@@ -4,8 +4,7 @@ Invariants:
 
 - A session has a limited number of open requests. Only some of them are read, and the others wait unread: flow
   control keeps their bodies at the client.
-- A session's large requests are read and parsed one at a time, off the event loop, and for at most a fifth of the
-  time. Prompts are also rendered one at a time.
+- A session's CPU time is shared out by `CpuShares`. Its large requests are read and parsed one at a time.
 - A compressed body counts as large if its contents are large. Decompressing it takes no more memory and time than the
   limit of a body allows, whatever size it claims to have.
 """
@@ -13,27 +12,24 @@ Invariants:
 import asyncio
 import contextlib
 import io
-import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import zstandard
 from starlette.requests import Request
 
 from rollout_backend.core.model_call import ApiError
+from rollout_backend.gateway.cpu_shares import CpuShare, CpuShares
 
 _T = TypeVar("_T")
 MAX_REQUESTS = 1024
 """Open requests of one session, beyond which it is answered 429."""
 _RETRY_S = 1
 _BRIEF_BYTES, _BRIEF_OBJECTS = 128 * 1024, 512  # a larger body takes milliseconds to parse
-_PAUSE = 4  # seconds of pause after each second of parsing
 _GZIP, _ZLIB, _RAW_DEFLATE = 31, 15, -15  # zlib's window bits
 _MAX_WINDOW_BYTES = 8 * 2**20  # the largest window that RFC 9659 allows
 _ENCODINGS = ("gzip", "deflate", "zstd")
-_PARSERS = ThreadPoolExecutor(2, "parser")
 
 
 def is_brief(body: bytes | bytearray) -> bool:
@@ -44,12 +40,12 @@ def is_brief(body: bytes | bytearray) -> bool:
 class SessionShare:
     """One session's current use of the process."""
 
-    def __init__(self, max_calls: int = 64) -> None:
+    def __init__(self, cpu: CpuShares | None = None, max_calls: int = 64) -> None:
         """`max_calls` is the number of its requests that are read and answered at a time."""
+        self.cpu = CpuShare(cpu or CpuShares())
         self._requests = 0
         self._calls = asyncio.Semaphore(max_calls)
-        self._parsing, self._rendering = asyncio.Lock(), asyncio.Lock()
-        self._spent_s = 0.0  # seconds spent on the large request that holds `_parsing`
+        self._large = asyncio.Lock()
 
     @contextlib.contextmanager
     def request(self, limit: int = MAX_REQUESTS) -> Iterator[None]:
@@ -69,6 +65,7 @@ class SessionShare:
 
     async def turn(self, request: contextlib.ExitStack) -> None:
         """Wait until this request may be read, after the session's earlier ones. Its turn ends with the stack."""
+        await self.cpu.enter()
         await self._calls.acquire()
         request.callback(self._calls.release)
 
@@ -91,47 +88,17 @@ class SessionShare:
             if len(plain) <= brief_bytes and is_brief(plain):
                 yield plain
                 return
-        await self._parsing.acquire()
-        self._spent_s = 0.0
-        try:
+        async with self._large:
             if not whole and not await _read(chunks, body, max_bytes, timeout_s):
                 raise too_large()
-            plain = await self._timed(decompress, body, encoding, max_bytes)
+            plain = await self.cpu.run(decompress, body, encoding, max_bytes, tokenizes=False)
             if len(plain) > max_bytes:
                 raise too_large()
             yield plain
-        finally:
-            asyncio.get_running_loop().call_later(_PAUSE * self._spent_s, self._parsing.release)
 
     async def parse(self, body: bytes, function: Callable[..., _T], *args: object) -> _T:
         """Return `function(*args)`, whose work is proportional to the body. Call it within the body's context."""
-        if is_brief(body):
-            return function(*args)
-        return await self._timed(function, *args)
-
-    async def _timed(self, function: Callable[..., _T], *args: object) -> _T:
-        def timed() -> _T:
-            began = time.thread_time()
-            try:
-                return function(*args)
-            finally:
-                self._spent_s += time.thread_time() - began
-
-        return await asyncio.get_running_loop().run_in_executor(_PARSERS, timed)
-
-    async def render(self, work: Callable[[], Awaitable[_T]]) -> _T:
-        """Run `work` after the session's earlier work, and return its result.
-
-        Cancelling does not stop a thread, so other work still waits until it ends.
-        """
-
-        async def in_turn() -> _T:
-            async with self._rendering:
-                return await work()
-
-        task = asyncio.create_task(in_turn())
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return await asyncio.shield(task)
+        return await self.cpu.run(function, *args, brief=is_brief(body), tokenizes=False)
 
 
 async def _read(chunks: AsyncIterator[bytes], body: bytearray, limit: int, timeout_s: float) -> bool:

@@ -8,20 +8,26 @@ import pytest
 
 from builders import assistant, user
 from rollout_backend.core.model_call import ModelCall
-from rollout_backend.gateway.model_call_executor import RenderingThread
+from rollout_backend.gateway.cpu_shares import CpuShare, CpuShares
+from rollout_backend.gateway.model_call_executor import CallRenderer
 from rollout_backend.gateway.sessions.conversations import Conversations
 from rollout_backend.rendering.segments import Completion
 
 
 @pytest.fixture
 def thread(bundle):
-    made = RenderingThread(bundle, 0, 4096)
-    yield made
-    made.close()
+    return CallRenderer(bundle, 0, 4096)
 
 
-async def prompt(thread, conversations, call):
-    return thread.brief_prompt(conversations, call) or await thread.run(thread.prepare, conversations, call)
+@pytest.fixture
+async def cpu():
+    shares = CpuShares()
+    yield CpuShare(shares)
+    shares.close()
+
+
+async def prompt(cpu, thread, conversations, call):
+    return thread.brief_prompt(conversations, call) or await cpu.run(thread.prepare, conversations, call)
 
 
 @pytest.fixture
@@ -42,34 +48,34 @@ def in_loop() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-async def test_brief_work_runs_at_once_and_other_work_in_the_thread(thread):
-    assert await thread.run_brief(10, in_loop)
-    assert not await thread.run_brief(100_000, in_loop)
-    assert not await thread.run(in_loop)
-    assert await thread.run_brief(10, in_loop)
+async def test_brief_work_runs_at_once_and_other_work_in_the_thread(cpu):
+    assert await cpu.run(in_loop, brief=True)
+    assert not await cpu.run(in_loop)
+    assert await cpu.run(in_loop, brief=True)
 
 
-async def test_brief_work_waits_for_the_thread_even_if_its_call_was_cancelled(thread):
+async def test_brief_work_waits_for_the_thread_even_if_its_call_was_cancelled(cpu):
     going, go = threading.Event(), threading.Event()
 
     def long():
         going.set()
         go.wait()
 
-    call = asyncio.create_task(thread.run(long))
+    call = asyncio.create_task(cpu.run(long))
     await asyncio.to_thread(going.wait)
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
-    brief = asyncio.create_task(thread.run_brief(1, in_loop))
+    assert not cpu.is_free()
+    brief = asyncio.create_task(cpu.run(in_loop, brief=True))
     await asyncio.sleep(0)
     assert not brief.done()
     go.set()
     assert not await brief
 
 
-async def test_only_a_short_extension_of_a_conversation_is_rendered_in_the_loop(thread, bundle, rendered):
+async def test_only_a_short_extension_of_a_conversation_is_rendered_in_the_loop(cpu, thread, bundle, rendered):
     conversations, question = Conversations(bundle), user("Hi")
-    first = await prompt(thread, conversations, ModelCall("m", [question]))
+    first = await prompt(cpu, thread, conversations, ModelCall("m", [question]))
     assert rendered == [False]
     said = tuple(bundle.tokenizer.encode("A<|im_end|>", add_special_tokens=False))
     conversations.record(first, Completion(said, (None,) * 2), assistant("A"))
@@ -77,12 +83,12 @@ async def test_only_a_short_extension_of_a_conversation_is_rendered_in_the_loop(
     def extended(text: str) -> ModelCall:
         return ModelCall("m", [question, assistant("A"), user(text)])
 
-    short = await prompt(thread, conversations, extended("and?"))
+    short = await prompt(cpu, thread, conversations, extended("and?"))
     assert rendered == [False]
     assert short == thread.prepare(conversations, extended("and?"))
     rendered.clear()
-    await prompt(thread, conversations, extended("x" * 5000))
-    await prompt(thread, conversations, ModelCall("m", [question, assistant("B"), user("and?")]))
+    await prompt(cpu, thread, conversations, extended("x" * 5000))
+    await prompt(cpu, thread, conversations, ModelCall("m", [question, assistant("B"), user("and?")]))
     assert rendered == [False, False]
 
 

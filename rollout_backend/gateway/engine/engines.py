@@ -27,6 +27,7 @@ import aiohttp
 from pydantic import BaseModel, ValidationError
 
 from rollout_backend.core.adapter import NamedAdapter
+from rollout_backend.gateway.cpu_shares import charged_task
 from rollout_backend.gateway.stats import EngineLoad
 
 logger = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ class Engines:
         if self.paused:
             work.close()
             raise CallsPaused
-        task = asyncio.create_task(work)
+        task = charged_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         try:

@@ -28,6 +28,7 @@ from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_ends import HeartbeatReport
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.dialects.base import RequestMemo
+from rollout_backend.gateway.cpu_shares import CpuShares
 from rollout_backend.gateway.session_share import SessionShare
 from rollout_backend.gateway.sessions import journal as journals
 from rollout_backend.gateway.sessions.calls import MAX_ANSWERS, InFlightCall, RequestKey, RetryCache
@@ -105,7 +106,7 @@ class _SealedSession:
     trajectory: asyncio.Task[bytes]
     at: float
     expires_at: float
-    share: SessionShare = field(default_factory=SessionShare)  # apart from that of its calls, which may still end
+    share: SessionShare  # apart from that of its calls, which may still end
 
     def close(self) -> None:
         self.trajectory.cancel()
@@ -133,6 +134,7 @@ class SessionRegistry:
         """
         self._stats = stats or GatewayStats()
         self._max_session_calls = max_session_calls
+        self.cpu = CpuShares(lambda: len(self._sessions))
         self._revoked: set[str] = set()  # the closed sessions that the trainer stopped
         self._max_result_bytes = max_result_bytes
         self._experts = experts
@@ -191,7 +193,8 @@ class SessionRegistry:
             ApiError: status 410 if it is closed.
         """
         if not claims.is_recorded:
-            return OpenSession(claims, Conversations(self._bundle, self._experts))
+            share = SessionShare(self.cpu, self._max_session_calls)
+            return OpenSession(claims, Conversations(self._bundle, self._experts), share=share)
         await self._restore(claims)
         return self._find_open(claims)
 
@@ -283,7 +286,7 @@ class SessionRegistry:
             claims,
             Conversations(self._bundle, self._experts),
             expires_at=claims.expires_at,
-            share=SessionShare(self._max_session_calls),
+            share=SessionShare(self.cpu, self._max_session_calls),
         )
         if self._journal is not None:
             session.journal = self._write
@@ -297,7 +300,7 @@ class SessionRegistry:
 
         async def restore() -> None:
             session = self._new_session(claims)
-            read = await asyncio.to_thread(_replay, session, journal.read, name)
+            read = await session.share.cpu.run(_replay, session, journal.read, name, tokenizes=False)
             journal.take(name)
             if name in self._closed:  # it was revoked in the meantime
                 return
@@ -327,7 +330,7 @@ class SessionRegistry:
         self._stats.undelivered += len(session.conversations.drop(undelivered))
         session.conversations.leave_out(session.left_out)
         trajectory = asyncio.create_task(self._encode(session, len(session.unanswered)))
-        sealed = _SealedSession(trajectory, at, session.expires_at)
+        sealed = _SealedSession(trajectory, at, session.expires_at, SessionShare(self.cpu))
         self._sessions[session.claims.session_id] = sealed
         return sealed
 
@@ -371,7 +374,7 @@ class SessionRegistry:
                     raise trajectory_too_large(f"{len(segments)} segments; {error}") from None
             return data
 
-        return await asyncio.to_thread(encode)
+        return await session.share.cpu.run(encode, tokenizes=False)
 
 
 class _Replayed(NamedTuple):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from builders import function_tool
 from rollout_backend.config import ModelConfig
 from rollout_backend.core.model_call import ModelCall
-from rollout_backend.gateway.model_call_executor import RenderingThread
+from rollout_backend.gateway.model_call_executor import CallRenderer
 from rollout_backend.rendering.renderer import load_renderer
 from rollout_backend.rendering.reply import read_reply
 from rollout_backend.rendering.segments import Completion
@@ -134,7 +134,7 @@ def test_no_stop_string_matches_in_a_token_that_is_not_shown(family, bundle):
     ids = bundle.tokenizer.encode(family.say("7" if family.reasons else None, "42", []), add_special_tokens=False)
     end = bundle.token_bytes[ids[-1]].decode()
     strings = [end, end[2:6], *(["<|channel|>", "hanne", "mess"] if family.name == "gpt-oss" else [])]
-    thread = RenderingThread(bundle, 0, 4096)
+    thread = CallRenderer(bundle, 0, 4096)
     assert thread.stop_strings(ModelCall("m", [], stop=tuple(strings))).find(ids) is None
     assert thread.stop_strings(ModelCall("m", [], stop=("42",))).find(ids) is not None
     if family.name == "gpt-oss":

@@ -14,7 +14,7 @@ from builders import assistant, function_tool, system, tool_result, user
 from families import FAMILIES, GEMMA, HERMES, KIMI, MISTRAL, Family
 from rollout_backend.core.model_call import ApiError, ModelCall
 from rollout_backend.dialects.openai_chat import OpenAIChat
-from rollout_backend.gateway.model_call_executor import RenderingThread
+from rollout_backend.gateway.model_call_executor import CallRenderer
 from rollout_backend.gateway.sessions.conversations import Conversations
 from rollout_backend.rendering.renderer import known_renderers
 from rollout_backend.rendering.reply import StreamingParser, read_reply
@@ -272,7 +272,7 @@ def prompt_of(family: Family, messages: list[dict[str, Any]], tools: Any = None)
     body = {"model": "m", "messages": messages, **({"tools": tools} if tools else {})}
     call = OpenAIChat().parse(json.dumps(body).encode())
     bundle = family.bundle()
-    return list(RenderingThread(bundle, 0, 1 << 20).prepare(Conversations(bundle), call).ids)
+    return list(CallRenderer(bundle, 0, 1 << 20).prepare(Conversations(bundle), call).ids)
 
 
 def with_call(arguments: Any) -> dict[str, Any]:
