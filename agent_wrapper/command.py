@@ -26,7 +26,15 @@ from agent_wrapper.contract import PAYLOAD_VARIABLE
 from agent_wrapper.errors import CommandError, CommandNotStarted
 from agent_wrapper.runner import in_thread
 from agent_wrapper.shared.child_output import ChildOutput
-from agent_wrapper.shared.processes import MARK, boot_clock, describe_exit, end_marked, kill_group, new_mark
+from agent_wrapper.shared.processes import (
+    MARK,
+    boot_clock,
+    describe_exit,
+    end_marked,
+    kill_group,
+    new_mark,
+    wait_killed,
+)
 
 KEPT_BYTES = 16 * 1024 * 1024
 _SHOWN_BYTES = 4_000
@@ -120,7 +128,7 @@ async def run_to_end(
         finally:
             if process is not None:
                 kill_group(process.pid)
-                await process.wait()
+                await wait_killed(process, command[0])
             # Including processes that a cancelled call had started.
             await in_thread(lambda: end_marked(mark, began_at), "end-marked")
     assert process.returncode is not None

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
 
+from agent_wrapper.shared.processes import wait_killed
 from rollout_backend.errors import ConfigError
 
 _TAIL_BYTES = 64 * 1024
@@ -31,7 +32,7 @@ async def run_child(
     finally:
         if process.returncode is None:
             process.kill()
-            await process.wait()
+            await wait_killed(process, argv[0])
     assert process.returncode is not None
     return CompletedProcess(argv, process.returncode, out, errors)
 

@@ -1,14 +1,20 @@
 """Processes of an agent: their home directories, exit codes and ends."""
 
+import asyncio
 import contextlib
+import logging
 import os
 import signal
 import time
 import uuid
 from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
 
 MARK = "ROLLOUT_COMMAND"
 """Environment variable that identifies the children of a command."""
+KILLED_S = 10.0  # in which a process ends after SIGKILL, unless the kernel holds it
 _SWEEPS, _SWEEP_INTERVAL_S = 50, 0.01
 _IN_HOME = {
     "XDG_CONFIG_HOME": ".config",
@@ -55,6 +61,17 @@ def kill_group(group: int) -> None:
     """Kill a process group. It may have ended, or hold only processes of another user, as `sudo` starts them."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
+
+
+async def wait_killed(process: Any, what: str) -> None:
+    """Wait for the end of a process of asyncio that was killed. One that a driver holds may never end: it is logged
+    and left."""
+    try:
+        async with asyncio.timeout(KILLED_S):
+            await process.wait()
+    except TimeoutError:
+        text = "%s, process %d, has not ended %g s after SIGKILL, as if a driver held it: it is left, with its memory"
+        log.warning(text, what, process.pid, KILLED_S)
 
 
 def end_marked(mark: str, began_at: float) -> None:

@@ -22,6 +22,7 @@ from uuid import uuid4
 
 from botocore.exceptions import BotoCoreError, ClientError
 
+from agent_wrapper.shared.processes import wait_killed
 from rollout_backend import aws
 from rollout_backend.deploy import INFRA
 from rollout_backend.deploy.package import copy_agent, ignore_lines, write_wrapper_context, write_zip
@@ -34,6 +35,7 @@ CODEBUILD = "codebuild"
 _BUILD_MINUTES, _QUEUED_MINUTES = 30, 20  # limits after which CodeBuild ends a build
 _ROLE_S = 60.0  # time until CodeBuild may assume a newly created role
 _LOG_LINES = 40
+_END_S = 10.0  # in which an interrupted docker ends
 _RETRIES = 7  # CodeBuild throttles its calls at a few per second
 # Docker Hub limits anonymous pulls, and the Docker of `_IMAGE` knows this syntax without pulling it.
 _SYNTAX = "# syntax=docker/dockerfile:1\n"
@@ -112,7 +114,12 @@ async def _run(argv: Sequence[str], stdin: str | None = None) -> None:
     finally:
         if process.returncode is None:
             process.terminate()
-            await process.wait()
+            try:
+                async with asyncio.timeout(_END_S):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+                await wait_killed(process, argv[0])
     if process.returncode:
         raise PreflightError(f"{' '.join(argv[:3])} failed with code {process.returncode}: its output is above")
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
+from agent_wrapper.shared.processes import wait_killed
 from rollout_backend.errors import StartupError
 from rollout_backend.local import prefork
 from rollout_backend.serving.server_process import ServerProcess
@@ -87,7 +88,7 @@ class PreforkSpawner:
                 task.cancel()
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
-            await self._process.wait()
+            await wait_killed(self._process, "the process that forks sessions")
 
     async def _start(self) -> bool:
         try:

@@ -22,13 +22,14 @@ from typing import Any
 
 import msgpack
 
-from agent_wrapper.shared.processes import MARK, boot_clock, end_marked, kill_group, new_mark
+from agent_wrapper.shared.processes import MARK, boot_clock, end_marked, kill_group, new_mark, wait_killed
 from rollout_backend.config import ScoringConfig
 from rollout_backend.errors import ConfigError
 from rollout_backend.scoring.scorer import ScoringError
 from rollout_backend.scoring.worker import HEADER
 
 _START_S = 120.0  # time to import the scorer's module
+_END_S = 5.0  # from the end of its output to its own
 _KILL_AFTER_S = 5.0  # in addition to `timeout_s`, which async functions enforce first
 
 
@@ -149,7 +150,7 @@ class _Worker:
                 task.cancel()
         if self._process is not None:
             kill_group(self._process.pid)
-            await self._process.wait()
+            await wait_killed(self._process, "a scorer's process")
             await asyncio.to_thread(end_marked, self._mark, self._began_at)
         await asyncio.to_thread(self._temporary.cleanup)
         for answer in self._answers.values():
@@ -210,4 +211,9 @@ class _Worker:
 
     async def _how_it_ended(self) -> str:
         assert self._process is not None
-        return f"the scorer's process ended with {await self._process.wait()}; its output is in logs/scorer.log"
+        with contextlib.suppress(TimeoutError):  # it has closed its output, and may go on
+            async with asyncio.timeout(_END_S):
+                await self._process.wait()
+        code = self._process.returncode
+        how = "closed its output and runs on" if code is None else f"ended with {code}"
+        return f"the scorer's process {how}; its output is in logs/scorer.log"

@@ -8,6 +8,7 @@ The child's output goes to a log file. Every error message names that file.
 import asyncio
 import contextlib
 import ctypes
+import logging
 import os
 import random
 import re
@@ -20,10 +21,14 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
+from agent_wrapper.shared.processes import wait_killed
 from rollout_backend.child_process import describe_sigkill, last_lines, oom_kills
 from rollout_backend.errors import StartupError
 from rollout_backend.serving import process_group_guard
 
+log = logging.getLogger(__name__)
+
+_GUARD_S = 30.0
 _TAIL_LINES = 15
 _SEARCHED_LINES = 100
 _OUT_OF_MEMORY = re.compile(r"out of memory|not enough memory|cannot allocate memory|MemoryError", re.IGNORECASE)
@@ -189,7 +194,10 @@ class ServerProcess:
         return f"ended with code {await self.wait()}. {self._cause()}{self.log_tail()}"
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """Send SIGTERM to the process and its children, and SIGKILL after `grace_s`. Does nothing if it never ran."""
+        """Send SIGTERM to the process and its children, and SIGKILL after `grace_s`. Does nothing if it never ran.
+
+        A process that outlives SIGKILL, as while a driver holds it, is logged and left.
+        """
         if self._process is None or self._stopped:  # another process group may have its number by now
             return
         self._signal(signal.SIGTERM)
@@ -200,7 +208,7 @@ class ServerProcess:
             pass
         finally:
             self._signal(signal.SIGKILL)  # for children that outlived it, and for itself after a cancellation
-            await asyncio.shield(self._process.wait())
+            await asyncio.shield(wait_killed(self._process, self.name))
             self._stopped = True
 
     def log_tail(self) -> str:
@@ -225,7 +233,11 @@ class ServerProcess:
             env={name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},
             start_new_session=True,
         )
-        await guard.wait()
+        try:
+            async with asyncio.timeout(_GUARD_S):
+                await guard.wait()
+        except TimeoutError:
+            log.warning("%s: its guard is slow to start, and may not end it if this process is killed", self.name)
 
     def _signal(self, number: signal.Signals) -> None:
         assert self._process is not None

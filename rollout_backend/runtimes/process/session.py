@@ -28,6 +28,7 @@ _FULL = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
 _OUT_OF_MEMORY = re.compile(r"out of memory|cannot allocate memory|MemoryError|bad_alloc", re.IGNORECASE)
 _OWN_SETTINGS = "ROLLOUT__"  # prefix of the backend's settings, which may be secrets
 _TAIL_LINES = 20
+_START_S = 60.0  # of the supervisor, which takes 0.1 s
 _LINE_CHARS = 2000
 
 
@@ -165,7 +166,11 @@ async def _supervised(order: Order) -> AsyncIterator[asyncio.StreamReader]:
             )
         finally:
             os.close(its)
-        await starter.communicate(json.dumps(order).encode())
+        try:
+            async with asyncio.timeout(_START_S):
+                await starter.communicate(json.dumps(order).encode())
+        except TimeoutError as error:
+            raise OutcomeUnknown(f"the session's supervisor did not start within {_START_S:g} s") from error
         yield reader
     finally:
         transport.close()
