@@ -20,7 +20,8 @@
     │   ├── WrongClock             this machine's clock is off, so AWS refuses the signature; retried like Throttled
     │   ├── OutcomeUnknown         no answer to an invoke that was sent, or to a stop: the session may run
     │   ├── ContainerStartTimeout  424: the container did not start, or not in time; another attempt gets another one
-    │   └── InvokeRejected         a permanent 4xx: the rollout ends as infra_error at once
+    │   └── InvokeRejected         a 4xx: permanent once it repeats, as the rollout's attempts do; it then ends as
+    │                              infra_error
     ├── RunHeld                another manager holds the run, or has taken it over: this manager stops
     ├── CloudLost              the local cloud's S3, SQS or runtime has ended, and every session with it
     ├── WriteConflict          an object has changed since it was read
@@ -137,6 +138,10 @@ _NEVER_OPENED = frozenset(
 )
 
 
+# No later invoke of this run can succeed.
+_FINAL = frozenset({"credentials_expired", "run_taken_over"})
+
+
 class InvokeRejected(RuntimeCallError):
     reason = "invoke_rejected"
 
@@ -144,6 +149,7 @@ class InvokeRejected(RuntimeCallError):
         super().__init__(message)
         self.reason = reason
         self.never_opened = reason in _NEVER_OPENED
+        self.final = reason in _FINAL
 
 
 class RunHeld(RolloutBackendError):

@@ -8,6 +8,7 @@ Invariants:
   container. The id is known before the attempt (see `manifest`), so no open session is lost;
 - a refusal is not an attempt: the same session is invoked again until the rollout's deadline. An attempt counts
   towards `runtime.max_attempts` only if its session may be open. A request that cannot be signed counts as refused;
+- a rejection is permanent once it repeats: over all attempts, or as many invokes of one that opened no session;
 - the next attempt is made only once the current one is abandoned. A session that may be open is closed in any case,
   one that was never opened is not.
 """
@@ -20,7 +21,7 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from tenacity import stop_after_attempt
+from tenacity import RetryCallState
 
 from agent_wrapper.contract import Failure, Outcome, Rollout
 from rollout_backend.core.ledger import (
@@ -40,6 +41,7 @@ from rollout_backend.core.tasks import Task
 from rollout_backend.dispatch.call_queue import CallKind
 from rollout_backend.errors import (
     ContainerStartTimeout,
+    InvokeRejected,
     OutcomeUnknown,
     RolloutBackendError,
     RuntimeCallError,
@@ -55,7 +57,9 @@ from rollout_backend.step.sessions import StepSessions
 
 log = logging.getLogger(__name__)
 
-_RETRYABLE = (RuntimeUnavailable, OutcomeUnknown, ContainerStartTimeout)
+_RETRYABLE = (RuntimeUnavailable, OutcomeUnknown, ContainerStartTimeout, InvokeRejected)
+# A policy, a role or a token may be replaced meanwhile: with the pauses between attempts, this spans three minutes.
+_LEAST_REJECTIONS = 5
 
 
 class StepContext:
@@ -153,12 +157,27 @@ class RolloutTask:
 
     async def dispatch(self) -> bool:
         """Make attempts until an agent runs. Return False if none does: the rollout is settled, or the step ends."""
+        most, rejections = self._services.config.runtime.max_attempts, 0
+
+        def may_pass(error: BaseException) -> bool:
+            final = _refused(error) or (isinstance(error, InvokeRejected) and error.final)
+            return isinstance(error, _RETRYABLE) and not final and self.entry.awaits_result
+
+        def is_last(state: RetryCallState) -> bool:
+            nonlocal rejections
+            error = state.outcome.exception() if state.outcome is not None else None
+            if not isinstance(error, InvokeRejected) or not error.never_opened:
+                rejections = 0
+                return self.entry.attempts >= most
+            rejections += 1
+            return rejections >= max(most, _LEAST_REJECTIONS)
+
         try:
             return await retry(
                 self._attempt,
-                lambda error: isinstance(error, _RETRYABLE) and not _refused(error) and self.entry.awaits_result,
+                may_pass,
                 self._services.pauses.attempt,
-                stop=stop_after_attempt(self._services.config.runtime.max_attempts - self.entry.attempts),
+                stop=is_last,
                 before_sleep=log_retry(log, "rollout %s", self.rollout_id),
             )
         except RuntimeCallError as error:
@@ -219,7 +238,7 @@ class RolloutTask:
             try:
                 await dispatcher.submit(session_id, payload)
             except RuntimeCallError as error:
-                if error.refused:
+                if error.refused or (error.never_opened and isinstance(error, InvokeRejected) and not error.final):
                     self.entry.refuse_attempt()
                 else:
                     self.entry.abandon_attempt()

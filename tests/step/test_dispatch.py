@@ -115,30 +115,46 @@ async def test_a_session_that_may_have_begun_is_stopped_and_its_id_never_used_ag
     assert (stopped, bench.agents.stopped) == ([[], [first]], [first, second])
 
 
-@pytest.mark.parametrize(("reason", "may_be_open"), [("runtime_not_found", False), ("container_error", True)])
-async def test_a_permanent_failure_is_settled_at_once_with_its_reason(bench, reason, may_be_open):
+REJECTIONS = ["runtime_not_found", "access_denied", "container_error", "invoke_rejected", "not_a_rollout_app"]
+
+
+@pytest.mark.parametrize("reason", REJECTIONS)
+@pytest.mark.parametrize("passes", [True, False])
+async def test_a_rejection_is_permanent_once_it_repeats_over_several_attempts(open_bench, reason, passes):
+    bench = await open_bench("group.size=1", "runtime.max_attempts=3")
     refusal = InvokeRejected("no such runtime, or a 500 of the container", reason=reason)
-    result = await bench.run(before=answering(refusal))
+    tries = 5 if refusal.never_opened else 3
+    result = await bench.run(before=answering(*[refusal] * (tries - passes), *[None] * passes))
+    if passes:
+        assert result.report.outcomes[Outcome.COMPLETED] == 1
+    else:
+        assert result.report.reasons == {f"infra_error: {reason}": 1}
+        assert "no such runtime" in result.failures[0].message
+    assert len(bench.agents.requests) == tries
+    assert bench.agents.stopped or refusal.never_opened
+
+
+@pytest.mark.parametrize("reason", ["credentials_expired", "run_taken_over"])
+async def test_a_rejection_that_cannot_pass_ends_the_rollout_at_once(open_bench, reason):
+    bench = await open_bench("group.size=1")
+    result = await bench.run(before=answering(InvokeRejected("no more", reason=reason)))
     assert result.report.reasons == {f"infra_error: {reason}": 1}
-    assert "no such runtime" in result.failures[0].message
     assert len(bench.agents.requests) == 1
-    assert bench.agents.stopped == [*bench.agents.invoked] * may_be_open
 
 
 async def test_an_agent_without_the_wrapper_is_reported(bench):
-    answers = [b"", b"[]", b'{"status": "ok"}', b'{"status": {}}', b"[" * 60_000]
-    invoke, left = bench.agents.invoke, iter(answers)
+    invoke = bench.agents.invoke
+    for number, answer in enumerate([b"", b"[]", b'{"status": "ok"}', b'{"status": {}}', b"[" * 60_000]):
 
-    async def invoke_another(session_id, payload):
-        await invoke(session_id, payload)
-        return next(left)
+        async def invoke_another(session_id, payload, answer=answer):
+            await invoke(session_id, payload)
+            return answer
 
-    bench.agents.invoke = invoke_another
-    for number in range(len(answers)):
+        bench.agents.invoke = invoke_another
         result = await bench.run(number=number, behave=Agents.hang)
         assert result.report.reasons == {"infra_error: not_a_rollout_app": 1}
         assert "RolloutApp" in result.failures[0].message
-        assert bench.agents.stopped == [*bench.agents.invoked]
+        assert {*bench.agents.stopped} == bench.agents.invoked
         bench.forget()
 
 
