@@ -21,7 +21,9 @@ from datetime import UTC, datetime
 _VARIABLE = "ROLLOUT_LOG_FORMAT"
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
-_VARYING = re.compile(r"\S*\d\S*")  # numbers and ids
+# Numbers and ids. Each attempt begins at the start of a word: otherwise a long word takes quadratic time.
+_VARYING = re.compile(r"(?<!\S)[^\s\d]*+\d\S*+")
+_KIND_CHARS = 2_000
 _REPEAT_S = 60.0
 _KINDS_KEPT = 1000
 
@@ -85,8 +87,8 @@ class RepeatFilter(logging.Filter):
     """Passes the 1st, 10th, 100th ... of the lines that differ only in numbers and ids, the later ones with their
     count. After a minute without such a line, the count starts again.
 
-    With `exact`, only equal lines with equal bound fields are counted together: a program reads the log, but a
-    container that repeats a line must not fill the disk.
+    With `exact`, only lines with an equal beginning and equal bound fields are counted together: a program reads the
+    log, but a container that repeats a line must not fill the disk.
     """
 
     def __init__(self, *, exact: bool = False) -> None:
@@ -97,9 +99,9 @@ class RepeatFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
         if self._exact:
-            kind = record.name, text, repr(_fields.get())
+            kind = record.name, text[:_KIND_CHARS], repr(_fields.get())
         else:
-            kind = record.name, _VARYING.sub("#", text.partition("\n")[0]), ""
+            kind = record.name, _VARYING.sub("#", text[:_KIND_CHARS].partition("\n")[0]), ""
         count, last = self._seen.pop(kind, (0, 0.0))
         count = count + 1 if record.created - last < _REPEAT_S else 1
         self._seen[kind] = count, record.created

@@ -16,6 +16,7 @@ from tenacity.stop import StopBaseT
 from tenacity.wait import WaitBaseT
 
 _T = TypeVar("_T")
+_ERROR_CHARS = 2_000
 _E = TypeVar("_E", bound=Exception)
 
 
@@ -97,7 +98,8 @@ def log_retry(log: logging.Logger, what: str, *args: object, level: int = loggin
     """Log each retry before its pause, with the error. `what` names the call, with `args` for its placeholders."""
 
     def write(state: RetryCallState) -> None:
-        error = str(state.outcome.exception()) if state.outcome else ""  # a kept record would keep its traceback
+        # The text alone: a kept record would keep the error's traceback.
+        error = str(state.outcome.exception())[:_ERROR_CHARS] if state.outcome else ""
         pause = state.next_action.sleep if state.next_action else 0.0
         log.log(level, f"{what}, attempt %d: %s; retrying in %.1f s", *args, state.attempt_number, error, pause)
 

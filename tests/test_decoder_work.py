@@ -5,11 +5,17 @@ import functools
 import gzip
 import io
 import json
+import logging
+import subprocess
+import sys
 import tarfile
 import tempfile
 import time
+from array import array
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgpack
 import pytest
@@ -17,16 +23,23 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from renderers import ParsedResponse
 
 from agent_wrapper.contract import Announcement, ContractError, Rollout, readable
 from agent_wrapper.contract.codec import unpack
 from agent_wrapper.shared.redaction import without_secrets
 from agent_wrapper.shared.workspace import unpack_folder
-from rollout_backend.core.model_call import ApiError
+from rollout_backend.core.model_call import ApiError, ModelCall
 from rollout_backend.dialects.base import RequestMemo
 from rollout_backend.dialects.registry import DIALECTS
+from rollout_backend.gateway.sessions.conversations import Conversations
+from rollout_backend.logs import RepeatFilter
+from rollout_backend.rendering.reply import read_reply
+from rollout_backend.rendering.segments import Completion, SegmentRecorder
+from rollout_backend.rendering.tool_call_reader import HERMES, read_calls
 
 SIZE = 64 * 1024
+CALL = ModelCall("m", (), tools=[{"type": "function", "function": {"name": "f"}}])
 FACTOR = 100  # quadratic work would be thousands of times that of an ordinary input
 
 JSON = [*'"\\[]{},: 1a-', '\\"', "\\\\", '"a":', '"a",', "[0],", "{},", "\\u0061"]
@@ -89,7 +102,7 @@ def work_of_ordinary(decode: Callable[[bytes], object], data: bytes) -> float:
     return work(decode, data)
 
 
-def work(decode: Callable[[bytes], object], data: bytes) -> float:
+def work(decode: Callable[[Any], object], data: Any) -> float:
     """Return the CPU time of this thread, the least of three tries."""
     spent = []
     for _ in range(3):
@@ -141,3 +154,67 @@ def test_a_list_is_refused_at_its_first_invalid_item(decode, fields):
         decode(json.dumps({"schema_version": 1, **fields}).encode())
     assert isinstance(refused.value.__context__, ValidationError)
     assert refused.value.__context__.error_count() < 20
+
+
+def repeated_line(n: int) -> None:
+    RepeatFilter().filter(logging.makeLogRecord({"name": "a", "msg": "a" * n, "created": 1000.0}))
+
+
+def malformed_calls(n: int) -> None:
+    text = "".join(f"<tool_call>word {i:06}</tool_call>" for i in range(n))
+    said, calls = read_calls(HERMES, text)
+    assert len(calls) == n
+    reply = ParsedResponse(content=said, tool_calls=calls)
+    assert read_reply(reply, text, CALL, Completion((1,), (None,))).message["content"] == text
+
+
+def dropped_calls(n: int) -> None:
+    """As of a parser that leaves malformed calls out of the text."""
+    text = "".join(f"<tool_call>word {i:06}</tool_call>" for i in range(n))
+    reply = ParsedResponse(content="a " * n, tool_calls=read_calls(HERMES, text)[1])
+    content = read_reply(reply, text, CALL, Completion((1,), (None,))).message["content"]
+    assert content.count("</tool_call>") == n
+
+
+@pytest.mark.parametrize("cost", [repeated_line, malformed_calls, dropped_calls])
+def test_a_text_of_a_model_or_a_container_takes_linear_work(cost):
+    """Quadratic work would be 400 times as much."""
+    assert work(cost, 40_000) <= 100 * max(work(cost, 2_000), 1e-4)
+
+
+@pytest.mark.parametrize("number", ["1e308", "1e20", "9" * 20, "9" * 30])
+def test_numbers_in_arguments_are_cheap_to_digest(number):
+    def digest(text: str) -> None:
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        bundle = SimpleNamespace(renders_call_ids=False, needs_tool_names=False)
+        Conversations(bundle).question(messages, None)  # type: ignore[arg-type]
+
+    # A number of 309 digits, which is printed and digested, took 30 times the work.
+    hostile, ordinary = ('{"a": [' + ", ".join([text] * 20_000) + "]}" for text in (number, "1.5"))
+    assert work(digest, hostile) <= 10 * work(digest, ordinary)
+
+
+@pytest.mark.parametrize("lengths", ["equal", "different"])
+def test_a_call_takes_no_more_work_after_many_calls(lengths):
+    def recorder(calls: int) -> SegmentRecorder:
+        made = SegmentRecorder()
+        for i in range(calls):
+            more = [] if lengths == "equal" else [5] * (i % 500)
+            made.add([1, 2, i + 10, *more, 4], Completion((7,), (-0.5,)))
+        return made
+
+    def call(made: SegmentRecorder) -> None:
+        made.has_room(array("i", [1, 2, 3]), [], 1, 2**26)
+        place = made.add([1, 2, 3], Completion((7,), (-0.5,)))
+        assert made.drop(place)
+
+    # Work proportional to the earlier calls would be 100 times as much.
+    assert work(call, recorder(5_000)) <= 20 * work(call, recorder(50))
+
+
+def test_a_reply_writes_no_warnings_to_the_log():
+    read = 'typed("[" + "1if 1else " * 2_000 + "1]", {"type": "array"}, None)'
+    program = f"from rollout_backend.rendering.tool_call_reader import typed; {read}"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stderr
+    assert "SyntaxWarning" not in said

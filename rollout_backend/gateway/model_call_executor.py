@@ -64,6 +64,7 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _ENGINE_RETRY_S = 5
+_MAX_CHOICES = 10_000  # of one session: what each adds to memory, journal and trajectory is bounded
 _CONSTRAINED_LOST = "constrained_call_lost"
 _NEVER = -100.0  # the logit bias that excludes a token
 _PACE_S = 0.03  # seconds between two deltas of a stream
@@ -169,6 +170,12 @@ class ModelCallExecutor:
 
     async def _answer(self, session: OpenSession, running: InFlightCall, number: int, deadline: float) -> Answer:
         call = running.call
+        if number + call.n - 1 > _MAX_CHOICES:
+            raise ApiError(
+                400,
+                f"this session has asked for {number - 1} replies, and may have {_MAX_CHOICES}: end the rollout",
+                code="session_calls_exceeded",
+            )
         prompt = await self._prompt(session, call, running.brief)
         max_bytes, spans = self._settings.max_result_bytes, [placed.span for placed in prompt.images]
         has_room = session.conversations.recorder.has_room(prompt.ids, spans, call.n, max_bytes)

@@ -3,6 +3,7 @@
 Invariants:
 
 - A form that the renderer's grammar cannot express is refused, never approximated.
+- A form that may be too expensive for an engine to compile is refused: see `grammar_budget`.
 - The constraint starts after the model's reasoning.
 
 The tokens of a constrained reply do not come from the model's own distribution, so its logprobs cannot be trained.
@@ -15,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from rollout_backend.core.model_call import ApiError, ModelCall
+from rollout_backend.rendering.grammar_budget import check_form
 from rollout_backend.rendering.guarded_renderer import RendererBundle
 
 _WORD = "zqxj"
@@ -69,7 +71,8 @@ class Constraints:
         """Return the sampling parameters that constrain the reply of a call that `is_constrained`.
 
         Raises:
-            ApiError: status 400 if constrained decoding is disabled or cannot express the form for this renderer.
+            ApiError: status 400 if constrained decoding is disabled, cannot express the form for this renderer, or
+                would be too expensive.
         """
         forced = call.tool_choice == "required"
         where = "tool_choice" if forced else "response_format"
@@ -87,6 +90,14 @@ class Constraints:
             reply = calls
         elif calls is not None:
             reply = {"type": "or", "elements": [reply, calls]}
+        try:
+            check_form(reply)
+        except ValueError as error:
+            raise ApiError(
+                400,
+                f"{where}: the engine cannot compile this form cheaply: {error}; simplify the schema",
+                param=where,
+            ) from None
         thinking = self._with_reasoning(reply, prompt_ids)
         if thinking is reply and reply["type"] == "json_schema":
             return {"json_schema": json.dumps(call.json_schema)}  # supported by every grammar backend

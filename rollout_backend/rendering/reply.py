@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _PROBE = "zqxj"  # ordinary text that no reply contains
 _PARSES, _FREE_TOKENS = 16, 4096
+_SEARCHES = 64
 _UNREAD_TOKENS = 64  # more tokens than any character has
 _BARE_JSON = frozenset({"llama-3"})  # a call has no marker: it is any text that starts with a brace
 # Markers that are plain text in some vocabularies. In the others, an added token identifies them.
@@ -76,13 +77,21 @@ def read_reply(parsed: Any, text: str, call: ModelCall, completion: Completion) 
     """
     content, reasoning = content_and_reasoning(parsed, text, call.offers_tools)
     calls, malformed = [], 0
+    missing: list[str] = []  # malformed calls that the parser dropped from the content
+    at = 0
     for found in parsed.tool_calls if call.offers_tools else ():
         if found.status in USABLE:
             calls.append(tool_call(found))
         else:
             malformed += 1
-            if found.raw.strip() not in content:  # parsers strip the content
-                content = f"{content}\n{found.raw}" if content else found.raw
+            raw = found.raw.strip()  # parsers strip the content
+            # A parser drops all calls of a kind or none, so a limited number of searches keeps the work linear.
+            begin = content.find(raw, at) if len(missing) < _SEARCHES else -1
+            if begin < 0:
+                missing.append(found.raw)
+            else:
+                at = begin + len(raw)
+    content = "\n".join([content, *missing] if content else missing)
     if completion.matched is not None:
         if content:
             content = _before(completion.matched, content)

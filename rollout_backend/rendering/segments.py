@@ -9,11 +9,14 @@ Invariants:
   of equal size have equal tokens, so tokens alone do not identify an image.)
 - Every other turn opens a new segment, and records why.
 - With a mixture of experts, a segment has the routing of all its tokens except the last, or no routing.
+- The work of a call does not grow with the number of segments, but with the length of its prompt.
 - Dropping a call restores the segment to its state before the call.
 """
 
 from __future__ import annotations
 
+import bisect
+import hashlib
 import json
 import math
 from array import array
@@ -96,6 +99,10 @@ class SegmentRecorder:
     def __init__(self, experts: ExpertShape | None = None) -> None:
         self._segments: list[_Open] = []
         self._experts = experts
+        self._tokens = 0
+        # The segments with the same tokens, by length and digest, and the lengths that occur.
+        self._by_tokens: dict[int, dict[bytes, list[int]]] = {}
+        self._lengths: list[int] = []
         self._messages: dict[str, dict[str, Any]] = {}  # messages of closed conversations, by their JSON
 
     def add(
@@ -125,6 +132,8 @@ class SegmentRecorder:
             if self._segments:
                 self._segments[-1].messages = self._stored_once(self._segments[-1].messages)
             self._segments.append(_Open(split_reason))
+        else:
+            self._forget(index)
         segment = self._segments[index]
         before = len(segment.ids)
         given = prompt[before:]
@@ -151,6 +160,7 @@ class SegmentRecorder:
         segment.messages = messages
         segment.message_counts.append(len(messages))
         segment.images += images[len(segment.images) :]
+        self._remember(index)
         if completion.experts is not None:
             self._add_experts(segment, max(before - 1, 0), completion.experts, continues)
         return TurnPosition(index, before, start, len(segment.ids), opened)
@@ -177,7 +187,7 @@ class SegmentRecorder:
     def has_room(self, prompt: IntArray, images: Sequence[ImageSpan], choices: int, max_bytes: int) -> bool:
         """Return whether the segments fit into `max_bytes` together with the prompt of one more call."""
         token_bytes = TOKEN_BYTES + (0 if self._experts is None else row_bytes(self._experts))
-        tokens = sum(len(segment.ids) for segment in self._segments) + choices * len(prompt)
+        tokens = self._tokens + choices * len(prompt)
         if tokens * token_bytes > max_bytes and (index := self._extended_by(prompt, images)) is not None:
             tokens -= len(self._segments[index].ids)
         return tokens * token_bytes <= max_bytes
@@ -201,8 +211,8 @@ class SegmentRecorder:
         if self.drop(place):
             return
         segment = self._segments[place.segment]
-        index = next((i for i, turn in enumerate(segment.turns) if turn.start == place.start), None)
-        if index is None:  # removed earlier
+        index = bisect.bisect_left(segment.turns, place.start, key=lambda turn: turn.start)
+        if index == len(segment.turns) or segment.turns[index].start != place.start:  # removed earlier
             return
         del segment.turns[index], segment.message_counts[index]
         for i in range(place.start, place.end):
@@ -213,6 +223,7 @@ class SegmentRecorder:
         segment = self._segments[place.segment]
         if not segment.turns or segment.turns[-1].end != place.end:
             return False
+        self._forget(place.segment)
         for each in (segment.ids, segment.response_mask, segment.logprobs):
             del each[place.before :]
         segment.turns.pop()
@@ -221,6 +232,7 @@ class SegmentRecorder:
         segment.images = [span for span in segment.images if span.end <= place.before]
         if self._experts is not None:
             del segment.experts[row_bytes(self._experts) * max(place.before - 1, 0) :]
+        self._remember(place.segment)
         return True
 
     def segments(self) -> tuple[Segment, ...]:
@@ -243,11 +255,40 @@ class SegmentRecorder:
 
     def _extended_by(self, prompt: IntArray, images: Sequence[ImageSpan]) -> int | None:
         """Return the longest segment that is a prefix of the prompt; the latest of equally long ones."""
-        found, longest = None, 0
-        for index, segment in enumerate(self._segments):
-            n = len(segment.ids)
-            if not longest <= n <= len(prompt) or prompt[:n] != segment.ids:
-                continue
-            if [span for span in images if span.start < n] == segment.images:
-                found, longest = index, n
-        return found
+        digest, at, digests = _digest(), 0, []
+        for n in self._lengths[: bisect.bisect_right(self._lengths, len(prompt))]:
+            digest.update(memoryview(prompt)[at:n])
+            digests.append((n, digest.digest()))
+            at = n
+        for n, key in reversed(digests):
+            shown: list[ImageSpan] | None = None
+            for index in reversed(self._by_tokens[n].get(key, ())):
+                shown = [span for span in images if span.start < n] if shown is None else shown
+                if shown == self._segments[index].images:
+                    return index
+        return None
+
+    def _remember(self, index: int) -> None:
+        """Add a segment to the index of tokens."""
+        ids = self._segments[index].ids
+        self._tokens += len(ids)
+        if len(ids) not in self._by_tokens:
+            self._by_tokens[len(ids)] = {}
+            bisect.insort(self._lengths, len(ids))
+        bisect.insort(self._by_tokens[len(ids)].setdefault(_digest(ids).digest(), []), index)
+
+    def _forget(self, index: int) -> None:
+        """Remove a segment from the index of tokens, before its tokens change."""
+        ids = self._segments[index].ids
+        self._tokens -= len(ids)
+        same_length, key = self._by_tokens[len(ids)], _digest(ids).digest()
+        same_length[key].remove(index)
+        if not same_length[key]:
+            del same_length[key]
+        if not same_length:
+            del self._by_tokens[len(ids)]
+            self._lengths.remove(len(ids))
+
+
+def _digest(ids: IntArray | bytes = b"") -> hashlib.blake2b:
+    return hashlib.blake2b(ids, digest_size=16)

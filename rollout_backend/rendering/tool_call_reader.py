@@ -17,6 +17,7 @@ import ast
 import json
 import math
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -43,6 +44,8 @@ _PYTHON = re.compile(
 _CONSTANTS = {"true": "True", "false": "False", "null": "None"}
 _IN_STRINGS = {"\n": r"\n", "\r": r"\r", "\0": r"\x00"}  # characters that Python's strings may not have
 _ESCAPED = "\\'\"\nabfnrtvxNuU01234567"
+# A reply that is read as Python must not write warnings about its code to the log.
+warnings.filterwarnings("ignore", category=SyntaxWarning, module="<unknown>")
 _Read = tuple[list[ParsedToolCall], int]  # calls, and the position after them
 
 
@@ -208,6 +211,16 @@ FORMATS: Mapping[str, CallFormat] = {
 }
 
 
+class _Unlocated(str):
+    """A text in which errors of JSON have no line, because counting the lines before an error takes long."""
+
+    def count(self, *_: Any) -> int:
+        return 0
+
+    def rfind(self, *_: Any) -> int:
+        return -1
+
+
 def read_calls(
     form: CallFormat, text: str, tools: Tools = None, *, whole: bool = True
 ) -> tuple[str, list[ParsedToolCall]]:
@@ -215,6 +228,7 @@ def read_calls(
 
     Unless `text` is the `whole` reply, text whose meaning may still change counts as an unclosed call.
     """
+    text = _Unlocated(text)
     said: list[str] = []
     calls: list[ParsedToolCall] = []
     read: Any = _READERS[type(form)]

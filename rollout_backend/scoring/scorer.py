@@ -32,15 +32,21 @@ from rollout_backend.errors import ConfigError
 # The module name of a scorer's file whose own name belongs to another module.
 _MODULE = "rollout_scorer"
 _VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-_STDERR_CHARS = 2_000
+_STDERR_CHARS = _MESSAGE_CHARS = 2_000
 _KEPT_BYTES = 16 * 1024 * 1024  # the end of an output, which holds the last line
 _GRACE_S = 5.0  # for children that print the command's output after its exit, as in `exec > >(tee log)`
 
 
 class ScoringError(Exception):
-    """The scorer failed, or did not return a finite number. The message names the type, the text and the line."""
+    """The scorer failed, or did not return a finite number. The message names the type, the text and the line.
+
+    It may quote the model's reply, so it is cut.
+    """
 
     reason = SCORER_FAILED
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message[:_MESSAGE_CHARS])
 
 
 class ArtifactLost(ScoringError):

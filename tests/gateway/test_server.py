@@ -12,6 +12,7 @@ import pytest
 from agent_wrapper.contract import Rollout, Trajectory
 from builders import assistant, function_tool, hang_up, stream_data, system, until, user
 from rollout_backend.core.seal import Sealer
+from rollout_backend.gateway import model_call_executor
 from rollout_backend.gateway.engine.client import EngineClient
 from rollout_backend.gateway.stats import count
 from rollout_backend.local.scripted import Fail, ToolCall
@@ -20,6 +21,9 @@ MODEL = "scripted"
 USER = [user("What is 2 + 3?")]
 TOOLS = [function_tool("add", "Adds.")]
 CALL = {"model": MODEL, "messages": USER}
+COSTLY = {"type": "string", "pattern": "^(.{0,300}x){0,300}$"}
+OBJECT = {"type": "object", "properties": {"a": COSTLY}}
+COSTLY_TOOL = {"type": "function", "function": {"name": "f", "parameters": OBJECT, "strict": True}}
 
 
 def ask(client: openai.OpenAI, messages=USER, **more):
@@ -207,6 +211,44 @@ def test_a_grammar_that_an_engine_broke_off_reaches_no_engine_again(play):
     assert len(gateway.engine.requests) == 1
     assert gateway.post(CALL).status_code == 200
     assert gateway.trajectory().unanswered_calls > 0  # the rollout is repeated, and the loss is no reward
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        (
+            "chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": COSTLY}}},
+        ),
+        ("chat/completions", {"tools": [COSTLY_TOOL], "tool_choice": "required"}),
+        ("responses", {"input": "a", "text": {"format": {"type": "json_schema", "name": "x", "schema": COSTLY}}}),
+        (
+            "responses",
+            {"input": "a", "tools": [{**COSTLY_TOOL["function"], "type": "function"}], "tool_choice": "required"},
+        ),
+        ("messages", {"max_tokens": 9, "output_config": {"format": {"type": "json_schema", "schema": COSTLY}}}),
+        (
+            "messages",
+            {"max_tokens": 9, "tools": [{"name": "f", "input_schema": OBJECT}], "tool_choice": {"type": "any"}},
+        ),
+    ],
+)
+def test_no_api_lets_a_costly_grammar_reach_an_engine(play, path, more):
+    gateway = play(["{}"])
+    body = {"model": MODEL, **({} if "input" in more else {"messages": USER}), **more}
+    refused = gateway.post(body, path=f"/v1/{path}")
+    assert refused.status_code == 400
+    assert "a pattern in it has too many" in refused.text or "patterns have more than" in refused.text
+    assert gateway.engine.requests == []
+
+
+def test_a_session_may_ask_for_a_limited_number_of_replies(play, monkeypatch):
+    monkeypatch.setattr(model_call_executor, "_MAX_CHOICES", 3)
+    gateway = play(lambda _: "a")
+    assert gateway.post({**CALL, "n": 2}).status_code == 200
+    refused = gateway.post({**CALL, "n": 2})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "session_calls_exceeded")
+    assert len(gateway.engine.requests) == 2
 
 
 def test_a_session_samples_at_most_its_budget_and_is_named_if_it_runs_on(play):

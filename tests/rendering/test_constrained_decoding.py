@@ -9,6 +9,11 @@ from rollout_backend.rendering.constrained_decoding import Constraints
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "required": ["a"]}}}
 SUB = {"type": "function", "function": {"name": "sub"}}
 SCHEMA = {"type": "array"}
+COSTLY = {"type": "string", "pattern": "(" * 250_000 + "a" + ")" * 250_000}
+COSTLY_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {**COSTLY, "pattern": "(" * 99}}}},
+}
 
 
 def tag(name: str, schema: dict) -> dict:
@@ -84,6 +89,23 @@ def test_reasoning_may_precede_the_constrained_part(bundle):
 
     forms = [json.loads(constraints.params(call, prompt)["structural_tag"])["format"] for prompt in ([3], [7])]
     assert forms == [{"type": "or", "elements": [after("<think>"), JSON]}, after("")]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"json_schema": COSTLY},
+        {"json_schema": {"type": "array", "items": COSTLY}},
+        {"tools": [ADD], "json_schema": COSTLY},
+        {"tools": [ADD, COSTLY_TOOL], "tool_choice": "required"},
+        {"tools": [COSTLY_TOOL], "json_schema": SCHEMA},
+    ],
+)
+def test_no_engine_gets_a_form_that_is_costly_to_compile(bundle, asked):
+    where = asked.get("tool_choice", "response_format").replace("required", "tool_choice")
+    with pytest.raises(ApiError, match=f"{where}: the engine cannot compile this form cheaply: a pattern") as refused:
+        Constraints(bundle, True).params(ModelCall("m", [], **asked), [])
+    assert (refused.value.status, refused.value.param) == (400, where)
 
 
 def test_a_constraint_that_is_switched_off_or_unknown_is_refused(bundle):

@@ -347,10 +347,10 @@ class EngineClient:
             kind = finish["type"]
         if kind == "abort":
             if finish.get("status_code") == 400:
-                raise EngineRefused(finish.get("message") or "no reason given")
+                raise EngineRefused(_error_message(str(finish.get("message") or "")))
             resumes = request.resumable and len(partial.token_ids) > start
             kind_of_abort = _Interrupted if resumes else _Aborted
-            raise kind_of_abort(f"generation was aborted: {finish.get('message') or 'no reason given'}")
+            raise kind_of_abort(f"generation was aborted: {_error_message(str(finish.get('message') or ''))}")
         if len(partial.token_ids) <= start:
             raise _Retry("the reply has no tokens")
         partial.finish = finish
@@ -563,7 +563,7 @@ def _stream_error(error: Any) -> Exception:
 
 
 def _error_message(text: str) -> str:
-    return " ".join(text.split())[:_MESSAGE_CHARS] or "(no message)"
+    return " ".join(text[: 4 * _MESSAGE_CHARS].split())[:_MESSAGE_CHARS] or "(no message)"
 
 
 def _merged(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # transformers takes seconds to import, and the trainer's pro
 
 _CACHE_MIN_TOKENS, _CACHE_SHARE = 256, 0.5  # engines cache whole pages, but not the last page
 _MAX_DEPTH = 200  # of a call's arguments, at which no encoder fails
+_INT64, _EXACT_DIGITS = 2**63, 22
 _KEPT = 4  # conversations kept, because an agent may alternate between several
 
 Message = Mapping[str, Any]
@@ -446,10 +447,23 @@ def _number(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text} is no number of JSON")
-    return int(number) if number.is_integer() else number
+    return int(number) if number.is_integer() and -_INT64 <= number < _INT64 else number
 
 
-_ARGUMENTS = json.JSONDecoder(parse_float=_number, parse_constant=_number)
+def _integer(text: str) -> float | str:
+    """Return an integer in a form that is cheap to digest: orjson takes 64 bits, and `json` is many times slower.
+
+    JavaScript writes floats below 1e21 without an exponent.
+    """
+    if len(text) > _EXACT_DIGITS:
+        return f"int:{text}"
+    number = int(text)
+    if -_INT64 <= number < _INT64:
+        return number
+    return float(number) if int(float(number)) == number else f"int:{text}"
+
+
+_ARGUMENTS = json.JSONDecoder(parse_float=_number, parse_int=_integer, parse_constant=_number)
 
 
 def _defaults(tools: Tools) -> _Defaults:
