@@ -12,6 +12,8 @@ Invariants:
   added again. A lost router is restarted on the same port with all engines.
 - An engine that does not start or is lost repeatedly does not affect the others. The run ends once no engine is left
   that may be restarted (`serving.max_restarts` within `serving.restart_window_s`).
+- An engine that samples nothing for `timeouts.model_call_s` is lost: it answers no call in time. An engine that is
+  busy with a long queue or prompt is not.
 - While the engines are paused, the fleet sends no generating request and counts no restarts.
 - No process started by the fleet outlives it, even if `start` fails or is cancelled.
 """
@@ -26,9 +28,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Self
 
+import aiohttp
+
 from rollout_backend.config import ENGINE_KINDS, RolloutConfig
 from rollout_backend.config.section import import_path
 from rollout_backend.errors import ConfigError, StartupError
+from rollout_backend.gateway.engine.liveness import SamplingProbe
+from rollout_backend.gateway.engine.protocol import SglangProtocol, VllmProtocol
 from rollout_backend.serving.adapters import Adapter
 from rollout_backend.serving.engine import Engine, EngineFactory, MakeEngine, ReservingEngine, is_responding
 from rollout_backend.serving.engine_routing import EngineRouter, EngineRouting, RoutedEngine
@@ -46,6 +52,7 @@ from rollout_backend.serving.supervisor import (
 from rollout_backend.serving.weights import Weights
 
 _JOIN_S = 10.0
+_PROTOCOLS = {"sglang": SglangProtocol(), "vllm": VllmProtocol()}
 
 
 @dataclass(frozen=True)
@@ -258,7 +265,14 @@ class EngineFleet:
 
     def _supervisor(self, number: int, make: MakeEngine) -> EngineSupervisor:
         return EngineSupervisor(
-            number, make, self.routing, self._engines, self._limits, self._on_engine_event, self._probing
+            number,
+            make,
+            self.routing,
+            self._engines,
+            self._limits,
+            self._on_engine_event,
+            self._probing,
+            self._config.timeouts.model_call_s / self._probing.failures,
         )
 
     def _join(self, url: str) -> EngineSupervisor:
@@ -296,8 +310,9 @@ class EngineSupervisor(Supervisor):
         limits: RestartLimits,
         on_event: OnEvent,
         probing: Probing,
+        sample_s: float,
     ) -> None:
-        """`engines` are all engines of the fleet."""
+        """`engines` are all engines of the fleet. `sample_s` is the time limit to sample one token for a probe."""
         super().__init__(f"engine-{number}", limits, on_event, probing)
         self.server: Engine = make(number)
         self.waiting_for = ""  # what the engine needs before it can start, while it waits
@@ -306,7 +321,10 @@ class EngineSupervisor(Supervisor):
         self._routing = routing
         self._routed: RoutedEngine | None = None  # from the start of the server to its release
         self._engines = engines
-        self._probe_timeout_s = probing.timeout_s
+        self._probes = probing
+        self._sample_s = sample_s
+        self._sampling: SamplingProbe
+        self._sampled_at = 0.0  # the loop's time when the engine last sampled, as far as known
 
     @property
     def url(self) -> str:
@@ -323,6 +341,8 @@ class EngineSupervisor(Supervisor):
             finally:
                 self.waiting_for = ""
         await self.server.start()
+        self._sampling = SamplingProbe(self.url, _PROTOCOLS[self._routing.engine])
+        self._sampled_at = asyncio.get_running_loop().time()
         self._routed = RoutedEngine(self.name, self.server)
         await self._routing.add(self._routed)
         if isinstance(self.server, ExternalEngine):
@@ -333,7 +353,19 @@ class EngineSupervisor(Supervisor):
         return await first_of(self.server.wait(), self._routed.wait_unfit())
 
     async def is_responding(self) -> bool:
-        return self._routing.paused or await is_responding(self.url, self._routing.engine, self._probe_timeout_s)
+        if self._routing.paused:
+            return True
+        if not await is_responding(self.url, self._routing.engine, self._probes.timeout_s):
+            return False
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._sampled_at + self._probes.sample_every_s:
+            return True
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http:
+            state = await self._sampling.state(http, self._sample_s)
+        if state == "hung" and not self._routing.paused:
+            return False
+        self._sampled_at = loop.time()
+        return True
 
     async def log_tail(self) -> str:
         return await self.server.log_tail()

@@ -43,12 +43,14 @@ OnEvent = Callable[[ServingEvent], None]
 class Probing:
     """A server counts as hung after this many consecutive probes without an answer.
 
-    A probe does not detect a hung scheduler behind a live HTTP server; SGLang's own watchdog ends such a server.
+    Every `sample_every_s`, the probe of an engine also makes it sample a token: its scheduler or GPU may hang behind
+    a live HTTP server.
     """
 
     interval_s: float = 5.0
     timeout_s: float = 15.0  # generous: a server whose cores are all busy is slow, not hung
     failures: int = 3
+    sample_every_s: float = 60.0
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ OFTEN = Probing(interval_s=0.1, timeout_s=120.0, failures=2)
 def make_fleet(make_config, fake_engines, tmp_path):
     """A fleet of fake engines of these modes, its events, and every engine that it made."""
 
-    def make(*modes, then="healthy", **sections):
+    def make(*modes, then="healthy", probing=None, **sections):
         config, events = make_config(**sections), []
-        fleet = EngineFleet(config, tmp_path, events.append)
+        fleet = EngineFleet(config, tmp_path, events.append, probing=probing)
         return fleet, events, fake_engines(fleet, config, *modes, then=then)
 
     return make
@@ -75,6 +75,15 @@ async def test_killed_engine_is_restarted_and_calls_succeed_meanwhile(make_fleet
         assert served == {engines[1].pid, engines[2].pid}
         assert kinds(events, "engine-1") == ["started"]
         assert [state.restarts for state in fleet.snapshot()] == [0, 1, 0]
+
+
+async def test_an_engine_that_samples_nothing_is_restarted_although_its_server_answers(make_fleet):
+    often = Probing(interval_s=0.1, timeout_s=120.0, failures=2, sample_every_s=0.0)
+    fleet, events, engines = make_fleet(probing=often, serving={"servers": 1}, timeouts={"model_call_s": 10})
+    async with fleet:
+        await post(f"{engines[0].url}/pause_generation")
+        await eventually(lambda: kinds(events, "engine-0") == ["started", "died", "restarted"])
+        assert await served_by(fleet) == (200, engines[1].pid)
 
 
 async def test_silent_server_does_not_respond():
