@@ -14,6 +14,7 @@ from functools import cache
 
 from agent_wrapper.contract import ModelEndpoint
 from agent_wrapper.runner import in_thread
+from agent_wrapper.shared.own_answers import GATEWAY, is_page, own_answer
 from agent_wrapper.shared.redaction import without_secrets
 
 logger = logging.getLogger("agent_wrapper")
@@ -21,6 +22,7 @@ logger = logging.getLogger("agent_wrapper")
 PROBE_S = 30.0  # a restarting gateway answers within this time
 _TIMEOUT_S = 10.0
 _PAUSE_S, _MAX_PAUSE_S = 0.2, 4.0
+_READ = 16_384  # bytes
 _SHOWN = 200  # characters of an error response that are shown
 
 
@@ -48,13 +50,13 @@ async def probe_endpoint(endpoint: ModelEndpoint, budget_s: float = PROBE_S, *, 
             timeout_s = min(_TIMEOUT_S, max(_PAUSE_S, deadline - loop.time()))
             try:
                 async with asyncio.timeout(timeout_s), client.stream(method, url, timeout=None) as response:
-                    if response.is_success:
-                        return None
-                    if response.status_code == 410 and beat_url is not None:
-                        raise SessionClosed
-                    # What answers may be no gateway: read no more than is shown.
-                    beginning = await anext(response.aiter_bytes(_SHOWN), b"")
-                problem = f"it answered {response.status_code}: {beginning.decode(errors='replace')}"
+                    # What answers may be no gateway: read no more than its longest error.
+                    body = await anext(response.aiter_bytes(_READ), b"")
+                if response.is_success and not is_page(body):
+                    return None
+                if response.status_code == 410 and beat_url is not None and own_answer(body, GATEWAY):
+                    raise SessionClosed
+                problem = f"it answered {response.status_code}: {body.decode(errors='replace')[:_SHOWN]}"
             except TimeoutError:
                 if timeout_s == _TIMEOUT_S or not problem:  # otherwise the deadline cut a retry short
                     problem = "timed out"
@@ -97,9 +99,9 @@ async def send_heartbeats(url: str, api_key: str, every_s: float) -> None:
             except Exception as error:  # also of the resolver's thread, if the agent has used up all threads
                 logger.debug("a heartbeat did not arrive: %r", error)
             else:
-                if response.status_code == 410:
+                if response.status_code == 410 and own_answer(response.content, GATEWAY):
                     return
-                arrived = response.is_success
+                arrived = response.is_success and not is_page(response.content)
             await asyncio.sleep(every_s if arrived else every_s / 3)
 
 

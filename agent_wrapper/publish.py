@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent_wrapper.contract import Announcement, ResultTarget, put_headers
 from agent_wrapper.shared.aws_errors import is_transient
+from agent_wrapper.shared.own_answers import is_page
 from agent_wrapper.shared.redaction import redact_logs, without_secrets
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class Publisher:
         try:
             self._retry("s3", target.region, budget_s, lambda s3: s3.put_object(**place, Body=body))
         except ClientError as error:
-            if _status(error) != 412:
+            if _status(error) != 412 or is_transient(412, error.response["Error"]["Code"]):
                 raise
             return False
         return True
@@ -148,9 +149,9 @@ def _put_by_url(url: str, body: bytes, budget_s: float) -> bool:
         S3Refused: the retries used up `budget_s`, or the error is permanent.
     """
     response = call_url("PUT", url, budget_s, content=body, headers=put_headers(body))
-    if response.status_code == 412:
+    if response.status_code == 412 and _code(response):
         return False
-    if not response.is_success:
+    if not response.is_success or is_page(response.content):
         raise S3Refused(f"S3 answered {response.status_code} {_code(response) or response.reason_phrase}")
     return True
 
@@ -166,7 +167,11 @@ def call_url(method: str, url: str, budget_s: float, **more: Any) -> httpx.Respo
 
     send = _retrying(
         tenacity.retry_if_exception_type(httpx.TransportError)
-        | tenacity.retry_if_result(lambda response: is_transient(response.status_code, _code(response))),
+        | tenacity.retry_if_result(
+            lambda response: (
+                is_transient(response.status_code, _code(response)) or (method == "PUT" and is_page(response.content))
+            )
+        ),
         budget_s,
         retry_error_callback=lambda state: state.outcome.result() if state.outcome else None,  # as it was, last
     )
@@ -182,7 +187,7 @@ def call_url(method: str, url: str, budget_s: float, **more: Any) -> httpx.Respo
 
 
 def _code(response: httpx.Response) -> str:
-    code = _CODE.search(response.text) if response.is_error else None
+    code = None if response.is_success else _CODE.search(response.text)
     return code[1] if code else ""
 
 

@@ -9,4 +9,6 @@ _TRANSIENT = re.compile("Throttl|Timeout|TooSkewed|SlowDown|LimitExceeded|Reques
 
 def is_transient(status: int, code: str) -> bool:
     """Return whether S3 or SQS may accept the same request later, given the status and the code of its error."""
-    return status in (408, 409, 429) or status >= 500 or _TRANSIENT.search(code) is not None
+    # AWS names each of its refusals. Without a name it is a proxy's: botocore then takes the status for the code.
+    is_foreign = status >= 300 and (not code or code.isdecimal())
+    return status in (408, 409, 429) or status >= 500 or is_foreign or _TRANSIENT.search(code) is not None

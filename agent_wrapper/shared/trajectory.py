@@ -5,6 +5,7 @@ from collections.abc import Callable
 from agent_wrapper.contract import ContractError, ModelEndpoint, Trajectory
 from agent_wrapper.contract.codec import MAX_OBJECT_BYTES
 from agent_wrapper.contract.messages import RESULT_LIMIT_HEADER
+from agent_wrapper.shared.own_answers import GATEWAY, is_page, own_answer
 
 _CONNECT_TIMEOUT_S = 5.0
 _READ_TIMEOUT_S = 30.0
@@ -33,7 +34,8 @@ async def fetch_trajectory(
 
     def passing(error: BaseException) -> bool:
         if isinstance(error, httpx.HTTPStatusError):
-            return error.response.status_code in (408, 429) or error.response.status_code >= 500
+            status = error.response.status_code
+            return status in (408, 429) or status >= 500 or own_answer(error.response.content, GATEWAY) is None
         return isinstance(error, httpx.TransportError)
 
     timeout = httpx.Timeout(min(_READ_TIMEOUT_S, budget_s), connect=min(_CONNECT_TIMEOUT_S, budget_s))
@@ -53,6 +55,8 @@ async def fetch_trajectory(
                         endpoint.trajectory_url, headers={"Authorization": f"Bearer {endpoint.api_key}"}
                     )
                     response.raise_for_status()
+                    if is_page(response.content):
+                        raise httpx.RemoteProtocolError("a proxy in front of the gateway answered with a page")
         on_limit(int(response.headers.get(RESULT_LIMIT_HEADER, MAX_OBJECT_BYTES)))
         return Trajectory.decode(response.content)
     except httpx.HTTPStatusError as error:

@@ -25,6 +25,7 @@ from botocore.exceptions import (
 )
 from botocore.parsers import ResponseParserError
 
+from agent_wrapper.shared.own_answers import is_page
 from rollout_backend.errors import CredentialsExpired, PreflightError
 from rollout_backend.local_keys import HOST
 
@@ -92,15 +93,15 @@ def message_of(error: ClientError) -> str:
 
 
 def is_foreign(body: bytes) -> bool:
-    """Return whether a response is not of AWS: an HTML page, JSON that is no object, or text that is not UTF-8."""
-    if body[:200].lstrip().lower().startswith((b"<!doctype html", b"<html")):
+    """Return whether a response is not of AWS: an HTML page, plain text, or JSON that is no object."""
+    if is_page(body):
         return True
     try:
         return not isinstance(json.loads(body.decode() or "{}"), dict)
     except UnicodeDecodeError:
         return True
-    except ValueError:  # XML, or plain text
-        return False
+    except ValueError:
+        return not body.lstrip().startswith(b"<")  # XML
 
 
 def reason(error: BaseException) -> str:

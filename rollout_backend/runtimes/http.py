@@ -4,7 +4,11 @@ A session is one invoke with the session's id in a header; `POST /stop` with the
 replica without that session answers 404 with `{"error": "SessionNotFound"}`. A server that cannot stop sessions is
 refused at the start, unless the settings accept it.
 
-Invariant: redirects are not followed. A payload contains a session key, which must not reach another host.
+Invariants:
+
+- Redirects are not followed. A payload contains a session key, which must not reach another host.
+- A refusal, redirect or page that does not have the form of an agent server comes from a proxy. It ends neither a
+  rollout nor a session.
 """
 
 import asyncio
@@ -16,6 +20,7 @@ from uuid import uuid4
 
 import aiohttp
 
+from agent_wrapper.shared.own_answers import AGENT_SERVER, is_page, own_answer
 from rollout_backend import aws
 from rollout_backend.config import HttpConfig
 from rollout_backend.errors import (
@@ -119,8 +124,8 @@ class HttpRuntime(AgentRuntime):
             raise RuntimeUnavailable(f"the agent server cannot be reached: {error}", never_opened=True) from error
         except (aiohttp.ClientError, OSError) as error:
             raise OutcomeUnknown(f"the invoke was cut off: {str(error) or type(error).__name__}") from error
-        if reply.status not in (200, 202):
-            raise _to_call_error(reply, body[:500])
+        if reply.status not in (200, 202) or is_page(body):
+            raise _to_call_error(reply, body)
         return body
 
     async def stop(self, session_id: str) -> None:
@@ -128,13 +133,12 @@ class HttpRuntime(AgentRuntime):
             return
         try:
             async with self._post("/stop", session_id) as reply:
-                body = await reply.content.read(500)
+                body = await aws.read_up_to(reply, MAX_BYTES)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise OutcomeUnknown(f"the stop was not answered: {str(error) or type(error).__name__}") from error
         if reply.status >= 500 and reply.status != 501:  # unlike an invoke, a stop can be repeated
-            raise RuntimeUnavailable(f"{reply.status}: {body.decode(errors='replace')}")
-        if reply.status >= 300 and reply.status != 404:
-            raise _to_call_error(reply, body)
+            raise RuntimeUnavailable(f"{reply.status}: {_shown(body)}")
+        _raise_unless_stopped(reply, body)
 
     def _post(self, path: str, session_id: str, payload: bytes | None = None) -> _Post:
         headers = {SESSION_HEADER: session_id}
@@ -155,8 +159,23 @@ def _redirected(reply: aiohttp.ClientResponse) -> str:
     return f"{reply.url} redirects to {place!r}: redirects are not followed, so set runtime.url to the final address"
 
 
+def _shown(body: bytes) -> str:
+    return body[:500].decode(errors="replace")
+
+
+def _raise_unless_stopped(reply: aiohttp.ClientResponse, body: bytes) -> bool:
+    """Return whether a stop has ended a session: False if there was none. Raises RuntimeCallError otherwise."""
+    if reply.status == 404 and _is_session_not_found(body):
+        return False
+    if reply.status >= 300 or is_page(body):
+        raise _to_call_error(reply, body)
+    return True
+
+
 def _to_call_error(reply: aiohttp.ClientResponse, body: bytes) -> RuntimeCallError:
-    text = f"{reply.status}: {body.decode(errors='replace')}"
+    text = f"{reply.status}: {_shown(body)}"
+    if reply.status < 500 and reply.status not in (408, 429) and own_answer(body, AGENT_SERVER) is None:
+        return RuntimeUnavailable(f"a proxy in front of the agent server answered {text}")
     match reply.status:
         case 429:
             return Throttled(text)
@@ -168,8 +187,6 @@ def _to_call_error(reply: aiohttp.ClientResponse, body: bytes) -> RuntimeCallErr
             return InvokeRejected(text, reason="access_denied")
         case 408 | 502 | 503 | 504:  # from a proxy in front of the server, or from an overloaded server
             return RuntimeUnavailable(text, refused=reply.status in (408, 503))
-        case status if 300 <= status < 400:
-            return InvokeRejected(_redirected(reply), reason="container_error")
         case _:
             return InvokeRejected(text, reason="container_error")
 
@@ -188,9 +205,7 @@ def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
         headers, timeout = {**options["headers"], SESSION_HEADER: session_id}, aiohttp.ClientTimeout(total=_STOP_S)
         call = aiohttp.request("POST", options["url"], headers=headers, timeout=timeout, allow_redirects=False)
         async with call as reply:
-            if reply.status >= 300 and reply.status != 404:
-                raise _to_call_error(reply, await reply.content.read(500))
-            return reply.status != 404
+            return _raise_unless_stopped(reply, await aws.read_up_to(reply, MAX_BYTES))
 
     return lambda session_id: asyncio.run(stop(session_id))
 

@@ -45,6 +45,7 @@ from numpy.typing import NDArray
 from tenacity import RetryCallState, wait_exponential_jitter
 
 from agent_wrapper.contract import VersionSpan
+from agent_wrapper.shared.own_answers import ENGINE, own_answer
 from rollout_backend.core.adapter import NamedAdapter
 from rollout_backend.core.routed_experts import ExpertRows
 from rollout_backend.errors import EngineUnavailable, ServingError
@@ -56,7 +57,7 @@ from rollout_backend.rendering.token_bytes import Stop
 from rollout_backend.retry import retry
 
 ROUTING_HEADER = "X-SMG-Routing-Key"
-_RETRIED = frozenset({408, 429, 499})  # and every status that is not 4xx
+_RETRIED = frozenset({408, 429, 499})  # and every status that is not 4xx, and what a proxy answers
 _GATEWAY_ERRORS = frozenset({502, 504})
 _ENDS = ("stop", "length", "abort")
 _MESSAGE_CHARS = 500
@@ -404,16 +405,20 @@ class EngineClient:
             async with silence.cut:
                 try:
                     silence.start()
-                    response = await self._http.post(url + self._protocol.path, data=written, headers=headers)
+                    response = await self._http.post(
+                        url + self._protocol.path, data=written, headers=headers, allow_redirects=False
+                    )
                     if response.status != 200:
-                        message = f"HTTP {response.status}: {_error_message(await response.text())}"
+                        text = await response.text(errors="replace")
+                        message = f"HTTP {response.status}: {_error_message(text)}"
                         # smg answers 404 before its first engine is added; SGLang does not use this code.
                         no_engine = (
                             response.status == 404 and "model_not_found" in message and url == self._engines.url
                         )
-                        if response.status in _RETRIED or not 400 <= response.status < 500 or no_engine:
-                            raise (_Cut if response.status in _GATEWAY_ERRORS else _Retry)(message)
-                        raise EngineRefused(message)
+                        is_refusal = 400 <= response.status < 500 and response.status not in _RETRIED
+                        if is_refusal and not no_engine and own_answer(text, ENGINE) is not None:
+                            raise EngineRefused(message)
+                        raise (_Cut if response.status in _GATEWAY_ERRORS else _Retry)(message)
                     async for data in _replies(response):
                         reply = _loads(data)
                         if error := reply.get("error"):

@@ -6,6 +6,7 @@ Invariants:
 - No expired token is used: token files are read for each call, because the kubelet replaces them, and an exec plugin
   runs again before its token expires.
 - An unsupported entry of a kubeconfig is refused by name.
+- An answer that does not have the form of the API server comes from a proxy, and counts as none.
 - A call is sent once. Only a 401 is retried, with a new token, because a refused call has no effect.
 """
 
@@ -33,6 +34,7 @@ from urllib.request import getproxies_environment, proxy_bypass
 import aiohttp
 import yaml
 
+from agent_wrapper.shared.own_answers import KUBERNETES, own_answer
 from rollout_backend.child_process import run_child
 from rollout_backend.config import KubernetesConfig
 from rollout_backend.errors import NoCredentials, PreflightError
@@ -273,7 +275,9 @@ class KubernetesApi:
             NoCredentials: the request was not sent. aiohttp.ClientError, TimeoutError: no complete response arrived.
         """
         async with self._request(method, path, query, json=body) as reply:
-            answer: dict[str, Any] = await reply.json(content_type=None)
+            answer = await reply.json(content_type=None)
+            if not isinstance(answer, dict):
+                raise aiohttp.ClientPayloadError(f"the answer to {method} {path} is no object of Kubernetes")
             return answer
 
     @asynccontextmanager
@@ -292,12 +296,14 @@ class KubernetesApi:
         token = await credentials.token()
         for last in (False, True):
             headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
-            async with self._http.request(method, url, params=query, headers=headers, **more) as reply:
+            async with self._http.request(
+                method, url, params=query, headers=headers, allow_redirects=False, **more
+            ) as reply:
                 if reply.status == 401 and not last:
                     refused, token = token, await credentials.token(refused=token)
                     if token != refused:
                         continue
-                if reply.status >= 400:
+                if reply.status >= 300:
                     raise await _error(reply)
                 yield reply
                 return
@@ -318,13 +324,15 @@ async def _events(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]
             yield event
 
 
-async def _error(reply: aiohttp.ClientResponse) -> ClusterError:
-    text = (await reply.content.read(4000)).decode(errors="replace")
-    try:
-        status = json.loads(text)
-        reason, message = str(status["reason"]), str(status["message"])
-    except (ValueError, KeyError, TypeError):  # from a proxy in front of the server
-        reason, message = str(reply.reason), text[:500]
+async def _error(reply: aiohttp.ClientResponse) -> ClusterError | aiohttp.ClientError:
+    text = (await reply.content.read(64_000)).decode(errors="replace")
+    status = own_answer(text, KUBERNETES)
+    if status is None and reply.status < 500 and reply.status not in (401, 408, 429):
+        return aiohttp.ClientPayloadError(
+            f"{reply.status} is not from the API server, but from a proxy in front of it: {text[:500]}"
+        )
+    reason = reply.reason if status is None else status.get("reason") or ""
+    message = text[:500] if status is None else status.get("message") or ""
     after = reply.headers.get("Retry-After", "")  # the API server sends a number; a proxy may send a date
     retry_after_s = min(float(after), _MAX_RETRY_AFTER_S) if after.isdecimal() else 0.0
-    return ClusterError(reply.status, reason, message, retry_after_s)
+    return ClusterError(reply.status, str(reason), str(message), retry_after_s)
