@@ -30,11 +30,11 @@ from typing import NoReturn, Self
 
 import aiohttp
 
-from rollout_backend.config import ENGINE_KINDS, RolloutConfig
+from rollout_backend.config import ENGINE_KINDS, EngineName, RolloutConfig
 from rollout_backend.config.section import import_path
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.gateway.engine.liveness import SamplingProbe
-from rollout_backend.gateway.engine.protocol import SglangProtocol, VllmProtocol
+from rollout_backend.gateway.engine.protocol import EngineProtocol, SglangProtocol, VllmProtocol
 from rollout_backend.serving.adapters import Adapter
 from rollout_backend.serving.engine import Engine, EngineFactory, MakeEngine, ReservingEngine, is_responding
 from rollout_backend.serving.engine_routing import EngineRouter, EngineRouting, RoutedEngine
@@ -52,7 +52,7 @@ from rollout_backend.serving.supervisor import (
 from rollout_backend.serving.weights import Weights
 
 _JOIN_S = 10.0
-_PROTOCOLS = {"sglang": SglangProtocol(), "vllm": VllmProtocol()}
+_PROTOCOLS: Mapping[EngineName, EngineProtocol] = {"sglang": SglangProtocol(), "vllm": VllmProtocol()}
 
 
 @dataclass(frozen=True)
