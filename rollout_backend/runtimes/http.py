@@ -175,7 +175,9 @@ def _raise_unless_stopped(reply: aiohttp.ClientResponse, body: bytes) -> bool:
 def _to_call_error(reply: aiohttp.ClientResponse, body: bytes) -> RuntimeCallError:
     text = f"{reply.status}: {_shown(body)}"
     if reply.status < 500 and reply.status not in (408, 429) and own_answer(body, AGENT_SERVER) is None:
-        return RuntimeUnavailable(f"a proxy in front of the agent server answered {text}")
+        if 300 <= reply.status < 400:
+            text = _redirected(reply)
+        return RuntimeUnavailable(f"the answer is not an agent server's, but a proxy's: {text}")
     match reply.status:
         case 429:
             return Throttled(text)
