@@ -35,7 +35,7 @@ from botocore.utils import deep_merge, parse_timestamp
 from multidict import CIMultiDict
 
 from rollout_backend import local_keys
-from rollout_backend.aws.errors import UNSIGNED, is_foreign, log_call
+from rollout_backend.aws.errors import UNSIGNED, is_foreign, log_call, mark_renewable
 from rollout_backend.aws.repeated_call import RepeatedCall, Request
 from rollout_backend.errors import PreflightError
 
@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 _RENEW_BEFORE_S = 15 * 60  # as botocore does
 _USABLE_S = 60  # credentials that last this long are used if they cannot be renewed
 _RENEWAL_S = 60.0  # timeout of one renewal
+# botocore's names of the sources that cannot change while this process runs.
+_FIXED_SOURCES = ("env", "explicit")
 # A large body may take longer than a small one.
 _SLOWEST_BYTES_PER_S = 1024**2
 
@@ -101,7 +103,10 @@ class Client:
         """Return a faster method for frequent calls, which takes the arguments besides `fixed`. The endpoint must
         depend only on `fixed`."""
         retries, limit_s = self._retries > 0, self._http.limit_s
-        return RepeatedCall(self._client, self._http, method, fixed, retries=retries, limit_s=limit_s)
+        on_reply = self.credentials.on_reply
+        return RepeatedCall(
+            self._client, self._http, method, fixed, retries=retries, limit_s=limit_s, on_reply=on_reply
+        )
 
     async def send(self, method: str, url: str, headers: Mapping[str, str], body: bytes = b"") -> tuple[int, bytes]:
         """Send a request to a presigned URL, through the proxies and with the certificates of other calls. Return the
@@ -176,6 +181,7 @@ async def client(
         made.meta.events.register_first("before-parse", _drop_foreign)
         made.meta.events.register("after-call", _log_call)
         credentials: Any = await core.get_credentials()
+        made.meta.events.register("after-call", credentials.on_reply)
         yield Client(made, http, retries, credentials)
 
 
@@ -250,8 +256,9 @@ class Credentials:
     """The credentials of a session, in place of botocore's, and of its chain of providers.
 
     They are found on first use and renewed before they expire, each time by a new chain of providers, because a chain
-    caches what it found, even if it found nothing. Concurrent calls share one renewal and its failure. A call waits
-    for it only if there are no usable credentials. The endpoint of a local cloud has its own key.
+    caches what it found, even if it found nothing. They are also renewed after a service has refused them: a file may
+    hold new ones, and a metadata service may be late. Concurrent calls share one renewal and its failure. A call
+    waits for it if its credentials are unusable or were refused. The endpoint of a local cloud has its own key.
     """
 
     def __init__(self, endpoint_url: str | None = None, *, pause_s: float = 10.0) -> None:
@@ -260,6 +267,7 @@ class Credentials:
         self._pause_s = pause_s
         self._found: Any = None  # botocore's credentials
         self._frozen: Any = None
+        self._refused: Any = None  # the frozen credentials that a service has refused
         self._renewing: asyncio.Task[None] | None = None
         self._renewed_at = float("-inf")  # loop time when the last renewal ended, even if it failed
 
@@ -288,16 +296,22 @@ class Credentials:
 
         Raises one of `UNSIGNED` if there are no credentials, or if they expire and could not be renewed.
         """
-        if self._last_for(max(_RENEW_BEFORE_S, lasting_s)):
+        refused = self._refused is not None and self._refused is self._frozen
+        if not refused and self._last_for(max(_RENEW_BEFORE_S, lasting_s)):
             return self._frozen
         usable = self._last_for(_USABLE_S)
         if not usable or asyncio.get_running_loop().time() >= self._renewed_at + self._pause_s:
             renewing = self._renew()
             if not usable:
                 await asyncio.shield(renewing)
-            elif not self._last_for(lasting_s):
+            elif refused or not self._last_for(lasting_s):
                 await asyncio.wait([renewing])
         return self._frozen
+
+    def on_reply(self, *, parsed: dict[str, Any], **_: Any) -> None:
+        """Note a refusal of the credentials, unless their source cannot change."""
+        if self.method not in _FIXED_SOURCES and mark_renewable(parsed):
+            self._refused = self._frozen
 
     def _last_for(self, seconds: float) -> bool:
         if self._frozen is None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -46,6 +47,8 @@ Neither botocore nor aiobotocore wraps errors that occur while a body is streame
 CALL_ERRORS = (ClientError, *NO_ANSWER)
 EXPLAINED = (ClientError, BotoCoreError, ResponseParserError, KeyError)
 """Errors that `preflight_error` describes. KeyError: a server of something else sent JSON without the field."""
+# In a response's `Error`.
+_RENEWABLE = "CredentialsRenewable"
 _EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException"})
 _UNKNOWN_CREDENTIALS = frozenset(
     {"InvalidAccessKeyId", "InvalidClientTokenId", "InvalidToken", "UnrecognizedClientException"}
@@ -119,16 +122,29 @@ def was_sent(error: BaseException) -> bool:
     return isinstance(cause, aiohttp.ClientOSError) and not isinstance(cause, aiohttp.ClientConnectorError)
 
 
+def mark_renewable(parsed: dict[str, Any]) -> bool:
+    """Mark a response whose caller's credentials can be renewed, if it refuses these. Return whether it does."""
+    refused = parsed.get("Error", {}).get("Code") in _EXPIRED | _UNKNOWN_CREDENTIALS
+    if refused:
+        parsed["Error"][_RENEWABLE] = True
+    return refused
+
+
+def is_renewable(error: ClientError) -> bool:
+    """Return whether the service refuses credentials for which new ones can be found, so that a retry may succeed: a
+    metadata service is late, or a file will be rewritten."""
+    return _RENEWABLE in error.response.get("Error", {})
+
+
 def is_expired(error: ClientError) -> bool:
-    """Return whether the credentials have expired. Renewable ones are renewed long before, so a retry is
-    pointless."""
-    return code_of(error) in _EXPIRED
+    """Return whether the credentials have expired and cannot be renewed, so that a retry is pointless."""
+    return code_of(error) in _EXPIRED and not is_renewable(error)
 
 
 def is_unknown_caller(error: ClientError) -> bool:
     """Return whether the service does not accept the credentials, or the signature made with them."""
     code = code_of(error)
-    return is_expired(error) or code in _UNKNOWN_CREDENTIALS | _WRONG_CLOCK or "Signature" in code
+    return code in _EXPIRED | _UNKNOWN_CREDENTIALS | _WRONG_CLOCK or "Signature" in code
 
 
 def is_wrong_clock(error: ClientError) -> bool:
@@ -154,7 +170,7 @@ def raise_if_expired(error: BaseException, what: str) -> None:
         raise CredentialsExpired(
             f"the AWS credentials have expired ({what} says {code_of(error)}). Get new ones (aws sso login, or the "
             "three of AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN) and start the run again under "
-            "its run_id: what is finished is taken. Those of a role, an SSO login or a credential_process are renewed"
+            "its run_id: what is finished is taken. Those of any other source than these variables are renewed"
         ) from error
 
 
@@ -194,7 +210,7 @@ def _refusal(error: ClientError, what: str, setting: str) -> str:
     """Describe a service's error code, and what to do about it."""
     code, status = code_of(error), status_of(error)
     said = f"{code}: {message_of(error)}"
-    if is_expired(error):
+    if code_of(error) in _EXPIRED:
         return f"{what} refuses us: {said}. The AWS credentials have expired: get new ones, e.g. aws sso login"
     if code in _UNKNOWN_CREDENTIALS:
         return f"{what} refuses us: {said}. AWS does not know these credentials: check AWS_PROFILE or the access key"

@@ -19,6 +19,7 @@ import hashlib
 import hmac
 import json
 import random
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -80,8 +81,10 @@ class RepeatedCall:
         *,
         retries: bool,
         limit_s: float,
+        on_reply: Callable[..., object],
     ) -> None:
-        """`retries` is whether the client retries. A body that is not streamed must be read within `limit_s`."""
+        """`retries` is whether the client retries. A body that is not streamed must be read within `limit_s`.
+        `on_reply` gets each error as `parsed`."""
         service = client.meta.service_model
         self._client = client
         self._http = http
@@ -89,6 +92,7 @@ class RepeatedCall:
         self._fixed = fixed
         self._retries = retries
         self._limit_s = limit_s
+        self._on_reply = on_reply
         self._model = service.operation_model(client.meta.method_to_api_mapping[method])
         streams = self._model.has_streaming_output
         self._stream = str(self._model.output_shape.serialization["payload"]) if streams else ""
@@ -192,6 +196,7 @@ class RepeatedCall:
         parsed = self._parser.parse(answer, self._model.output_shape)
         code = str(parsed.get("Error", {}).get("Code", ""))
         log_call(self._service, self._model.name, response.status, code)
+        self._on_reply(parsed=parsed)
         kind: type[ClientError] = self._client.exceptions.from_code(code)
         return kind(parsed, self._model.name)
 

@@ -14,7 +14,14 @@ from rollout_backend.collect.presign import Presigner
 from rollout_backend.collect.queue import AnnouncementQueue, check_queue
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import AgentCoreConfig, AwsConfig, QueueConfig, StorageConfig
-from rollout_backend.errors import CredentialsExpired, InvokeRejected, NoCredentials, PreflightError, RuntimeCallError
+from rollout_backend.errors import (
+    CredentialsExpired,
+    InvokeRejected,
+    NoCredentials,
+    PreflightError,
+    RuntimeCallError,
+    StoreError,
+)
 from rollout_backend.runtimes.agentcore.control import ReadyRuntime, control_client, pin_endpoint
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
 from rollout_backend.testing.fault_proxy import Fault, FaultProxy, Rule
@@ -63,6 +70,51 @@ async def test_expired_credentials_at_s3_or_sqs_end_the_run(proxy, stack, local_
     with pytest.raises(PreflightError, match=r"refuses us: ExpiredToken.*have expired: get new ones"):
         await store.check()
     proxy.rules.clear()
+
+
+PROCESS = """#!/bin/sh
+echo '{{"Version": 1, "AccessKeyId": "{}", "SecretAccessKey": "s", "SessionToken": "t"}}'
+"""
+FILE = "[default]\naws_access_key_id = {}\naws_secret_access_key = s\naws_session_token = t\n"
+
+
+@pytest.mark.parametrize("source", ["file", "process"])
+@pytest.mark.parametrize("code", ["ExpiredToken", "InvalidAccessKeyId"])
+async def test_refused_credentials_are_looked_for_again(
+    played_aws, stack, tmp_path, monkeypatch, source, code
+) -> None:
+    """Neither a file nor a command says when its credentials expire."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    path = tmp_path / source
+    path.touch(0o700)
+    variable = {"file": "AWS_SHARED_CREDENTIALS_FILE", "process": "AWS_CONFIG_FILE"}[source]
+    config = tmp_path / "config"
+    config.write_text(f"[default]\ncredential_process = {path}\n")
+    monkeypatch.setenv(variable, str(path if source == "file" else config))
+    keys = FILE if source == "file" else PROCESS
+    path.write_text(keys.format("OLD"))
+    refusal = f"<Error><Code>{code}</Code><Message>refused</Message></Error>".encode()
+
+    def answer(sent):
+        return (400, {}, refusal) if "Credential=OLD/" in sent.headers["authorization"] else (200, {}, b"it")
+
+    played_aws.answer = answer
+    store = await ResultStore.open(StorageConfig(bucket="bucket"), AwsConfig())
+    stack.push_async_callback(store.aclose)
+    store._s3.credentials._pause_s = 0.0
+    for _ in range(2):
+        with pytest.raises(StoreError, match=code):
+            await store.get("a")
+    runtime = await AgentCoreRuntime.open(AgentCoreConfig(arn=ARN))
+    stack.push_async_callback(runtime.aclose)
+    played_aws.answer = lambda sent: (403, {"x-amzn-ErrorType": "ExpiredTokenException"}, b"{}")
+    with pytest.raises(NoCredentials, match="ExpiredTokenException") as caught:
+        await runtime.invoke(SESSION, b"{}")
+    assert caught.value.never_opened
+    played_aws.answer = answer
+    path.write_text(keys.format("NEW"))
+    assert await store.get("a") == b"it"
 
 
 @pytest.mark.parametrize(

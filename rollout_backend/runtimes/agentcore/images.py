@@ -437,6 +437,8 @@ def _classify(cause: BaseException | None, text: str) -> RuntimeCallError:
             return WrongClock(text)
         if aws.is_denied(cause):
             return InvokeRejected(text, reason="access_denied")
+        if aws.is_renewable(cause):
+            return NoCredentials(text)
         if aws.is_throttled(cause) or aws.status_of(cause) >= 500 or aws.status_of(cause) in (402, 404, 409):
             return RuntimeNotReady(text)
     elif isinstance(cause, aws.UNSIGNED):

@@ -374,6 +374,8 @@ def _to_call_error(error: ClientError) -> RuntimeCallError:
     text = aws.reason(error)
     if aws.is_expired(error):
         return InvokeRejected(text, reason="credentials_expired")
+    if aws.is_renewable(error):
+        return NoCredentials(text)
     if aws.is_wrong_clock(error):
         return WrongClock(text)
     if aws.is_throttled(error):
