@@ -40,6 +40,7 @@ from rollout_backend.core.tasks import Task, check_private, check_unique, planne
 from rollout_backend.dispatch.ramp import check_ramp
 from rollout_backend.errors import CircuitOpen, ConfigError, RolloutBackendError, RunHeld, ServingError, StoreError
 from rollout_backend.garbage_collection import rare_full_collections
+from rollout_backend.local_keys import bypass_proxies
 from rollout_backend.logs import log_fields
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.progress import FirstCall, Progress
@@ -134,6 +135,8 @@ class RolloutManager:
         Raises:
             ConfigError, PreflightError, StartupError, RunHeld: after everything that was started has been stopped.
         """
+        # A proxy of the user's cannot reach this machine's parts.
+        bypass_proxies()
         run = RunServices(
             self.config,
             self.archive,
