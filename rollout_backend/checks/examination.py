@@ -22,7 +22,7 @@ from rollout_backend.core.check_result import CheckResult
 from rollout_backend.core.formats import dollars
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.cost import Prices
-from rollout_backend.results.findings import Level, forced_formats, token_counts
+from rollout_backend.results.findings import Level, forced_formats
 from rollout_backend.runtimes.base import AgentRuntime, runtime_class
 
 
@@ -137,14 +137,13 @@ def check_forced_formats(config: RolloutConfig) -> list[CheckResult]:
     newest, name = max(found, key=lambda path: path.stat().st_mtime), "forced-formats"
     archive = RunArchive(newest.parents[1])
     try:
-        results = [record.result for record in archive.read_records(archive.steps()[-1])]
+        summary = archive.read_summary(archive.steps()[-1])
     except (OSError, ValueError) as error:
         return [CheckResult("unchecked", "gateway.forced_tools", f"{newest} cannot be read: {error}", name)]
     text = f"in the last step of run {archive.run_dir.name}"
-    sampled, trained = token_counts(result for result in results if result is not None)
-    if not sampled:
+    if not summary.counted_tokens:
         return []
-    for finding in forced_formats(sampled, trained):
+    for finding in forced_formats(summary.counted_tokens, summary.trained_tokens):
         if finding.level is not Level.NOTE:
             return [CheckResult("warning", "gateway.forced_tools", f"{text}, {finding.text}: {finding.advice}", name)]
     return [CheckResult("ok", "gateway.forced_tools", f"{text}, replies could be trained", name)]

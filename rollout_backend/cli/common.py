@@ -57,6 +57,17 @@ _OF_THE_MACHINE = {
 }
 """What to do about errors of the operating system. Other errors are bugs of this package."""
 
+
+@contextlib.contextmanager
+def show_progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show how many rollouts of how many are done while a terminal waits. Pass both numbers to the value."""
+    from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    with Progress("{task.description}", MofNCompleteColumn(), TimeRemainingColumn(), console=errors) as progress:
+        task = progress.add_task(f"rollouts {what}", visible=errors.is_terminal)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
 RUNS = Path("runs")
 """The default of `output_dir`, where commands look for runs."""
 

@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rollout_backend.cli.common import RUNS, NewestRun, RunName, complete_run, console, echo, errors, find_run
+from rollout_backend.cli.common import (
+    RUNS,
+    NewestRun,
+    RunName,
+    complete_run,
+    console,
+    echo,
+    errors,
+    find_run,
+    show_progress,
+)
 from rollout_backend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -152,7 +162,8 @@ def _export(folder: Path, to: ExportFormat, out: Path) -> dict[Path, int]:
         return export_inspect_logs(folder, out)
     from rollout_backend.results.export import export_run
 
-    return export_run(folder, to, out)
+    with show_progress("read") as follow:
+        return export_run(folder, to, out, follow=follow)
 
 
 def _export_to_s3(folder: Path, to: ExportFormat, url: str) -> dict[str, int]:
@@ -255,7 +266,14 @@ def rescore(
     from rollout_backend.results.terminal.view import print_rescoring
     from rollout_backend.scoring.scorer import load_scorer
 
-    found = compute(find_run(run), load_scorer(scorer), name)
-    print(found.model_dump_json()) if as_json else print_rescoring(console, found)
-    if found.failures:
+    with show_progress("scored") as follow:
+        found = compute(find_run(run), load_scorer(scorer), name, follow=follow)
+    if as_json:
+        print(found.model_dump_json()[:-1], end=',"rollouts":[')
+        for number, each in enumerate(found.rollouts()):
+            print("," * (number > 0) + each.model_dump_json(), end="")
+        print("]}")
+    else:
+        print_rescoring(console, found)
+    if found.scored < found.completed:
         raise typer.Exit(1)

@@ -195,8 +195,9 @@ async def collect_step(
     from rollout_backend.core.tasks import check_private, planned_rollouts
     from rollout_backend.manager import RolloutManager
     from rollout_backend.results.cost import Prices
-    from rollout_backend.results.findings import count_failures, judge
+    from rollout_backend.results.findings import judge
     from rollout_backend.results.page.report import try_to_write_report
+    from rollout_backend.results.summary import count_failures, summarize
     from rollout_backend.results.terminal.run_view import RunSummary
     from rollout_backend.results.terminal.view import print_step
 
@@ -239,7 +240,7 @@ async def collect_step(
     seconds = output.seconds()
     if output.style == "verbose":
         print_step(console, result, config.run_dir)
-    verdict = judge(result.report, result.records, min_completed)
+    verdict = judge(result.report, summarize(result.records), min_completed)
     code = 1 if not result.report.balanced else 0 if verdict.passed else 3
     output.end(
         RunSummary(

@@ -32,12 +32,12 @@ def complete_id(context: typer.Context, incomplete: str) -> list[str]:
     runs = complete_run(incomplete) if run is None else []
     try:
         archive = RunArchive(find_run(run))
-        names = RunNames.read(archive, archive.begun_steps()[-1:])
+        names = RunNames(archive, archive.begun_steps()[-1:])
     except (ConfigError, OSError, ValueError):
         return runs
     found = names.starting_with(incomplete)
     if len(found) == 1:
-        found = tuple(dict.fromkeys((*found, *(name for name in names.rollouts if name.startswith(found[0])))))
+        found = (found[0], *names.rollouts(found[0]))
     return [*runs, *found]
 
 
@@ -92,7 +92,7 @@ def _show_similar(shown: _Shown, name: str, *, other_runs: bool) -> None:
     """Show whatever starts with the name. Raises ConfigError with the candidates unless there is exactly one."""
     from rollout_backend.results.archive import RunNames
 
-    names = RunNames.read(shown.archive, shown.steps())
+    names = RunNames(shown.archive, shown.steps())
     found = (name,) if name in names.tasks else names.starting_with(name)
     runs = complete_run(name) if other_runs and name not in names.tasks else []
     several = [*found, *runs]
@@ -107,7 +107,7 @@ def _show_similar(shown: _Shown, name: str, *, other_runs: bool) -> None:
         advice = f"did you mean {nearest}? Or name" if nearest else "name"
         raise ConfigError(f"{shown.place} holds no task and no rollout {name!r}; {advice} another run with --run")
     elif not shown.rollout(found[0]) and not shown.task(found[0]):
-        results = ", ".join(each for each in names.rollouts if each.startswith(f"{found[0]}.")) or "none"
+        results = ", ".join(names.rollouts(found[0])) or "none"
         raise ConfigError(
             f"the step of task {found[0]!r} has not ended, or was killed, so {shown.place} has no records of it. "
             f"Its results so far, which `rollout show` prints: {results}"

@@ -7,7 +7,8 @@ RUN_DIR/artifacts/STEP/ROLLOUT_ID    the artifacts that a scorer was given
 RUN_DIR/steps/STEP.tasks.jsonl       the step's tasks
 RUN_DIR/steps/STEP.json              the step's report
 RUN_DIR/steps/STEP.rollouts.jsonl    one line for each planned rollout: its record
-RUN_DIR/steps/STEP.running.jsonl     the same while the step runs, with deadlines; replaced every few seconds
+RUN_DIR/steps/STEP.summary.jsonl     the numbers of these records, and of their tasks: derived, made again if missing
+RUN_DIR/steps/STEP.running.jsonl     the records while the step runs, with deadlines; replaced every few seconds
 RUN_DIR/rescored/NAME/               rewards that a scorer computed later: see `rescoring`
 RUN_DIR/logs/                        logs of the servers that this run starts
 
@@ -27,12 +28,12 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
+from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from agent_wrapper.contract import ContractError, Rollout, unpack_artifacts
@@ -44,13 +45,18 @@ from rollout_backend.errors import ConfigError
 from rollout_backend.results.records import ResultSummary, RolloutRecord
 from rollout_backend.results.run_info import RunInfo, RunStart, RunState, secret_settings, settings_yaml
 from rollout_backend.results.step_report import StepReport
+from rollout_backend.results.summary import StepSummary, summarize
+from rollout_backend.results.task_totals import TaskTotals
 
 log = logging.getLogger(__name__)
 
 CONFIG = "config.yaml"
 _INFO = "run.json"
 _TASKS, _REPORT, _RECORDS, _RUNNING = ".tasks.jsonl", ".json", ".rollouts.jsonl", ".running.jsonl"
+SUMMARY = ".summary.jsonl"
 _MAX_PENDING = 256  # results held in memory until they are written
+_COMPARED = 10_000
+"""Ids with which a mistyped one is compared, the newest first."""
 
 
 class RunArchive:
@@ -214,11 +220,12 @@ class RunArchive:
             return None
 
     def write_records(self, step: int, records: Sequence[RolloutRecord]) -> None:
-        """Write the records of a step, replacing earlier ones. Does nothing without records."""
+        """Write the records of a step and their summary, replacing earlier ones. Does nothing without records."""
         if records:
             lines = "".join(f"{record.model_dump_json()}\n" for record in records)
-            self.try_to_write(self._step_file(step, _RECORDS), lines.encode())
-            # In the writer's thread, so that it follows any pending write of this file.
+            if self.try_to_write(self._step_file(step, _RECORDS), lines.encode()):
+                # In the writer's thread, so that it follows any pending write of the step's other files.
+                self._executor.submit(self._summarize, step, records)
             self._executor.submit(self._step_file(step, _RUNNING).unlink, missing_ok=True)
 
     def write_running(self, step: int, lines: Sequence[str]) -> Future[bool]:
@@ -277,7 +284,55 @@ class RunArchive:
         Raises:
             ValueError: a line is not a record.
         """
-        return [RolloutRecord.model_validate_json(line) for line in self.record_lines(step)]
+        found = []
+        for number, line in enumerate(self.record_lines(step), 1):
+            try:
+                found.append(RolloutRecord.model_validate_json(line))
+            except ValidationError as error:
+                name = self._step_file(step, _RECORDS).name
+                raise ValueError(f"line {number} of {name} is no record: {error.errors()[0]['msg']}") from None
+        return found
+
+    def read_summary(self, step: int) -> StepSummary:
+        """Return the numbers of a step that has records.
+
+        Raises:
+            ValueError: a line is not a record.
+        """
+        return self._stored_summary(step)[0]
+
+    def read_totals(self, step: int) -> TaskTotals:
+        """Return the tasks of a step that has records.
+
+        Raises:
+            ValueError: a line is not a record.
+        """
+        return TaskTotals.model_validate_json(self._stored_summary(step)[1])
+
+    def _stored_summary(self, step: int) -> tuple[StepSummary, bytes]:
+        try:
+            about, totals = self._step_file(step, SUMMARY).read_bytes().splitlines()
+            stored = _StoredSummary.model_validate_json(about)
+            if stored.records == _stamp(self._step_file(step, _RECORDS)):
+                return stored.summary, totals
+        except (OSError, ValueError):
+            # Missing, damaged, or of another version: derived from the records again.
+            pass
+        return self._summarize(step)
+
+    def _summarize(self, step: int, records: Sequence[RolloutRecord] | None = None) -> tuple[StepSummary, bytes]:
+        """Compute the summary of a step from its records, and write it for the next reader if the disk accepts it."""
+        stamp = _stamp(self._step_file(step, _RECORDS))
+        found = self.read_records(step) if records is None else records
+        try:
+            tasks = self.read_tasks(step)
+        except ConfigError:
+            tasks = {}
+        summary, totals = summarize(found), TaskTotals.of(found, tasks).model_dump_json().encode()
+        about = _StoredSummary(records=stamp, summary=summary).model_dump_json().encode()
+        with contextlib.suppress(OSError):
+            self.write(self._step_file(step, SUMMARY), about + b"\n" + totals + b"\n")
+        return summary, totals
 
     def record_lines(self, step: int) -> list[bytes]:
         """Return the records of a step as JSON; empty if it has none."""
@@ -359,40 +414,57 @@ class RunArchive:
         return True
 
 
-@dataclass(frozen=True)
+class _StoredSummary(BaseModel, frozen=True):
+    """The first line of a step's summary file; the second one has its `TaskTotals`."""
+
+    records: tuple[int, int]
+    """Size and time of change of the records of which the summary was made."""
+    summary: StepSummary
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    about = path.stat()
+    return about.st_size, about.st_mtime_ns
+
+
 class RunNames:
-    """The ids of some steps' tasks and rollouts, unique and in order."""
+    """The ids of the tasks and rollouts of some steps. Only the rollouts of a requested task are read."""
 
-    tasks: tuple[str, ...]
-    rollouts: tuple[str, ...]
-
-    @classmethod
-    def read(cls, archive: RunArchive, steps: Iterable[int]) -> Self:
-        """Read the ids of these steps. A killed step has no records, so its tasks and results are read.
+    def __init__(self, archive: RunArchive, steps: Sequence[int]) -> None:
+        """Read the ids of the tasks, and of the results of steps without records, which are running or were killed.
 
         Raises:
             ValueError: a record is damaged.
         """
+        self._archive, self._steps = archive, steps
         tasks: dict[str, None] = {}
-        rollouts: dict[str, None] = {}
+        results: dict[str, None] = {}
+        ended = {*archive.steps()}
         for step in steps:
-            lines = archive.record_lines(step)
-            for line in lines:
-                record = from_json(line)
-                tasks[record["task_id"]] = rollouts[record["rollout_id"]] = None
-            if not lines:
+            if step in ended:
+                tasks |= dict.fromkeys(archive.read_totals(step).task_ids)
+            else:
                 with contextlib.suppress(ConfigError):
                     tasks |= dict.fromkeys(archive.read_tasks(step))
-                rollouts |= dict.fromkeys(path.name for path in archive.results(step))
-        return cls(tuple(tasks), tuple(rollouts))
+                results |= dict.fromkeys(path.name for path in archive.results(step))
+        self.tasks, self._results = tuple(tasks), tuple(results)
 
     def starting_with(self, prefix: str) -> tuple[str, ...]:
         """Return the tasks whose ids start with the prefix or, if there are none, the rollouts."""
-        for names in (self.tasks, self.rollouts):
-            if found := tuple(name for name in names if name.startswith(prefix)):
-                return found
-        return ()
+        if found := tuple(name for name in self.tasks if name.startswith(prefix)):
+            return found
+        return tuple(name for name in self.rollouts(prefix.rpartition(".")[0]) if name.startswith(prefix))
+
+    def rollouts(self, task_id: str) -> tuple[str, ...]:
+        """Return the rollouts of a task, those without a record last."""
+        records = self._archive.find_task(task_id) if task_id in self.tasks else []
+        ids = [record.rollout_id for record in records if record.step in self._steps]
+        return tuple(dict.fromkeys((*ids, *(each for each in self._results if each.startswith(f"{task_id}.")))))
 
     def nearest(self, wanted: str) -> str | None:
-        """Return the most similar id; None if all differ too much."""
-        return next(iter(difflib.get_close_matches(wanted, [*self.tasks, *self.rollouts], 1)), None)
+        """Return the most similar of the newest ids; None if all differ too much."""
+        task, dot, number = wanted.rpartition(".")
+        newest = (*self._results, *self.tasks[-_COMPARED:])
+        found = next(iter(difflib.get_close_matches(task if number.isdecimal() else wanted, newest, 1)), None)
+        rollout = f"{found}{dot}{number}"
+        return rollout if found and number.isdecimal() and rollout in self.rollouts(found) else found

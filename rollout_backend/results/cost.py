@@ -5,37 +5,13 @@ The cost is an estimate, because only the times of sessions are known, and only 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
 from rollout_backend.config import AgentCoreConfig, RolloutConfig
 from rollout_backend.core.formats import dollars
-from rollout_backend.results.records import RolloutRecord
-from rollout_backend.results.summary import seconds_of, span
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Resources that some rollouts used. Usages can be added."""
-
-    session_s: float = 0.0  # seconds of open sessions
-    model_s: float = 0.0  # of these, seconds in model calls
-    results: int = 0
-
-    def __add__(self, other: Usage) -> Usage:
-        return Usage(self.session_s + other.session_s, self.model_s + other.model_s, self.results + other.results)
-
-
-NO_USAGE = Usage()
-
-
-def usage_of(record: RolloutRecord) -> tuple[Usage, Usage]:
-    """Return what a rollout used, and what its attempts before the one that delivered the result used."""
-    spent = seconds_of(record)
-    lost = spent.lost if record.result is not None else 0.0
-    return Usage(spent.session - lost, spent.model, int(record.result is not None)), Usage(lost)
-
+from rollout_backend.results.summary import NO_USAGE, StepSummary, Usage
 
 _RATES = {"V1": (0.0895, 0.00945), "V2": (0.1276, 0.0169)}  # per vCPU-hour and GB-hour, by AgentCore platform
 LEFT_OUT = "storage, logs, data transfer, NAT and load balancers"
@@ -138,24 +114,16 @@ class Prices:
     def _agents(self, usage: Usage) -> float:
         return self.session_s * usage.session_s + self.own_s * (usage.session_s - usage.model_s)
 
-    def cost_of_steps(self, steps: Iterable[Sequence[RolloutRecord]]) -> Cost:
-        """Return the cost of steps from their records. Asynchronous trainers have several steps at the same time: the
-        GPUs cost once for such a time."""
+    def cost_of_steps(self, steps: Iterable[StepSummary]) -> Cost:
+        """Return the cost of steps. Asynchronous trainers have several steps at the same time: the GPUs cost once for
+        such a time."""
         total, covered = Cost(0.0, 0.0, 0.0, 0.0), 0.0
-        for records in sorted(steps, key=span):
-            total += self.cost_of(records, covered)
-            covered = max(covered, span(records)[1])
+        for step in sorted(steps, key=lambda each: (each.began, each.ended)):
+            total += self.cost_of(step, covered)
+            covered = max(covered, step.ended)
         return total
 
-    def cost_of(self, records: Sequence[RolloutRecord], gpus_since: float = 0.0) -> Cost:
-        """Return the cost of a step from its records. Rollouts that are not trained count as wasted."""
-        trained = wasted = NO_USAGE
-        for record in records:
-            usage, lost = usage_of(record)
-            if record.trained:
-                trained += usage
-            else:
-                wasted += usage
-            wasted += lost
-        began, ended = span(records)
-        return self.cost(trained, wasted, max(0.0, ended - max(began, gpus_since)))
+    def cost_of(self, step: StepSummary, gpus_since: float = 0.0) -> Cost:
+        """Return the cost of a step. Rollouts that are not trained count as wasted."""
+        seconds = max(0.0, step.ended - max(step.began, gpus_since))
+        return self.cost(step.trained_use, step.wasted_use, seconds)

@@ -14,7 +14,8 @@ import itertools
 import json
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -32,8 +33,9 @@ from rollout_backend.config.results import AwsConfig
 from rollout_backend.errors import ConfigError
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.cost import Prices
+from rollout_backend.results.parallel import chunks, map_in_order
 from rollout_backend.results.records import ResultSummary, RolloutRecord, replies_by_turn, text_of
-from rollout_backend.results.run_data import StepData, read_config, read_rollout, read_run_id, read_steps
+from rollout_backend.results.run_data import StepData, read_config, read_rollout, read_run_id, read_steps, reading
 from rollout_backend.results.step_report import StepReport
 from rollout_backend.results.summary import mean
 
@@ -51,10 +53,19 @@ _TYPES = {
 }
 
 
-def export_run(run_dir: Path, to: TableFormat, out: Path, *, max_rows: int = 5000) -> dict[Path, int]:
+def export_run(
+    run_dir: Path,
+    to: TableFormat,
+    out: Path,
+    *,
+    max_rows: int = 5000,
+    follow: Callable[[int, int], None] = lambda done, planned: None,
+) -> dict[Path, int]:
     """Write the tables of a run and `schema.json` into a folder. Return the number of rows of each table's file.
 
-    `max_rows` is the number of rows of a table in memory and, with Parquet, in a row group.
+    For a large run, several processes read the results. `max_rows` is the number of rows of a table that are written
+    together and, with Parquet, the most in a row group. `follow` is called with the numbers of read and of planned
+    rollouts.
 
     Raises:
         ConfigError: the run's folder holds no step, or a file of another version.
@@ -69,14 +80,14 @@ def export_run(run_dir: Path, to: TableFormat, out: Path, *, max_rows: int = 500
             name: _Table(out / f"{name}.{to}", schema, to, run_id, parts, max_rows)
             for name, schema in SCHEMAS.items()
         }
+        planned = 0
         for step in read_steps(run_dir):
-            for record in step.records:
-                rollout = read_rollout(archive, record)
-                tables["rollouts"].add([rollout_row(run_id, record, rollout)])
-                tables["events"].add(event_rows(run_id, record))
-                if rollout is not None:
-                    tables["turns"].add(turn_rows(run_id, record, rollout))
-            tables["steps"].add([step_row(run_id, step, prices)])
+            tables["steps"].add(_batch("steps", [step_row(run_id, step, prices)]))
+            planned += step.summary.planned
+        for piece in map_in_order(_read_rows, _pieces(archive, run_id), planned):
+            for name, batch in piece.items():
+                tables[name].add(batch)
+            follow(tables["rollouts"].rows, planned)
         for table in tables.values():
             table.close()
         for table in tables.values():
@@ -85,6 +96,41 @@ def export_run(run_dir: Path, to: TableFormat, out: Path, *, max_rows: int = 500
         about = {"schema_version": TABLES_VERSION, "run_id": run_id, "tables": columns}
         write_file(out / "schema.json", json.dumps(about, indent=1).encode())
     return {table.path: table.rows for table in tables.values()}
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some lines of a step's records."""
+
+    run_dir: Path
+    run_id: str
+    step: int
+    lines: Sequence[bytes]
+
+
+def _pieces(archive: RunArchive, run_id: str) -> Iterator[_Piece]:
+    for step in archive.steps():
+        for lines in chunks(archive.record_lines(step)):
+            yield _Piece(archive.run_dir, run_id, step, lines)
+
+
+def _read_rows(piece: _Piece) -> dict[str, pa.RecordBatch]:
+    """Return the rows of the tables about rollouts."""
+    archive, run_id = RunArchive(piece.run_dir), piece.run_id
+    rows: dict[str, list[Row]] = {"rollouts": [], "turns": [], "events": []}
+    with reading(archive, piece.step):
+        records = [*map(RolloutRecord.model_validate_json, piece.lines)]
+    for record in records:
+        rollout = read_rollout(archive, record)
+        rows["rollouts"].append(rollout_row(run_id, record, rollout))
+        rows["events"] += event_rows(run_id, record)
+        if rollout is not None:
+            rows["turns"] += turn_rows(run_id, record, rollout)
+    return {name: _batch(name, of_table) for name, of_table in rows.items()}
+
+
+def _batch(name: str, rows: list[Row]) -> pa.RecordBatch:
+    return pa.RecordBatch.from_pylist(rows, SCHEMAS[name])
 
 
 class _Writer(Protocol):
@@ -101,26 +147,31 @@ class _Table:
     ) -> None:
         self.path, self.part, self.rows = path, path.with_name(f".{path.name}.part"), 0
         self._schema = schema.with_metadata({"schema_version": str(TABLES_VERSION), "run_id": run_id})
-        self._pending: list[Row] = []
+        self._pending: list[pa.RecordBatch] = []
         self._max_rows = max_rows
         parts.callback(self.part.unlink, missing_ok=True)
         self._writer = _open(self.part, self._schema, to)
         parts.callback(self._writer.close)
 
-    def add(self, rows: Iterable[Row]) -> None:
-        self._pending.extend(rows)
-        if len(self._pending) >= self._max_rows:
-            self._write()
+    def add(self, batch: pa.RecordBatch) -> None:
+        self._pending.append(batch)
+        self.rows += batch.num_rows
+        if sum(each.num_rows for each in self._pending) >= self._max_rows:
+            self._write(self._max_rows)
 
     def close(self) -> None:
-        self._write()
+        self._write(1)
         self._writer.close()
 
-    def _write(self) -> None:
-        if self._pending:
-            self._writer.write_batch(pa.RecordBatch.from_pylist(self._pending, self._schema))
-        self.rows += len(self._pending)
+    def _write(self, least: int) -> None:
+        """Write the pending rows, except a last batch of fewer than `least`."""
+        pending = pa.Table.from_batches(self._pending, self._schema).combine_chunks()
         self._pending = []
+        for batch in pending.to_batches(self._max_rows):
+            if batch.num_rows >= least:
+                self._writer.write_batch(batch)
+            elif batch.num_rows:
+                self._pending.append(batch)
 
 
 def _open(path: Path, schema: pa.Schema, to: TableFormat) -> _Writer:
@@ -302,21 +353,18 @@ def event_rows(run_id: str, record: RolloutRecord) -> Iterator[Row]:
 
 def step_row(run_id: str, step: StepData, prices: Prices | None = None) -> Row:
     """Return the row of a step. Values that only its report has are null if it was interrupted."""
-    cost = step.cost(prices)
-    ended = [record.outcome for record in step.records]
-    rewards = [
-        record.reward for record in step.records if record.outcome is Outcome.COMPLETED and record.reward is not None
-    ]
+    cost, report, summary = step.cost(prices), step.read_report(), step.summary
+    completed = summary.completed_rewards
     return {
         "run_id": run_id,
         "step": step.step,
         "name": step.name,
         "validates": step.validates,
-        "planned": len(step.records),
-        **{outcome: ended.count(outcome) for outcome in Outcome},
-        "trainable": sum(record.trainable for record in step.records),
-        "mean_reward": mean(rewards),
-        **(_of_report(step.report) if step.report is not None else {}),
+        "planned": summary.planned,
+        **{outcome: summary.outcomes.get(outcome, 0) for outcome in Outcome},
+        "trainable": sum(record.trainable for record in step.read_records()),
+        "mean_reward": summary.completed_reward_sum / completed if completed else None,
+        **(_of_report(report) if report is not None else {}),
         "cost_dollars": cost.total if cost is not None else None,
         "wasted_dollars": cost.wasted if cost is not None else None,
     }

@@ -1,7 +1,6 @@
 """Find what to look at in a step: whether it can be trained, and what cost time or data. Pure."""
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -9,9 +8,8 @@ from agent_wrapper.contract import Outcome
 from rollout_backend.core.formats import count
 from rollout_backend.core.ledger import NO_RESULT
 from rollout_backend.gateway.stats import EngineUse
-from rollout_backend.results.records import ResultSummary, RolloutRecord
 from rollout_backend.results.step_report import CallRate, GroupReport, StepReport
-from rollout_backend.results.summary import TAIL, StepSummary, duration, tail_share
+from rollout_backend.results.summary import TAIL, FailureCount, StepSummary
 
 _NO_MODEL_CALL = "no_model_call"
 
@@ -38,17 +36,6 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class FailureCount:
-    """Number of rollouts that ended in one way."""
-
-    outcome: Outcome
-    reason: str
-    number: int
-    first: str  # a rollout to look at
-    message: str = ""  # message of that rollout
-
-
-@dataclass(frozen=True)
 class Verdict:
     """`passed`: something can be trained, enough rollouts completed, and every session is closed.
 
@@ -59,13 +46,12 @@ class Verdict:
     findings: tuple[Finding, ...]
 
 
-def judge(report: StepReport, records: Sequence[RolloutRecord], min_completed: int = 0) -> Verdict:
+def judge(report: StepReport, summary: StepSummary, min_completed: int = 0) -> Verdict:
     """Return the verdict on a step. It fails if fewer than `min_completed` rollouts completed."""
     completed, planned = report.outcomes[Outcome.COMPLETED], report.planned
     usable = [group for group in report.groups if group.usable]
     done = f"{completed} of {planned} rollouts completed"
-    results = [record.result for record in records if record.result is not None]
-    forced = [*forced_formats(*token_counts(results))]
+    forced = [*forced_formats(summary.counted_tokens, summary.trained_tokens)]
     why = _nothing_to_train(report, usable)
     if usable and forced and forced[0].level is Level.BAD:
         why = forced[0].text
@@ -74,7 +60,7 @@ def judge(report: StepReport, records: Sequence[RolloutRecord], min_completed: i
         text = f"nothing to train on: solved, every reward is 1 ({count(len(usable), 'task')})"
         first = Finding(Level.WARNING, text, "choose harder tasks")
     elif why:
-        first = Finding(Level.BAD, f"nothing to train on: {why}", _show(records))
+        first = Finding(Level.BAD, f"nothing to train on: {why}", show_command(summary.first_failed))
     else:
         first = Finding(Level.NOTE, f"{done}, {len(usable)} of {len(report.groups)} groups usable")
     findings = [first]
@@ -82,8 +68,8 @@ def judge(report: StepReport, records: Sequence[RolloutRecord], min_completed: i
         findings.append(Finding(Level.BAD, f"{done}, and at least {min_completed} must complete"))
     findings += [] if why else _spread(usable)
     findings += forced
-    findings += cut_replies(sum(result.cut_replies for result in results), sum(result.turns for result in results))
-    findings += failure_findings(count_failures(records), report.planned)
+    findings += cut_replies(summary.cut_replies, summary.turns)
+    findings += failure_findings(summary.failures, report.planned)
     if report.unclosed_sessions:
         text = f"{count(len(report.unclosed_sessions), 'session')} could not be closed"
         findings.append(Finding(Level.BAD, text))
@@ -99,12 +85,6 @@ def _nothing_to_train(report: StepReport, usable: list[GroupReport]) -> str | No
     if any(group.has_spread or len(group.rewards) == 1 for group in usable):
         return None
     return _all_equal(usable) or f"rewards equal within each group ({count(len(usable), 'task')})"
-
-
-def token_counts(results: Iterable[ResultSummary]) -> tuple[int, int]:
-    """Return the number of sampled tokens, and how many of them can be trained, over results where both are known."""
-    known = [(each.sampled_tokens, each.trained_tokens) for each in results if each.trained_tokens is not None]
-    return sum(sampled for sampled, _ in known), sum(trained for _, trained in known)
 
 
 def forced_formats(sampled: int, trained: int) -> Iterator[Finding]:
@@ -157,15 +137,6 @@ def failure_findings(failures: Sequence[FailureCount], planned: int) -> Iterator
             yield Finding(level, text, show_command(most.first))
 
 
-def count_failures(records: Sequence[RolloutRecord]) -> list[FailureCount]:
-    """Count these rollouts by the reason for which they ended, in the order of first occurrence."""
-    found: dict[tuple[Outcome, str], list[RolloutRecord]] = defaultdict(list)
-    for record in records:
-        if record.outcome is not None and record.failed:
-            found[record.outcome, record.reason].append(record)
-    return [FailureCount(*key, len(each), each[0].rollout_id, each[0].message) for key, each in found.items()]
-
-
 def _is_lost(failure: FailureCount) -> bool:
     return failure.outcome is Outcome.INFRA_ERROR or failure.reason == NO_RESULT
 
@@ -184,15 +155,9 @@ _KINDS: dict[str, tuple[Level, Callable[[FailureCount], bool]]] = {
 }
 
 
-def _show(records: Sequence[RolloutRecord]) -> str:
-    """Return the command that shows a failed rollout, or else the first one."""
-    shown = next((record for record in records if record.failed), records[0] if records else None)
-    return show_command(shown.rollout_id) if shown is not None else ""
-
-
 def show_command(rollout_id: str) -> str:
-    """Return the command that shows a rollout of the newest run."""
-    return f"rollout show {rollout_id}"
+    """Return the command that shows a rollout of the newest run; empty without a rollout."""
+    return f"rollout show {rollout_id}" if rollout_id else ""
 
 
 _SLOW_TAIL, _LONG_WAIT, _LOW_CACHE_HIT = 0.25, 0.25, 0.3
@@ -209,28 +174,26 @@ _LENGTH_ADVICE = {  # by the reason why rollouts were cut off
 }
 
 
-def findings_of(
-    report: StepReport | None, records: Sequence[RolloutRecord], summary: StepSummary, *, runs: bool = False
-) -> tuple[Finding, ...]:
+def findings_of(report: StepReport | None, summary: StepSummary, *, runs: bool = False) -> tuple[Finding, ...]:
     """Return the findings on a step, most important first. `report` is None if the step `runs` or was interrupted."""
     if runs:
-        results = [record.result for record in records if record.result is not None]
-        found = [*failure_findings(count_failures(records), len(records)), *forced_formats(*token_counts(results))]
+        forced = forced_formats(summary.counted_tokens, summary.trained_tokens)
+        found = [*failure_findings(summary.failures, summary.planned), *forced]
     else:
-        found = [*_accounts(report, records)]
-    found += _records(records, summary)
+        found = [*_accounts(report, summary)]
+    found += _rollouts(summary)
     found += _sessions(report.engine_use if report is not None else None, summary)
     return tuple(sorted(found, key=lambda finding: finding.level))
 
 
-def _accounts(report: StepReport | None, records: Sequence[RolloutRecord]) -> Iterator[Finding]:
+def _accounts(report: StepReport | None, summary: StepSummary) -> Iterator[Finding]:
     if report is None:
-        settled = sum(record.outcome is not None for record in records)
-        when = f"when {settled} of {count(len(records), 'rollout')} had ended"
-        text = f"the step was interrupted {when if settled < len(records) else 'after its last rollout'}"
+        settled = summary.planned - summary.outcomes.get(None, 0)
+        when = f"when {settled} of {count(summary.planned, 'rollout')} had ended"
+        text = f"the step was interrupted {when if settled < summary.planned else 'after its last rollout'}"
         yield Finding(Level.BAD, text, "run_id: start the run again under the same one")
         return
-    yield from judge(report, records).findings
+    yield from judge(report, summary).findings
     if not report.reconciles:
         yield Finding(Level.BAD, "the ledger does not reconcile")
     if report.deadline_reached:
@@ -276,19 +239,15 @@ def _accounts(report: StepReport | None, records: Sequence[RolloutRecord]) -> It
         yield Finding(Level.NOTE, f"{text}, {report.staleness.mean:.2f} on average")
 
 
-def _records(records: Sequence[RolloutRecord], summary: StepSummary) -> Iterator[Finding]:
-    again = [record for record in records if record.attempts > 1]
-    if again:
-        extra = sum(record.attempts - 1 for record in again)
-        text = f"{count(len(again), 'rollout')} needed more than one attempt, {count(extra, 'session')} in addition"
-        yield Finding(Level.NOTE, text, show_command(max(again, key=lambda record: record.attempts).rollout_id))
-    tail = tail_share(records)
-    if tail is not None and tail > _SLOW_TAIL:
-        slowest = max(records, key=lambda record: duration(record) or 0.0)
-        text = f"the last {1 - TAIL:.0%} of the rollouts took {tail:.0%} of the step"
-        yield Finding(Level.NOTE, f"{text}; the slowest was {slowest.rollout_id}", f"group.straggler_after: {TAIL}")
-    turns = sum(record.result.turns for record in records if record.result is not None)
-    if summary.cache_hit is not None and turns > 2 * len(records) and summary.cache_hit < _LOW_CACHE_HIT:
+def _rollouts(summary: StepSummary) -> Iterator[Finding]:
+    if summary.retried:
+        extra = count(summary.extra_attempts, "session")
+        text = f"{count(summary.retried, 'rollout')} needed more than one attempt, {extra} in addition"
+        yield Finding(Level.NOTE, text, show_command(summary.most_attempts))
+    if summary.tail is not None and summary.tail > _SLOW_TAIL:
+        text = f"the last {1 - TAIL:.0%} of the rollouts took {summary.tail:.0%} of the step"
+        yield Finding(Level.NOTE, f"{text}; the slowest was {summary.slowest}", f"group.straggler_after: {TAIL}")
+    if summary.cache_hit is not None and summary.turns > 2 * summary.planned and summary.cache_hit < _LOW_CACHE_HIT:
         text = f"only {summary.cache_hit:.0%} of the prompt tokens were found in the prefix cache"
         yield Finding(Level.NOTE, text, "router.policy")
 

@@ -63,7 +63,7 @@ from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.records import ResultSummary, RolloutRecord, replies_by_turn, text_of
 from rollout_backend.results.run_data import RunData, StepData, changed_settings, last_start, read_rollout, read_run
 from rollout_backend.results.run_info import RunStart
-from rollout_backend.results.summary import StepSummary, duration, span
+from rollout_backend.results.summary import StepSummary, duration
 
 _REWARD = "reward"
 _STOPS = {"length": "max_tokens", "tool_calls": "tool_calls"}
@@ -87,7 +87,7 @@ def export_inspect_logs(run_dir: Path, out: Path) -> dict[Path, int]:
             time, task = log.eval.created.replace(":", "-").replace("+", "-"), re.sub("[_ ]", "-", log.eval.task)
             part = Path(folder) / f"{time}_{task}_{log.eval.task_id}.eval"
             write_eval_log(log, part)
-            written[part] = len(step.records)
+            written[part] = step.summary.planned
         for part in written:
             key = part.stem.rpartition("_")[2]
             for earlier in out.glob(f"*_{key}.eval"):  # the log of an earlier execution has another time in its name
@@ -100,32 +100,34 @@ class _Step:
 
     def __init__(self, run: RunData, archive: RunArchive, step: StepData, start: RunStart | None) -> None:
         self._run, self._archive, self._step, self._start = run, archive, step, start
+        self._records = step.read_records()
         self._model = run.config.model.served_name if run.config is not None else "unknown"
 
     def log(self) -> EvalLog:
         step, summary = self._step, self._step.summary
-        usage = _usage_of(record.result for record in step.records if record.result is not None)
-        began, ended = span(step.records)
+        usage = _usage_of(record.result for record in self._records if record.result is not None)
         return EvalLog(
-            status="success" if step.report is not None else "cancelled",
-            eval=self._spec(summary, began),
+            status="success" if step.has_report else "cancelled",
+            eval=self._spec(summary),
             results=_results(summary),
-            stats=EvalStats(started_at=_time(began), completed_at=_time(ended), model_usage={self._model: usage}),
+            stats=EvalStats(
+                started_at=_time(summary.began), completed_at=_time(summary.ended), model_usage={self._model: usage}
+            ),
             samples=list(self._samples()),
         )
 
-    def _spec(self, summary: StepSummary, began: float) -> EvalSpec:
+    def _spec(self, summary: StepSummary) -> EvalSpec:
         run, step, start = self._run, self._step, self._start
         key = uuid.uuid5(uuid.NAMESPACE_URL, f"{run.run_id}/{step.step}").hex[:22]  # a repeated export has the same
-        tasks = [*dict.fromkeys(record.task_id for record in step.records)]
+        per_task = Counter(record.task_id for record in self._records)
         sampling = run.config.sampling if run.config is not None else None
         return EvalSpec(
             eval_id=key,
             run_id=run.run_id,
-            created=_time(began, "seconds"),
+            created=_time(summary.began, "seconds"),
             task=f"{run.run_id} step {step.name}",
             task_id=key,
-            dataset=EvalDataset(name=run.run_id, samples=len(tasks), sample_ids=tasks),
+            dataset=EvalDataset(name=run.run_id, samples=len(per_task), sample_ids=[*per_task]),
             model=self._model,
             model_generate_config=GenerateConfig(
                 max_tokens=sampling.max_tokens,
@@ -136,7 +138,9 @@ class _Step:
             )
             if sampling is not None
             else GenerateConfig(),
-            config=EvalConfig(epochs=max(len(task.records) for task in summary.tasks), epochs_reducer=["mean"]),
+            config=EvalConfig(
+                epochs=max(Counter(record.task_id for record in self._records).values()), epochs_reducer=["mean"]
+            ),
             revision=EvalRevision(
                 type="git",
                 origin="",
@@ -159,7 +163,7 @@ class _Step:
         tasks, epochs = dict[str, dict[str, Any]](), Counter[str]()
         with contextlib.suppress(ConfigError):  # the logs then lack payloads
             tasks = self._archive.read_tasks(self._step.step)
-        for record in self._step.records:
+        for record in self._records:
             epochs[record.task_id] += 1
             rollout = read_rollout(self._archive, record)
             task = tasks.get(record.task_id)
@@ -247,7 +251,7 @@ class _Step:
 
 def _results(summary: StepSummary) -> EvalResults:
     """Return the statistics of a step's rewards, as in reports."""
-    rewards = sum(len(task.rewards) for task in summary.tasks)
+    rewards = summary.rewards
     metrics = {}
     if summary.reward is not None:
         metrics["mean"] = EvalMetric(name="mean", value=summary.reward.value)

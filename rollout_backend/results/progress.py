@@ -13,12 +13,9 @@ from agent_wrapper.contract import Outcome, Rollout
 from rollout_backend.core.ledger import Ledger, Phase
 from rollout_backend.core.policy import percentile_95
 from rollout_backend.gateway.stats import GatewayStats
-from rollout_backend.results.cost import NO_USAGE, Usage, usage_of
 from rollout_backend.results.findings import (
-    FailureCount,
     Finding,
     Level,
-    count_failures,
     cut_replies,
     failure_findings,
     forced_formats,
@@ -26,7 +23,7 @@ from rollout_backend.results.findings import (
 )
 from rollout_backend.results.records import RolloutRecord, StepRecords
 from rollout_backend.results.step_report import CallRate
-from rollout_backend.results.summary import duration
+from rollout_backend.results.summary import NO_USAGE, FailureCount, Usage, count_failures, duration, usage_of
 from rollout_backend.serving.engine_fleet import ServerState
 
 _LAST = 2

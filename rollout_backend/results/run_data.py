@@ -3,69 +3,89 @@
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cached_property
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, SecretStr
-from pydantic_core import PydanticUndefined, from_json
+from pydantic_core import PydanticUndefined
 
-from agent_wrapper.contract import ContractError, Outcome, Rollout
+from agent_wrapper.contract import ContractError, Rollout
 from rollout_backend.config import RolloutConfig, load_config
 from rollout_backend.core.earlier_batches import describe_batch, order_of, validates
 from rollout_backend.errors import ConfigError
 from rollout_backend.results.archive import CONFIG, RunArchive
 from rollout_backend.results.cost import Cost, Prices
-from rollout_backend.results.findings import FailureCount, Finding, count_failures, findings_of
+from rollout_backend.results.findings import Finding, findings_of
 from rollout_backend.results.records import RolloutRecord
 from rollout_backend.results.run_info import RUNS_S, RunStart, RunState, all_settings
 from rollout_backend.results.step_report import StepReport
-from rollout_backend.results.summary import StepSummary, mean, summarize
+from rollout_backend.results.summary import StepSummary, summarize
+from rollout_backend.results.task_totals import TaskTotals
 
 
 @dataclass(frozen=True)
 class StepData:
-    """One step of a run. `report` is None if the step is running or was interrupted."""
+    """One step of a run, without the records of its rollouts, which are read when they are needed."""
 
+    archive: RunArchive = field(repr=False)
     step: int
-    name: str  # its number, or that of the trainer's global step
+    name: str
+    """Its number, or that of the trainer's global step."""
     validates: bool
-    records: tuple[RolloutRecord, ...]
-    report: StepReport | None
-    changed_at: float  # when its newest file changed
-    runs: bool = False  # whether its records were written within the last minute
+    summary: StepSummary
+    findings: tuple[Finding, ...]
+    """What to look at first."""
+    changed_at: float
+    """When its newest file changed."""
+    has_report: bool = False
+    """False if the step is running or was interrupted."""
+    balanced: bool = True
+    staleness: float | None = None
+    groups: tuple[int, int] = (0, 0)
+    """Usable groups, and all groups. Known from the report."""
+    running: tuple[RolloutRecord, ...] = ()
+    """The records of a step that has not ended."""
+    runs: bool = False
+    """Whether these were written within the last minute."""
 
-    @cached_property
-    def summary(self) -> StepSummary:
-        """Return the numbers of the step."""
-        return summarize(self.records)
+    def read_records(self) -> Sequence[RolloutRecord]:
+        """Return the records of all planned rollouts.
 
-    @cached_property
-    def findings(self) -> tuple[Finding, ...]:
-        """Return what to look at first."""
-        return findings_of(self.report, self.records, self.summary, runs=self.runs)
+        Raises:
+            ConfigError: a record cannot be read.
+        """
+        with reading(self.archive, self.step):
+            return self.running or self.archive.read_records(self.step)
 
-    @cached_property
-    def failures(self) -> list[FailureCount]:
-        """Return the reasons of failures, most frequent first."""
-        return sorted(count_failures(self.records), key=lambda failure: -failure.number)
+    def read_report(self) -> StepReport | None:
+        """Return the report; None if the step is running or was interrupted.
 
-    @property
-    def trained(self) -> int:
-        """Return the number of rollouts that the trainer gets."""
-        return sum(record.trained for record in self.records)
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        with reading(self.archive, self.step):
+            return self.archive.read_report(self.step) if self.has_report else None
+
+    def read_totals(self) -> TaskTotals:
+        """Return what runs are compared by.
+
+        Raises:
+            ConfigError: a record cannot be read.
+        """
+        with reading(self.archive, self.step):
+            return TaskTotals.of(self.running, {}) if self.running else self.archive.read_totals(self.step)
 
     def cost(self, prices: Prices | None) -> Cost | None:
         """Estimate the cost of the step; None without prices."""
-        return prices.cost_of(self.records) if prices is not None else None
+        return prices.cost_of(self.summary) if prices is not None else None
 
     @property
     def open(self) -> tuple[RolloutRecord, ...]:
         """Return the open rollouts of a running step, those with the least time left first."""
-        found = [record for record in self.records if record.outcome is None] if self.runs else []
+        found = [record for record in self.running if record.outcome is None] if self.runs else []
         return tuple(sorted(found, key=lambda each: (each.invoked_at is None, each.deadline or 0.0)))
 
 
@@ -175,6 +195,15 @@ def _is_by_verl(archive: RunArchive) -> bool:
     return start is not None and start.by == "verl"
 
 
+@contextlib.contextmanager
+def reading(archive: RunArchive, step: int) -> Iterator[None]:
+    """Name the step in the error, a ConfigError, of a file that cannot be read within this context."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"step {step:08d} in {archive.run_dir / 'steps'} cannot be read: {error}") from None
+
+
 def _read_step(
     archive: RunArchive,
     step: int,
@@ -184,16 +213,31 @@ def _read_step(
 ) -> StepData:
     """`written_at`: when the records of a running step were written; None for one that is over."""
     name, is_validation = describe_batch(step) if by_verl else (str(step), False)
-    try:
+    with reading(archive, step):
         if written_at is not None:
-            with contextlib.suppress(FileNotFoundError):  # ended in the meantime, so its records are now complete
+            # FileNotFoundError: it ended in the meantime, so its records are now complete.
+            with contextlib.suppress(FileNotFoundError):
                 running = tuple(archive.read_running(step))
                 runs = state in ("running", None) and time.time() < written_at + RUNS_S
-                return StepData(step, name, is_validation, running, None, written_at, runs)
-        records, report = tuple(archive.read_records(step)), archive.read_report(step)
-    except ValueError as error:
-        raise ConfigError(f"step {step:08d} in {archive.run_dir / 'steps'} cannot be read: {error}") from None
-    return StepData(step, name, is_validation, records, report, archive.changed_at(step))
+                summary = summarize(running)
+                findings = findings_of(None, summary, runs=runs)
+                return StepData(
+                    archive, step, name, is_validation, summary, findings, written_at, running=running, runs=runs
+                )
+        summary, report = archive.read_summary(step), archive.read_report(step)
+    return StepData(
+        archive,
+        step,
+        name,
+        is_validation,
+        summary,
+        findings_of(report, summary),
+        archive.changed_at(step),
+        has_report=report is not None,
+        balanced=report is None or report.balanced,
+        staleness=report.staleness.mean if report is not None and report.staleness is not None else None,
+        groups=(sum(group.usable for group in report.groups), len(report.groups)) if report is not None else (0, 0),
+    )
 
 
 def read_config(run_dir: Path) -> RolloutConfig | None:
@@ -207,8 +251,8 @@ def read_config(run_dir: Path) -> RolloutConfig | None:
 
 def changed_settings(config: BaseModel) -> Iterator[tuple[str, str]]:
     """Yield the names and values of settings that are required or differ from their defaults, without secrets."""
-    for name, value, field in all_settings(config):
-        default = field.get_default(call_default_factory=False)
+    for name, value, about in all_settings(config):
+        default = about.get_default(call_default_factory=False)
         if isinstance(value, SecretStr):
             yield name, "(secret)"
         elif name.rpartition(".")[2] == "endpoint_url" and value is not None:  # its path may let callers run code
@@ -249,18 +293,21 @@ def summarize_run(folder: Path) -> RunOverview:
         info = None
     steps, seen_at = archive.begun_steps(), archive.info_renewed_at()
     error = info.starts[-1].error if info is not None else ""
-    completed, planned, rewards = 0, 0, list[float]()
+    completed = planned = rewards = 0
+    reward_sum = 0.0
+    ended = {*archive.steps()}
     for step in steps:
-        lines = archive.record_lines(step)
-        planned += len(lines) or _planned(archive, step) or 0
+        if step not in ended:  # it is running, or was killed
+            planned += _planned(archive, step) or 0
+            completed += len(archive.results(step))
+            continue
         try:
-            done = [record for line in lines if (record := from_json(line)).get("outcome") == Outcome.COMPLETED]
-            found = [(record.get("result") or {}).get("reward") for record in done]
-        except (ValueError, AttributeError) as damage:
+            summary = archive.read_summary(step)
+        except ValueError as damage:
             error = error or f"a record of step {step} cannot be read: {damage}"
             continue
-        completed += len(done) if lines else len(archive.results(step))  # no lines: it is running, or was killed
-        rewards += [reward for reward in found if reward is not None]
+        planned, completed = planned + summary.planned, completed + summary.completed
+        rewards, reward_sum = rewards + summary.completed_rewards, reward_sum + summary.completed_reward_sum
     return RunOverview(
         run_id=folder.absolute().name,
         folder=str(folder),
@@ -271,7 +318,7 @@ def summarize_run(folder: Path) -> RunOverview:
         seen_at=seen_at or None,
         completed=completed,
         planned=planned or None,
-        mean_reward=mean(rewards),
+        mean_reward=reward_sum / rewards if rewards else None,
     )
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import NormalDist, fmean, stdev
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, BeforeValidator
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.ledger import LedgerEntry
@@ -100,25 +102,109 @@ PHASES = {  # the fields of Seconds
 
 
 @dataclass(frozen=True)
-class StepSummary:
-    """The numbers of a step. A ratio without a denominator is None."""
+class Usage:
+    """Resources that some rollouts used. Usages can be added."""
+
+    session_s: float = 0.0
+    """Seconds of open sessions."""
+    model_s: float = 0.0
+    """Seconds of these in model calls."""
+    results: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(self.session_s + other.session_s, self.model_s + other.model_s, self.results + other.results)
+
+
+NO_USAGE = Usage()
+
+
+@dataclass(frozen=True)
+class FailureCount:
+    """Number of rollouts that ended in one way."""
+
+    outcome: Outcome
+    reason: str
+    number: int
+    first: str
+    """The first such rollout."""
+    message: str = ""
+    """Message of that rollout."""
+
+
+def _with_unsettled(counts: Any) -> Any:
+    """Return outcomes by name with the key None, which JSON writes as a string."""
+    return {None if key == "None" else key: number for key, number in counts.items()}
+
+
+class StepSummary(BaseModel, frozen=True):
+    """The numbers of a step, whose size does not depend on its rollouts. A ratio without a denominator is None.
+
+    Token counts and seconds are sums over rollouts. Ids are empty if no rollout applies.
+    """
 
     planned: int
-    outcomes: dict[Outcome | None, int]
-    reward: Mean | None  # over all rewards; its margin is over tasks
-    tasks: tuple[TaskRewards, ...]  # lowest mean first, tasks without a reward last
+    outcomes: Annotated[dict[Outcome | None, int], BeforeValidator(_with_unsettled)]
+    endings: dict[str, int]
+    """Rollouts by "outcome: reason"."""
+    left_out: dict[str, int]
+    """Untrained rollouts by reason."""
+    failures: tuple[FailureCount, ...]
+    """Most frequent first."""
+    first_failed: str
+    """The first failed rollout, or else the first rollout."""
+
+    reward: Mean | None
+    """Over all rewards; its margin is over tasks."""
+    rewards: int
+    completed_rewards: int
+    completed_reward_sum: float
+    spread: tuple[float, float] | None
+    """10th and 90th percentile of the tasks' mean rewards."""
+    tasks: int
+    learning: dict[Learning, int]
+    """Tasks by class."""
+
     sampled_tokens: int
+    lengths: tuple[float, float] | None
+    """Mean and 90th percentile of the sampled tokens of a result."""
+    counted_tokens: int
+    """Sampled tokens of results that state how many can be trained."""
+    trained_tokens: int
+    """Of the counted tokens, those that can be trained."""
     prompt_tokens: int
     cached_tokens: int
-    cache_counted_tokens: int  # prompt tokens of rollouts whose engines report their cache hits
-    seconds: float  # from the first plan to the last outcome
-    spent: Seconds  # sum over all rollouts
-    wasted_session_s: float  # of rollouts that are not trained
-    attempts: int
+    cache_counted_tokens: int
+    """Prompt tokens of rollouts whose engines report their cache hits."""
+    turns: int
+    cut_replies: int
+
+    began: float
+    """When the first rollout was planned, in Unix seconds."""
+    ended: float
+    """When the last event happened, in Unix seconds."""
+    spent: Seconds
+    wasted_session_s: float
+    """Of rollouts that are not trained."""
+    tail: float | None
+    """Fraction of the step's time in which only its last rollouts were open; None for few rollouts."""
+    slowest: str
+    trained_use: Usage
+    wasted_use: Usage
+    """Of rollouts that are not trained, and of lost attempts."""
+    retried: int
+    """Rollouts with more than one attempt."""
+    extra_attempts: int
+    """Attempts after each rollout's first."""
+    most_attempts: str
 
     @property
     def completed(self) -> int:
         return self.outcomes.get(Outcome.COMPLETED, 0)
+
+    @property
+    def trained(self) -> int:
+        """Return the number of rollouts that the trainer gets."""
+        return self.planned - sum(self.left_out.values())
 
     @property
     def mean_reward(self) -> float | None:
@@ -130,11 +216,15 @@ class StepSummary:
         return self.cached_tokens / self.cache_counted_tokens if self.cache_counted_tokens else None
 
     @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+    @property
     def tokens_per_s(self) -> float:
         return self.sampled_tokens / max(self.seconds, 1e-9)
 
     def tasks_of(self, learning: Learning) -> int:
-        return sum(task.learning == learning for task in self.tasks)
+        return self.learning.get(learning, 0)
 
 
 def summarize(records: Sequence[RolloutRecord]) -> StepSummary:
@@ -142,26 +232,84 @@ def summarize(records: Sequence[RolloutRecord]) -> StepSummary:
     tasks = rewards_by_task(records)
     spent = [seconds_of(record) for record in records]
     results = [record.result for record in records if record.result is not None]
-    outcomes: dict[Outcome | None, int] = defaultdict(int)
-    for record in records:
-        outcomes[record.outcome] += 1
+    counted = [each for each in results if each.trained_tokens is not None]
+    tokens = [each.sampled_tokens for each in results]
     rewards = [reward for task in tasks for reward in task.rewards]
-    over_tasks = Mean.of([task.mean for task in tasks if task.mean is not None])
+    means = [task.mean for task in tasks if task.mean is not None]
+    over_tasks = Mean.of(means)
     began, ended = span(records)
+    completed = [
+        record.reward for record in records if record.outcome is Outcome.COMPLETED and record.reward is not None
+    ]
+    trained_use = wasted_use = NO_USAGE
+    for record in records:
+        used, lost = usage_of(record)
+        trained_use, wasted_use = (
+            (trained_use + used, wasted_use + lost) if record.trained else (trained_use, wasted_use + used + lost)
+        )
+    shown = next((record for record in records if record.failed), records[0] if records else None)
     return StepSummary(
         planned=len(records),
-        outcomes=dict(outcomes),
+        outcomes=dict(Counter(record.outcome for record in records)),
+        endings=dict(Counter(map(_ending, records))),
+        left_out=dict(Counter(_why_left_out(record) for record in records if not record.trained)),
+        failures=tuple(sorted(count_failures(records), key=lambda failure: -failure.number)),
+        first_failed=shown.rollout_id if shown is not None else "",
         reward=Mean(fmean(rewards), over_tasks.margin) if over_tasks is not None else None,
-        tasks=tasks,
-        sampled_tokens=sum(each.sampled_tokens for each in results),
+        rewards=len(rewards),
+        completed_rewards=len(completed),
+        completed_reward_sum=sum(completed),
+        spread=(percentiles(means, 10)[0], percentiles(means, 90)[0]) if means else None,
+        tasks=len(tasks),
+        learning=dict(Counter(task.learning for task in tasks)),
+        sampled_tokens=sum(tokens),
+        lengths=(fmean(tokens), percentiles(tokens, 90)[0]) if tokens else None,
+        counted_tokens=sum(each.sampled_tokens for each in counted),
+        trained_tokens=sum(each.trained_tokens or 0 for each in counted),
         prompt_tokens=sum(each.prompt_tokens for each in results),
         cached_tokens=sum(each.cached_tokens or 0 for each in results),
         cache_counted_tokens=sum(each.prompt_tokens for each in results if each.cached_tokens is not None),
-        seconds=ended - began,
+        turns=sum(each.turns for each in results),
+        cut_replies=sum(each.cut_replies for each in results),
+        began=began,
+        ended=ended,
         spent=add(spent),
         wasted_session_s=sum(each.session for each, record in zip(spent, records, strict=True) if not record.trained),
-        attempts=sum(record.attempts for record in records),
+        tail=tail_share(records),
+        slowest=max(records, key=lambda record: duration(record) or 0.0).rollout_id if records else "",
+        trained_use=trained_use,
+        wasted_use=wasted_use,
+        extra_attempts=sum(max(0, record.attempts - 1) for record in records),
+        retried=sum(record.attempts > 1 for record in records),
+        most_attempts=max(records, key=lambda record: record.attempts).rollout_id if records else "",
     )
+
+
+def _ending(record: RolloutRecord) -> str:
+    outcome = str(record.outcome or "not settled")
+    return f"{outcome}: {record.reason}" if record.reason else outcome
+
+
+def _why_left_out(record: RolloutRecord) -> str:
+    if record.trainable:
+        return "group not usable"
+    return record.reason or str(record.outcome or "not settled")
+
+
+def usage_of(record: RolloutRecord) -> tuple[Usage, Usage]:
+    """Return what a rollout used, and what its attempts before the one that delivered the result used."""
+    spent = seconds_of(record)
+    lost = spent.lost if record.result is not None else 0.0
+    return Usage(spent.session - lost, spent.model, int(record.result is not None)), Usage(lost)
+
+
+def count_failures(records: Iterable[RolloutRecord]) -> list[FailureCount]:
+    """Count these rollouts by the reason for which they ended, in the order of first occurrence."""
+    found: dict[tuple[Outcome, str], list[RolloutRecord]] = defaultdict(list)
+    for record in records:
+        if record.outcome is not None and record.failed:
+            found[record.outcome, record.reason].append(record)
+    return [FailureCount(*key, len(each), each[0].rollout_id, each[0].message) for key, each in found.items()]
 
 
 def rewards_by_task(records: Iterable[RolloutRecord]) -> tuple[TaskRewards, ...]:

@@ -4,6 +4,7 @@ Invariant: a score is a finite number that the scorer returned, or absent.
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -126,6 +127,11 @@ class Scorer:
     sha256: str
     function: Callable[[ScoreInput], Any] = field(repr=False)
     is_async: bool = False
+    where: str = ""
+    """The argument with which `load_scorer` loaded it, and with which another process loads it once."""
+
+    def __reduce__(self) -> tuple[Callable[[str], "Scorer"], tuple[str]]:
+        return _load_once, (self.where,)
 
     def score(self, given: ScoreInput) -> Score:
         """Return the score of a rollout from a plain function.
@@ -207,7 +213,11 @@ def load_scorer(where: str) -> Scorer:
     file = Path(module.__file__)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     is_async = inspect.iscoroutinefunction(function)
-    return Scorer(name, file, digest, _adapted(function, is_async, f"{name} in {source}"), is_async)
+    adapted = _adapted(function, is_async, f"{name} in {source}")
+    return Scorer(name, file, digest, adapted, is_async, where)
+
+
+_load_once = functools.cache(load_scorer)
 
 
 def command_scorer(command: Sequence[str], timeout_s: float | None) -> Scorer:

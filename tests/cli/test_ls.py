@@ -43,7 +43,7 @@ def test_runs_are_listed_with_their_state_the_newest_first(rollout, here):
         "first",
         "ended 1 3/4 0.500",
         "old unknown 0 0/?",
-        "[cut] unknown 1 0/1 a record of step 0 cannot",
+        "[cut] unknown 1 0/? a record of step 0 cannot",
     ):
         assert words in output
     refused(rollout("ls", here), "there is no run in")

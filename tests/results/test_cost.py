@@ -11,10 +11,11 @@ from builders import run_config
 from made_runs import MadeRun, make_run
 from report_page import Page
 from rollout_backend.core.formats import dollars
-from rollout_backend.results.cost import Cost, Prices, Usage
+from rollout_backend.results.cost import Cost, Prices
 from rollout_backend.results.export import export_run
 from rollout_backend.results.page.report import write_report
 from rollout_backend.results.run_data import read_config, read_run
+from rollout_backend.results.summary import Usage, summarize
 from run_folders import make_record, make_summary
 
 AGENTS = {"vcpu_hour": 3600, "gb_hour": 360, "session_vcpus": 0.5, "session_gb": 2}
@@ -86,16 +87,17 @@ def test_a_step_is_paid_by_the_time_of_its_sessions_and_what_is_not_trained_is_w
     ]
     found = prices(**AGENTS, **FREE)
     # 0.2 dollars a second for memory, and 0.5 outside model calls
-    assert found.cost_of(records) == Cost(pytest.approx(12 + 28), 0, 0, pytest.approx(10 + 25))
+    assert found.cost_of(summarize(records)) == Cost(pytest.approx(12 + 28), 0, 0, pytest.approx(10 + 25))
     rejected = [record.model_copy(update={"group_usable": False}) for record in records]
-    assert found.cost_of(rejected).wasted == found.cost_of(rejected).total
+    cost = found.cost_of(summarize(rejected))
+    assert cost.wasted == cost.total
 
 
 def test_gpus_of_steps_at_the_same_time_are_paid_once():
     """Steps of an asynchronous trainer overlap."""
     found = prices(gpu_hour=3600, gpus=1)
     first, inside, across, later = (
-        [make_record("a.0", planned_at=began, settled_at=ended)]
+        summarize([make_record("a.0", planned_at=began, settled_at=ended)])
         for began, ended in ((100.0, 120.0), (105.0, 110.0), (115.0, 130.0), (200.0, 210.0))
     )
     assert found.cost_of_steps([later, across, inside, first]).gpus == pytest.approx(40)
@@ -115,7 +117,7 @@ def test_a_run_with_prices_shows_what_it_cost_and_what_was_wasted(tmp_path: Path
     assert config is not None
     known = Prices.of(config)
     assert known is not None
-    costs = [known.cost_of(step.records) for step in read_run(run).steps]
+    costs = [known.cost_of(step.summary) for step in read_run(run).steps]
     total, wasted = sum(cost.total for cost in costs), sum(cost.wasted for cost in costs)
     assert 0 < wasted < total
     page = Page(write_report(run))

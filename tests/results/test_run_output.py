@@ -12,8 +12,9 @@ from rich.console import Console
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.ledger import Phase
 from rollout_backend.results.cost import Prices
-from rollout_backend.results.findings import FailureCount, judge
+from rollout_backend.results.findings import judge
 from rollout_backend.results.progress import Progress
+from rollout_backend.results.summary import FailureCount, summarize
 from rollout_backend.results.terminal.run_output import RunOutput, Style
 from rollout_backend.results.terminal.run_view import RunSummary, print_summary
 from rollout_backend.serving.model_serving import RunPhase
@@ -154,7 +155,7 @@ def summary(*ends: float | Outcome, **more: object) -> RunSummary:
     """Return the summary of one group; a number is a reward."""
     reasons = {f"task-a.{i}": (end, REASONS[end], "why") if end in REASONS else end for i, end in enumerate(ends)}
     result = make_step(reasons, deadline_reached=True)
-    verdict = judge(result.report, result.records)
+    verdict = judge(result.report, summarize(result.records))
     seconds = {RunPhase.CHECK: 1.0, RunPhase.ROLLOUTS: 22.0}
     return RunSummary(result, verdict, 0 if verdict.passed else 3, seconds, **more)  # type: ignore[arg-type]
 

@@ -18,7 +18,6 @@ from rollout_backend.local.cloud import ARN
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.page.charts import histogram
 from rollout_backend.results.page.report import try_to_write_report, write_report
-from rollout_backend.results.page.training_page import entry_of
 from rollout_backend.results.records import ResultSummary, RolloutRecord
 from rollout_backend.results.run_data import changed_settings, read_run
 from rollout_backend.results.summary import Learning, rewards_by_task, seconds_of, summarize
@@ -183,7 +182,7 @@ def test_an_interrupted_step_has_a_page(tmp_path: Path):
     page = Page(write_report(tmp_path / "run"))
     assert "the step was interrupted when 0 of 2 rollouts had ended" in page.html
     assert "not settled 2" in page.text("ledger")
-    assert entry_of(read_run(tmp_path / "run").steps[0], None, None).left_out == {"not settled": 2}
+    assert read_run(tmp_path / "run").steps[0].summary.left_out == {"not settled": 2}
 
 
 def test_large_numbers_are_written_out():

@@ -9,6 +9,7 @@ import pytest
 from agent_wrapper.contract import Outcome
 from rollout_backend.results.findings import Level, Verdict, judge
 from rollout_backend.results.step_report import StepResult, make_report
+from rollout_backend.results.summary import summarize
 from rollouts import make_ledger, make_rollout, make_segment
 from run_folders import make_step
 
@@ -35,7 +36,7 @@ def step(*groups: list[Any], **more: Any) -> StepResult:
 
 
 def verdict_on(result: StepResult, min_completed: int = 0) -> Verdict:
-    return judge(result.report, result.records, min_completed)
+    return judge(result.report, summarize(result.records), min_completed)
 
 
 LOST = (Outcome.INFRA_ERROR, "container_lost")

@@ -57,7 +57,7 @@ def test_a_step_shows_why_rows_opened_and_which_calls_could_not_be_read(show):
         "heard_after_stop": {"session-1": 9, "session-2": 1},
     }
     report = result.report.model_copy(update=counts)
-    found = findings_of(report, (), summarize([]))
+    found = findings_of(report, summarize([]))
     texts = [finding.text for finding in found]
     assert "2 tool calls of qwen3.5 could not be read, and became text" in texts
     assert "conversations opened 2 more rows: 1 branched, 1 other" in texts

@@ -31,7 +31,7 @@ from rollout_backend.atomic_file import write_file
 from rollout_backend.core import formats
 from rollout_backend.errors import ConfigError
 from rollout_backend.rendering.token_bytes import TokenText
-from rollout_backend.results.archive import CONFIG, RunArchive
+from rollout_backend.results.archive import CONFIG, SUMMARY, RunArchive
 from rollout_backend.results.page.step_page import step_context
 from rollout_backend.results.page.training_page import training_context
 from rollout_backend.results.run_data import StepData, read_run, run_state
@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 NAME, STEPS = "report.html", "report"
 MAX_STEP_PAGES = 200
+MAX_PAGE_ROLLOUTS = 8192
 _token_text = functools.lru_cache(1)(TokenText.load)
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -49,9 +50,9 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 def write_report(run_dir: Path, against: Path | None = None, known: dict[int, StepData] | None = None) -> Path:
     """Write RUN_DIR/report.html and return its path. `against` is the directory of a run to compare with.
 
-    For a run of several steps, also write a page for each of its newest steps to RUN_DIR/report/. A page that is
-    newer than its step's files and the settings is kept, except in a comparison. `known` caches the steps for the
-    next call.
+    For a run of several steps, also write pages of its newest steps to RUN_DIR/report/, until these have shown
+    `MAX_PAGE_ROLLOUTS`. A page that is newer than its step's files and the settings is kept, except in a comparison.
+    `known` caches the steps for the next call.
 
     Raises:
         ConfigError: a folder holds no step, or a file of another version.
@@ -67,13 +68,17 @@ def write_report(run_dir: Path, against: Path | None = None, known: dict[int, St
     if len(run.steps) == 1:
         _write(path, "step.html", step_context(run, run.steps[0], against=other, text=text))
         return path
-    links = {}
-    for step in run.steps[-MAX_STEP_PAGES:]:
-        links[step.step] = f"{STEPS}/{step.step:08d}.html"
-        page = run_dir / links[step.step]
+    links, left = {}, MAX_PAGE_ROLLOUTS
+    for step in reversed(run.steps[-MAX_STEP_PAGES:]):
+        link = f"{STEPS}/{step.step:08d}.html"
+        page = run_dir / link
         if other is not None or not _is_current(page, step, run_dir):
+            if left <= 0:
+                continue
+            left -= step.summary.planned
             _write(page, "step.html", step_context(run, step, against=other, text=text, steps_link=f"../{NAME}"))
             os.utime(page, (began, began))  # later changes are not in it
+        links[step.step] = link
     _write(path, "training.html", training_context(run, links, other))
     return path
 
@@ -81,7 +86,7 @@ def write_report(run_dir: Path, against: Path | None = None, known: dict[int, St
 def _is_current(page: Path, step: StepData, run_dir: Path) -> bool:
     settings = run_dir / CONFIG  # pages show the settings, and prices affect the numbers
     changed_at = max(step.changed_at, settings.stat().st_mtime if settings.is_file() else 0.0)
-    if step.report is None and not step.runs:
+    if not step.has_report and not step.runs:
         changed_at = max(changed_at, step.changed_at + RUNS_S)  # an older page says that the step is running
     return page.is_file() and page.stat().st_mtime > changed_at
 
@@ -184,6 +189,7 @@ class ReportServer:
     def _files(self) -> str:
         """Return a digest of the files in the report, of the run's state, and of which steps are running."""
         found = [path for path in self._run_dir.glob("steps/*.json*") if not path.name.startswith(".")]
+        found = [path for path in found if not path.name.endswith(SUMMARY)]
         archive, state = RunArchive(self._run_dir), []
         for path in sorted(found):
             try:

@@ -15,7 +15,7 @@ from rollout_backend.results.comparison import shown_comparison
 from rollout_backend.results.page import charts
 from rollout_backend.results.records import RolloutRecord, replies_by_turn, text_of
 from rollout_backend.results.run_data import RunData, StepData, changed_settings, read_rollout
-from rollout_backend.results.summary import PHASES, StepSummary, TaskRewards, duration, mean, seconds_of, span
+from rollout_backend.results.summary import PHASES, TaskRewards, duration, mean, rewards_by_task, seconds_of
 
 _SLOWEST = 5
 _MAX_MESSAGE = 2000
@@ -33,22 +33,21 @@ def step_context(
     steps_link: str = "",
 ) -> dict[str, Any]:
     """Return the values for `step.html`. `steps_link` is the link to the page of all steps."""
-    records = step.records
-    summary = step.summary
+    records = step.read_records()
+    summary, tasks = step.summary, rewards_by_task(records)
     place = {record.rollout_id: number for number, record in enumerate(records)}
-    talks = embedded(run, records, summary.tasks, text)
+    talks = embedded(run, records, tasks, text)
     other = matching_step(against, step) if against is not None else None
-    began = span(records)[0]
     return {
         "run": run,
         "step": step,
-        "report": step.report,
-        "began": datetime.fromtimestamp(began, UTC),
+        "report": step.read_report(),
+        "began": datetime.fromtimestamp(summary.began, UTC),
         "steps_link": steps_link,
         "summary": summary,
         "cost": step.cost(run.prices),
         "findings": step.findings,
-        "heatmap": charts.heatmap(summary.tasks, place),
+        "heatmap": charts.heatmap(tasks, place),
         "timeline": charts.timeline(records, place),
         "phases": summary.spent.parts,
         "slowest": _slowest(records),
@@ -59,16 +58,16 @@ def step_context(
         "scatter": charts.scatter(records),
         "turns": mean([each.result.turns for each in records if each.result]),
         "rows": mean([each.result.segments for each in records if each.result]),
-        "failures": step.failures,
+        "failures": summary.failures,
         "what_to_do": what_to_do,
         "documented_at": documented_at,
         "other_step": other,
-        **shown_comparison(run, [step], against, [other] if other is not None else []),
+        **shown_comparison([step], against, [other] if other is not None else []),
         "settings": [*changed_settings(run.config)] if run.config is not None else None,
         "outcomes": OUTCOMES,
         "with_text": text is not None,
         "embedded": len(talks),
-        "data": _data(run, records, summary, talks, began),
+        "data": _data(run, records, talks),
     }
 
 
@@ -92,9 +91,7 @@ def _numbered(values: Sequence[str]) -> tuple[list[str], list[int]]:
     return list(numbers), [numbers[value] for value in values]
 
 
-def _data(
-    run: RunData, records: Sequence[RolloutRecord], summary: StepSummary, talks: dict[str, Any], began: float
-) -> dict[str, Any]:
+def _data(run: RunData, records: Sequence[RolloutRecord], talks: dict[str, Any]) -> dict[str, Any]:
     """Return the page's data: one column of values per field, and each repeated value once."""
     tasks, task = _numbered([record.task_id for record in records])
     reasons, reason = _numbered([record.reason for record in records])

@@ -1,97 +1,75 @@
 """Build the page of all steps of a run: all values that its template shows."""
 
+import math
+from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
-from statistics import fmean
 from typing import Any
+
+import numpy as np
 
 from rollout_backend.core import formats
 from rollout_backend.results.comparison import shown_comparison
-from rollout_backend.results.cost import Cost, Prices
+from rollout_backend.results.cost import Cost
 from rollout_backend.results.findings import Level
 from rollout_backend.results.page.charts import HEIGHT, SERIES_WIDTH, SHADES, nice, polyline
 from rollout_backend.results.run_data import RunData, StepData, changed_settings
-from rollout_backend.results.summary import Learning, add, percentiles, span
+from rollout_backend.results.summary import Learning, StepSummary, add
+from rollout_backend.results.task_totals import REWARD
 
-_MAX_TASKS, _FINDINGS = 200, 8
+_MAX_TASKS, _MAX_CELLS, _FINDINGS = 200, 20_000, 8
 
 
 @dataclass(frozen=True)
 class StepEntry:
-    """A step with its numbers and the link to its page, or None if it has no page."""
+    """A step with its cost, and the link to its page, or None if it has no page."""
 
     data: StepData
     link: str | None
-    spread: tuple[float, ...] | None  # 10th and 90th percentile of its tasks' mean rewards
-    lengths: tuple[float, ...] | None  # mean and 90th percentile of the number of sampled tokens
-    left_out: Mapping[str, int]  # untrained rollouts by reason
     cost: Cost | None
 
     @property
-    def staleness(self) -> float | None:
-        report = self.data.report
-        return report.staleness.mean if report is not None and report.staleness is not None else None
-
-
-def entry_of(step: StepData, link: str | None, prices: Prices | None) -> StepEntry:
-    """Return the numbers of one step."""
-    means = [task.mean for task in step.summary.tasks if task.mean is not None]
-    tokens = [record.result.sampled_tokens for record in step.records if record.result is not None]
-    return StepEntry(
-        step,
-        link,
-        percentiles(means, 10, 90) if means else None,
-        (fmean(tokens), *percentiles(tokens, 90)) if tokens else None,
-        Counter(
-            (record.reason or str(record.outcome or "not settled")) if not record.trainable else "group not usable"
-            for record in step.records
-            if not record.trained
-        ),
-        step.cost(prices),
-    )
+    def summary(self) -> StepSummary:
+        return self.data.summary
 
 
 def training_context(run: RunData, links: Mapping[int, str], against: RunData | None = None) -> dict[str, Any]:
     """Return the values for `training.html`. `links` are the links to pages of steps."""
     trained = run.training
-    steps = [entry_of(step, links.get(step.step), run.prices) for step in trained]
-    records = [record for step in trained for record in step.records]
-    began, ended = span(records)
-    left_out: Counter[str] = sum((Counter(step.left_out) for step in steps), Counter())
-    gaps = [max(0.0, span(after.records)[0] - span(before.records)[1]) for before, after in pairwise(trained)]
+
+    def entry(step: StepData) -> StepEntry:
+        return StepEntry(step, links.get(step.step), step.cost(run.prices))
+
+    steps = [*map(entry, trained)]
+    summaries = [step.summary for step in trained]
+    began, ended = min(each.began for each in summaries), max(each.ended for each in summaries)
+    left_out: Counter[str] = sum((Counter(each.left_out) for each in summaries), Counter())
+    gaps = [max(0.0, after.began - before.ended) for before, after in pairwise(summaries)]
     timed = [*zip(steps, [*gaps, 0.0], strict=True)]  # each step, with the time until the next
-    longest = max(step.data.summary.seconds + gap for step, gap in timed) or 1.0
+    longest = max(step.summary.seconds + gap for step, gap in timed) or 1.0
     reasons = [reason for reason, _ in left_out.most_common()]
-    most_lost = max(sum(step.left_out.values()) for step in steps)
+    most_lost = max(sum(each.left_out.values()) for each in summaries)
     return {
         "run": run,
         "steps": steps,
-        "validations": [
-            entry_of(step, links.get(step.step), run.prices)
-            for step in run.steps
-            if step.validates and step not in trained
-        ],
+        "validations": [entry(step) for step in run.steps if step.validates and step not in trained],
         "began": datetime.fromtimestamp(began, UTC),
         "seconds": ended - began,
         "between": sum(gaps),
-        "cost": run.prices.cost_of_steps(step.records for step in run.steps) if run.prices is not None else None,
-        "planned": len(records),
-        "sampled": sum(step.data.summary.sampled_tokens for step in steps),
+        "cost": run.prices.cost_of_steps(step.summary for step in run.steps) if run.prices is not None else None,
+        "planned": sum(each.planned for each in summaries),
+        "sampled": sum(each.sampled_tokens for each in summaries),
         "findings": _findings(steps),
-        "reward": _curve(
-            steps,
-            [step.data.summary.mean_reward for step in steps],
-            [step.spread for step in steps],
-        ),
+        "reward": _curve(steps, [each.mean_reward for each in summaries], [each.spread for each in summaries]),
         "lengths": _curve(
             steps,
-            [None if step.lengths is None else step.lengths[0] for step in steps],
-            [None if step.lengths is None else (0.0, step.lengths[1]) for step in steps],
+            [each.lengths and each.lengths[0] for each in summaries],
+            [each.lengths and (0.0, each.lengths[1]) for each in summaries],
         ),
-        "staleness": _curve(steps, [step.staleness for step in steps], [None] * len(steps)),
+        "staleness": _curve(steps, [step.staleness for step in trained], [None] * len(steps)),
         "learning": _stacks(steps, map(_learning, steps)),
         "left_out": left_out,
         "reasons": reasons,
@@ -99,9 +77,9 @@ def training_context(run: RunData, links: Mapping[int, str], against: RunData | 
         "most_lost": most_lost,
         "phases": _stacks(steps, [_phases(step, gap, longest) for step, gap in timed]),
         "longest": longest,
-        "spent": add(step.data.summary.spent for step in steps).parts,
-        "tasks": _tasks(steps),
-        **shown_comparison(run, trained, against, () if against is None else against.training),
+        "spent": add(each.spent for each in summaries).parts,
+        "tasks": _tasks(trained),
+        **shown_comparison(trained, against, () if against is None else against.training),
         "settings": [*changed_settings(run.config)] if run.config is not None else None,
     }
 
@@ -170,19 +148,19 @@ def _stacks(steps: Sequence[StepEntry], parts: Iterable[Sequence[tuple[str, floa
 
 
 def _learning(step: StepEntry) -> list[tuple[str, float, str]]:
-    of = len(step.data.summary.tasks) or 1
-    found = [(learning, step.data.summary.tasks_of(learning)) for learning in Learning]
+    of = step.summary.tasks or 1
+    found = [(learning, step.summary.tasks_of(learning)) for learning in Learning]
     return [(each.name.lower(), number / of, f"{each}: {number} of {of} tasks") for each, number in found]
 
 
 def _losses(step: StepEntry, reasons: Sequence[str], most: int) -> list[tuple[str, float, str]]:
-    lost = [(number, reason, step.left_out.get(reason, 0)) for number, reason in enumerate(reasons)]
+    lost = [(number, reason, step.summary.left_out.get(reason, 0)) for number, reason in enumerate(reasons)]
     return [(f"k{number % 6}", left_out / (most or 1), f"{reason}: {left_out}") for number, reason, left_out in lost]
 
 
 def _phases(step: StepEntry, gap: float, longest: float) -> list[tuple[str, float, str]]:
     """Split the seconds of a step into the phases of its rollouts, plus the time until the next step."""
-    summary = step.data.summary
+    summary = step.summary
     parts = [
         (key, share * summary.seconds / longest, f"{name}: {share:.0%}")
         for key, name, _, share in summary.spent.parts
@@ -190,38 +168,41 @@ def _phases(step: StepEntry, gap: float, longest: float) -> list[tuple[str, floa
     return [*parts, ("between", gap / longest, f"until the next step: {gap:.0f} s")]
 
 
-def _tasks(steps: Sequence[StepEntry]) -> dict[str, Any]:
+def _tasks(steps: Sequence[StepData]) -> dict[str, Any]:
     """Return the mean rewards of tasks that several steps planned, one row per task."""
-    means: dict[str, dict[int, float | None]] = defaultdict(dict)
-    for number, step in enumerate(steps):
-        for task in step.data.summary.tasks:
-            means[task.task_id][number] = task.mean
-    repeated = {task: found for task, found in means.items() if len(found) > 1}
-    known = [value for found in repeated.values() for value in found.values() if value is not None]
-    low, high = min([0.0, *known]), max(known, default=1.0)
+    ids = [np.fromiter(map(hash, step.read_totals().task_ids), np.int64) for step in steps]
+    found, times = np.unique(np.concatenate(ids), return_counts=True)
+    repeated = set(found[times > 1].tolist())
+    # Pairs of a step's place and the mean, NaN without a reward: a long training has millions of them.
+    means: dict[str, array[float]] = defaultdict(lambda: array("d"))
+    for number, step in enumerate(steps if repeated else ()):
+        totals = step.read_totals()
+        for task, mean in zip(totals.task_ids, totals.means(REWARD), strict=True):
+            if hash(task) in repeated:
+                means[task].extend((number, math.nan if mean is None else mean))
+    known = array("d", (value for each in means.values() for value in each[1::2] if not math.isnan(value)))
+    low, high = min(0.0, min(known, default=0.0)), max(known, default=1.0)
     high = high if high > low else low + 1
-
-    def gain(found: Mapping[int, float | None]) -> float:
-        values = [value for _, value in sorted(found.items()) if value is not None]
-        return values[-1] - values[0] if values else 0.0
-
-    ordered = sorted(repeated.items(), key=lambda each: (gain(each[1]), each[0]))
-    half = _MAX_TASKS // 2
-    shown = ordered if len(ordered) <= _MAX_TASKS else [*ordered[:half], *ordered[-half:]]
+    gains = {task: _gain(of_task[1::2]) for task, of_task in means.items()}
+    ordered = sorted(means, key=lambda task: (gains[task], task))
+    half = min(_MAX_TASKS, _MAX_CELLS * len(means) // max(len(known), 1)) // 2
+    shown = ordered if len(ordered) <= 2 * half else [*ordered[:half], *ordered[-half:]]
     return {
-        "rows": [
-            (
-                task,
-                gain(found),
-                [
-                    (number, None if mean is None else round(SHADES * (mean - low) / (high - low)), mean)
-                    for number, mean in sorted(found.items())
-                ],
-            )
-            for task, found in shown
-        ],
-        "of": len(repeated),
-        "once": len(means) - len(repeated),
+        "rows": [(task, gains[task], [*_cells(means[task], low, high)]) for task in shown],
+        "of": len(means),
+        "once": int((times == 1).sum()),
         "low": low,
         "high": high,
     }
+
+
+def _gain(means: Sequence[float]) -> float:
+    values = [value for value in means if not math.isnan(value)]
+    return values[-1] - values[0] if values else 0.0
+
+
+def _cells(pairs: Sequence[float], low: float, high: float) -> Iterator[tuple[int, int | None, float | None]]:
+    """Yield the place of each step, the shade of the task's mean, and the mean; None without a reward."""
+    for number, mean in zip(pairs[::2], pairs[1::2], strict=True):
+        missing = math.isnan(mean)
+        yield int(number), None if missing else round(SHADES * (mean - low) / (high - low)), None if missing else mean

@@ -24,9 +24,9 @@ from rollout_backend.config import RolloutConfig
 from rollout_backend.core.formats import count
 from rollout_backend.core.reasons import documented_at
 from rollout_backend.results.cost import Prices
-from rollout_backend.results.findings import FailureCount
 from rollout_backend.results.progress import Progress
 from rollout_backend.results.records import RolloutRecord
+from rollout_backend.results.summary import FailureCount
 from rollout_backend.results.terminal.keys import Keys
 from rollout_backend.results.terminal.live_view import (
     Snapshot,

@@ -2,7 +2,7 @@
 `RunSummary` is what `rollout run` prints at its end, in at most twelve lines."""
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from rollout_backend.core.reasons import documented_at
 from rollout_backend.errors import ConfigError
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.cost import Cost, Prices
-from rollout_backend.results.findings import FailureCount, Finding, Level, Verdict, findings_of, show_command
+from rollout_backend.results.findings import Finding, Level, Verdict, findings_of, show_command
 from rollout_backend.results.run_data import (
     RunOverview,
     StepData,
@@ -29,7 +29,15 @@ from rollout_backend.results.run_data import (
     summarize_run,
 )
 from rollout_backend.results.step_report import StepResult
-from rollout_backend.results.summary import Learning, Seconds, StepSummary, TaskRewards, duration, summarize
+from rollout_backend.results.summary import (
+    FailureCount,
+    Learning,
+    Seconds,
+    StepSummary,
+    TaskRewards,
+    rewards_by_task,
+    summarize,
+)
 from rollout_backend.results.terminal.live_view import one_line, sentence
 from rollout_backend.results.terminal.view import plain_table, print_text, when
 from rollout_backend.serving.model_serving import RunPhase
@@ -48,7 +56,7 @@ def _step_fields(step: StepData, prices: Prices | None) -> dict[str, Any]:
         "validates": step.validates,
         "planned": summary.planned,
         "outcomes": {outcome or "not_settled": number for outcome, number in summary.outcomes.items()},
-        "trained": step.trained,
+        "trained": summary.trained,
         "mean_reward": summary.mean_reward,
         "sampled_tokens": summary.sampled_tokens,
         "prompt_tokens": summary.prompt_tokens,
@@ -57,7 +65,7 @@ def _step_fields(step: StepData, prices: Prices | None) -> dict[str, Any]:
         "spent_seconds": asdict(summary.spent),
         "cost": cost and cost.fields(),
         "findings": [finding.fields() for finding in step.findings],
-        "failures": [asdict(each) | {"see": documented_at(each.reason)} for each in step.failures],
+        "failures": [asdict(each) | {"see": documented_at(each.reason)} for each in summary.failures],
     }
 
 
@@ -96,7 +104,7 @@ class RunView:
         if self.step is not None:
             tasks = [
                 {"task_id": task.task_id, "mean": task.mean, "rewards": task.rewards, "learning": task.learning}
-                for task in self.steps[0].summary.tasks
+                for task in rewards_by_task(self.steps[0].read_records())
             ]
             return {"run_id": self.about.run_id, **_step_fields(self.steps[0], self.prices), "tasks": tasks}
         return self.about.model_dump() | {"steps": [_step_fields(step, self.prices) for step in self.steps]}
@@ -132,7 +140,7 @@ class RunView:
         summary = step.summary
         counts = {outcome or "not settled": summary.outcomes.get(outcome, 0) for outcome in (*Outcome, None)}
         outcomes = " + ".join(f"{number:,} {outcome}" for outcome, number in counts.items() if number)
-        facts = {f"step {step.name}": f"{summary.planned:,} planned = {outcomes}; {step.trained:,} trained"}
+        facts = {f"step {step.name}": f"{summary.planned:,} planned = {outcomes}; {summary.trained:,} trained"}
         if summary.reward is not None:
             margin = f" ± {summary.reward.margin:.3f}" if summary.reward.margin is not None else ""
             kinds = {each: summary.tasks_of(each) for each in Learning}
@@ -150,20 +158,18 @@ class RunView:
             text = one_line(f"{finding.text}{advice if finding.advice else ''}")
             mark, style = MARKS[finding.level], "red" if finding.level is Level.BAD else ""
             print_text(console, f"  {mark} {text}", style)
-        if step.failures:
-            console.print(_failures(step.failures))
-        console.print(_lowest(summary.tasks))
+        if summary.failures:
+            console.print(_failures(summary.failures))
+        console.print(_lowest(rewards_by_task(step.read_records())))
 
     def _print_next(self, console: Console) -> None:
         run = shlex.quote(str(self.run_dir))
         lines = {f"rollout report {run}": "all of it, in your browser"}
         if len(self.steps) == 1:
-            summary = self.steps[0].summary
-            slowest = max(self.steps[0].records, key=lambda record: duration(record) or 0.0)
-            worst = summary.tasks[0].task_id
+            worst = rewards_by_task(self.steps[0].read_records())[0].task_id
             lines |= {
                 f"{show_command(worst)}{self.show}": "the task with the lowest mean reward",
-                f"{show_command(slowest.rollout_id)}{self.show}": "the rollout that took longest",
+                f"{show_command(self.steps[0].summary.slowest)}{self.show}": "the rollout that took longest",
             }
         elif self.steps:
             last = self.steps[-1].step
@@ -181,7 +187,7 @@ def _spent(spent: Seconds) -> str:
     return ", ".join(f"{share:.0%} in {name}" for _, name, _, share in largest if share >= 0.005) or "none"
 
 
-def _failures(failures: list[FailureCount]) -> Table:
+def _failures(failures: Sequence[FailureCount]) -> Table:
     table = plain_table("outcome", "reason", "rollouts", "first", "message")
     for each in failures:
         cells = (each.outcome, each.reason, str(each.number), each.first, one_line(each.message)[:120])
@@ -202,17 +208,15 @@ def _lowest(tasks: tuple[TaskRewards, ...]) -> Table:
 def _print_steps(console: Console, steps: tuple[StepData, ...]) -> None:
     table = plain_table("step", "planned", "completed", "trained", "mean reward", "groups usable", "cache", "time")
     for step in steps:
-        summary, report = step.summary, step.report
+        summary, (usable, groups) = step.summary, step.groups
         number = str(step.step)
         table.add_row(
             number if step.name == number else f"{number} ({step.name})",
             f"{summary.planned:,}",
             f"{summary.completed:,}",
-            f"{step.trained:,}",
+            f"{summary.trained:,}",
             "none" if summary.mean_reward is None else f"{summary.mean_reward:.3f}",
-            "interrupted"
-            if report is None
-            else f"{sum(group.usable for group in report.groups)}/{len(report.groups)}",
+            f"{usable}/{groups}" if step.has_report else "interrupted",
             percent(summary.cache_hit),
             seconds(summary.seconds),
         )
@@ -236,7 +240,7 @@ class RunSummary:
     @cached_property
     def cost(self) -> Cost | None:
         """Estimate the cost of the step."""
-        return self.prices.cost_of(self.result.records) if self.prices is not None else None
+        return self.prices.cost_of(self.step) if self.prices is not None else None
 
     @cached_property
     def step(self) -> StepSummary:
@@ -247,7 +251,7 @@ class RunSummary:
     def findings(self) -> tuple[Finding, ...]:
         """Return the findings of the verdict and of the step, once each; the verdict's first one comes first."""
         first, *others = self.verdict.findings
-        of_step = findings_of(self.result.report, self.result.records, self.step)
+        of_step = findings_of(self.result.report, self.step)
         found = {each.text: each for each in (*others, *of_step)}
         found.pop(first.text, None)
         return first, *sorted(found.values(), key=lambda finding: finding.level)
@@ -303,9 +307,8 @@ def _facts(summary: RunSummary) -> Iterator[tuple[str, str]]:
     yield "tokens", f"{sampled}, {step.prompt_tokens:,} prompt, cache {percent(step.cache_hit)}"
     if summary.cost is not None:
         yield "cost", str(summary.cost)
-    longest = max(summary.result.records, key=lambda record: duration(record) or 0.0, default=None)
-    if longest is not None:
-        yield "read", f"{show_command(longest.rollout_id)}{summary.show}   (the longest)"
+    if summary.step.slowest:
+        yield "read", f"{show_command(summary.step.slowest)}{summary.show}   (the longest)"
     if summary.report is not None:
         yield "report", str(summary.report)
     if summary.again:

@@ -361,13 +361,12 @@ def print_rescoring(console: Console, found: Rescoring) -> None:
     """Print the tasks whose rewards differ most, the rollouts that have no new reward, and the difference."""
     print_task_rewards(console, "stored", found.scorer.function, found.tasks)
     lines = [f"{each.rollout_id}, step {each.step}: {readable(each.error)}" for each in found.failures]
-    if len(lines) > _RESCORED_SHOWN:
-        lines[_RESCORED_SHOWN:] = [f"... and {len(lines) - _RESCORED_SHOWN} more: --json has all"]
-    scored = [each for each in found.rollouts if each.new is not None]
-    changed = sum(each.new != each.old for each in scored)
-    counts = f"{len(scored)} of {len(found.rollouts)} completed rollouts scored, {changed} with another reward"
+    without = found.completed - found.scored
+    if without > _RESCORED_SHOWN:
+        lines[_RESCORED_SHOWN:] = [f"... and {without - _RESCORED_SHOWN} more: --json has all"]
+    counts = f"{found.scored} of {found.completed} completed rollouts scored, {found.changed} with another reward"
     lines += [
-        f"{counts}, {len(found.failures)} without a new reward" if found.failures else counts,
+        f"{counts}, {without} without a new reward" if without else counts,
         reward_sentence(found.reward, "both versions"),
         f"new version: {found.folder}",
     ]
