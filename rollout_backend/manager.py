@@ -103,7 +103,7 @@ class RolloutManager:
         the model, a warning is logged.
         """
         self.config = config
-        self.archive = RunArchive(config.run_dir)
+        self.archive = RunArchive(config.run_dir, copies_gb=config.storage.local_copies_gb)
         self._on_status = on_status
         self._on_phase = on_phase
         self._on_serving = on_serving
@@ -377,10 +377,11 @@ class RolloutManager:
             del self._steps[number]
             records = current.results.records.all() if result is None else result.records
             if run.lease.lost is None:  # otherwise the step belongs to another manager
-                self.archive.write_records(number, records)
+                # In a thread: 4,096 records take .2 s, in which the loop would send no heartbeat.
+                await asyncio.to_thread(self.archive.write_records, number, records)
             await self._report_step(current, records)
         report = result.report.model_copy(update=await self._gateway_growth())
-        self.archive.write_report(report)
+        await asyncio.to_thread(self.archive.write_report, report)
         current.release()
         return replace(result, report=report)
 

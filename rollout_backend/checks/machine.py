@@ -34,6 +34,7 @@ from rollout_backend.core.check_result import CheckResult
 from rollout_backend.core.formats import count, size
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.gateway.access import needed_files
+from rollout_backend.results.local_copies import budget, reserve
 from rollout_backend.serving.gateway_process import (
     check_certificate,
     gateway_name,
@@ -302,12 +303,14 @@ def _check_output_dir(config: RolloutConfig) -> Iterator[CheckResult]:
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
-        free = shutil.disk_usage(folder).free
+        disk = shutil.disk_usage(folder)
+        free = disk.free
     except OSError as error:
         why = f"{config.output_dir} cannot be written ({folder}: {error.strerror or error})"
         yield CheckResult("problem", "output_dir", f"{why}: change its permissions, or set another folder")
         return
-    text = f"{config.output_dir} can be written, with {size(free)} free"
+    kept = size(min(budget(disk.total, config.storage.local_copies_gb), max(0, free - reserve(disk.total))))
+    text = f"{config.output_dir} can be written, with {size(free)} free, and up to {kept} for copies of results"
     if free >= _LOW_BYTES:
         yield CheckResult("ok", "output_dir", text)
         return

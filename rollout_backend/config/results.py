@@ -64,6 +64,10 @@ class StorageConfig(Section):
     """Prefix of every key; empty, or ends in a slash."""
     max_result_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
     """Larger results, packed or unpacked, are refused and quarantined."""
+    local_copies_gb: float | None = Field(default=None, ge=0)
+    """Disk space for the copies of results and artifacts in the run's directory. The copies of the oldest steps are
+    deleted first, and the last tenth of the disk, or 10 GB, stays free of copies. S3 has every result. Default: a
+    quarter of the disk."""
     presigned: bool = False
     """Agents write results through URLs that are presigned for each attempt, so that their containers need no cloud
     credentials. They then announce nothing: S3 notifies `queue.url`, or the backend finds results by listing. See

@@ -27,6 +27,7 @@ import difflib
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -42,6 +43,7 @@ from rollout_backend.config import RolloutConfig
 from rollout_backend.core.earlier_batches import order_of
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError
+from rollout_backend.results.local_copies import LocalCopies
 from rollout_backend.results.records import ResultSummary, RolloutRecord
 from rollout_backend.results.run_info import RunInfo, RunStart, RunState, secret_settings, settings_yaml
 from rollout_backend.results.step_report import StepReport
@@ -63,9 +65,14 @@ class RunArchive:
     """The directory of one run."""
 
     def __init__(
-        self, run_dir: Path, write: Callable[[Path, bytes], None] = write_file, executor: Executor | None = None
+        self,
+        run_dir: Path,
+        write: Callable[[Path, bytes], None] = write_file,
+        executor: Executor | None = None,
+        copies_gb: float | None = None,
     ) -> None:
-        """`write` replaces a file atomically, or raises OSError. `executor` writes results; by default a thread."""
+        """`write` replaces a file atomically, or raises OSError. `executor` writes results; by default a thread.
+        `copies_gb` is `storage.local_copies_gb`."""
         self.run_dir = run_dir
         self.write = write
         self.logs = run_dir / "logs"
@@ -73,6 +80,8 @@ class RunArchive:
         self._executor = executor or ThreadPoolExecutor(1, "archive")
         self._pending = 0
         self._info: RunInfo | None = None
+        self._copies = LocalCopies(run_dir, copies_gb)
+        self._copying = threading.Lock()
 
     def write_failed_start(self, config: RolloutConfig, start: RunStart, error: str) -> None:
         """Add a failed start to `run.json`. Settings of an earlier start are kept, with which the run can resume."""
@@ -169,18 +178,31 @@ class RunArchive:
         path = self._result_file(rollout.step, rollout.rollout_id)
         if self._pending >= _MAX_PENDING:
             written: Future[bool] = Future()
-            written.set_result(self.try_to_write(path, data))
+            written.set_result(self._write_copy(rollout.step, path, data))
             return written
         self._pending += 1
-        return self._executor.submit(self._write_pending, path, data)
+        return self._executor.submit(self._write_pending, rollout.step, path, data)
 
-    def _write_pending(self, path: Path, data: bytes) -> bool:
+    def _write_pending(self, step: int, path: Path, data: bytes) -> bool:
         self._pending -= 1  # a count that is briefly off by one only shifts the limit
-        return self.try_to_write(path, data)
+        return self._write_copy(step, path, data)
+
+    def _write_copy(self, step: int, path: Path, data: bytes) -> bool:
+        with self._copying:
+            if self._copies.make_room(step, len(data)):
+                return self.try_to_write(path, data)
+        if not self._failing:
+            log.warning(
+                "%s is not copied here: the copies of one step reach storage.local_copies_gb or the last tenth of "
+                "the disk, which is kept for the gateway's journal. S3 has the result",
+                path.name,
+            )
+        self._failing = True
+        return False
 
     def write_artifacts(self, rollout: Rollout, data: bytes) -> None:
         """Write the artifacts of a rollout; `data` is their encoded form."""
-        self._executor.submit(self.try_to_write, self._artifacts_file(rollout), data)
+        self._executor.submit(self._write_copy, rollout.step, self._artifacts_file(rollout), data)
 
     def read_artifacts(self, rollout: Rollout) -> dict[str, bytes]:
         """Return the artifacts of a stored result, by name.
