@@ -32,9 +32,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from agent_wrapper.contract import MAX_STEP, Sampling
+from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.harbor import describe_ignored, fit_to_runtime
 from rollout_backend.core.ledger import Phase
+from rollout_backend.core.lineage import Lineage
 from rollout_backend.core.manifest import Manifest, StepRequest
 from rollout_backend.core.tasks import Task, check_private, check_unique, planned_rollouts
 from rollout_backend.dispatch.ramp import check_ramp
@@ -327,6 +329,7 @@ class RolloutManager:
                 same_weights=same_weights,
                 allow_subset=allow_subset,
                 adapter=adapter,
+                weights_are_counted=not weights,
             )
             if named is not None:
                 request = replace(request, weights=f"{request.weights}+{named.engine_name}")
@@ -485,11 +488,19 @@ class RolloutManager:
             ManifestError: a manifest cannot be read.
             StoreError: S3 did not answer within `timeouts.collection_s`.
         """
+        return await self._ask_store(lambda manifests: manifests.read_from(step), step)
+
+    async def begin_at(self, step: int) -> Lineage:
+        """Record that this run's trainer begins at a step, for one that collects earlier steps first. Return the
+        run's trainers up to this one. Raises as `manifests_from` does."""
+        return await self._ask_store(lambda manifests: manifests.begin(step, ""), step)
+
+    async def _ask_store(self, call: Callable[[ManifestStore], Awaitable[_T]], step: int) -> _T:
         services = self._started.for_steps
         until = asyncio.get_running_loop().time() + self.config.timeouts.collection_s
         warn = log_retry(log, "the manifests from step %d cannot be read", step)
-        read = functools.partial(services.manifests.read_from, step)
-        return await retry_until(until, read, StoreError, services.pauses.store, before_sleep=warn)
+        ask = functools.partial(call, services.manifests)
+        return await retry_until(until, ask, StoreError, services.pauses.store, before_sleep=warn)
 
     async def follow_engines(self, urls: Sequence[str]) -> None:
         """Replace the list of engines, for `serving.kind=external` without `serving.follow_dns`."""

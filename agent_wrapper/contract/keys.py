@@ -4,6 +4,7 @@
     PREFIXruns/RUN/steps/STEP/ROLLOUT~ATTEMPT       a failure marker
     PREFIXruns/RUN/artifacts/STEP/ROLLOUT~ATTEMPT   the files that an attempt published with its result
     PREFIXruns/RUN/manifests/STEP.json              a step's manifest
+    PREFIXruns/RUN/manifests/lineage.json           the trainers of the run, and where each one began
     PREFIXruns/RUN/scores/STEP/ROLLOUT~DIGEST       a score that the training side computed
     PREFIXruns/RUN/quarantine/DIGEST.json           a refused object
     PREFIXruns/RUN/task-blocklist/DIGEST.json       the consecutive losses of a task
@@ -69,6 +70,11 @@ def parse_result_key(prefix: str, run_id: str, key: str) -> ResultName:
 def manifest_key(prefix: str, run_id: str, step: int) -> str:
     """Return the key of a step's manifest."""
     return f"{_run_prefix(prefix, run_id)}manifests/{step:08d}.json"
+
+
+def lineage_key(prefix: str, run_id: str) -> str:
+    """Return the key of the record of the run's trainers."""
+    return f"{_run_prefix(prefix, run_id)}manifests/lineage.json"
 
 
 def score_key(prefix: str, run_id: str, step: int, rollout_id: str, digest: str) -> str:

@@ -9,9 +9,10 @@ import asyncio
 
 from pydantic_core import from_json
 
-from agent_wrapper.contract import ContractError, manifest_key
+from agent_wrapper.contract import ContractError, lineage_key, manifest_key
 from agent_wrapper.contract.codec import MAX_OBJECT_BYTES
 from rollout_backend.collect.store import ObjectStore
+from rollout_backend.core.lineage import Lineage, TrainerStart
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.errors import ManifestError, ResultMissing, RunHeld, StoreError, WriteConflict
 
@@ -48,7 +49,7 @@ def _folder(store: ObjectStore, run_id: str) -> str:
 
 
 class ManifestStore:
-    """The manifests of one run."""
+    """The manifests of one run, and the record of its trainers."""
 
     def __init__(self, store: ObjectStore, run_id: str, fencing_token: int = 0, owner: str = "") -> None:
         """`fencing_token` and `owner` identify this manager's lease on the run."""
@@ -57,6 +58,44 @@ class ManifestStore:
         self._fencing_token = fencing_token
         self._owner = owner
         self._etags: dict[int, str | None] = {}  # by step; None if the manifest did not exist
+        self._lineage: Lineage | None = None
+
+    async def begin(self, step: int, weights: str) -> Lineage:
+        """Record that this trainer begins at a step with these weights, unless it has begun before. Return the
+        trainers of the run up to this one.
+
+        Raises:
+            ManifestError: the record is malformed.
+            RunHeld: another manager has taken over the run and begun.
+            StoreError: S3 did not answer.
+        """
+        while self._lineage is None:
+            key, lineage, etag = (
+                lineage_key(self._store.config.prefix, self._run_id),
+                Lineage(run_id=self._run_id),
+                None,
+            )
+            try:
+                stored = await self._store.fetch(key)
+                lineage, etag = Lineage.parse(from_json(stored.body)), stored.etag
+            except ResultMissing:
+                pass
+            except ValueError as error:
+                raise self._malformed(key, error) from None
+            if lineage.newest > self._fencing_token:
+                raise RunHeld(
+                    f"run {self._run_id!r} was taken over by another manager, which has begun: this one stops. Run "
+                    "only one of them, or set another run_id for one"
+                )
+            if lineage.newest < self._fencing_token:
+                start = TrainerStart(fencing_token=self._fencing_token, step=step, weights=weights)
+                lineage = lineage.with_start(start)
+                try:
+                    await self._store.put_if_match(key, lineage.model_dump_json(indent=1).encode(), etag)
+                except WriteConflict:  # another manager's, or an earlier write of this one that arrived late
+                    continue
+            self._lineage = lineage
+        return self._lineage
 
     async def read(self, step: int) -> Manifest | None:
         """Return the step's manifest; None if the step never began.
@@ -74,11 +113,7 @@ class ManifestStore:
             self._etags[step] = None
             return None
         except ValueError as error:  # includes ContractError
-            field = error if isinstance(error, ContractError) else f"not JSON: {error}"
-            raise ManifestError(
-                f"s3://{self._store.config.bucket}/{key} is not a manifest of this version ({field}): finish the run "
-                "with the version that began it, or set another run_id"
-            ) from None
+            raise self._malformed(key, error) from None
         if (manifest.run_id, manifest.step) != (self._run_id, step):
             raise ManifestError(f"{key} is the manifest of step {manifest.step} of run {manifest.run_id!r}")
         if manifest.fencing_token > self._fencing_token:
@@ -119,6 +154,13 @@ class ManifestStore:
             if found is not None and found.fencing_token < self._fencing_token:
                 raise
             raise StoreError(f"{conflict}: an earlier write by this manager arrived late") from conflict
+
+    def _malformed(self, key: str, error: ValueError) -> ManifestError:
+        field = error if isinstance(error, ContractError) else f"not JSON: {error}"
+        return ManifestError(
+            f"s3://{self._store.config.bucket}/{key} is not a manifest of this version ({field}): finish the run "
+            "with the version that began it, or set another run_id"
+        )
 
     def _key(self, step: int) -> str:
         return manifest_key(self._store.config.prefix, self._run_id, step)

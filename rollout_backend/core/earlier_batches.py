@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from agent_wrapper.contract import Rollout
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.staleness import AbandonedWeights
 
@@ -47,6 +48,12 @@ def order_of(number: int) -> tuple[int, int]:
 def global_step_of(number: int) -> int:
     """Return the trainer's global step for the step number of a batch."""
     return order_of(number)[0] // 2
+
+
+def weights_before(number: int) -> int:
+    """Return the version of the weights with which a batch begins: a training step trains the next version, and a
+    validation uses that of its own step."""
+    return global_step_of(number) - (not validates(number))
 
 
 def validates(number: int) -> bool:
@@ -81,13 +88,34 @@ class Origin:
 class EarlierBatches:
     """The steps of killed trainers that this trainer may resume."""
 
-    def __init__(self, manifests: Iterable[Manifest], checkpoint: int, max_staleness: int | None) -> None:
-        """`manifests` belong to the training steps that were requested after step `checkpoint`."""
-        self._digests = {each.step: [task.digest for task in each.tasks] for each in manifests}
+    def __init__(
+        self,
+        manifests: Iterable[Manifest],
+        checkpoint: int,
+        max_staleness: int | None,
+        restarts: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Assign prompts to the steps of these manifests.
+
+        Args:
+            manifests: Those of the steps that were requested after step `checkpoint`, and of those that ran the
+                prompts in the checkpoint.
+            checkpoint: The step after which this trainer resumes.
+            max_staleness: The age limit.
+            restarts: The fencing token and the checkpoint of each earlier trainer, in order.
+        """
+        self._manifests = {each.step: each for each in manifests}
+        later = [
+            each
+            for each in self._manifests.values()
+            if not validates(each.step) and global_step_of(each.step) > checkpoint
+        ]
+        self._digests = {each.step: [task.digest for task in each.tasks] for each in later}
+        self._checkpoint = checkpoint
+        self._restarts = restarts
         self._max_staleness = max_staleness
         self._begun: set[int] = set()
-        last = max(map(global_step_of, self._digests), default=0) - 1
-        self.abandoned = AbandonedWeights(checkpoint, last)
+        self._last = max(map(global_step_of, self._digests), default=0) - 1
 
     @property
     def steps(self) -> frozenset[int]:
@@ -96,7 +124,25 @@ class EarlierBatches:
 
     def requested_in(self, step: int) -> int:
         """Return the global step that requested this step's groups, with abandoned weights counted by their age."""
-        return self.abandoned.equivalent(global_step_of(step) - 1) + 1
+        began_by = self._trainer_of(step, attempt=1)
+        assert began_by is not None
+        return self._abandoned_since(began_by).equivalent(global_step_of(step) - 1) + 1
+
+    def relabel(self, step: int, rollout: Rollout) -> Rollout:
+        """Return a rollout of an earlier step with the age of abandoned weights in its versions."""
+        began_by = self._trainer_of(step, rollout.attempt)
+        return rollout if began_by is None else self._abandoned_since(began_by).relabel(rollout)
+
+    def _trainer_of(self, step: int, attempt: int) -> int | None:
+        """Return the fencing token of the earlier trainer that made an attempt; None if this trainer made it. Without
+        a manifest, it may have been any of them."""
+        manifest = self._manifests.get(step)
+        return -1 if manifest is None else manifest.token_of(attempt)
+
+    def _abandoned_since(self, fencing_token: int) -> AbandonedWeights:
+        """Return the weights that were abandoned since the trainer with this token began."""
+        later = (checkpoint for token, checkpoint in self._restarts if token > fencing_token)
+        return AbandonedWeights((*later, self._checkpoint), self._last)
 
     def can_resume(self, step: int, global_step: int) -> bool:
         """Return whether rollouts of this step can be young enough for a batch of `global_step`."""

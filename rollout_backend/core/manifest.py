@@ -42,6 +42,8 @@ class StepRequest:
     """The tasks may be some of those that an earlier trainer gave the step."""
     adapter: str = ""
     """The LoRA adapter that model calls name; empty for the model without an adapter."""
+    weights_are_counted: bool = False
+    """`weights` has this backend's count of updates, which no later trainer of the run repeats for other weights."""
 
 
 class PlannedTask(ContractObject):
@@ -54,6 +56,13 @@ class PlannedTask(ContractObject):
     rollouts: tuple[Identifier, ...]
 
 
+class Execution(ContractObject):
+    """An earlier execution of a step, which made the attempts up to `last_attempt`."""
+
+    fencing_token: int = Field(ge=0)
+    last_attempt: int = Field(ge=0)
+
+
 class Manifest(ContractObject):
     schema_version: Literal[1] = 1
     run_id: Identifier
@@ -63,6 +72,8 @@ class Manifest(ContractObject):
     resume_count: int = Field(default=0, ge=0)
     """Number of times that this step was resumed."""
     nonce: str = Field(default_factory=lambda: secrets.token_hex(16))
+    executions: tuple[Execution, ...] = ()
+    """The executions before this one that it resumes, in order."""
     attempts_before: int = Field(default=0, ge=0)
     """Number of attempts that earlier executions may have made of each rollout."""
     attempts_closed: int = Field(default=0, ge=0)
@@ -140,6 +151,7 @@ class Manifest(ContractObject):
                     "generation": before.generation,
                     "resume_count": before.resume_count + 1,
                     "nonce": before.nonce,
+                    "executions": (*before.executions, before.execution),
                     "attempts_before": before.attempts_before + before.attempts,
                     "attempts_closed": before.attempts_closed,
                     "tasks": taken,
@@ -179,6 +191,16 @@ class Manifest(ContractObject):
         if not allow_subset and any(task in self.tasks for task in left_out):
             return None
         return found, left_out
+
+    @property
+    def execution(self) -> Execution:
+        """Return this execution, as a later one records it."""
+        return Execution(fencing_token=self.fencing_token, last_attempt=self.attempts_before + self.attempts)
+
+    def token_of(self, attempt: int) -> int | None:
+        """Return the fencing token of the trainer that made an attempt; None if a later execution made it."""
+        made = (each for each in (*self.executions, self.execution) if attempt <= each.last_attempt)
+        return next((each.fencing_token for each in made), None)
 
     @property
     def resumed(self) -> bool:

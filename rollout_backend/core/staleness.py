@@ -8,12 +8,11 @@ Invariants:
 - If a trainer requests at most `max_staleness` batches ahead, takes a batch only when `groups_to_await` is 0, and
   takes the oldest finished groups first, every group is trained within the limit, however long it runs.
 - The age of a token from abandoned weights is the number of weight updates between these and the trained weights:
-  back to the checkpoint, and forward again.
+  back to the earliest checkpoint from which a trainer has resumed since, and forward again.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from agent_wrapper.contract import Rollout, Segment
 from rollout_backend.core.adapter import number_of, renumbered
@@ -42,43 +41,53 @@ def groups_to_await(
 
 @dataclass(frozen=True)
 class AbandonedWeights:
-    """The versions that a killed trainer served after the checkpoint from which its successor resumed.
+    """The versions that killed trainers served after the checkpoints from which their successors resumed.
 
-    `checkpoint` is the checkpoint's version, `last` the last abandoned one. The successor trains versions with the
-    same numbers again.
+    `checkpoints` has the version from which each trainer resumed that began after the one that started a rollout, in
+    order: the last one is this trainer's. Each trains versions with the same numbers again. `last` is the newest
+    version that any killed trainer served.
     """
 
-    checkpoint: int
+    checkpoints: tuple[int, ...]
     last: int
 
-    def equivalent(self, version: int) -> int:
-        """Return the version before the checkpoint that is as far from it as an abandoned version."""
-        return 2 * self.checkpoint - version if self.checkpoint < version <= self.last else version
+    def equivalent(self, version: int, restarts: int = 0) -> int:
+        """Return the version before the checkpoints that is as far from this trainer's as an abandoned one.
+
+        `restarts` is the number of restarts before the one whose trainer served the version.
+        """
+        if version > self.last:
+            return version
+        return 2 * min((version, *self.checkpoints[restarts:])) - version
 
     def relabel(self, rollout: Rollout) -> Rollout:
         """Return the rollout with equivalent versions in place of abandoned ones.
 
-        The killed trainer started this rollout. Its successor may have sampled the last turns of a segment, which
-        begin where the version number falls.
+        The first of the trainers started this rollout. Later ones may have sampled the last turns of a segment: at a
+        restart the version number falls. If it does not tell which trainer sampled a token, it was the earliest
+        possible one, whose weights are the oldest.
         """
-        if self.last <= self.checkpoint:
+        if not self.checkpoints:
             return rollout
         segments = tuple(self._relabel_segment(segment) for segment in rollout.segments)
         return rollout.model_copy(update={"segments": segments})
 
     def _relabel_segment(self, segment: Segment) -> Segment:
-        versions = [number_of(span.version) for turn in segment.turns for span in turn.weight_versions]
-        falls = [i for i, (a, b) in enumerate(pairwise(versions), 1) if a is not None and b is not None and b < a]
-        abandoned = falls[-1] if falls else len(versions)  # of the versions, those before their last fall
-        turns, at = [], 0
+        turns, restarts, before = [], 0, -1
         for turn in segment.turns:
             spans = []
             for span in turn.weight_versions:
-                version = versions[at]
-                if at < abandoned and version is not None:
-                    label = renumbered(span.version, self.equivalent(version))
-                    span = replace(span, version=label)
+                version = number_of(span.version)
+                if version is not None:
+                    if version < before:
+                        restarts = self._next_trainer(version, restarts)
+                    label = renumbered(span.version, self.equivalent(version, restarts))
+                    span, before = replace(span, version=label), version
                 spans.append(span)
-                at += 1
             turns.append(replace(turn, weight_versions=tuple(spans)))
         return segment.model_copy(update={"turns": tuple(turns)})
+
+    def _next_trainer(self, version: int, restarts: int) -> int:
+        """Return the number of restarts before the next trainer that can have served a version."""
+        later = range(restarts + 1, len(self.checkpoints))
+        return next((n for n in later if self.checkpoints[n - 1] <= version), len(self.checkpoints))

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 from typing import TypeVar
 
+from rollout_backend.core.lineage import Lineage
 from rollout_backend.core.manifest import Manifest, StepRequest
 from rollout_backend.errors import CredentialsExpired, StoreError, WriteConflict
 from rollout_backend.retry import log_retry, retry_until
@@ -43,7 +44,8 @@ class StepPlan:
         while True:
             request = self.request
             before = await self.retry(lambda: services.manifests.read(self.request.step))
-            if not _can_verify_seals(before, services.sealed_by):
+            lineage = await self.retry(lambda: services.manifests.begin(request.step, request.weights))  # noqa: B023
+            if not (_can_verify_seals(before, services.sealed_by) and _has_same_weights(before, request, lineage)):
                 request = replace(request, same_weights=False)
             now, wall = asyncio.get_running_loop().time(), services.wall()
             self.manifest = Manifest.plan(
@@ -111,6 +113,20 @@ class StepPlan:
         S3 is silent."""
         warn = log_retry(log, "step %d waits for S3", self.request.step)
         return await retry_until(self.deadline, call, StoreError, self.services.pauses.store, before_sleep=warn)
+
+
+def _has_same_weights(before: Manifest | None, request: StepRequest, lineage: Lineage) -> bool:
+    """Return whether no trainer in between has trained the weights of an earlier trainer's step again."""
+    if before is None or request.weights_are_counted:
+        return True
+    if lineage.has_same_weights(before.fencing_token, before.step, before.weights):
+        return True
+    log.warning(
+        "step %d was begun by a trainer from whose checkpoint a later one has trained again: all of its rollouts run "
+        "again",
+        before.step,
+    )
+    return False
 
 
 def _can_verify_seals(before: Manifest | None, sealed_by: Collection[str]) -> bool:

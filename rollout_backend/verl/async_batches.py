@@ -14,12 +14,13 @@ Invariants:
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Container, Sequence
 from typing import Any
 
 from rollout_backend.config import RolloutConfig
-from rollout_backend.core.earlier_batches import EarlierBatches, Origin, batch_number, global_step_of, validates
+from rollout_backend.core.earlier_batches import EarlierBatches, Origin, batch_number, order_of, weights_before
 from rollout_backend.core.manifest import digest_of
 from rollout_backend.core.tasks import Task
 from rollout_backend.manager import BlockingRolloutManager
@@ -37,7 +38,7 @@ class StepNumbers:
     def __init__(self, resumes: bool) -> None:
         self._resumes = resumes
         self._seen: Counter[tuple[int, bool]] = Counter()
-        self._first: dict[bool, int] = {}
+        self._checkpoint: int | None = None  # the version of the weights with which this process began
 
     def next(self, global_step: int, validate: bool, besides: Container[int] = ()) -> tuple[int, bool]:
         """Return the next batch's number that is not in `besides`, and whether an earlier process sampled it with the
@@ -48,8 +49,9 @@ class StepNumbers:
             number = batch_number(global_step, validate, position)
             if number not in besides:
                 break
-        first = self._first.setdefault(validate, global_step)
-        return number, self._resumes and global_step == first
+        if self._checkpoint is None:
+            self._checkpoint = weights_before(number)
+        return number, self._resumes and weights_before(number) == self._checkpoint
 
 
 class AsyncBatches:
@@ -92,7 +94,8 @@ class AsyncBatches:
             elif earlier.can_resume(found, step):
                 requested = {"global_steps": earlier.requested_in(found)}
                 aged = [({**row, **requested}, task) for row, task in part]
-                divided.append((V1Batch(found, aged, abandoned=earlier.abandoned), True))
+                relabel = functools.partial(earlier.relabel, found)
+                divided.append((V1Batch(found, aged, relabel=relabel), True))
             else:
                 divided.append((V1Batch(found, part), False))
         return divided
@@ -102,10 +105,12 @@ class AsyncBatches:
         if not self._resumes:
             return EarlierBatches((), checkpoint, self._max_staleness)
         self._origins = read_origins()
-        first = batch_number(checkpoint + 1, validate=False, position=0)
-        manifests = self._manager.wait_for(self._manager.manager.manifests_from(first))
-        training = [each for each in manifests if not validates(each.step) and global_step_of(each.step) > checkpoint]
-        return EarlierBatches(training, checkpoint, self._max_staleness)
+        manager, first = self._manager.manager, batch_number(checkpoint + 1, validate=False, position=0)
+        lineage = self._manager.wait_for(manager.begin_at(first))
+        oldest = min((first, *(origin.step for origin in self._origins.values())), key=order_of)
+        manifests = self._manager.wait_for(manager.manifests_from(oldest))
+        restarts = [(each.fencing_token, each.checkpoint) for each in lineage.starts[:-1]]
+        return EarlierBatches(manifests, checkpoint, self._max_staleness, restarts)
 
     def _digest(self, task: Task) -> str:
         assert task.sampling is not None

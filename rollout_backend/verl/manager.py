@@ -32,7 +32,6 @@ from typing import Any, Self
 
 from agent_wrapper.contract import Rollout
 from rollout_backend.core.earlier_batches import global_step_of
-from rollout_backend.core.staleness import AbandonedWeights
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import RolloutBackendError
 from rollout_backend.manager import BlockingRolloutManager
@@ -192,7 +191,7 @@ class CloudAgentLoopManager:
         step, order = int(base["global_steps"]), batch.order(group.task.task_id)
         # Validation has no advantages, and verl groups its metrics by the prompt's uid.
         by_row = self._row_uids and not batch.validates
-        rows_by_rollout = self._rows_of_group(group, batch.validates, self._own_turns_only, batch.abandoned)
+        rows_by_rollout = self._rows_of_group(group, batch.validates, self._own_turns_only, batch.relabel)
         TALLY.add(batch.partition, count_group(group, rows_by_rollout))
         found: list[QueueRow] = []
         for session, (rollout, made) in enumerate(zip(group.rollouts, rows_by_rollout, strict=False)):
@@ -368,13 +367,12 @@ class CloudAgentLoopManager:
         group: GroupResult,
         validate: bool,
         own_turns_only: bool = False,
-        abandoned: AbandonedWeights | None = None,
+        relabel: Callable[[Rollout], Rollout] = lambda rollout: rollout,
     ) -> list[Rows]:
         """Return the rows of each rollout; none if the group is not usable. Validation compares no rollouts."""
         if not (group.usable or validate):
             return []
-        rollouts = group.rollouts if abandoned is None else [abandoned.relabel(each) for each in group.rollouts]
-        made = [self._make_rows(rollout, validate, own_turns_only) for rollout in rollouts]
+        made = [self._make_rows(relabel(rollout), validate, own_turns_only) for rollout in group.rollouts]
         masks = () if validate else self.settings.training.mask
         return mask_group(group.rollouts, made, masks, self.settings.group.needed)
 

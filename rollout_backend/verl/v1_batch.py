@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from agent_wrapper.contract import Rollout
 from rollout_backend.core.earlier_batches import Origin
-from rollout_backend.core.staleness import AbandonedWeights
 from rollout_backend.core.tasks import Task
 from rollout_backend.results.step_report import GroupResult
 from rollout_backend.verl import verl_api
@@ -38,12 +38,12 @@ class V1Batch:
         number: int,
         requests: Iterable[Request],
         validates: bool = False,
-        abandoned: AbandonedWeights | None = None,
+        relabel: Callable[[Rollout], Rollout] = lambda rollout: rollout,
     ) -> None:
-        """`number` is the step's. `abandoned` are weights that may have sampled the rollouts that it resumes."""
+        """`number` is the step's. `relabel` replaces the versions of abandoned weights in resumed rollouts."""
         self.number = number
         self.validates = validates
-        self.abandoned = abandoned
+        self.relabel = relabel
         self.tasks: list[Task] = []
         self.prompts: dict[str, dict[str, Any]] = {}  # in verl's order
         for row, task in requests:

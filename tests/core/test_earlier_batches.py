@@ -55,7 +55,6 @@ def test_a_step_that_began_with_abandoned_weights_is_as_old_as_the_way_to_them()
     assert [earlier.requested_in(number(step)) for step in (4, 6, 7, 8)] == [4, 6, 5, 4]
     assert earlier.can_resume(number(7), 7)
     assert not earlier.can_resume(number(8), 8), "four updates: two back to the checkpoint, two forward"
-    assert (earlier.abandoned.checkpoint, earlier.abandoned.last) == (5, 7)
 
 
 def test_an_origin_is_kept_in_a_tag() -> None:

@@ -30,7 +30,7 @@ def test_batches_of_one_step_train_the_same_version():
 
 
 def test_the_age_of_abandoned_weights_is_the_way_back_and_forth():
-    abandoned = AbandonedWeights(checkpoint=5, last=8)
+    abandoned = AbandonedWeights((5,), last=8)
     assert [abandoned.equivalent(version) for version in (3, 5, 6, 8, 9)] == [3, 5, 4, 2, 9]
 
 
@@ -42,16 +42,16 @@ def relabelled(abandoned, *versions):
 
 
 def test_only_what_the_killed_trainer_sampled_was_sampled_by_abandoned_weights():
-    abandoned = AbandonedWeights(checkpoint=5, last=8)
+    abandoned = AbandonedWeights((5,), last=8)
     assert relabelled(abandoned, "4", "5", "6", "7") == ["4", "5", "4", "3"]
     assert relabelled(abandoned, "4", "7", "5", "6") == ["4", "3", "5", "6"], "the version falls at the restart"
     assert relabelled(abandoned, "default", "6") == ["default", "4"]
-    assert relabelled(AbandonedWeights(5, 5), "5", "6") == ["5", "6"], "killed before it trained anything"
+    assert relabelled(AbandonedWeights((5,), 5), "5", "6") == ["5", "6"], "killed before it trained anything"
 
 
 def test_labels_of_adapters_keep_their_name():
     assert [number_of(label) for label in ("3", "math@3", "math@-1", "0")] == [3, 3, -1, 0]
     assert {number_of(label) for label in ("default", "math@x", "", "1_0", " 3", "\u0663", "9" * 5000)} == {None}
     rollout = make_rollout(segments=(make_segment(version="math@4"),))
-    relabelled = AbandonedWeights(checkpoint=3, last=4).relabel(rollout)
+    relabelled = AbandonedWeights((3,), last=4).relabel(rollout)
     assert [span.version for span in relabelled.segments[0].turns[0].weight_versions] == ["math@2"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import json
 import os
 from collections import Counter
@@ -153,10 +154,9 @@ class AsyncTrainer:
                 return number
 
     async def _collect(self, number: int, prompts: dict[str, Prompt], resumes: bool) -> None:
-        abandoned = self._earlier.abandoned
-
         def on_group(group: GroupResult) -> None:
-            rollouts = [abandoned.relabel(rollout) if resumes else rollout for rollout in group.rollouts]
+            relabel = functools.partial(self._earlier.relabel, number)
+            rollouts = [*map(relabel, group.rollouts)] if resumes else group.rollouts
             turns = [turn for each in rollouts for segment in each.segments for turn in segment.turns]
             versions = [number_of(span.version) for turn in turns for span in turn.weight_versions]
             outcomes = Counter({"completed": len(rollouts)})

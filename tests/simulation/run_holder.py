@@ -52,5 +52,7 @@ class RunHolder:
             self._env.evidence.fenced_off.append(f"{taker.id} took the run from {other.id}, which renewed its lease")
 
 
-def _fencing_token(manifest: bytes) -> int:
-    return int(json.loads(manifest)["fencing_token"])
+def _fencing_token(body: bytes) -> int:
+    """Return the token of a manifest, or of the newest trainer in the run's lineage."""
+    fields = json.loads(body)
+    return int(fields.get("starts", [fields])[-1]["fencing_token"])

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from agent_wrapper.contract import Sampling
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.earlier_batches import Origin, batch_number
+from rollout_backend.core.lineage import Lineage, TrainerStart
 from rollout_backend.core.manifest import Manifest, PlannedTask, digest_of
 from rollout_backend.core.tasks import Task
 from rollout_backend.verl import async_batches
@@ -46,7 +47,10 @@ def batches(
     monkeypatch: pytest.MonkeyPatch, *manifests: Manifest, mode: str = "auto", **origins: Origin
 ) -> AsyncBatches:
     monkeypatch.setattr(async_batches, "read_origins", lambda: origins)
-    manager: Any = SimpleNamespace(manifests_from=lambda step: [each for each in manifests if each.step >= step])
+    manager: Any = SimpleNamespace(
+        manifests_from=lambda step: [each for each in manifests if each.step >= step],
+        begin_at=lambda step: Lineage(run_id="run", starts=(TrainerStart(fencing_token=9, step=step),)),
+    )
     blocking: Any = SimpleNamespace(manager=manager, wait_for=lambda found: found)
     sampler = {"sampler_kwargs": {"max_staleness": 2}}
     trainer = OmegaConf.create({"resume_mode": mode, "v1": {"sampler": sampler}})
