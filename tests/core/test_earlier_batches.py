@@ -12,7 +12,8 @@ from rollout_backend.core.earlier_batches import (
     order_of,
     validates,
 )
-from rollout_backend.core.manifest import Manifest, PlannedTask
+from rollout_backend.core.manifest import Execution, Manifest, PlannedTask
+from rollouts import make_rollout, make_segment
 
 
 def number(global_step: int, position: int = 0) -> int:
@@ -55,6 +56,24 @@ def test_a_step_that_began_with_abandoned_weights_is_as_old_as_the_way_to_them()
     assert [earlier.requested_in(number(step)) for step in (4, 6, 7, 8)] == [4, 6, 5, 4]
     assert earlier.can_resume(number(7), 7)
     assert not earlier.can_resume(number(8), 8), "four updates: two back to the checkpoint, two forward"
+
+
+def test_a_rollout_that_was_held_across_two_restarts_is_as_old_as_the_whole_way() -> None:
+    """The first trainer planned step 98, and the second one, from 95, resumed it with new attempts. This one resumes
+    from 100."""
+    kept = manifest(98, "a").model_copy(
+        update={"executions": (Execution(fencing_token=1, last_attempt=2),), "fencing_token": 2, "attempts_before": 2}
+    )
+    earlier = EarlierBatches([kept, manifest(104, "b")], 100, max_staleness=8, restarts=[(1, 1), (2, 95)])
+    assert earlier.requested_in(number(98)) == 94, "97, 95 and 100 are 7 versions"
+    assert earlier.can_resume(number(98), 102)
+    assert not earlier.can_resume(number(98), 103)
+    by_attempt = {}
+    for attempt in (1, 2, 3, 4):
+        rollout = make_rollout(attempt=attempt, segments=(make_segment(version="97"),))
+        [segment] = earlier.relabel(number(98), rollout).segments
+        by_attempt[attempt] = segment.turns[0].weight_versions[0].version
+    assert by_attempt == {1: "93", 2: "93", 3: "97", 4: "97"}, "the last attempt is this trainer's"
 
 
 def test_an_origin_is_kept_in_a_tag() -> None:

@@ -49,6 +49,17 @@ def test_only_what_the_killed_trainer_sampled_was_sampled_by_abandoned_weights()
     assert relabelled(AbandonedWeights((5,), 5), "5", "6") == ["5", "6"], "killed before it trained anything"
 
 
+def test_across_several_restarts_the_way_leads_back_to_the_earliest_checkpoint():
+    """The first trainer served up to 9. The second resumed from 6 and the third, this one, from 8."""
+    abandoned = AbandonedWeights((6, 8), last=9)
+    assert [abandoned.equivalent(version) for version in (5, 7, 8, 9, 10)] == [5, 5, 4, 3, 10]
+    assert [abandoned.equivalent(version, restarts=1) for version in (7, 8, 9)] == [7, 8, 7]
+    assert [abandoned.equivalent(version, restarts=2) for version in (8, 9)] == [8, 9]
+    assert relabelled(abandoned, "9", "7", "9") == ["3", "7", "7"], "sampled by the first and the second trainer"
+    assert relabelled(abandoned, "9", "7", "9", "8", "9") == ["3", "7", "7", "8", "9"]
+    assert relabelled(AbandonedWeights((6, 3), last=9), "9", "4") == ["-3", "4"], "the second one began at 6"
+
+
 def test_labels_of_adapters_keep_their_name():
     assert [number_of(label) for label in ("3", "math@3", "math@-1", "0")] == [3, 3, -1, 0]
     assert {number_of(label) for label in ("default", "math@x", "", "1_0", " 3", "\u0663", "9" * 5000)} == {None}

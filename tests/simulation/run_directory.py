@@ -43,7 +43,7 @@ class RunDirectory:
     def is_complete(self, bucket: Bucket) -> bool:
         """Return False if a manifest names attempts that its trainer could not log before it was killed."""
         for key, body in bucket.objects.items():
-            if "/manifests/" in key:
+            if "/manifests/" in key and not key.endswith("/lineage.json"):
                 manifest = Manifest.parse(json.loads(body))
                 known = max(self.logged.get(manifest.step, 0), manifest.attempts_closed)
                 if known < manifest.attempts_before + manifest.attempts:

@@ -91,7 +91,7 @@ FIRST = [train(101), train(102), validate(102), train(103), train(104), validate
         ([[train(103)]], [train(103)], 1),
         ([[validate(102)]], [train(103)], 1),
         ([[train(101), train(102)], [validate(102)]], [train(103)], 9),
-        ([[train(101), train(102), train(103)], [train(103)]], [train(103)], 9),
+        ([[train(101), train(102), train(103)], [train(103)]], [train(103)], 2),
         ([[train(101), train(102), train(103)]], [train(103)], 2),
         ([[train(104)], [train(101), train(102)]], [train(104)], 9),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,12 +45,18 @@ def manifest(step: int, *uids: str) -> Manifest:
 
 
 def batches(
-    monkeypatch: pytest.MonkeyPatch, *manifests: Manifest, mode: str = "auto", **origins: Origin
+    monkeypatch: pytest.MonkeyPatch,
+    *manifests: Manifest,
+    mode: str = "auto",
+    starts: Mapping[int, int] | None = None,
+    **origins: Origin,
 ) -> AsyncBatches:
+    """`starts` has the global step at which each earlier trainer began, by its fencing token."""
+    began = tuple(TrainerStart(fencing_token=token, step=number(at)) for token, at in (starts or {}).items())
     monkeypatch.setattr(async_batches, "read_origins", lambda: origins)
     manager: Any = SimpleNamespace(
         manifests_from=lambda step: [each for each in manifests if each.step >= step],
-        begin_at=lambda step: Lineage(run_id="run", starts=(TrainerStart(fencing_token=9, step=step),)),
+        begin_at=lambda step: Lineage(run_id="run", starts=(*began, TrainerStart(fencing_token=9, step=step))),
     )
     blocking: Any = SimpleNamespace(manager=manager, wait_for=lambda found: found)
     sampler = {"sampler_kwargs": {"max_staleness": 2}}
@@ -87,6 +94,17 @@ def test_the_last_of_many_batches_before_the_checkpoint_is_not_resumed(monkeypat
     assert divided(made, 6, "b") == [(number(6, 600), ["new-b"], True)]
 
 
+def test_a_prompt_that_was_held_across_two_restarts_counts_the_way_of_both(monkeypatch) -> None:
+    """Its step was planned by the first trainer; the second one resumed from 2, and this one from 5."""
+    held = manifest(number(4), "a").model_copy(update={"fencing_token": 1})
+    made = batches(monkeypatch, held, a=Origin(number(4), "old-0"), starts={1: 1, 2: 3})
+    [(part, resumes)] = made.divide([request("a", 6)], 6, validate=False)
+    assert not resumes, "3, 2 and 5 are 4 versions"
+    made = batches(monkeypatch, held, a=Origin(number(4), "old-0"), starts={1: 1})
+    [(part, resumes)] = made.divide([request("a", 6)], 6, validate=False)
+    assert (part.prompts["old-0"]["global_steps"], resumes) == (4, True)
+
+
 def test_nothing_is_resumed_without_verls_checkpoint(monkeypatch) -> None:
     made = batches(monkeypatch, manifest(number(1), "a"), mode="disable")
     assert divided(made, 1, "a") == [(number(1), ["new-a"], False)]
@@ -115,6 +133,10 @@ def test_a_batch_has_the_same_number_after_a_restart():
 def test_only_the_first_step_after_a_checkpoint_was_sampled_with_the_same_weights():
     numbers = play(True, (4, True), (5, False), (5, False), (5, True), (6, False))
     assert [same for _, same in numbers] == [True, True, True, False, False]
+
+
+def test_a_validation_after_a_training_step_is_of_new_weights():
+    assert [same for _, same in play(True, (5, False), (5, True))] == [True, False]
 
 
 def test_a_training_that_does_not_resume_reuses_nothing():
