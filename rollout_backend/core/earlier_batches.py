@@ -115,7 +115,7 @@ class EarlierBatches:
         self._restarts = restarts
         self._max_staleness = max_staleness
         self._begun: set[int] = set()
-        self._last = max(map(global_step_of, self._digests), default=0) - 1
+        self._last = max([checkpoint, *(global_step_of(step) - 1 for step in self._digests)])
 
     @property
     def steps(self) -> frozenset[int]:
