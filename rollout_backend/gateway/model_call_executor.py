@@ -349,7 +349,8 @@ class ModelCallExecutor:
             logger.warning("a model call with images cannot be recorded: %s", error)
             raise ApiError(500, str(error), code="prompt_differs") from None
         except EngineRefused as error:
-            logger.warning("an engine refused a model call: %s", error)
+            # The message about a form quotes it, and it is the agent's.
+            logger.warning("an engine refused a model call: %s", error if request.resumable else "its form")
             if "context length" in str(error) or "maximum allowed length" in str(error):
                 raise context_exceeded(self._context_tokens, f"the engine says: {error}") from None
             if not request.resumable:

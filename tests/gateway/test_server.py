@@ -190,13 +190,14 @@ def test_a_reply_that_ignored_the_constraint_is_an_error(play, stream):
         ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
     ],
 )
-def test_constraints_are_refused_if_switched_off_or_if_the_engine_cannot_apply_them(play, serve, more, param):
+def test_constraints_are_refused_if_switched_off_or_if_the_engine_cannot_apply_them(play, serve, caplog, more, param):
     able = play(lambda _: Fail(400, "not supported with --grammar-backend none"))
     unable = able.post({**CALL, **more})
     asked = len(able.engine.requests)
     refused = serve(able.engine.url, gateway={"constrained_decoding": "refuse"}).post({**CALL, **more})
     assert len(able.engine.requests) == asked
     assert (unable.status_code, unable.json()["error"]["code"]) == (400, "constrained_decoding_unavailable")
+    assert "an engine refused a model call: its form" in caplog.text  # engines quote the form, which is the agent's
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 
