@@ -10,6 +10,8 @@ from urllib.request import proxy_bypass_environment
 import pytest
 import typer
 
+from builders import run_config
+from rollout_backend import RolloutManager
 from rollout_backend.cli import main
 from rollout_backend.cli.common import errors, exit_codes, load_settings, make_console
 from rollout_backend.deploy import target as target_module
@@ -170,3 +172,21 @@ def test_this_machine_is_reached_without_the_users_proxy(given, hosts, monkeypat
     bypass_proxies()
     assert os.environ["NO_PROXY"] == os.environ.get("no_proxy", "*") == hosts
     assert proxy_bypass_environment("127.0.0.1")
+
+
+async def test_a_manager_in_any_trainer_reaches_this_machine_without_the_users_proxy(monkeypatch):
+    """verl and scripts use no command of ours."""
+
+    class Started(Exception):
+        pass
+
+    async def start(*_):
+        raise Started(os.environ.get("NO_PROXY"))
+
+    for name in ("NO_PROXY", "no_proxy"):
+        # Restored after the test.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("rollout_backend.run_services.RunServices.start", start)
+    with pytest.raises(Started, match=r"127\.0\.0\.1,localhost"):
+        await RolloutManager(run_config()).__aenter__()
