@@ -39,7 +39,8 @@ OWN = {"storage": {"bucket": "rollouts"}, "runtime": {"kind": "agentcore", "arn"
 def verl_config(own: object = OWN, **rollout: object):
     return OmegaConf.create(
         {
-            "trainer": {"project_name": "my project", "experiment_name": "run/1"},
+            "data": {"train_batch_size": 2},
+            "trainer": {"project_name": "my project", "experiment_name": "run/1", "v1": {"trainer_mode": "sync"}},
             "actor_rollout_ref": {
                 "model": {"path": "/models/Qwen3-4B"},
                 "rollout": {
