@@ -1,28 +1,33 @@
-"""Validate images sent by agents, and replace them in messages by the SHA-256 of their bytes.
+"""Validate images sent by agents, convert them to plain PNGs, and replace them in messages by their SHA-256.
 
-Invariant: an image's bytes are part of the request. This module opens no path or URL.
+Invariants:
+
+- An image's bytes are part of the request. This module opens no path or URL.
+- Engine, result and trainer get the same plain PNG: RGB with 8 bits per channel, without metadata. Decoders read
+  other images differently: SGLang decodes JPEGs on the GPU, and some decoders ignore the orientation in EXIF.
 """
 
 import base64
 import hashlib
 import io
+import struct
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from PIL import Image as pillow
+from PIL import ImageOps
 
 from agent_wrapper.contract import ImageSpan
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-_MEDIA_TYPES = {
-    "PNG": "image/png",
-    "JPEG": "image/jpeg",
-    "MPO": "image/jpeg",  # from cameras, with further pictures after the first
-    "WEBP": "image/webp",
-    "GIF": "image/gif",
-}
 _NAME = "sha256:"
+_PNG = "image/png"
+_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_DEEP_MODES = frozenset({"I", "F", "I;16", "I;16B", "I;16L", "I;16N"})
+_CACHED_BYTES = 64 * 2**20
 _MIN_SIDE = 4  # image processors mistake a side of 1 or 3 for the colour channels
 
 
@@ -34,7 +39,7 @@ class ImageLimits:
 
 @dataclass(frozen=True)
 class Image:
-    """An image. Its size is read from its header. For an animated image, only the first frame counts."""
+    """A plain PNG."""
 
     data: bytes = field(repr=False)
     sha256: str
@@ -65,15 +70,44 @@ class PlacedImage:
         return ImageSpan(start=self.start, end=self.end, sha256=self.image.sha256, media_type=self.image.media_type)
 
 
+class _Converted:
+    """The plain PNGs of the latest images, by the SHA-256 of what was sent: agents send an image with each call."""
+
+    def __init__(self) -> None:
+        self._images: OrderedDict[bytes, Image] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, sent: bytes) -> Image | None:
+        with self._lock:
+            if sent in self._images:
+                self._images.move_to_end(sent)
+            return self._images.get(sent)
+
+    def add(self, sent: bytes, image: Image) -> None:
+        with self._lock:
+            if sent not in self._images:
+                self._bytes += len(image.data)
+            self._images[sent] = image
+            while self._bytes > _CACHED_BYTES:
+                self._bytes -= len(self._images.popitem(last=False)[1].data)
+
+
+_converted = _Converted()
+
+
 def read_image(data: bytes, max_pixels: int) -> Image:
-    """Identify an image by its header, not by its declared media type. The pixels are not decoded.
+    """Return an image as a plain PNG. The format is found from the bytes, not from the declared media type.
+
+    The orientation in EXIF is applied, transparent pixels become white, and only an animation's first frame counts.
+    A plain PNG stays as it is, and its pixels are not decoded.
 
     Raises:
-        ValueError: the format is not supported, or the image has too many or too few pixels.
+        ValueError: the format is not supported, the image has too many or too few pixels, or it is corrupt.
     """
     try:
         with pillow.open(io.BytesIO(data), formats=_FORMATS) as opened:
-            (width, height), kind = opened.size, opened.format
+            (width, height), mode = opened.size, opened.mode
     except (pillow.DecompressionBombError, pillow.DecompressionBombWarning):
         raise ValueError(f"has more than {max_pixels} pixels; send a smaller one") from None
     except Exception:  # Pillow's readers raise various exceptions, depending on the format
@@ -82,8 +116,48 @@ def read_image(data: bytes, max_pixels: int) -> Image:
         raise ValueError(f"has {width} x {height} pixels, more than {max_pixels} in all; send a smaller one")
     if min(width, height) < _MIN_SIDE:
         raise ValueError(f"has {width} x {height} pixels; send one of at least {_MIN_SIDE} each way")
-    assert kind is not None
-    return Image(data, hashlib.sha256(data).hexdigest(), _MEDIA_TYPES[kind], width, height)
+    if mode in _DEEP_MODES:
+        raise ValueError("has more than 8 bits per pixel in one channel; send one with 8 bits per channel")
+    sent = hashlib.sha256(data)
+    if _is_plain(data):
+        return Image(data, sent.hexdigest(), _PNG, width, height)
+    image = _converted.get(sent.digest())
+    if image is None:
+        image = _convert(data)
+        _converted.add(sent.digest(), image)
+    return image
+
+
+def _is_plain(data: bytes) -> bool:
+    """Return whether the bytes are a PNG in RGB with 8 bits per channel, not interlaced, with pixels only."""
+    if not data.startswith(_SIGNATURE) or data[24:29] != b"\x08\x02\0\0\0":
+        return False
+    at, kinds = len(_SIGNATURE), []
+    while at + 12 <= len(data):
+        length, kind = struct.unpack_from(">I4s", data, at)
+        kinds.append(kind)
+        at += length + 12
+    return at == len(data) and kinds[0] == b"IHDR" and kinds[-1] == b"IEND" and {*kinds[1:-1]} == {b"IDAT"}
+
+
+def _convert(data: bytes) -> Image:
+    written = io.BytesIO()
+    try:
+        with pillow.open(io.BytesIO(data), formats=_FORMATS) as opened:
+            opened.load()
+            image: pillow.Image = ImageOps.exif_transpose(opened)
+        if image.has_transparency_data:
+            rgba = image.convert("RGBA")
+            image = pillow.new("RGB", rgba.size, "white")
+            image.paste(rgba, mask=rgba.getchannel("A"))
+        pixels = image.convert("RGB")
+        # Without metadata, which `save` would copy.
+        plain = pillow.frombytes("RGB", pixels.size, pixels.tobytes())
+        plain.save(written, "PNG", compress_level=1)
+    except Exception as error:
+        raise ValueError(f"cannot be read to its end: {error}") from None
+    png = written.getvalue()
+    return Image(png, hashlib.sha256(png).hexdigest(), _PNG, *plain.size)
 
 
 def check_pixels(image: Image) -> None:

@@ -12,6 +12,7 @@ Invariants:
 import asyncio
 import contextlib
 import io
+import re
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -27,6 +28,8 @@ MAX_REQUESTS = 1024
 """Open requests of one session, beyond which it is answered 429."""
 _RETRY_S = 1
 _BRIEF_BYTES, _BRIEF_OBJECTS = 128 * 1024, 512  # a larger body takes milliseconds to parse
+# A small image may have many pixels to convert. No client writes ASCII letters as escapes, except to hide them.
+_MAY_HAVE_IMAGE = re.compile(rb"base64|\\u00[2-7]", re.IGNORECASE)
 _GZIP, _ZLIB, _RAW_DEFLATE = 31, 15, -15  # zlib's window bits
 _MAX_WINDOW_BYTES = 8 * 2**20  # the largest window that RFC 9659 allows
 _ENCODINGS = ("gzip", "deflate", "zstd")
@@ -34,7 +37,7 @@ _ENCODINGS = ("gzip", "deflate", "zstd")
 
 def is_brief(body: bytes | bytearray) -> bool:
     """Return whether a body is small enough to be parsed on the event loop."""
-    return len(body) <= _BRIEF_BYTES and body.count(b"{") <= _BRIEF_OBJECTS
+    return len(body) <= _BRIEF_BYTES and body.count(b"{") <= _BRIEF_OBJECTS and not _MAY_HAVE_IMAGE.search(body)
 
 
 class SessionShare:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from agent_wrapper.contract import ContractError, Outcome, Rollout, Trajectory
 from builders import assistant, system, user
@@ -45,6 +45,7 @@ def tokens_of(data: bytes) -> int:
 
 
 RED, BLUE = picture("red", 64, 96), picture("blue", 200, 100, "JPEG")
+PLAIN_BLUE = read_image(BLUE, 2**24).data
 
 
 def seeing_model(folder: Path, renderer: str, **options) -> ModelConfig:
@@ -126,15 +127,15 @@ def test_a_conversation_with_images_is_one_row_of_what_the_engine_saw(gateway, e
     pads = pads_of(engine)
     lengths = [tokens_of(RED), tokens_of(BLUE), tokens_of(RED)]
     assert [span.end - span.start for span in segment.images] == lengths
-    assert [span.media_type for span in segment.images] == ["image/png", "image/jpeg", "image/png"]
+    assert [span.media_type for span in segment.images] == ["image/png"] * 3
     for span in segment.images:
         assert set(ids[span.start : span.end]) == {pads[0]}
         around = engine.tokenizer.decode([ids[span.start - 1], ids[span.end]], skip_special_tokens=False)
         assert around == "<|vision_start|><|vision_end|>"
     assert ids.count(pads[0]) == sum(lengths)  # the words in the text made none
-    assert [trajectory.images[span.sha256] for span in segment.images] == [RED, BLUE, RED]
+    assert [trajectory.images[span.sha256] for span in segment.images] == [RED, PLAIN_BLUE, RED]
     assert len(trajectory.images) == 2
-    shown = [[RED], [RED], [RED, BLUE], [RED, BLUE, RED]]
+    shown = [[RED], [RED], [RED, PLAIN_BLUE], [RED, PLAIN_BLUE, RED]]
     for request, turn, images in zip(engine.requests, segment.turns, shown, strict=True):
         assert [base64.b64decode(url.partition(",")[2]) for url in request["image_data"]] == images
         assert request["input_ids"].count(pads[0]) == len(images)
@@ -242,7 +243,7 @@ def test_images_survive_restarts_of_the_gateway_and_are_sealed(serve, engine, se
     trajectory = Trajectory.decode(sealed.raise_for_status().content)
     [segment] = trajectory.segments
     assert len(segment.turns) == 3
-    assert [trajectory.images[span.sha256] for span in segment.images] == [RED, BLUE, RED]
+    assert [trajectory.images[span.sha256] for span in segment.images] == [RED, PLAIN_BLUE, RED]
     written = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
     assert written.count(RED) == 1
 
@@ -264,23 +265,75 @@ def test_images_survive_restarts_of_the_gateway_and_are_sealed(serve, engine, se
         sealer.check(rollout(trajectory.model_copy(update={"segments": (altered,)})))
 
 
-def test_supported_image_formats(gateway, engine):
-    green = Image.new("RGB", (64, 64), "green")
-    second = [Image.new("RGB", (64, 64), "red")]
-    kinds = {
-        "PNG": ("image/png", {}),
-        "JPEG": ("image/jpeg", {}),
-        "MPO": ("image/jpeg", {"save_all": True, "append_images": second}),
-        "WEBP": ("image/webp", {}),
-        "GIF": ("image/gif", {"save_all": True, "append_images": second}),
-    }
-    engine.replies = ["Green."] * len(kinds)
-    for number, (kind, (_, more)) in enumerate(kinds.items()):
-        out = io.BytesIO()
-        green.save(out, kind, **more)
-        create(gateway, ask(out.getvalue(), f"Number {number}?"))
-    found = [segment.images[0].media_type for segment in gateway.trajectory().segments]
-    assert found == [media_type for media_type, _ in kinds.values()]
+def _orientation(value: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[274] = value
+    return exif
+
+
+def _written(image: Image.Image, kind: str, **options) -> bytes:
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+RAMP = Image.linear_gradient("L").resize((96, 64))
+CLEAR = Image.new("RGBA", (64, 64), (0, 0, 0, 0))
+MORE = {"save_all": True, "append_images": [Image.new("RGB", (64, 64), "red")]}
+GREEN = Image.new("RGB", (64, 64), "green")
+SENT = {
+    "plain": (_written(GREEN, "PNG"), GREEN),
+    "JPEG": (_written(GREEN, "JPEG"), None),
+    "JPEG with a second picture": (_written(GREEN, "MPO", **MORE), None),
+    "grayscale JPEG": (_written(RAMP, "JPEG"), None),
+    "CMYK JPEG": (_written(RAMP.convert("CMYK"), "JPEG"), None),
+    "turned JPEG": (_written(RAMP.convert("RGB"), "JPEG", exif=_orientation(6)), None),
+    "turned PNG": (
+        _written(RAMP.convert("RGB"), "PNG", exif=_orientation(6)),
+        RAMP.convert("RGB").rotate(-90, expand=True),
+    ),
+    "grayscale PNG": (_written(RAMP, "PNG"), RAMP.convert("RGB")),
+    "bilevel PNG": (_written(RAMP.convert("1"), "PNG"), RAMP.convert("1").convert("RGB")),
+    "palette": (_written(GREEN.convert("P"), "PNG"), GREEN.convert("P").convert("RGB")),
+    "transparent": (_written(CLEAR, "PNG"), Image.new("RGB", (64, 64), "white")),
+    "transparent palette": (
+        _written(Image.new("P", (64, 64), 0), "PNG", transparency=0),
+        Image.new("RGB", (64, 64), "white"),
+    ),
+    "transparent gray": (_written(Image.new("LA", (64, 64), (0, 0)), "PNG"), Image.new("RGB", (64, 64), "white")),
+    "profile": (_written(GREEN, "PNG", icc_profile=b"any profile"), GREEN),
+    "animated GIF": (_written(GREEN, "GIF", **MORE), GREEN),
+    "animated PNG": (_written(GREEN, "PNG", **MORE), GREEN),
+    "WebP": (_written(GREEN, "WEBP", lossless=True), GREEN),
+}
+
+
+@pytest.mark.parametrize(("data", "pixels"), SENT.values(), ids=SENT)
+def test_an_image_becomes_a_plain_png_that_every_decoder_reads_alike(data, pixels):
+    image = read_image(data, 2**24)
+    plain = Image.open(io.BytesIO(image.data))
+    plain.load()
+    assert (plain.format, plain.mode, plain.size, plain.info) == ("PNG", "RGB", (image.width, image.height), {})
+    assert (plain.n_frames, dict(plain.getexif())) == (1, {})
+    if pixels is None:
+        pixels = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
+    assert (plain.size, plain.tobytes()) == (pixels.size, pixels.tobytes())
+    assert (image.data == data) == (data is SENT["plain"][0])
+    assert read_image(image.data, 2**24) == image == read_image(data, 2**24)
+
+
+def test_images_of_16_bits_are_refused():
+    with pytest.raises(ValueError, match="8 bits per channel"):
+        read_image(_written(Image.new("I;16", (64, 64), 300), "PNG"), 2**24)
+
+
+def test_the_engine_gets_what_is_recorded(gateway, engine):
+    engine.replies = ["Green."] * 2
+    for number in range(2):
+        create(gateway, ask(SENT["turned JPEG"][0], f"Number {number}?"))
+    trajectory = gateway.trajectory()
+    shown = {base64.b64decode(url.partition(",")[2]) for each in engine.requests for url in each["image_data"]}
+    assert shown == {*trajectory.images.values()} == {read_image(SENT["turned JPEG"][0], 2**24).data}
 
 
 def test_image_settings_are_read_from_newer_model_folders(seeing, tmp_path):
