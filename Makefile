@@ -79,8 +79,9 @@ test-all: lint engine verl clients trl  ## every test, those on vLLM and TRL too
 SEEDS ?= 1000
 SEED ?=
 MUTANT ?=
-chaos: setup  ## simulated runs with faults of every kind, in virtual time: `SEEDS=1000` of them
-	$(RUN)/python -m tests.simulation --seeds $(SEEDS) $(if $(SEED),--seed $(SEED)) $(if $(MUTANT),--mutant $(MUTANT))
+NEW ?=
+chaos: setup  ## simulated runs with faults of every kind, in virtual time: `SEEDS=1000` of them, `NEW=1` for new ones
+	$(RUN)/python -m tests.simulation --seeds $(SEEDS) $(if $(NEW),--new) $(if $(SEED),--seed $(SEED)) $(if $(MUTANT),--mutant $(MUTANT))
 
 train: engine verl  ## verl trains a small model on sums: some 15 minutes
 	$(VERL)/bin/python examples/train_arithmetic/train.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import randrange
 from typing import Annotated
 
 import typer
@@ -18,6 +19,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def main(
     seeds: Annotated[int, typer.Option(min=1, help="Number of histories.")] = 1000,
     first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    new: Annotated[bool, typer.Option("--new", help="Draw the first seed at random, and print it.")] = False,
     seed: Annotated[int | None, typer.Option(min=0, help="Only this seed, with its whole history.")] = None,
     mutant: Annotated[str | None, typer.Option(help="Break the code on purpose; `list` names the ways.")] = None,
 ) -> None:
@@ -33,6 +35,9 @@ def main(
         verdict = play(seed, mutant)
         console.print("\n".join(verdict.history), markup=False)
     else:
+        if new:
+            first = randrange(10_000, 10**9)
+        console.print(f"seeds {first} to {first + seeds - 1}")
         with Progress(console=console, transient=True) as progress:
             bar = progress.add_task("seeds", total=seeds)
             tally = chaos(range(first, first + seeds), mutant, on_verdict=lambda _: progress.advance(bar))

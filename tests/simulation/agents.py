@@ -31,6 +31,9 @@ from tests.simulation.session import Session
 from tests.simulation.session_audit import SessionAudit
 from tests.simulation.sqs import Queue
 
+_MODEL_CALL_S = 20.0  # limit of a model call, as `timeouts.model_call_s`
+_PUT_S = 10.0  # limit of a try to write a result
+
 
 class Agents:
     """Runs the agent of each session."""
@@ -83,6 +86,9 @@ class Agents:
             async with asyncio.timeout(max(left_s, 0.0)):
                 for call in calls_of(request):
                     await env.passes(8)
+                    if env.is_silent("model"):
+                        await asyncio.sleep(_MODEL_CALL_S)
+                        return self.make_result(request, Outcome.INFRA_ERROR, "model_unavailable")
                     patience_s = 40 * env.random.random()
                     if env.chance("model_fails") or not await self._gateway.is_reached(request, patience_s):
                         return self.make_result(request, Outcome.INFRA_ERROR, "model_unavailable")
@@ -163,6 +169,9 @@ class Agents:
     async def _put(self, request: RolloutRequest, key: str, body: bytes, rollout: Rollout) -> None:
         for _ in range(4):
             await self._env.passes(0.3)
+            if self._env.is_silent("agent_put"):
+                await asyncio.sleep(_PUT_S)
+                continue
             if self._env.chance("put_fails"):
                 continue
             if request.session_id in self._sessions and rollout.outcome is Outcome.INFRA_ERROR:

@@ -20,7 +20,9 @@ from tests.simulation.world import World
 
 _REFUSALS = ("throttled", "quota_exceeded", "runtime_conflict", "no_credentials", "wrong_clock")
 _SILENCE_S = 5 * HEARTBEAT_S  # three missed heartbeats, a late one, and the time between polls
+_START_S = 240.0  # for so long at least, a start waits for S3
 _CLOSING_S = 240.0  # limit for closing a step's sessions after its deadline, including all retries
+_LAST_WRITES_S = 120.0  # limit of a step's last manifest, and of its records of lost tasks, where S3 is silent
 
 
 class Violation(AssertionError):
@@ -45,6 +47,15 @@ class Checks:
         self.unclosed: set[str] = set()  # sessions that reports name as not closed
         self._planned_at: dict[Step, float] = {}  # two managers may run one step at the same time
         self._seen: Violation | None = None  # raised at the step's end: exceptions of its tasks are not awaited
+
+    @property
+    def longest_step_s(self) -> float:
+        """Return how long a step may take."""
+        return self._config.timeouts.collection_s + _CLOSING_S + (_LAST_WRITES_S if self._may_be_silent else 0.0)
+
+    @property
+    def _may_be_silent(self) -> bool:
+        return bool(self._world.faults.silent_s3 or self._bucket.silent_outages)
 
     def key(self, step: int, rollout_id: str) -> str:
         return result_key("", self._config.run_id, step, rollout_id)
@@ -123,8 +134,11 @@ class Checks:
     def _noticed(self, session_id: str | None) -> None:
         """Check that no dead container is awaited until its deadline if its silence was detectable."""
         died_at = self._audit.died.get(session_id or "")
-        if died_at is None or self._world.faults.cut_off or self._world.faults.s3 or self._bucket.outages:
-            return  # no other session may be heard, or S3 is unavailable
+        faults = self._world.faults
+        if died_at is None or faults.cut_off or faults.silent_gateway:
+            return  # no other session may be heard
+        if faults.s3 or faults.silent_s3 or self._bucket.outages:
+            return  # S3 may be unavailable
         silent_s = self._world.now() - max(died_at, self._world.gateway.started_at)
         _hold(silent_s < _SILENCE_S, f"{session_id} was silent for {silent_s:.0f} s without being detected")
 
@@ -187,9 +201,16 @@ class Checks:
         _hold(another, f"{holder} is refused, and no other manager is alive")
         _hold(self._world.holder.id != holder, f"{holder} holds the run and stops")
 
+    def gave_up_start(self, began: float) -> None:
+        """Check a start that ended because S3 did not answer."""
+        _hold(self._world.now() - began >= _START_S, "S3 ends a start within minutes")
+
     def gave_up(self, began: float) -> None:
         """Check a step that ended because S3 did not answer."""
-        _hold(self._world.now() - began >= self._config.timeouts.collection_s, "S3 ends a step before its deadline")
+        seconds = self._world.now() - began
+        # Sums of times are rounded.
+        least = self._config.timeouts.collection_s - 1e-6
+        _hold(seconds >= least, f"S3 ends a step after {seconds:g} s, before its deadline")
 
     # --- when a step is over ------------------------------------------------------------------------------
 
@@ -207,7 +228,7 @@ class Checks:
         self.unclosed |= report.unclosed_sessions.keys()
         _hold(not self.unclosed, f"sessions are abandoned although their stops would succeed: {self.unclosed}")
         seconds = world.now() - began
-        limit = self._config.timeouts.collection_s + _CLOSING_S
+        limit = self.longest_step_s
         _hold(seconds <= limit, f"the step took {seconds:.0f} s, more than {limit:.0f} s")
         self._check_results(step, result)
         repeated = [key for at, key in self._audit.started if at >= began and key in finished_before]

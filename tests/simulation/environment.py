@@ -27,6 +27,7 @@ class Environment:
         self.faults = replace(self.faults, **self.situation.faults)
         self.history: list[str] = []
         self.evidence = Evidence()
+        self._silences = Random(f"{seed} silence")  # so that it changes no other draw of a seed
         self._numbers: defaultdict[str, int] = defaultdict(int)
 
     def now(self) -> float:
@@ -44,6 +45,14 @@ class Environment:
     def chance(self, fault: str) -> bool:
         """Return whether this kind of fault occurs now."""
         return self.random.random() < float(getattr(self.faults, fault))
+
+    def is_silent(self, service: str) -> bool:
+        """Return whether a call of this service gets no answer: the connection is accepted, and nothing follows."""
+        return self._silences.random() < float(getattr(self.faults, f"silent_{service}"))
+
+    def is_lost(self) -> bool:
+        """Return whether a call without an answer has no effect either."""
+        return self._silences.random() < 0.5
 
     def draw_times(self, within_s: float, lasts_s: float) -> tuple[float, float]:
         """Return the random start and end of a fault, in seconds from the start of the history."""

@@ -9,8 +9,13 @@ from typing import Any
 
 _PER_RUN = frozenset({
     "outage", "hidden_quota", "s3_outage", "chatter", "cut_off", "kill", "journal_lost", "disk_full", "rival",
-    "s3_cut_off", "queue_off", "queue_gone",
+    "s3_cut_off", "queue_off", "queue_gone", "silent_outage",
 })  # fmt: skip
+
+SILENT = {  # up to how often
+    "silent_s3": 0.1, "silent_outage": 1.0, "silent_sqs": 0.2, "silent_runtime": 0.1, "silent_gateway": 0.3,
+    "silent_model": 0.1, "silent_scorer": 0.3, "silent_agent_put": 0.3,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,14 @@ class Faults:
     scorer_fails: float = 0.0  # the scorer fails; only in runs that have one
     artifact_fails: float = 0.0  # an agent's PUT of its artifacts fails; only in runs that have a scorer
     opened_by_503: float = 0.0  # the outage's 503 opens the session nevertheless; per outage
+    silent_s3: float = 0.0  # S3 accepts a trainer's call and says nothing: see `Environment.silence`
+    silent_outage: float = 0.0  # an outage of S3 is silent instead of refusing calls; per kind of call
+    silent_sqs: float = 0.0
+    silent_runtime: float = 0.0  # for invokes and stops
+    silent_gateway: float = 0.0  # for the trainer's calls of its gateways
+    silent_model: float = 0.0  # for model calls: the engine, or the connection to the gateway
+    silent_scorer: float = 0.0
+    silent_agent_put: float = 0.0  # for an agent's PUT of its result
 
     @classmethod
     def draw(cls, random: Random, severity: float = 1.0) -> Faults:
@@ -73,7 +86,7 @@ class Faults:
             "queue_off": 1.0, "queue_gone": 1.0, "stop_unheard": 0.5, "forged": 0.3,
             "surprise": 0.1, "chatter": 1.0, "slow_gets": 1.0, "beat_lost": 0.1, "cut_off": 1.0,
         }  # fmt: skip
-        others = {"scorer_fails", "artifact_fails", "bomb", "opened_by_503"}
+        others = {"scorer_fails", "artifact_fails", "bomb", "opened_by_503", *SILENT}
         assert worst.keys() | others == {each.name for each in fields(cls)}
         often = dict.fromkeys(worst, 0.45) | {"kill": 0.8, "s3_cut_off": 0.8}
         chosen = {name: random.random() * most for name, most in worst.items() if random.random() < often[name]}
@@ -83,6 +96,8 @@ class Faults:
         chosen["scorer_fails"] = own.choice([0.0, 0.3, 0.6, 0.9])
         chosen["artifact_fails"] = own.choice([0.0, 0.3, 0.8])
         chosen["bomb"] = own.choice([0.0, 0.0, 0.2])
+        if own.random() < 0.4:
+            chosen |= {name: own.choice([0.0, 0.0, most / 5, most]) for name, most in SILENT.items()}
         return cls(**{name: p if name in _PER_RUN else p * severity for name, p in chosen.items()})
 
 

@@ -13,12 +13,14 @@ from agent_wrapper.contract import ModelEndpoint, RolloutRequest
 from rollout_backend.core.model_call import ApiError
 from rollout_backend.core.session_ends import HeartbeatReport
 from rollout_backend.core.session_key import SessionClaims
+from rollout_backend.errors import ServingError
 from rollout_backend.gateway.sessions import journal as journals
 from tests.simulation.environment import Environment
 from tests.simulation.session import Session
 from tests.simulation.trainer import Trainer
 
 HEARTBEAT_S = 5.0
+_CALL_S = 90.0  # limit of a call to a gateway, as `GatewayFleet` sets it
 
 
 @dataclass
@@ -114,14 +116,27 @@ class SimGateway:
 
     async def revoke(self, sessions: Iterable[str]) -> None:
         self._trainer.require_alive()
+        await self._answer()
         self._gateway.journal.revoked.update(sessions)
 
     async def adopt(self, sessions: Collection[str]) -> None:
         self._trainer.require_alive()
+        await self._answer()
         self._gateway.adopted.update(sessions)
         for session_id in sorted(sessions):
             self._gateway.env.note(f"adopted: {self._gateway.keys[session_id].rollout_id}")
 
     async def heard(self) -> list[HeartbeatReport | None]:
         self._trainer.require_alive()
+        try:
+            await self._answer()
+        except ServingError:
+            return [None]
         return [self._gateway.hear(self._trainer)]
+
+    async def _answer(self) -> None:
+        """Raises ServingError if no answer comes, or Killed."""
+        if self._gateway.env.is_silent("gateway"):
+            await asyncio.sleep(_CALL_S)
+            self._trainer.require_alive()
+            raise ServingError("a gateway gave no answer")

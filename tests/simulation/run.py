@@ -20,6 +20,7 @@ from tests.simulation.trainer import Killed, Trainer
 from tests.simulation.trainer_process import Checkpoint, TrainerProcess
 from tests.simulation.world import World
 
+_WAIT_S = 600.0  # limit of the waits for S3 while a lease begins or is confirmed
 _MOST_KILLS = 12
 _MOST_STARTS = 60
 
@@ -75,6 +76,11 @@ class SimulatedRun:
         self.world.agents.publish_artifacts = self._scenario.scored
         self._checks = Checks(self.world, self._scenario.config, scored=self._scenario.scored)
 
+    @property
+    def _longest_life_s(self) -> float:
+        """Return how long a trainer may take, with the time in which it waits for S3 at its start and its end."""
+        return len(self._scenario.steps) * (self._checks.longest_step_s + _WAIT_S) + 2 * _WAIT_S
+
     async def play(self) -> None:
         """Play the history. Raises Violation."""
         world = self.world
@@ -101,7 +107,9 @@ class SimulatedRun:
         if len(world.trainers) < _MOST_KILLS and world.chance("kill"):
             await asyncio.wait({running}, timeout=world.random.random() * world.random.choice([2, 15, 60]))
         else:
-            await asyncio.wait({running})
+            await asyncio.wait({running}, timeout=self._longest_life_s)
+            if not running.done():
+                raise Violation(f"trainer {trainer.number} waits without an end")
         trainer.alive, trainer.ended_at = False, world.now()
         if not running.done():
             world.note(f"trainer {trainer.number} is killed")

@@ -9,7 +9,7 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 from agent_wrapper.contract import REQUEST_FIELD, RolloutRequest
 from rollout_backend.errors import (
@@ -26,6 +26,8 @@ from tests.simulation.environment import Environment
 from tests.simulation.session import Session
 from tests.simulation.session_audit import SessionAudit
 from tests.simulation.trainer import Trainer
+
+_CALL_S = 60.0  # limit of a call, as each runtime's client sets it
 
 
 class Runtime:
@@ -101,9 +103,14 @@ class SimRuntime:
         self._trainer.require_alive()
         body = json.loads(payload)
         request = RolloutRequest.parse(body[REQUEST_FIELD])
+        is_silent = self._env.is_silent("runtime")
+        if is_silent and self._env.is_lost():
+            await self._time_out()
         self._refuse_in_outage(request)
         self._refuse(task=body["q"])
         self._runtime.open(request)
+        if is_silent:
+            await self._time_out()
         await self._env.passes(1.0)
         self._trainer.require_alive()
         if self._env.chance("cut_after"):
@@ -111,6 +118,11 @@ class SimRuntime:
         if session_id in self._runtime.sessions:
             self._runtime.sessions[session_id].accepted = True
         return b'{"status": "accepted"}'
+
+    async def _time_out(self) -> NoReturn:
+        await asyncio.sleep(_CALL_S)
+        self._trainer.require_alive()
+        raise OutcomeUnknown("no answer in time")
 
     def _refuse_in_outage(self, request: RolloutRequest) -> None:
         limits = self._runtime.limits
@@ -137,6 +149,9 @@ class SimRuntime:
     async def stop(self, session_id: str) -> None:
         await self._env.passes(0.3)
         self._trainer.require_alive()
+        is_silent = self._env.is_silent("runtime")
+        if is_silent and self._env.is_lost():
+            await self._time_out()
         refusal = self._runtime.limits.refusal(self._env.now())
         if refusal is not None and refusal.stops:
             raise refusal.make()
@@ -144,3 +159,5 @@ class SimRuntime:
         if self._env.chance("stop_refused"):
             raise self._env.random.choice([Throttled("slow down"), RuntimeConflict("busy"), OutcomeUnknown("cut")])
         self._runtime.stop(session_id)
+        if is_silent:
+            await self._time_out()

@@ -1,10 +1,14 @@
-"""S3: strongly consistent, with conditional writes. A call may fail before or after it has its effect."""
+"""S3: strongly consistent, with conditional writes. A call may fail before or after it has its effect.
+
+A call without an answer ends after its client's limit, which is longer than most of its owners can wait.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable
+from typing import NoReturn
 
 from agent_wrapper.contract import Rollout
 from rollout_backend.collect.store import StoredObject
@@ -17,6 +21,7 @@ from tests.simulation.trainer import Trainer
 BUCKET = "rollouts"
 MAX_RESULT_BYTES = 256 * 1024  # once unpacked
 _TRIES = 3  # by the SDK
+_SILENT_S = 300.0  # limit of the client, as of `ResultStore.get_s`
 _SLOW_GET_S = 15.0
 
 
@@ -35,6 +40,7 @@ class Bucket:
         for kind in ("PUT", "GET", "LIST"):
             if env.chance("s3_outage"):
                 self.outages[kind] = env.draw_times(60, 120)
+        self.silent_outages = {kind for kind in self.outages if env.is_silent("outage")}
         self._holder = holder
 
     def put(self, key: str, body: bytes) -> None:
@@ -53,10 +59,18 @@ class Bucket:
         """Return the result that is stored under this key. Raises ContractError."""
         return Rollout.decode(self.objects[key], MAX_RESULT_BYTES)
 
+    def is_out(self, kind: str) -> bool:
+        """Return whether calls of this kind have an outage now."""
+        since, until = self.outages.get(kind, (0.0, 0.0))
+        return since <= self.env.now() < until
+
     def refuses(self, kind: str) -> bool:
         """Return whether a trainer's call fails now."""
-        since, until = self.outages.get(kind, (0.0, 0.0))
-        return self.env.chance("s3") or since <= self.env.now() < until
+        return self.env.chance("s3") or self.is_out(kind)
+
+    def is_silent(self, kind: str) -> bool:
+        """Return whether a trainer's call gets no answer now."""
+        return self.env.is_silent("s3") or (kind in self.silent_outages and self.is_out(kind))
 
 
 class SimStore:
@@ -73,7 +87,7 @@ class SimStore:
         return (await self.fetch(key)).body
 
     async def fetch(self, key: str) -> StoredObject:
-        await self._call("GET")
+        await self._read("GET")
         if "/steps/" in key:
             await self._read_slowly(key)
         if "/steps/" in key and self._env.chance("surprise"):
@@ -98,10 +112,21 @@ class SimStore:
 
     async def keys(self, prefix: str) -> AsyncIterator[str]:
         self._bucket.list_tried[prefix] = self._env.now()
-        await self._call("LIST")
+        await self._read("LIST")
         self._bucket.listed_at[prefix] = self._env.now()
         for key in sorted(key for key in self._bucket.objects if key.startswith(prefix)):
             yield key
+
+    async def _read(self, kind: str) -> None:
+        """Raises StoreError, or Killed."""
+        if self._bucket.is_silent(kind):
+            await self._time_out(kind)
+        await self._call(kind)
+
+    async def _time_out(self, kind: str) -> NoReturn:
+        await asyncio.sleep(_SILENT_S)
+        self._trainer.require_alive()
+        raise StoreError(f"S3 gave no answer to a {kind}")
 
     async def _call(self, kind: str) -> None:
         """Raises StoreError, or Killed."""
@@ -126,9 +151,14 @@ class SimStore:
 
     async def _put(self, key: str, body: bytes, check: Callable[[], None]) -> None:
         async def carried_out() -> None:
+            is_silent = self._bucket.is_silent("PUT")
+            if is_silent and self._env.is_lost():
+                await self._time_out("PUT")
             await self._call("PUT")
             check()
             self._bucket.put(key, body)
+            if is_silent:
+                await self._time_out("PUT")
 
         # A sent request completes even if its caller is cancelled.
         await asyncio.shield(asyncio.create_task(carried_out()))

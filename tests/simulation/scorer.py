@@ -5,6 +5,7 @@ It needs the artifacts that the agent has published, and records each call witho
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from typing import Any
 
@@ -15,6 +16,7 @@ from rollout_backend.scoring.scorer import ScoringError
 from tests.simulation.agents import artifacts_of
 from tests.simulation.environment import Environment
 
+_CALL_S = 60.0  # limit of a call, as `scoring.timeout_s`
 NAME, SHA256 = "judge", "0" * 64
 
 
@@ -32,6 +34,9 @@ class SimScorer:
         if fields["artifacts"] != artifacts_of(rollout):
             self._env.evidence.scored_without.append(rollout.rollout_id)
         await self._env.passes(5)
+        if self._env.is_silent("scorer"):
+            await asyncio.sleep(_CALL_S)
+            raise ScoringError("no answer in time")
         if self._env.chance("scorer_fails"):
             raise ScoringError("a simulated failure")
         reward = 0.5 + self._env.random.random()

@@ -57,7 +57,8 @@ class SessionAudit:
 
     def samples(self, request: RolloutRequest) -> None:
         """Record that the session's agent got a response to a model call."""
-        if self._env.now() > self.closed_at.get(request.session_id, math.inf) + _REVOKED_WITHIN_S:
+        closed_at = self.closed_at.get(request.session_id, math.inf)
+        if self._env.now() > closed_at + _REVOKED_WITHIN_S and not self._env.faults.silent_gateway:
             self._evidence.sampled_on.append(request.rollout_id)
 
     def closes(self, session_id: str, awaits_result: Callable[[str], bool]) -> None:

@@ -16,6 +16,7 @@ from tests.simulation.trainer import Trainer
 
 _MAX_RECEIVES = 5
 _MOST_MESSAGES = 10  # of one receive
+_CALL_S = 60.0  # limit of a call, as the client of AWS sets it
 
 
 @dataclass
@@ -66,6 +67,7 @@ class SimQueue:
         self._wait_s = wait_s
 
     async def receive(self) -> list[Message]:
+        await self._answer()
         until = self._env.now() + self._wait_s
         while True:
             await asyncio.sleep(0.05)
@@ -116,7 +118,14 @@ class SimQueue:
 
     async def _call(self) -> None:
         await self._env.passes(0.05)
+        await self._answer()
         self._check()
+
+    async def _answer(self) -> None:
+        """Raises OSError if no answer comes."""
+        if self._env.is_silent("sqs"):
+            await asyncio.sleep(_CALL_S)
+            raise OSError("SQS gave no answer")
 
     def _check(self) -> None:
         """Raises OSError, or Killed."""

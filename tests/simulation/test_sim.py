@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.simulation.__main__ import app
-from tests.simulation.chaos import play
+from tests.simulation.chaos import chaos, play
 from tests.simulation.clock import Deadlock, VirtualLoop
-from tests.simulation.faults import Faults
+from tests.simulation.faults import SILENT, Faults
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.run import simulate
 
@@ -93,6 +93,19 @@ def test_only_one_of_two_managers_holds_the_run():
     assert sum("is refused or has lost the run" in line for line in lines) > 10
     taken = [verdict for verdict in verdicts if sum("holds the run" in line for line in verdict.history) > 1]
     assert len(taken) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.release
+def test_no_seed_of_ten_thousand_violates_an_invariant():
+    assert chaos(range(10_000)).failed is None
+
+
+def test_a_silent_service_is_played_and_no_step_waits_for_it():
+    """Every kind of silence in each history, and no other fault."""
+    faults = Faults(**{name: most / 2 for name, most in SILENT.items()})
+    verdicts = [simulate(seed, faults) for seed in range(10)]
+    assert {verdict.seed: verdict.violation for verdict in verdicts if verdict.violation} == {}
 
 
 @pytest.mark.parametrize(("seed", "planned"), [(24, 256), pytest.param(499, 1024, marks=pytest.mark.slow)])

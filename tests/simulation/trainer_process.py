@@ -76,11 +76,9 @@ class TrainerProcess:
         """Hold the run and collect its steps, unless another manager holds it."""
         world, trainer, lease = self._world, self._trainer, self._lease
         try:
-            await lease.begin()
-            await world.passes(3)  # engines, router, gateway
-            await lease.claim()
-            world.start_trainer(trainer)
-            await self._collect()
+            if await self._takes_the_run():
+                world.start_trainer(trainer)
+                await self._collect()
         except RunHeld:
             world.note(f"trainer {trainer.number} is refused or has lost the run")
             others = [each for each in world.trainers.values() if each is not trainer]
@@ -91,6 +89,19 @@ class TrainerProcess:
         finally:
             if trainer.alive:
                 await lease.release()
+
+    async def _takes_the_run(self) -> bool:
+        """Take the run. Return False if S3 does not answer for minutes; the supervisor restarts the run then."""
+        for take in (self._lease.begin, self._lease.claim):
+            began = self._world.now()
+            try:
+                await take()
+            except StoreError:
+                self._world.note(f"trainer {self._trainer.number} does not start, because S3 does not answer")
+                self._checks.gave_up_start(began)
+                return False
+            await self._world.passes(3)  # engines, router, gateway
+        return True
 
     async def _collect(self) -> None:
         """Collect all steps that are left."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from random import random
 from typing import Any
@@ -10,6 +11,8 @@ from unittest.mock import patch
 
 from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.core.manifest import Manifest
+from rollout_backend.errors import StoreError, WriteConflict
+from rollout_backend.retry import at, retry
 from rollout_backend.run_lease import LeaseRecord, RunLease
 from rollout_backend.step.plan import StepPlan
 from rollout_backend.step.rollout_task import RolloutTask
@@ -35,6 +38,29 @@ def manifest_calls_not_retried() -> Patch:
         return await call()
 
     return patch.object(StepPlan, "retry", once)
+
+
+@mutant
+def silent_calls_outlast_a_step() -> Patch:
+    """A call of S3 without an answer is not interrupted at the step's deadline."""
+
+    async def uninterrupted(self: StepPlan, call: Callable[[], Any]) -> Any:
+        return await retry(call, StoreError, self.services.pauses.store, stop=at(self.deadline))
+
+    return patch.object(StepPlan, "retry", uninterrupted)
+
+
+@mutant
+def last_writes_without_a_limit() -> Patch:
+    """The last write of a step's manifest may take as long as S3 is silent."""
+
+    async def broken(self: StepPlan, attempts: int) -> bool:
+        self.manifest = self.manifest.model_copy(update={"attempts_closed": attempts, "replaced": ()})
+        with contextlib.suppress(StoreError, WriteConflict):
+            await self.record()
+        return True
+
+    return patch.object(StepPlan, "record_closed", broken)
 
 
 @mutant
