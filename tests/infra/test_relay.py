@@ -58,7 +58,9 @@ def test_the_pod_starts_the_relay_with_its_key() -> None:
         assert container[probe]["httpGet"] == {"path": "/health", "port": port["name"]}
     assert MANIFEST["Service"]["spec"]["ports"][0]["targetPort"] == port["name"]
     assert MANIFEST["Service"]["spec"]["selector"] == MANIFEST["Deployment"]["spec"]["selector"]["matchLabels"]
-    assert int(args["--max-calls"]) * 2 * 256 / 1024 < 1024 - 256  # MiB: below the limit, with room
+    gibibytes = int(container["resources"]["limits"]["memory"].removesuffix("Gi"))
+    # A call holds up to 256 KiB in each direction, and the process itself less than 256 MiB.
+    assert int(args["--max-calls"]) * 2 * 256 / 1024 < gibibytes * 1024 - 256
 
 
 def test_the_pod_can_do_nothing_but_relay() -> None:
