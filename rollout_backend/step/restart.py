@@ -69,6 +69,15 @@ async def resume(before: Manifest | None, results: StepResults, context: StepCon
     in_flight = services.in_flight.open_sessions(step, manifest.nonce).session_ids
     # An agent of another protocol may have finished in time while no trainer was there to read its result.
     since = services.wall() if services.dispatcher.source is None else -math.inf
+    # Read before S3 gives the results: a manager that takes the run over meanwhile deletes the records at its end.
+    left_open = [
+        session_id
+        for earlier in (() if before is None else (before, *before.replaced))
+        # A session that has finished its rollout stays open as well.
+        for session_id in earlier.open_sessions(
+            besides=services.in_flight.open_sessions(step, earlier.nonce).complete_attempts
+        )
+    ]
     attempts = resumable_attempts(before, manifest, records, since)
     adopted = [rollouts[rollout_id] for rollout_id in attempts]
     for rollout in adopted:  # first, so that what they have published counts
@@ -81,14 +90,6 @@ async def resume(before: Manifest | None, results: StepResults, context: StepCon
     kept = {attempts[each.rollout_id].session_id: None for each in adopted}
     for session_id in kept:
         sessions.watch(session_id)
-    left_open = [
-        session_id
-        for earlier in (() if before is None else (before, *before.replaced))
-        # A session that has finished its rollout stays open as well.
-        for session_id in earlier.open_sessions(
-            besides=services.in_flight.open_sessions(step, earlier.nonce).complete_attempts
-        )
-    ]
     unused = [each for each in dict.fromkeys((*in_flight, *left_open)) if each not in kept]
     record = not adopted  # otherwise it is recorded once the step is over
     sessions.in_background(_close_unused(unused, record, context))

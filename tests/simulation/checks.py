@@ -23,6 +23,7 @@ _SILENCE_S = 5 * HEARTBEAT_S  # three missed heartbeats, a late one, and the tim
 _START_S = 240.0  # for so long at least, a start waits for S3
 _CLOSING_S = 240.0  # limit for closing a step's sessions after its deadline, including all retries
 _LAST_WRITES_S = 120.0  # limit of a step's last manifest, and of its records of lost tasks, where S3 is silent
+_REVOKING_S = 180.0  # limit of the last two revocations, where a gateway is silent
 
 
 class Violation(AssertionError):
@@ -51,11 +52,10 @@ class Checks:
     @property
     def longest_step_s(self) -> float:
         """Return how long a step may take."""
-        return self._config.timeouts.collection_s + _CLOSING_S + (_LAST_WRITES_S if self._may_be_silent else 0.0)
-
-    @property
-    def _may_be_silent(self) -> bool:
-        return bool(self._world.faults.silent_s3 or self._bucket.silent_outages)
+        faults, limit = self._world.faults, self._config.timeouts.collection_s + _CLOSING_S
+        if faults.silent_s3 or self._bucket.silent_outages:
+            limit += _LAST_WRITES_S
+        return limit + (_REVOKING_S if faults.silent_gateway else 0.0)
 
     def key(self, step: int, rollout_id: str) -> str:
         return result_key("", self._config.run_id, step, rollout_id)

@@ -37,8 +37,8 @@ class Verdict:
     reattached: int
 
 
-def simulate(seed: int, faults: Faults | None = None) -> Verdict:
-    """Play the history of a seed. It is deterministic."""
+def simulate(seed: int, faults: Faults | None = None, planned: int | None = None) -> Verdict:
+    """Play the history of a seed. It is deterministic. `planned` replaces the number of rollouts of a step."""
     random.seed(seed)  # tenacity's jitter
     draw = random.Random(seed)
     logger = logging.getLogger("rollout_backend")  # hundreds of planned faults would be logged
@@ -46,7 +46,7 @@ def simulate(seed: int, faults: Faults | None = None) -> Verdict:
     logger.setLevel(logging.CRITICAL + 1)
     loop = VirtualLoop()
     loop.set_exception_handler(lambda _, context: None)  # tasks of killed trainers fail
-    run = SimulatedRun(seed, faults)
+    run = SimulatedRun(seed, faults, planned or planned_rollouts(seed))
     try:
         # Session ids follow from a manifest's nonce, and the iteration order of sets follows from session ids.
         nonces = patch.object(secrets, "token_hex", lambda nbytes: draw.randbytes(nbytes).hex())
@@ -68,8 +68,7 @@ def simulate(seed: int, faults: Faults | None = None) -> Verdict:
 class SimulatedRun:
     """The run of one seed, and the supervisor that restarts its trainer."""
 
-    def __init__(self, seed: int, faults: Faults | None) -> None:
-        planned = planned_rollouts(seed)
+    def __init__(self, seed: int, faults: Faults | None, planned: int | None) -> None:
         self.world = World(seed, faults, planned)
         self.checkpoint = Checkpoint()
         self._scenario = Scenario.draw(self.world, planned, scored=seed % 2 == 1)

@@ -115,6 +115,13 @@ def test_large_steps_complete(seed, planned):
     assert verdict.outcomes["completed"] >= planned
 
 
+@pytest.mark.slow
+@pytest.mark.release
+@pytest.mark.parametrize("seed", [24, 49])
+def test_a_step_of_4096_rollouts_survives_faults(seed):
+    assert simulate(seed, planned=4096).violation is None
+
+
 # One for each kind of invariant, each caught by one of the first seeds.
 QUICK_MUTANTS = {
     "delete_before_store",
