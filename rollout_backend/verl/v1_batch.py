@@ -2,25 +2,38 @@
 
 Invariants:
 
-- Each prompt gets exactly one terminal status, after all of its rows.
+- Each prompt gets exactly one terminal status, after all of its rows. verl waits for it without a limit, so it is
+  written again until TransferQueue takes it.
 - The last group of a batch is written only when the batch is over, because verl then takes the servers' memory.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception_type,
+    stop_after_delay,
+    stop_never,
+    wait_exponential_jitter,
+)
+from tenacity.stop import StopBaseT
 
 from agent_wrapper.contract import Rollout
 from rollout_backend.core.earlier_batches import Origin
 from rollout_backend.core.tasks import Task
 from rollout_backend.results.step_report import GroupResult
 from rollout_backend.verl import verl_api
+
+log = logging.getLogger(__name__)
 
 Request = tuple[dict[str, Any], Task]  # a row of verl's batch, and its task
 
@@ -83,6 +96,7 @@ class V1Batch:
 
 QueueRow = tuple[str, dict[str, Any], dict[str, Any]]  # the key, fields and tag of a row in TransferQueue
 
+_PATIENCE_S = 60.0  # after which a group's rows are given up, and a failing status is reported
 _TOKENS_TOGETHER = 1_000_000  # of the groups that one call writes: a token has 60 bytes in TransferQueue
 
 
@@ -117,15 +131,10 @@ class QueueWriter:
                     is_large = segment.images or segment.routed_experts is not None  # kilobytes for a token
                     tokens += _TOKENS_TOGETHER if is_large else len(segment.token_ids)
             for batch, groups in itertools.groupby(together, lambda each: each[0]):  # whose rows have equal columns
-                try:
-                    self._write(batch, {task_id: group for _, task_id, group in groups})
-                except Exception as error:
-                    self._on_error(error)
+                self._write(batch, {task_id: group for _, task_id, group in groups})
 
     def _write(self, batch: V1Batch, groups: Mapping[str, GroupResult | None]) -> None:
         """Write all rows, then all statuses. A group whose rows cannot be made fails without the others."""
-        import transfer_queue as tq
-
         rows: list[QueueRow] = []
         tags = {batch.uid(task_id): {"status": "failure"} for task_id in groups}
         finished = []
@@ -139,12 +148,32 @@ class QueueWriter:
             finished += [batch.uid(task_id)] if made else []
         try:
             if rows:
-                keys, fields, row_tags = map(list, zip(*rows, strict=True))
-                data = verl_api.list_of_dict_to_tensordict(fields)
-                tq.kv_batch_put(keys=keys, partition_id=batch.partition, fields=data, tags=row_tags)
+                self._retry(lambda: _put_rows(batch.partition, rows), stop_after_delay(_PATIENCE_S))
             tags |= {uid: {"status": "finished"} for uid in finished}
-        finally:
-            set_tags(batch.partition, tags)
+        except Exception as error:
+            self._on_error(error)
+        self._retry(lambda: set_tags(batch.partition, tags), stop_never)
+
+    def _retry(self, write: Callable[[], None], stop: StopBaseT) -> None:
+        """Repeat a write until `stop`. A failure that lasts is reported meanwhile."""
+
+        def report(state: RetryCallState) -> None:
+            error = state.outcome.exception() if state.outcome is not None else None
+            log.warning("TransferQueue does not take a write, attempt %d: %r", state.attempt_number, error)
+            if error is not None and (state.seconds_since_start or 0.0) > _PATIENCE_S:
+                self._on_error(error)
+
+        wait = wait_exponential_jitter(multiplier=0.5, max=30.0)
+        Retrying(retry=retry_if_exception_type(Exception), stop=stop, wait=wait, before_sleep=report, reraise=True)(
+            write
+        )
+
+
+def _put_rows(partition: str, rows: list[QueueRow]) -> None:
+    import transfer_queue as tq
+
+    keys, fields, tags = map(list, zip(*rows, strict=True))
+    tq.kv_batch_put(keys=keys, partition_id=partition, fields=verl_api.list_of_dict_to_tensordict(fields), tags=tags)
 
 
 def set_tags(partition: str, tags: Mapping[str, dict[str, Any]]) -> None:

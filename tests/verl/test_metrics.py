@@ -190,6 +190,27 @@ def test_groups_that_wait_are_written_together_rows_before_statuses(monkeypatch)
     assert [str(error) for error in errors] == ["no rows"]
 
 
+@pytest.mark.parametrize("failures", [1, 4])
+def test_a_status_is_written_until_transfer_queue_takes_it(monkeypatch, failures):
+    monkeypatch.setattr("tenacity.nap.time", SimpleNamespace(sleep=lambda seconds: None))
+    statuses: list[dict[str, str]] = []
+    left, done = [TimeoutError("the controller did not answer")] * failures, threading.Event()
+
+    def kv_batch_put(keys: list[str], tags: list[dict[str, str]], **_: object) -> None:
+        if left:
+            raise left.pop()
+        statuses.append(dict(zip(keys, (tag["status"] for tag in tags), strict=True)))
+        done.set()
+
+    monkeypatch.setitem(sys.modules, "transfer_queue", SimpleNamespace(kv_batch_put=kv_batch_put))
+    errors: list[BaseException] = []
+    writer = QueueWriter(lambda batch, group: [], errors.append)
+    writer.submit(V1Batch(1, [({"uid": "u"}, Task("t", {}))]), "t", None)
+    assert done.wait(60)
+    assert statuses == [{"u": "failure"}]
+    assert errors == []
+
+
 # --- the sampler, on a real TransferQueue -----------------------------------------------------------------
 
 
