@@ -1,5 +1,9 @@
 #!/usr/bin/env bash
 # The training of sync.sh, asynchronously: four GPUs train and four others sample meanwhile. See sync.sh for arguments.
+#
+# Tokens are up to two versions old, so importance weights of tokens, cut off at 2, correct for the weights that sampled
+# them. Follows sync.sh, with the rollout correction of recipe/dapo/run_dapo_qwen2.5_32b_rollout_corr.sh of verl, but
+# weights of tokens instead of rows, whose products leave almost nothing of rows of 32k tokens, and no rejection.
 set -euo pipefail
 exec bash "$(dirname "$0")/sync.sh" \
   trainer.v1.trainer_mode=separate_async \
@@ -12,4 +16,6 @@ exec bash "$(dirname "$0")/sync.sh" \
   actor_rollout_ref.actor.ppo_mini_batch_size=16 \
   trainer.v1.separate_async.num_warmup_batches=2 \
   +trainer.v1.sampler.sampler_kwargs.max_staleness=2 \
+  algorithm.rollout_correction.rollout_is=token \
+  algorithm.rollout_correction.rollout_is_threshold=2.0 \
   "$@"

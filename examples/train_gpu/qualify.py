@@ -48,7 +48,7 @@ LIMIT_S = 600.0
 TRAINING_LIMIT_S = 1800.0
 EXAMPLES = Path(__file__).parents[1]
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
-# What differs from sync.sh: one GPU, two steps of eight sums, and no checkpoint.
+# What differs from sync.sh: one GPU, two steps of eight sums, no checkpoint and no validation.
 TWO_STEPS = [
     "data.train_batch_size=8",
     "data.max_prompt_length=96",
@@ -60,15 +60,21 @@ TWO_STEPS = [
     f"{ACTOR}.entropy_coeff=0.01",  # a gradient, even if no answer is right
     "trainer.n_gpus_per_node=1",
     "trainer.total_training_steps=2",
+    f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=1",
     "trainer.save_freq=-1",
+    "trainer.test_freq=-1",
+    "trainer.val_before_train=False",
     "trainer.resume_mode=disable",
-    "trainer.logger=[console,file]",
     "trainer.project_name=qualify",
     "hydra.output_subdir=null",
 ]
 WITHOUT_FLASH_ATTENTION = [
     "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
     "actor_rollout_ref.model.use_remove_padding=False",
+    f"{ACTOR}.use_dynamic_bsz=False",
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",
+    f"{ROLLOUT}.log_prob_use_dynamic_bsz=False",
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=1",
 ]
 # What verl measures in a step.
 PARTS = ["step", "gen", "old_log_prob", "update_actor", "update_weights"]

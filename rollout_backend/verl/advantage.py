@@ -1,7 +1,7 @@
-"""Advantage estimators for verl that skip missing rollouts. Importing this module registers them.
+"""Advantage estimators for verl that compare rollouts. Importing this module registers them.
 
     algorithm.adv_estimator=grpo_skip_missing      # GRPO; Dr. GRPO with algorithm.norm_adv_by_std_in_grpo=False
-    algorithm.adv_estimator=rloo_skip_missing      # RLOO
+    algorithm.adv_estimator=rloo_skip_missing      # RLOO; `ESTIMATORS` has the others
 
 No other setting is needed: both trainers load the agent loop manager in the process that computes advantages (the
 TaskRunner) before their first step, and verl looks up the estimator at its first use. A trainer that does not load
@@ -9,41 +9,46 @@ the manager needs `VERL_USE_EXTERNAL_MODULES=rollout_backend.verl` in its enviro
 
 Differences from verl's own estimators:
 
-- A row whose mask is 0 throughout is missing and enters no baseline. The legacy trainer keeps a slot for each
-  rollout. verl's estimators take an empty slot for a reward of 0, so an agent lost to the infrastructure would raise
-  the others' advantage. A row that rollout correction rejects as a whole counts as missing, too.
-- A group with a single survivor has advantage 0. verl's `grpo` and `rloo` give it its raw reward. Without another
-  rollout to compare with, the raw reward does not measure quality, and it outweighs a normalised advantage.
-  Therefore `rollout.n` must be at least 2.
-- If no rollout is missing, the results equal verl's.
+- A rollout counts once, however many rows it has. verl's, except for `grpo`, count each row as a rollout.
+- A rollout without a trained token is missing and enters no statistic. The legacy trainer keeps a slot for each
+  rollout, and verl's estimators take an empty slot for a reward of 0, so an agent lost to the infrastructure would
+  raise the others' advantage. Rows that pad a batch, and rows that rollout correction rejects as a whole, are
+  missing, too.
+- A group with a single survivor has advantage 0 and enters no statistic. verl's estimators give it its raw reward.
+  Without another rollout to compare with, the raw reward does not measure quality, and it outweighs a normalised
+  advantage. Therefore `rollout.n` must be at least 2.
+- If each rollout has one row and none is missing, the results equal verl's.
 
-A session's reward is the sum of the scores of its row: the rollout's reward and all its turn rewards, wherever they
-are in the row. All trained tokens of the session get the same advantage. verl's `gae` and `reinforce_plus_plus` use
+A rollout's reward is the sum of the scores of its row: the rollout's reward and all its turn rewards, wherever they
+are in the row. All trained tokens of the rollout get the same advantage. verl's `gae` and `reinforce_plus_plus` use
 the places of rewards instead, and take each row for a rollout: see `takes_rows_for_rollouts`.
 
-Rollouts with several rows (v1 only): verl's `grpo` takes a session's reward from its last row and gives all of its
-rows that advantage. It recognises sessions by the rows' keys, but passes no keys to other estimators. These would see
-each row as a rollout and count a session once per segment. They do receive each row's `uid` field, so under these
-estimators a training row's `uid` is `row_uid(...)`. The only other reader of that field is the actor's prefix
-grouper, which then groups nothing. A validation row keeps the prompt's uid, by which verl averages a prompt's
-rollouts.
+Write your own with `register_rollout_estimator`.
 
-The v1 trainer writes no row for a missing rollout. It pads the batch with zero-mask rows, each with its own `uid`, so
-they affect no group. With v1, verl's own `grpo` is therefore wrong only for a single survivor.
+Estimators receive each row's `uid` field and nothing else that names the rollout. So under these estimators a v1
+training row's `uid` is `row_uid(...)`. The only other reader of that field is the actor's prefix grouper, which then
+groups nothing. A validation row keeps the prompt's uid, by which verl averages a prompt's rollouts.
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rollout_backend.verl.verl_api import register_adv_est
+from rollout_backend.verl.verl_api import register_adv_est, root_of
 
 _ROW_UID = re.compile(r"(.+)_(\d+)_(\d+)")
+_EPSILON = 1e-6  # of verl's estimators
+
+RowEstimator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""An estimator as verl calls it, with rows."""
+ESTIMATORS: dict[str, RowEstimator] = {}
+"""The estimators that compare rollouts, by name: those below, and those that users register."""
 
 
 def row_uid(uid: str, session: int, index: int) -> str:
@@ -64,96 +69,174 @@ def takes_rows_for_rollouts(adv_estimator: str) -> bool:
     return adv_estimator in ("gae", "reinforce_plus_plus")
 
 
-def grpo_skip_missing(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    index: Sequence[str],
-    epsilon: float = 1e-6,
-    config: Mapping[str, Any] | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute GRPO over present sessions: (r - mean) / (std + epsilon), or r - mean for Dr. GRPO.
-
-    `token_level_rewards` and `response_mask` are [B, R]; `index` holds each row's `uid`. Returns the advantages
-    twice (as advantages and as returns), [B, R].
-    """
-    by_std = config is None or bool(config.get("norm_adv_by_std_in_grpo", True))
-    with torch.no_grad():
-        sessions = _sessions(token_level_rewards, response_mask, index)
-        deviation = sessions.reward - sessions.mean
-        if by_std:
-            variance = sessions.group_sum(deviation.square()) / (sessions.count - 1).clamp(min=1)
-            deviation = deviation / (variance.sqrt() + epsilon)
-        advantages = sessions.spread(deviation, response_mask)
-    return advantages, advantages
-
-
-def rloo_skip_missing(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    index: Sequence[str],
-    config: Mapping[str, Any] | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute RLOO over present sessions: the reward minus the others' mean. Shapes as in `grpo_skip_missing`."""
-    with torch.no_grad():
-        sessions = _sessions(token_level_rewards, response_mask, index)
-        others = (sessions.count - 1).clamp(min=1)
-        advantages = sessions.spread((sessions.reward - sessions.mean) * sessions.count / others, response_mask)
-    return advantages, advantages
-
-
 @dataclass(frozen=True, eq=False)
-class _Sessions:
-    """S sessions in their groups. Sums are float64, so that equal rewards deviate from their mean by exactly 0."""
+class Rollouts:
+    """The N rollouts of a batch that have another one of their prompt to compare with.
 
-    reward: torch.Tensor  # [S]
-    present: torch.Tensor  # [S], bool
-    group: torch.Tensor  # [S]
-    of_row: torch.Tensor  # [B], each row's session
-    count: torch.Tensor  # [S], present sessions in the session's group
-    mean: torch.Tensor  # [S], their mean reward
+    Sums are float64, so that equal rewards deviate from their mean by exactly 0.
+    """
+
+    reward: torch.Tensor  # [N]
+    tokens: torch.Tensor  # [N], how many are trained, in all rows of the rollout
+    group: torch.Tensor  # [N], the number of its prompt
 
     def group_sum(self, values: torch.Tensor) -> torch.Tensor:
-        return _group_sum(values, self.present, self.group)
+        """Return for each rollout the sum over its group, [N]."""
+        return _group_sum(values, self.group)
 
-    def spread(self, advantage: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-        """Expand [S] to [B, R]: each trained token gets its session's advantage, or 0 if that is missing or alone."""
-        advantage = torch.where(self.present & (self.count > 1), advantage, 0.0)
-        return advantage[self.of_row].to(torch.float32).unsqueeze(-1) * response_mask
+    @property
+    def count(self) -> torch.Tensor:
+        """How many rollouts each rollout's group has, at least 2, [N]."""
+        return self.group_sum(torch.ones_like(self.reward))
+
+    @property
+    def deviation(self) -> torch.Tensor:
+        """How far each reward is above the mean of its group, [N]."""
+        return self.reward - self.group_sum(self.reward) / self.count
 
 
-def _sessions(rewards: torch.Tensor, mask: torch.Tensor, index: Sequence[str]) -> _Sessions:
-    sessions: dict[object, int] = {}
+Settings = Mapping[str, Any]
+"""verl's section `algorithm`, or a part of it."""
+RolloutEstimator = Callable[[Rollouts, Settings], torch.Tensor]
+"""Returns the advantage of each rollout, [N]."""
+
+
+def register_rollout_estimator(estimator: RolloutEstimator) -> RowEstimator:
+    """Register a function of rollouts as an estimator of verl: `algorithm.adv_estimator` is the function's name.
+
+    All trained tokens of a rollout get the advantage that the function returns. A rollout that is missing, or the
+    only one in its group, gets 0, and the function does not see it.
+    """
+
+    @functools.wraps(estimator)
+    def of_rows(
+        token_level_rewards: torch.Tensor,
+        response_mask: torch.Tensor,
+        index: Sequence[str],
+        config: Settings | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            advantages = _of_rows(estimator, token_level_rewards, response_mask, index, config or {})
+        return advantages, advantages
+
+    ESTIMATORS[estimator.__name__] = register_adv_est(estimator.__name__)(of_rows)
+    return of_rows
+
+
+@register_rollout_estimator
+def grpo_skip_missing(rollouts: Rollouts, settings: Settings) -> torch.Tensor:
+    """Compute GRPO: (r - mean) / (std + epsilon), or r - mean for Dr. GRPO."""
+    return _by_std(rollouts.deviation, rollouts, settings)
+
+
+@register_rollout_estimator
+def rloo_skip_missing(rollouts: Rollouts, settings: Settings) -> torch.Tensor:
+    """Compute RLOO: the reward minus the mean of the others of the group."""
+    return rollouts.deviation * rollouts.count / (rollouts.count - 1)
+
+
+@register_rollout_estimator
+def reinforce_plus_plus_baseline_skip_missing(rollouts: Rollouts, settings: Settings) -> torch.Tensor:
+    """Compute REINFORCE++-baseline: r - mean, whitened over all trained tokens of the batch."""
+    tokens, values = rollouts.tokens, rollouts.deviation
+    values = values - (tokens * values).sum() / tokens.sum()
+    variance = (tokens * values.square()).sum() / (tokens.sum() - 1)
+    return values * torch.rsqrt(variance + 1e-8)
+
+
+@register_rollout_estimator
+def gpg_skip_missing(rollouts: Rollouts, settings: Settings) -> torch.Tensor:
+    """Compute GPG: r - mean, times the number of rollouts per rollout whose reward is not 0."""
+    return rollouts.deviation * len(rollouts.reward) / rollouts.reward.count_nonzero().clamp(min=1)
+
+
+@register_rollout_estimator
+def opo_skip_missing(rollouts: Rollouts, settings: Settings) -> torch.Tensor:
+    """Compute OPO: the reward minus the group's mean, in which each reward weighs as much as its tokens."""
+    mean = rollouts.group_sum(rollouts.tokens * rollouts.reward) / rollouts.group_sum(rollouts.tokens)
+    return rollouts.reward - mean
+
+
+@register_rollout_estimator
+def grpo_passk_skip_missing(rollouts: Rollouts, settings: Settings) -> torch.Tensor:
+    """Compute GRPO for pass@k: the best rollout of a group gets its lead over the second, the others get 0."""
+    lead = torch.zeros_like(rollouts.reward)
+    for group in rollouts.group.unique():
+        places = (rollouts.group == group).nonzero()[:, 0]
+        (best, second), order = rollouts.reward[places].topk(2)
+        lead[places[order[0]]] = best - second
+    return _by_std(lead, rollouts, settings)
+
+
+def _by_std(values: torch.Tensor, rollouts: Rollouts, settings: Settings) -> torch.Tensor:
+    """Divide by the standard deviation of the group's rewards, unless `norm_adv_by_std_in_grpo` is off."""
+    if not settings.get("norm_adv_by_std_in_grpo", True):
+        return values
+    variance = rollouts.group_sum(rollouts.deviation.square()) / (rollouts.count - 1)
+    return values / (variance.sqrt() + _EPSILON)
+
+
+def _of_rows(
+    estimator: RolloutEstimator,
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: Sequence[str],
+    settings: Settings,
+) -> torch.Tensor:
+    """Return the advantages of B rows, [B, R]. `index` holds the `uid` of each row."""
+    rollout_of_row, last_row, group = _rollouts_of(index, response_mask.device)
+    reward = token_level_rewards.sum(-1).double()[last_row]
+    row_tokens = response_mask.sum(-1).double()
+    tokens = torch.zeros_like(reward).index_add(0, rollout_of_row, row_tokens)
+    present = tokens > 0
+    compared = present & (_group_sum(present.double(), group) > 1)
+    advantage = torch.zeros_like(reward)
+    if compared.any():
+        rollouts = Rollouts(reward[compared], tokens[compared], group[compared])
+        advantage[compared] = estimator(rollouts, settings).to(advantage)
+    of_row = advantage[rollout_of_row] * _weights(settings, row_tokens, tokens[rollout_of_row], present.sum())
+    return of_row.to(torch.float32).unsqueeze(-1) * response_mask
+
+
+def _weights(
+    settings: Settings, row_tokens: torch.Tensor, rollout_tokens: torch.Tensor, rollouts: torch.Tensor
+) -> torch.Tensor | float:
+    """Return the weight of each row with which each rollout weighs the same in the loss; 1 unless `weigh_rollouts`.
+
+    verl divides the loss of a mini-batch by its rows or by its tokens (`loss_agg_mode`), padding rows included.
+    """
+    root = root_of(settings)
+    if "trainer" not in root or not (root.trainer.v1.sampler.get("sampler_kwargs") or {}).get("weigh_rollouts"):
+        return 1.0
+    mode, share = str(root.actor_rollout_ref.actor.loss_agg_mode), rollout_tokens.clamp(min=1)
+    if mode.startswith("token-"):
+        return row_tokens.sum() / (rollouts * share)
+    if mode == "seq-mean-token-mean":
+        return len(row_tokens) / rollouts * row_tokens / share
+    return len(row_tokens) / rollouts
+
+
+def _rollouts_of(index: Sequence[str], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the rollout of each row, [B], and of each rollout its last row and the number of its prompt, [N]."""
+    rollouts: dict[object, int] = {}
     groups: dict[str, int] = {}
-    last: list[tuple[int, int]] = []  # by session: the index and the row of its last segment
+    last: list[tuple[int, int]] = []  # by rollout: the index and the row of its last segment
     of_row, group = [], []
     for i, uid in enumerate(index):
         match = _ROW_UID.fullmatch(str(uid))
         prompt, key, segment = (match[1], (match[1], match[2]), int(match[3])) if match else (str(uid), i, 0)
-        session = sessions.setdefault(key, len(sessions))
-        if session == len(last):
+        rollout = rollouts.setdefault(key, len(rollouts))
+        if rollout == len(last):
             last.append((segment, i))
             group.append(groups.setdefault(prompt, len(groups)))
-        last[session] = max(last[session], (segment, i))
-        of_row.append(session)
-    device = rewards.device
-    rows = torch.tensor(of_row, device=device)
-    in_group = torch.tensor(group, device=device)
-    reward = rewards.sum(-1).double()[[i for _, i in last]]
-    trained = torch.zeros(len(last), dtype=torch.float64, device=device)
-    present = trained.index_add(0, rows, mask.sum(-1).double()) > 0
-    count = _group_sum(torch.ones_like(reward), present, in_group)
-    mean = _group_sum(reward, present, in_group) / count.clamp(min=1)
-    return _Sessions(reward, present, in_group, rows, count, mean)
+        last[rollout] = max(last[rollout], (segment, i))
+        of_row.append(rollout)
+    found = (of_row, [i for _, i in last], group)
+    of_each, last_row, prompt_of = (torch.tensor(each, device=device) for each in found)
+    return of_each, last_row, prompt_of
 
 
-def _group_sum(values: torch.Tensor, present: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """Return for each session the sum over the present sessions of its group, [S]."""
+def _group_sum(values: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
     sums = torch.zeros(int(group.max()) + 1, dtype=values.dtype, device=values.device)
-    return sums.index_add(0, group, torch.where(present, values, 0.0))[group]
-
-
-ESTIMATORS = {"grpo_skip_missing": grpo_skip_missing, "rloo_skip_missing": rloo_skip_missing}
-for _name, _estimator in ESTIMATORS.items():
-    register_adv_est(_name)(_estimator)
+    return sums.index_add(0, group, values)[group]

@@ -9,25 +9,35 @@ from __future__ import annotations
 import asyncio
 import importlib
 import importlib.util
+import json
 import logging
 import math
+import netrc
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+
+from omegaconf import OmegaConf
+from transformers import CONFIG_MAPPING
 
 from rollout_backend.checks import preflight
 from rollout_backend.checks.capacity import check_engines as check_capacity
 from rollout_backend.checks.model import check_parallel
-from rollout_backend.config import RolloutConfig
+from rollout_backend.config import ModelConfig, RolloutConfig
 from rollout_backend.core.check_result import CheckResult, raise_problems
 from rollout_backend.errors import ConfigError
 from rollout_backend.rendering.image_positions import prepares_images
 from rollout_backend.serving.local_engine import IMAGE_CACHE
+from rollout_backend.verl.trainer_sizes import check_sizes
 from rollout_backend.verl.unsupported import refuse_unsupported
-from rollout_backend.verl.verl_api import check_version
+from rollout_backend.verl.verl_api import check_version, need_critic, need_reference_policy, root_of
 from rollout_backend.verl.verl_settings import is_asynchronous, max_positions, settings_of
 
 logger = logging.getLogger(__name__)
@@ -37,6 +47,43 @@ _KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 _STREAMS = "actor_rollout_ref.rollout.engine_kwargs.sglang.incremental_streaming_output"
 _SHARED, _SHARED_BYTES = "/dev/shm", 1 << 30  # noqa: S108  # Docker gives containers 64 MiB
 _CHECKPOINT = 6  # bytes of a checkpoint per byte of a bfloat16 model: weights and Adam's two moments in float32
+_MODELS = {"sglang": "srt/models/*.py", "vllm": "model_executor/models/registry.py"}
+"""Where an engine names the classes of models that it has."""
+_LOGGERS = {name: name for name in ("clearml", "mlflow", "rl_insight", "swanlab", "tensorboard", "trackio", "wandb")}
+"""The package of each of verl's loggers that needs one."""
+_LOGGERS["vemlp_wandb"] = "volcengine_ml_platform"
+
+
+@dataclass(frozen=True)
+class _Account:
+    """What a logger needs to log in, or to do without."""
+
+    key: str
+    mode: str
+    offline: tuple[str, ...]
+    server: str
+    default_server: str
+    netrc: str
+
+
+_ACCOUNTS = {
+    "wandb": _Account(
+        key="WANDB_API_KEY",
+        mode="WANDB_MODE",
+        offline=("offline", "disabled", "dryrun"),
+        server="WANDB_BASE_URL",
+        default_server="https://api.wandb.ai",
+        netrc=".netrc",
+    ),
+    "swanlab": _Account(
+        key="SWANLAB_API_KEY",
+        mode="SWANLAB_MODE",
+        offline=("offline", "disabled", "local"),
+        server="SWANLAB_API_HOST",
+        default_server="https://api.swanlab.cn",
+        netrc=".swanlab/.netrc",
+    ),
+}
 _NO_SERVER_YET = ("127.0.0.1:1",)
 _checked: Any = None  # verl's settings that passed: sampler and datasets ask in turn
 _config: RolloutConfig | None = None  # what they mean
@@ -72,7 +119,7 @@ def check(section: Any) -> RolloutConfig | None:
     dataset.check_own_dataset(root.get("data") or {}, scored=config.scoring.enabled)
     with ThreadPoolExecutor(1) as thread:  # the caller's thread may already run an event loop
         found = thread.submit(asyncio.run, preflight.check_run(config, _batch(root), engines=False)).result()
-    of_verl = [*check_engines(root, config), *check_machine(root, config)]
+    of_verl = [*check_engines(root, config), *check_batch(root, config), *check_machine(root, config)]
     raise_problems(of_verl)
     for finding in (*found, *of_verl):
         logger.log(logging.WARNING if finding.level == "warning" else logging.INFO, "%s", finding)
@@ -84,11 +131,6 @@ def check(section: Any) -> RolloutConfig | None:
 def validates_only(section: Any) -> bool:
     """Return whether the run that this section of verl's settings belongs to trains nothing."""
     return bool((root_of(section).get("trainer") or {}).get("val_only"))
-
-
-def root_of(section: Any) -> Any:
-    """Return verl's whole tree of settings, of which verl passes one section; empty if the section is in none."""
-    return section._get_root() if hasattr(section, "_get_root") else {}
 
 
 def was_checked(root: Any) -> bool:
@@ -109,8 +151,6 @@ def set_streams(root: Any) -> None:
     Without the option, a call of 16,000 tokens that streams or has stop strings takes 540 MB and 10 s of CPU time. A
     value that the user set stays.
     """
-    from omegaconf import OmegaConf
-
     name = str(root.actor_rollout_ref.rollout.get("name"))
     if name.startswith("sglang") and OmegaConf.select(root, _STREAMS) is None:
         OmegaConf.update(root, _STREAMS, True, force_add=True)
@@ -147,6 +187,17 @@ def check_engines(root: Any, config: RolloutConfig) -> Iterator[CheckResult]:
     if rollout.name in ("sglang", "vllm") and importlib.util.find_spec(rollout.name) is None:
         text = f"{rollout.name} is not installed in the environment of this machine: verl's servers need it on theirs"
         yield CheckResult("warning", f"{key}.name", text)
+    yield from check_classes(config.model, str(rollout.name))
+    if "actor" not in root.actor_rollout_ref or root.trainer.get("val_only"):
+        return
+    context = config.model.context_length or rollout.get("max_model_len") or math.inf
+    longest = min(rollout.prompt_length + rollout.response_length, context)
+    yield from check_sizes(root, int(longest), need_critic(root), need_reference_policy(root))
+
+
+def check_batch(root: Any, config: RolloutConfig) -> Iterator[CheckResult]:
+    """Yield whether verl's servers can serve a batch."""
+    rollout = root.actor_rollout_ref.rollout
     if (batch := _batch(root)) is not None:
         gpus = int(root.trainer.get("nnodes") or 1) * int(root.trainer.get("n_gpus_per_node") or 1)
         parallel = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
@@ -162,17 +213,123 @@ def check_machine(
         text = f"{size >> 20} MiB are too few for Ray and NCCL: start the container with --shm-size=10g"
         yield CheckResult("warning", _SHARED, text)
     trainer = root.trainer
+    yield from check_loggers(trainer, os.environ)
+    if "actor" in root.actor_rollout_ref and not trainer.get("val_only"):
+        yield from check_memory(root)
     folder = Path(str(trainer.get("default_local_dir") or ".")).absolute()
     weights = sum(file.stat().st_size for file in config.model.folder.glob("*.safetensors"))
     if trainer.get("save_freq", -1) <= 0 or root.actor_rollout_ref.model.get("lora_rank"):
         return
     while not folder.exists():
         folder = folder.parent
-    needed, free = _CHECKPOINT * weights // int(trainer.get("nnodes") or 1), usage(folder).free
-    if free < needed:
-        text = f"a checkpoint takes about {needed >> 30} GiB on this machine, where {free >> 30} GiB are free: name "
-        text += "a folder on another disk, and set trainer.max_actor_ckpt_to_keep"
+    count, size = _checkpoints(root), _CHECKPOINT * weights // int(trainer.get("nnodes") or 1)
+    free = usage(folder).free
+    if free < count * size:
+        text = (
+            f"a checkpoint takes about {size >> 30} GiB on this machine, where {free >> 30} GiB are free, and this "
+        )
+        text += f"training keeps {count}: set trainer.max_actor_ckpt_to_keep, or name a folder on another disk"
         yield CheckResult("warning", "trainer.default_local_dir", text)
+
+
+def check_classes(model: ModelConfig, engine: str) -> Iterator[CheckResult]:
+    """Yield what of this environment is too old for the model: transformers for verl's trainer, or the engine."""
+    try:
+        described = json.loads((model.folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return
+    kind, architectures = described.get("model_type"), described.get("architectures") or []
+    if kind and kind not in CONFIG_MAPPING and not (model.trust_remote_code and described.get("auto_map")):
+        text = (
+            f"transformers {metadata.version('transformers')} has no model of type {kind}, so verl's trainer cannot "
+        )
+        text += "load it: install a version that has it and that verl accepts, or train another model"
+        yield CheckResult("problem", "actor_rollout_ref.model.path", text)
+    spec, pattern = importlib.util.find_spec(engine), _MODELS.get(engine)
+    if spec is None or pattern is None:
+        return
+    files = [file for folder in spec.submodule_search_locations or () for file in Path(folder).glob(pattern)]
+    known = "".join(file.read_text(errors="replace") for file in files)
+    if files and architectures and not any(re.search(rf"\b{re.escape(each)}\b", known) for each in architectures):
+        text = f"{engine} {metadata.version(engine)} has no {' or '.join(architectures)}, so verl's servers may not "
+        text += "start: install a version that has it"
+        yield CheckResult("warning", "actor_rollout_ref.model.path", text)
+
+
+def check_loggers(trainer: Any, environ: Mapping[str, str]) -> Iterator[CheckResult]:
+    """Yield each of verl's loggers that cannot start in this process. verl opens them after the engines."""
+    names = trainer.get("logger") or ()
+    instead = "trainer.logger=[console,file] needs neither a package nor an account"
+    for name in [names] if isinstance(names, str) else names:
+        package, account = _LOGGERS.get(name), _ACCOUNTS.get(name)
+        if package and importlib.util.find_spec(package) is None:
+            text = f"{name} needs the package {package}, which is not installed: install it; {instead}"
+            yield CheckResult("problem", "trainer.logger", text)
+        elif account and not _has_login(account, environ):
+            text = f"{name} asks for a login when the training begins, and this process has none: set {account.key}, "
+            text += f"or {account.mode}={account.offline[0]} to log to this machine; {instead}"
+            yield CheckResult("problem", "trainer.logger", text)
+
+
+def _has_login(account: _Account, environ: Mapping[str, str]) -> bool:
+    """Return whether a logger finds a login, or needs none. A file that cannot be read may have one."""
+    if environ.get(account.key) or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    if environ.get(account.mode) in account.offline:
+        return True
+    path = Path(environ.get("NETRC") or Path(environ.get("HOME") or Path.home()) / account.netrc)
+    if not path.exists():
+        return False
+    host = urlsplit(environ.get(account.server) or account.default_server).hostname
+    try:
+        return netrc.netrc(path).authenticators(host or "") is not None
+    except (OSError, netrc.NetrcParseError):
+        return True
+
+
+def check_memory(root: Any) -> Iterator[CheckResult]:
+    """Yield settings with which the trainer keeps far more in memory than it needs, or cannot start without."""
+    actor, model = root.actor_rollout_ref.actor, root.actor_rollout_ref.model
+    key = "actor_rollout_ref.actor"
+    if actor.strategy == "megatron":
+        transformer = "megatron.override_transformer_config"
+        if not OmegaConf.select(actor, f"{transformer}.recompute_granularity"):
+            text = (
+                "Megatron keeps the activations of all layers, whatever model.enable_gradient_checkpointing says: set"
+            )
+            text += f" it to full, and in {transformer} recompute_method=uniform and recompute_num_layers=1"
+            yield CheckResult("warning", f"{key}.{transformer}.recompute_granularity", text)
+        return
+    if root.trainer.get("device") == "cpu":
+        return
+    attention = (model.get("override_config") or {}).get("attn_implementation") or "flash_attention_2"
+    if attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        text = (
+            "flash-attn is not installed in the environment of this machine, and verl's trainer needs it on its own: "
+        )
+        text += "install it, or see docs/training.md for the settings without it"
+        yield CheckResult("warning", "actor_rollout_ref.model.override_config.attn_implementation", text)
+    if actor.get("use_dynamic_bsz") and not model.get("use_remove_padding"):
+        text = "without model.use_remove_padding verl fills a micro-batch by tokens and then pads each row to the "
+        text += "longest, many times ppo_max_token_len_per_gpu: set actor.use_dynamic_bsz=False and "
+        text += "rollout.log_prob_use_dynamic_bsz=False, with ppo_micro_batch_size_per_gpu=1 and "
+        text += "log_prob_micro_batch_size_per_gpu=1"
+        yield CheckResult("warning", f"{key}.use_dynamic_bsz", text)
+
+
+def _checkpoints(root: Any) -> int:
+    """Return how many checkpoints a training leaves on the disk; 1 if its number of steps is not known."""
+    trainer, data = root.trainer, root.get("data")
+    steps = trainer.get("total_training_steps")
+    if steps is None and data and data.get("train_batch_size"):
+        given = data.get("train_files") or ()
+        files = [Path(str(each)) for each in ([given] if isinstance(given, str) else given)]
+        if files and all(file.suffix == ".jsonl" and file.is_file() for file in files):
+            rows = sum(bool(line.strip()) for file in files for line in file.read_bytes().splitlines())
+            steps = rows // int(data.train_batch_size) * int(trainer.get("total_epochs") or 1)
+    saved = max(1, -(-int(steps or 0) // int(trainer.save_freq)))
+    # verl deletes an old checkpoint before it writes a new one, but always leaves one.
+    return min(saved, max(2, int(trainer.get("max_actor_ckpt_to_keep") or saved)))
 
 
 def check_images(root: Any, config: RolloutConfig) -> None:

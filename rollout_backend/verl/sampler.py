@@ -4,6 +4,7 @@
     trainer.v1.sampler.custom_sampler.name=RolloutSampler
     +trainer.v1.sampler.sampler_kwargs.max_staleness=2      # only with separate_async and colocate_async
     +trainer.v1.sampler.sampler_kwargs.stable_steps=False
+    +trainer.v1.sampler.sampler_kwargs.weigh_rollouts=True
 
 The sampler wraps verl's own buffer and keeps all of its settings (off-policy drop or wait, group filtering, refill of
 failed groups). The v1 trainer logs the metrics that a sampler returns with a batch; `rollout_backend.verl.metrics`
@@ -45,11 +46,13 @@ from rollout_backend.core.staleness import groups_to_await
 from rollout_backend.errors import ConfigError
 from rollout_backend.verl import early_checks
 from rollout_backend.verl.metrics import TALLY, TOO_OLD, as_metrics, staleness
+from rollout_backend.verl.trainer_sizes import mini_batch_unit
 from rollout_backend.verl.verl_api import (
     ReplayBuffer,
     ReplayBufferAsync,
     list_of_dict_to_tensordict,
     need_critic,
+    root_of,
     upsample_batch_to_divisible_size,
 )
 
@@ -71,6 +74,9 @@ class SamplerOptions(BaseModel):
     The trainer waits for rollouts that would become older, instead of dropping them."""
     stable_steps: bool = True
     """Whether the size of mini-batches follows the number of rows, so that the number of optimizer steps does not."""
+    weigh_rollouts: bool = False
+    """Whether each rollout weighs the same in the loss, instead of each row or token (`actor.loss_agg_mode`). The
+    estimators of `rollout_backend.verl.advantage` multiply their advantages by the weights."""
 
 
 class RolloutSampler:
@@ -96,7 +102,7 @@ class RolloutSampler:
         self._batches_per_step = int(verl_arguments["trainer_config"].get("parameter_sync_step", 1))
         self._taken: Counter[int] = Counter()  # batches by step
         self._counts: Counter[str] = Counter()  # of the step's batches
-        root = early_checks.root_of(sampler_kwargs)
+        root = root_of(sampler_kwargs)
         self._stable_steps = StableSteps(root) if options.stable_steps and "actor_rollout_ref" in root else None
         self._refill = refill_fn
         make = ReplayBuffer if trainer_mode == "sync" else ReplayBufferAsync
@@ -279,7 +285,7 @@ def _check_pace(max_staleness: int, trainer_mode: str, verl_arguments: Mapping[s
 
 def _withheld_settings(section: Any, trainer_mode: str) -> dict[str, Any]:
     """Return the buffer settings that verl passes to its own buffer but not to a custom sampler."""
-    root = early_checks.root_of(section)
+    root = root_of(section)
     if "trainer" not in root:
         return {}
     refill = bool(root["trainer"]["v1"]["sampler"].get("sync_refill_failed_groups", False))
@@ -305,7 +311,7 @@ _ANY_TOKEN = 0  # of padding rows, which are masked
 
 
 class StableSteps:
-    """Scales verl's mini-batches with the rows of each batch. verl reads their size for each batch.
+    """Fits verl's mini-batches to the rows of each batch. verl reads their size for each batch.
 
     verl splits a batch into mini-batches of `ppo_mini_batch_size` * n rows and takes an optimizer step for each. A
     rollout has a row for each segment, so twice the segments would be twice the steps, each over half of the
@@ -316,27 +322,32 @@ class StableSteps:
     - A batch of P prompts has ceil(P / `ppo_mini_batch_size`) mini-batches per epoch, as if each rollout had one row.
     - Mini-batches have the same number of rows. They differ by at most one row that is not padding, if one rank
       trains.
-    - Nothing changes for a batch in which each rollout has one row.
+    - A batch has as few padding rows as mini-batches and ranks allow: `loss_agg_mode=seq-mean-*` divides by all rows.
+    - Nothing changes for a batch that has no more rows than rollouts were requested.
     """
 
     def __init__(self, config: Any) -> None:
         """`config` is verl's whole tree of settings, the one that its trainer reads."""
         sections = [config.actor_rollout_ref.actor, *([config.critic] if need_critic(config) else [])]
-        self._sections = [(section, int(section.ppo_mini_batch_size)) for section in sections]
+        self._sections = [
+            (section, int(section.ppo_mini_batch_size), mini_batch_unit(config, section)) for section in sections
+        ]
         self._n = int(config.actor_rollout_ref.rollout.n)
 
     def apply(self, batch: KVBatchMeta, prompts: int) -> KVBatchMeta:
         """Set the size of mini-batches for a batch of `prompts` prompts. Return the batch, padded if necessary."""
-        sizes = [size for _, size in self._sections]
-        least = math.lcm(*sizes)
-        rows = math.ceil(prompts / least) * least * self._n  # if each rollout has one row
-        factor = max(1, math.ceil(len(batch) / rows))
-        for section, size in self._sections:
-            section.ppo_mini_batch_size = factor * size
-        mini_batches = rows // (min(sizes) * self._n)
+        least = math.lcm(*(size for _, size, _ in self._sections))
+        whole = math.ceil(prompts / least) * least  # prompts in whole mini-batches
+        rows = whole * self._n  # if each rollout has one row
+        if len(batch) > rows:
+            unit = math.lcm(*(whole // size * unit for _, size, unit in self._sections))
+            rows = math.ceil(len(batch) / unit) * unit
+        for section, size, _ in self._sections:
+            section.ppo_mini_batch_size = rows // (whole // size * self._n)
+        mini_batches = whole // min(size for _, size, _ in self._sections)
         if mini_batches == 1 or len(batch) < mini_batches:
             return batch  # verl pads it to whole mini-batches
-        padded = upsample_batch_to_divisible_size(batch, factor * rows, _ANY_TOKEN)
+        padded = upsample_batch_to_divisible_size(batch, rows, _ANY_TOKEN)
         padded.reorder(_spread(len(batch), len(padded)))
         return padded
 

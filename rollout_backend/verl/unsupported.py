@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout_backend.errors import ConfigError
+from rollout_backend.verl import verl_api
+from rollout_backend.verl.advantage import needs_row_uids, takes_rows_for_rollouts
 from rollout_backend.verl.verl_settings import is_asynchronous
 from rollout_backend.verl.vllm_middleware import MIDDLEWARE
 
@@ -23,14 +25,23 @@ _LEGACY = "set trainer.use_v1=False"
 _SKIP = "use grpo_skip_missing or rloo_skip_missing"
 _ESTIMATORS = {
     "gdpo": f"it reads rewards by name, and rows have those of the rollout and of its turns: {_SKIP}",
-    "opo": f"its baseline of rows that pad a batch is 0 / 0, with which verl skips the optimizer step: {_SKIP}",
+    "opo": "its baseline of rows that pad a batch is 0 / 0, with which verl skips the optimizer step: use "
+    "opo_skip_missing",
 }
+_ROWS = "it counts a rollout once for each of its rows, of which it has one per segment: use "
 _V1_ESTIMATORS = {
-    "grpo_passk": f"it ends the training if a group has one row, such as a row that pads a batch: {_SKIP}",
+    "gpg": f"{_ROWS}gpg_skip_missing",
+    "grpo_passk": f"{_ROWS}grpo_passk_skip_missing",
+    "grpo_vectorized": f"{_ROWS}grpo_skip_missing",
+    "reinforce_plus_plus_baseline": f"{_ROWS}reinforce_plus_plus_baseline_skip_missing",
+    "rloo": f"{_ROWS}rloo_skip_missing",
+    "rloo_vectorized": f"{_ROWS}rloo_skip_missing",
     "remax": f"verl's v1 trainer has no greedy baseline: {_LEGACY}",
     "optimal_token_baseline": f"verl's v1 trainer does not read the actor's sum_pi_squared: {_LEGACY}",
     "tir_optimal_token_baseline": f"verl's v1 trainer does not read the actor's sum_pi_squared: {_LEGACY}",
 }
+_WEIGH = "trainer.v1.sampler.sampler_kwargs.weigh_rollouts"
+_RS = "algorithm.rollout_correction.rollout_rs"
 _MODES = "run python -m verl.trainer.main_ppo with trainer.v1.trainer_mode=separate_async instead"
 
 
@@ -84,6 +95,11 @@ _RULES = (
         "the model's own processor prepares images with its own settings: remove this setting",
     ),
     _Rule("reward.custom_reward_function.reward_kwargs", _KWARGS),
+    _Rule(
+        "reward.reward_kwargs",
+        "only verl's own reward managers read it, such as for DAPO's overlong penalty: compute it in your reward, or "
+        "leave out what was cut with training.mask of the backend's settings",
+    ),
     _Rule("reward.reward_manager.source", _REWARD, allowed=("register",)),
     _Rule("reward.reward_manager.name", _REWARD, allowed=("naive",)),
     _Rule("reward.reward_model.enable", _REWARD),
@@ -96,6 +112,9 @@ _RULES = (
         "distillation.enabled",
         "on-policy distillation calls its teacher inside verl's own agent loop: set it to False, or train without "
         "this backend",
+    ),
+    _Rule(
+        "algorithm.use_pf_ppo", "verl's v1 trainer gives the advantages of resampled rows to others: set it to False"
     ),
     _Rule("async_training", f"verl's fully_async trainer does not load a manager class: {_MODES}"),
     _Rule("rollout", f"verl's one_step_off trainer awaits what both other trainers do not: {_MODES}"),
@@ -111,6 +130,7 @@ def refuse_unsupported(config: Any) -> None:
     problems = [
         *_refused(config),
         *_estimator(config),
+        *_loss(config),
         *_vllm(config),
         *_adapters(config),
         *_routing(config),
@@ -128,11 +148,45 @@ def _refused(config: Any) -> Iterable[str]:
 
 
 def _estimator(config: Any) -> Iterable[str]:
-    """Yield the problem of an estimator that verl's trainer, or a batch with lost rollouts, makes fail."""
-    name = str(_at(config, "algorithm.adv_estimator"))
-    by_name = _ESTIMATORS | (_V1_ESTIMATORS if _at(config, "trainer.use_v1") else {})
+    """Yield problems of an estimator that fails in verl's trainer, or takes rows for rollouts."""
+    name, use_v1 = str(_at(config, "algorithm.adv_estimator")), _at(config, "trainer.use_v1")
+    by_name = _ESTIMATORS | (_V1_ESTIMATORS if use_v1 else {})
     if name in by_name:
         yield f"  algorithm.adv_estimator={name}: {by_name[name]}"
+    elif name not in verl_api.ADV_ESTIMATOR_REGISTRY:
+        yield (
+            f"  algorithm.adv_estimator={name}: no estimator has this name, so verl would end when the first step is "
+            "sampled: correct it, or name the module that registers it in VERL_USE_EXTERNAL_MODULES"
+        )
+    if _at(config, _WEIGH) and not (use_v1 and needs_row_uids(name)):
+        yield f"  {_WEIGH}=True: only trainer.use_v1=True and estimators of this backend weigh rollouts: {_SKIP}"
+    if not use_v1:
+        return
+    if name == "gae" and _at(config, "algorithm.use_pf_ppo"):
+        yield f"  algorithm.use_pf_ppo=True: verl's v1 trainer gives a row the advantages of another one: {_LEGACY}"
+    if takes_rows_for_rollouts(name):
+        return
+    if _at(config, "algorithm.use_kl_in_reward"):
+        yield (
+            f"  algorithm.use_kl_in_reward=True: {name} would take the KL of a rollout's last row for that of all "
+            "its rows: set actor_rollout_ref.actor.use_kl_loss=True instead"
+        )
+    if name == "grpo" and _at(config, _RS):
+        yield (
+            f"  {_RS}={_at(config, _RS)}: grpo compares a rollout whose last row is rejected, and trains none of its "
+            "rows: use grpo_skip_missing"
+        )
+
+
+def _loss(config: Any) -> Iterable[str]:
+    """Yield the problem of a loss whose scale depends on how rows are split into micro-batches."""
+    actor = "actor_rollout_ref.actor"
+    mode = _at(config, f"{actor}.loss_agg_mode")
+    if mode == "seq-mean-token-sum-norm" and not _at(config, f"{actor}.loss_scale_factor"):
+        yield (
+            f"  {actor}.loss_agg_mode={mode}: without a constant verl divides by the longest response of each "
+            f"micro-batch: set {actor}.loss_scale_factor, such as to data.max_response_length"
+        )
 
 
 def _vllm(config: Any) -> Iterable[str]:

@@ -28,6 +28,8 @@ ADAPTER = "verl_actor_lora_name"
 """The LoRA adapter that verl trains: its name in verl's SGLang servers. The middleware gives it to vLLM's, too."""
 
 _NAMES = {
+    "ADV_ESTIMATOR_REGISTRY": "verl.trainer.ppo.core_algos",
+    "AdvantageEstimator": "verl.trainer.ppo.core_algos",
     "DataProto": "verl",
     "ReplayBuffer": "verl.trainer.ppo.v1.replay_buffer",
     "ReplayBufferAsync": "verl.trainer.ppo.v1.replay_buffer",
@@ -35,6 +37,7 @@ _NAMES = {
     "hf_processor": "verl.utils.tokenizer",
     "list_of_dict_to_tensordict": "verl.utils.tensordict_utils",
     "need_critic": "verl.trainer.ppo.utils",
+    "need_reference_policy": "verl.trainer.ppo.utils",
     "register_adv_est": "verl.trainer.ppo.core_algos",
     "upsample_batch_to_divisible_size": "verl.trainer.ppo.padding_utils",
 }
@@ -53,6 +56,11 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_NAMES[name]), name)
     except (ImportError, AttributeError) as error:
         raise _lacks(f"{_NAMES[name]}.{name} ({error})") from error
+
+
+def root_of(section: Any) -> Any:
+    """Return verl's whole tree of settings, of which verl passes one section; empty if the section is in none."""
+    return section._get_root() if hasattr(section, "_get_root") else {}
 
 
 def check_version() -> None:

@@ -19,6 +19,7 @@ from agent_wrapper.contract import Sampling
 from agent_wrapper.contract.keys import ID_PATTERN
 from rollout_backend.config import ModelConfig, RolloutConfig, load_config
 from rollout_backend.errors import ConfigError
+from rollout_backend.verl import verl_api
 from rollout_backend.verl.advantage import needs_row_uids
 from rollout_backend.verl.verl_api import ADAPTER
 
@@ -239,15 +240,23 @@ def _check_estimator(config: Any, settings: RolloutConfig) -> None:
     rollouts of a group and misjudges one with missing rollouts. If some are missing by intention, refuse it."""
     group, use_v1 = settings.group, config.trainer.get("use_v1", True)
     n = int(config.actor_rollout_ref.rollout.n)
-    if n < 2 and not config.trainer.get("val_only") and needs_row_uids(str(config.algorithm.adv_estimator)):
+    adv_estimator = str((config.get("algorithm") or {}).get("adv_estimator", "gae"))
+    if n < 2 and not config.trainer.get("val_only") and needs_row_uids(adv_estimator):
         raise ConfigError(
-            f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares the rollouts of a prompt, and with "
+            f"algorithm.adv_estimator={adv_estimator} compares the rollouts of a prompt, and with "
             f"actor_rollout_ref.rollout.n={n} each has only one, so nothing would be trained: set n to at least 2"
+        )
+    known = {each.value for each in verl_api.AdvantageEstimator}
+    if use_v1 and not needs_row_uids(adv_estimator) and adv_estimator not in known:
+        log.warning(
+            "algorithm.adv_estimator=%s gets each row as a rollout, also those that pad a batch, and a rollout has a "
+            "row for each segment: to get rollouts, register it with "
+            "rollout_backend.verl.advantage.register_rollout_estimator",
+            adv_estimator,
         )
     masked = settings.training.mask and not use_v1
     if not (masked or group.needed < (min(2, group.size) if use_v1 else group.size)):
         return
-    adv_estimator = str(config.algorithm.adv_estimator)
     if needs_row_uids(adv_estimator) or adv_estimator in _WITHOUT_GROUPS:
         return
     if masked:

@@ -1,9 +1,10 @@
-"""The scripts of examples/train_gpu start verl's trainer, up to the first call that needs a GPU."""
+"""The scripts of examples/train_gpu start verl until the first call that needs a GPU, on 1 to 8 machines."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,10 @@ from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from rollout_backend.local.scripted import BYTE_MODEL
+from rollout_backend.verl import early_checks
+from rollout_backend.verl.trainer_sizes import mini_batch_unit
+from rollout_backend.verl.unsupported import refuse_unsupported
+from rollout_backend.verl.verl_settings import settings_of
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "train_gpu"
 COLOCATED = (
@@ -97,3 +102,33 @@ def test_verl_starts_until_it_needs_a_gpu(script, more, overrides, ready, monkey
     assert len(trainer.train_dataset) == 64
     if servers.name == "sglang":
         assert servers.engine_kwargs.sglang == {"incremental_streaming_output": True}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of verl and torch
+@pytest.mark.parametrize("script", [file.name for file in sorted(SCRIPTS.glob("*.sh"))])
+def test_a_script_trains_on_1_to_8_machines_or_the_check_says_with_which_mini_batch(script, overrides, monkeypatch):
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides(script))
+    refuse_unsupported(config)
+    actor, servers = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    settings = settings_of(config, ["a:1"])
+    settings = settings.model_copy(update={"model": settings.model.model_copy(update={"context_length": None})})
+    monkeypatch.setattr(early_checks, "check_parallel", lambda *_: ())  # the byte model is tiny
+    size = actor.ppo_mini_batch_size
+    refused = []
+    for nodes in range(1, 9):
+        config.trainer.nnodes, actor.ppo_mini_batch_size = nodes, size
+        problems = [each for each in early_checks.check_engines(config, settings) if each.level == "problem"]
+        if problems:
+            [problem] = problems
+            assert problem.setting == "actor_rollout_ref.actor.ppo_mini_batch_size"
+            refused.append(nodes)
+            for advised in re.findall(r"\d+", problem.text.partition("set it to ")[2]):
+                actor.ppo_mini_batch_size = config.data.train_batch_size = int(advised)
+                assert [*early_checks.check_sizes(config, 1, False, False)] == []
+        assert actor.ppo_mini_batch_size * servers.n % mini_batch_unit(config, actor) == 0
+        validate_config(config, need_reference_policy(config), need_critic(config))
+        omega_conf_to_dataclass(actor)
+    assert refused == [3, 5, 6, 7]
+    assert not any("recompute" in each.setting for each in early_checks.check_memory(config))
+    assert [*early_checks.check_loggers(config.trainer, {"HOME": "/nowhere"})] == []

@@ -401,6 +401,15 @@ def test_a_machine_without_room_for_a_training_is_warned_of(tmp_path):
 
     assert settings_with(64 << 20, 5999) == ["/dev/shm", "trainer.default_local_dir"]
     assert settings_with(10 << 30, 6000) == []
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("{}\n" * 640)
+    root.data = {"train_files": str(tasks), "train_batch_size": 64}
+    root.trainer.total_epochs = 10  # 100 steps, of which each 20th is saved
+    assert settings_with(10 << 30, 5 * 6000) == []
+    assert settings_with(10 << 30, 5 * 6000 - 1) == ["trainer.default_local_dir"]
+    root.trainer.max_actor_ckpt_to_keep = 2
+    assert settings_with(10 << 30, 2 * 6000) == []
+    assert settings_with(10 << 30, 2 * 6000 - 1) == ["trainer.default_local_dir"]
 
 
 LONG = "qwen3_4b_grpo_swe_bs256_n8_lr1e-6_kl0.001_clip0.28_temp1.0_len32768_turns40_tool_bash_edit_reward_v2_"

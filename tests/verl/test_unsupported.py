@@ -15,7 +15,7 @@ from rollout_backend.verl.vllm_middleware import MIDDLEWARE
 from trainings import verl_settings
 from verl_cpu.environment import overrides
 
-ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+ROLLOUT, MODEL, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.model", "actor_rollout_ref.actor"
 ASYNCHRONOUS = "trainer.v1.trainer_mode=separate_async"
 
 
@@ -24,6 +24,7 @@ def verl_config(*more: str, **base: Any) -> Any:
 
 
 ESTIMATOR, OPTIMAL = "algorithm.adv_estimator", "optimal_token_baseline"
+WEIGH = "trainer.v1.sampler.sampler_kwargs.weigh_rollouts"
 VLLM = (f"{ROLLOUT}.name=vllm", f"+{ROLLOUT}.engine_kwargs.vllm.middleware={MIDDLEWARE}")
 
 
@@ -33,8 +34,16 @@ VLLM = (f"{ROLLOUT}.name=vllm", f"+{ROLLOUT}.engine_kwargs.vllm.middleware={MIDD
         [],
         *(
             ["trainer.use_v1=False", f"{ESTIMATOR}={name}"]
-            for name in ("gae", "remax", "grpo_passk", f"tir_{OPTIMAL}")
+            for name in ("gae", "remax", "grpo_passk", "rloo", f"tir_{OPTIMAL}")
         ),
+        ["trainer.use_v1=False", "algorithm.use_kl_in_reward=True", f"{ESTIMATOR}=rloo"],
+        ["algorithm.use_kl_in_reward=True", f"{ESTIMATOR}=reinforce_plus_plus"],
+        ["algorithm.rollout_correction.rollout_rs=seq_mean_k3", f"{ESTIMATOR}=grpo_skip_missing"],
+        [f"+{WEIGH}=True", f"{ESTIMATOR}=opo_skip_missing"],
+        [
+            "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm",
+            "actor_rollout_ref.actor.loss_scale_factor=9",
+        ],
         ["trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.hybrid_rollout.enable_switch=True"],
         [f"{MODEL}.lora_rank=8", f"+{MODEL}.lora.merge=True", ASYNCHRONOUS],
         [f"{MODEL}.lora_rank=8"],
@@ -121,10 +130,26 @@ UNSUPPORTED: list[dict[str, str]] = [  # each set in one tree, whose problems ar
         "distillation.enabled=True": "teacher",
         f"{ESTIMATOR}=gdpo": "grpo_skip_missing",
         f"{MODEL}.lora_adapter_path=/adapter": r"lora\.merge=True",
+        "algorithm.use_kl_in_reward=True": r"actor\.use_kl_loss=True",
+        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm": r"set .*\.loss_scale_factor",
+        "+reward.reward_kwargs.max_resp_len=9": r"training\.mask",
     },
-    {f"{ESTIMATOR}=opo": "0 / 0"},
+    {f"{ESTIMATOR}=opo": "0 / 0.*opo_skip_missing"},
     *({f"{ESTIMATOR}={name}": r"set trainer\.use_v1=False"} for name in ("remax", OPTIMAL, f"tir_{OPTIMAL}")),
-    {f"{ESTIMATOR}=grpo_passk": "a group has one row"},
+    *(
+        {f"{ESTIMATOR}={name}": f"once for each of its rows.* use {ours}_skip_missing"}
+        for name, ours in (
+            ("gpg", "gpg"),
+            ("grpo_passk", "grpo_passk"),
+            ("grpo_vectorized", "grpo"),
+            ("reinforce_plus_plus_baseline", "reinforce_plus_plus_baseline"),
+            ("rloo", "rloo"),
+            ("rloo_vectorized", "rloo"),
+        )
+    ),
+    {f"{ESTIMATOR}=misspelt": "VERL_USE_EXTERNAL_MODULES"},
+    {f"{ESTIMATOR}=grpo": "", "algorithm.rollout_correction.rollout_rs=seq_mean_k3": "use grpo_skip_missing"},
+    {f"{ESTIMATOR}=gae": "", "algorithm.use_pf_ppo=True": r"set trainer\.use_v1=False"},
 ]
 
 
@@ -134,8 +159,16 @@ def test_an_unsupported_setting_is_refused_by_name(settings: dict[str, str]) -> 
         refuse_unsupported(verl_config(*settings))
     lines = str(caught.value).splitlines()
     for override, advice in settings.items():
+        if not advice:
+            continue
         named = override[1:].rpartition(".")[0] if override.startswith("+") else override
         assert any(line.startswith(f"  {named}: ") and re.search(advice, line) for line in lines), (override, lines)
+
+
+@pytest.mark.parametrize("more", [f"{ESTIMATOR}=grpo", "trainer.use_v1=False"])
+def test_weights_that_would_have_no_effect_are_refused(more: str) -> None:
+    with pytest.raises(ConfigError, match=f"{WEIGH}=True: only"):
+        refuse_unsupported(verl_config(f"{ESTIMATOR}=grpo_skip_missing", f"+{WEIGH}=True", more))
 
 
 @pytest.mark.parametrize("engine", [(), VLLM])
