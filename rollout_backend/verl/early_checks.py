@@ -84,6 +84,7 @@ _ACCOUNTS = {
         netrc=".swanlab/.netrc",
     ),
 }
+_DATASET = "pkg://rollout_backend.verl.dataset"
 _NO_SERVER_YET = ("127.0.0.1:1",)
 _checked: Any = None  # verl's settings that passed: sampler and datasets ask in turn
 _config: RolloutConfig | None = None  # what they mean
@@ -112,7 +113,9 @@ def check(section: Any) -> RolloutConfig | None:
 
     check_version()
     _check_class(name)
-    refuse_unsupported(root)
+    # A dataset of the user's is imported later, and its module may register the estimator.
+    module = OmegaConf.select(root, "data.custom_cls.path")
+    refuse_unsupported(root, loaded=module in (None, _DATASET))
     config = settings_of(root, _NO_SERVER_YET)
     _ = config.model.expert_shape  # raises ConfigError
     check_images(root, config)

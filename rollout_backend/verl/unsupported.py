@@ -121,15 +121,15 @@ _RULES = (
 )
 
 
-def refuse_unsupported(config: Any) -> None:
-    """Check all of verl's settings.
+def refuse_unsupported(config: Any, loaded: bool = True) -> None:
+    """Check all of verl's settings. `loaded`: the modules that may register an estimator are imported.
 
     Raises:
         ConfigError: names each unsupported setting that is set, and what to do about it.
     """
     problems = [
         *_refused(config),
-        *_estimator(config),
+        *_estimator(config, loaded),
         *_loss(config),
         *_vllm(config),
         *_adapters(config),
@@ -147,13 +147,13 @@ def _refused(config: Any) -> Iterable[str]:
             yield f"  {rule.setting}{shown}: {rule.advice}"
 
 
-def _estimator(config: Any) -> Iterable[str]:
+def _estimator(config: Any, loaded: bool) -> Iterable[str]:
     """Yield problems of an estimator that fails in verl's trainer, or takes rows for rollouts."""
     name, use_v1 = str(_at(config, "algorithm.adv_estimator")), _at(config, "trainer.use_v1")
     by_name = _ESTIMATORS | (_V1_ESTIMATORS if use_v1 else {})
     if name in by_name:
         yield f"  algorithm.adv_estimator={name}: {by_name[name]}"
-    elif name not in verl_api.ADV_ESTIMATOR_REGISTRY:
+    elif loaded and name not in verl_api.ADV_ESTIMATOR_REGISTRY:
         yield (
             f"  algorithm.adv_estimator={name}: no estimator has this name, so verl would end when the first step is "
             "sampled: correct it, or name the module that registers it in VERL_USE_EXTERNAL_MODULES"

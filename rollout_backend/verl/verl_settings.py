@@ -246,8 +246,8 @@ def _check_estimator(config: Any, settings: RolloutConfig) -> None:
             f"algorithm.adv_estimator={adv_estimator} compares the rollouts of a prompt, and with "
             f"actor_rollout_ref.rollout.n={n} each has only one, so nothing would be trained: set n to at least 2"
         )
-    known = {each.value for each in verl_api.AdvantageEstimator}
-    if use_v1 and not needs_row_uids(adv_estimator) and adv_estimator not in known:
+    of_users = verl_api.ADV_ESTIMATOR_REGISTRY.keys() - {each.value for each in verl_api.AdvantageEstimator}
+    if use_v1 and adv_estimator in of_users and not needs_row_uids(adv_estimator):
         log.warning(
             "algorithm.adv_estimator=%s gets each row as a rollout, also those that pad a batch, and a rollout has a "
             "row for each segment: to get rollouts, register it with "

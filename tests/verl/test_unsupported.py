@@ -165,6 +165,13 @@ def test_an_unsupported_setting_is_refused_by_name(settings: dict[str, str]) -> 
         assert any(line.startswith(f"  {named}: ") and re.search(advice, line) for line in lines), (override, lines)
 
 
+def test_an_estimator_may_be_registered_by_a_module_that_is_imported_later() -> None:
+    config = verl_config(f"{ESTIMATOR}=registered_later")
+    refuse_unsupported(config, loaded=False)
+    with pytest.raises(ConfigError, match="no estimator has this name"):
+        refuse_unsupported(config)
+
+
 @pytest.mark.parametrize("more", [f"{ESTIMATOR}=grpo", "trainer.use_v1=False"])
 def test_weights_that_would_have_no_effect_are_refused(more: str) -> None:
     with pytest.raises(ConfigError, match=f"{WEIGH}=True: only"):
