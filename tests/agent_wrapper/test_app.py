@@ -21,6 +21,7 @@ from builders import eventually, until
 from stub_server import HANG_UP
 from wrapper_containers import CUT, make_trajectory
 
+CLOSED = b'{"error": {"message": "the session is closed"}}'
 STARTED = "with open(context.payload['started'], 'w') as pipe:\n    pipe.write('!')\n"
 
 
@@ -196,7 +197,10 @@ def test_a_reward_waits_for_an_absent_gateway_until_the_agents_deadline_and_a_fa
 
 @pytest.mark.parametrize(
     ("status", "body", "words"),
-    [(401, b"no such session", "401: no such session"), (200, b"junk", "neither a zstd frame nor a JSON object")],
+    [
+        (401, b'{"error": {"message": "no such session"}}', "no such session"),
+        (200, b"junk", "neither a zstd frame nor a JSON object"),
+    ],
 )
 def test_without_a_trajectory_there_is_no_reward(sync_container, gateway, status, body, words):
     block = sync_container.request([(status, body)])
@@ -365,7 +369,7 @@ async def test_heartbeats_are_sent_while_the_agent_runs_even_if_the_gateway_fail
 
 
 def test_an_agent_is_stopped_once_the_gateway_has_closed_its_session(async_container, gateway):
-    gateway.answers["/beat"] = [(204, b""), (410, b"")]
+    gateway.answers["/beat"] = [(204, b""), (410, CLOSED)]
     block = async_container.request(heartbeat_s=0.05, endpoint__heartbeat_url=f"{gateway.url}/beat")
     async_container.invoke("await asyncio.sleep(600)", block)
     assert async_container.await_result(block).failure.reason == "terminated"
@@ -373,7 +377,7 @@ def test_an_agent_is_stopped_once_the_gateway_has_closed_its_session(async_conta
 
 def test_the_first_heartbeat_is_the_probe_and_ends_a_closed_session(sync_container, gateway, tmp_path):
     mark = tmp_path / "ran"
-    gateway.answers |= {"/beat": [(204, b"")], "/closed": [(410, b"")]}
+    gateway.answers |= {"/beat": [(204, b"")], "/closed": [(410, CLOSED)]}
     open_block, closed_block = (
         sync_container.request(heartbeat_s=600, endpoint__heartbeat_url=f"{gateway.url}/{name}")
         for name in ("beat", "closed")

@@ -82,7 +82,7 @@ def test_a_container_without_credentials_publishes_its_result_or_its_failure_mar
     start_container, cloud, body, outcome
 ):
     container = start_container("async", **NO_CREDENTIALS)
-    block = container.request([(403, b"no")] if body == "cut" else None, result__queue_url=None)
+    block = container.request([(403, b'{"error": {}}')] if body == "cut" else None, result__queue_url=None)
     request = RolloutRequest.parse(block)
     keys = {"result": request.key_for(Outcome.COMPLETED), "failure_marker": request.key_for(Outcome.INFRA_ERROR)}
     block["result"]["urls"] = {name: sign(cloud, key) for name, key in keys.items()}
