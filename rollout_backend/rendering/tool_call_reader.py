@@ -17,6 +17,7 @@ import ast
 import json
 import math
 import re
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -41,6 +42,7 @@ _PYTHON = re.compile(
     r"""|(?P<constant>\b(?:true|false|null)\b)|(?P<name>(?<![\w.-])[^\W\d][\w.-]*+)(?=\(|\s*=(?!=))""",
     re.DOTALL,
 )
+_PARSING = threading.Lock()
 _CONSTANTS = {"true": "True", "false": "False", "null": "None"}
 _IN_STRINGS = {"\n": r"\n", "\r": r"\r", "\0": r"\x00"}  # characters that Python's strings may not have
 _ESCAPED = "\\'\"\nabfnrtvxNuU01234567"
@@ -313,7 +315,7 @@ def _python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
 
     lines = _PYTHON.sub(plain, text).strip().split("\n")
     calls = []
-    for statement in ast.parse("\n".join(line.strip() for line in lines)).body:
+    for statement in _parse("\n".join(line.strip() for line in lines), "exec").body:
         value = statement.value if isinstance(statement, ast.Expr) else None
         for call in value.elts if isinstance(value, ast.List) else [value]:
             if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
@@ -322,6 +324,12 @@ def _python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
             arguments = _object([(names[int(key[1:])], value) for key, value in given])
             calls.append((names[int(call.func.id[1:])], arguments))
     return calls
+
+
+def _parse(text: str, mode: str) -> Any:
+    # Python 3.11 raises SystemError if another thread parses at the same time: python/cpython#106905.
+    with _PARSING:
+        return ast.parse(text, mode=mode)
 
 
 def _python_string(literal: str) -> str:
@@ -455,7 +463,7 @@ def _python_literal(text: str) -> Any:
         json.loads(text)
         return text  # JSON that `loads` refused
     try:
-        return loads(json.dumps(ast.literal_eval(text.strip())))
+        return loads(json.dumps(ast.literal_eval(_parse(text.strip(), "eval"))))
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return text
 

@@ -185,6 +185,9 @@ def _named(request: web.Request) -> tuple[str, str, str]:
 
 def _error(call: ProxiedCall, rule: Rule) -> web.Response:
     message = "An injected fault."
+    if not call.access_key:
+        # As a server of agents answers.
+        return web.json_response({"error": rule.code, "detail": message}, status=rule.status)
     if call.operation.startswith("s3:"):
         text = f"<?xml version='1.0'?><Error><Code>{escape(rule.code)}</Code><Message>{message}</Message></Error>"
         return web.Response(status=rule.status, text=text, content_type="application/xml")

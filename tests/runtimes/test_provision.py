@@ -264,7 +264,8 @@ async def start_cloud(tmp_path: Path, local_keys: None) -> AsyncIterator[StartCl
 
 async def test_a_runtime_is_made_once_and_then_used_as_it_is(start_cloud):
     cloud = await start_cloud()
-    unknown = "; whether it is built for arm64 is not known (404: Not Found)"  # the emulator has no ECR
+    # The emulator has no ECR.
+    unknown = "; whether it is built for arm64 is not known (404: an answer without a message, HTTP 404)"
     assert await cloud.preview() == f"runtime {NAME}: would be made from {IMAGE}{unknown}"
     with pytest.raises(PreflightError, match=r"not made by this backend.*runtime\.name"):
         await cloud.preview(name="first")

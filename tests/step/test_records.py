@@ -35,10 +35,13 @@ async def test_each_outcome_is_recorded_with_its_sessions_and_times(open_bench):
         "lost.0": (Outcome.INFRA_ERROR, "agent_exception"),
         "refused.0": (Outcome.INFRA_ERROR, "container_error"),
     }
-    sessions = {request.rollout_id: (request.session_id,) for request in bench.agents.requests}
+    sessions: dict[str, list[str]] = {}
+    for request in bench.agents.requests:
+        sessions.setdefault(request.rollout_id, []).append(request.session_id)
     for record in step.results.records.all():
-        assert record.session_ids == sessions[record.rollout_id]
-        assert record.attempts == 1
+        assert [*record.session_ids] == sessions[record.rollout_id]
+        # A rejection is permanent once it repeats.
+        assert record.attempts == (5 if record.rollout_id == "refused.0" else 1)
         assert record.planned_at <= record.invoked_at <= record.settled_at
         assert (record.result_at is None) == (record.rollout_id == "refused.0")
     assert step.results.records.all()[3].message == "the image is not arm64"
