@@ -389,6 +389,7 @@ def test_a_batch_of_many_rows_is_padded_for_as_many_steps_as_one_of_few(queue: A
     experts = {"layers": 1, "topk": 2, "id_bytes": 1, "ids": bytes([1, 2] * 4)}
     routed = Segment.parse({**make_segment(2, 3).model_dump(), "routed_experts": experts})
     sizes = ["data.train_batch_size=2", "actor_rollout_ref.rollout.n=2", f"{MINI_BATCH}=1", "critic.enable=False"]
+    sizes.append("trainer.n_gpus_per_node=1")
     for more, expected in (([], 8), (["+trainer.v1.sampler.sampler_kwargs.stable_steps=False"], 7)):
         trainer = Trainer(queue, "sync", *sizes, *more)
         for uid, segments in (("u1", [3, 2]), ("u2", [1, 1])):
