@@ -380,7 +380,7 @@ class RolloutManager:
             del self._steps[number]
             records = current.results.records.all() if result is None else result.records
             if run.lease.lost is None:  # otherwise the step belongs to another manager
-                # In a thread: 4,096 records take .2 s, in which the loop would send no heartbeat.
+                # Encoding thousands of records would block the event loop.
                 await asyncio.to_thread(self.archive.write_records, number, records)
             await self._report_step(current, records)
         report = result.report.model_copy(update=await self._gateway_growth())

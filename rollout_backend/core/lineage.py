@@ -54,7 +54,7 @@ class Lineage(ContractObject):
         return [each for each in self.starts if each.fencing_token > fencing_token]
 
     def has_same_weights(self, fencing_token: int, step: int, weights: str) -> bool:
-        """Return whether the newest trainer has the weights, named alike, with which this one sampled a step.
+        """Return whether the newest trainer still has the weights that this trainer sampled a step with.
 
         They were trained again if a trainer in between began with other weights at or before the step. The newest
         trainer itself does not count: it names weights that it has trained.

@@ -52,7 +52,7 @@ class AbandonedWeights:
     last: int
 
     def equivalent(self, version: int, restarts: int = 0) -> int:
-        """Return the version before the checkpoints that is as far from this trainer's as an abandoned one.
+        """Map an abandoned version to the version that is equally many updates away from this trainer's weights.
 
         `restarts` is the number of restarts before the one whose trainer served the version.
         """

@@ -70,7 +70,7 @@ class StepData:
             return self.archive.read_report(self.step) if self.has_report else None
 
     def read_totals(self) -> TaskTotals:
-        """Return what runs are compared by.
+        """Return the totals of each task, by which runs are compared.
 
         Raises:
             ConfigError: a record cannot be read.

@@ -246,7 +246,7 @@ class SglangProtocol:
     path = "/generate"
     abort_path: str | None = "/abort_request"
     keepalive_s = 15.0
-    # The scheduler answers it, so one that hangs does not.
+    # The scheduler answers this request, so a hung scheduler does not.
     counters_path = "/v1/loads?include=core"
 
     def __init__(self, experts: ExpertShape | None = None, router: RouterKind = "sglang-router") -> None:
