@@ -19,7 +19,7 @@ def proxy_bypass() -> dict[str, str]:
     """Return the environment variables with which clients reach this machine without the user's proxy."""
     names = ("NO_PROXY", "no_proxy")  # some clients read one, some the other
     hosts = [host.strip() for name in names for host in os.environ.get(name, "").split(",")]
-    every = ",".join(dict.fromkeys(filter(None, [*hosts, HOST, "localhost"])))
+    every = ",".join(dict.fromkeys(filter(None, [*hosts, HOST, "localhost", "::1"])))
     return dict.fromkeys(names, "*" if "*" in hosts else every)
 
 

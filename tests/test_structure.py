@@ -11,8 +11,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "rollout_backend"
 LAYERS = (
     {"errors"},
-    {"atomic_file", "child_process", "fair_queue", "garbage_collection", "local_keys", "logs", "retry"}
-    | {"waiting_connections"},
+    {"addresses", "atomic_file", "child_process", "fair_queue", "garbage_collection", "local_keys", "logs", "names"}
+    | {"retry", "waiting_connections"},
     {"aws", "config"},
     {"core"},
     {"rendering", "runtimes", "tracing"},

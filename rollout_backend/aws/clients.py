@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import datetime
 from typing import Any, Self, cast
+from urllib.parse import urlsplit
 
 import aioboto3
 import aiohttp
@@ -35,6 +36,7 @@ from botocore.utils import deep_merge, parse_timestamp
 from multidict import CIMultiDict
 
 from rollout_backend import local_keys
+from rollout_backend.addresses import is_loopback
 from rollout_backend.aws.errors import UNSIGNED, is_foreign, log_call, mark_renewable
 from rollout_backend.aws.repeated_call import RepeatedCall, Request
 from rollout_backend.errors import PreflightError
@@ -151,6 +153,8 @@ async def client(
         max_pool_connections=connections,
         retries={"total_max_attempts": 1 + retries, "mode": "standard"},
         tcp_keepalive=True,
+        # botocore would send calls of `[::1]` to the user's proxy, whatever NO_PROXY contains.
+        proxies={} if is_loopback(urlsplit(endpoint_url or "").hostname or "") else None,
         **{"s3": {"addressing_style": "path"} if endpoint_url else {}, **more},
     )
     plain = endpoint_url is not None and endpoint_url.startswith("http://")

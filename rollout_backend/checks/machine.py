@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 
 from packaging.requirements import Requirement
 
+from rollout_backend.addresses import host_port, is_loopback, local_address
 from rollout_backend.checks.model import check_model
 from rollout_backend.child_process import run_child
 from rollout_backend.config import AgentCoreConfig, RolloutConfig
@@ -38,7 +39,6 @@ from rollout_backend.results.local_copies import budget, reserve
 from rollout_backend.serving.gateway_process import (
     check_certificate,
     gateway_name,
-    is_loopback,
     public_gateway_config,
     public_url,
 )
@@ -247,9 +247,7 @@ def _check_addresses(config: RolloutConfig) -> Iterator[CheckResult]:
         return  # each gateway's machine has its own address
     setting = "relay.public_url" if config.relay is not None else "gateway.public_url"
     gateway = public_gateway_config(config).gateway
-    host = gateway.host if gateway.host not in ("0.0.0.0", "::", "") else "127.0.0.1"  # noqa: S104  # compared
-    port = f":{gateway.port}" if gateway.port else ""
-    url = public_url(gateway, 0, f"http://{host}{port}")
+    url = public_url(gateway, 0, f"http://{host_port(local_address(gateway.host), gateway.port)}".removesuffix(":0"))
     if not is_loopback(urlsplit(url).hostname or ""):
         yield CheckResult("ok", setting, f"agents reach the gateway at {url}")
         return

@@ -18,10 +18,11 @@ from urllib.parse import urlsplit
 import aiohttp
 from aiohttp import web
 
+from rollout_backend.addresses import host_port, is_everywhere, is_loopback, listen_addresses
 from rollout_backend.config import AgentCoreConfig, GatewayConfig, RolloutConfig
 from rollout_backend.config.gateway import AUTO
 from rollout_backend.core.check_result import CheckResult
-from rollout_backend.serving.gateway_process import is_loopback, own_address, public_gateway_config, public_url
+from rollout_backend.serving.gateway_process import own_address, public_gateway_config, public_url
 
 _TIMEOUT_S = 10.0
 _SOON_DAYS = 14
@@ -38,8 +39,8 @@ async def check_public_address(config: RolloutConfig) -> list[CheckResult]:
     if gateway.public_url is None and (gateway.kind == "ray" or is_loopback(gateway.host)):
         return []
     setting = "relay.public_url" if config.relay is not None else "gateway.public_url"
-    own = own_address() if gateway.host in ("0.0.0.0", "::") else gateway.host  # noqa: S104  # compared
-    own_url = f"{'https' if gateway.tls_certificate else 'http'}://{own}:{gateway.port}"
+    own = own_address() if is_everywhere(gateway.host) else gateway.host
+    own_url = f"{'https' if gateway.tls_certificate else 'http'}://{host_port(own, gateway.port)}"
     urls = [public_url(gateway, shard, own_url) for shard in range(gateway.processes)]
     if config.relay is not None:
         urls = [config.relay.agents_url]
@@ -94,7 +95,7 @@ def _check_certificate(setting: str, url: str, gateway: GatewayConfig) -> CheckR
         return _judge(setting, host, of_server)
     except OSError as error:
         if gateway.tls_certificate is None:
-            text = f"{host}:{port} shows no certificate ({error.strerror or error})"
+            text = f"{host_port(host, port)} shows no certificate ({error.strerror or error})"
             return CheckResult("unchecked", setting, text, "gateway-certificate")
     try:
         return _judge("gateway.tls_certificate", host, lambda context: _shake_hands(gateway, context, host))
@@ -164,7 +165,8 @@ async def _stand_in(stack: AsyncExitStack, config: RolloutConfig) -> str | None:
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         for shard in range(gateway.processes):
-            await web.TCPSite(runner, gateway.host, gateway.port + shard, ssl_context=context).start()
+            for address in listen_addresses(gateway.host):
+                await web.TCPSite(runner, address, gateway.port + shard, ssl_context=context).start()
     except OSError:
         return None  # the gateway of a run listens there, or the check of the ports has said why it cannot
     return token

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 
+from rollout_backend.addresses import ListenAddress, is_loopback
 from rollout_backend.config.section import HttpUrl, Seconds, Section, check_address, matching
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class GatewayConfig(Section):
     """Number of gateway processes. Each session belongs to one of them, which holds what the session sampled. `auto`:
     one for 1,024 of `runtime.max_sessions`, at most one per core but one, and one with a `public_url` that names no
     process."""
-    host: str = "127.0.0.1"
+    host: ListenAddress = "127.0.0.1"
     """Address to listen on. With `ray`, a loopback address means the address of the machine that runs the gateway."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the first process; the others use the ports that follow. 0: any free ports."""
@@ -135,7 +136,7 @@ class GatewayConfig(Section):
     def check_run(self, run: RolloutConfig) -> None:
         if self.kind != "ray":
             return
-        if run.router.host in ("127.0.0.1", "localhost", "::1"):
+        if is_loopback(run.router.host):
             raise ValueError(
                 "gateway.kind=ray puts gateways on other machines, which must reach the router: "
                 "set router.host to 0.0.0.0, or to an address that this machine has among them"

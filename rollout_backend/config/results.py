@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from rollout_backend.addresses import ListenAddress
 from rollout_backend.config.section import HttpUrl, Seconds, Section
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class ObserveConfig(Section):
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Port on which the manager's process serves Prometheus metrics, under `/metrics`. 0: any free port. Default: no
     metrics."""
-    metrics_host: str = "127.0.0.1"
+    metrics_host: ListenAddress = "127.0.0.1"
     """Address on which it listens. Prometheus on another machine needs 0.0.0.0, or an address that it can reach."""
     otlp_endpoint: HttpUrl | None = None
     """URL of an OpenTelemetry collector that accepts OTLP over HTTP, such as `http://127.0.0.1:4318`. It gets a trace

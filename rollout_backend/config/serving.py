@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from rollout_backend.addresses import ListenAddress
 from rollout_backend.config.section import HttpUrl, Seconds, Section, import_kind, kind_choices
 
 if TYPE_CHECKING:
@@ -273,7 +274,7 @@ RouterKind = Literal["sglang-router", "smg"]
 class RouterConfig(Section):
     kind: RouterKind = "sglang-router"
     """The router program. `smg` is the successor of sglang-router and needs the extra `smg`."""
-    host: str = "127.0.0.1"
+    host: ListenAddress = "127.0.0.1"
     """Address to listen on. With `serving.engine=vllm` no router runs, and the list of servers is served here."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port to listen on. 0: any free port."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import uvicorn
 
+from rollout_backend.addresses import is_everywhere, listen_addresses
 from rollout_backend.errors import ConfigError
 from rollout_backend.garbage_collection import exempt_loaded_objects
 from rollout_backend.gateway.access import KEEP_ALIVE_S, allow_files, bounded_protocol, max_connections
@@ -34,7 +35,7 @@ def main() -> None:
 
 def server_options(settings: GatewaySettings) -> dict[str, Any]:
     return {
-        "host": settings.host,
+        "host": listen_addresses(settings.host) if is_everywhere(settings.host) else settings.host,
         "port": settings.port,
         "log_level": "info",
         "log_config": None,  # its lines pass through this process's handler, which counts repeated ones

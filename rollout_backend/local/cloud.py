@@ -27,6 +27,7 @@ from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession
 
 from rollout_backend import local_keys
+from rollout_backend.addresses import host_port
 from rollout_backend.errors import CloudLost, ConfigError, StartupError
 from rollout_backend.local.agentcore_emulator import ROLE, EmulatorSettings
 from rollout_backend.local.control_plane import ControlLimits
@@ -75,7 +76,7 @@ class LocalStorage(_Startable):
         self.bucket = bucket
         self.region = region
         port = free_port(local_keys.HOST)
-        self.endpoint_url = f"http://{local_keys.HOST}:{port}"
+        self.endpoint_url = f"http://{host_port(local_keys.HOST, port)}"
         self._any_key = any_key
         self.access_key = "local" if any_key else secrets.token_hex(16)
         self._aws_config = run_dir.absolute() / "aws-config"
@@ -191,7 +192,7 @@ class LocalRuntime(_Startable):
         self.limits = limits
         self._access_key = access_key
         secret = secrets.token_hex(16)
-        self.endpoint_url = f"http://{local_keys.HOST}:{port}/{secret}"
+        self.endpoint_url = f"http://{host_port(local_keys.HOST, port)}/{secret}"
         self.session_logs = (run_dir / "sessions").absolute()
         own_image = {self.image: command} if command else {}
         own = {k: v for k, v in os.environ.items() if not k.startswith(("AWS_", "ROLLOUT__"))}

@@ -7,6 +7,8 @@ import aiohttp
 import yarl
 from aiohttp import web
 
+from rollout_backend.addresses import host_port
+
 HOP_BY_HOP = frozenset({"connection", "expect", "keep-alive", "transfer-encoding", "content-length"})
 _CREDENTIAL = re.compile(r"Credential=([^/&,]+)/\d+/[^/]+/([^/]+)/aws4_request")
 _MAX_BYTES = 2**30
@@ -48,7 +50,7 @@ class HttpProxy:
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         host, port = self._runner.addresses[0][:2]
-        self.url = f"http://{host}:{port}"
+        self.url = f"http://{host_port(host, port)}"
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:

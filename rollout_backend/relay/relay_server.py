@@ -30,6 +30,7 @@ from typing import Any
 from aiohttp import StreamReader, WSCloseCode, web
 from multidict import CIMultiDict
 
+from rollout_backend.addresses import listen_addresses
 from rollout_backend.fair_queue import FairQueue
 from rollout_backend.relay.exchange import (
     CLOSE_TIMEOUT_S,
@@ -382,7 +383,7 @@ async def serving(
     )
     try:
         server = await asyncio.get_running_loop().create_server(
-            connection, settings.host, settings.port, ssl=tls, backlog=4096
+            connection, listen_addresses(settings.host), settings.port, ssl=tls, backlog=4096
         )
         try:
             yield server.sockets[0].getsockname()[1]

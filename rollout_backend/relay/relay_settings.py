@@ -4,6 +4,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
+from rollout_backend.addresses import ListenAddress
 from rollout_backend.relay.protocol import MIN_KEY_CHARS, new_id
 
 REFUSED = 3
@@ -26,7 +27,7 @@ class _Settings(BaseModel):
 
 
 class RelaySettings(_Settings):
-    host: str = "127.0.0.1"
+    host: ListenAddress = "127.0.0.1"
     port: int = Field(default=8080, ge=0, le=65535)
     wait_s: Seconds = 30.0
     """Time that a call waits for a dialer before it is answered 503 with Retry-After."""

@@ -38,6 +38,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from agent_wrapper.contract import ContractError, Rollout, unpack_artifacts
+from rollout_backend.addresses import is_loopback
 from rollout_backend.atomic_file import write_file
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.earlier_batches import order_of
@@ -101,7 +102,7 @@ class RunArchive:
             before = None
         starts = (*(before.starts if before is not None else ()), start)
         self._info = RunInfo(run_id=config.run_id, secrets=tuple(secret_settings(config)), starts=starts)
-        is_local = config.runtime.agents_host == "127.0.0.1"  # the URL of a local runtime lets callers run code
+        is_local = is_loopback(config.runtime.agents_host or "")  # the URL of a local runtime lets callers run code
         self.try_to_write(self.run_dir / CONFIG, settings_yaml(config).encode(), private=is_local)
         self._write_info(self._info)
 

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.aiohttp import make_aiohttp_handler
 
 from agent_wrapper.contract import Outcome
+from rollout_backend.addresses import host_port, listen_addresses
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.config import ObserveConfig, RolloutConfig
 from rollout_backend.core.ledger import CallTally, Ledger, Phase
@@ -225,7 +226,8 @@ async def serve_metrics(
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
-        yield f"http://{host}:{port}/metrics"
+        for address in listen_addresses(host):
+            await web.TCPSite(runner, address, port).start()
+        yield f"http://{host_port(host, port)}/metrics"
     finally:
         await runner.cleanup()

@@ -24,13 +24,14 @@ from urllib.parse import urlsplit
 from tenacity import wait_fixed
 
 from agent_wrapper.contract import ModelEndpoint
+from rollout_backend.addresses import is_loopback
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.session_ends import HeartbeatReport
 from rollout_backend.core.session_key import SessionClaims, shard_of
 from rollout_backend.errors import RolloutBackendError, ServingError
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.retry import at, retry
-from rollout_backend.serving.gateway_process import GatewayProcess, is_loopback, public_url
+from rollout_backend.serving.gateway_process import GatewayProcess, public_url
 from rollout_backend.serving.ray_servers import RayGateway, router_url_in_cluster
 from rollout_backend.serving.run_secret import model_endpoint
 from rollout_backend.serving.supervisor import (

@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import contextlib
 import hashlib
 import re
 import secrets
@@ -11,13 +12,13 @@ import socket
 import ssl
 import sys
 from collections.abc import Iterable, Mapping
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 
+from rollout_backend.addresses import host_port, is_loopback, local_address
 from rollout_backend.config import GatewayConfig, RolloutConfig
 from rollout_backend.config.gateway import AUTO
 from rollout_backend.core.session_ends import HeartbeatReport
@@ -29,7 +30,6 @@ from rollout_backend.serving.run_secret import key_secret, revealed
 from rollout_backend.serving.server_process import ServerProcess, free_port, require_port
 
 _CONTROL_TIMEOUT = aiohttp.ClientTimeout(total=30)
-_ANY_HOST = frozenset({"0.0.0.0", "::", ""})  # noqa: S104  # only compared
 
 
 class GatewayProcess:
@@ -73,7 +73,7 @@ class GatewayProcess:
         self._name = gateway_name(config.gateway, shard)
         listened = config.gateway.host
         self._host = node_ip if node_ip and is_loopback(listened) else listened
-        self._address = node_ip or ("127.0.0.1" if listened in _ANY_HOST else listened)
+        self._address = node_ip or local_address(listened)
         self.url = ""
         """The gateway's URL on this machine; empty before `start`."""
         self._port = 0
@@ -130,7 +130,7 @@ class GatewayProcess:
             adapters=self._adapters,
             leave_out=config.training.leave_out,
         )
-        self.url = f"{'https' if certificate else 'http'}://{self._address}:{port}"
+        self.url = f"{'https' if certificate else 'http'}://{host_port(self._address, port)}"
         # The process is a child of this one: it is enough to compare the certificate, whatever name it has.
         connector = aiohttp.TCPConnector(ssl=certificate) if certificate else None
         self._http = aiohttp.ClientSession(
@@ -237,19 +237,25 @@ def public_url(config: GatewayConfig, shard: int, url: str) -> str:
     template = config.public_url or url
     if "{host}" in template:
         host = urlsplit(url).hostname or ""
-        template = template.replace("{host}", own_address() if not host or is_loopback(host) else host)
+        address = own_address() if not host or is_loopback(host) else host
+        template = template.replace("{host}", f"[{address}]" if ":" in address else address)
     port = config.port + shard if config.port else urlsplit(url).port or "PORT"  # which is free, and not drawn yet
     return template.replace("{shard}", str(shard)).replace("{port}", str(port)).rstrip("/")
 
 
 def own_address() -> str:
     """Return this machine's network address, without sending anything; the loopback address if it has no network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # connecting UDP only looks up the route
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
+    # Connecting UDP only looks up the route. Documentation has these addresses.
+    for family, outside in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((outside, 9))
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def everywhere() -> str:
+    """Return the address on which a server for other machines listens: `::` on a machine without IPv4."""
+    return "::" if ":" in own_address() else "0.0.0.0"  # noqa: S104
 
 
 def check_certificate(config: GatewayConfig) -> aiohttp.Fingerprint | None:
@@ -273,13 +279,6 @@ def check_certificate(config: GatewayConfig) -> aiohttp.Fingerprint | None:
     return aiohttp.Fingerprint(hashlib.sha256(ssl.PEM_cert_to_DER_cert(first[0])).digest())
 
 
-def is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def public_gateway_config(config: RolloutConfig) -> RolloutConfig:
     """Return the settings for the gateways: with a relay, their public URL is the relay's; `auto` is resolved."""
     gateway = config.gateway
@@ -288,7 +287,7 @@ def public_gateway_config(config: RolloutConfig) -> RolloutConfig:
     elif gateway.public_url == AUTO or "://{host}" in (gateway.public_url or ""):
         changes = {"public_url": "http://{host}:{port}"} if gateway.public_url == AUTO else {}
         if gateway.kind == "process" and is_loopback(gateway.host):
-            changes["host"] = "0.0.0.0"  # noqa: S104
+            changes["host"] = everywhere()
     else:
         return config
     return config.model_copy(update={"gateway": gateway.model_copy(update=changes)})

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollout_backend.addresses import host_port, is_loopback
 from rollout_backend.config import EngineName, ModelConfig, RolloutConfig, ServingConfig
 from rollout_backend.errors import ConfigError, ServingError, StartupError
 from rollout_backend.gateway.engine.protocol import STREAM_INTERVAL
@@ -163,7 +164,6 @@ def sglang_command(
     return [*argv, *serving.extra_args], env
 
 
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _CPU_BLOCK_SIZE = 32  # tokens; the default is 128, and the cache matches only whole blocks
 _GPU_BLOCK_SIZE = 16
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the maximum ranks that vLLM accepts
@@ -181,7 +181,7 @@ def vllm_command(
     Raises:
         ConfigError: as for `sglang_command`, or the server would listen on an address that other machines can reach.
     """
-    if node.host not in _LOOPBACK:
+    if not is_loopback(node.host):
         raise ConfigError(
             f"vLLM on {node.host}: its control endpoints need no key, so it only serves on a loopback address"
         )
@@ -303,14 +303,14 @@ class LocalEngine:
 
     async def rendezvous(self) -> str:
         """Return an address of this machine at which the nodes of a server can find each other."""
-        return f"{self._host}:{free_port(self._host)}"
+        return host_port(self._host, free_port(self._host))
 
     async def start(self, rendezvous: str = "") -> None:
         folder = await asyncio.to_thread(lambda: self._model.weight_folder)  # may download the model
         if not (folder / "config.json").is_file():  # SGLang would report it after 15 s, in 60 lines
             raise StartupError(f"{self._name}: {folder} is no model folder: it has no config.json; set model.path")
         port = free_port(self._host)
-        self.url = f"http://{self._host}:{port}"
+        self.url = f"http://{host_port(self._host, port)}"
         node = ServerNode(self._host, port, self._first_gpu, self._rank, rendezvous)
         model = self._model.model_copy(update={"path": folder, "name": self._model.served_name})
         argv, env = self._command(model, self._serving, node)

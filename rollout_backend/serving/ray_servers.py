@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from rollout_backend.addresses import host_port, is_everywhere
 from rollout_backend.config import GatewayConfig, ModelConfig, RolloutConfig, ServingConfig
 from rollout_backend.core.formats import count
 from rollout_backend.core.session_ends import HeartbeatReport
@@ -338,10 +339,10 @@ async def router_url_in_cluster(config: RolloutConfig, router_url: str) -> str:
     import ray.util
 
     await join_cluster()
-    if config.router.host not in ("0.0.0.0", "::"):  # noqa: S104 - `router_url` is a loopback address otherwise
+    if not is_everywhere(config.router.host):
         return router_url
-    parts = urlsplit(router_url)
-    return parts._replace(netloc=f"{ray.util.get_node_ip_address()}:{parts.port}").geturl()
+    parts = urlsplit(router_url)  # a loopback address
+    return parts._replace(netloc=host_port(ray.util.get_node_ip_address(), parts.port or 80)).geturl()
 
 
 class RayGateway(RayActor):

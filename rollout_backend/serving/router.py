@@ -19,12 +19,12 @@ from typing import Any, Self
 import aiohttp
 from aiohttp import web
 
+from rollout_backend.addresses import host_port, listen_addresses, local_address
 from rollout_backend.config import RouterConfig
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.serving.engine import PROBE
 from rollout_backend.serving.server_process import ServerProcess, free_port, require_port
 
-_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - bind addresses
 _POLL_S = 0.05
 
 # `sglang_router.launch_router` would import FastAPI, 0.6 s, for a load balancer that this package does not use.
@@ -63,7 +63,7 @@ def router_command(
     return [
         sys.executable,
         *(("-m", "smg.launch_router") if config.kind == "smg" else ("-c", _SGLANG_ROUTER)),
-        *("--host", config.host),
+        *("--host", f"[{config.host}]" if ":" in config.host else config.host),
         *("--port", str(port)),
         *("--prometheus-host", "127.0.0.1"),
         *("--prometheus-port", str(prometheus_port)),  # by default, all routers would use the same port
@@ -92,11 +92,6 @@ def router_command(
         *("--log-level", "warn"),
         *(_SMG_OPTIONS if config.kind == "smg" else ()),
     ]
-
-
-def local_address(host: str) -> str:
-    """Return the address at which this machine reaches a server that listens on `host`."""
-    return _EVERYWHERE.get(host, host)
 
 
 class Router:
@@ -128,7 +123,7 @@ class Router:
 
     @property
     def url(self) -> str:
-        return f"http://{local_address(self._config.host)}:{self._port}"
+        return f"http://{host_port(local_address(self._config.host), self._port)}"
 
     @property
     def running(self) -> bool:
@@ -276,7 +271,7 @@ class EngineDirectory:
 
     @property
     def url(self) -> str:
-        return f"http://{local_address(self._config.host)}:{self._port}"
+        return f"http://{host_port(local_address(self._config.host), self._port)}"
 
     @property
     def running(self) -> bool:
@@ -290,7 +285,8 @@ class EngineDirectory:
         app.router.add_route("*", "/{path:.*}", self._no_engine)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._config.host, self._port).start()
+        for address in listen_addresses(self._config.host):
+            await web.TCPSite(self._runner, address, self._port).start()
 
     async def wait(self) -> str:
         while True:  # the server ends with this process

@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from agent_wrapper.shared.processes import wait_killed
+from rollout_backend.addresses import bound_port, host_port
 from rollout_backend.child_process import describe_sigkill, last_lines, oom_kills
 from rollout_backend.errors import StartupError
 from rollout_backend.serving import process_group_guard
@@ -54,9 +55,8 @@ def free_port(host: str = "127.0.0.1", among: range = SERVER_PORTS) -> int:
     fixed = among[: max(0, _first_ephemeral_port() - among.start)]
     drawn = random.SystemRandom().choices(fixed, k=1000 if fixed else 0)
     for port in (*drawn, *[0] * 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((host, port))
-            number = int(probe.getsockname()[1])
+        with contextlib.suppress(OSError):
+            number = bound_port(host, port, reuse=False)
             if _reserve(number):
                 return number
     raise StartupError(f"no port is free on {host}")
@@ -92,15 +92,13 @@ def require_port(host: str, port: int, what: str, setting: str) -> int:
     """
     if port == 0:
         return free_port(host)
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise StartupError(
-                f"{what} cannot listen on {host}:{port} ({error.strerror}): set {setting} to another port, or to 0"
-            ) from None
-    return port
+    try:
+        return bound_port(host, port, reuse=True)
+    except OSError as error:
+        where = host_port(host, port)
+        raise StartupError(
+            f"{what} cannot listen on {where} ({error.strerror}): set {setting} to another port, or to 0"
+        ) from None
 
 
 class ServerProcess:

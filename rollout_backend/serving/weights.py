@@ -33,6 +33,7 @@ from urllib.parse import urlsplit
 
 from safetensors import SafetensorError, safe_open
 
+from rollout_backend.addresses import host_port
 from rollout_backend.atomic_file import write_file
 from rollout_backend.config import RolloutConfig, ServingConfig
 from rollout_backend.errors import ConfigError, ServingError, WeightsMismatch
@@ -375,8 +376,8 @@ async def send_tensors(
                 )
         except TimeoutError:
             raise ServingError(
-                f"it did not join a gloo group at {sender.address}:{sender.port} within {join_s:g} s: can it connect "
-                "to this machine? GLOO_SOCKET_IFNAME names the network interface"
+                f"it did not join a gloo group at {host_port(sender.address, sender.port)} within {join_s:g} s: can "
+                "it connect to this machine? GLOO_SOCKET_IFNAME names the network interface"
             ) from None
         await post("/begin_weight_update", {})
         for number, bucket in enumerate(sender.buckets, start=1):

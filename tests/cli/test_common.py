@@ -159,8 +159,8 @@ def test_a_missing_module_of_the_user_is_not_explained(tmp_path):
 @pytest.mark.parametrize(
     ("given", "hosts"),
     [
-        ({}, "127.0.0.1,localhost"),
-        ({"no_proxy": "corp, localhost"}, "corp,localhost,127.0.0.1"),
+        ({}, "127.0.0.1,localhost,::1"),
+        ({"no_proxy": "corp, localhost"}, "corp,localhost,127.0.0.1,::1"),
         ({"NO_PROXY": "*"}, "*"),
     ],
 )

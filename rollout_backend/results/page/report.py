@@ -27,6 +27,7 @@ from aiohttp.typedefs import Handler
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from rollout_backend.addresses import host_port, is_loopback, listen_addresses
 from rollout_backend.atomic_file import write_file
 from rollout_backend.core import formats
 from rollout_backend.errors import ConfigError
@@ -44,7 +45,6 @@ NAME, STEPS = "report.html", "report"
 MAX_STEP_PAGES = 200
 MAX_PAGE_ROLLOUTS = 8192
 _token_text = functools.lru_cache(1)(TokenText.load)
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def write_report(run_dir: Path, against: Path | None = None, known: dict[int, StepData] | None = None) -> Path:
@@ -209,7 +209,7 @@ async def serve_report(server: ReportServer, host: str, port: int) -> AsyncItera
 
     @web.middleware
     async def only_this_machine(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if host in _LOOPBACK and request.url.host not in _LOOPBACK:
+        if is_loopback(host) and not is_loopback(request.url.host or ""):
             raise web.HTTPForbidden(text="this report is served to this machine only: see --host")
         return await handler(request)
 
@@ -220,7 +220,8 @@ async def serve_report(server: ReportServer, host: str, port: int) -> AsyncItera
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
-        yield f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+        for address in listen_addresses(host):
+            await web.TCPSite(runner, address, port).start()
+        yield f"http://{host_port(host, port)}/"
     finally:
         await runner.cleanup()

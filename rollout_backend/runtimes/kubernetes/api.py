@@ -35,6 +35,7 @@ import aiohttp
 import yaml
 
 from agent_wrapper.shared.own_answers import KUBERNETES, own_answer
+from rollout_backend.addresses import host_port
 from rollout_backend.child_process import run_child
 from rollout_backend.config import KubernetesConfig
 from rollout_backend.errors import NoCredentials, PreflightError
@@ -131,8 +132,7 @@ def load_cluster(kubeconfig: Path | None, context: str | None) -> Cluster:
     """
     in_cluster = os.environ.get("KUBERNETES_SERVICE_HOST")
     if kubeconfig is None and context is None and in_cluster and (SERVICE_ACCOUNT / "token").exists():
-        host = f"[{in_cluster}]" if ":" in in_cluster else in_cluster
-        url = f"https://{host}:{os.environ.get('KUBERNETES_SERVICE_PORT', '443')}"
+        url = f"https://{host_port(in_cluster, os.environ.get('KUBERNETES_SERVICE_PORT', '443'))}"
         verify = ssl.create_default_context(cafile=str(SERVICE_ACCOUNT / "ca.crt"))
         return Cluster(url, verify, TokenFile(SERVICE_ACCOUNT / "token"))
     path = kubeconfig or _default_kubeconfig()
