@@ -1,7 +1,6 @@
 """`rollout serve`: a checkpoint behind the gateway of its training."""
 
 import asyncio
-import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 from rollout_backend.cli.common import Overrides, echo
 from rollout_backend.config import RolloutConfig, load_config, merge_overrides
 from rollout_backend.errors import ConfigError
+from rollout_backend.names import derived_name
 
 _DAY_S = 86_400.0
 
@@ -51,7 +51,7 @@ def serving_config(checkpoint: Path, config: Path | None, overrides: Sequence[st
     name = trained.model.served_name if trained is not None else checkpoint.name
     top: dict[str, Any] = {
         **nowhere,
-        "run_id": re.sub("[^A-Za-z0-9._-]+", "-", f"serve-{name}")[:128],
+        "run_id": derived_name(f"serve-{name}", "A-Za-z0-9._-", 128),
         "model": {"path": str(checkpoint.absolute()), "name": name},
         "gateway": {"processes": 1},
         # A relay has one training side: a second one would take it over, which ends a training that runs.

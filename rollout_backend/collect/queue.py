@@ -10,11 +10,9 @@ than a minute ago, creation waits.
 
 import asyncio
 import functools
-import hashlib
 import json
 import logging
 import random
-import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
@@ -28,6 +26,7 @@ from tenacity import RetryCallState, stop_after_attempt, wait_fixed
 from rollout_backend import aws
 from rollout_backend.config import AwsConfig, QueueConfig, StorageConfig
 from rollout_backend.core.check_result import CheckResult
+from rollout_backend.names import derived_name
 from rollout_backend.retry import retry
 
 log = logging.getLogger(__name__)
@@ -278,8 +277,7 @@ def queue_name(storage: StorageConfig, run_id: str) -> str:
     The name includes a digest of the run's location in S3, because runs in two buckets may have the same id.
     """
     place = f"s3://{storage.bucket}/{storage.prefix}runs/{run_id}"
-    readable = re.sub(r"[^A-Za-z0-9_-]", "-", run_id)[:52]
-    return f"rollout-{readable}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
+    return f"rollout-{derived_name(run_id, 'A-Za-z0-9_-', 63, of=place)}"
 
 
 async def check_queue(config: QueueConfig, aws_config: AwsConfig) -> CheckResult:

@@ -37,6 +37,7 @@ from rollout_backend.config.section import (
     kind_choices,
     matching,
 )
+from rollout_backend.names import derived_name
 
 if TYPE_CHECKING:
     from rollout_backend.config.rollout import RolloutConfig
@@ -171,8 +172,9 @@ class AgentCoreConfig(RuntimeConfig):
     role: Annotated[str, matching(_ROLE, "the ARN of a role: arn:aws:iam::ACCOUNT:role/NAME")] | None = None
     """ARN of the agents' execution role. Required with `image`."""
     name: Annotated[str, matching(_NAME, _NAME_FORM)] | None = None
-    """Name of the runtime created from `image`. Default: `rollout_` and the name of the image's repository.
-    Concurrent runs that differ in image, role, network, environment or lifetimes need different names."""
+    """Name of the runtime created from `image`. Default: `rollout_` and the last part of the repository's name, and a
+    digest of the whole name if that has a `/`, `-` or `.`, or is long. Concurrent runs that differ in image, role,
+    network, environment or lifetimes need different names."""
     subnets: tuple[str, ...] = ()
     """Private subnets of the agents, with `image`. Default: the public network."""
     security_groups: tuple[str, ...] = ()
@@ -184,8 +186,9 @@ class AgentCoreConfig(RuntimeConfig):
     max_lifetime_s: int = Field(default=_MICROVM_S, ge=60, le=_INSTANCE_S)
     """Maximum lifetime of a session, with `image`: 8 hours, or 14 days with `capacity_provider`."""
     platform_version: Annotated[str, matching(r"\S{1,128}", "a platform's version, such as V2")] | None = None
-    """AgentCore's platform, `V1` or `V2`, with `image`. Default: V1 for a new runtime. An update never moves a
-    runtime to another platform. See [deploy.md](deploy.md#sessions-that-start-from-a-snapshot) for V2."""
+    """AgentCore's platform, `V1` or `V2`, with `image`. Default: V2 with `warmup_path`; otherwise an existing runtime
+    keeps its own, and a new one gets V1. `V2` moves a runtime from V1; none moves back. See
+    [deploy.md](deploy.md#sessions-that-start-from-a-snapshot) for V2."""
     warmup_path: Annotated[str, matching(r"/[A-Za-z0-9._~/-]{0,31}", "a path of at most 32 characters")] | None = None
     """Path of the agent's container to which AgentCore sends a POST before it takes the snapshot, with `image` on V2.
     It must answer 2xx within 120 s."""
@@ -201,7 +204,10 @@ class AgentCoreConfig(RuntimeConfig):
     lower case. The run creates a runtime for each image: see
     [harbor.md](harbor.md#run-each-task-in-its-own-image-on-agentcore). Without it, tasks run in `image`."""
     ready_timeout_s: Seconds = 600.0
-    """Timeout until a runtime created from `image` is ready and its endpoint serves it."""
+    """Timeout until a runtime created from `image` is ready and its endpoint serves it. On V2, AgentCore takes
+    minutes to make the snapshot."""
+    read_timeout_s: Seconds = 150.0
+    """Timeout of an invoke. AgentCore gives a container 120 s to start, and reports one that has not."""
     qualifier: str = "DEFAULT"
     """Endpoint of the runtime. DEFAULT serves the newest version; a runtime created from `image` has no other."""
     invoke_per_s: Rate = 24.0
@@ -267,8 +273,8 @@ class AgentCoreConfig(RuntimeConfig):
             raise ValueError("idle_timeout_s must not be above max_lifetime_s")
         if self.max_lifetime_s > _MICROVM_S and self.capacity_provider is None:
             raise ValueError(f"max_lifetime_s above {_MICROVM_S} (8 hours) needs capacity_provider")
-        if self.warmup_path is not None and (self.platform_version in (None, "V1") or self.capacity_provider):
-            raise ValueError("warmup_path needs platform_version=V2, without capacity_provider: others have no hooks")
+        if self.warmup_path is not None and (self.platform_version == "V1" or self.capacity_provider):
+            raise ValueError("warmup_path needs platform V2, without capacity_provider: others have no hooks")
         if self.image.startswith(_PUBLIC) == (self.image_region is None):
             raise ValueError(
                 f"image_region belongs to an image of {_PUBLIC}: set it with such an image, and only then"
@@ -283,12 +289,18 @@ class AgentCoreConfig(RuntimeConfig):
         return (self.arn.split(":") if self.arn else str(self.image).split("."))[3]
 
     @property
+    def named_platform(self) -> str | None:
+        """Return the platform that the settings name; None keeps that of an existing runtime."""
+        return self.platform_version or ("V2" if self.warmup_path is not None else None)
+
+    @property
     def runtime_name(self) -> str:
         """Return the name of the runtime created from `image`."""
         if self.name is not None:
             return self.name
-        repository = re.split("[:@]", str(self.image).rpartition("/")[2])[0]
-        return re.sub("[^a-zA-Z0-9]+", "_", f"rollout_{repository}")[:48]
+        repository = re.split("[:@]", str(self.image).partition("/")[2])[0]
+        name = f"rollout_{repository.rpartition('/')[2]}"
+        return derived_name(name, "A-Za-z0-9_", 48, separator="_", of=repository if "/" in repository else None)
 
     @staticmethod
     def can_pull(image: str) -> bool:

@@ -44,6 +44,7 @@ from rollout_backend.deploy.image import CODEBUILD, build_image, push_image
 from rollout_backend.deploy.package import make_package
 from rollout_backend.deploy.target import PREFIX, Target, upload_once
 from rollout_backend.errors import ConfigError, InvokeRejected, NoCredentials, PreflightError, RuntimeCallError
+from rollout_backend.names import derived_name
 from rollout_backend.runtimes.agentcore.control import ENDPOINT, RuntimeMaker, pin_endpoint
 from rollout_backend.runtimes.agentcore.provision import TAG, CodeArtifact, RuntimeSpec
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
@@ -168,7 +169,7 @@ class Deployment:
 
 def runtime_name(folder: Path) -> str:
     """Return the name of the runtime for an agent's folder."""
-    return re.sub("[^a-zA-Z0-9]+", "_", f"{PREFIX}{folder.absolute().name}")[:48]
+    return derived_name(f"{PREFIX}{folder.absolute().name}", "A-Za-z0-9_", 48, separator="_")
 
 
 def runtime_settings(folder: Path, overrides: Sequence[str]) -> AgentCoreConfig:
@@ -219,9 +220,7 @@ def config_text(
     tree = {section: value for section, value in tree.items() if value != {}}
     merge_overrides(tree, overrides)
     runtime = runtime_settings(folder, overrides)
-    prices: dict[str, Any] = (
-        {"platform": runtime.platform_version} if runtime.platform_version in ("V1", "V2") else {}
-    )
+    prices: dict[str, Any] = {"platform": runtime.named_platform} if runtime.named_platform in ("V1", "V2") else {}
     if runtime.capacity_provider is not None:
         prices |= {"vcpu_hour": 0.0, "gb_hour": 0.0}  # sessions run on EC2 instances
     if prices:

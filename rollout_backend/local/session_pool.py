@@ -9,7 +9,6 @@ Invariants:
 """
 
 import asyncio
-import re
 import signal
 import time
 from collections import Counter
@@ -25,6 +24,7 @@ from agent_wrapper.app import LOCAL_PORT
 from rollout_backend.dispatch.rate_limiter import TokenBucket
 from rollout_backend.errors import StartupError
 from rollout_backend.local.spawner import Spawner
+from rollout_backend.names import derived_name
 from rollout_backend.serving.server_process import SERVER_PORTS, ServerProcess, free_port
 
 _PORTS = range(SERVER_PORTS.stop, 32_000)  # below the ephemeral range
@@ -236,7 +236,7 @@ class SessionPool:
             self.counters["throttled"] += 1
             raise ServiceError("ThrottlingException", "Too many new sessions: rate exceeded")
         # An id may contain characters that a file name cannot.
-        log = self._log_dir / f"{re.sub(r'[^A-Za-z0-9._-]', '_', session_id)}.log"
+        log = self._log_dir / f"{derived_name(session_id, 'A-Za-z0-9._-', 200)}.log"
         now = self._clock()
         session = RuntimeSession(session_id, log, asyncio.get_running_loop().create_future(), now, now)
         self._open[session_id] = session

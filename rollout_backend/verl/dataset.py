@@ -20,7 +20,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,10 @@ from torch.utils.data import Dataset
 from agent_wrapper.contract.codec import MAX_DEPTH
 from rollout_backend.core.tasks import MAX_TASK_ID, Task, read_json, read_rows
 from rollout_backend.errors import TaskFileError
+from rollout_backend.names import derived_name
 from rollout_backend.verl import early_checks
 
 PLACEHOLDER = "(the agent makes its prompt from its payload)"
-_INVALID_IN_ID = re.compile(r"^[^A-Za-z0-9]+|[^A-Za-z0-9._-]+")
 _LONGEST_ID = MAX_TASK_ID - 16  # leaves room for a number and for the suffix of a greedy rollout
 _COPIED = ("data_source", "task_id")  # columns of verl's own dataset that go into the payload
 
@@ -299,9 +298,8 @@ def task_id_of(row: Mapping[str, Any], payload: Mapping[str, Any]) -> str:
     given = row.get("task_id")
     if given is None:
         text = json.dumps(payload, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
-        return f"task-{_digest(text)}"
-    name = _INVALID_IN_ID.sub("-", str(given)).strip("-")[:_LONGEST_ID]
-    return name if name and name == str(given) else f"{name[: _LONGEST_ID - 13] or 'task'}-{_digest(str(given))}"
+        return f"task-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    return derived_name(str(given), "A-Za-z0-9._-", _LONGEST_ID)
 
 
 class TaskIds:
@@ -323,7 +321,3 @@ class TaskIds:
             self._taken.add(unique)
             self._by_uid[uid] = unique
         return self._by_uid[uid]
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]

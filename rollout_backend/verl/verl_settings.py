@@ -6,19 +6,16 @@ file. They override the derived ones, except for the engines, which are always v
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
 from agent_wrapper.contract import Sampling
-from agent_wrapper.contract.keys import ID_PATTERN
 from rollout_backend.config import ModelConfig, RolloutConfig, load_config
 from rollout_backend.errors import ConfigError
+from rollout_backend.names import derived_name
 from rollout_backend.verl import verl_api
 from rollout_backend.verl.advantage import needs_row_uids
 from rollout_backend.verl.verl_api import ADAPTER
@@ -217,10 +214,9 @@ def run_id_of(trainer: Any) -> str:
     the project has a hyphen, too."""
     project, experiment = (str(trainer.get(key) or "") for key in ("project_name", "experiment_name"))
     name = f"{project or 'verl'}-{experiment or 'run'}"
-    if project and experiment and "-" not in project and re.fullmatch(ID_PATTERN, name):
-        return name
-    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("._-")[:100] or "verl"
-    return f"{readable}-{hashlib.sha256(json.dumps([project, experiment]).encode()).hexdigest()[:10]}"
+    if project and experiment and "-" not in project:
+        return derived_name(name, "A-Za-z0-9._-", 128)
+    return derived_name(name, "A-Za-z0-9._-", 128, of=[project, experiment])
 
 
 def _check_seeds(rollout: Any, settings: RolloutConfig) -> None:

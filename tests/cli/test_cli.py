@@ -1,6 +1,7 @@
 """Bad input at the command line: a clear error that says what to do, before anything is started."""
 
 import os
+import re
 
 from anyio.from_thread import start_blocking_portal
 
@@ -44,7 +45,7 @@ def test_a_check_reports_the_runtime_of_an_image_and_creates_nothing(rollout, se
             for _ in range(2):
                 code, output = rollout("doctor", config, "--services", "-v")
                 assert code == 0, output
-                assert f"runtime rollout_agent: would be made from {local.image}" in output
+                assert re.search(f"runtime rollout_agent_[0-9a-f]+: would be made from {local.image}", output)
             config = settings(runtime={**runtime, "name": "local", "endpoint_url": local.endpoint_url})
             refused(rollout("doctor", config, "--services"), "was not made by this backend", "runtime.name")
 

@@ -97,7 +97,8 @@ def test_settings_that_make_no_run_are_refused(sections, message):
 
 def test_a_runtime_from_an_image_needs_little():
     runtime = load_config(base={**MINIMAL, "runtime": by_image()}, env={}).runtime
-    assert (runtime.region, runtime.runtime_name, runtime.qualifier) == ("eu-west-1", "rollout_my_agent", "DEFAULT")
+    assert (runtime.region, runtime.qualifier) == ("eu-west-1", "DEFAULT")
+    assert runtime.runtime_name.startswith("rollout_my_agent_")
     assert load_config(base=MINIMAL, env={}).runtime.region == "us-east-1"
 
 

@@ -42,6 +42,7 @@ from rollout_backend.errors import (
     RuntimeNotReady,
     WrongClock,
 )
+from rollout_backend.names import derived_name
 from rollout_backend.runtimes.agentcore.control import (
     READ_PAUSE_S,
     QuotaOfRuntimes,
@@ -362,7 +363,7 @@ def spec_of(config: AgentCoreConfig, container: TaskContainer, payload: Mapping[
 
 def lease_of(run_id: str) -> str:
     """Return the key of the tag that holds a run's lease."""
-    return LEASE + (run_id if len(run_id) <= _RUN_ID else hashlib.sha256(run_id.encode()).hexdigest())
+    return LEASE + derived_name(run_id, "A-Za-z0-9._-", _RUN_ID)
 
 
 def has_image(session_id: str) -> bool:

@@ -9,15 +9,14 @@ Invariants:
 """
 
 import base64
-import hashlib
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agent_wrapper.contract import PAYLOAD_VARIABLE, Rollout, RolloutRequest
 from rollout_backend.config import KubernetesConfig
 from rollout_backend.core.harbor import TaskContainer
+from rollout_backend.names import derived_name
 
 RUN_LABEL = "rollout-backend/run"
 SESSION_LABEL = "rollout-backend/session"
@@ -34,24 +33,19 @@ VERIFIER_SPARE_S = 240.0
 PAYLOAD_FILE = "payload.json"
 
 _FOLDER = "/var/run/rollout"
-_LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
-_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_MAX_NAME = 63  # also of a label's value
 _STOP_S = 15  # SIGTERM to SIGKILL; the wrapper publishes within 8 s of SIGTERM
 _SPARE_S = 60.0  # time for which a Job outlives the attempt's deadline
 
 
 def job_name(session_id: str) -> str:
     """Return the name of a session's Job and Secret."""
-    return session_id if _NAME.fullmatch(session_id) else f"rollout-{_digest(session_id)}"
+    return derived_name(session_id, "a-z0-9-", _MAX_NAME)
 
 
 def label_value(text: str) -> str:
     """Return a valid label value for the id of a run or session."""
-    return text if _LABEL.fullmatch(text) else _digest(text)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return derived_name(text, "A-Za-z0-9._-", _MAX_NAME)
 
 
 def _metadata(component: str, run_id: str, step: int, rollout_id: str, session_id: str) -> dict[str, Any]:

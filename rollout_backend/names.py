@@ -1,0 +1,23 @@
+"""Derive names of runs, queues, runtimes, Jobs and files from what users write, within the limits of a service."""
+
+import hashlib
+import json
+import re
+
+_DIGEST_CHARS = 10
+
+
+def derived_name(text: str, characters: str, max_chars: int, *, separator: str = "-", of: object = None) -> str:
+    """Return `text` if it is a valid name, or else its valid characters and a digest of it.
+
+    A valid name has at most `max_chars` of these `characters`, the content of a regular expression's set, and begins
+    and ends with a letter or digit. `of` is what the name stands for if that is more than the text: the name then
+    always has a digest. Different texts get different names, because a text that ends like a digest gets one, too.
+    """
+    is_valid = re.fullmatch(f"(?=[A-Za-z0-9])[{characters}]{{1,{max_chars}}}(?<=[A-Za-z0-9])", text)
+    if of is None and is_valid and not re.search(f"{separator}[0-9a-f]{{{_DIGEST_CHARS}}}$", text):
+        return text
+    digest = hashlib.sha256(json.dumps(text if of is None else of).encode()).hexdigest()[:_DIGEST_CHARS]
+    readable = re.sub(f"[^{characters}]+", separator, text if "A-Z" in characters else text.lower())
+    readable = readable.lstrip("._-")[: max_chars - _DIGEST_CHARS - 1].rstrip("._-") or "unnamed"
+    return f"{readable}{separator}{digest}"
