@@ -141,9 +141,9 @@ def check_forced_formats(config: RolloutConfig) -> list[CheckResult]:
     except (OSError, ValueError) as error:
         return [CheckResult("unchecked", "gateway.forced_tools", f"{newest} cannot be read: {error}", name)]
     text = f"in the last step of run {archive.run_dir.name}"
-    if not summary.counted_tokens:
+    if not summary.sampled_tokens:
         return []
-    for finding in forced_formats(summary.counted_tokens, summary.trained_tokens):
+    for finding in forced_formats(summary.sampled_tokens, summary.trained_tokens):
         if finding.level is not Level.NOTE:
             return [CheckResult("warning", "gateway.forced_tools", f"{text}, {finding.text}: {finding.advice}", name)]
     return [CheckResult("ok", "gateway.forced_tools", f"{text}, replies could be trained", name)]

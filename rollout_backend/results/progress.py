@@ -80,7 +80,7 @@ class StepTotals:
             self.turns += record.result.turns
             self.cut_replies += record.result.cut_replies
             self.sampled_tokens += record.result.sampled_tokens
-            self.trained_tokens += record.result.trained_tokens or 0
+            self.trained_tokens += record.result.trained_tokens
         if record.reward is not None:
             self.rewards += 1
             self.reward_sum += record.reward

@@ -18,7 +18,7 @@ class ResultSummary(BaseModel, frozen=True):
     turns: int  # model calls
     segments: int  # rows for training
     sampled_tokens: int
-    trained_tokens: int | None = None  # sampled with a known logprob; None: an older version wrote the record
+    trained_tokens: int  # sampled with a known logprob
     prompt_tokens: int  # of all turns; each turn counts its whole prompt
     cached_tokens: int | None  # of the prompt tokens, those in the engine's prefix cache; None: it reported none
     cut_replies: int  # turns that ended at max_tokens or at the end of the context
@@ -68,7 +68,7 @@ class RolloutRecord(BaseModel, frozen=True):
     session_ids: tuple[str, ...]  # one per attempt that may have opened one, in order
     log: str | None  # where a person finds the log of the last session
     planned_at: float
-    first_invoked_at: float | None = None  # the first invoke that was not throttled; None also in older records
+    first_invoked_at: float | None = None  # the first invoke that was not throttled
     invoked_at: float | None  # the last invoke
     accepted_at: float | None  # the agent of that invoke accepted the rollout
     result_at: float | None  # the result that settled the rollout arrived

@@ -171,7 +171,7 @@ def read_run_id(run_dir: Path) -> str:
 
 
 def last_start(archive: RunArchive) -> RunStart | None:
-    """Return the last start of a run; None if it is unknown, or another version wrote the directory."""
+    """Return the last start of a run; None if it is unknown, or `run.json` cannot be read."""
     try:
         info = archive.read_info()
     except ValueError:
@@ -266,7 +266,7 @@ class RunOverview(BaseModel, frozen=True):
 
     run_id: str
     folder: str
-    began: float | None  # last start; None if an older version of this package wrote the directory
+    began: float | None  # last start; None: its `run.json` cannot be read
     state: str  # a `RunState`, or `unknown`
     error: str = ""  # why its last start failed
     steps: int

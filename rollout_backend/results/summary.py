@@ -167,10 +167,8 @@ class StepSummary(BaseModel, frozen=True):
     sampled_tokens: int
     lengths: tuple[float, float] | None
     """Mean and 90th percentile of the sampled tokens of a result."""
-    counted_tokens: int
-    """Sampled tokens of results that state how many can be trained."""
     trained_tokens: int
-    """Of the counted tokens, those that can be trained."""
+    """Sampled tokens that can be trained."""
     prompt_tokens: int
     cached_tokens: int
     cache_counted_tokens: int
@@ -232,7 +230,6 @@ def summarize(records: Sequence[RolloutRecord]) -> StepSummary:
     tasks = rewards_by_task(records)
     spent = [seconds_of(record) for record in records]
     results = [record.result for record in records if record.result is not None]
-    counted = [each for each in results if each.trained_tokens is not None]
     tokens = [each.sampled_tokens for each in results]
     rewards = [reward for task in tasks for reward in task.rewards]
     means = [task.mean for task in tasks if task.mean is not None]
@@ -264,8 +261,7 @@ def summarize(records: Sequence[RolloutRecord]) -> StepSummary:
         learning=dict(Counter(task.learning for task in tasks)),
         sampled_tokens=sum(tokens),
         lengths=(fmean(tokens), percentiles(tokens, 90)[0]) if tokens else None,
-        counted_tokens=sum(each.sampled_tokens for each in counted),
-        trained_tokens=sum(each.trained_tokens or 0 for each in counted),
+        trained_tokens=sum(each.trained_tokens for each in results),
         prompt_tokens=sum(each.prompt_tokens for each in results),
         cached_tokens=sum(each.cached_tokens or 0 for each in results),
         cache_counted_tokens=sum(each.prompt_tokens for each in results if each.cached_tokens is not None),
