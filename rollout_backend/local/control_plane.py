@@ -17,7 +17,7 @@ import re
 import secrets
 import string
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -66,6 +66,14 @@ class ControlLimits(BaseModel, frozen=True, extra="forbid"):
 
     transition_s: float = Field(default=0.2, ge=0)
     """Time for which a runtime is CREATING, UPDATING or DELETING. Its endpoint changes half that time later."""
+    snapshot_s: float = Field(default=0.0, ge=0)
+    """Additional time for which a version on platform V2 is CREATING or UPDATING. AgentCore has taken 210 s."""
+    zones: Mapping[str, str] | None = None
+    """Id of the availability zone of each subnet that exists. None: every subnet exists, in a zone of AgentCore's."""
+    supported_zones: frozenset[str] = frozenset({"use1-az1", "use1-az2", "use1-az4"})
+    """Ids of the zones in which AgentCore runs sessions."""
+    x86_images: frozenset[str] = frozenset()
+    """Images that are not built for arm64."""
     invisible_s: float = Field(default=0.0, ge=0)
     """Time for which a new runtime is neither listed nor found."""
     calls_per_s: float | None = Field(default=None, gt=0)
@@ -220,6 +228,8 @@ class ControlPlane:
         record = self._named(request)
         if record.status in _TRANSITIONS:
             raise ServiceError("ConflictException", f"Agent {record.id} is {record.status}")
+        if (record.definition.get("platformVersion"), definition["platformVersion"]) == ("V2", "V1"):
+            raise ServiceError("ValidationException", f"Agent {record.id} cannot move from platform V2 to V1")
         record.definition, record.version = definition, record.version + 1
         record.status, record.changed = "UPDATING", _now()
         default = record.endpoints[_DEFAULT]
@@ -343,7 +353,8 @@ class ControlPlane:
         task.add_done_callback(self._changing.discard)
 
     async def _become_ready(self, record: RuntimeRecord, failed: str) -> None:
-        await asyncio.sleep(self._limits.transition_s)
+        slower_s = self._limits.snapshot_s if record.definition.get("platformVersion") == "V2" else 0.0
+        await asyncio.sleep(self._limits.transition_s + slower_s)
         record.changed = _now()
         artifact = record.definition["agentRuntimeArtifact"]
         try:
@@ -351,6 +362,8 @@ class ControlPlane:
                 await self._code.install(code)
             elif (image := artifact["containerConfiguration"]["containerUri"]) not in self._images:
                 raise BuildFailed(f"The specified image identifier does not exist: {image}")
+            elif image in self._limits.x86_images and "capacityProviderConfiguration" not in record.definition:
+                raise BuildFailed(f"Architecture incompatible for uri '{image}'. Supported architectures: [arm64]")
         except BuildFailed as error:
             record.why, record.status = str(error), failed
             record.endpoints[_DEFAULT].status = "READY"
@@ -420,6 +433,7 @@ class ControlPlane:
         network = asked.get("networkConfiguration", {})
         if (network.get("networkMode") == "VPC") != bool(network.get("networkModeConfig")):
             raise ServiceError("ValidationException", "networkModeConfig belongs to networkMode VPC")
+        self._check_subnets((network.get("networkModeConfig") or {}).get("subnets", ()))
         on_instances = "capacityProviderConfiguration" in asked
         lifetimes = {"idleRuntimeSessionTimeout": 900, "maxLifetime": 28800} | asked.get("lifecycleConfiguration", {})
         longest = _INSTANCE_S if on_instances else _MICROVM_S
@@ -432,6 +446,17 @@ class ControlPlane:
             raise ServiceError("ValidationException", "hooksConfiguration needs platformVersion V2 and microVMs")
         given = {key: asked[key] for key in _DEFINITION if key in asked}
         return given | {"lifecycleConfiguration": lifetimes, "platformVersion": platform}
+
+    def _check_subnets(self, subnets: Sequence[str]) -> None:
+        if (zones := self._limits.zones) is None:
+            return
+        for subnet in subnets:
+            if (zone := zones.get(subnet)) is None:
+                raise ServiceError("ValidationException", f"The subnet ID '{subnet}' does not exist")
+            if zone not in self._limits.supported_zones:
+                raise ServiceError(
+                    "ValidationException", f"The subnet {subnet} is in the unsupported availability zone {zone}"
+                )
 
 
 def _brief(record: RuntimeRecord) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class Prices:
         if prices.session_gb is None and prices.gpu_hour is None:
             return None
         runtime = config.runtime if isinstance(config.runtime, AgentCoreConfig) else None
-        platform = prices.platform or (runtime and runtime.platform_version) or "V1"
+        platform = prices.platform or (runtime and runtime.named_platform) or "V1"
         vcpu_hour, gb_hour = _RATES.get(platform, _RATES["V2"])  # a later platform gets the newest known rates
         on_instances = runtime is not None and runtime.capacity_provider is not None
         if on_instances:

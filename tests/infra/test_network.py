@@ -135,5 +135,33 @@ def test_only_the_networks_own_nat_reaches_the_load_balancer_unless_opened(param
     assert all((rule["FromPort"], rule["ToPort"]) == (443, 443) for rule in rules)
 
 
+@pytest.mark.parametrize("internet", ["true", "false"])
+def test_the_trainer_reaches_the_internet_and_agents_only_with_internet(internet):
+    """AgentCore and Session Manager have no endpoint here, and the trainer downloads packages and models."""
+    resources = NETWORK["Resources"]
+    made = {
+        name: each.get("Properties", {})
+        for name, each in resources.items()
+        if internet == "true" or each.get("Condition") != "HasInternet"
+    }
+    tables = {
+        each["SubnetId"]["Ref"]: each["RouteTableId"]["Ref"]
+        for name, each in made.items()
+        if resources[name]["Type"] == "AWS::EC2::SubnetRouteTableAssociation"
+    }
+    gateways = {
+        each["RouteTableId"]["Ref"]: each["NatGatewayId"]["Ref"]
+        for name, each in made.items()
+        if resources[name]["Type"] == "AWS::EC2::Route" and "NatGatewayId" in each
+    }
+    assert made[gateways[tables["TrainerSubnet"]]]["SubnetId"] == {"Ref": "PublicSubnet0"}
+    for agents in ("PrivateSubnet0", "PrivateSubnet1"):
+        assert (tables[agents] in gateways) == (internet == "true")
+    assert [each["Ref"] for each in made["S3Endpoint"]["RouteTableIds"]] == [
+        tables["PrivateSubnet0"],
+        tables["TrainerSubnet"],
+    ]
+
+
 def test_the_package_holds_the_images_files():
     assert DOCKERFILE.read_text() == (INFRA / DOCKERFILE.name).read_text()

@@ -30,19 +30,32 @@ from rollout_backend.runtimes.agentcore.control import (
     pauses,
     pin_endpoint,
 )
-from rollout_backend.runtimes.agentcore.provision import DEFINITION, MARK, Action, CodeArtifact, RuntimeSpec, plan
+from rollout_backend.runtimes.agentcore.provision import (
+    DEFINITION,
+    MARK,
+    Action,
+    CodeArtifact,
+    Plan,
+    RuntimeSpec,
+    plan,
+)
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
 from tests.emulators.ecr_emulator import EcrEmulator
 
 ECR = "000000000000.dkr.ecr.us-east-1.amazonaws.com"
 IMAGE, NEWER, MISSING = f"{ECR}/team/my-agent:1", f"{ECR}/team/my-agent:2", f"{ECR}/team/my-agent:missing"
 ARN = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/first-0123456789"
-NAME = "rollout_my_agent"
 PROVIDER = "arn:aws:bedrock-agentcore:us-east-1:000000000000:capacity-provider/mine-0123456789"
+
+
+VPC = {"subnets": ["subnet-01234567"], "security_groups": ["sg-01234567"]}
 
 
 def config(**more: object) -> AgentCoreConfig:
     return AgentCoreConfig.model_validate({"image": IMAGE, "role": ROLE, **more})
+
+
+NAME = config().runtime_name
 
 
 # --- what is to be done -----------------------------------------------------------------------------------
@@ -129,11 +142,9 @@ def test_a_runtime_that_is_not_ready_is_changed_only_if_it_failed_and_is_ours(st
     assert plan(SPEC, described(status=status, description="by hand")).action is of_others
 
 
-def test_the_default_name_is_one_that_the_service_takes():
-    assert config().runtime_name == NAME
+def test_the_name_of_a_runtime_follows_from_its_image_unless_it_is_set():
+    assert NAME.startswith("rollout_my_agent_")
     assert config(name="mine").runtime_name == "mine"
-    odd = config(image=f"{ECR}/a/{'b' * 60}.c__d@sha256:{'0' * 64}")
-    assert odd.runtime_name == f"rollout_{'b' * 40}"
 
 
 MODEL = json.loads(Path(__file__).with_name("agentcore_control_model.json").read_text())
@@ -175,7 +186,7 @@ def test_what_is_sent_is_what_the_newest_model_has(more):
     ("more", "says"),
     [
         ({"max_lifetime_s": 28_801}, "needs capacity_provider"),
-        ({"warmup_path": "/warm"}, "needs platform_version=V2"),
+        ({"warmup_path": "/warm", "platform_version": "V1"}, "needs platform V2"),
         (
             {"warmup_path": "/warm", "platform_version": "V2", "capacity_provider": PROVIDER},
             "without capacity_provider",
@@ -189,13 +200,29 @@ def test_settings_that_exclude_each_other_are_refused_with_the_reason(more, says
         config(**more)
 
 
+def test_a_new_runtime_names_its_platform_and_an_old_one_moves_only_forward():
+    for more, platform in (({}, "V1"), ({"platform_version": "V2"}, "V2"), ({"warmup_path": "/warm"}, "V2")):
+        assert RuntimeSpec.of(config(**more)).definition()["platformVersion"] == platform
+    wanted, other = RuntimeSpec.of(config(platform_version="V2")), RuntimeSpec.of(config(platform_version="V1"))
+    moved = {"agentRuntimeName": wanted.name, "status": "READY", "metadataConfiguration": {"requireMMDSV2": True}}
+    v1, v2 = other.definition() | moved, wanted.definition() | moved
+    assert plan(wanted, v1) == Plan(Action.UPDATE, ("platform_version",))
+    assert wanted.update_of(v1)["platformVersion"] == "V2"
+    assert plan(other, v2) == Plan(Action.LEAVE, ("platform_version",))
+    for unnamed in (v1, v2):
+        assert plan(RuntimeSpec.of(config()), unnamed).action is Action.READY
+        assert RuntimeSpec.of(config()).update_of(unnamed)["platformVersion"] == unnamed["platformVersion"]
+    del v1["platformVersion"]  # as before AgentCore had two
+    assert RuntimeSpec.of(config()).update_of(v1)["platformVersion"] == "V1"
+
+
 def test_an_image_of_ecr_public():
     public = config(image="public.ecr.aws/team/agent:1", image_region="eu-central-1")
-    assert (public.region, public.max_sessions, public.runtime_name) == ("eu-central-1", 2500, "rollout_agent")
+    assert (public.region, public.max_sessions) == ("eu-central-1", 2500)
     [invoke] = {
         each.resources[0] for each in needed_permissions(public) if each.action.endswith("InvokeAgentRuntime")
     }
-    assert invoke.startswith("arn:aws:bedrock-agentcore:eu-central-1:000000000000:runtime/rollout_agent-")
+    assert invoke.startswith(f"arn:aws:bedrock-agentcore:eu-central-1:000000000000:runtime/{public.runtime_name}-")
 
 
 # --- doing it ---------------------------------------------------------------------------------------------
@@ -422,6 +449,40 @@ async def test_a_new_runtime_that_is_not_found_at_first_is_made_once(start_cloud
     assert await cloud.invoke(arns[0]) == {"image": IMAGE, "greeting": None}
 
 
+async def test_a_runtime_moves_to_v2_when_its_settings_name_it(start_cloud):
+    cloud = await start_cloud(calls_per_s=20)
+    arn = await cloud.make()
+    assert cloud.describe(arn)["platformVersion"] == "V1"
+    assert await cloud.make(platform_version="V2") == arn
+    assert "updating runtime" in cloud.told[-1]
+    assert "platform_version" in cloud.told[-1]
+    assert await cloud.make() == arn
+    assert cloud.describe(arn)["platformVersion"] == "V2"
+
+
+@pytest.mark.parametrize(
+    ("limits", "more", "says"),
+    [
+        (
+            {"snapshot_s": 3600},
+            {"platform_version": "V2", "ready_timeout_s": 1},
+            "was not ready after 1 s.*ready_timeout",
+        ),
+        (
+            {"x86_images": [IMAGE]},
+            {},
+            "CREATE_FAILED: Architecture incompatible.*must be there and be built for arm64",
+        ),
+        ({"zones": {}}, VPC, "The subnet ID 'subnet-01234567' does not exist.*Correct.*runtime.subnets"),
+        ({"zones": {"subnet-01234567": "use1-az3"}}, VPC, "unsupported availability zone use1-az3"),
+    ],
+)
+async def test_what_agentcore_refuses_or_delays_is_named(start_cloud, limits, more, says):
+    cloud = await start_cloud(**limits)
+    with pytest.raises(PreflightError, match=says):
+        await cloud.make(**more)
+
+
 async def test_a_throttled_control_plane_is_asked_again(start_cloud):
     cloud = await start_cloud(calls_per_s=4)
     assert await cloud.invoke(await cloud.make()) == {"image": IMAGE, "greeting": None}
@@ -429,9 +490,9 @@ async def test_a_throttled_control_plane_is_asked_again(start_cloud):
 
 async def by_hand(cloud: Cloud, **more: object) -> str:
     """Create a runtime as CloudFormation does, with an endpoint pinned to its version. Return its ARN."""
-    definition = {name: value for name, value in SPEC.definition().items() if name != "description"}
+    definition = {name: value for name, value in SPEC.definition().items() if name != "description"} | more
     async with control_client("us-east-1", cloud.url) as client:
-        made = await client.create_agent_runtime(agentRuntimeName="by_hand", **definition, **more)
+        made = await client.create_agent_runtime(agentRuntimeName="by_hand", **definition)
         arn = str(made["agentRuntimeArn"])
     await eventually(lambda: cloud.describe(arn)["status"] == "READY")
     await cloud.pin(arn, 1)

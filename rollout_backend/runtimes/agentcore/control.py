@@ -331,7 +331,7 @@ class RuntimeMaker:
         )
 
     def _not_ours(self, found: Plan) -> PreflightError:
-        if "platform_version" in found.differs:
+        if "platform_version" in found.differs and self._wanted.platform_version == "V1":
             return PreflightError(
                 f"runtime {self._wanted.name} is not on platform {self._wanted.platform_version}, and no change "
                 "moves it there: set runtime.name to another name, or omit runtime.platform_version"

@@ -5,7 +5,9 @@ Invariants:
 - a runtime that matches the settings is not changed;
 - a runtime that this backend did not create is never changed (MARK in the description identifies the backend's own);
 - a runtime in transition is not changed;
-- an update keeps all fields that the settings do not cover, and never moves a runtime to another platform.
+- an update keeps all fields that the settings do not cover;
+- each definition names its platform, because AgentCore's default depends on region and date. An update moves a
+  runtime to another platform only if the settings name it, and never from V2 to V1.
 """
 
 from collections.abc import Mapping
@@ -37,8 +39,8 @@ DEFINITION = (
     "allowedPorts",
 )
 """Fields that CreateAgentRuntime and UpdateAgentRuntime share."""
-_KEPT = ("platformVersion", *DEFINITION[-4:])  # fields that no setting covers, or only at creation
-_PLATFORM = "V1"  # the service's default
+_KEPT = DEFINITION[-4:]  # fields that no setting covers
+_PLATFORM = "V1"  # of a new runtime, and of one that AgentCore describes without a platform
 TAG = "rollout-backend"  # tag of everything that this backend creates; its value says what for
 
 
@@ -104,7 +106,7 @@ class RuntimeSpec:
     idle_timeout_s: int
     max_lifetime_s: int
     platform_version: str | None = None
-    """None keeps the runtime's current version, or uses the service's default."""
+    """None keeps the platform of an existing runtime. A new one gets V1."""
     warmup_path: str | None = None
     min_memory_mib: int | None = None
     capacity_provider: str | None = None
@@ -122,7 +124,7 @@ class RuntimeSpec:
             environment=config.environment,
             idle_timeout_s=config.idle_timeout_s,
             max_lifetime_s=config.max_lifetime_s,
-            platform_version=config.platform_version,
+            platform_version=config.named_platform,
             warmup_path=config.warmup_path,
             min_memory_mib=config.min_memory_mib,
             capacity_provider=config.capacity_provider,
@@ -165,8 +167,8 @@ class RuntimeSpec:
             else {"containerConfiguration": {"containerUri": self.image}}
         )
         newer: dict[str, Any] = {}
-        if self.platform_version is not None:
-            newer["platformVersion"] = self.platform_version
+        if self.platform_version is not None or self.capacity_provider is None:
+            newer["platformVersion"] = self.platform_version or _PLATFORM
         if self.warmup_path is not None:
             newer["hooksConfiguration"] = {"build": {"warmup": {"action": {"httpPost": {"path": self.warmup_path}}}}}
         if self.min_memory_mib is not None:
@@ -190,6 +192,8 @@ class RuntimeSpec:
     def update_of(self, described: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of UpdateAgentRuntime, all of them, because it replaces the whole definition."""
         kept = {name: described[name] for name in _KEPT if name in described}
+        if self.platform_version is None and "platformVersion" in described:
+            kept["platformVersion"] = described["platformVersion"]
         return {**self.definition(), **kept, "metadataConfiguration": {"requireMMDSV2": True}}
 
 
@@ -203,7 +207,7 @@ def plan(wanted: RuntimeSpec, described: Mapping[str, Any]) -> Plan:
         return Plan(Action.READY)
     if status != "READY" and not status.endswith("_FAILED"):
         return Plan(Action.WAIT)  # CREATING, UPDATING, DELETING, and any state that AgentCore adds
-    if "platform_version" in differs:
+    if "platform_version" in differs and wanted.platform_version == _PLATFORM:
         return Plan(Action.LEAVE, differs)
     remedy = Action.REPLACE if status in ("CREATE_FAILED", "DELETE_FAILED") else Action.UPDATE
     return Plan(remedy if ours else Action.LEAVE, differs)
