@@ -134,9 +134,9 @@ class Translator(ABC, Generic[_P]):
         self._open[session_id] = _Session(request, time.time())
         self._calls.adopt(session_id, payload)
 
-    async def stop(self, session_id: str) -> None:
+    async def stop(self, session_id: str) -> bool | None:
         self._open.pop(session_id, None)
-        await self._calls.stop(session_id)
+        return await self._calls.stop(session_id)
 
     async def run(self) -> None:
         """Write the rollouts of open sessions whose agents have finished, until cancelled."""
@@ -270,11 +270,11 @@ class PollingTranslator(Translator[PolledResults]):
         self._admission = admission
         self._polls: dict[str, asyncio.Task[bytes]] = {}  # in flight, by session
 
-    async def stop(self, session_id: str) -> None:
+    async def stop(self, session_id: str) -> bool | None:
         self._open.pop(session_id, None)
         if (poll := self._polls.get(session_id)) is not None:
             await asyncio.wait([poll], timeout=_POLL_ARRIVES_S)
-        await super().stop(session_id)
+        return await super().stop(session_id)
 
     async def _candidates(self) -> list[str]:
         return [*self._open]

@@ -269,6 +269,7 @@ class Ledger:
     superseded: int = 0  # failure markers of abandoned attempts, which have no effect
     sessions_opened: int = 0
     open_sessions: set[str] = field(default_factory=set)
+    unconfirmed_stops: int = 0  # the runtime did not know the session, whose container may still run
     unclosed_sessions: dict[str, str] = field(default_factory=dict)  # session id -> why it could not be closed
     settled: list[LedgerEntry] = field(default_factory=list)  # in the order of settlement
     running: dict[str, LedgerEntry] = field(default_factory=dict)  # in the order in which their agents accepted
@@ -379,7 +380,9 @@ class Ledger:
         self.sessions_opened -= 1
         self.open_sessions.discard(session_id)
 
-    def session_closed(self, session_id: str) -> None:
+    def session_closed(self, session_id: str, *, confirmed: bool = True) -> None:
+        """Record a stop. Without `confirmed`, the runtime did not know the session."""
+        self.unconfirmed_stops += not confirmed
         self.open_sessions.discard(session_id)
 
     def session_unclosed(self, session_id: str, why: str) -> None:

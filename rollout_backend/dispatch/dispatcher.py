@@ -107,18 +107,18 @@ class Dispatcher:
             return state.attempt_number >= _LEAST_STOPS and now() - failed_at >= self._stop_retry_s
 
         try:
-            await retry(
+            stopped = await retry(
                 lambda: self.stop_once(session_id, ledger, call), _STOP_RETRYABLE, self._stop_wait, stop=enough
             )
         except RuntimeCallError as error:
             log.warning("session %s would not close: %s", session_id, error)
             ledger.session_unclosed(session_id, str(error))
             return False
-        ledger.session_closed(session_id)
+        ledger.session_closed(session_id, confirmed=stopped is not False)
         return True
 
-    async def stop_once(self, session_id: str, ledger: Ledger, call: CallKind) -> None:
-        """Send one stop, when it is its turn. Raises RuntimeCallError."""
+    async def stop_once(self, session_id: str, ledger: Ledger, call: CallKind) -> bool | None:
+        """Send one stop, when it is its turn. Returns like `SessionCalls.stop`. Raises RuntimeCallError."""
         await self.calls.admit(call)
         with self.calls.track(call, ledger.stops):
-            await self._runtime.stop(session_id)
+            return await self._runtime.stop(session_id)

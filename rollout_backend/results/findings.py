@@ -51,7 +51,7 @@ def judge(report: StepReport, summary: StepSummary, min_completed: int = 0) -> V
     completed, planned = report.outcomes[Outcome.COMPLETED], report.planned
     usable = [group for group in report.groups if group.usable]
     done = f"{completed} of {planned} rollouts completed"
-    forced = [*forced_formats(summary.counted_tokens, summary.trained_tokens)]
+    forced = [*forced_formats(summary.sampled_tokens, summary.trained_tokens)]
     why = _nothing_to_train(report, usable)
     if usable and forced and forced[0].level is Level.BAD:
         why = forced[0].text
@@ -170,14 +170,13 @@ _LENGTH_ADVICE = {  # by the reason why rollouts were cut off
     "target_reached": "group.oversample, group.target_groups",
     "collection_deadline": "timeouts.collection_s: raise it",
     "agent_deadline": "timeouts.agent_s: raise it",
-    "": "",  # in reports of older versions
 }
 
 
 def findings_of(report: StepReport | None, summary: StepSummary, *, runs: bool = False) -> tuple[Finding, ...]:
     """Return the findings on a step, most important first. `report` is None if the step `runs` or was interrupted."""
     if runs:
-        forced = forced_formats(summary.counted_tokens, summary.trained_tokens)
+        forced = forced_formats(summary.sampled_tokens, summary.trained_tokens)
         found = [*failure_findings(summary.failures, summary.planned), *forced]
     else:
         found = [*_accounts(report, summary)]
@@ -230,6 +229,9 @@ def _accounts(report: StepReport | None, summary: StepSummary) -> Iterator[Findi
         text = f"{count(len(still), 'session')} ran on after the stop, and may be billed: "
         text += ", ".join(still[:_LISTED])
         yield Finding(Level.WARNING, text, "stop them at the runtime")
+    if report.unconfirmed_stops:
+        text = f"the runtime did not know {count(report.unconfirmed_stops, 'session')} that was to be stopped, "
+        yield Finding(Level.NOTE, f"{text}which does not prove that each has ended", "its sessions in CloudWatch")
     if report.split_reasons:
         reasons = ", ".join(f"{number} {why}" for why, number in sorted(report.split_reasons.items()))
         yield Finding(Level.NOTE, f"conversations opened {count(report.broken_histories, 'more row')}: {reasons}")

@@ -87,7 +87,7 @@ class LengthBias(BaseModel, frozen=True, extra="forbid"):
 
     finished: Lengths  # completed, and the agent's own errors; of this execution
     cut_off: Lengths
-    reason: str = ""  # why most were cut off
+    reason: str  # why most were cut off
 
 
 class StepReport(BaseModel, frozen=True):
@@ -115,6 +115,7 @@ class StepReport(BaseModel, frozen=True):
     sessions_opened: int
     sessions_open: int
     unclosed_sessions: dict[str, str]
+    unconfirmed_stops: int = 0  # the runtime did not know the session (404), which does not prove that it has ended
     sampled_tokens: int
     given_tokens: int
     broken_histories: int  # segments after each rollout's first
@@ -260,6 +261,7 @@ def make_report(
         sessions_opened=ledger.sessions_opened,
         sessions_open=len(ledger.open_sessions),
         unclosed_sessions=dict(ledger.unclosed_sessions),
+        unconfirmed_stops=ledger.unconfirmed_stops,
         sampled_tokens=sampled,
         given_tokens=sum(len(segment.token_ids) for segment in segments) - sampled,
         broken_histories=len(later),

@@ -36,8 +36,8 @@ class SessionCalls(Protocol):
         """
         ...
 
-    async def stop(self, session_id: str) -> None:
-        """End a session. Succeeds if the session does not exist.
+    async def stop(self, session_id: str) -> bool | None:
+        """End a session. Return False if the runtime does not know it, which does not prove that it has ended.
 
         Raises:
             RuntimeCallError: the subclass says what the caller may do about it.
@@ -155,7 +155,7 @@ class AgentRuntime(ABC):
         """Implement `SessionCalls.invoke`."""
 
     @abstractmethod
-    async def stop(self, session_id: str) -> None:
+    async def stop(self, session_id: str) -> bool | None:
         """Implement `SessionCalls.stop`."""
 
     def adopt(self, session_id: str, payload: Callable[[], bytes]) -> None:  # noqa: B027  # not abstract

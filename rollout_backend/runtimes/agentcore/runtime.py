@@ -279,13 +279,12 @@ class AgentCoreRuntime(AgentRuntime):
         except aws.NO_ANSWER as error:
             raise OutcomeUnknown(f"the invoke was cut off: {str(error) or type(error).__name__}") from error
 
-    async def stop(self, session_id: str) -> None:
+    async def stop(self, session_id: str) -> bool:
         if self._images is None or not has_image(session_id):
-            await self._stop(self.arn, session_id)
-            return
-        for arn in await self._images.arns_of(session_id):
-            await self._stop(arn, session_id)
+            return await self._stop(self.arn, session_id)
+        stopped = [await self._stop(arn, session_id) for arn in await self._images.arns_of(session_id)]
         self._images.close_session(session_id)
+        return any(stopped)
 
     def _calls_of(self, arn: str) -> tuple[Any, Any]:
         """Return the prepared calls that invoke and stop sessions of a runtime."""
@@ -296,17 +295,19 @@ class AgentCoreRuntime(AgentRuntime):
             self._calls[arn] = invoke, self._data.repeated("stop_runtime_session", **place)
         return self._calls[arn]
 
-    async def _stop(self, arn: str, session_id: str) -> None:
+    async def _stop(self, arn: str, session_id: str) -> bool:
+        """Return False if AgentCore answers 404: it has done so while the container ran on."""
         try:
             await self._calls_of(arn)[1](runtimeSessionId=session_id, clientToken=str(uuid4()))
         except ClientError as error:
             if aws.status_of(error) == 404:
-                return
+                return False
             raise _to_call_error(error) from error
         except aws.UNSIGNED as error:
             raise NoCredentials(f"the stop could not be signed: {error}") from error
         except aws.NO_ANSWER as error:
             raise OutcomeUnknown(f"the stop was not answered: {error}") from error
+        return True
 
     async def aclose(self) -> None:
         if self._images is not None:
