@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import ssl
+import sys
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -46,6 +47,23 @@ def _shared_context(*purpose: ssl.Purpose, **of: Any) -> ssl.SSLContext:
 
 ssl.create_default_context = _shared_context
 
+
+RUNS = Path(__file__).parents[1] / "runs"
+_quick = False
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    global _quick
+    _quick = not {"slow", "engine"} & {marker.name for marker in item.iter_markers()}
+
+
+def _keep_runs_out(event: str, arguments: tuple[Any, ...]) -> None:
+    """Refuse to write runs of tests into the clone, where `rollout ls` would list them as the user's."""
+    if event == "os.mkdir" and _quick and RUNS in Path(os.fsdecode(arguments[0])).absolute().parents:
+        raise AssertionError(f"{arguments[0]} is among the user's runs: set output_dir to a folder in tmp_path")
+
+
+sys.addaudithook(_keep_runs_out)
 
 LONGEST = ("e2e", "infra", "serving", "simulation")  # folders of tests/ with the longest files
 

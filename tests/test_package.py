@@ -265,3 +265,8 @@ def test_the_source_distribution_runs_its_own_tests(distributions: Path, tmp_pat
     argv += ["tests/infra/test_template.py", "tests/deploy/test_image.py", "tests/test_package.py", "-m", "not slow"]
     done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+def test_no_test_writes_a_run_into_the_clone():
+    with pytest.raises(AssertionError, match="is among the user's runs"):
+        (Path(__file__).parents[1] / "runs" / "of-a-test").mkdir(parents=True)

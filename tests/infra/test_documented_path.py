@@ -81,6 +81,7 @@ class Account:
     proxy: IamProxy
     storage: LocalStorage
     queue_url: str
+    folder: Path
 
     def settings(self, tree: dict[str, Any], **more: Any) -> RolloutConfig:
         """The config of a reader who put in what is theirs, and nothing else."""
@@ -97,6 +98,7 @@ class Account:
         own["runtime"] |= {key: value for key, value in theirs.items() if key in own["runtime"]}
         own["runtime"]["endpoint_url"] = self.proxy.url
         env = {"ROLLOUT__RELAY__KEY": "k" * 32} if "relay" in own else {}  # as the page says
+        own.setdefault("output_dir", str(self.folder / "runs"))
         return load_config(base=own, top=more, env=env)
 
     async def collect(self, tree: dict[str, Any], folder: Path, **more: Any) -> None:
@@ -163,7 +165,7 @@ async def deploy(
             services.principals = {"trainer": made.policy("TrainerPolicy"), "agent": made.policy("AgentRole")}
             for name, value in {**storage.environ, "AWS_ACCESS_KEY_ID": "trainer"}.items():
                 monkeypatch.setenv(name, value)
-            return Account(services, storage, queue_url)
+            return Account(services, storage, queue_url, tmp_path)
 
         yield deploy
 

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,11 @@ from rollout_backend.results.page.report import ReportServer, serve_report, writ
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(find_chromium() is None, reason="no chromium, chromium-browser or google-chrome in PATH"),
+    # Continuous integration sets REQUIRE_CHROMIUM, so that these tests fail where there is none.
+    pytest.mark.skipif(
+        find_chromium() is None and not os.environ.get("REQUIRE_CHROMIUM"),
+        reason="no chromium, chromium-browser or google-chrome in PATH",
+    ),
 ]
 ERRORS = "<script>window.failed=[];addEventListener('error',(event)=>failed.push(event.message))</script>"
 

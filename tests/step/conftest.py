@@ -21,6 +21,7 @@ async def open_bench(
     """Open a run. Arguments override its settings."""
     base = {
         "run_id": run_id,
+        "output_dir": str(tmp_path / "runs"),
         "model": {"path": str(tmp_path)},
         "storage": {"bucket": local_aws.bucket},
         "aws": {"region": local_aws.region, "endpoint_url": local_aws.endpoint_url},

@@ -27,7 +27,7 @@ def find_chromium() -> str | None:
 def run_chromium(profile: Path, *arguments: str) -> str:
     """Run Chromium with an empty profile until it exits, and return what it prints."""
     program = find_chromium()
-    assert program is not None
+    assert program is not None, "no chromium, chromium-browser or google-chrome in PATH: apt-get install chromium"
     return subprocess.run(
         [program, *FLAGS, f"--user-data-dir={profile}", *arguments],
         capture_output=True, text=True, check=True, timeout=120,
