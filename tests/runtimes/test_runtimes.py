@@ -93,6 +93,12 @@ async def test_errors_of_agentcore_are_classified(open_agentcore):
             await runtime.stop(new_session())
 
 
+async def test_a_stop_that_finds_no_session_proves_nothing(open_agentcore):
+    runtime, session = await open_agentcore(), new_session()
+    await runtime.invoke(session, b"{}")
+    assert [await runtime.stop(session), await runtime.stop(session)] == [True, False]
+
+
 async def test_a_quota_that_invokes_and_stops_share_is_kept(open_agentcore):
     runtime = await open_agentcore(calls_per_s=0.001)
     name = new_session()

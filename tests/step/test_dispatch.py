@@ -255,6 +255,16 @@ async def test_a_session_that_cannot_be_closed_in_time_is_named(bench):
     assert report.unclosed_sessions == dict.fromkeys(bench.agents.invoked, "503")
 
 
+async def test_a_session_that_the_runtime_does_not_know_is_not_reported_as_ended(bench):
+    async def stop(session_id):
+        return False
+
+    bench.agents.stop = stop
+    report = (await bench.start()).report
+    assert report.unconfirmed_stops == len(bench.agents.invoked)
+    assert (report.sessions_open, report.unclosed_sessions) == (0, {})
+
+
 async def test_a_permanently_refused_stop_is_not_repeated(bench):
     answer_stops(bench, InvokeRejected("403", reason="access_denied"))
     report = (await bench.start()).report
