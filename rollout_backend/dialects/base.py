@@ -42,6 +42,11 @@ _MAX_CONTAINERS, _MAX_VALUES = 20_000, 400_000  # limits of a request: on object
 _M = TypeVar("_M", bound=BaseModel)
 _T = TypeVar("_T")
 _DATA_URL = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
+# Escapes of surrogates after an even number of backslashes: pairs, or halves in the group.
+_SURROGATES = re.compile(
+    rb"(?<!\\)(?:\\\\)*(?:\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    rb"|\\(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2}))"
+)
 # OpenAI's, and what clients send in addition: Harbor's agents `session_id`, OpenRouter's the last three.
 _HARMLESS = frozenset(
     {
@@ -305,6 +310,7 @@ def read(model: type[_M], body: bytes, harmless: Collection[str] = ()) -> _M:
     Raises:
         ApiError: status 400; names the invalid field.
     """
+    body = whole_characters(body)
     try:
         check_json(body, _MAX_CONTAINERS, _MAX_VALUES)  # validating more would hold the interpreter's lock for long
         request = model.model_validate_json(body)
@@ -321,6 +327,16 @@ def read(model: type[_M], body: bytes, harmless: Collection[str] = ()) -> _M:
         raise refused(where, message) from None
     refuse_unknown(request.model_extra, harmless)
     return request
+
+
+def whole_characters(body: bytes) -> bytes:
+    """Replace each escape of half a surrogate pair by that of U+FFFD, as encoders of UTF-8 do.
+
+    JavaScript clients send halves after cutting a string within an emoji. JSON allows them, and no tokenizer does.
+    """
+    if b"\\ud" not in body and b"\\uD" not in body:
+        return body
+    return _SURROGATES.sub(lambda found: found[0][:-5] + b"ufffd" if found["half"] else found[0], body)
 
 
 # --- unsupported and harmless fields ---------------------------------------------------------------------------
@@ -369,11 +385,15 @@ class HostedTool(Body):
 
 
 def ignored(body: bytes, fields: Mapping[str, Any] | None, tools: Iterable[object] = ()) -> frozenset[str]:
-    """Return the harmless fields in a request that `refuse_unknown` accepted, and the types of its hosted tools."""
+    """Return what is left out of a request that `refuse_unknown` accepted.
+
+    These are its harmless fields, the types of its hosted tools, and `lone_surrogate` for a half that was replaced.
+    """
     others = _EXTENSIONS.keys() | _REASONING | _PENALTIES
     given = {name for name, value in (fields or {}).items() if value is not None and name not in others}
     nested = (name for name, (key, on) in _NESTED.items() if key in body and on.search(body))
-    return frozenset(given.union(nested, (tool.type for tool in tools if isinstance(tool, HostedTool))))
+    halves = () if whole_characters(body) == body else ("lone_surrogate",)
+    return frozenset(given.union(nested, halves, (tool.type for tool in tools if isinstance(tool, HostedTool))))
 
 
 # --- images, tools, answers ------------------------------------------------------------------------------------

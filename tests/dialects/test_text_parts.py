@@ -1,11 +1,16 @@
 import json
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from builders import user
 from rollout_backend.dialects.anthropic_messages import AnthropicMessages
-from rollout_backend.dialects.base import Dialect, separators
+from rollout_backend.dialects.base import Dialect, separators, whole_characters
 from rollout_backend.dialects.openai_chat import OpenAIChat
 from rollout_backend.dialects.openai_responses import OpenAIResponses
+from rollout_backend.dialects.registry import DIALECTS
 
 STRINGS = "{% for m in messages %}{% if '</think>' in m.content %}{{ m.content }}{% endif %}{% endfor %}"
 LISTS = "{% for m in messages %}{% for part in m['content'] %}{{ part.text }}{% endfor %}{% endfor %}"
@@ -73,3 +78,45 @@ def test_text_parts_are_joined_as_the_engine_does(engine, template, chat, respon
 )
 def test_engines_recognize_templates_that_take_lists(template, sglang, vllm):
     assert (separators("sglang", template).message, separators("vllm", template).message) == (sglang, vllm)
+
+
+def replaced(text: str) -> str:
+    """Join pairs of surrogates, as JSON's parsers do, and replace halves."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+@given(st.text(st.sampled_from('a\\"\n\ud83d\ude00\ud800\udfff\U0001f600u')))
+def test_halves_of_surrogate_pairs_are_replaced_in_any_text(text):
+    for body in (json.dumps({text: text}), json.dumps(json.dumps({text: text}))):
+        expected = json.loads(body) if body[0] == '"' else {replaced(text): replaced(text)}
+        assert json.loads(whole_characters(body.encode())) == expected
+    assert b"\\uD83D\\uDe00" in whole_characters(rb'"\uD83D\uDe00\uD83D"')
+
+
+@pytest.mark.parametrize("half", [r"\ud83d", r"\uDE00", r"\ude00\ud83d"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_half_a_surrogate_pair_is_accepted_and_counted_in_every_api(dialect, half):
+    parameters = {"type": "object", "description": "HALF"}
+    chat = {"type": "function", "function": {"name": "f", "description": "HALF", "parameters": parameters}}
+    body = {
+        "/chat/completions": {"messages": [{"role": "system", "content": "HALF"}, user("HALF")], "tools": [chat]},
+        "/responses": {
+            "instructions": "HALF",
+            "input": [{"role": "user", "content": [{"type": "input_text", "text": "HALF"}]}],
+            "tools": [{"type": "function", "name": "f", "description": "HALF", "parameters": parameters}],
+        },
+        "/messages": {
+            "max_tokens": 9,
+            "system": "HALF",
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "HALF"}]}],
+            "tools": [{"name": "f", "description": "HALF", "input_schema": parameters}],
+        },
+        "/completions": {"prompt": "HALF"},
+    }[dialect.path]
+    sent = json.dumps({"model": "m", **body})
+    call, plain = (
+        dialect().parse(sent.replace("HALF", text).encode()) for text in (half, "\ufffd" * half.count("u"))
+    )
+    assert "lone_surrogate" in call.ignored
+    assert replace(call, ignored=plain.ignored) == plain
+    assert "lone_surrogate" not in dialect().parse(sent.replace("HALF", r"\ud83d\ude00\\ud83d").encode()).ignored
