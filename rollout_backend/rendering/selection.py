@@ -61,6 +61,9 @@ def _result(content: str, name: str, i: int = 0) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": f"functions.{name}:{i}", "name": name, "content": content}
 
 
+_THOUGHT = "Hm."
+# Names of conversations that decide more than their share of words.
+_REASONED, _LATE = "earlier reasoning", "a late system message"
 _ARGUMENTS = {"fetch": '{"path": "x"}', "add": '{"a": 3, "b": "four", "c": true}'}
 _TOOLS = (
     _tool("fetch", path={"type": "string", "description": "A path."}),
@@ -98,8 +101,8 @@ CONVERSATIONS: Mapping[str, _Conversation] = {
     "reasoning before a call": _Conversation(
         [_ASKED, _said("", "fetch", reasoning_content="I must."), _FETCHED[1]], _TOOLS, counts=False
     ),
-    "earlier reasoning": _Conversation([_ASKED, _said("Yes.", reasoning_content="Hm."), _NEXT], counts=False),
-    "a late system message": _Conversation([_ASKED, _said("Yes."), _BRIEF, _NEXT], counts=False),
+    _REASONED: _Conversation([_ASKED, _said("Yes.", reasoning_content=_THOUGHT), _NEXT], counts=False),
+    _LATE: _Conversation([_ASKED, _said("Yes."), _BRIEF, _NEXT], counts=False),
     "spaces around a message": _Conversation([{"role": "user", "content": "  a\n"}], counts=False),
 }
 
@@ -162,11 +165,24 @@ class _Template:
     start: str | None = None  # of a reply
     default_system: str | None = None
     failure: str = ""
+    reasons: bool = False
     is_slow: bool = False
 
     @property
     def shows_tools(self) -> bool:
         return self.texts.get("tools") != self.texts.get("a message") or self.call_turn is not None
+
+    @property
+    def only_appends(self) -> bool:
+        """Whether the prompt of each call starts with the conversation before it, reasoning included."""
+        grows = (
+            ("a message", _REASONED),
+            ("a system message", "an answer"),
+            ("tools and a system message", "a call"),
+        )
+        known = [(self.texts[one], self.texts[other]) for one, other in grows if {one, other} <= self.texts.keys()]
+        shown = not self.reasons or _THOUGHT in self.texts.get(_REASONED, "")
+        return bool(known) and shown and all(longer.startswith(shorter) for shorter, longer in known)
 
     def compared(self) -> Iterator[tuple[str, _Conversation]]:
         for name, conversation in CONVERSATIONS.items():
@@ -198,7 +214,7 @@ def read_calls_of(renderer: Any, turn: tuple[list[int], list[int]]) -> list[tupl
 
 
 def _render_all(tokenizer: Any, own: Any) -> _Template:
-    template = _Template()
+    template = _Template(reasons="think" in str(tokenizer.chat_template))
 
     def render() -> None:
         for name, conversation in CONVERSATIONS.items():
@@ -317,6 +333,8 @@ def _variants(
             yield {name: not value}
         elif name == "model_identity" and template.default_system is not None:
             yield {name: template.default_system}
+    if template.only_appends and "thinking_retention" not in options:
+        yield {"thinking_retention": "all"}
 
 
 def choose(
@@ -348,7 +366,7 @@ def choose(
             continue  # it renders the template again
         with suppress(Exception):  # it was written for another vocabulary
             scores.append(_score(tokenizer, template, name, {}, create(name, options)))
-    if all(score.counted for score in scores):
+    if all(score.differs for score in scores):
         for score in [score for score in scores if score.distance < 3 * _NEAR]:
             for more in _variants(score.renderer.config, options, template, open_only=False):
                 with suppress(Exception):
@@ -371,7 +389,11 @@ def choose(
         score for score in scores if score.name in _NOT_BY_TEMPLATE or _reads(tokenizer, template, score.renderer)
     ]
     near = [score for score in readers if score.distance <= _NEAR]
-    for score in near:
+    exact: str | None = None
+    differs = set(near[0].differs) - {_LATE} if near and near[0].name not in _NOT_BY_TEMPLATE else set()
+    if differs and template.only_appends:  # with the template itself, each call extends its row too
+        exact = find_parser(tokenizer, template, create, options)
+    for score in near if exact is None else ():
         starts = _starts_like(tokenizer, template, score.renderer)
         if not score.counted or (score.start_words <= _SAME_START and starts):
             return _chosen(score)
@@ -382,7 +404,7 @@ def choose(
         )
     nearest = f", {scores[0].name} in {_listed(scores[0].differs)}" if scores else ""
     why = f"every other renderer differs from the model's chat template{nearest}"
-    parser = find_parser(tokenizer, template, create, options)
+    parser = exact or find_parser(tokenizer, template, create, options)
     if parser is not None:
         return Selection("default", {"tool_parser": parser}, f"{why}; calls are read by the tool_parser {parser}")
     if near and template.shows_tools:

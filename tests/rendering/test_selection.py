@@ -100,6 +100,23 @@ def test_the_template_of_a_public_model_selects_its_renderer(tmp_path, tokenizer
     assert "chat template" in bundle.reason
 
 
+@pytest.mark.parametrize(
+    ("tokenizer", "own", "parser"),
+    [
+        ("qwen3", "qwen3_training", "qwen3"),
+        pytest.param("qwen3.5", "qwen3_5_think_training", "qwen3.5", marks=SLOW),
+        pytest.param("deepseek-v3", "deepseekv3_training", "deepseek-v3", marks=SLOW),
+    ],
+)
+def test_a_template_that_only_appends_is_rendered_exactly(tmp_path, tokenizer, own, parser):
+    """A renderer that is nearly like it would show the model other prompts than its engine does."""
+    bundle = load(model_folder(tmp_path / "Qwen3-8B", tokenizer, template(own)))
+    messages = [user("Q"), assistant("A", reasoning_content="hm"), user("R")]
+    ids = bundle.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert bundle.render(messages, None) == ids
+    assert bundle.name != "default" or options_of(bundle, ["tool_parser"]) == {"tool_parser": parser}
+
+
 def test_names_decide_between_renderers_that_fit_equally_well(tmp_path):
     """They differ only in a late system message, which this template refuses."""
     late = "{% if messages|length == 4 and messages[2].role == 'system' %}{{ raise_exception('') }}{% endif %}"
