@@ -7,6 +7,7 @@ The exception is a message of several text parts, which may be joined differentl
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from rollout_backend.core.images import Image
@@ -71,6 +72,12 @@ class ModelCall:
     def offers_tools(self) -> bool:
         """Whether the reply may contain tool calls."""
         return bool(self.tools) and self.tool_choice != "none"
+
+    @cached_property
+    def call_ids(self) -> frozenset[str]:
+        """The ids of the tool calls in the messages."""
+        calls = (call for message in self.messages for call in message.get("tool_calls") or ())
+        return frozenset(call["id"] for call in calls if call.get("id"))
 
     @property
     def is_constrained(self) -> bool:

@@ -602,7 +602,8 @@ class CallRenderer:
             said = [token for token in said if token not in hidden]
         if parsed is None or not call.offers_tools:
             text = self.bundle.decode(said)
-        choice = read_reply(parsed or ParsedResponse(content=text), text, call, completion)
+        ids_before = call.call_ids if parsed is not None and parsed.tool_calls else ()
+        choice = read_reply(parsed or ParsedResponse(content=text), text, call, completion, ids_before)
         if reasoning := choice.message.get("reasoning_content"):
             tokens = len(self.bundle.tokenizer.encode(reasoning, add_special_tokens=False))
             choice = replace(choice, reasoning_tokens=min(tokens, len(ids)))

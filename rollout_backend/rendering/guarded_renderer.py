@@ -43,13 +43,14 @@ _FRAME = re.compile(
     re.IGNORECASE,
 )
 # The beginning of a tool call, in any format.
-_CALL = re.compile(
+CALL_START = re.compile(
     "|".join(
         [
             r"<(?:\w+:)?tool_?calls?>",
             r"<\|tool_calls?",
             r"<\uff5ctool\u2581calls?\u2581begin",
             r"<\|python_tag\|>",
+            r"\[TOOL_CALLS\]",
             r" to=functions\.",
             r'\A\s*\{\s*"name"',
         ]
@@ -61,6 +62,8 @@ _ANALYSIS = re.compile(r"<\|channel\|>analysis<\|message\|>.*?(?=<\|(?:end|call|
 _HEADER = re.compile(r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)?<\|message\|>")
 # Templates that print the tool's name with its result. OpenAI's tool messages carry only the call's id.
 _NEEDS_TOOL_NAMES = frozenset({"gpt-oss", "gemma4", "inkling"})
+# Templates that sort the results of several calls by the order of the calls.
+_SORTS_RESULTS = frozenset({"deepseek-v4"})
 # Renderers that never show special tokens of a reply as text: they only delimit its parts.
 _HIDES_SPECIAL_TOKENS = frozenset({"gpt-oss"})
 _TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
@@ -87,7 +90,6 @@ class GuardedRenderer:
         config = getattr(inner, "config", None)
         self._format = FORMATS.get(str(getattr(config, "tool_parser", None) or getattr(config, "name", None)))
         self.reasoning_close: str = getattr(inner, "reasoning_markers", THINK)[1]
-        self._is_gemma = getattr(config, "name", None) == "gemma4"
         is_llama = getattr(config, "name", None) == "llama-3"
         self._ignored_start = tokenizer.convert_tokens_to_ids("<|python_tag|>") if is_llama else None
         self._is_harmony = any(token.content == "<|channel|>" for token in added)
@@ -195,8 +197,7 @@ class GuardedRenderer:
         parsed = self.inner.parse_response(ids, tools=tools, prompt_ids=prompt)
         if self._format is not None and tools and (parsed.tool_calls or self._is_bare(parsed.content)):
             parsed = self._read_again(self._format, parsed, ids, tools, whole)
-        calls = [_checked(call) for call in parsed.tool_calls]
-        return replace(parsed, tool_calls=[_plainly_named(call) for call in calls] if self._is_gemma else calls)
+        return replace(parsed, tool_calls=[_checked(call) for call in parsed.tool_calls])
 
     def _read_again(
         self, form: CallFormat, parsed: ParsedResponse, ids: list[int], tools: Tools, whole: bool
@@ -211,8 +212,6 @@ class GuardedRenderer:
             content, text = before.rstrip(), f"{start}{rest}{text}"
         said, calls = read_calls(form, text, tools, whole=whole)
         before = form.frame.sub("", before)
-        if form is FORMATS["glm"] and not before.rstrip().endswith(content.rstrip()):  # it has the text after a call
-            content = self._after_reasoning(before, parsed.reasoning_content or "").strip()
         if said.strip():
             between = before[len(before.rstrip()) :]
             content = f"{content.rstrip()}{between}{said}".rstrip() if content else said.strip()
@@ -258,7 +257,7 @@ class GuardedRenderer:
             read = parsed.content + "".join(call.raw for call in parsed.tool_calls)
             dropped = tools and len(_letters(self._visible(text))) > len(_letters(self._visible(read)))
             return replace(parsed, content=text.strip()) if dropped else parsed
-        begins_call = tools and _CALL.search(text)
+        begins_call = tools and CALL_START.search(text)
         if not begins_call and (parsed.content.strip() or not self._visible(text)):
             return parsed
         text = text.strip()
@@ -325,6 +324,10 @@ class RendererBundle:
     @property
     def needs_tool_names(self) -> bool:
         return self.name in _NEEDS_TOOL_NAMES
+
+    @property
+    def sorts_results(self) -> bool:
+        return self.name in _SORTS_RESULTS
 
     @cached_property
     def token_bytes(self) -> Mapping[int, bytes]:
@@ -423,17 +426,16 @@ def _mark(value: Any, names: re.Pattern[str]) -> Any:
 def _respelled(call: Mapping[str, Any]) -> Mapping[str, Any]:
     """Write the arguments as templates print parsed ones, which engines pass: clients send other spacing.
 
-    This also removes JSON escapes, which could hide the name of a control token.
+    This also removes JSON escapes, which could hide the name of a control token, and halves of surrogate pairs, which
+    no tokenizer takes.
     """
     arguments = call["function"]["arguments"]
     if not isinstance(arguments, str):
         return call
     try:
-        plain = json.dumps(json.loads(arguments), ensure_ascii=False)
+        plain = _SURROGATE.sub("\ufffd", json.dumps(json.loads(arguments), ensure_ascii=False))
     except (ValueError, RecursionError):
         return call  # not JSON, so a template can only print this text
-    if _SURROGATE.search(plain):
-        plain = json.dumps(json.loads(arguments))
     return {**call, "function": {**call["function"], "arguments": plain}}
 
 
@@ -463,13 +465,6 @@ def _drops_json(raw: str, arguments: Mapping[str, Any]) -> bool:
         return True
     fields = [field for key, field in value.items() if key not in ("name", "id", "type") and field not in NOTHING]
     return value != arguments and fields != ([arguments] if fields or arguments else [])
-
-
-def _plainly_named(call: ParsedToolCall) -> ParsedToolCall:
-    """Mark a call malformed if a name is invalid: Gemma's parser takes any text between arguments for a name."""
-    names = [call.name or "", *(call.arguments if isinstance(call.arguments, dict) else {})]
-    odd = any(re.search(r"[\s<>{}]", name.strip()) for name in names)
-    return replace(call, status=ToolCallParseStatus.MALFORMED_STRUCTURE) if odd else call
 
 
 def _checked(call: ParsedToolCall) -> ParsedToolCall:

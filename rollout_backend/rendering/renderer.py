@@ -8,6 +8,7 @@ Invariants:
 
 import base64
 import difflib
+import itertools
 import json
 import logging
 import os
@@ -16,21 +17,26 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import renderers
 from pydantic import ValidationError
-from renderers import ParsedResponse, ParsedToolCall, RenderedTokens, ToolCallParseStatus
+from renderers import ParsedResponse, ParsedToolCall, RenderedTokens, ToolCallParseStatus, hy3
 from renderers.base import resolve_thinking_retention
 from renderers.configs import _CONFIG_BY_NAME, CustomRendererConfig, Qwen3RendererConfig
 from renderers.deepseek_v4 import DeepSeekV4Renderer
 from renderers.default import DefaultRenderer, _decode_tool_call_arguments
+from renderers.gemma4 import Gemma4Renderer, _ArgumentParser
+from renderers.glm5 import GLM5Renderer, GLM51Renderer, GLM53Renderer
+from renderers.glm45 import GLM45Renderer
 from renderers.gpt_oss import GptOssRenderer
+from renderers.hy3 import Hy3Renderer
+from renderers.laguna_s21 import LagunaS21Renderer
+from renderers.laguna_xs2 import LagunaM1Renderer, LagunaXS2Renderer, LagunaXS21Renderer
 from renderers.qwen3 import Qwen3Renderer
-from renderers.tagged import DEEPSEEK_V4_GRAMMAR, TaggedGrammar, scan_tagged_response
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -42,7 +48,7 @@ from rollout_backend.rendering.image_positions import load_vision
 from rollout_backend.rendering.reasoning import THINK, markers_in, split
 from rollout_backend.rendering.selection import Create, KnownModels, Selection, choose, complete
 from rollout_backend.rendering.token_bytes import decode, token_bytes
-from rollout_backend.rendering.tool_call_reader import FORMATS, CallFormat
+from rollout_backend.rendering.tool_call_reader import FORMATS, USABLE, CallFormat, schema_of, typed_literals
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +59,9 @@ _VOCABULARY_FOLDER, _VOCABULARY_FILE = "TIKTOKEN_ENCODINGS_BASE", "o200k_base.ti
 # In the header of gpt-oss's message.
 _RECIPIENT = re.compile(r"\bto=(?P<namespace>functions\.)?(?P<name>[^\s<]*)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(analysis|commentary|final)\b")
+# Starts of calls that end reasoning which the model does not close. The engines' parsers of the other formats go on.
+_ENDS_REASONING = re.compile("<tool_calls?(?::opensource)?>|<minimax:tool_call>|<\uff5cDSML\uff5c")
+_ODD_NAME = re.compile(r"[\s<>{}]")
 _TAIL_TOKENS = 16  # as text, a marker of reasoning has as many tokens as characters at most
 
 
@@ -290,11 +299,107 @@ class _GptOss(GptOssRenderer):  # type: ignore[misc]  # the package carries no t
                 yield header, text, ids[at] if at < len(ids) else None
 
 
-class _DeepSeekV4(DeepSeekV4Renderer):  # type: ignore[misc]  # the package carries no types
+class _ReasonsFirst:
+    """Ends reasoning at its first end marker, or at the first call if there is none. Later markers are text.
+
+    The package executes calls that are drafted in the reasoning, and drops markers from the answer.
+    """
+
+    _tokenizer: Any
+    get_stop_token_ids: Any
+
+    def parse_response(self, token_ids: Any, *, tools: Any = None, prompt_ids: Any = None) -> ParsedResponse:
+        stops = self.get_stop_token_ids()
+        ids = list(itertools.takewhile(lambda token: token not in stops, token_ids))
+        inherited: Any = super()
+        is_open = inherited.parse_response([], prompt_ids=prompt_ids).reasoning_complete is False
+        begin, end = map(self._tokenizer.convert_tokens_to_ids, THINK)
+        first = next((i for i, token in enumerate(ids) if decode(self._tokenizer, [token]).strip()), len(ids))
+        at, reasoning = 0, None
+        if is_open or ids[first : first + 1] == [begin]:
+            start = first + 1 if ids[first : first + 1] == [begin] else 0
+            close = next((i for i in range(start, len(ids)) if ids[i] == end), self._first_call(ids, start))
+            reasoning = decode(self._tokenizer, ids[start:close]).rstrip()
+            if close is None:
+                return ParsedResponse(content="", reasoning_content=reasoning, reasoning_complete=False)
+            at = close + (ids[close] == end)
+        call = self._first_call(ids, at)
+        content = decode(self._tokenizer, ids[at:call])
+        return ParsedResponse(
+            content=content if call is None and content.strip() else content.strip(),
+            reasoning_content=reasoning or None,
+            tool_calls=[] if call is None else [_unread_call(call, len(ids))],
+            reasoning_complete=True,
+        )
+
+    def _first_call(self, ids: list[int], at: int) -> int | None:
+        call = self._tokenizer.convert_tokens_to_ids("<tool_call>")
+        return next((i for i in range(at, len(ids)) if ids[i] == call), None)
+
+
+def _unread_call(begin: int, end: int) -> ParsedToolCall:
+    """Return the place of a reply's calls. The guard parses them."""
+    return ParsedToolCall(raw="", token_span=(begin, end), status=ToolCallParseStatus.UNCLOSED_BLOCK)
+
+
+class _EndsReasoningAtACall:
+    """Ends reasoning that the model does not close at the first call, as engines do. `_calls` is its first token."""
+
+    _calls: str
+    reasoning_markers = THINK
+    _tokenizer: Any
+
+    def parse_response(self, token_ids: Any, *, tools: Any = None, prompt_ids: Any = None) -> ParsedResponse:
+        ids, inherited = list(token_ids), cast("Any", super())
+        parse = partial(inherited.parse_response, tools=tools, prompt_ids=prompt_ids)
+        at = self._call_in_reasoning(parse, ids)
+        parsed: ParsedResponse = parse(ids) if at is None else _parse_closed(parse, ids, at, self._close)
+        return parsed
+
+    def bridge_to_next_turn(
+        self, previous_prompt_ids: Any, previous_completion_ids: Any, new_messages: Any, *, tools: Any = None
+    ) -> RenderedTokens | None:
+        prompt, ids, inherited = list(previous_prompt_ids), list(previous_completion_ids), cast("Any", super())
+        at = self._call_in_reasoning(partial(inherited.parse_response, tools=tools, prompt_ids=prompt), ids)
+        close = [] if at is None else self._close
+        bridged = inherited.bridge_to_next_turn(
+            prompt, [*ids[:at], *close, *ids[len(ids[:at]) :]], new_messages, tools=tools
+        )
+        begin = len(prompt) + len(ids[:at])
+        return None if bridged is None else _without(bridged, begin, begin + len(close))
+
+    def _call_in_reasoning(self, parse: Any, ids: list[int]) -> int | None:
+        call = self._tokenizer.convert_tokens_to_ids(self._calls)
+        return ids.index(call) if call in ids and parse(ids).reasoning_complete is False else None
+
+    @property
+    def _close(self) -> list[int]:
+        return [self._tokenizer.convert_tokens_to_ids(self.reasoning_markers[1])]
+
+
+def _parse_closed(parse: Any, ids: list[int], at: int, close: list[int]) -> ParsedResponse:
+    """Parse a reply as if `close` ended the reasoning before its token `at`."""
+    parsed: ParsedResponse = parse([*ids[:at], *close, *ids[at:]])
+    spans = [(begin - len(close), end - len(close)) for begin, end in (call.token_span for call in parsed.tool_calls)]
+    calls = [replace(call, token_span=span) for call, span in zip(parsed.tool_calls, spans, strict=True)]
+    return replace(parsed, tool_calls=calls)
+
+
+def _joined(one: RenderedTokens, other: RenderedTokens) -> RenderedTokens:
+    ids, indices = one.token_ids + other.token_ids, one.message_indices + other.message_indices
+    return RenderedTokens(token_ids=ids, message_indices=indices, message_roles=other.message_roles)
+
+
+def _without(rendered: RenderedTokens, begin: int, end: int) -> RenderedTokens:
+    ids, indices = (each[:begin] + each[end:] for each in (rendered.token_ids, rendered.message_indices))
+    return RenderedTokens(token_ids=ids, message_indices=indices, message_roles=rendered.message_roles)
+
+
+class _DeepSeekV4(_ReasonsFirst, DeepSeekV4Renderer):  # type: ignore[misc]  # the package carries no types
     """Corrects the DeepSeek V4 renderer of the package.
 
-    The package decodes all tokens again for each tag of a call, prints the tools into a late system message if there
-    is no other, and does not begin a reply after one.
+    The package prints the tools into a late system message if there is no other, and begins no reply after one. It
+    bridges only a single result, because its results are in the order of the calls. The gateway sorts them so.
     """
 
     def render(self, messages: Any, *, add_generation_prompt: bool = False, **more: Any) -> RenderedTokens:
@@ -307,10 +412,19 @@ class _DeepSeekV4(DeepSeekV4Renderer):  # type: ignore[misc]  # the package carr
     def bridge_to_next_turn(
         self, previous_prompt_ids: Any, previous_completion_ids: Any, new_messages: Any, *, tools: Any = None
     ) -> RenderedTokens | None:
-        bridged = super().bridge_to_next_turn(previous_prompt_ids, previous_completion_ids, new_messages, tools=tools)
+        results = [i for i, message in enumerate(new_messages) if message["role"] == "tool"][1:]
+        one = [message for i, message in enumerate(new_messages) if i not in results]
+        bridged = super().bridge_to_next_turn(previous_prompt_ids, previous_completion_ids, one, tools=tools)
+        if bridged is not None and results:
+            before = len(bridged.token_ids) - len(self._added(one).token_ids)
+            bridged = _joined(_without(bridged, before, len(bridged.token_ids)), self._added(new_messages))
         if bridged is None or new_messages[-1]["role"] != "system":
             return bridged
         return self._begun(bridged)
+
+    def _added(self, messages: Any) -> RenderedTokens:
+        options = {"tools": None, "add_bos": False, "add_effort_prompt": False}
+        return self._render(messages, add_generation_prompt=True, **options)
 
     def _begun(self, rendered: RenderedTokens) -> RenderedTokens:
         """Append the start of a reply to the prompt."""
@@ -318,27 +432,8 @@ class _DeepSeekV4(DeepSeekV4Renderer):  # type: ignore[misc]  # the package carr
         turn, begun = (super(_DeepSeekV4, self).render(asked, add_generation_prompt=begin) for begin in (False, True))
         return _longer(rendered, begun.token_ids[len(turn.token_ids) :])
 
-    def parse_response(self, token_ids: Any, *, tools: Any = None, prompt_ids: Any = None) -> ParsedResponse:
-        ids = list(token_ids)
-        ids = ids[: ids.index(self._eos)] if self._eos in ids else ids
-        begin = next((i - 1 for i in range(1, len(ids)) if ids[i] == self._dsml and self._opens(ids, i)), len(ids))
-        empty = super().parse_response([], prompt_ids=prompt_ids)
-        parsed = scan_tagged_response(
-            self._tokenizer,
-            ids[:begin],
-            thinking=empty.reasoning_complete is False,
-            atomic_markers={self._think_start: "think_start", self._think_end: "think_end"},
-            grammar=TaggedGrammar(DEEPSEEK_V4_GRAMMAR.transitions),
-        )
-        calls = [ParsedToolCall(raw="", token_span=(begin, len(ids)), status=ToolCallParseStatus.UNCLOSED_BLOCK)]
-        is_open = parsed.boundary.is_open and begin == len(ids)
-        reasoning = (parsed.boundary.text or "").rstrip()
-        return ParsedResponse(
-            content=parsed.content if parsed.content.strip() else "",
-            reasoning_content=reasoning if is_open else reasoning or None,
-            tool_calls=calls if begin < len(ids) else [],
-            reasoning_complete=not is_open,
-        )
+    def _first_call(self, ids: list[int], at: int) -> int | None:
+        return next((i - 1 for i in range(at + 1, len(ids)) if ids[i] == self._dsml and self._opens(ids, i)), None)
 
     def _opens(self, ids: list[int], i: int) -> bool:
         return re.search("<\uff5cDSML\uff5c(?:invoke|tool)", decode(self._tokenizer, ids[i - 1 : i + 4])) is not None
@@ -401,6 +496,9 @@ class _OwnTemplate(DefaultRenderer):  # type: ignore[misc]  # the package carrie
         begin = self.reasoning_markers[0]
         opened = tail.rstrip().endswith(begin)
         parsed = self._parse(token_ids, tools, opened=opened)
+        if parsed.reasoning_complete is False and (at := self._call_in_reasoning(token_ids)) is not None:
+            close = self._tokenizer.encode(self.reasoning_markers[1], add_special_tokens=False)
+            parsed = _parse_closed(partial(self._parse, tools=tools, opened=opened), list(token_ids), at, close)
         reasoning, content = parsed.reasoning_content, parsed.content
         if reasoning is not None:
             written = tail.rpartition(begin)[2] if opened else ""
@@ -411,6 +509,15 @@ class _OwnTemplate(DefaultRenderer):  # type: ignore[misc]  # the package carrie
         if parsed.tool_calls:
             content = content.removesuffix(self._layout.after_content)
         return replace(parsed, reasoning_content=reasoning, content=content)
+
+    def _call_in_reasoning(self, ids: Any) -> int | None:
+        """Return where a call ends reasoning that the model does not close, as it does in the family's renderer."""
+        if not isinstance(self._tool_parser, _CallFinder):
+            return None
+        text = decode(self._tokenizer, ids)
+        calls = (call.start() for call in self._tool_parser.start.finditer(text))
+        at = next((at for at in calls if _ENDS_REASONING.match(text, at)), None)
+        return None if at is None else _tokens_of(self._tokenizer, ids, at + 1) - 1
 
     def _parse(self, token_ids: Any, tools: Any, *, opened: bool) -> ParsedResponse:
         begin = self.reasoning_markers[0]
@@ -480,12 +587,74 @@ class _OwnTemplate(DefaultRenderer):  # type: ignore[misc]  # the package carrie
         return shown == [False, True]
 
 
+class _RawLiteral(str):
+    """A value without string delimiters, which the schema may declare as a string."""
+
+
+class _GemmaArguments(_ArgumentParser):  # type: ignore[misc]  # the package carries no types
+    """Keeps literals as text, and refuses duplicate and odd names: any text between two arguments looks like one."""
+
+    def _object(self) -> dict[str, Any]:
+        self._names = [*getattr(self, "_names", ()), set[str]()]
+        found: dict[str, Any] = super()._object()
+        self._names.pop()
+        return found
+
+    def _key(self) -> str:
+        key = str(super()._key())
+        if key in self._names[-1] or _ODD_NAME.search(key):
+            raise ValueError(f"{key!r} occurs twice, or is no name")
+        self._names[-1].add(key)
+        return key
+
+    def _literal(self) -> _RawLiteral:
+        begin = self.i
+        super()._literal()
+        return _RawLiteral(self.text[begin : self.i].strip())
+
+
+class _Gemma4(Gemma4Renderer):  # type: ignore[misc]  # the package carries no types
+    """Reads values without string delimiters by their schema, as the values of other formats."""
+
+    def _parse_tool_call(self, raw: str, span: tuple[int, int], tools: Any) -> ParsedToolCall:
+        call: ParsedToolCall = super()._parse_tool_call(raw, span, tools)
+        if call.status not in USABLE:
+            return call
+        try:
+            arguments = _GemmaArguments(raw[raw.index("{") :]).parse()
+        except (ValueError, RecursionError):
+            return replace(call, status=ToolCallParseStatus.MALFORMED_STRUCTURE)
+        if _ODD_NAME.search(call.name):
+            return replace(call, status=ToolCallParseStatus.MALFORMED_STRUCTURE)
+        schema = schema_of(call.name, tools)
+        return replace(call, arguments=typed_literals(arguments, _RawLiteral, schema, schema))
+
+
+class _Hy3(_EndsReasoningAtACall, Hy3Renderer):  # type: ignore[misc]  # the package carries no types
+    _calls = hy3._TOOL_CALLS
+    reasoning_markers = hy3._THINK, hy3._THINK_END
+
+
+def _with(mixin: type, renderer: Any, **more: Any) -> Any:
+    return type(f"_{renderer.__name__}", (mixin, renderer), more)
+
+
 _OURS: Mapping[str, Any] = {
     "chatml": ChatMLRenderer,
     "default": _OwnTemplate,
     "qwen3": _Qwen3,
     "gpt-oss": _GptOss,
     "deepseek-v4": _DeepSeekV4,
+    "glm-4.5": _with(_ReasonsFirst, GLM45Renderer),
+    "glm-5": _with(_ReasonsFirst, GLM5Renderer),
+    "glm-5.1": _with(_ReasonsFirst, GLM51Renderer),
+    "glm-5.3": _with(_ReasonsFirst, GLM53Renderer),
+    "gemma4": _Gemma4,
+    "hy3": _Hy3,
+    "laguna-xs.2": _with(_EndsReasoningAtACall, LagunaXS2Renderer, _calls="<tool_call>"),
+    "laguna-m.1": _with(_EndsReasoningAtACall, LagunaM1Renderer, _calls="<tool_call>"),
+    "laguna-xs-2.1": _with(_EndsReasoningAtACall, LagunaXS21Renderer, _calls="<tool_call>"),
+    "laguna-s-2.1": _with(_EndsReasoningAtACall, LagunaS21Renderer, _calls="<tool_call>"),
 }
 
 
@@ -506,8 +675,7 @@ class _CallFinder:
         if start is None:
             return ids, []
         at = _tokens_of(self._tokenizer, ids, start.start() + 1) - 1
-        span = (at, len(ids))
-        return ids[:at], [ParsedToolCall(raw="", token_span=span, status=ToolCallParseStatus.UNCLOSED_BLOCK)]
+        return ids[:at], [_unread_call(at, len(ids))]
 
 
 def _organisation_and_name(path: Path) -> tuple[str, str]:

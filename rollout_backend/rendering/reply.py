@@ -23,13 +23,14 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any, Literal
 from uuid import uuid4
 
 from rollout_backend.core.model_call import Choice, Delta, Message, ModelCall
-from rollout_backend.rendering.guarded_renderer import RendererBundle
+from rollout_backend.rendering.guarded_renderer import CALL_START, RendererBundle
 from rollout_backend.rendering.reasoning import OTHER_MARKERS
 from rollout_backend.rendering.segments import Completion
 from rollout_backend.rendering.tool_call_reader import FORMATS, USABLE
@@ -40,6 +41,7 @@ _PROBE = "zqxj"  # ordinary text that no reply contains
 _PARSES, _FREE_TOKENS = 16, 4096
 _SEARCHES = 64
 _UNREAD_TOKENS = 64  # more tokens than any character has
+_MISTRAL_ID = 9  # characters of an id that Mistral's templates accept
 _BARE_JSON = frozenset({"llama-3"})  # a call has no marker: it is any text that starts with a brace
 # Markers that are plain text in some vocabularies. In the others, an added token identifies them.
 _MARKERS = (
@@ -70,18 +72,21 @@ _CLOSED_REASONING = re.compile(rf"\A\s*(?:(?:<think[^<>\s]*>|{_BEGIN})\s*)?(?:</
 # --- whole replies --------------------------------------------------------------------------------------------
 
 
-def read_reply(parsed: Any, text: str, call: ModelCall, completion: Completion) -> Choice:
+def read_reply(
+    parsed: Any, text: str, call: ModelCall, completion: Completion, earlier_ids: Collection[str] = ()
+) -> Choice:
     """Build the message from a `renderers.ParsedResponse`.
 
-    `text` is the whole completion without its end token. It is not read if tools were offered.
+    `text` is the whole completion without its end token. It is not read if tools were offered. `earlier_ids` are
+    those of the conversation's calls.
     """
     content, reasoning = content_and_reasoning(parsed, text, call.offers_tools)
-    calls, malformed = [], 0
+    usable, malformed = [], 0
     missing: list[str] = []  # malformed calls that the parser dropped from the content
     at = 0
     for found in parsed.tool_calls if call.offers_tools else ():
         if found.status in USABLE:
-            calls.append(tool_call(found))
+            usable.append(found)
         else:
             malformed += 1
             raw = found.raw.strip()  # parsers strip the content
@@ -91,6 +96,11 @@ def read_reply(parsed: Any, text: str, call: ModelCall, completion: Completion) 
                 missing.append(found.raw)
             else:
                 at = begin + len(raw)
+    if parsed.reasoning_complete is False and call.offers_tools and completion.finish_reason == "stop":
+        malformed += (
+            CALL_START.search(reasoning) is not None
+        )  # the model meant to call, and did not close its reasoning
+    calls = _tool_calls(usable, earlier_ids)
     content = "\n".join([content, *missing] if content else missing)
     if completion.matched is not None:
         if content:
@@ -142,15 +152,29 @@ def _before(stop: str, text: str) -> str:
     return text.removesuffix(stop.rstrip())
 
 
-def tool_call(call: Any) -> dict[str, Any]:
-    arguments = call.arguments
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {
-        "id": call.id or f"call_{uuid4().hex[:24]}",
-        "type": "function",
-        "function": {"name": call.name, "arguments": arguments},
-    }
+def _tool_calls(parsed: Sequence[Any], earlier_ids: Collection[str]) -> list[dict[str, Any]]:
+    """Return the calls of a reply, with ids that are unique in the conversation: agents look results up by id."""
+    calls: list[dict[str, Any]] = []
+    taken = set(earlier_ids)
+    for each in parsed:
+        arguments = each.arguments
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        call_id = _unused_id(each.id, taken) if each.id else f"call_{uuid4().hex[:24]}"
+        taken.add(call_id)
+        function = {"name": each.name, "arguments": arguments}
+        calls.append({"id": call_id, "type": "function", "function": function})
+    return calls
+
+
+def _unused_id(sampled: str, taken: Collection[str]) -> str:
+    """Return the sampled id, or another one of its form: templates print ids, and refuse those of another form."""
+    if sampled not in taken:
+        return sampled
+    name, _, number = sampled.rpartition(":")
+    if name and number.isdigit():  # Kimi counts the calls of a conversation
+        return next(each for n in count(len(taken)) if (each := f"{name}:{n}") not in taken)
+    return uuid4().hex[:_MISTRAL_ID]
 
 
 def logprob_entry(token: bytes, logprob: float | None) -> Mapping[str, Any]:
@@ -268,7 +292,8 @@ class StreamingParser:
             if _PROBE not in text:  # otherwise the text contains an open call
                 deltas += self._take("text", text)
                 if not self._silent:  # a call is sent after the text before it
-                    deltas += self._send_calls([tool_call(call) for call in calls if call.status in USABLE])
+                    usable = [call for call in calls if call.status in USABLE]
+                    deltas += self._send_calls(_tool_calls(usable, self._call.call_ids))
         if self._channel is not None and not (self._sent[self._channel] or self._held.strip()):
             self._stale = True  # some parsers drop whitespace before the first word: parse again when the word comes
         return deltas

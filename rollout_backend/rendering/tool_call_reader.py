@@ -178,7 +178,7 @@ _KIMI = _json(
     "<|tool_call_begin|>",
     r"<\|tool_call_end\|>",
     "<|tool_call_end|>",
-    r"\s*(?P<id>(?:[^\s<>:.]+\.)?(?P<name>[^\s<>]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>",
+    r"\s*(?P<id>(?P<name>[^\s<>]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>",
     r"<\|tool_calls_section_(?:begin|end)\|>",
 )
 # Nothing closes a call: it ends with its arguments, and a broken one with the reply.
@@ -260,7 +260,9 @@ def _read_json(form: CallFormat, text: str, at: int, tools: Tools, whole: bool) 
         if not named or form.end.match(text, after) is None:
             return _malformed(form, text, at, ToolCallParseStatus.INVALID_JSON)
     end = form.end.match(text, after)
-    value = {"name": begin["name"].strip(), "arguments": value} if named else value
+    if named:
+        name = begin["name"].strip()
+        value = {"name": _without_namespace(name, tools) if form is _KIMI else name, "arguments": value}
     entries = value if form.is_list and isinstance(value, list) else [value]
     if end is None or not entries or not all(isinstance(entry, dict) for entry in entries):
         return _malformed(form, text, at)
@@ -269,6 +271,13 @@ def _read_json(form: CallFormat, text: str, at: int, tools: Tools, whole: bool) 
         calls = [replace(call, id=begin["id"]) for call in calls]
     broken = [call for call in calls if call.status != ToolCallParseStatus.OK]
     return broken[:1] or calls, end.end()
+
+
+def _without_namespace(name: str, tools: Tools) -> str:
+    """Return the name of the tool that Kimi calls. A declared name may have dots itself."""
+    declared = {tool["function"]["name"] for tool in tools or ()}
+    plain = name.removeprefix("functions.")
+    return next((each for each in (name, plain, name.partition(".")[2]) if each in declared), plain)
 
 
 def _json_call(raw: str, call: dict[str, Any]) -> ParsedToolCall:
@@ -348,9 +357,7 @@ def _read_tagged(form: TaggedFormat, text: str, at: int, tools: Tools, whole: bo
     if begin is None:
         return _malformed(form, text, at)
     name = begin["name"].strip()
-    schema = next(
-        (tool["function"].get("parameters") for tool in tools or () if tool["function"]["name"] == name), None
-    )
+    schema = schema_of(name, tools)
     well_formed = schema is not None or _PLAIN_NAME.fullmatch(name) is not None
     after = begin.end()
     arguments: dict[str, Any] = {}
@@ -425,8 +432,8 @@ def _opens(form: TaggedFormat, value: str) -> bool:
 def typed(text: str, schema: Any, root: Any) -> Any:
     """Convert `text` to a value according to its JSON schema. `root` resolves the schema's references.
 
-    If the schema allows strings, the text is converted only if it is valid for another allowed type. Null is
-    excluded, because templates print the string `null` and a missing string alike.
+    If the schema allows strings, the text is converted only if it is valid for another allowed type. As in engines,
+    `null` is null if that is allowed.
 
     An object or array may be written in Python's syntax. Other text stays text, even if the schema allows no string:
     as in engines, the tool refuses it, and the model can correct its call.
@@ -436,16 +443,32 @@ def typed(text: str, schema: Any, root: Any) -> Any:
     if text in [member for member in members if isinstance(member, str)]:
         return text
     kinds = {kind for branch in branches for kind in _kinds(branch)}
-    free = any("string" in _kinds(branch) and not _members(branch) for branch in branches)
     value = _LITERALS[text] if text in _LITERALS and "string" not in kinds and kinds else _json_or_text(text)
     if not kinds:
         return text if isinstance(value, str) else value
     if value is text and "string" not in kinds:
         literal = _python_literal(text)
         return literal if kinds & _kinds_of(literal) else text
-    if "string" not in kinds or (value is None and not free and "null" in kinds):
-        return value
-    return value if value is not None and kinds & _kinds_of(value) - {"string"} else text
+    return value if "string" not in kinds or kinds & _kinds_of(value) - {"string"} else text
+
+
+def typed_literals(value: Any, kind: type[str], schema: Any, root: Any) -> Any:
+    """Convert the strings of type `kind` within `value` as `typed` does."""
+    if isinstance(value, kind):
+        return typed(str(value), schema, root)
+    if isinstance(value, dict):
+        return {key: typed_literals(item, kind, _property(schema, key, root), root) for key, item in value.items()}
+    if isinstance(value, list):
+        items = next((branch["items"] for branch in _branches(schema, root) if "items" in branch), None)
+        return [typed_literals(item, kind, items, root) for item in value]
+    return value
+
+
+def schema_of(name: str, tools: Tools) -> Any:
+    """Return the schema of a tool's arguments, or None."""
+    return next(
+        (tool["function"].get("parameters") for tool in tools or () if tool["function"]["name"] == name), None
+    )
 
 
 def _json_or_text(text: str) -> Any:
@@ -477,7 +500,10 @@ def _branches(schema: Any, root: Any, depth: int = _DEPTH) -> Iterator[Mapping[s
     """Yield the alternative schemas of a value, without references. An empty schema allows everything."""
     if not isinstance(schema, Mapping) or not depth:
         yield {}
-    elif "$ref" in schema:
+        return
+    if schema.get("nullable") is True:
+        yield {"type": "null"}
+    if "$ref" in schema:
         yield from _branches(_resolved(schema["$ref"], root), root, depth - 1)
     elif schema.keys() & {"type", "enum", "const"}:
         yield schema
@@ -529,7 +555,7 @@ def _kinds(schema: Mapping[str, Any]) -> set[str]:
     kinds = {declared} if isinstance(declared, str) else {kind for kind in _listed(declared) if isinstance(kind, str)}
     for member in () if kinds else _members(schema):
         kinds |= _kinds_of(member)
-    return kinds | ({"null"} if kinds and schema.get("nullable") is True else set())
+    return kinds
 
 
 def _kinds_of(value: Any) -> set[str]:

@@ -151,9 +151,11 @@ def test_a_reply_is_streamed_while_it_is_sampled(any_bundle, thinks, size):
     streamed.check()
     said = [streamed.text(kind, early=True).strip() for kind in ("reasoning", "text")]
     if any_bundle.name == "glm-4.5" and not thinks:  # its parser takes such a text for unmarked reasoning
-        said.reverse()
+        said = ["", streamed.text("reasoning").strip()]
     assert said == ["Let me see: 1 < 2." if thinks else "", "I add é € twice."]
     assert [json.loads(called["function"]["arguments"]) for called in streamed.calls()] == [{"a": 1}, {"a": 1}]
+    if any_bundle.name == "glm-4.5" and not thinks:  # an end of reasoning that follows would make it a draft
+        return
     kinds = [delta.kind for delta in streamed.early if delta.kind == "tool_call"]
     assert kinds, "the first call is streamed before the second is complete"
 
@@ -184,8 +186,8 @@ def test_incomplete_characters_and_tags_are_held_back(bundle):
 
 def test_a_call_inside_reasoning_is_not_streamed(any_bundle):
     """A model drafts a call within its reasoning; no agent may execute it."""
-    if any_bundle.name in ("chatml", "glm-4.5"):
-        pytest.skip("one has no reasoning, and in the other a tool call ends it")
+    if any_bundle.name == "chatml":
+        pytest.skip("it has no reasoning")
     begin, end, draft = format_of(any_bundle)
     ids = any_bundle.tokenizer.encode(f"{begin}say {draft} hm{end}so", add_special_tokens=False)
     streamed = Streamed(any_bundle, ids, [1])

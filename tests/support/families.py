@@ -109,6 +109,7 @@ class Family:
     text: str = "{}"
     between: str = ""
     frame: tuple[str, str] = ("", "")  # around all calls
+    options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def is_json(self) -> bool:
@@ -134,7 +135,7 @@ class Family:
     @cache  # noqa: B019  # a few families
     def bundle(self) -> RendererBundle:
         renderer, _, parser = self.name.partition("+")
-        options = {"tool_parser": parser} if parser else {}
+        options = {"tool_parser": parser} if parser else dict(self.options)
         return load_renderer(
             ModelConfig(path=tokenizer_folder(self.tokenizer), renderer=renderer, renderer_options=options)
         )
@@ -162,33 +163,40 @@ class Family:
 
 
 _THINK = "\n</think>\n\n"
+_OPENS = "<think>{}</think>"
 _END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
 _SECTION = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
 FAMILIES = [
     Family("qwen3", "qwen3", HERMES, thought="<think>\n{}\n</think>\n\n", between="\n"),
-    Family("qwen3-vl", "qwen3", HERMES),
+    Family("qwen3-vl", "qwen3", HERMES, thought=_OPENS),
     Family("chatml", "qwen3", HERMES),
-    Family("default+qwen3", "qwen3", HERMES),
-    Family("default+qwen3.5", "qwen3", _QWEN),
+    Family("default+qwen3", "qwen3", HERMES, thought="<think>\n{}\n</think>\n\n"),
+    Family("default+qwen3.5", "qwen3", _QWEN, thought=_OPENS),
     Family("default+glm", "glm-4.7", _GLM, "<|user|>", opened="</think>"),
-    Family("default+deepseek-v3", "deepseek-v3", _DEEPSEEK, _END, frame=_SECTION),
+    Family("default+deepseek-v3", "deepseek-v3", _DEEPSEEK, _END, thought=_OPENS, frame=_SECTION),
     Family("default+mistral", "mistral", MISTRAL, thought="[THINK]{}[/THINK]"),
     Family("default+seed-oss", "seed-oss", _SEED, thought="<seed:think>{}</seed:think>"),
     Family("default+lfm2", "lfm2", _LFM2, thought="<think>{}</think>"),
     Family("default+olmo3", "olmo3", _OLMO3),
     *(Family(f"default+{name}", name, write) for name, write in _LISTS.items()),
-    Family("prime-qwen3", "qwen3", _QWEN),
-    *(Family(name, "qwen3.5", _QWEN, opened=_THINK) for name in ("qwen3.5", "qwen3.6", "qwen3.8")),
+    Family("prime-qwen3", "qwen3", _QWEN, thought=_OPENS),
+    *(
+        Family(name, "qwen3.5", _QWEN, opened=_THINK, options=(("enable_thinking", True),))
+        for name in ("qwen3.5", "qwen3.6", "qwen3.8")
+    ),
     *(Family(name, "qwen3", _QWEN, opened=_THINK) for name in ("nemotron-3", "nemotron-3-ultra", "nemotron-3.5")),
     Family("glm-4.5", "glm-4.5", _GLM_LINES, "<|observation|>", opened="</think>\n"),
     *(
         Family(name, "glm-4.7", _GLM, "<|observation|>", "<|user|>", opened="</think>")
         for name in ("glm-5", "glm-5.1", "glm-5.3")
     ),
-    *(Family(name, "laguna", _GLM_LINES, "</assistant>") for name in ("laguna-xs.2", "laguna-m.1", "laguna-xs-2.1")),
+    *(
+        Family(name, "laguna", _GLM_LINES, "</assistant>", thought=_OPENS)
+        for name in ("laguna-xs.2", "laguna-m.1", "laguna-xs-2.1")
+    ),
     Family("laguna-s-2.1", "laguna", _GLM_LINES, "</assistant>", opened="</think>"),
     Family("minimax-m2", "minimax-m2", _MINIMAX, "[e~[", opened=_THINK),
-    Family("hy3", "hy3", _HUNYUAN, hy3._EOS),
+    Family("hy3", "hy3", _HUNYUAN, hy3._EOS, thought=f"{hy3._THINK}{{}}{hy3._THINK_END}"),
     Family(
         *("gpt-oss", "gpt-oss", _GPT_OSS, "<|call|>", "<|return|>"),
         begun="<|start|>assistant",
@@ -196,11 +204,11 @@ FAMILIES = [
         text="<|start|>assistant<|channel|>final<|message|>{}",
     ),
     Family("llama-3", "llama-3", _LLAMA, "<|eot_id|>"),
-    Family("deepseek-v3", "deepseek-v3", _DEEPSEEK, _END, frame=_SECTION),
+    Family("deepseek-v3", "deepseek-v3", _DEEPSEEK, _END, thought=_OPENS, frame=_SECTION),
     Family("deepseek-r1", "deepseek-r1", _DEEPSEEK, _END, opened="</think>", frame=_SECTION),
-    Family("deepseek-v4", "deepseek-v4", _DSML, _END),
-    Family("kimi-k2", "kimi-k2", KIMI),
+    Family("deepseek-v4", "deepseek-v4", _DSML, _END, opened="</think>", options=(("enable_thinking", True),)),
+    Family("kimi-k2", "kimi-k2", KIMI, thought=_OPENS),
     Family("kimi-k2.5", "kimi-k2", KIMI, opened="</think>"),
-    Family("gemma4", "gemma4", GEMMA, "<|tool_response>"),
+    Family("gemma4", "gemma4", GEMMA, "<|tool_response>", thought="<|channel>thought\n{}<channel|>"),
     Family("inkling", "inkling", _INKLING, "<|content_model_end_sampling|>"),
 ]

@@ -232,6 +232,8 @@ class Conversations:
                 continue
             place = next(self._turns[key] for mark in _marks(messages[n - 1]) if (key := (*end, mark)) in self._turns)
             fresh = _with_tool_names(messages, n) if self._bundle.needs_tool_names else messages[n:]
+            if self._bundle.sorts_results:
+                fresh = _in_call_order(messages[n - 1], fresh)
             if max_chars is not None and sum(len(message.get("content") or "") for message in fresh) > max_chars:
                 return None
             extended = self._bridged(place, fresh, tools, images or {})
@@ -374,6 +376,14 @@ def _marks(reply: Message) -> list[object]:
 
 def _reasoning(message: Message) -> str:
     return (message.get("reasoning_content") or "").strip()
+
+
+def _in_call_order(reply: Message, messages: Sequence[Message]) -> list[Message]:
+    """Return the messages after a reply, with the results of its calls in the order of the calls."""
+    order = {call.get("id"): i for i, call in enumerate(reply.get("tool_calls") or ())}
+    results = (message for message in messages if message["role"] == "tool")
+    in_order = iter(sorted(results, key=lambda result: order.get(result.get("tool_call_id"), 0)))
+    return [next(in_order) if message["role"] == "tool" else message for message in messages]
 
 
 def _with_tool_names(messages: Sequence[Message], start: int = 0) -> list[Message]:

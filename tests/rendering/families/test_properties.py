@@ -6,12 +6,17 @@ docs/models.md says which family is exact in what.
 from __future__ import annotations
 
 import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import family_matrix
 from builders import assistant, function_tool, system, tool_result, user
 from families import FAMILIES, GEMMA, HERMES, KIMI, MISTRAL, Family
+from family_matrix import CASES, Reading, expected, parsers, reading
 from rollout_backend.core.model_call import ApiError, ModelCall
 from rollout_backend.dialects.openai_chat import OpenAIChat
 from rollout_backend.gateway.model_call_executor import CallRenderer
@@ -19,6 +24,7 @@ from rollout_backend.gateway.sessions.conversations import Conversations
 from rollout_backend.rendering.renderer import known_renderers
 from rollout_backend.rendering.reply import StreamingParser, read_reply
 from rollout_backend.rendering.segments import Completion
+from rollout_backend.serving.install import find_engine
 
 WIDE = (pytest.mark.slow, pytest.mark.release)
 QUICK = ("qwen3", "qwen3.5", "glm-5", "minimax-m2", "nemotron-3", "default+qwen3.5")
@@ -28,7 +34,6 @@ TOOLS = [
     function_tool("note", "Does note.", v={"anyOf": [TEXT, {"type": "null"}]}, w={"type": ["string", "null"]}),
     function_tool("bash", "Does bash.", command=TEXT),
 ]
-CALL = ModelCall("m", [], tools=TOOLS)
 
 
 def test_every_renderer_of_the_package_is_a_family_here():
@@ -43,20 +48,62 @@ def family(request) -> Family:
     return request.param
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_the_outcome_of_a_case_is_the_one_that_the_page_shows(family, case):
+    if not expected(family, case):
+        pytest.skip("it does not apply")
+    for pieces in (1, 7):
+        found = reading(family, CASES[case].write(family), pieces=pieces)
+        assert CASES[case].outcome(found) == expected(family, case)
+        assert found.malformed == (expected(family, case) == "reasoning" and case == "open")
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_the_outcomes_are_those_of_sglangs_parsers():
+    asked = [(family, case) for family in FAMILIES if parsers(family) for case in CASES if expected(family, case)]
+    replies = [
+        {
+            "text": CASES[case].write(family).replace(":opensource", ""),
+            "reasoning": parsers(family)[0],
+            "calls": parsers(family)[1],
+            "opened": bool(family.opened),
+            "tools": family_matrix.TOOLS,
+        }
+        for family, case in asked
+    ]
+    script = Path(__file__).parents[2] / "support" / "sglang_parsers.py"
+    done = subprocess.run(
+        [find_engine(), script], input=json.dumps(replies), capture_output=True, text=True, check=True, timeout=500
+    )
+    found = [Reading(**each) for each in json.loads(done.stdout.splitlines()[-1])]
+    outcomes = [
+        CASES[case].outcome(replace(each, calls=[(name, given) for name, given in each.calls]))
+        for (_, case), each in zip(asked, found, strict=True)
+    ]
+    differ = {
+        (family.name, case): outcome.partition(":")[0]
+        for (family, case), outcome in zip(asked, outcomes, strict=True)
+        if outcome != expected(family, case)
+    }
+    assert differ == family_matrix.SGLANG_DIFFERS
+    assert len(outcomes) > 100
+
+
 # --- calls ----------------------------------------------------------------------------------------------------
 
 
-def read(family: Family, text: str):
-    bundle = family.bundle()
+def read(family: Family, text: str, history=()):
+    bundle, call = family.bundle(), ModelCall("m", list(history), tools=TOOLS)
     prompt = bundle.render([user("Go.")], TOOLS)
     ids = family.ids(text)
     parsed = bundle.renderer.parse_response(ids, tools=TOOLS, prompt_ids=prompt)
-    reply = read_reply(parsed, bundle.decode(ids[:-1]), CALL, Completion(tuple(ids), ()))
+    reply = read_reply(parsed, bundle.decode(ids[:-1]), call, Completion(tuple(ids), ()), call.call_ids)
     calls = [
         (call["function"]["name"], json.loads(call["function"]["arguments"]))
         for call in reply.message.get("tool_calls", ())
     ]
-    stream = StreamingParser(bundle, prompt, CALL)
+    stream = StreamingParser(bundle, prompt, call)
     sent = []
     for token in ids[:-1]:
         deltas = stream.add([token])
@@ -81,7 +128,7 @@ def test_a_string_is_returned_verbatim(family, value):
     assert read(family, family.call("put", {"a": value, "b": "z"}))[1] == [("put", {"a": value, "b": "z"})]
 
 
-@pytest.mark.parametrize("value", ["42", '{"k": 1}', "null"])
+@pytest.mark.parametrize("value", ["42", '{"k": 1}', "nullable", "true"])
 @pytest.mark.parametrize("key", ["v", "w"])
 def test_a_nullable_string_is_a_string(family, key, value):
     assert read(family, family.call("note", {key: value}))[1] == [("note", {key: value})]
@@ -240,6 +287,50 @@ def test_text_around_calls_is_kept(family):
             assert reply.message["content"].count(word) == said.count(word)
 
 
+def test_ids_of_calls_are_unique_in_a_conversation(family):
+    if family.name == "default+granite-3":
+        pytest.skip("a call ends the reply")
+    history = []
+    for _ in range(3):
+        reply, calls = read(
+            family, "".join(family.call("bash", {"command": "ls"}) for _ in range(family.parallel + 1)), history
+        )
+        assert calls
+        history += [reply.message, *(tool_result(call["id"], "R") for call in reply.message["tool_calls"])]
+    ids = [call["id"] for message in history for call in message.get("tool_calls", ())]
+    assert len(set(ids)) == len(ids)
+
+
+def test_the_results_of_several_calls_extend_the_row(family):
+    bundle = family.bundle()
+    prompt = bundle.render([user("Go.")], TOOLS)
+    sampled = family.ids("".join(family.call("bash", {"command": "ls"}) for _ in range(family.parallel + 1)))
+    results = [{**tool_result(f"abcdefgh{i}", f"R{i}"), "name": "bash"} for i in range(family.parallel + 1)]
+    added = bundle.renderer.continuation(prompt, sampled, results, tools=TOOLS)
+    if family.name.startswith("default") or family.name == "deepseek-r1":
+        assert added is None
+        return
+    shown = bundle.decode(added)
+    assert [shown.index(result["content"]) for result in results] == sorted(
+        shown.index(result["content"]) for result in results
+    )
+    if bundle.sorts_results:
+        conversations, call = Conversations(bundle), ModelCall("m", [user("Go.")], tools=TOOLS)
+        first = conversations.prepare(call.messages, TOOLS)
+        completion = Completion(tuple(sampled), (None,) * len(sampled))
+        parsed = bundle.renderer.parse_response(sampled, tools=TOOLS, prompt_ids=first.ids)
+        reply = read_reply(parsed, "", call, completion).message
+        conversations.record(first, completion, reply)
+        answers = [
+            {**result, "tool_call_id": called["id"]}
+            for result, called in zip(results, reply["tool_calls"], strict=True)
+        ]
+        for sent in (answers, answers[::-1]):
+            history = [user("Go."), reply, *sent]
+            assert list(conversations.prepare(history, TOOLS).ids) == [*prompt, *sampled, *added]
+            assert prompt_of(family, history, TOOLS)[-len(added) :] == added
+
+
 def test_a_reply_may_have_a_thousand_calls(family):
     if not family.parallel or family.name == "default+granite-3":
         pytest.skip("a call ends the reply, or is all of it")
@@ -258,7 +349,9 @@ def test_a_reply_is_rendered_as_it_was_sampled(family):
     thought = "I must." if family.reasons else None
     sampled = family.ids(family.say(thought, "", [("put", '{"a": " x", "b": "y"}')]).removesuffix(family.end))
     parsed = bundle.renderer.parse_response(sampled, tools=TOOLS, prompt_ids=prompt)
-    reply = read_reply(parsed, bundle.decode(sampled), CALL, Completion(tuple(sampled), ())).message
+    reply = read_reply(
+        parsed, bundle.decode(sampled), ModelCall("m", [], tools=TOOLS), Completion(tuple(sampled), ())
+    ).message
     assert reply.get("reasoning_content") == thought
     [call] = reply["tool_calls"]
     whole = prompt_of(family, [user("Go."), reply, tool_result(call["id"], "R1")], TOOLS)
@@ -362,6 +455,22 @@ def test_arguments_are_spelled_as_engines_pass_them_to_templates(family):
     ]
     assert prompts[0] == prompts[1]
     assert "\u00e4" in family.bundle().decode(prompts[0])
+
+
+def test_half_a_surrogate_pair_is_rendered_as_its_replacement(family):
+    messages = [
+        system("S\ud83d1"),
+        user("U\ude001"),
+        with_call('{"command": "\\ud83d"}'),
+        tool_result("abcdefgh1", "R\ud83d"),
+    ]
+    described = [function_tool("bash", "Does \ud83d.", command={**TEXT, "description": "\ude00"})]
+    body = json.dumps({"model": "m", "messages": messages, "tools": described}).encode()
+    call = OpenAIChat().parse(body)
+    assert call.ignored == {"lone_surrogate"}
+    bundle = family.bundle()
+    prompt = CallRenderer(bundle, 0, 1 << 20).prepare(Conversations(bundle), call).ids
+    assert "R\ufffd" in bundle.decode(prompt)
 
 
 @pytest.mark.parametrize("arguments", ['{"command": "ls', '["ls"]', '"ls"', "5", '{"a": NaN}', '{"a": 1e999}'])
