@@ -412,7 +412,8 @@ class _DeepSeekV4(_ReasonsFirst, DeepSeekV4Renderer):  # type: ignore[misc]  # t
     def bridge_to_next_turn(
         self, previous_prompt_ids: Any, previous_completion_ids: Any, new_messages: Any, *, tools: Any = None
     ) -> RenderedTokens | None:
-        results = [i for i, message in enumerate(new_messages) if message["role"] == "tool"][1:]
+        results = {i for i, message in enumerate(new_messages) if message["role"] == "tool"}
+        results -= {min(results, default=-1)}
         one = [message for i, message in enumerate(new_messages) if i not in results]
         bridged = super().bridge_to_next_turn(previous_prompt_ids, previous_completion_ids, one, tools=tools)
         if bridged is not None and results:
