@@ -90,6 +90,12 @@ def sibling_id(rollout_id: str, number: int) -> str:
     return f"{match[1]}.{number}{match[3] or ''}"
 
 
+def task_of(rollout_id: str) -> str:
+    """Return the id of the task of a rollout; empty if this is not the id of a rollout."""
+    match = _ROLLOUT_ID.fullmatch(rollout_id)
+    return match[1] if match is not None else ""
+
+
 def planned_id(rollout_id: str) -> str:
     """Return the id that the rollout had before any restart of the trainer."""
     match = _ROLLOUT_ID.fullmatch(rollout_id)

@@ -7,7 +7,8 @@ RUN_DIR/artifacts/STEP/ROLLOUT_ID    the artifacts that a scorer was given
 RUN_DIR/steps/STEP.tasks.jsonl       the step's tasks
 RUN_DIR/steps/STEP.json              the step's report
 RUN_DIR/steps/STEP.rollouts.jsonl    one line for each planned rollout: its record
-RUN_DIR/steps/STEP.summary.jsonl     the numbers of these records, and of their tasks: derived, made again if missing
+RUN_DIR/steps/STEP.summary.jsonl     the numbers of these records, of the report and of tasks: derived, made again
+                                     if missing
 RUN_DIR/steps/STEP.running.jsonl     the records while the step runs, with deadlines; replaced every few seconds
 RUN_DIR/rescored/NAME/               rewards that a scorer computed later: see `rescoring`
 RUN_DIR/logs/                        logs of the servers that this run starts
@@ -22,6 +23,8 @@ Invariants:
   waiting, the caller writes.
 """
 
+from __future__ import annotations
+
 import contextlib
 import difflib
 import json
@@ -35,15 +38,16 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from agent_wrapper.contract import ContractError, Rollout, unpack_artifacts
 from rollout_backend.addresses import is_loopback
 from rollout_backend.atomic_file import write_file
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.earlier_batches import order_of
-from rollout_backend.core.tasks import Task
+from rollout_backend.core.tasks import Task, task_of
 from rollout_backend.errors import ConfigError
+from rollout_backend.results.findings import StepOverview
 from rollout_backend.results.local_copies import LocalCopies
 from rollout_backend.results.records import ResultSummary, RolloutRecord
 from rollout_backend.results.run_info import RunInfo, RunStart, RunState, secret_settings, settings_yaml
@@ -229,7 +233,11 @@ class RunArchive:
     def write_report(self, report: StepReport) -> Path | None:
         """Write a step's report and return its path; None if the write failed."""
         path = self._step_file(report.step, _REPORT)
-        return path if self.try_to_write(path, report.model_dump_json(indent=1).encode()) else None
+        if not self.try_to_write(path, report.model_dump_json(indent=1).encode()):
+            return None
+        if self._step_file(report.step, _RECORDS).is_file():
+            self._executor.submit(self.read_overview, report.step)
+        return path
 
     def read_report(self, step: int) -> StepReport | None:
         """Return a step's report; None if the step was interrupted and has none.
@@ -283,7 +291,8 @@ class RunArchive:
         Raises:
             ValueError: a line is not a record.
         """
-        return [record for record in self._records_with(rollout_id) if record.rollout_id == rollout_id]
+        found = self._records_with(rollout_id, task_of(rollout_id))
+        return [record for record in found if record.rollout_id == rollout_id]
 
     def find_task(self, task_id: str) -> list[RolloutRecord]:
         """Return the records of a task's rollouts, oldest step first.
@@ -291,12 +300,15 @@ class RunArchive:
         Raises:
             ValueError: a line is not a record.
         """
-        return [record for record in self._records_with(task_id) if record.task_id == task_id]
+        return [record for record in self._records_with(task_id, task_id) if record.task_id == task_id]
 
-    def _records_with(self, name: str) -> Iterator[RolloutRecord]:
-        """Yield the records that contain a text in quotes, because decoding all records would take much longer."""
-        quoted = json.dumps(name).encode()
+    def _records_with(self, name: str, task_id: str) -> Iterator[RolloutRecord]:
+        """Yield the records of a task that contain a name. Other records are not decoded, nor steps without the task
+        read, because that takes minutes for a training."""
+        quoted, task = to_json(name), to_json(task_id)
         for step in self.steps():
+            if task not in self._stored_summary(step)[1]:
+                continue
             for line in self.record_lines(step):
                 if quoted in line:
                     yield RolloutRecord.model_validate_json(line)
@@ -322,7 +334,23 @@ class RunArchive:
         Raises:
             ValueError: a line is not a record.
         """
-        return self._stored_summary(step)[0]
+        return self._stored_summary(step)[0].summary
+
+    def read_overview(self, step: int) -> StepOverview:
+        """Return what pages over many steps show of the report of a step that has records.
+
+        Raises:
+            ValueError: a record or the report is damaged, or another version of this package wrote it.
+        """
+        stored, totals = self._stored_summary(step)
+        path = self._step_file(step, _REPORT)
+        report = _stamp(path) if path.is_file() else None
+        if stored.overview is None or stored.report != report:
+            overview = StepOverview.of(self.read_report(step), stored.summary)
+            stored = stored.model_copy(update={"report": report, "overview": overview})
+            self._store_summary(step, stored, totals)
+        assert stored.overview is not None
+        return stored.overview
 
     def read_totals(self, step: int) -> TaskTotals:
         """Return the tasks of a step that has records.
@@ -332,18 +360,18 @@ class RunArchive:
         """
         return TaskTotals.model_validate_json(self._stored_summary(step)[1])
 
-    def _stored_summary(self, step: int) -> tuple[StepSummary, bytes]:
+    def _stored_summary(self, step: int) -> tuple[_StoredSummary, bytes]:
         try:
             about, totals = self._step_file(step, SUMMARY).read_bytes().splitlines()
             stored = _StoredSummary.model_validate_json(about)
             if stored.records == _stamp(self._step_file(step, _RECORDS)):
-                return stored.summary, totals
+                return stored, totals
         except (OSError, ValueError):
             # Missing, damaged, or of another version: derived from the records again.
             pass
         return self._summarize(step)
 
-    def _summarize(self, step: int, records: Sequence[RolloutRecord] | None = None) -> tuple[StepSummary, bytes]:
+    def _summarize(self, step: int, records: Sequence[RolloutRecord] | None = None) -> tuple[_StoredSummary, bytes]:
         """Compute the summary of a step from its records, and write it for the next reader if the disk accepts it."""
         stamp = _stamp(self._step_file(step, _RECORDS))
         found = self.read_records(step) if records is None else records
@@ -351,11 +379,14 @@ class RunArchive:
             tasks = self.read_tasks(step)
         except ConfigError:
             tasks = {}
-        summary, totals = summarize(found), TaskTotals.of(found, tasks).model_dump_json().encode()
-        about = _StoredSummary(records=stamp, summary=summary).model_dump_json().encode()
+        stored = _StoredSummary(records=stamp, summary=summarize(found))
+        totals = TaskTotals.of(found, tasks).model_dump_json().encode()
+        self._store_summary(step, stored, totals)
+        return stored, totals
+
+    def _store_summary(self, step: int, stored: _StoredSummary, totals: bytes) -> None:
         with contextlib.suppress(OSError):
-            self.write(self._step_file(step, SUMMARY), about + b"\n" + totals + b"\n")
-        return summary, totals
+            self.write(self._step_file(step, SUMMARY), stored.model_dump_json().encode() + b"\n" + totals + b"\n")
 
     def record_lines(self, step: int) -> list[bytes]:
         """Return the records of a step as JSON; empty if it has none."""
@@ -443,6 +474,9 @@ class _StoredSummary(BaseModel, frozen=True):
     records: tuple[int, int]
     """Size and time of change of the records of which the summary was made."""
     summary: StepSummary
+    report: tuple[int, int] | None = None
+    """The same of the report of which the overview was made; None if there was no report."""
+    overview: StepOverview | None = None
 
 
 def _stamp(path: Path) -> tuple[int, int]:

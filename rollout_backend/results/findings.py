@@ -1,5 +1,7 @@
 """Find what to look at in a step: whether it can be trained, and what cost time or data. Pure."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -33,6 +35,30 @@ class Finding:
     def fields(self) -> dict[str, str]:
         """Return the finding as an object for JSON."""
         return {"level": self.level.name.lower(), "text": self.text, "advice": self.advice}
+
+
+@dataclass(frozen=True)
+class StepOverview:
+    """What pages over many steps show of a step's report, whose groups take much longer to read."""
+
+    findings: tuple[Finding, ...]
+    """What to look at first."""
+    has_report: bool = False
+    """False if the step is running or was interrupted."""
+    balanced: bool = True
+    staleness: float | None = None
+    groups: tuple[int, int] = (0, 0)
+    """Usable groups, and all groups. Known from the report."""
+
+    @classmethod
+    def of(cls, report: StepReport | None, summary: StepSummary) -> StepOverview:
+        """Return the overview of a step that is over."""
+        found = findings_of(report, summary)
+        if report is None:
+            return cls(found)
+        staleness = report.staleness.mean if report.staleness is not None else None
+        groups = sum(group.usable for group in report.groups), len(report.groups)
+        return cls(found, True, report.balanced, staleness, groups)
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ class _Step:
         step, summary = self._step, self._step.summary
         usage = _usage_of(record.result for record in self._records if record.result is not None)
         return EvalLog(
-            status="success" if step.has_report else "cancelled",
+            status="success" if step.overview.has_report else "cancelled",
             eval=self._spec(summary),
             results=_results(summary),
             stats=EvalStats(

@@ -18,7 +18,7 @@ from rollout_backend.core.earlier_batches import describe_batch, order_of, valid
 from rollout_backend.errors import ConfigError
 from rollout_backend.results.archive import CONFIG, RunArchive
 from rollout_backend.results.cost import Cost, Prices
-from rollout_backend.results.findings import Finding, findings_of
+from rollout_backend.results.findings import StepOverview, findings_of
 from rollout_backend.results.records import RolloutRecord
 from rollout_backend.results.run_info import RUNS_S, RunStart, RunState, all_settings
 from rollout_backend.results.step_report import StepReport
@@ -36,16 +36,9 @@ class StepData:
     """Its number, or that of the trainer's global step."""
     validates: bool
     summary: StepSummary
-    findings: tuple[Finding, ...]
-    """What to look at first."""
+    overview: StepOverview
     changed_at: float
     """When its newest file changed."""
-    has_report: bool = False
-    """False if the step is running or was interrupted."""
-    balanced: bool = True
-    staleness: float | None = None
-    groups: tuple[int, int] = (0, 0)
-    """Usable groups, and all groups. Known from the report."""
     running: tuple[RolloutRecord, ...] = ()
     """The records of a step that has not ended."""
     runs: bool = False
@@ -67,7 +60,7 @@ class StepData:
             ConfigError: it cannot be read.
         """
         with reading(self.archive, self.step):
-            return self.archive.read_report(self.step) if self.has_report else None
+            return self.archive.read_report(self.step) if self.overview.has_report else None
 
     def read_totals(self) -> TaskTotals:
         """Return the totals of each task, by which runs are compared.
@@ -220,24 +213,12 @@ def _read_step(
                 running = tuple(archive.read_running(step))
                 runs = state in ("running", None) and time.time() < written_at + RUNS_S
                 summary = summarize(running)
-                findings = findings_of(None, summary, runs=runs)
+                overview = StepOverview(findings_of(None, summary, runs=runs))
                 return StepData(
-                    archive, step, name, is_validation, summary, findings, written_at, running=running, runs=runs
+                    archive, step, name, is_validation, summary, overview, written_at, running=running, runs=runs
                 )
-        summary, report = archive.read_summary(step), archive.read_report(step)
-    return StepData(
-        archive,
-        step,
-        name,
-        is_validation,
-        summary,
-        findings_of(report, summary),
-        archive.changed_at(step),
-        has_report=report is not None,
-        balanced=report is None or report.balanced,
-        staleness=report.staleness.mean if report is not None and report.staleness is not None else None,
-        groups=(sum(group.usable for group in report.groups), len(report.groups)) if report is not None else (0, 0),
-    )
+        summary, overview = archive.read_summary(step), archive.read_overview(step)
+    return StepData(archive, step, name, is_validation, summary, overview, archive.changed_at(step))
 
 
 def read_config(run_dir: Path) -> RolloutConfig | None:

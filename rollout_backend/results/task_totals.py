@@ -6,12 +6,12 @@ Invariant: the size of the totals depends on the number of tasks, not on their r
 from __future__ import annotations
 
 import json
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 from pydantic import BaseModel
 
 from agent_wrapper.contract import Outcome
@@ -79,28 +79,28 @@ class RunTotals:
     def __init__(self, steps: Iterable[TaskTotals] = ()) -> None:
         self.payloads: dict[str, int] = {}
         """Digest of each task's payload in the last step that has it, if known."""
-        self._totals: dict[str, array[float]] = {}
+        self._places: dict[str, int] = {}
+        """The row of each task in the sums and counts."""
+        self._totals = np.zeros((0, 2 * len(MEASURES)))
         for step in steps:
             self.add(step)
 
     def add(self, step: TaskTotals) -> None:
         """Add the tasks of a step."""
-        columns = zip(*step.sums, *step.counts, strict=True)
-        for task, payload, values in zip(step.task_ids, step.payloads, columns, strict=True):
-            known = self._totals.get(task)
-            if known is None:
-                self._totals[task] = array("d", values)
-            else:
-                for place, value in enumerate(values):
-                    known[place] += value
-            if payload is not None:
-                self.payloads[task] = payload
+        rows = [self._places.setdefault(task, len(self._places)) for task in step.task_ids]
+        if (more := len(self._places) - len(self._totals)) > 0:
+            # A reserve, so that a training of new tasks is not copied once per step.
+            more += len(self._totals) // 4
+            self._totals = np.concatenate([self._totals, np.zeros((more, self._totals.shape[1]))])
+        self._totals[rows] += np.array([*step.sums, *step.counts], dtype=float).T
+        known = zip(step.task_ids, step.payloads, strict=True)
+        self.payloads.update((task, payload) for task, payload in known if payload is not None)
 
     def means(self, measure: str) -> dict[str, float]:
         """Return the mean of a measure for each task that has a value."""
         place = [*MEASURES].index(measure)
-        counted = place + len(MEASURES)
-        return {task: each[place] / each[counted] for task, each in self._totals.items() if each[counted]}
+        sums, counts = self._totals[:, place].tolist(), self._totals[:, place + len(MEASURES)].tolist()
+        return {task: sums[row] / counts[row] for task, row in self._places.items() if counts[row]}
 
 
 def totals_of(records: Sequence[RolloutRecord]) -> RunTotals:

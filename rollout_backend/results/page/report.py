@@ -86,7 +86,7 @@ def write_report(run_dir: Path, against: Path | None = None, known: dict[int, St
 def _is_current(page: Path, step: StepData, run_dir: Path) -> bool:
     settings = run_dir / CONFIG  # pages show the settings, and prices affect the numbers
     changed_at = max(step.changed_at, settings.stat().st_mtime if settings.is_file() else 0.0)
-    if not step.has_report and not step.runs:
+    if not step.overview.has_report and not step.runs:
         changed_at = max(changed_at, step.changed_at + RUNS_S)  # an older page says that the step is running
     return page.is_file() and page.stat().st_mtime > changed_at
 

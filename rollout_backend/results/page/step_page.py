@@ -46,7 +46,7 @@ def step_context(
         "steps_link": steps_link,
         "summary": summary,
         "cost": step.cost(run.prices),
-        "findings": step.findings,
+        "findings": step.overview.findings,
         "heatmap": charts.heatmap(tasks, place),
         "timeline": charts.timeline(records, place),
         "phases": summary.spent.parts,

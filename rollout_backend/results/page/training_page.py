@@ -1,8 +1,7 @@
 """Build the page of all steps of a run: all values that its template shows."""
 
 import math
-from array import array
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -10,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollout_backend.core import formats
 from rollout_backend.results.comparison import shown_comparison
@@ -69,7 +69,7 @@ def training_context(run: RunData, links: Mapping[int, str], against: RunData | 
             [each.lengths and each.lengths[0] for each in summaries],
             [each.lengths and (0.0, each.lengths[1]) for each in summaries],
         ),
-        "staleness": _curve(steps, [step.staleness for step in trained], [None] * len(steps)),
+        "staleness": _curve(steps, [step.overview.staleness for step in trained], [None] * len(steps)),
         "learning": _stacks(steps, map(_learning, steps)),
         "left_out": left_out,
         "reasons": reasons,
@@ -89,7 +89,7 @@ def _findings(steps: Sequence[StepEntry]) -> list[tuple[StepEntry, Any]]:
     found = [
         (step, finding)
         for step in reversed(steps)
-        for finding in step.data.findings
+        for finding in step.data.overview.findings
         if finding.level is not Level.NOTE
     ]
     return sorted(found, key=lambda each: each[1].level)[:_FINDINGS]
@@ -170,39 +170,45 @@ def _phases(step: StepEntry, gap: float, longest: float) -> list[tuple[str, floa
 
 def _tasks(steps: Sequence[StepData]) -> dict[str, Any]:
     """Return the mean rewards of tasks that several steps planned, one row per task."""
-    ids = [np.fromiter(map(hash, step.read_totals().task_ids), np.int64) for step in steps]
-    found, times = np.unique(np.concatenate(ids), return_counts=True)
-    repeated = set(found[times > 1].tolist())
-    # Pairs of a step's place and the mean, NaN without a reward: a long training has millions of them.
-    means: dict[str, array[float]] = defaultdict(lambda: array("d"))
-    for number, step in enumerate(steps if repeated else ()):
+    hashes, means, sizes = list[NDArray[np.int64]](), list[NDArray[np.float64]](), list[int]()
+    for step in steps:
         totals = step.read_totals()
-        for task, mean in zip(totals.task_ids, totals.means(REWARD), strict=True):
-            if hash(task) in repeated:
-                means[task].extend((number, math.nan if mean is None else mean))
-    known = array("d", (value for each in means.values() for value in each[1::2] if not math.isnan(value)))
-    low, high = min(0.0, min(known, default=0.0)), max(known, default=1.0)
+        hashes.append(np.fromiter(map(hash, totals.task_ids), np.int64))
+        # NaN without a reward. A long training has a million means, and their tasks' names would take much more.
+        means.append(np.array(totals.means(REWARD), dtype=float))
+        sizes.append(len(totals.task_ids))
+    mean, ends, found = np.concatenate(means), np.cumsum(sizes), np.concatenate(hashes)
+    order = np.argsort(found, kind="stable")
+    _, firsts, times = np.unique(found[order], return_index=True, return_counts=True)
+    # The places of each repeated task among all tasks of all steps.
+    repeated = [order[first : first + count] for first, count in zip(firsts, times, strict=True) if count > 1]
+    rewards = mean[np.concatenate(repeated)] if repeated else np.zeros(0)
+    rewards = rewards[~np.isnan(rewards)]
+    low, high = min(0.0, float(rewards.min(initial=0.0))), float(rewards.max()) if len(rewards) else 1.0
     high = high if high > low else low + 1
-    gains = {task: _gain(of_task[1::2]) for task, of_task in means.items()}
-    ordered = sorted(means, key=lambda task: (gains[task], task))
-    half = min(_MAX_TASKS, _MAX_CELLS * len(means) // max(len(known), 1)) // 2
+    ordered = sorted(((_gain(mean[each]), int(each[0]), each) for each in repeated), key=lambda each: each[:2])
+    half = min(_MAX_TASKS, _MAX_CELLS * len(ordered) // max(len(rewards), 1)) // 2
     shown = ordered if len(ordered) <= 2 * half else [*ordered[:half], *ordered[-half:]]
-    return {
-        "rows": [(task, gains[task], [*_cells(means[task], low, high)]) for task in shown],
-        "of": len(means),
-        "once": int((times == 1).sum()),
-        "low": low,
-        "high": high,
-    }
+    names: dict[int, str] = {}
+    first_steps = np.searchsorted(ends, [first for _, first, _ in shown], side="right").tolist()
+    for number in set(first_steps):
+        names |= dict(enumerate(steps[number].read_totals().task_ids, int(ends[number]) - sizes[number]))
+    rows = []
+    for gain, first, places in shown:
+        numbers = np.searchsorted(ends, places, side="right").tolist()
+        rows.append((names[first], gain, [*_cells(numbers, mean[places].tolist(), low, high)]))
+    return {"rows": rows, "of": len(ordered), "once": int((times == 1).sum()), "low": low, "high": high}
 
 
-def _gain(means: Sequence[float]) -> float:
-    values = [value for value in means if not math.isnan(value)]
-    return values[-1] - values[0] if values else 0.0
+def _gain(means: NDArray[np.float64]) -> float:
+    values = means[~np.isnan(means)]
+    return float(values[-1] - values[0]) if len(values) else 0.0
 
 
-def _cells(pairs: Sequence[float], low: float, high: float) -> Iterator[tuple[int, int | None, float | None]]:
+def _cells(
+    steps: Sequence[int], means: Sequence[float], low: float, high: float
+) -> Iterator[tuple[int, int | None, float | None]]:
     """Yield the place of each step, the shade of the task's mean, and the mean; None without a reward."""
-    for number, mean in zip(pairs[::2], pairs[1::2], strict=True):
+    for number, mean in zip(steps, means, strict=True):
         missing = math.isnan(mean)
-        yield int(number), None if missing else round(SHADES * (mean - low) / (high - low)), None if missing else mean
+        yield number, None if missing else round(SHADES * (mean - low) / (high - low)), None if missing else mean

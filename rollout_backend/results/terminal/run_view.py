@@ -64,7 +64,7 @@ def _step_fields(step: StepData, prices: Prices | None) -> dict[str, Any]:
         "seconds": summary.seconds,
         "spent_seconds": asdict(summary.spent),
         "cost": cost and cost.fields(),
-        "findings": [finding.fields() for finding in step.findings],
+        "findings": [finding.fields() for finding in step.overview.findings],
         "failures": [asdict(each) | {"see": documented_at(each.reason)} for each in summary.failures],
     }
 
@@ -153,7 +153,7 @@ class RunView:
             facts["cost"] = str(cost)
         for name, text in facts.items():
             print_text(console, Text.assemble((f"{name:8} ", "dim"), text))
-        for finding in step.findings:
+        for finding in step.overview.findings:
             advice = f" ({finding.advice}{self.show if finding.advice.startswith('rollout show ') else ''})"
             text = one_line(f"{finding.text}{advice if finding.advice else ''}")
             mark, style = MARKS[finding.level], "red" if finding.level is Level.BAD else ""
@@ -208,7 +208,7 @@ def _lowest(tasks: tuple[TaskRewards, ...]) -> Table:
 def _print_steps(console: Console, steps: tuple[StepData, ...]) -> None:
     table = plain_table("step", "planned", "completed", "trained", "mean reward", "groups usable", "cache", "time")
     for step in steps:
-        summary, (usable, groups) = step.summary, step.groups
+        summary, (usable, groups) = step.summary, step.overview.groups
         number = str(step.step)
         table.add_row(
             number if step.name == number else f"{number} ({step.name})",
@@ -216,7 +216,7 @@ def _print_steps(console: Console, steps: tuple[StepData, ...]) -> None:
             f"{summary.completed:,}",
             f"{summary.trained:,}",
             "none" if summary.mean_reward is None else f"{summary.mean_reward:.3f}",
-            f"{usable}/{groups}" if step.has_report else "interrupted",
+            f"{usable}/{groups}" if step.overview.has_report else "interrupted",
             percent(summary.cache_hit),
             seconds(summary.seconds),
         )
