@@ -27,7 +27,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from agent_wrapper.child_processes import OrphanReaper, prepare_process
 from agent_wrapper.context import RolloutContext
@@ -153,7 +153,7 @@ class RolloutApp:
         return function
 
     def run(self, host: str | None = None, port: int | None = None) -> None:
-        """Serve until the process is stopped. Default: $HOST or 0.0.0.0, $PORT or 8080.
+        """Serve until the process is stopped. Default: $HOST or 0.0.0.0, $PORT or 8080. `::` serves IPv4, too.
 
         If $ROLLOUT_PAYLOAD_FILE is set, run the one rollout that this file requests, and exit.
         """
@@ -165,11 +165,13 @@ class RolloutApp:
             run_and_exit(self, path)
         import uvicorn
 
+        host = host or os.environ.get("HOST") or "0.0.0.0"  # noqa: S104  a container's port is its own
         start_uvicorn_by_runner()
         try:
             uvicorn.run(
                 asgi,
-                host=host or os.environ.get("HOST") or "0.0.0.0",  # noqa: S104  a container's port is its own
+                # asyncio serves `::` over IPv6 alone, and takes several addresses.
+                host=cast(str, ["::", "0.0.0.0"]) if host == "::" else host,  # noqa: S104
                 port=port if port is not None else int(os.environ.get("PORT") or 8080),
                 access_log=False,  # pings
                 timeout_keep_alive=_KEEP_ALIVE_S,

@@ -31,6 +31,7 @@ from pydantic_core import from_json
 from agent_wrapper.contract import ContractError, Outcome
 from rollout_backend.atomic_file import write_file
 from rollout_backend.errors import ConfigError
+from rollout_backend.names import derived_name
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.comparison import Difference, TaskReward, compare, reward_of, task_rewards
 from rollout_backend.results.parallel import chunks, map_in_order
@@ -126,7 +127,9 @@ def rescore(
         sha256=scorer.sha256,
         scored_at=datetime.now(UTC).replace(microsecond=0),
     )
-    folder = _version_folder(run_dir, name or f"{scorer.name}-{info.scored_at:%Y%m%d-%H%M%S}")
+    folder = _version_folder(
+        run_dir, name or f"{derived_name(scorer.name, 'A-Za-z0-9._-', 100)}-{info.scored_at:%Y%m%d-%H%M%S}"
+    )
     archive, old, new = RunArchive(run_dir), RunTotals(), RunTotals()
     completed = _count_completed(archive)
     done = scored = changed = 0

@@ -634,3 +634,15 @@ def test_sessions_differ_even_if_the_kernels_generator_was_restored_too(monkeypa
         reseed(session)
         drawn.add(random.random())
     assert len(drawn) == 2
+
+
+@pytest.mark.parametrize(
+    ("host", "listens"), [("", "0.0.0.0"), ("::1", "::1"), ("::", ["::", "0.0.0.0"])], ids=["unset", "one", "all"]
+)
+def test_an_agent_listens_where_its_container_is_reached(host, listens, monkeypatch):
+    monkeypatch.setattr("uvicorn.run", lambda app, host, **options: listening.append(host))
+    monkeypatch.setenv("HOST", host)
+    app, listening = RolloutApp(), []
+    app.entrypoint(lambda context: 1.0)
+    app.run()
+    assert listening == [listens]

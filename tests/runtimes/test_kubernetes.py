@@ -120,6 +120,9 @@ async def test_the_cluster_is_reached_through_the_proxy_that_the_environment_nam
         ("https://192.168.1.1:6443", False),
         ("https://127.0.0.1:6443", True),
         ("https://[::1]:6443", True),
+        ("https://[fd00::1]:6443", True),
+        ("https://[fd00::2]:6443", True),
+        ("https://[fd00::3]:6443", False),
         ("https://localhost:6443", True),
         ("http://k.example", True),
     ],
@@ -128,7 +131,7 @@ def test_the_proxy_is_the_one_that_kubectl_would_use(server, direct, monkeypatch
     for name in ("HTTP_PROXY", "http_proxy", "no_proxy", "https_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HTTPS_PROXY", "proxy:3128")
-    monkeypatch.setenv("NO_PROXY", ".internal.example, 10.0.0.0/8")
+    monkeypatch.setenv("NO_PROXY", ".internal.example, 10.0.0.0/8, fd00::1, [fd00::2], no network/8")
     assert proxy_of(server) == (None if direct else "http://proxy:3128")
 
 

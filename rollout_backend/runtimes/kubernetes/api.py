@@ -220,11 +220,10 @@ def proxy_of(url: str) -> str | None:
     proxy = named.get(parts.scheme)
     if not proxy or parts.hostname == "localhost" or proxy_bypass(parts.netloc):
         return None
-    with contextlib.suppress(ValueError):  # the server has a name, and no address
-        address = ip_address(parts.hostname or "")
-        networks = [ip_network(each.strip(), strict=False) for each in named.get("no", "").split(",") if "/" in each]
-        if address.is_loopback or any(address in network for network in networks):
-            return None
+    for each in ["127.0.0.0/8", "::1", *named.get("no", "").split(",")]:
+        with contextlib.suppress(ValueError):  # a name, and no address
+            if ip_address(parts.hostname or "") in ip_network(each.strip().strip("[]"), strict=False):
+                return None
     return proxy if "://" in proxy else f"http://{proxy}"
 
 
