@@ -37,6 +37,7 @@ from agent_wrapper.shared.processes import describe_exit
 from rollout_backend.dispatch.rate_limiter import TokenBucket
 from rollout_backend.local.code_artifacts import CodeStore
 from rollout_backend.local.control_plane import ControlLimits, ControlPlane, RuntimeRecord, check_signed
+from rollout_backend.local.prefork import SNAPSHOT
 from rollout_backend.local.session_pool import (
     COUNTERS,
     EmulatorLimits,
@@ -144,7 +145,9 @@ class AgentCoreEmulator:
         """Run new sessions of an endpoint with the version that went live."""
         definition, limits = runtime.served(endpoint), self._settings.limits
         assert definition is not None
-        more, artifact = definition.get("environmentVariables", {}), definition["agentRuntimeArtifact"]
+        more, artifact = dict(definition.get("environmentVariables", {})), definition["agentRuntimeArtifact"]
+        if definition.get("platformVersion") == "V2":
+            more[SNAPSHOT] = "1"
         if code := artifact.get("codeConfiguration"):
             command = self._code.command(await self._code.install(code))
             spawner: Spawner = CommandSpawner(command, {**self._code.env, **more})

@@ -29,6 +29,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import runpy
 import select
 import signal
@@ -37,6 +38,7 @@ import sysconfig
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 # Modules that libraries import on first use, and that every agent needs.
 DEFERRED = {
@@ -45,6 +47,8 @@ DEFERRED = {
     "openai": ("openai.resources.chat.completions", "openai.resources.responses", "openai.types.chat"),
 }
 
+SNAPSHOT = "ROLLOUT_LOCAL_SNAPSHOT"
+"""Environment variable with which all sessions share the state of `random` and numpy, as on platform V2."""
 _REPORT_S = 30.0  # seconds for which the first session reports its imports
 _REPORT_INTERVAL_S = 0.2
 
@@ -93,6 +97,8 @@ def serve() -> tuple[Path, dict[str, str]]:
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     _write_message({"ready": True})
+    drawn = random.getstate()
+    getattr(sys.modules.get("numpy"), "random", None)  # numpy makes its generator at the first access
     sessions: set[int] = set()
     report_to: int | None
     reports, report_to = os.pipe()
@@ -112,7 +118,7 @@ def serve() -> tuple[Path, dict[str, str]]:
                     signal.set_wakeup_fd(-1)
                     for fd in (awake, wake, reports):
                         os.close(fd)
-                    _start_session(order["log"])
+                    _start_session(order["log"], drawn if SNAPSHOT in os.environ else None)
                     if report_to is not None:
                         threading.Thread(
                             target=_report_imports, args=(report_to, set(sys.modules)), daemon=True
@@ -135,7 +141,8 @@ def serve() -> tuple[Path, dict[str, str]]:
             sys.exit(0)
 
 
-def _start_session(log: str) -> None:
+def _start_session(log: str, drawn: tuple[Any, ...] | None) -> None:
+    """Prepare a session's process. `drawn` is the state of `random` that it shares with the others."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     os.setsid()
@@ -147,7 +154,10 @@ def _start_session(log: str) -> None:
     os.close(null)
     os.close(out)
     gc.unfreeze()
-    if "numpy" in sys.modules:  # `random` reseeds itself after a fork; numpy would draw the same in every session
+    # `random` reseeds itself after a fork; numpy would draw the same in every session.
+    if drawn is not None:
+        random.setstate(drawn)
+    elif "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
 
 

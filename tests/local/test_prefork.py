@@ -36,9 +36,9 @@ def agent(tmp_path: Path) -> Path:
     return folder / "agent.py"
 
 
-def started(folder: Path) -> subprocess.Popen[str]:
-    argv = [sys.executable, prefork.__file__]
-    return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder)
+def started(folder: Path, **env: str) -> subprocess.Popen[str]:
+    argv, env = [sys.executable, prefork.__file__], {**os.environ, **env}
+    return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder, env=env)
 
 
 def send(process: subprocess.Popen[str], message: dict) -> None:
@@ -71,6 +71,19 @@ def test_each_session_is_a_fresh_run_of_the_script(agent, tmp_path):
         drawn |= set(draws.split())
     assert len(drawn) == 4
     assert os.getpid() not in pids.values()
+
+
+def test_sessions_from_a_snapshot_draw_the_same_at_their_start(agent, tmp_path):
+    with started(tmp_path, **{prefork.SNAPSHOT: "1"}) as process:
+        send(process, {"script": str(agent), "preload": []})
+        assert json.loads(process.stdout.readline()) == {"ready": True}
+        for who in "ab":
+            send(process, {"id": who, "env": {"WHO": who, "CODE": "0"}, "log": str(tmp_path / f"{who}.log")})
+        said = [json.loads(process.stdout.readline()) for _ in range(4)]
+        assert sum("code" in message for message in said) == 2
+        process.stdin.close()
+    one, other = ((tmp_path / f"{who}.log").read_text().splitlines()[1] for who in "ab")
+    assert one == other
 
 
 def test_late_imports_of_the_first_session_are_preloaded_for_later_sessions(tmp_path):
