@@ -33,7 +33,8 @@ async def agent(context: RolloutContext) -> dict[str, object]:
     if task.endswith("-greedy"):  # REMAX's baseline
         number, rewards = "greedy", {"greedy": payload["baseline"]}
 
-    async with AsyncOpenAI(**context.openai_kwargs()) as client:
+    # Restarts of the trainer take longer than the default number of retries if the machine is busy.
+    async with AsyncOpenAI(**context.openai_kwargs() | {"max_retries": 10_000}) as client:
 
         async def ask(question: str, *history: Any) -> list[Any]:
             content: Any = question
