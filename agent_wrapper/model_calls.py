@@ -5,7 +5,8 @@ changes each request as it is sent:
 
 - with httpx, which the SDKs of OpenAI and Anthropic use, a POST of a JSON object with `model` to a path of their APIs
   gets the endpoint, the key and the model's name of its rollout, and so does an SDK's lookup of models;
-- with Strands, a call of `BedrockModel`, whose API only Bedrock has, is made through `OpenAIModel`.
+- with Strands, a call of `BedrockModel`, whose API only Bedrock has, is made through `OpenAIModel`;
+- with LangChain, a call of `ChatBedrockConverse` or `ChatBedrock` fails and names the client to use instead.
 
 Invariants:
 
@@ -76,6 +77,9 @@ def _install() -> None:
         if "strands" not in _installed and importlib.util.find_spec("strands") is not None:
             _redirect_strands()
             _installed.add("strands")
+        if "langchain_aws" not in _installed and importlib.util.find_spec("langchain_aws") is not None:
+            _refuse_langchain_aws()
+            _installed.add("langchain_aws")
 
 
 def _redirect_http(module: Any) -> None:
@@ -219,3 +223,22 @@ def _redirect_strands() -> None:
 
     BedrockModel.stream = redirected(BedrockModel.stream)
     BedrockModel.structured_output = redirected(BedrockModel.structured_output)
+
+
+def _refuse_langchain_aws() -> None:
+    import langchain_aws
+
+    def refused(method: Any) -> Any:
+        @functools.wraps(method)
+        def call(model: Any, *args: Any, **more: Any) -> Any:
+            if rollout_of_this_code() is not None:
+                raise RuntimeError(
+                    f"{type(model).__name__} calls Bedrock, not the model that is trained. In a rollout, create "
+                    "langchain_openai.ChatOpenAI(**context.openai_kwargs(), model=context.model) instead"
+                )
+            return method(model, *args, **more)
+
+        return call
+
+    for kind in (langchain_aws.ChatBedrockConverse, langchain_aws.ChatBedrock):
+        kind._generate, kind._stream = refused(kind._generate), refused(kind._stream)

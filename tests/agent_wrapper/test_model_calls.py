@@ -1,6 +1,7 @@
 """Which requests of clients that were made before their rollout go to its endpoint."""
 
 import json
+import sys
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import openai
 import pytest
 
 from agent_wrapper.context import CURRENT, RolloutContext
-from agent_wrapper.model_calls import _redirect_http
+from agent_wrapper.model_calls import _redirect_http, _refuse_langchain_aws
 from rollout_backend.dialects.registry import DIALECTS
 
 ENDPOINT = "http://gateway/v1"
@@ -95,3 +96,23 @@ def test_only_attempts_that_may_have_arrived_are_counted(sent, monkeypatch, firs
     counts = [int(each.headers["x-stainless-retry-count"]) for each in sent.requests]
     assert [count - counts[0] for count in counts] == [0, 0, 1, 1, 2]
     assert counts[0] == 41 * first, "the last count of the client's own attempt before was lower"
+
+
+def test_langchains_clients_of_bedrock_name_the_client_to_use(monkeypatch):
+    class ChatBedrock:
+        def _generate(self) -> str:
+            return "from Bedrock"
+
+        _stream = _generate
+
+    kinds = [type(name, (ChatBedrock,), {}) for name in ("ChatBedrockConverse", "ChatBedrock")]
+    monkeypatch.setitem(sys.modules, "langchain_aws", SimpleNamespace(**{kind.__name__: kind for kind in kinds}))
+    _refuse_langchain_aws()
+    for kind in kinds:
+        assert kind()._generate() == kind()._stream() == "from Bedrock"
+        token = CURRENT.set(CONTEXT)
+        with pytest.raises(RuntimeError, match=f"{kind.__name__} calls Bedrock.*ChatOpenAI"):
+            kind()._generate()
+        with pytest.raises(RuntimeError, match="calls Bedrock"):
+            kind()._stream()
+        CURRENT.reset(token)
