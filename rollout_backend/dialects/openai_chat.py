@@ -29,6 +29,9 @@ class _Part(Body):
     type: str
     text: str | None = None
     refusal: str | None = None
+    thinking: JsonValue = None
+    reasoning: str | None = None
+    summary: JsonValue = None
     image_url: _ImageUrl | None = None
 
 
@@ -43,9 +46,22 @@ class _ToolCall(Body):
     function: _Function
 
 
+_AnyPart = Annotated[
+    _Part, BeforeValidator(lambda part: {"type": "text", "text": part} if isinstance(part, str) else part)
+]
+# Parts that vLLM's endpoint reads as text, and the fields that hold it. Clients send back those of a reply.
+_TEXTS = {
+    **dict.fromkeys(("text", "input_text", "output_text"), ("text",)),
+    "refusal": ("refusal",),
+    **dict.fromkeys(("thinking", "reasoning"), ("thinking", "reasoning", "text", "summary")),
+    "redacted_thinking": (),
+}
+_REASONING = frozenset({"thinking", "reasoning", "redacted_thinking"})
+
+
 class _Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[base.Items[_Part] | None, BeforeValidator(base.as_texts)] = None
+    content: Annotated[base.Items[_AnyPart] | None, BeforeValidator(base.as_texts)] = None
     refusal: str | None = None
     audio: Annotated[JsonValue, refuse("this model has no audio; send what was said as content")] = None
     function_call: Annotated[JsonValue, refuse("functions are tools here; send the call as tool_calls")] = None
@@ -195,7 +211,8 @@ def _plain(message: _Message, where: str, images: ImageReader, separators: base.
             plain["tool_calls"] = [
                 _plain_call(call, f"{where}.tool_calls.{i}") for i, call in enumerate(message.tool_calls)
             ]
-        if (reasoning := message.reasoning_content or message.reasoning) is not None:
+        thoughts = "".join(_text(part) for part in message.content or () if part.type in _REASONING)
+        if (reasoning := message.reasoning_content or message.reasoning or thoughts or None) is not None:
             plain["reasoning_content"] = reasoning
     elif message.role == "user" and message.content is None:  # SGLang refuses it as well
         raise refused(f"{where}.content", "is missing")
@@ -212,14 +229,15 @@ def _content(message: _Message, where: str, images: ImageReader, separator: str)
     pieces: list[str | Image] = []
     for i, part in enumerate(message.content or ()):
         at = f"{where}.content.{i}"
-        text = {"text": part.text or "", "refusal": part.refusal or ""}.get(part.type)
+        if part.type in _REASONING and message.role == "assistant":
+            continue
         if part.type == "image_url" and part.image_url is not None:
             image = images.url(part.image_url.url, at)
             if message.role not in ("user", "tool"):
                 raise refused(at, f"a {message.role} message cannot hold an image")
             pieces.append(image)
-        elif text is not None:
-            pieces.append(text)
+        elif part.type in _TEXTS:
+            pieces.append(_text(part))
         else:
             raise refused(at, f"parts of type {part.type!r} are not supported, only text is")
     if message.refusal:
@@ -227,6 +245,14 @@ def _content(message: _Message, where: str, images: ImageReader, separator: str)
             raise refused(f"{where}.refusal", "a reply is content or a refusal; send one of the two")
         pieces = [message.refusal]
     return base.message_content(pieces, separator)
+
+
+def _text(part: _Part) -> str:
+    """Return the text of a part. Mistral's thinking and summaries of reasoning are lists of parts."""
+    value: Any = next((value for field in _TEXTS[part.type] if (value := getattr(part, field))), "")
+    if isinstance(value, list):
+        return "".join(str(each.get("text") or "") for each in value if isinstance(each, dict))
+    return str(value)
 
 
 # --- the answer -------------------------------------------------------------------------------------------

@@ -120,3 +120,31 @@ def test_half_a_surrogate_pair_is_accepted_and_counted_in_every_api(dialect, hal
     assert "lone_surrogate" in call.ignored
     assert replace(call, ignored=plain.ignored) == plain
     assert "lone_surrogate" not in dialect().parse(sent.replace("HALF", r"\ud83d\ude00\\ud83d").encode()).ignored
+
+
+@pytest.mark.parametrize("kind", ["text", "input_text", "output_text"])
+def test_chat_takes_texts_by_every_name_and_as_strings(kind):
+    messages = [{"role": role, "content": [{"type": kind, "text": "a"}, "b"]} for role in ("system", "user", "tool")]
+    call = OpenAIChat().parse(json.dumps({"model": "m", "messages": messages}).encode())
+    assert [message["content"] for message in call.messages] == ["ab", "ab", "ab"]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "thinking", "thinking": "hm", "signature": "x"},
+        {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
+        {"type": "reasoning", "reasoning": "hm"},
+        {"type": "reasoning", "text": "hm"},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+        {"type": "redacted_thinking", "data": "x"},
+    ],
+)
+def test_reasoning_sent_back_as_a_part_is_no_content(part):
+    messages = [
+        {"role": "assistant", "content": [part, {"type": "text", "text": "y"}]},
+        {"role": "user", "content": "a"},
+    ]
+    call = OpenAIChat().parse(json.dumps({"model": "m", "messages": messages}).encode())
+    reasoning = {} if part["type"] == "redacted_thinking" else {"reasoning_content": "hm"}
+    assert call.messages[0] == {"role": "assistant", "content": "y", **reasoning}
