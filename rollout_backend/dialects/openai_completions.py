@@ -4,8 +4,8 @@ Invariants:
 
 - The model sees exactly the prompt: no chat template, no tools, and reasoning is not separated from the text. As in
   vLLM and SGLang, the text has the names of special tokens only with `skip_special_tokens` false.
-- A prompt that starts with the tokens of an earlier call extends its row. Text is tokenized as a whole, so only token
-  ids are certain to do so.
+- A prompt that starts with an earlier prompt, as text or as token ids, and with the beginning of its reply extends
+  that row.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

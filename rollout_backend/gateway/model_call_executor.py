@@ -51,12 +51,13 @@ from rollout_backend.gateway.engine.protocol import (
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.sessions import journal as journals
 from rollout_backend.gateway.sessions.calls import InFlightCall
+from rollout_backend.gateway.sessions.comparison import begins, defaults_of
 from rollout_backend.gateway.sessions.conversations import Conversations, Prompt, RecordedTurn, is_cache_break
 from rollout_backend.gateway.sessions.registry import OpenSession
 from rollout_backend.gateway.stats import GatewayStats, bounded_name, count
 from rollout_backend.rendering.constrained_decoding import Constraints
 from rollout_backend.rendering.guarded_renderer import RendererBundle
-from rollout_backend.rendering.reply import StreamingParser, logprob_entry, read_reply
+from rollout_backend.rendering.reply import StreamingParser, logprob_entry, read_reply, read_tokens
 from rollout_backend.rendering.segments import Completion
 from rollout_backend.rendering.token_bytes import ClearTokens, StopStrings
 
@@ -135,8 +136,12 @@ class ModelCallExecutor:
             async with self._place(session, running.call.n, deadline):
                 answer = await self._answer(session, running, number, deadline)
         except asyncio.CancelledError:
-            if running.given_up:
-                session.write(journals.dropped(digest))
+            if running.given_up and session.is_open:
+                kept = [
+                    session.conversations.keep(prompt, completion, left_out=running.left_out)
+                    for prompt, completion in running.sampled
+                ]
+                session.write(journals.dropped(digest, kept))
             raise
         except Exception as error:
             session.lost_constrained |= isinstance(error, ApiError) and error.code == _CONSTRAINED_LOST
@@ -176,6 +181,7 @@ class ModelCallExecutor:
                 f"this session has asked for {number - 1} replies, and may have {_MAX_CHOICES}: end the rollout",
                 code="session_calls_exceeded",
             )
+        await _wait_for_reply(session, running, deadline)
         prompt = await self._prompt(session, call, running.brief)
         max_bytes, spans = self._settings.max_result_bytes, [placed.span for placed in prompt.images]
         has_room = session.conversations.recorder.has_room(prompt.ids, spans, call.n, max_bytes)
@@ -230,13 +236,11 @@ class ModelCallExecutor:
             answer,
             session.started,
             session.sampled_tokens,
-            left_out=running.left_out,
         )
         session.text_bytes += journals.text_bytes(record)
         session.write(record)
         if running.left_out:
             stats.left_out += len(turns)
-            session.left_out += running.replies
         return answer
 
     def _params(
@@ -271,7 +275,7 @@ class ModelCallExecutor:
         self, session: OpenSession, running: InFlightCall, prompt: Prompt, completion: Completion, choice: Choice
     ) -> RecordedTurn:
         branch = prompt if not running.replies else replace(prompt, split_reason="branched")
-        turn = session.conversations.record(branch, completion, choice.message)
+        turn = session.conversations.record(branch, completion, choice.message, left_out=running.left_out)
         running.replies.append(session.conversations.recorded(turn))
         session.sampled_tokens += len(completion.token_ids)
         stats = self._stats
@@ -297,7 +301,7 @@ class ModelCallExecutor:
         # Generation under a grammar restarts after an abort, so nothing is streamed before it ends.
         if call.stream and request.resumable and call.prompt is None:
             parser = await cpu.run(StreamingParser, self._bundle, prompt.ids, call, index, brief=True)
-            completion = await self._stream(cpu, running, request, parser)
+            completion = await self._stream(cpu, running, prompt, request, parser)
         else:
             completion = await self._generate(request)
         ids = completion.token_ids
@@ -316,20 +320,25 @@ class ModelCallExecutor:
             rest, choice = await cpu.run(parser.end, choice, brief=brief)
             if logprobs:
                 sent = sum(len(delta.logprobs) for delta in running.deltas if delta.choice == index)
-                rest = with_logprobs(rest, logprobs[sent : len(ids) - renderer.has_end(ids)])
+                rest = with_logprobs(rest, logprobs[sent : len(ids) - renderer.bundle.ends_turn(ids)])
             running.emit(rest)
         if not request.resumable:
             completion = replace(completion, logprobs=(None,) * len(ids))
         return completion, choice if logprobs is None else replace(choice, logprobs=logprobs)
 
     async def _stream(
-        self, cpu: CpuShare, running: InFlightCall, request: EngineRequest, parser: StreamingParser
+        self, cpu: CpuShare, running: InFlightCall, prompt: Prompt, request: EngineRequest, parser: StreamingParser
     ) -> Completion:
         """Sample, and emit deltas while sampling."""
+
+        def keep(completion: Completion) -> None:
+            running.sampled.append((prompt, completion))
+
         live = _LiveStream(cpu, running, parser, request.stops, self._renderer)
         emitting = charged_task(live.emit())
         try:
-            completion = await self._generate(replace(request, progress=live.progress))
+            completion = await self._generate(replace(request, progress=live.progress, cancelled=keep))
+            keep(completion)
             live.end()
             await emitting
             return completion
@@ -418,6 +427,24 @@ class _LiveStream:
                     await self._ended.wait()
 
 
+async def _wait_for_reply(session: OpenSession, running: InFlightCall, deadline: float) -> None:
+    """Wait for the end of a stream that this call continues.
+
+    A client may close it at its own marker and make this call before the gateway hears of the closed connection, or
+    leave it open.
+    """
+    streams = [each for each in session.undelivered if each.call.stream and each.deltas and not each.done]
+    if not streams:
+        return
+    call = running.call
+    question, reply = session.conversations.answered_question(call.messages, call.tools)
+    for other in streams:
+        if reply and other is not running and other.key.question == question:
+            back, defaults = call.messages[reply], defaults_of(call.tools)
+            if any(begins(back, said, defaults) for said in other.said()):
+                await asyncio.wait({other.task}, timeout=deadline - asyncio.get_running_loop().time())
+
+
 def _constrained_lost(why: str) -> ApiError:
     return ApiError(
         503,
@@ -495,7 +522,7 @@ class CallRenderer:
         if call.images or call.prompt is not None:
             return None
         try:
-            return conversations.extend(call.messages, call.tools, max_chars=_BRIEF_CHARS)
+            return conversations.extend(call.messages, call.tools, _BRIEF_CHARS)
         except Exception:  # `prepare` raises it again
             return None
 
@@ -526,15 +553,12 @@ class CallRenderer:
         tokenizer, vision = self.bundle.tokenizer, self.bundle.vision
         if isinstance(prompt, str):
             self._check_length(call)
-            ids = array("i", tokenizer.encode(prompt))
         elif max(prompt) >= len(tokenizer) or min(prompt) < 0:
             raise ApiError(400, f"prompt: token ids of this model are below {len(tokenizer)}", param="prompt")
-        else:
-            ids = array("i", prompt)
-        if vision is not None and not set(vision.reserved_ids).isdisjoint(ids):
+        prepared = conversations.prepare_text(prompt, self._hidden(call))
+        if vision is not None and not set(vision.reserved_ids).isdisjoint(prepared.ids):
             raise ApiError(400, "prompt: tokens of an image cannot be sent without it", param="prompt")
-        text = prompt if isinstance(prompt, str) else self.bundle.decode(ids)
-        return conversations.prompt_of(ids, [{"role": "user", "content": text}])
+        return prepared
 
     def _lacks_user(self, call: ModelCall) -> bool:
         """Return whether adding a user message would make the messages renderable."""
@@ -589,29 +613,17 @@ class CallRenderer:
     def read(self, call: ModelCall, prompt: Prompt, completion: Completion) -> Choice:
         """Return the sampled message. A reply that the renderer cannot parse is returned as text."""
         ids = completion.token_ids
-        said: Sequence[int] = ids[:-1] if self.has_end(ids) else ids
-        text, parsed, broken = "", None, False
-        if call.prompt is None:
-            try:
-                parsed = self.bundle.renderer.parse_response(list(ids), tools=call.tools, prompt_ids=prompt.ids)
-            except Exception:  # sampling again would bias training towards replies that this parser can read
-                logger.exception("the renderer could not parse a reply; it is returned as text")
-                broken = True
-        else:
+        if call.prompt is not None:
             hidden = self._hidden(call)
-            said = [token for token in said if token not in hidden]
-        if parsed is None or not call.offers_tools:
-            text = self.bundle.decode(said)
-        ids_before = call.call_ids if parsed is not None and parsed.tool_calls else ()
-        choice = read_reply(parsed or ParsedResponse(content=text), text, call, completion, ids_before)
+            text = self.bundle.decode([token for token in ids if token not in hidden])
+            return read_reply(ParsedResponse(content=text), text, call, completion)
+        choice, failure = read_tokens(self.bundle, call, prompt.ids, completion)
+        if failure is not None:  # sampling again would bias training towards replies that this parser can read
+            logger.error("the renderer could not parse a reply; it is returned as text", exc_info=failure)
         if reasoning := choice.message.get("reasoning_content"):
             tokens = len(self.bundle.tokenizer.encode(reasoning, add_special_tokens=False))
             choice = replace(choice, reasoning_tokens=min(tokens, len(ids)))
-        return replace(choice, malformed_tool_calls=1) if broken else choice
-
-    def has_end(self, ids: Sequence[int]) -> bool:
-        """Return whether the tokens end the model's turn."""
-        return bool(ids) and ids[-1] in self.bundle.stop_token_ids
+        return choice if failure is None else replace(choice, malformed_tool_calls=1)
 
     def logprobs(self, tokens: Sequence[int], logprobs: Sequence[float | None]) -> list[Mapping[str, Any]]:
         """Return one entry per token, in OpenAI's format."""

@@ -49,7 +49,7 @@ class GatewayStats(BaseModel):
     largest: dict[str, int] = {}  # current: the rollout whose open session sampled the most tokens, and how many
     replayed: int = 0  # retried requests that got the first request's answer
     client_disconnects: int = 0  # calls aborted because the client disconnected
-    undelivered: int = 0  # replies dropped because no client received them and no later call continued them
+    undelivered: int = 0  # replies dropped because no client received all of them and no later call continued them
     segments: Counts = Counter()  # opened segments, by reason
     overridden: Counts = Counter()  # sampling settings of agents that were ignored, by field
     ignored: Counts = Counter()  # calls with fields that only concern the provider, or names that no template renders

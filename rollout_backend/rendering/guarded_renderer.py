@@ -321,6 +321,10 @@ class RendererBundle:
         """Whether the model's tool calls can be parsed. If not, the agent would get each one as text."""
         return bool(getattr(self.renderer.inner, "supports_tools", True))
 
+    def ends_turn(self, ids: Sequence[int]) -> bool:
+        """Return whether the tokens end the model's turn."""
+        return bool(ids) and ids[-1] in self.stop_token_ids
+
     @property
     def needs_tool_names(self) -> bool:
         return self.name in _NEEDS_TOOL_NAMES

@@ -29,6 +29,8 @@ from itertools import count
 from typing import Any, Literal
 from uuid import uuid4
 
+from renderers import ParsedResponse
+
 from rollout_backend.core.model_call import Choice, Delta, Message, ModelCall
 from rollout_backend.rendering.guarded_renderer import CALL_START, RendererBundle
 from rollout_backend.rendering.reasoning import OTHER_MARKERS
@@ -37,7 +39,7 @@ from rollout_backend.rendering.tool_call_reader import FORMATS, USABLE
 
 logger = logging.getLogger(__name__)
 
-_PROBE = "zqxj"  # ordinary text that no reply contains
+PROBE = "zqxj"  # ordinary text that no reply contains
 _PARSES, _FREE_TOKENS = 16, 4096
 _SEARCHES = 64
 _UNREAD_TOKENS = 64  # more tokens than any character has
@@ -70,6 +72,22 @@ _CLOSED_REASONING = re.compile(rf"\A\s*(?:(?:<think[^<>\s]*>|{_BEGIN})\s*)?(?:</
 
 
 # --- whole replies --------------------------------------------------------------------------------------------
+
+
+def read_tokens(
+    bundle: RendererBundle, call: ModelCall, prompt_ids: Sequence[int], completion: Completion
+) -> tuple[Choice, Exception | None]:
+    """Return the sampled message. A reply that the renderer cannot parse is returned as text, with the error."""
+    ids, text, failure = completion.token_ids, "", None
+    parsed: ParsedResponse | None = None
+    try:
+        parsed = bundle.renderer.parse_response(list(ids), tools=call.tools, prompt_ids=prompt_ids)
+    except Exception as error:
+        failure = error
+    if parsed is None or not call.offers_tools:
+        text = bundle.decode(ids[:-1] if bundle.ends_turn(ids) else ids)
+    earlier_ids = call.call_ids if parsed is not None and parsed.tool_calls else ()
+    return read_reply(parsed or ParsedResponse(content=text), text, call, completion, earlier_ids), failure
 
 
 def read_reply(
@@ -202,7 +220,7 @@ class StreamingParser:
         self._text = _GrowingText(bundle.decode)
         self._added = bundle.added_token_ids
         self._names: set[str] = set()  # names of the added tokens that were sampled
-        self._probe_ids = bundle.marker_ids(_PROBE)
+        self._probe_ids = bundle.marker_ids(PROBE)
         self._close_ids = bundle.marker_ids(bundle.renderer.reasoning_close)
         self._closed = False  # whether the reasoning has definitely ended
         self._tail = ""  # the end of the text so far, which may contain the start of a marker
@@ -273,12 +291,12 @@ class StreamingParser:
             return []
         text, reasoning, calls = parsed
         self._stale = False
-        if calls and _PROBE in calls[-1].raw:
+        if calls and PROBE in calls[-1].raw:
             self._channel, calls = None, calls[:-1]
-        elif text.endswith(_PROBE):
-            self._channel, text = "text", text.removesuffix(_PROBE)
-        elif reasoning.endswith(_PROBE):
-            self._channel, reasoning = "reasoning", reasoning.removesuffix(_PROBE)
+        elif text.endswith(PROBE):
+            self._channel, text = "text", text.removesuffix(PROBE)
+        elif reasoning.endswith(PROBE):
+            self._channel, reasoning = "reasoning", reasoning.removesuffix(PROBE)
         else:
             self._channel = None
         deltas: list[Delta] = []
@@ -289,7 +307,7 @@ class StreamingParser:
             return []
         else:
             deltas += self._send("reasoning", _beyond(self._sent["reasoning"], reasoning))
-            if _PROBE not in text:  # otherwise the text contains an open call
+            if PROBE not in text:  # otherwise the text contains an open call
                 deltas += self._take("text", text)
                 if not self._silent:  # a call is sent after the text before it
                     usable = [call for call in calls if call.status in USABLE]

@@ -11,6 +11,7 @@ Invariants:
 - With a mixture of experts, a segment has the routing of all its tokens except the last, or no routing.
 - The work of a call does not grow with the number of segments, but with the length of its prompt.
 - Dropping a call restores the segment to its state before the call.
+- A cut removes the last tokens of a segment's last call. They may be recorded again in another segment.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import json
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agent_wrapper.contract import CheckedMessages, ImageSpan, Segment, Turn, VersionSpan
@@ -50,6 +51,28 @@ class Completion:
     cached_tokens: int | None = None  # None: the engine does not report it
     seconds: float = 0.0
     experts: ExpertRows | None = None  # from the token that the call asked for to the last but one
+
+    def split(self, tokens: int) -> tuple[Completion, Completion | None]:
+        """Return the first tokens and the rest, both without routing; None if no token is left."""
+        first, rest = (
+            replace(
+                self,
+                token_ids=self.token_ids[start:end],
+                logprobs=self.logprobs[start:end],
+                weight_versions=tuple(
+                    VersionSpan(
+                        version=span.version, start=max(span.start - start, 0), end=min(span.end, end) - start
+                    )
+                    for span in self.weight_versions
+                    if span.start < end and span.end > start
+                ),
+                experts=None,
+            )
+            for start, end in ((0, tokens), (tokens, len(self.token_ids)))
+        )
+        if not rest.token_ids:
+            return first, None
+        return replace(first, finish_reason="stop", matched=None), replace(rest, cached_tokens=None, seconds=0.0)
 
 
 class TurnPosition(NamedTuple):
@@ -100,6 +123,7 @@ class SegmentRecorder:
         self._segments: list[_Open] = []
         self._experts = experts
         self._tokens = 0
+        self._routed_before = 0  # bytes of routing in the latest call's segment before that call
         # The segments with the same tokens, by length and digest, and the lengths that occur.
         self._by_tokens: dict[int, dict[bytes, list[int]]] = {}
         self._lengths: list[int] = []
@@ -125,7 +149,7 @@ class SegmentRecorder:
         if len(logprobs) != len(sampled):
             raise ValueError(f"{len(logprobs)} logprobs for {len(sampled)} sampled tokens")
         prompt = prompt_ids if isinstance(prompt_ids, array) else array("i", prompt_ids)
-        index = self._extended_by(prompt, images)
+        index = self.extended_by(prompt, images)
         opened = index is None
         if index is None:
             index = len(self._segments)
@@ -161,39 +185,43 @@ class SegmentRecorder:
         segment.message_counts.append(len(messages))
         segment.images += images[len(segment.images) :]
         self._remember(index)
+        self._routed_before = len(segment.experts)
         if completion.experts is not None:
-            self._add_experts(segment, max(before - 1, 0), completion.experts, continues)
+            self._add_experts(segment, completion.experts, continues)
         return TurnPosition(index, before, start, len(segment.ids), opened)
 
-    def _add_experts(self, segment: _Open, known: int, experts: ExpertRows, continues: int | None) -> None:
-        """Add the routing of a segment's tokens after the first `known`. Do nothing if some of it is missing."""
+    def _add_experts(self, segment: _Open, experts: ExpertRows, continues: int | None) -> None:
+        """Add the routing of a segment's next tokens. Do nothing if some of it is missing."""
         assert self._experts is not None, "routing without its shape"
-        size = row_bytes(self._experts)
-        if len(segment.experts) != known * size:
-            return
-        if experts.start > known:  # another segment began with the same tokens
-            if continues is None:
+        begin = experts.start * row_bytes(self._experts)
+        if begin > len(segment.experts):  # another segment began with the same tokens
+            known = b"" if continues is None else self._segments[continues].experts[len(segment.experts) : begin]
+            if len(segment.experts) + len(known) < begin:
                 return
-            segment.experts += self._segments[continues].experts[known * size : experts.start * size]
-        segment.experts += experts.data[max(known - experts.start, 0) * size :]
+            segment.experts += known
+        segment.experts += experts.data[len(segment.experts) - begin :]
 
     def experts(self, place: TurnPosition) -> ExpertRows | None:
-        """Return the routing that a call added to its segment; None if the segment lacks some."""
-        segment, start = self._segments[place.segment], max(place.before - 1, 0)
+        """Return the routing that the latest call added to its segment; None if the segment lacks some."""
+        segment = self._segments[place.segment]
         if self._experts is None or len(segment.experts) != row_bytes(self._experts) * (place.end - 1):
             return None
-        return ExpertRows(start, bytes(segment.experts[start * row_bytes(self._experts) :]))
+        begin = self._routed_before
+        return ExpertRows(begin // row_bytes(self._experts), bytes(segment.experts[begin:]))
 
     def has_room(self, prompt: IntArray, images: Sequence[ImageSpan], choices: int, max_bytes: int) -> bool:
         """Return whether the segments fit into `max_bytes` together with the prompt of one more call."""
         token_bytes = TOKEN_BYTES + (0 if self._experts is None else row_bytes(self._experts))
         tokens = self._tokens + choices * len(prompt)
-        if tokens * token_bytes > max_bytes and (index := self._extended_by(prompt, images)) is not None:
+        if tokens * token_bytes > max_bytes and (index := self.extended_by(prompt, images)) is not None:
             tokens -= len(self._segments[index].ids)
         return tokens * token_bytes <= max_bytes
 
     def prompt_ids(self, place: TurnPosition) -> IntArray:
         return self._segments[place.segment].ids[: place.start]
+
+    def completion_ids(self, place: TurnPosition) -> IntArray:
+        return self._segments[place.segment].ids[place.start : place.end]
 
     def ids(self, segment: int) -> IntArray:
         """Return all tokens of a segment."""
@@ -203,9 +231,6 @@ class SegmentRecorder:
         """Return the images of a segment, or only those within its first `end` tokens."""
         return [span for span in self._segments[segment].images if end is None or span.end <= end]
 
-    def completion_ids(self, place: TurnPosition) -> IntArray:
-        return self._segments[place.segment].ids[place.start : place.end]
-
     def mask(self, place: TurnPosition) -> None:
         """Remove a call. If later tokens follow it, its reply becomes part of their prompt."""
         if self.drop(place):
@@ -214,14 +239,15 @@ class SegmentRecorder:
         index = bisect.bisect_left(segment.turns, place.start, key=lambda turn: turn.start)
         if index == len(segment.turns) or segment.turns[index].start != place.start:  # removed earlier
             return
+        end = segment.turns[index].end
         del segment.turns[index], segment.message_counts[index]
-        for i in range(place.start, place.end):
+        for i in range(place.start, end):
             segment.response_mask[i], segment.logprobs[i] = GIVEN, math.nan
 
     def drop(self, place: TurnPosition) -> bool:
-        """Remove a call, unless later tokens follow it. Return whether it was removed."""
+        """Remove a call, unless later tokens follow it, or it was cut. Return whether it was removed."""
         segment = self._segments[place.segment]
-        if not segment.turns or segment.turns[-1].end != place.end:
+        if not segment.turns or (segment.turns[-1].start, segment.turns[-1].end) != (place.start, place.end):
             return False
         self._forget(place.segment)
         for each in (segment.ids, segment.response_mask, segment.logprobs):
@@ -234,6 +260,31 @@ class SegmentRecorder:
             del segment.experts[row_bytes(self._experts) * max(place.before - 1, 0) :]
         self._remember(place.segment)
         return True
+
+    def cut(self, index: int, end: int) -> Completion | None:
+        """Remove the tokens of a segment from `end` on, and return them; None unless its last call sampled them."""
+        segment = self._segments[index]
+        turn = segment.turns[-1]
+        if not turn.start < end < turn.end or turn.end != len(segment.ids):
+            return None
+        _, rest = Completion(
+            token_ids=tuple(segment.ids[turn.start :]),
+            logprobs=tuple(None if math.isnan(each) else each for each in segment.logprobs[turn.start :]),
+            weight_versions=tuple(
+                VersionSpan(version=span.version, start=span.start - turn.start, end=span.end - turn.start)
+                for span in turn.weight_versions
+            ),
+            finish_reason=turn.finish_reason,
+        ).split(end - turn.start)
+        versions = tuple(replace(span, end=min(span.end, end)) for span in turn.weight_versions if span.start < end)
+        self._forget(index)
+        segment.turns[-1] = replace(turn, end=end, finish_reason="stop", weight_versions=versions)
+        for each in (segment.ids, segment.response_mask, segment.logprobs):
+            del each[end:]
+        if self._experts is not None:
+            del segment.experts[row_bytes(self._experts) * (end - 1) :]
+        self._remember(index)
+        return rest
 
     def segments(self) -> tuple[Segment, ...]:
         """Return the segments recorded so far, in the order in which they were opened."""
@@ -253,7 +304,7 @@ class SegmentRecorder:
             return messages
         return CheckedMessages(self._messages.setdefault(json.dumps(message), dict(message)) for message in messages)
 
-    def _extended_by(self, prompt: IntArray, images: Sequence[ImageSpan]) -> int | None:
+    def extended_by(self, prompt: IntArray, images: Sequence[ImageSpan]) -> int | None:
         """Return the longest segment that is a prefix of the prompt; the latest of equally long ones."""
         digest, at, digests = _digest(), 0, []
         for n in self._lengths[: bisect.bisect_right(self._lengths, len(prompt))]:

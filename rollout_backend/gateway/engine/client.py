@@ -206,7 +206,7 @@ class EngineClient:
             await self._http.close()
 
     async def generate(self, request: EngineRequest) -> Completion:
-        """Sample a continuation. Cancelling this call aborts the generation.
+        """Sample a continuation. Cancelling this call aborts the generation, and reports what it sampled.
 
         Raises:
             EngineUnavailable: no engine answered within the time limit or the number of attempts.
@@ -261,6 +261,11 @@ class EngineClient:
                         f"no engine answered in {self._attempts} attempts; "
                         f"the last said: {str(error) or type(error).__name__}"
                     ) from error
+        except asyncio.CancelledError:
+            if request.cancelled is not None and partial.token_ids:
+                partial.finish = {"type": "stop"}
+                request.cancelled(partial.completion(time.monotonic() - began, None))
+            raise
         except TimeoutError:
             paused = ": they are paused while the trainer has their memory" if self._engines.paused else ""
             raise EngineUnavailable(f"no engine answered within {self._timeout_s:g} s{paused}") from None

@@ -33,6 +33,7 @@ from rollout_backend.core.model_call import ApiError, ModelCall, context_exceede
 from rollout_backend.core.routed_experts import pack
 from rollout_backend.core.tasks import planned_id
 from rollout_backend.errors import ServingError
+from rollout_backend.rendering.segments import Completion
 from rollout_backend.rendering.token_bytes import StopStrings
 
 _SAMPLING = ("temperature", "top_p", "top_k", "seed")
@@ -67,6 +68,8 @@ class EngineRequest:
     images: Sequence[PlacedImage] = ()
     stops: StopStrings | None = None
     progress: Progress | None = None
+    cancelled: Callable[[Completion], None] | None = None
+    """Gets what was sampled, without routing, if the call is cancelled."""
     resumable: bool = True
     """Whether an aborted generation may continue from the tokens sampled so far. A grammar cannot resume."""
     experts_from: int | None = None

@@ -13,7 +13,8 @@ A request is a retry if its body equals that of an earlier request byte for byte
 - The earlier call was answered, but its client disconnected before it got the answer.
 
 Any other identical request is a new sample: agents repeat questions on purpose. A client that disconnects before the
-answer aborts its call, so its retry is sampled again; the aborted call left no record.
+answer aborts its call, so its retry is sampled again. What a stream sampled before is kept, for a
+call that continues it.
 
 A restarted gateway restores answered and unanswered attempts from its journal. It does not know which answers were
 delivered, so only requests that declare themselves retries get them.
@@ -34,8 +35,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 from uuid import uuid4
 
-from rollout_backend.core.model_call import Answer, Delta, ModelCall, session_closed, whole_deltas
-from rollout_backend.gateway.sessions.conversations import RecordedReply
+from rollout_backend.core.model_call import Answer, Delta, Message, ModelCall, session_closed, whole_deltas
+from rollout_backend.gateway.sessions.conversations import Prompt, RecordedReply
+from rollout_backend.rendering.segments import Completion
 
 MAX_ANSWERS = 16
 _RETRY_COUNT, _IDEMPOTENCY_KEY = "x-stainless-retry-count", "idempotency-key"
@@ -75,6 +77,7 @@ class InFlightCall:
     delivered: bool = False
     restored: bool = False  # an earlier process answered it, and may not have delivered the answer
     replies: list[RecordedReply] = field(default_factory=list)  # its recorded replies
+    sampled: list[tuple[Prompt, Completion]] = field(default_factory=list)  # of a stream; all that it sampled so far
     aborted: bool = False  # no listener is left; its task may still be ending
     given_up: bool = False  # aborted because its client disconnected
     attempt: int = 0  # the latest one that joined it
@@ -139,6 +142,16 @@ class InFlightCall:
         except TimeoutError:
             return False
         return True
+
+    def said(self) -> list[Message]:
+        """Return what the client of a stream may have read of each choice."""
+        read: list[Message] = [
+            {"role": "assistant", "content": "", "reasoning_content": ""} for _ in range(self.call.n)
+        ]
+        for delta in self.deltas:
+            field = "reasoning_content" if delta.kind == "reasoning" else "content"
+            read[delta.choice][field] += delta.text
+        return read
 
     def outcome(self) -> Answer:
         """Return the answer of a finished call, or raise its error."""

@@ -8,31 +8,37 @@ Invariants:
   same trajectory.
 - A message refers to an image by the hash of its bytes. The session stores the bytes once, from the first answered
   call that showed them.
-- Messages are compared as rendered. These differences are ignored: text parts or a string, None or "", whitespace at
-  the ends of a reply, the spacing of a tool call's arguments, the order of their keys, how a number is written
-  (JavaScript writes 1.0 as 1), defaults of the tool's schema filled in, tool call ids that the template does not
-  render, reasoning repeated as the text beside a call, and fields that no template renders. Reasoning is not
-  compared, because most agents do not send it back: the tokens keep it, and the renderer decides whether it stays in
-  the history. Of equal replies, the latest with the repeated call ids or reasoning is continued.
+- A reply may come back as a beginning of what was sampled, if the agent stopped reading or dropped the rest. The call
+  continues it at the token that completes what came back, and the later tokens leave the row. They are trained in a
+  row of their own if another call continues them.
+- A stream that its client closes leaves a reply that is in no row until a call continues it.
+- Of equal replies, the latest with the repeated call ids or reasoning is continued.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import orjson
+from typing import TYPE_CHECKING, NamedTuple
 
 from agent_wrapper.contract import ImageSpan, Segment
 from rollout_backend.config import ExpertShape
 from rollout_backend.core.images import Image, PlacedImage, collapse_images, image_names
+from rollout_backend.core.model_call import ModelCall
 from rollout_backend.dialects.base import to_json
+from rollout_backend.gateway.sessions.comparison import (
+    Defaults,
+    Message,
+    Tools,
+    compared,
+    count_tokens_read,
+    defaults_of,
+    reasoning_of,
+)
+from rollout_backend.rendering.reply import PROBE, read_tokens
 from rollout_backend.rendering.segments import Completion, SegmentRecorder, TurnPosition
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and the trainer's process needs no renderer
@@ -40,11 +46,10 @@ if TYPE_CHECKING:  # transformers takes seconds to import, and the trainer's pro
     from rollout_backend.rendering.segments import IntArray
 
 _CACHE_MIN_TOKENS, _CACHE_SHARE = 256, 0.5  # engines cache whole pages, but not the last page
-_MAX_DEPTH = 200  # of a call's arguments, at which no encoder fails
-_INT64, _EXACT_DIGITS = 2**63, 22
 _KEPT = 4  # conversations kept, because an agent may alternate between several
+_EQUALS = 64  # the latest replies to one question that are compared with what came back, and closed streams kept
+_TEXT = b"text"  # in place of the digest of tools: a prompt that the agent wrote as text or tokens
 
-Message = Mapping[str, Any]
 Step = Callable[[bytes, Sequence[Message], int], bytes]
 """Function from the digest of the messages before an index to the digest that includes the message at that index. It
 must not depend on later messages."""
@@ -87,10 +92,17 @@ def common_prefix(some: Sequence[Message], other: Sequence[Message]) -> int:
     return next((i for i in range(n) if some[i] != other[i]), n)
 
 
-Tools = Sequence[Mapping[str, Any]] | None
 _Digest = bytes
-_Defaults = Mapping[str, Mapping[str, Any]]  # defaults of each tool's arguments
-_Digests = tuple[_Digest, _Defaults, list[_Digest]]
+_Digests = tuple[_Digest, Defaults, list[_Digest]]
+
+
+class Continued(NamedTuple):
+    """The part of a reply that a call continues."""
+
+    reply: int  # the number of the reply in its session
+    tokens: int
+    message: Message  # the reply as the agent sent it back
+    end: _Digest  # digest of the conversation up to it
 
 
 @dataclass(frozen=True)
@@ -104,7 +116,8 @@ class Prompt:
     split_reason: str
     known: int = 0  # number of ids that belong to the conversation that this call continues
     continues: int | None = None  # the segment of that conversation
-    defaults: _Defaults = field(default_factory=dict)
+    continued: Continued | None = None
+    defaults: Defaults = field(default_factory=dict)
     images: Sequence[PlacedImage] = ()  # in the order of their tokens
 
 
@@ -118,6 +131,19 @@ def is_cache_break(known: int, cached: int) -> bool:
 
 
 @dataclass(frozen=True)
+class _Reply:
+    """A sampled reply. `place` or `prompt` says what it follows."""
+
+    ids: IntArray
+    place: TurnPosition | None = None  # in a segment that holds its first tokens
+    prompt: Prompt | None = None  # if no segment holds it: its client closed the stream
+    rest: Completion | None = None  # its last tokens, which no segment holds
+    asked: int = 0  # number of messages before it, or of characters if the prompt was text
+    end: _Digest = b""  # digest of the conversation, including the whole reply
+    left_out: bool = False
+
+
+@dataclass(frozen=True)
 class RecordedTurn:
     """The delta that a call adds to a session. Its size does not grow with the history."""
 
@@ -128,10 +154,14 @@ class RecordedTurn:
     messages: Sequence[Message]  # the later messages; the last one is the reply
     split_reason: str
     tools_digest: _Digest
+    asked: _Digest  # digest of the conversation before the reply
     end: _Digest  # digest of the conversation, including the reply
     seen: Sequence[_Digest]  # prefixes of the request that are new in the session
     spans: Sequence[ImageSpan] = ()  # placement of the images within `given`
     images: Sequence[Image] = ()  # new in the session
+    continued: Continued | None = None  # None if this turn changes nothing about the reply that it continues
+    is_closed: bool = False  # the client closed the stream, so `messages` has no reply
+    left_out: bool = False  # not trained
 
     @property
     def opened(self) -> str | None:
@@ -156,13 +186,20 @@ class Conversations:
         """`experts` is the shape of the routing to record, or None."""
         self.recorder = SegmentRecorder(experts)
         self._bundle = bundle
-        self._turns: dict[tuple[_Digest, _Digest, object], TurnPosition] = {}  # by tools, conversation and `_marks`
+        self._sampled: list[_Reply] = []
+        # The number of a reply and how many of its tokens, by tools, conversation and `_marks`.
+        self._turns: dict[tuple[_Digest, _Digest, object], tuple[int, int]] = {}
+        self._answers: dict[tuple[_Digest, _Digest], list[int]] = {}  # by tools and conversation
+        self._texts: list[int] = []  # replies to prompts that the agent wrote as text or tokens
+        self._closed: list[int] = []  # replies whose client closed the stream, without those that a call continues
+        self._left_out: list[TurnPosition] = []
+        self.forgotten = 0  # replies of closed streams that were removed
         self._replies: set[_Digest] = set()  # recorded conversations, regardless of tools
         self._seen: set[_Digest] = set()  # every prefix of an answered request
         self._said: dict[int, Sequence[Message]] = {}  # the conversation of each segment
         self._images: dict[str, Image] = {}
         self._prepared = PrefixMemo()
-        self._offered: tuple[bytes, _Digest, _Defaults] = b"", b"", {}  # the tools of the latest call
+        self._offered: tuple[bytes, _Digest, Defaults] = b"", b"", {}  # the tools of the latest call
         self._latest: tuple[Sequence[Message], Tools, _Digests] = (), None, (b"", {}, [])  # each call asks twice
 
     def unseen(self, images: Mapping[str, Image]) -> list[Image]:
@@ -178,75 +215,115 @@ class Conversations:
         shown = {span.sha256 for segment in segments for span in segment.images}
         return {name: image.data for name, image in self._images.items() if name in shown}
 
+    @property
+    def closed(self) -> int:
+        """How many replies have a client that closed the stream, and no call that continues them."""
+        return len(self._closed) + self.forgotten
+
     def recorded(self, turn: RecordedTurn) -> RecordedReply:
         """Return the position of the latest recorded turn."""
-        return RecordedReply(self._turns[turn.tools_digest, turn.end, None], turn.end)
+        place = self._sampled[-1].place
+        assert place is not None
+        return RecordedReply(place, turn.end)
 
     def drop(self, replies: Iterable[RecordedReply]) -> list[RecordedReply]:
         """Remove the replies that no later call continues, and return them."""
         latest_first = sorted(replies, key=lambda reply: reply.place, reverse=True)
         return [reply for reply in latest_first if reply.end not in self._seen and self.recorder.drop(reply.place)]
 
-    def leave_out(self, replies: Iterable[RecordedReply]) -> None:
-        """Exclude replies from training. Later calls may still continue them."""
-        for reply in sorted(replies, key=lambda reply: reply.place, reverse=True):
-            self.recorder.mask(reply.place)
+    def leave_out(self) -> None:
+        """Exclude the replies that are left out from training."""
+        for place in sorted(self._left_out, reverse=True):
+            self.recorder.mask(place)
 
     def question(self, messages: Sequence[Message], tools: Tools) -> bytes:
         """Return a digest of a call's messages and tools, which identifies a repeated question."""
         tools_digest, _, chain = self._digests(messages, tools)
         return b"".join([tools_digest, *chain[-1:]])
 
+    def answered_question(self, messages: Sequence[Message], tools: Tools) -> tuple[bytes, int]:
+        """Return the question before the latest reply in these messages, and the index of that reply; 0 if none."""
+        n = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
+        tools_digest, _, chain = self._digests(messages, tools)
+        return tools_digest + chain[n - 1], n
+
     def prepare(self, messages: Sequence[Message], tools: Tools, images: Mapping[str, Image] | None = None) -> Prompt:
         """Return the prompt for `messages`, which refer only to `images`. Propagates the renderer's exceptions."""
-        extended = self.extend(messages, tools, images)
-        if extended is not None:
+        n, part = self._find(messages, tools) or (0, None)
+        if part is not None and (extended := self._extended(n, part, messages, tools, images or {})) is not None:
             return extended
         named = _with_tool_names(messages) if self._bundle.needs_tool_names else messages
         ids, placed = self._rendered(named, tools, images or {})
-        return self.prompt_of(ids, messages, tools, placed)
-
-    def prompt_of(
-        self, ids: IntArray, messages: Sequence[Message], tools: Tools = None, images: Sequence[PlacedImage] = ()
-    ) -> Prompt:
-        """Return the prompt for these tokens, which extend no recorded conversation."""
         tools_digest, defaults, chain = self._digests(messages, tools)
-        why = self._split_reason(messages, chain, tools_digest)
-        return Prompt(ids, messages, tools_digest, chain, why, defaults=defaults, images=images)
+        why = self._split_reason(messages, chain, tools_digest, part)
+        return Prompt(ids, messages, tools_digest, chain, why, continued=part, defaults=defaults, images=placed)
 
-    def extend(
-        self,
-        messages: Sequence[Message],
-        tools: Tools,
-        images: Mapping[str, Image] | None = None,
-        max_chars: int | None = None,
-    ) -> Prompt | None:
+    def extend(self, messages: Sequence[Message], tools: Tools, max_chars: int) -> Prompt | None:
         """Return the prompt for `messages` if they extend a recorded conversation by at most `max_chars` of text.
 
         Propagates the renderer's exceptions.
         """
-        tools_digest, defaults, chain = self._digests(messages, tools)
-        for n in range(len(chain) - 1, 0, -1):  # look for a recorded reply followed by new messages
-            end = tools_digest, chain[n - 1]
-            if (*end, None) not in self._turns:
-                continue
-            place = next(self._turns[key] for mark in _marks(messages[n - 1]) if (key := (*end, mark)) in self._turns)
-            fresh = _with_tool_names(messages, n) if self._bundle.needs_tool_names else messages[n:]
-            if self._bundle.sorts_results:
-                fresh = _in_call_order(messages[n - 1], fresh)
-            if max_chars is not None and sum(len(message.get("content") or "") for message in fresh) > max_chars:
-                return None
-            extended = self._bridged(place, fresh, tools, images or {})
-            if extended is None:
-                return None
-            ids, placed = extended
-            known = place.end, place.segment
-            return Prompt(ids, messages, tools_digest, chain, "branched", *known, defaults=defaults, images=placed)
-        return None
+        n, part = self._find(messages, tools, brief=True) or (0, None)
+        if part is None or sum(len(message.get("content") or "") for message in messages[n:]) > max_chars:
+            return None
+        return self._extended(n, part, messages, tools, {})
 
-    def record(self, prompt: Prompt, completion: Completion, reply: Message) -> RecordedTurn:
+    def prepare_text(self, prompt: str | tuple[int, ...], silent: frozenset[int]) -> Prompt:
+        """Return a prompt that the agent wrote as text or tokens. It may begin with an earlier prompt and its reply.
+
+        `silent` are the tokens that are left out of the text of a reply.
+        """
+        tokenizer = self._bundle.tokenizer
+        messages = [{"role": "user", "content": prompt if isinstance(prompt, str) else self._bundle.decode(prompt)}]
+        _, defaults, chain = self._digests(messages, None)
+        why = self._split_reason(messages, chain, _TEXT)
+        found = [shared for each in self._texts[-_EQUALS:] if (shared := self._shared(prompt, each, silent))[1]]
+        if not found:
+            ids = array("i", tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+            return Prompt(ids, messages, _TEXT, chain, why, defaults=defaults)
+        length, tokens, number, more = max(found)
+        reply = self._sampled[number]
+        assert reply.place is not None
+        known, segment = reply.place.start + tokens, reply.place.segment
+        ids = self.recorder.prompt_ids(reply.place) + reply.ids[:tokens]
+        ids.extend(tokenizer.encode(more, add_special_tokens=False) if isinstance(prompt, str) else prompt[length:])
+        said = {"role": "assistant", "content": self._bundle.decode(reply.ids[:tokens])}
+        part = Continued(number, tokens, said, reply.end)
+        return Prompt(ids, messages, _TEXT, chain, why, known, segment, part, defaults)
+
+    def _shared(
+        self, prompt: str | tuple[int, ...], number: int, silent: frozenset[int]
+    ) -> tuple[int, int, int, str]:
+        """Return how much of a prompt is an earlier one with the tokens of its reply, how many these are, the reply's
+        number, and the text after it."""
+        reply = self._sampled[number]
+        assert reply.place is not None
+        if isinstance(prompt, tuple):
+            before = (*self.recorder.prompt_ids(reply.place), *reply.ids)
+            same = next(
+                (i for i, pair in enumerate(zip(before, prompt, strict=False)) if len({*pair}) > 1), len(before)
+            )
+            return min(same, len(prompt)), max(min(same, len(prompt)) - reply.place.start, 0), number, ""
+        asked = self.recorder.messages(reply.place.segment)[0]["content"][: reply.asked]
+        if not prompt.startswith(asked):
+            return 0, 0, number, ""
+        text, at, found = prompt[len(asked) :].encode(errors="surrogatepass"), 0, (0, 0)
+        for i, token in enumerate(reply.ids):
+            spelled = self._bundle.token_bytes.get(token, b"")
+            if token in silent or not text.startswith(spelled, at):
+                break
+            at += len(spelled)
+            if text[at : at + 1] < b"\x80" or text[at : at + 1] >= b"\xc0":  # not within a character
+                found = at, i + 1
+        at, tokens = found
+        return len(asked) + at, tokens, number, text[at:].decode(errors="surrogatepass")
+
+    def record(
+        self, prompt: Prompt, completion: Completion, reply: Message, *, left_out: bool = False
+    ) -> RecordedTurn:
         """Record an answered call. `reply` is the message that the agent gets."""
-        end = _digest(prompt.chain[-1], _compared(reply, prompt.defaults, self._bundle.renders_call_ids))
+        continued = self._continue(prompt)
+        end = _digest(prompt.chain[-1], compared(reply, prompt.defaults, with_ids=self._bundle.renders_call_ids))
         messages = [*prompt.messages, reply]
         spans = [placed.span for placed in prompt.images]
         place = self.recorder.add(
@@ -269,25 +346,213 @@ class Conversations:
             messages=messages[kept:],
             split_reason=prompt.split_reason,
             tools_digest=prompt.tools_digest,
+            asked=prompt.chain[-1],
             end=end,
             seen=[digest for digest in prompt.chain if digest not in self._seen],
             spans=[span for span in spans if span.start >= place.before],
             images=self.unseen({placed.image.sha256: placed.image for placed in prompt.images}),
+            continued=continued,
+            left_out=left_out,
         )
         self._index(place, messages, recorded)
         return recorded
 
+    def keep(self, prompt: Prompt, completion: Completion, *, left_out: bool = False) -> RecordedTurn:
+        """Keep what was sampled until the client closed the stream: a later call may continue it."""
+        continued = self._continue(prompt)
+        spans = [placed.span for placed in prompt.images]
+        extends = self.recorder.extended_by(prompt.ids, spans)
+        before = 0 if extends is None else len(self.recorder.ids(extends))
+        said = () if extends is None else self._said[extends]
+        kept = common_prefix(said, prompt.messages)
+        turn = RecordedTurn(
+            extends=extends,
+            given=prompt.ids[before:],
+            completion=completion,
+            kept=kept,
+            messages=prompt.messages[kept:],
+            split_reason=prompt.split_reason,
+            tools_digest=prompt.tools_digest,
+            asked=prompt.chain[-1],
+            end=b"",
+            seen=(),
+            spans=[span for span in spans if span.start >= before],
+            images=self.unseen({placed.image.sha256: placed.image for placed in prompt.images}),
+            continued=continued,
+            is_closed=True,
+            left_out=left_out,
+        )
+        self._add_closed(turn, prompt.ids, prompt.messages, spans)
+        return turn
+
     def add(self, turn: RecordedTurn) -> None:
-        """Add a turn that another session recorded after the same turns."""
+        """Add a turn that another session recorded or kept after the same turns."""
+        if turn.continued is not None:
+            self._apply(turn.continued, turn.tools_digest)
         ids = array("i") if turn.extends is None else self.recorder.ids(turn.extends)
         ids.extend(turn.given)
         spans = [] if turn.extends is None else self.recorder.images(turn.extends)
         said = () if turn.extends is None else self._said[turn.extends][: turn.kept]
         messages = [*said, *turn.messages]
+        if turn.is_closed:
+            self._add_closed(turn, ids, messages, [*spans, *turn.spans])
+            return
         place = self.recorder.add(
             ids, turn.completion, messages=messages, split_reason=turn.split_reason, images=[*spans, *turn.spans]
         )
         self._index(place, messages, turn)
+
+    def _add_closed(
+        self, turn: RecordedTurn, ids: IntArray, messages: Sequence[Message], spans: Sequence[ImageSpan]
+    ) -> None:
+        self._images.update((image.sha256, image) for image in turn.images)
+        prompt = Prompt(
+            ids,
+            messages,
+            turn.tools_digest,
+            [turn.asked],
+            turn.split_reason,
+            known=len(ids) - len(turn.given),
+            continues=turn.extends,
+            images=[PlacedImage(span.start, span.end, self._images[span.sha256]) for span in spans],
+        )
+        number = len(self._sampled)
+        sampled = array("i", turn.completion.token_ids)
+        reply = _Reply(sampled, None, prompt, turn.completion, len(messages), left_out=turn.left_out)
+        self._sampled.append(reply)
+        self._answers.setdefault((turn.tools_digest, turn.asked), []).append(number)
+        self._closed.append(number)
+        if len(self._closed) > _EQUALS:
+            self._sampled[self._closed.pop(0)] = _Reply(array("i"))
+            self.forgotten += 1
+
+    def _continue(self, prompt: Prompt) -> Continued | None:
+        """Record that a call continues a reply. Return what it changed about the reply, if anything."""
+        part = prompt.continued
+        if part is None:
+            return None
+        reply = self._sampled[part.reply]
+        held = len(reply.ids) - (0 if reply.rest is None else len(reply.rest.token_ids))
+        if held == part.tokens and part.end in self._replies:
+            return None
+        self._apply(part, prompt.tools_digest)
+        return part
+
+    def _apply(self, part: Continued, tools_digest: _Digest) -> None:
+        """Let segments hold as many tokens of a reply as a call continues, and find the reply by that part."""
+        reply, recorder = self._sampled[part.reply], self.recorder
+        rest = 0 if reply.rest is None else len(reply.rest.token_ids)
+        held = len(reply.ids) - rest
+        self._replies.add(part.end)
+        self._turns.setdefault((tools_digest, part.end, None), (part.reply, part.tokens))
+        if reply.end:
+            self._seen.add(reply.end)
+        if reply.place is not None and part.tokens < held:
+            cut = recorder.cut(reply.place.segment, reply.place.start + part.tokens) if not rest else None
+            if cut is not None:
+                self._sampled[part.reply] = replace(reply, rest=cut)
+        elif reply.rest is not None and part.tokens > held:
+            first, left = reply.rest.split(part.tokens - held)
+            if reply.prompt is not None:
+                before, prompt, spans = (
+                    reply.prompt.messages,
+                    reply.prompt.ids,
+                    [each.span for each in reply.prompt.images],
+                )
+                why = reply.prompt.split_reason
+                self._closed.remove(part.reply)
+            else:
+                assert reply.place is not None
+                prompt = recorder.prompt_ids(reply.place)
+                spans = recorder.images(reply.place.segment, reply.place.start)
+                before, why = recorder.messages(reply.place.segment)[: reply.asked], "branched"
+                if tools_digest == _TEXT:
+                    before = [{**before[0], "content": before[0]["content"][: reply.asked]}]
+            messages = [*before, part.message]
+            place = recorder.add(prompt + reply.ids[:held], first, messages=messages, split_reason=why, images=spans)
+            self._hold(place, messages)
+            if reply.left_out:
+                self._left_out.append(place)
+            place = place._replace(start=len(prompt))
+            self._sampled[part.reply] = replace(reply, place=place, prompt=None, rest=left)
+
+    def _hold(self, place: TurnPosition, messages: Sequence[Message]) -> None:
+        self._said[place.segment] = messages
+        if place.opened and place.segment:  # the segment before it now shares its messages with others
+            self._said[place.segment - 1] = self.recorder.messages(place.segment - 1)
+
+    def _find(
+        self, messages: Sequence[Message], tools: Tools, *, brief: bool = False
+    ) -> tuple[int, Continued] | None:
+        """Return the latest reply that these messages repeat and continue, with the number of messages up to it.
+
+        `brief` means to find only replies that were repeated whole, or in the same way before.
+        """
+        tools_digest, defaults, chain = self._digests(messages, tools)
+        for n in range(len(chain) - 1, 0, -1):
+            end, back = (tools_digest, chain[n - 1]), messages[n - 1]
+            if (*end, None) in self._turns:
+                found = next(self._turns[key] for mark in _marks(back) if (key := (*end, mark)) in self._turns)
+                return n, Continued(*found, back, chain[n - 1])
+            asked = self._answers.get((tools_digest, chain[n - 2])) if n > 1 and back["role"] == "assistant" else None
+            if asked is None:
+                continue
+            if brief:
+                return None
+            if (part := self._part_read(asked, back, tools, defaults)) is not None:
+                return n, Continued(*part, back, chain[n - 1])
+        return None
+
+    def _part_read(
+        self, numbers: Sequence[int], back: Message, tools: Tools, defaults: Defaults
+    ) -> tuple[int, int] | None:
+        """Return the number of the latest reply that `back` begins, and how many of its tokens that is."""
+        for number in reversed(numbers[-_EQUALS:]):
+            reply = self._sampled[number]
+            ids = reply.ids
+            if reply.prompt is not None:
+                prompt = reply.prompt.ids
+            elif reply.place is not None:
+                prompt = self.recorder.prompt_ids(reply.place)
+            else:
+                continue
+            for choice in ("auto", "none") if tools else ("none",):
+                call = ModelCall("", (), tools=tools, tool_choice=choice)
+
+                read = partial(self._read, call, prompt, ids)
+                tokens = count_tokens_read(back, len(ids), read, partial(self._decode, ids), defaults)
+                if tokens is not None:
+                    return number, tokens
+        return None
+
+    def _read(self, call: ModelCall, prompt: IntArray, ids: IntArray, n: int, with_word: bool) -> Message:
+        read = (*ids[:n], *(self._bundle.marker_ids(PROBE) if with_word else ()))
+        return read_tokens(self._bundle, call, prompt, Completion(read, (None,) * len(read)))[0].message
+
+    def _decode(self, ids: IntArray, n: int) -> str:
+        return self._bundle.decode(ids[:n])
+
+    def _extended(
+        self, n: int, part: Continued, messages: Sequence[Message], tools: Tools, images: Mapping[str, Image]
+    ) -> Prompt | None:
+        """Return the prompt that extends a reply by the messages after the first `n`; None if the renderer cannot."""
+        tools_digest, defaults, chain = self._digests(messages, tools)
+        fresh = _with_tool_names(messages, n) if self._bundle.needs_tool_names else messages[n:]
+        if self._bundle.sorts_results:
+            fresh = _in_call_order(messages[n - 1], fresh)
+        extended = self._bridged(part, fresh, tools, images)
+        if extended is None:
+            return None
+        ids, placed = extended
+        reply = self._sampled[part.reply]
+        if reply.prompt is not None:
+            known, segment = reply.prompt.known, reply.prompt.continues
+        else:
+            assert reply.place is not None
+            rest = 0 if reply.rest is None else len(reply.rest.token_ids)
+            known = reply.place.start + min(part.tokens, len(reply.ids) - rest)
+            segment = reply.place.segment
+        return Prompt(ids, messages, tools_digest, chain, "branched", known, segment, part, defaults, placed)
 
     def _rendered(
         self, messages: Sequence[Message], tools: Tools, images: Mapping[str, Image]
@@ -301,15 +566,21 @@ class Conversations:
         return array("i", expanded), placed
 
     def _bridged(
-        self, place: TurnPosition, messages: Sequence[Message], tools: Tools, images: Mapping[str, Image]
+        self, part: Continued, messages: Sequence[Message], tools: Tools, images: Mapping[str, Image]
     ) -> tuple[IntArray, tuple[PlacedImage, ...]] | None:
-        """Return the conversation at `place` extended by these messages; None if the renderer cannot extend it."""
-        prompt, completion = self.recorder.prompt_ids(place), self.recorder.completion_ids(place)
+        """Return a conversation extended by these messages; None if the renderer cannot extend it."""
+        reply = self._sampled[part.reply]
+        completion = reply.ids[: part.tokens]
+        if reply.prompt is not None:
+            prompt, earlier = reply.prompt.ids, reply.prompt.images
+        else:
+            assert reply.place is not None
+            prompt = self.recorder.prompt_ids(reply.place)
+            earlier = [
+                PlacedImage(span.start, span.end, self._images[span.sha256])
+                for span in self.recorder.images(reply.place.segment, reply.place.start)
+            ]
         before = prompt + completion
-        earlier = [
-            PlacedImage(span.start, span.end, self._images[span.sha256])
-            for span in self.recorder.images(place.segment, place.start)
-        ]
         names = image_names(messages) if images else []
         added = self._bundle.renderer.continuation(
             collapse_images(prompt, earlier) if earlier else prompt,
@@ -328,13 +599,23 @@ class Conversations:
         return before, (*earlier, *placed)
 
     def _index(self, place: TurnPosition, messages: Sequence[Message], turn: RecordedTurn) -> None:
-        self._said[place.segment] = messages
-        if place.opened and place.segment:  # the segment before it now shares its messages with others
-            self._said[place.segment - 1] = self.recorder.messages(place.segment - 1)
+        self._hold(place, messages)
         self._images.update((image.sha256, image) for image in turn.images)
-        self._turns.update(((turn.tools_digest, turn.end, mark), place) for mark in _marks(messages[-1]))
+        number, sampled = len(self._sampled), array("i", turn.completion.token_ids)
+        is_text = turn.tools_digest == _TEXT
+        asked = len(messages[0]["content"]) if is_text else len(messages) - 1
+        self._sampled.append(_Reply(sampled, place, None, None, asked, turn.end, turn.left_out))
+        self._turns.update(
+            ((turn.tools_digest, turn.end, mark), (number, len(sampled))) for mark in _marks(messages[-1])
+        )
         self._replies.add(turn.end)
         self._seen.update(turn.seen)
+        if is_text:
+            self._texts.append(number)
+        else:
+            self._answers.setdefault((turn.tools_digest, turn.asked), []).append(number)
+        if turn.left_out:
+            self._left_out.append(place)
 
     def _digests(self, messages: Sequence[Message], tools: Tools) -> _Digests:
         """Return the digest of the tools, the defaults of their arguments, and for each message the digest of the
@@ -344,7 +625,7 @@ class Conversations:
             return digests
         text, digest, defaults = self._offered
         if text != (text := to_json(tools)):
-            digest, defaults = _digest(b"tools", tools or []), _defaults(tools)
+            digest, defaults = _digest(b"tools", tools or []), defaults_of(tools)
             self._offered = text, digest, defaults
         with_ids = self._bundle.renders_call_ids
         named = messages if with_ids else _with_tool_names(messages)  # without ids, the tool identifies a result
@@ -353,14 +634,18 @@ class Conversations:
         self._latest = messages, tools, digests
         return digests
 
-    def _split_reason(self, messages: Sequence[Message], chain: list[_Digest], tools_digest: _Digest) -> str:
-        if not self._seen:
+    def _split_reason(
+        self, messages: Sequence[Message], chain: list[_Digest], tools_digest: _Digest, part: Continued | None = None
+    ) -> str:
+        if not self._seen and part is None:
             return "first_call"
-        ends = [i for i, digest in enumerate(chain[:-1]) if digest in self._replies]
+        read = b"" if part is None else part.end
+        ends = [i for i, digest in enumerate(chain[:-1]) if digest in self._replies or digest == read]
         if ends:
             if any(message["role"] == "assistant" for message in messages[ends[-1] + 1 :]):
                 return "history_rewritten"  # the agent changed a later reply
-            return "rerendered" if (tools_digest, chain[ends[-1]], None) in self._turns else "tools_changed"
+            known = chain[ends[-1]] == read or (tools_digest, chain[ends[-1]], None) in self._turns
+            return "rerendered" if known else "tools_changed"
         if chain[-1] in self._seen:
             return "branched"  # the same request again
         # More than a system message is shared, so the agent edited or dropped later messages.
@@ -371,11 +656,7 @@ class Conversations:
 def _marks(reply: Message) -> list[object]:
     """Return the marks by which equal replies are told apart, best first: ids of calls, reasoning, None for any."""
     ids = tuple(call.get("id") for call in reply.get("tool_calls") or ())
-    return [*filter(None, (ids, _reasoning(reply))), None]
-
-
-def _reasoning(message: Message) -> str:
-    return (message.get("reasoning_content") or "").strip()
+    return [*filter(None, (ids, reasoning_of(reply))), None]
 
 
 def _in_call_order(reply: Message, messages: Sequence[Message]) -> list[Message]:
@@ -404,86 +685,14 @@ def _with_tool_names(messages: Sequence[Message], start: int = 0) -> list[Messag
 
 
 def _compared_digest(
-    before: _Digest, messages: Sequence[Message], i: int, *, defaults: _Defaults, with_ids: bool
+    before: _Digest, messages: Sequence[Message], i: int, *, defaults: Defaults, with_ids: bool
 ) -> _Digest:
     message = messages[i]
-    reasoning = _reasoning(message)
+    reasoning = reasoning_of(message)
     if reasoning and message.get("tool_calls") and message.get("content") == reasoning:
         message = {**message, "content": ""}  # Copilot repeats it as the text of a reply that only calls tools
-    return _digest(before, _compared(message, defaults, with_ids))
+    return _digest(before, compared(message, defaults, with_ids=with_ids))
 
 
 def _digest(before: _Digest, value: object) -> _Digest:
     return hashlib.blake2b(before + to_json(value, sort_keys=True), digest_size=16).digest()
-
-
-def _compared(message: Message, defaults: _Defaults, with_ids: bool) -> list[object]:
-    calls = [
-        [
-            call.get("id") if with_ids else None,
-            function["name"],
-            _arguments(function["arguments"], defaults.get(function["name"], {})),
-        ]
-        for call in message.get("tool_calls") or ()
-        if (function := call["function"])
-    ]
-    answers = message.get("tool_call_id") if with_ids else None
-    content = message.get("content") or ""
-    if message["role"] == "assistant" and isinstance(content, str):
-        content = content.strip()
-    return [message["role"], content, message.get("name"), answers, calls]
-
-
-def _arguments(text: str, defaults: Mapping[str, Any]) -> object:
-    """Parse arguments and remove defaults: agents that validate a call send it back with them filled in."""
-    try:
-        value = _ARGUMENTS.decode(text)
-        if text.count("{") + text.count("[") > _MAX_DEPTH:
-            orjson.dumps(value)  # what it cannot encode may exceed the interpreter's stack in the digest
-    except (TypeError, ValueError, RecursionError):
-        return text
-    if isinstance(value, dict):
-        return [
-            {
-                name: item
-                for name, item in value.items()
-                if name not in defaults or (type(item), item) != (type(defaults[name]), defaults[name])
-            }
-        ]
-    return [value]
-
-
-def _number(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is no number of JSON")
-    return int(number) if number.is_integer() and -_INT64 <= number < _INT64 else number
-
-
-def _integer(text: str) -> float | str:
-    """Return an integer in a form that is cheap to digest: orjson takes 64 bits, and `json` is many times slower.
-
-    JavaScript writes floats below 1e21 without an exponent.
-    """
-    if len(text) > _EXACT_DIGITS:
-        return f"int:{text}"
-    number = int(text)
-    if -_INT64 <= number < _INT64:
-        return number
-    return float(number) if int(float(number)) == number else f"int:{text}"
-
-
-_ARGUMENTS = json.JSONDecoder(parse_float=_number, parse_int=_integer, parse_constant=_number)
-
-
-def _defaults(tools: Tools) -> _Defaults:
-    found: dict[str, Mapping[str, Any]] = {}
-    for tool in tools or ():
-        parameters = tool["function"].get("parameters")
-        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-        found[tool["function"]["name"]] = {
-            name: _ARGUMENTS.decode(to_json(schema["default"]).decode())
-            for name, schema in (properties.items() if isinstance(properties, Mapping) else ())
-            if isinstance(schema, Mapping) and "default" in schema
-        }
-    return found

@@ -9,7 +9,8 @@
 A record is a length, a CRC-32, and msgpack:
 
     {"kind": "asked", ...}        a call has started, or was refused by admission; it has no answer yet
-    {"kind": "dropped", "call"}   the call was invalid, or its client disconnected, so it needs no answer
+    {"kind": "dropped", ...}      the call was invalid, or its client disconnected, so it needs no answer; and what
+                                  its stream sampled before
     {"kind": "answered", ...}     an answered call, with all its choices: its turns, its answer, and the session's
                                   counts after it
     {"kind": "sealed", ...}       the session was sealed: when (unix seconds), which calls were unanswered, and which
@@ -56,7 +57,7 @@ from rollout_backend.core.routed_experts import ExpertRows
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.dialects.base import to_json
 from rollout_backend.errors import ConfigError
-from rollout_backend.gateway.sessions.conversations import RecordedReply, RecordedTurn
+from rollout_backend.gateway.sessions.conversations import Continued, RecordedReply, RecordedTurn
 from rollout_backend.rendering.segments import Completion, TurnPosition
 
 _PARTS = ("sessions", "closed", "journal_id")
@@ -286,7 +287,7 @@ def _lock(folder: Path, wait_s: float) -> Any:
 
 
 def turns(record: Record) -> list[RecordedTurn]:
-    """Return the turns that a record adds; none unless the record is an answered call."""
+    """Return the turns that a record adds; none unless the record is of a call that sampled."""
     return [_turn_of(turn) for turn in record.get("turns", ())]
 
 
@@ -311,8 +312,8 @@ def asked(call: bytes, *, is_retry: bool) -> Record:
     return {"kind": "asked", "call": call, "is_retry": is_retry}
 
 
-def dropped(call: bytes) -> Record:
-    return {"kind": "dropped", "call": call}
+def dropped(call: bytes, turns: Sequence[RecordedTurn] = ()) -> Record:
+    return {"kind": "dropped", "call": call, "turns": [_turn(turn) for turn in turns]}
 
 
 def sealed(at: float, unanswered: Iterable[bytes], undelivered: Iterable[RecordedReply]) -> Record:
@@ -327,13 +328,10 @@ def answered(
     answer: Answer,
     started: int,
     sampled_tokens: int,
-    *,
-    left_out: bool = False,
 ) -> Record:
     """Encode an answered call. `request` is the request's digest; `started` and the token count are the session's
-    totals after this call. `left_out` means that the call is not trained."""
-    more: Record = {"left_out": True} if left_out else {}
-    return more | {
+    totals after this call."""
+    return {
         "kind": "answered",
         "call": call,
         "request": request,
@@ -352,6 +350,8 @@ def _turn(turn: RecordedTurn) -> Record:
         seen["images"] = [vars(image) for image in turn.images]
     if completion.experts is not None:
         seen["experts"] = list(completion.experts)
+    if turn.continued is not None:
+        seen["continued"] = [*turn.continued[:2], to_json(turn.continued.message), turn.continued.end]
     return seen | {
         "extends": turn.extends,
         "given": array("i", turn.given).tobytes(),
@@ -366,8 +366,11 @@ def _turn(turn: RecordedTurn) -> Record:
         "messages": to_json(turn.messages),
         "split_reason": turn.split_reason,
         "tools": turn.tools_digest,
+        "asked": turn.asked,
         "end": turn.end,
         "seen": list(turn.seen),
+        "is_closed": turn.is_closed,
+        "left_out": turn.left_out,
     }
 
 
@@ -391,8 +394,17 @@ def _turn_of(record: Record) -> RecordedTurn:
         messages=json.loads(record["messages"]),
         split_reason=record["split_reason"],
         tools_digest=record["tools"],
+        asked=record["asked"],
         end=record["end"],
         seen=record["seen"],
         spans=[ImageSpan(**span) for span in record.get("spans", ())],
         images=[Image(**image) for image in record.get("images", ())],
+        continued=_continued_of(record["continued"]) if "continued" in record else None,
+        is_closed=record["is_closed"],
+        left_out=record["left_out"],
     )
+
+
+def _continued_of(record: Sequence[Any]) -> Continued:
+    reply, tokens, message, end = record
+    return Continued(reply, tokens, json.loads(message), end)

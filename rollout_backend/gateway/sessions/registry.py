@@ -62,7 +62,6 @@ class OpenSession:
     share: SessionShare = field(default_factory=SessionShare)
     unanswered: set[bytes] = field(default_factory=set)  # failed on our side and not repeated yet
     lost_constrained: bool = False  # an engine broke off a constrained call, perhaps because of its grammar
-    left_out: list[RecordedReply] = field(default_factory=list)  # replies that are not trained
     undelivered: set[InFlightCall] = field(default_factory=set)  # answered, but received by no client yet
     expires_at: float = 0.0
     journal: Callable[[OpenSession, Record], None] | None = None
@@ -327,8 +326,8 @@ class SessionRegistry:
 
     def _seal(self, session: OpenSession, at: float, undelivered: Iterable[RecordedReply]) -> _SealedSession:
         session.close()
-        self._stats.undelivered += len(session.conversations.drop(undelivered))
-        session.conversations.leave_out(session.left_out)
+        self._stats.undelivered += len(session.conversations.drop(undelivered)) + session.conversations.closed
+        session.conversations.leave_out()
         trajectory = asyncio.create_task(self._encode(session, len(session.unanswered)))
         sealed = _SealedSession(trajectory, at, session.expires_at, SessionShare(self.cpu))
         self._sessions[session.claims.session_id] = sealed
@@ -394,12 +393,12 @@ def _replay(session: OpenSession, read: Callable[[str], Iterable[Record]], name:
                 if not record.get("is_retry"):  # a retry belongs to an attempt that is already counted
                     attempts[record["call"]] += 1
             case "dropped":
+                for turn in journals.turns(record):
+                    session.conversations.add(turn)
                 _decrement(unanswered, record["call"])
             case "answered":
                 for turn in journals.turns(record):
                     session.conversations.add(turn)
-                    if record.get("left_out"):
-                        session.left_out.append(session.conversations.recorded(turn))
                 session.text_bytes += journals.text_bytes(record)
                 del unanswered[record["call"]]
                 _decrement(attempts, record["call"])
