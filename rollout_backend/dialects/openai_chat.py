@@ -249,7 +249,7 @@ def _content(message: _Message, where: str, images: ImageReader, separator: str)
 
 def _text(part: _Part) -> str:
     """Return the text of a part. Mistral's thinking and summaries of reasoning are lists of parts."""
-    value: Any = next((value for field in _TEXTS[part.type] if (value := getattr(part, field))), "")
+    value: Any = next(filter(None, (getattr(part, field) for field in _TEXTS[part.type])), "")
     if isinstance(value, list):
         return "".join(str(each.get("text") or "") for each in value if isinstance(each, dict))
     return str(value)
