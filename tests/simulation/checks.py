@@ -61,10 +61,10 @@ class Checks:
         return result_key("", self._config.run_id, step, rollout_id)
 
     def finished(self, step: int) -> set[str]:
-        """Return the keys of the step's readable results in S3."""
+        """Return the keys of the readable results in S3 that the present weights have sampled in a step."""
         prefix = self.key(step, "")
         keys = [key for key in self._bucket.objects if key.startswith(prefix) and "~" not in key]
-        return {key for key in keys if self._intact(key)}
+        return {key for key in keys if self._intact(key) and self._is_current(self._bucket.result(key))}
 
     def _intact(self, key: str) -> bool:
         try:
@@ -76,6 +76,10 @@ class Checks:
         """Return whether one of this rollout's own sessions wrote it."""
         claims = self._world.gateway.keys.get(rollout.session_id)
         return claims is not None and claims.rollout_id == rollout.rollout_id
+
+    def _is_current(self, rollout: Rollout) -> bool:
+        """Return whether the weights that are served now have sampled all of it."""
+        return self._audit.weights[rollout.session_id] <= {self._world.gateway.weights}
 
     def planned(self, step: Step) -> None:
         """Record when the step planned its rollouts: older results are found by listing, not by announcement."""
@@ -265,6 +269,8 @@ class Checks:
             _hold(truth is not None, f"{rollout.rollout_id} is trained, and no agent ever finished it")
             assert truth is not None
             _hold(truth.reward is not None, f"{rollout.rollout_id} ended as {truth.outcome} and is trained")
+            weights = self._audit.weights[rollout.session_id]
+            _hold(self._is_current(rollout), f"{rollout.rollout_id} was sampled from {weights} and is trained")
             content = self._as_published(rollout, truth) if self._scored else rollout
             _hold(truth.encode() == content.encode(), f"{rollout.rollout_id} is trained with other content")
 

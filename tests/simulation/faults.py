@@ -9,13 +9,16 @@ from typing import Any
 
 _PER_RUN = frozenset({
     "outage", "hidden_quota", "s3_outage", "chatter", "cut_off", "kill", "journal_lost", "disk_full", "rival",
-    "s3_cut_off", "queue_off", "queue_gone", "silent_outage",
+    "s3_cut_off", "queue_off", "queue_gone", "silent_outage", "unsaved", "checkpoint_lost", "killed_after_step",
 })  # fmt: skip
 
 SILENT = {  # up to how often
     "silent_s3": 0.1, "silent_outage": 1.0, "silent_sqs": 0.2, "silent_runtime": 0.1, "silent_gateway": 0.3,
     "silent_model": 0.1, "silent_scorer": 0.3, "silent_agent_put": 0.3,
 }  # fmt: skip
+
+# How a trainer comes to train a step that an earlier one has trained.
+_LIVES = {"unsaved": 0.5, "checkpoint_lost": 0.3, "killed_after_step": 0.8}
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,9 @@ class Faults:
     scorer_fails: float = 0.0  # the scorer fails; only in runs that have one
     artifact_fails: float = 0.0  # an agent's PUT of its artifacts fails; only in runs that have a scorer
     opened_by_503: float = 0.0  # the outage's 503 opens the session nevertheless; per outage
+    unsaved: float = 0.0  # no checkpoint is written after a step, so a restart trains it again; per step
+    checkpoint_lost: float = 0.0  # a restarted trainer finds the checkpoint before the newest one; per start
+    killed_after_step: float = 0.0  # the trainer is killed before it begins the next step; per step
     silent_s3: float = 0.0  # S3 accepts a trainer's call and says nothing: see `Environment.silence`
     silent_outage: float = 0.0  # an outage of S3 is silent instead of refusing calls; per kind of call
     silent_sqs: float = 0.0
@@ -86,7 +92,7 @@ class Faults:
             "queue_off": 1.0, "queue_gone": 1.0, "stop_unheard": 0.5, "forged": 0.3,
             "surprise": 0.1, "chatter": 1.0, "slow_gets": 1.0, "beat_lost": 0.1, "cut_off": 1.0,
         }  # fmt: skip
-        others = {"scorer_fails", "artifact_fails", "bomb", "opened_by_503", *SILENT}
+        others = {"scorer_fails", "artifact_fails", "bomb", "opened_by_503", *_LIVES, *SILENT}
         assert worst.keys() | others == {each.name for each in fields(cls)}
         often = dict.fromkeys(worst, 0.45) | {"kill": 0.8, "s3_cut_off": 0.8}
         chosen = {name: random.random() * most for name, most in worst.items() if random.random() < often[name]}
@@ -98,6 +104,8 @@ class Faults:
         chosen["bomb"] = own.choice([0.0, 0.0, 0.2])
         if own.random() < 0.4:
             chosen |= {name: own.choice([0.0, 0.0, most / 5, most]) for name, most in SILENT.items()}
+        if own.random() < 0.3:
+            chosen |= _LIVES
         return cls(**{name: p if name in _PER_RUN else p * severity for name, p in chosen.items()})
 
 
@@ -107,6 +115,7 @@ class Situation:
 
     faults: Mapping[str, float] = field(default_factory=dict)
     group: Mapping[str, Any] = field(default_factory=dict)
+    least_steps: int = 1
 
     @classmethod
     def of(cls, seed: int) -> Situation:
@@ -120,4 +129,8 @@ _STRAGGLERS = Situation(
 )
 # Refused invokes open sessions nevertheless.
 _OPENED = Situation({"outage": 1.0, "opened_by_503": 1.0})
-_SITUATIONS = {3: _STRAGGLERS, 8: _STRAGGLERS, 11: _OPENED}
+# Several trainers train the same steps.
+_RETRAINED = Situation(
+    {**_LIVES, "kill": 0.0, "rival": 0.0, "outage": 0.0, "s3": 0.0, "s3_outage": 0.0, "poison": 0.0}, least_steps=3
+)
+_SITUATIONS = {3: _STRAGGLERS, 8: _STRAGGLERS, 6: _RETRAINED, 11: _OPENED}

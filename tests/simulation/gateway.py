@@ -42,13 +42,15 @@ class Gateway:
         self.journal = Journal("journal-0")
         self.keys: dict[str, SessionClaims] = {}  # by session
         self.adopted: set[str] = set()  # sessions of earlier trainers that this one keeps running
+        self.weights = ""  # what the engines serve: the trainer that trained them, and after which step
         self._trainers = trainers
         self._sessions = sessions
         # No heartbeat arrives from the first time to the second.
         self._cut_off = env.draw_times(60, 100) if env.chance("cut_off") else (0.0, 0.0)
 
-    def start(self, trainer: Trainer) -> None:
-        """Start the trainer's gateway."""
+    def start(self, trainer: Trainer, weights: str) -> None:
+        """Start the trainer's gateway, with the weights of its checkpoint."""
+        self.weights = weights
         self.trainer = trainer
         self.started_at = self.env.now()
         self.adopted = set()

@@ -17,11 +17,10 @@ from tests.simulation.faults import Faults
 from tests.simulation.s3 import BUCKET
 from tests.simulation.scenario import Scenario, planned_rollouts
 from tests.simulation.trainer import Killed, Trainer
-from tests.simulation.trainer_process import Checkpoint, TrainerProcess
+from tests.simulation.trainer_process import MOST_KILLS, Progress, TrainerProcess
 from tests.simulation.world import World
 
 _WAIT_S = 600.0  # limit of the waits for S3 while a lease begins or is confirmed
-_MOST_KILLS = 12
 _MOST_STARTS = 60
 
 
@@ -59,7 +58,7 @@ def simulate(seed: int, faults: Faults | None = None, planned: int | None = None
         violation = f"{type(error).__name__}: {error}"
     finally:
         logger.setLevel(level)
-    world, done = run.world, run.checkpoint
+    world, done = run.world, run.progress
     return Verdict(
         seed, violation, tuple(world.history), len(world.trainers), dict(done.outcomes), reattached=done.reattached
     )
@@ -70,7 +69,7 @@ class SimulatedRun:
 
     def __init__(self, seed: int, faults: Faults | None, planned: int | None) -> None:
         self.world = World(seed, faults, planned)
-        self.checkpoint = Checkpoint()
+        self.progress = Progress()
         self._scenario = Scenario.draw(self.world, planned, scored=seed % 2 == 1)
         self.world.agents.publish_artifacts = self._scenario.scored
         self._checks = Checks(self.world, self._scenario.config, scored=self._scenario.scored)
@@ -86,7 +85,7 @@ class SimulatedRun:
         if world.faults.queue_gone:
             asyncio.get_running_loop().call_later(world.random.random() * 60, world.queue.lose)
         chattering = asyncio.create_task(self._chatter()) if world.faults.chatter else None
-        while self.checkpoint.steps < len(self._scenario.steps):
+        while self.progress.steps < len(self._scenario.steps):
             if world.trainers:
                 await world.passes(world.random.choice([0, 5, 40]))  # until the supervisor restarts it
             await self._run_trainer()
@@ -103,7 +102,7 @@ class SimulatedRun:
         trainer = self._make_trainer("here")
         running = asyncio.create_task(self._run(trainer))
         rival = asyncio.create_task(self._run_rival(trainer)) if world.chance("rival") else None
-        if len(world.trainers) < _MOST_KILLS and world.chance("kill"):
+        if len(world.trainers) < MOST_KILLS and world.chance("kill"):
             await asyncio.wait({running}, timeout=world.random.random() * world.random.choice([2, 15, 60]))
         else:
             await asyncio.wait({running}, timeout=self._longest_life_s)
@@ -113,7 +112,7 @@ class SimulatedRun:
         if not running.done():
             world.note(f"trainer {trainer.number} is killed")
             running.cancel()
-        with contextlib.suppress(Killed, asyncio.CancelledError):
+        with contextlib.suppress(asyncio.CancelledError):
             await running
         if rival is not None:
             await rival
@@ -132,11 +131,12 @@ class SimulatedRun:
     def _make_trainer(self, machine: str) -> Trainer:
         trainer = Trainer(len(self.world.trainers) + 1, machine)
         self.world.trainers[trainer.number] = trainer
-        self.world.note(f"trainer {trainer.number} starts {machine} at step {self.checkpoint.steps}")
+        self.world.note(f"trainer {trainer.number} starts {machine} at step {self.progress.steps}")
         return trainer
 
     async def _run(self, trainer: Trainer) -> None:
-        await TrainerProcess(self.world, self._scenario, self._checks, self.checkpoint, trainer).run()
+        with contextlib.suppress(Killed):
+            await TrainerProcess(self.world, self._scenario, self._checks, self.progress, trainer).run()
 
     async def _chatter(self) -> None:
         """Send announcements of a step that is not collected, so that the queue is never idle."""

@@ -40,7 +40,7 @@ class Scenario:
         """`planned` is the number of rollouts of a large step."""
         config = _config(world.random, planned, world.situation.group)
         with_queue = not world.chance("queue_off")
-        steps = range(world.random.randint(1, 3 if planned is None else 2))
+        steps = range(max(world.situation.least_steps, world.random.randint(1, 3 if planned is None else 2)))
         tasks = [_tasks(world.random, planned, config.group.size, step) for step in steps]
         return cls(config, with_queue, tasks, scored)
 

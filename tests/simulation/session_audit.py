@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 from agent_wrapper.contract import RolloutRequest, manifest_key
@@ -29,6 +30,7 @@ class SessionAudit:
         self.asked_for: set[str] = set()  # ids of sessions that an invoke named, even if it failed
         self.started: list[tuple[float, str]] = []  # each start of a session: when, and its rollout's key
         self.session_started: dict[str, float] = {}  # by session: its first start
+        self.weights: defaultdict[str, set[str]] = defaultdict(set)  # by session: served when it began or sampled
         self.died: dict[str, float] = {}  # sessions that ended silently, and when
         self.closed_at: dict[str, float] = {}  # sessions that a trainer has logged as closed, and when
         self.stopped: set[str] = set()  # ids of sessions that were sent a stop
@@ -53,10 +55,12 @@ class SessionAudit:
         if request.session_id in self.stopped:
             self._evidence.used_twice.append(request.session_id)
         self.started.append((self._env.now(), request.key))
+        self.weights[request.session_id].add(self._gateway.weights)
         self.session_started.setdefault(request.session_id, self._env.now())
 
     def samples(self, request: RolloutRequest) -> None:
         """Record that the session's agent got a response to a model call."""
+        self.weights[request.session_id].add(self._gateway.weights)
         closed_at = self.closed_at.get(request.session_id, math.inf)
         if self._env.now() > closed_at + _REVOKED_WITHIN_S and not self._env.faults.silent_gateway:
             self._evidence.sampled_on.append(request.rollout_id)

@@ -134,6 +134,7 @@ QUICK_MUTANTS = {
     "no_manifest",
     "replacements_not_recorded",
     "active_leases_taken_over",
+    "retrained_weights_pass_for_the_same",
     "failed_attempts_left_open",
     "stops_not_retried",
     "refusals_are_attempts",

@@ -37,30 +37,46 @@ from tests.simulation.s3 import SimStore
 from tests.simulation.scenario import Scenario
 from tests.simulation.scorer import NAME, SHA256
 from tests.simulation.sqs import SimQueue
-from tests.simulation.trainer import Trainer
+from tests.simulation.trainer import Killed, Trainer
 from tests.simulation.world import World
+
+MOST_KILLS = 12
 
 
 @dataclass
-class Checkpoint:
-    """What outlives a trainer process, and the totals of its reports."""
+class Progress:
+    """What outlives a trainer process: its checkpoints, and the totals of its reports."""
 
-    steps: int = 0  # how many are done
+    # The newest is the last.
+    checkpoints: list[Checkpoint] = field(default_factory=lambda: [Checkpoint(0, "initial")])
     outcomes: Counter[str] = field(default_factory=Counter)
     reattached: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Return how many steps a restarted trainer need not train again."""
+        return self.checkpoints[-1].steps
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The weights after a number of steps. They are named by the trainer that trained them."""
+
+    steps: int
+    weights: str
 
 
 class TrainerProcess:
     """The program of one trainer. `run` it once."""
 
     def __init__(
-        self, world: World, scenario: Scenario, checks: Checks, checkpoint: Checkpoint, trainer: Trainer
+        self, world: World, scenario: Scenario, checks: Checks, progress: Progress, trainer: Trainer
     ) -> None:
         self._world = world
         self._scenario = scenario
         self._config = scenario.config
         self._checks = checks
-        self._checkpoint = checkpoint
+        self._progress = progress
         self._trainer = trainer
         self._store = SimStore(world.bucket, trainer)
         self._queue = SimQueue(world.queue, trainer) if scenario.with_queue else None
@@ -77,7 +93,6 @@ class TrainerProcess:
         world, trainer, lease = self._world, self._trainer, self._lease
         try:
             if await self._takes_the_run():
-                world.start_trainer(trainer)
                 await self._collect()
         except RunHeld:
             world.note(f"trainer {trainer.number} is refused or has lost the run")
@@ -104,7 +119,12 @@ class TrainerProcess:
         return True
 
     async def _collect(self) -> None:
-        """Collect all steps that are left."""
+        """Collect all steps after the checkpoint."""
+        world, progress = self._world, self._progress
+        if len(progress.checkpoints) > 1 and world.faults.checkpoint_lost and world.chance("checkpoint_lost"):
+            progress.checkpoints.pop()
+        first = progress.steps
+        world.start_trainer(self._trainer, progress.checkpoints[-1].weights)
         # If heartbeats may be cut off, the agents are on other machines.
         heartbeats = Heartbeats(HEARTBEAT_S, same_machine=not self._world.faults.cut_off)
         buffer = _SweepingBuffer(self._config.run_id, self._store, self._queue, 16)
@@ -112,9 +132,9 @@ class TrainerProcess:
         listening = asyncio.create_task(heartbeats.poll(self._gateway.heard))
         receiving = asyncio.create_task(buffer.run(2))
         try:
-            while self._checkpoint.steps < len(self._scenario.steps):
-                await self._collect_step(self._checkpoint.steps, services, buffer)
-                self._checkpoint.steps += 1
+            for number in range(first, len(self._scenario.steps)):
+                await self._collect_step(number, number == first, services, buffer)
+                self._train(number)
         except CircuitOpen:
             self._world.note("the breaker opens")
             self._world.runtime.repair_tasks()
@@ -125,6 +145,16 @@ class TrainerProcess:
                 raise Violation(f"the receivers have ended: {receiving.exception()!r}")
             receiving.cancel()
             listening.cancel()
+
+    def _train(self, number: int) -> None:
+        """Train the step's rollouts, and write a checkpoint. Raises Killed."""
+        world, faults, done = self._world, self._world.faults, number + 1
+        world.gateway.weights = f"{self._trainer.id} after step {number}"
+        if done == len(self._scenario.steps) or not (faults.unsaved and world.chance("unsaved")):
+            self._progress.checkpoints.append(Checkpoint(done, world.gateway.weights))
+        if faults.killed_after_step and len(world.trainers) < MOST_KILLS and world.chance("killed_after_step"):
+            self._trainer.alive = False
+            raise Killed
 
     def _services(self, buffer: RolloutBuffer, heartbeats: Heartbeats) -> StepServices:
         world, config = self._world, self._config
@@ -155,11 +185,15 @@ class TrainerProcess:
         self._trainer.require_alive()
         return await self._world.scorer.call(request)
 
-    async def _collect_step(self, number: int, services: StepServices, buffer: _SweepingBuffer) -> None:
+    async def _collect_step(
+        self, number: int, is_first: bool, services: StepServices, buffer: _SweepingBuffer
+    ) -> None:
+        """`is_first`: the weights are those of the checkpoint, so an earlier trainer may have sampled them."""
         world, checks, trainer = self._world, self._checks, self._trainer
         # A restarted trainer gives its tasks new ids.
         tasks = tuple(Task(f"{task.task_id}-{trainer.number}", task.payload) for task in self._scenario.steps[number])
-        step = Step(StepRequest(number, tasks, services.config.sampling), services)
+        sampling = services.config.sampling
+        step = Step(StepRequest(number, tasks, sampling, weights=f"{number}", same_weights=is_first), services)
         self._watch(step, buffer)
         began, finished_before = world.now(), checks.finished(number)
         left_out = checks.blocked()
@@ -176,8 +210,8 @@ class TrainerProcess:
         checks.left_out(step, left_out, began)
         world.note(f"step {number} is over: { {k.value: n for k, n in result.report.outcomes.items() if n} }")
         checks.step_ended(step, result, trainer, finished_before, began)
-        self._checkpoint.reattached += result.report.reattached
-        self._checkpoint.outcomes.update({outcome.value: n for outcome, n in result.report.outcomes.items()})
+        self._progress.reattached += result.report.reattached
+        self._progress.outcomes.update({outcome.value: n for outcome, n in result.report.outcomes.items()})
 
     def _watch(self, step: Step, buffer: _SweepingBuffer) -> None:
         """Check each change of the step's ledger, and each message that it deletes."""

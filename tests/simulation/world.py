@@ -37,7 +37,7 @@ class World(Environment):
         self.agents = Agents(self, self.bucket, self.queue, self.gateway, self.audit, self.sessions)
         self.runtime = Runtime(self, self.limits, self.agents, self.audit, self.sessions)
 
-    def start_trainer(self, trainer: Trainer) -> None:
+    def start_trainer(self, trainer: Trainer, weights: str = "") -> None:
         """Start the trainer's gateway, on a machine that may have lost files of the previous trainer."""
         if self.gateway.trainer is not None and self.chance("journal_lost"):
             self.gateway.lose_journal(trainer)
@@ -46,4 +46,4 @@ class World(Environment):
                 self.audit.log_lost = True
         if not self.run_directory.is_complete(self.bucket):
             self.audit.log_lost = True
-        self.gateway.start(trainer)
+        self.gateway.start(trainer, weights)

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 from rollout_backend.collect.manifest_store import ManifestStore
+from rollout_backend.core.lineage import Lineage, TrainerStart
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.errors import StoreError, WriteConflict
 from rollout_backend.retry import at, retry
@@ -83,6 +84,23 @@ def manifest_writes_overtake() -> Patch:
 
     write = ManifestStore.write
     return all_of(patch.object(StepPlan, "record", unordered), patch.object(ManifestStore, "write", overtaking))
+
+
+@mutant
+def retrained_weights_pass_for_the_same() -> Patch:
+    """Results count although a trainer in between has trained the weights of their step again."""
+    return patch.object(Lineage, "has_same_weights", lambda *_: True)
+
+
+@mutant
+def lineage_in_the_order_of_steps() -> Patch:
+    """A trainer counts as older than another one if it began at an earlier step."""
+
+    def broken(self: Lineage, fencing_token: int) -> list[TrainerStart]:
+        own = max((each.step for each in self.starts if each.fencing_token == fencing_token), default=-1)
+        return [each for each in self.starts if each.step > own]
+
+    return patch.object(Lineage, "after", broken)
 
 
 @mutant
