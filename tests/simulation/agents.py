@@ -8,7 +8,7 @@ has a scorer, half of the agents publish an artifact before, with a separate PUT
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 
 from agent_wrapper.contract import (
@@ -24,6 +24,7 @@ from agent_wrapper.contract import (
     pack_artifacts,
 )
 from agent_wrapper.outcome import without_artifacts
+from tests.simulation.agent_sources import AgentSources, Toolkit
 from tests.simulation.environment import Environment
 from tests.simulation.gateway import Gateway
 from tests.simulation.s3 import BUCKET, MAX_RESULT_BYTES, Bucket
@@ -45,6 +46,7 @@ class Agents:
         queue: Queue,
         gateway: Gateway,
         audit: SessionAudit,
+        sources: AgentSources,
         sessions: dict[str, Session],
     ) -> None:
         self.results: dict[str, Rollout] = {}  # by key: the real result, with every call
@@ -54,6 +56,7 @@ class Agents:
         self._queue = queue
         self._gateway = gateway
         self._audit = audit
+        self._sources = sources
         self._sessions = sessions
 
     async def run(self, request: RolloutRequest) -> None:
@@ -67,7 +70,11 @@ class Agents:
             rollout = await self.play(request)
             if hangs:
                 await asyncio.Event().wait()
+            if self._sources.protocol != "rollout":
+                await self._leave(request, rollout)
         except asyncio.CancelledError:  # the container is stopped
+            if self._sources.protocol != "rollout":
+                return
             rollout = self.make_result(request, Outcome.INFRA_ERROR, "terminated")
             await asyncio.sleep(0.2)
         await self._publish(request, rollout)
@@ -96,6 +103,8 @@ class Agents:
                     self._audit.samples(request)
                 if env.chance("agent_error"):
                     return self.make_result(request, Outcome.AGENT_ERROR, "agent_exception")
+                if self._sources.protocol != "rollout":  # whose trainer seals the session
+                    return self.make_result(request, Outcome.COMPLETED, calls=calls_of(request))
                 if not await self._gateway.is_reached(request, left_s, to_seal=True):
                     return self.make_result(request, Outcome.INFRA_ERROR, "trajectory_unavailable")
         except TimeoutError:
@@ -120,10 +129,19 @@ class Agents:
             outcome=outcome,
             reward=float(own.random() < 0.5) if completed else None,
             failure=None if completed else Failure(reason=reason, message="a simulated failure"),
-            segments=_segments(request, calls) if completed else (),
+            segments=segments_of(request, calls) if completed else (),
             started_at=self._env.wall(),
             finished_at=self._env.wall(),
         )
+
+    async def _leave(self, request: RolloutRequest, rollout: Rollout) -> None:
+        """Leave a result at the source of the agent's protocol. The container waits for its stop."""
+        if self._sources.protocol == "agentcore-runtime-app":
+            self._sources.keep(rollout)
+        else:
+            key = Toolkit().result_key(request)
+            await self._put(lambda: self._sources.write(key, rollout))
+        await asyncio.Event().wait()
 
     # --- publishing ---------------------------------------------------------------------------------------
 
@@ -134,7 +152,7 @@ class Agents:
             self._forge(request)
         body = rollout.encode()
         if rollout.outcome is Outcome.COMPLETED:  # all calls, not only those that the gateway returned
-            whole = rollout.model_copy(update={"segments": _segments(request, calls_of(request))})
+            whole = rollout.model_copy(update={"segments": segments_of(request, calls_of(request))})
             if whole.encode() != body:
                 self._env.evidence.in_part.append(request.rollout_id)
             rollout = whole
@@ -142,7 +160,7 @@ class Agents:
             body = body[: len(body) // 2]
         elif Random(f"{request.session_id} bomb").random() < self._env.faults.bomb:  # changes no other draw of a seed
             body = rollout.model_copy(update={"extras": {"zeros": "0" * MAX_RESULT_BYTES}}).encode()
-        await self._put(request, key, body, rollout)
+        await self._put(lambda: self._write(request, key, body, rollout))
         if key not in self._bucket.objects:
             self._env.note(f"lost: the result of {request.rollout_id} could not be written")
         elif request.result.queue_url is not None:
@@ -166,7 +184,7 @@ class Agents:
         listed = tuple(Artifact.of(name, content) for name, content in files.items())
         return rollout.model_copy(update={"artifacts": listed})
 
-    async def _put(self, request: RolloutRequest, key: str, body: bytes, rollout: Rollout) -> None:
+    async def _put(self, write: Callable[[], None]) -> None:
         for _ in range(4):
             await self._env.passes(0.3)
             if self._env.is_silent("agent_put"):
@@ -174,14 +192,17 @@ class Agents:
                 continue
             if self._env.chance("put_fails"):
                 continue
-            if request.session_id in self._sessions and rollout.outcome is Outcome.INFRA_ERROR:
-                self._sessions[request.session_id].noticed = True
-            if self._bucket.put_new(key, body):
-                self._bucket.written_at[key] = self._env.now()
-                self.results[key] = rollout
-                self._env.note(f"written: {key.rpartition('/')[2]} {rollout.outcome}")
+            write()
             if not self._env.chance("put_cut"):
                 break
+
+    def _write(self, request: RolloutRequest, key: str, body: bytes, rollout: Rollout) -> None:
+        if request.session_id in self._sessions and rollout.outcome is Outcome.INFRA_ERROR:
+            self._sessions[request.session_id].noticed = True
+        if self._bucket.put_new(key, body):
+            self._bucket.written_at[key] = self._env.now()
+            self.results[key] = rollout
+            self._env.note(f"written: {key.rpartition('/')[2]} {rollout.outcome}")
 
     async def _announce(self, key: str) -> None:
         message = Announcement(bucket=BUCKET, key=key).encode()
@@ -224,7 +245,7 @@ def calls_of(request: RolloutRequest) -> range:
     return range(Random(request.rollout_id).randint(1, 6))
 
 
-def _segments(request: RolloutRequest, calls: Sequence[int]) -> tuple[Segment, ...]:
+def segments_of(request: RolloutRequest, calls: Sequence[int]) -> tuple[Segment, ...]:
     """Return one conversation: each call has one given and three sampled tokens."""
     ids = [Random(f"{request.rollout_id} {call}").randrange(1000) for call in calls for _ in range(4)]
     spans = [VersionSpan(version="0", start=at, end=at + 3) for at in range(1, len(ids), 4)]

@@ -23,6 +23,7 @@ _SILENCE_S = 5 * HEARTBEAT_S  # three missed heartbeats, a late one, and the tim
 _START_S = 240.0  # for so long at least, a start waits for S3
 _CLOSING_S = 240.0  # limit for closing a step's sessions after its deadline, including all retries
 _LAST_WRITES_S = 120.0  # limit of a step's last manifest, and of its records of lost tasks, where S3 is silent
+_ASKED_S = 5.0  # in which S3 is asked after the source of an agent's protocol has answered
 _REVOKING_S = 180.0  # limit of the last two revocations, where a gateway is silent
 
 
@@ -127,6 +128,8 @@ class Checks:
             ago = self._world.now() - asked
             most = 1.0 + 15 * self._world.faults.slow_gets
             _hold(ago < most, f"{rollout_id} is declared timed out: its result is in S3, asked {ago:.1f} s ago")
+        if reason in ("no_result", "straggler", "collection_deadline"):
+            self._asked(step, rollout_id)
         if reason == "no_result":
             self._noticed(step.ledger.entries[rollout_id].session_id)
         if reason == "straggler":
@@ -134,6 +137,11 @@ class Checks:
         if outcome is Outcome.INFRA_ERROR and reason in _REFUSALS:
             left = step.deadline - self._config.timeouts.publish_grace_s - self._world.now()
             _hold(left <= 0, f"{rollout_id} is lost as {reason} with {left:.0f} s left")
+
+    def _asked(self, step: Step, rollout_id: str) -> None:
+        """Check that the source of an agent's protocol was asked before its rollout ends without a result."""
+        ago = self._world.sources.unasked_for_s(step.ledger.entries[rollout_id].session_id or "")
+        _hold(ago < _ASKED_S, f"{rollout_id} ends without a result, which is at its source, asked {ago:.1f} s ago")
 
     def _noticed(self, session_id: str | None) -> None:
         """Check that no dead container is awaited until its deadline if its silence was detectable."""
@@ -265,7 +273,7 @@ class Checks:
         ids = Counter(rollout.rollout_id for rollout in trained)
         _hold(all(count == 1 for count in ids.values()), f"rollouts are trained more than once: {ids}")
         for rollout in trained:
-            truth = self._world.agents.results.get(self.key(step.step, rollout.rollout_id))
+            truth = self._truth(step, rollout)
             _hold(truth is not None, f"{rollout.rollout_id} is trained, and no agent ever finished it")
             assert truth is not None
             _hold(truth.reward is not None, f"{rollout.rollout_id} ended as {truth.outcome} and is trained")
@@ -273,6 +281,15 @@ class Checks:
             _hold(self._is_current(rollout), f"{rollout.rollout_id} was sampled from {weights} and is trained")
             content = self._as_published(rollout, truth) if self._scored else rollout
             _hold(truth.encode() == content.encode(), f"{rollout.rollout_id} is trained with other content")
+
+    def _truth(self, step: Step, rollout: Rollout) -> Rollout | None:
+        """Return what the rollout's agent published, or left at its source."""
+        if self._config.runtime.agent_protocol == "rollout":
+            return self._world.agents.results.get(self.key(step.step, rollout.rollout_id))
+        left = self._world.sources.results.get(rollout.session_id)
+        # A restarted trainer has other ids for its tasks.
+        own = {name: getattr(rollout, name) for name in ("task_id", "started_at", "finished_at", "model")}
+        return left and left.model_copy(update=own)
 
     def _as_published(self, rollout: Rollout, truth: Rollout) -> Rollout:
         """Check that a rollout is trained with the reward that the scorer returned and S3 holds, and undo that."""

@@ -116,6 +116,8 @@ class Situation:
     faults: Mapping[str, float] = field(default_factory=dict)
     group: Mapping[str, Any] = field(default_factory=dict)
     least_steps: int = 1
+    protocol: str = "rollout"
+    """The `runtime.agent_protocol` of the run."""
 
     @classmethod
     def of(cls, seed: int) -> Situation:
@@ -133,4 +135,8 @@ _OPENED = Situation({"outage": 1.0, "opened_by_503": 1.0})
 _RETRAINED = Situation(
     {**_LIVES, "kill": 0.0, "rival": 0.0, "outage": 0.0, "s3": 0.0, "s3_outage": 0.0, "poison": 0.0}, least_steps=3
 )
-_SITUATIONS = {3: _STRAGGLERS, 8: _STRAGGLERS, 6: _RETRAINED, 11: _OPENED}
+# Agents leave their results somewhere else than under their rollouts' keys.
+_OWN_SOURCE = {"queue_off": 1.0, "slow_gets": 0.0, "forged": 0.0, "junk": 0.0}
+_POLLED = Situation({**_OWN_SOURCE, "unavailable": 0.7}, protocol="agentcore-runtime-app")
+_WRITTEN = Situation({**_OWN_SOURCE, "s3": 0.8}, protocol="agentcore-rl-toolkit")
+_SITUATIONS = {3: _STRAGGLERS, 8: _STRAGGLERS, 6: _RETRAINED, 4: _POLLED, 10: _WRITTEN, 11: _OPENED}

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from agent_wrapper.contract import ModelEndpoint, RolloutRequest
+from agent_wrapper.shared.trajectory import TrajectoryUnavailable
 from rollout_backend.core.model_call import ApiError
 from rollout_backend.core.session_ends import HeartbeatReport
 from rollout_backend.core.session_key import SessionClaims
@@ -86,6 +87,8 @@ class Gateway:
         """Return the sessions whose heartbeats arrived since the last call. Wrappers send them until they publish."""
         now = self.env.now()
         beats = set()
+        if self.env.situation.protocol != "rollout":  # only the wrapper sends heartbeats
+            return HeartbeatReport(frozenset())
         for session in self._sessions.values():
             started_by = self._trainers[int(self.keys[session.id].trainer_incarnation)]
             if started_by.machine != trainer.machine:  # heartbeats go to the gateway that started the session
@@ -127,6 +130,17 @@ class SimGateway:
         self._gateway.adopted.update(sessions)
         for session_id in sorted(sessions):
             self._gateway.env.note(f"adopted: {self._gateway.keys[session_id].rollout_id}")
+
+    async def seal(self, request: RolloutRequest) -> list[int]:
+        """Close a session, and return its calls. Raises TrajectoryUnavailable, or Killed."""
+        self._trainer.require_alive()
+        try:
+            await self._answer()
+        except ServingError as error:
+            raise TrajectoryUnavailable(str(error)) from None
+        if not await self._gateway.is_reached(request, 0.0, to_seal=True):
+            raise TrajectoryUnavailable("the session is lost")
+        return self._gateway.journal.calls.get(request.session_id, [])
 
     async def heard(self) -> list[HeartbeatReport | None]:
         self._trainer.require_alive()

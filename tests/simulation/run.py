@@ -8,9 +8,11 @@ import logging
 import random
 import secrets
 from dataclasses import dataclass
+from types import SimpleNamespace
 from unittest.mock import patch
 
 from agent_wrapper.contract import Announcement
+from rollout_backend.agent_protocols import translator
 from tests.simulation.checks import Checks, Violation
 from tests.simulation.clock import Deadlock, VirtualLoop
 from tests.simulation.faults import Faults
@@ -49,7 +51,8 @@ def simulate(seed: int, faults: Faults | None = None, planned: int | None = None
     try:
         # Session ids follow from a manifest's nonce, and the iteration order of sets follows from session ids.
         nonces = patch.object(secrets, "token_hex", lambda nbytes: draw.randbytes(nbytes).hex())
-        with nonces, asyncio.Runner(loop_factory=lambda: loop) as runner:
+        clock = patch.object(translator, "time", SimpleNamespace(time=run.world.wall))
+        with nonces, clock, asyncio.Runner(loop_factory=lambda: loop) as runner:
             runner.run(run.play())
         violation = None
     except Violation as error:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
@@ -20,6 +20,7 @@ from rollout_backend.errors import (
     RuntimeUnavailable,
     Throttled,
 )
+from tests.simulation.agent_sources import AgentSources, is_poll, request_in
 from tests.simulation.agents import Agents
 from tests.simulation.capacity import Limits
 from tests.simulation.environment import Environment
@@ -34,22 +35,43 @@ class Runtime:
     """The open sessions, and what the runtime grants."""
 
     def __init__(
-        self, env: Environment, limits: Limits, agents: Agents, audit: SessionAudit, sessions: dict[str, Session]
+        self,
+        env: Environment,
+        limits: Limits,
+        agents: Agents,
+        audit: SessionAudit,
+        sources: AgentSources,
+        sessions: dict[str, Session],
     ) -> None:
         self.env = env
         self.limits = limits
         self.audit = audit
+        self.sources = sources
         self.sessions = sessions
         self._agents = agents
+        self._requests: dict[str, RolloutRequest] = {}  # by session
         self._poisoned: dict[str, bool] = {}  # by task
 
     def open(self, request: RolloutRequest) -> None:
         """Start a session and its agent, unless it runs."""
         if request.session_id in self.sessions:
             return
+        self._requests[request.session_id] = request
         self.audit.starts(request)
         self.env.note(f"session starts: {request.rollout_id} attempt {request.attempt}")
-        task = asyncio.create_task(self._agents.run(request))
+        self._start(request, self._agents.run(request))
+
+    def poll(self, session_id: str) -> bytes:
+        """Ask a container for its agent's result. A session that has ended gets a new container, without an agent."""
+        if session_id not in self.sessions:
+            self.sources.replace_container(session_id)
+            if session_id in self.audit.stopped:
+                self.env.evidence.used_twice.append(session_id)
+            self._start(self._requests[session_id], _idle())
+        return self.sources.poll(session_id)
+
+    def _start(self, request: RolloutRequest, container: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(container)
         session = Session(request.session_id, task, request)
         self.sessions[request.session_id] = session
         task.add_done_callback(lambda _: self._gone(session))
@@ -78,6 +100,10 @@ class Runtime:
         self._poisoned = dict.fromkeys(self._poisoned, False)
 
 
+async def _idle() -> None:
+    await asyncio.Event().wait()
+
+
 class SimRuntime:
     """Replaces an `AgentRuntime`, for one trainer."""
 
@@ -102,12 +128,14 @@ class SimRuntime:
         await self._env.passes(0.5)
         self._trainer.require_alive()
         body = json.loads(payload)
-        request = RolloutRequest.parse(body[REQUEST_FIELD])
+        if is_poll(body):
+            return await self._poll(session_id)
+        request = RolloutRequest.parse(request_in(body) or body[REQUEST_FIELD])
         is_silent = self._env.is_silent("runtime")
         if is_silent and self._env.is_lost():
             await self._time_out()
         self._refuse_in_outage(request)
-        self._refuse(task=body["q"])
+        self._refuse(body["q"])
         self._runtime.open(request)
         if is_silent:
             await self._time_out()
@@ -117,7 +145,24 @@ class SimRuntime:
             raise OutcomeUnknown("the answer was lost")
         if session_id in self._runtime.sessions:
             self._runtime.sessions[session_id].accepted = True
-        return b'{"status": "accepted"}'
+        return self._runtime.sources.accept(request)
+
+    async def _poll(self, session_id: str) -> bytes:
+        is_silent = self._env.is_silent("runtime")
+        if is_silent and self._env.is_lost():
+            await self._time_out()
+        refusal = self._runtime.limits.refusal(self._env.now())
+        if refusal is not None:
+            raise refusal.make()
+        self._refuse()
+        answer = self._runtime.poll(session_id)
+        if is_silent:
+            await self._time_out()
+        self._trainer.require_alive()
+        if self._env.chance("cut_after"):
+            raise OutcomeUnknown("the answer was lost")
+        self._runtime.sources.polled(session_id)
+        return answer
 
     async def _time_out(self) -> NoReturn:
         await asyncio.sleep(_CALL_S)
@@ -133,17 +178,19 @@ class SimRuntime:
                 self._runtime.open(request)
             raise refusal.make()
 
-    def _refuse(self, task: str) -> None:
+    def _refuse(self, task: str | None = None) -> None:
+        """Refuse an invoke for a task, or a poll."""
         self._runtime.limits.take(self._env.now())
         if self._env.chance("throttled"):
             raise Throttled("slow down")
-        if self._env.chance("quota") or len(self._runtime.sessions) >= self._max_sessions:
+        full = len(self._runtime.sessions) >= self._max_sessions
+        if task is not None and (self._env.chance("quota") or full):
             raise QuotaExceeded("too many sessions")
         if self._env.chance("conflict"):
             raise RuntimeConflict("another call is in progress")
         if self._env.chance("unavailable"):
             raise RuntimeUnavailable("503", refused=self._env.random.random() < 0.5)
-        if self._env.chance("container") or self._runtime.is_poisoned(task):
+        if task is not None and (self._env.chance("container") or self._runtime.is_poisoned(task)):
             raise InvokeRejected("424", reason="container_error")
 
     async def stop(self, session_id: str) -> None:

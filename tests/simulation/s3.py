@@ -47,6 +47,8 @@ class Bucket:
         """Write an object of a trainer."""
         self._holder.wrote(key, self.objects.get(key), body)
         self.objects[key], self.put_at[key] = body, self.env.now()
+        if "/steps/" in key:  # translated from another protocol
+            self.written_at[key] = self.env.now()
 
     def put_new(self, key: str, body: bytes) -> bool:
         """Write an object of an agent, with `If-None-Match: *`. Return False if the key is taken."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -10,6 +9,7 @@ from typing import Any, Self
 
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.tasks import Task
+from tests.simulation.faults import Situation
 from tests.simulation.gateway import HEARTBEAT_S
 from tests.simulation.s3 import BUCKET
 from tests.simulation.world import World
@@ -38,8 +38,8 @@ class Scenario:
     @classmethod
     def draw(cls, world: World, planned: int | None, *, scored: bool) -> Self:
         """`planned` is the number of rollouts of a large step."""
-        config = _config(world.random, planned, world.situation.group)
-        with_queue = not world.chance("queue_off")
+        config = _config(world.random, planned, world.situation)
+        with_queue = not world.chance("queue_off") and config.uses_queue
         steps = range(max(world.situation.least_steps, world.random.randint(1, 3 if planned is None else 2)))
         tasks = [_tasks(world.random, planned, config.group.size, step) for step in steps]
         return cls(config, with_queue, tasks, scored)
@@ -50,7 +50,7 @@ def _tasks(draw: Random, planned: int | None, size: int, step: int) -> list[Task
     return [Task(f"t{step}-{i}", {"q": f"{i}"}) for i in range(count)]  # the same in each step, as in epochs
 
 
-def _config(draw: Random, planned: int | None, group: Mapping[str, Any]) -> RolloutConfig:
+def _config(draw: Random, planned: int | None, situation: Situation) -> RolloutConfig:
     size = draw.randint(1, 3) if planned is None else draw.choice([4, 8])
     policy = draw.choice(["strict", "min_viable", "replace"])
     settings: dict[str, Any] = {
@@ -59,6 +59,7 @@ def _config(draw: Random, planned: int | None, group: Mapping[str, Any]) -> Roll
         "storage": {"bucket": BUCKET},
         "runtime": {
             "kind": "http",
+            "agent_protocol": situation.protocol,
             "url": "http://agents",
             "invoke_per_s": 10 if planned is None else 50,
             "max_attempts": draw.randint(1, 4),
@@ -73,10 +74,10 @@ def _config(draw: Random, planned: int | None, group: Mapping[str, Any]) -> Roll
             "straggler_after": draw.choice([None, None, 0.5, 0.9]),
             "straggler_factor": draw.choice([1.0, 2.0]),
             "block_task_after": draw.choice([None, 1, 1, 2]),
-            **group,
+            **situation.group,
         },
         "circuit_breaker": {"max_failures": draw.choice([None, 20, 3]), "min_span_s": draw.choice([0.0, 0.0, 30.0])},
-        "collect": {"list_after_idle_s": 10},
+        "collect": {"list_after_idle_s": 10, "list_interval_s": 1 if situation.protocol == "rollout" else 20},
         "scoring": {"retry_s": 20 if policy == "replace" else 600},
         "timeouts": {
             "model_call_s": 20, "agent_s": 60, "publish_grace_s": 30,

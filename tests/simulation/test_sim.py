@@ -144,6 +144,8 @@ QUICK_MUTANTS = {
     "late_results_accepted",
     "breaker_never_opens",
     "adopted_and_dispatched",
+    "sources_not_asked",
+    "silent_sources_are_empty",
     "silent_deaths_unnoticed",
 }
 

@@ -11,6 +11,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from agent_wrapper.contract import RolloutRequest, Trajectory
+from rollout_backend.agent_protocols.translator import (
+    BucketTranslator,
+    PollingTranslator,
+    Translator,
+    TranslatorOptions,
+)
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.fetcher import ResultSink
 from rollout_backend.collect.manifest_store import ManifestStore
@@ -18,7 +25,7 @@ from rollout_backend.core.ledger import LedgerEntry, Phase
 from rollout_backend.core.manifest import StepRequest
 from rollout_backend.core.session_ends import Heartbeats
 from rollout_backend.core.tasks import Task
-from rollout_backend.dispatch.call_queue import CallQueue
+from rollout_backend.dispatch.call_queue import CallKind, CallQueue
 from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.errors import CircuitOpen, RunHeld, StoreError
 from rollout_backend.results.step_report import StepResult
@@ -28,6 +35,8 @@ from rollout_backend.step.circuit_breaker import CircuitBreaker
 from rollout_backend.step.services import StepServices
 from rollout_backend.step.step import Step
 from rollout_backend.step.task_blocklist import TaskBlocklist
+from tests.simulation.agent_sources import RuntimeApp, Toolkit
+from tests.simulation.agents import segments_of
 from tests.simulation.checks import Checks, Violation
 from tests.simulation.gateway import HEARTBEAT_S, SimGateway
 from tests.simulation.run_directory import SimArchive, SimInFlightLog
@@ -131,6 +140,7 @@ class TrainerProcess:
         services = self._services(buffer, heartbeats)
         listening = asyncio.create_task(heartbeats.poll(self._gateway.heard))
         receiving = asyncio.create_task(buffer.run(2))
+        translating = None if self._translator is None else asyncio.create_task(self._translator.run())
         try:
             for number in range(first, len(self._scenario.steps)):
                 await self._collect_step(number, number == first, services, buffer)
@@ -145,6 +155,10 @@ class TrainerProcess:
                 raise Violation(f"the receivers have ended: {receiving.exception()!r}")
             receiving.cancel()
             listening.cancel()
+            if translating is not None:
+                if translating.done() and self._trainer.alive:
+                    raise Violation(f"the translator has ended: {translating.exception()!r}")
+                translating.cancel()
 
     def _train(self, number: int) -> None:
         """Train the step's rollouts, and write a checkpoint. Raises Killed."""
@@ -161,10 +175,12 @@ class TrainerProcess:
         runtime, calls = SimRuntime(world.runtime, self._trainer), CallQueue.from_config(config.runtime)
         calls.yield_to(buffer.has_backlog)
         asking = _AskingRuntime(runtime, self._lease, calls, world.audit.asked_for)
+        polling = FencedRuntime(runtime, self._lease, calls, CallKind.POLL)
+        self._translator = self._translated(asking, polling, calls, buffer)
         return StepServices(
             config=config,
             runtime=runtime,
-            dispatcher=Dispatcher(asking, calls, max_sessions=config.runtime.max_sessions),
+            dispatcher=Dispatcher(self._translator or asking, calls, max_sessions=config.runtime.max_sessions),
             gateways=self._gateway,
             buffer=buffer,
             manifests=ManifestStore(self._store, config.run_id, self._lease.fencing_token, str(self._lease.me)),
@@ -177,6 +193,29 @@ class TrainerProcess:
             scorer=self._scorer() if self._scenario.scored else None,
             wall=world.wall,
         )
+
+    def _translated(
+        self, asking: FencedRuntime, polling: FencedRuntime, calls: CallQueue, buffer: RolloutBuffer
+    ) -> Translator[Any] | None:
+        """Return the calls of steps for agents of another protocol, as the services of a run do."""
+        config = self._config
+        more: TranslatorOptions = {
+            "interval_s": config.collect.list_interval_s,
+            "max_writes": config.collect.max_fetches,
+            "seal": self._seal,
+            "on_result": buffer.fetch_written,
+        }
+        match config.runtime.agent_protocol:
+            case "agentcore-rl-toolkit":
+                return BucketTranslator(asking, Toolkit(), self._store, **more)
+            case "agentcore-runtime-app":
+                more["interval_s"] = config.runtime.poll_interval_s
+                return PollingTranslator(asking, RuntimeApp(), self._store, polling.invoke, calls, **more)
+        return None
+
+    async def _seal(self, request: RolloutRequest) -> Trajectory:
+        calls = await self._gateway.seal(request)
+        return Trajectory(model="m", segments=segments_of(request, calls))
 
     def _scorer(self) -> RolloutScorer:
         return RolloutScorer(self._store, self._config.run_id, self._call_scorer, NAME, SHA256)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.simulation.agent_sources import AgentSources
 from tests.simulation.agents import Agents
 from tests.simulation.capacity import Limits
 from tests.simulation.environment import Environment
@@ -34,8 +35,9 @@ class World(Environment):
         self.run_directory = RunDirectory()
         self.scorer = SimScorer(self)
         self.audit = SessionAudit(self, self.bucket, self.gateway, self.holder, self.sessions)
-        self.agents = Agents(self, self.bucket, self.queue, self.gateway, self.audit, self.sessions)
-        self.runtime = Runtime(self, self.limits, self.agents, self.audit, self.sessions)
+        self.sources = AgentSources(self, self.bucket)
+        self.agents = Agents(self, self.bucket, self.queue, self.gateway, self.audit, self.sources, self.sessions)
+        self.runtime = Runtime(self, self.limits, self.agents, self.audit, self.sources, self.sessions)
 
     def start_trainer(self, trainer: Trainer, weights: str = "") -> None:
         """Start the trainer's gateway, on a machine that may have lost files of the previous trainer."""

@@ -11,6 +11,7 @@ from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 from agent_wrapper.contract import ContractError, Outcome, ResultName, Rollout
+from rollout_backend.agent_protocols.translator import PollingTranslator, Translator
 from rollout_backend.collect import buffer as buffer_module
 from rollout_backend.collect import fetcher as fetcher_module
 from rollout_backend.collect.buffer import RolloutBuffer
@@ -110,6 +111,34 @@ def unknown_is_absent() -> Patch:
         return True
 
     return patch.object(RolloutBuffer, "fetch_by_key", broken)
+
+
+@mutant
+def sources_not_asked() -> Patch:
+    """A rollout of another protocol ends although its agent's own source was not asked once more."""
+
+    async def broken(self: Translator[Any], session_id: str, *, ended: bool) -> bool:
+        return True
+
+    return all_of(*(patch.object(kind, "find_result", broken) for kind in (Translator, PollingTranslator)))
+
+
+@mutant
+def silent_sources_are_empty() -> Patch:
+    """A source without an answer counts as one without a result."""
+    find_result, find_polled = Translator.find_result, PollingTranslator.find_result
+
+    async def broken(self: Translator[Any], session_id: str, *, ended: bool) -> bool:
+        await find_result(self, session_id, ended=ended)
+        return True
+
+    async def broken_poll(self: PollingTranslator, session_id: str, *, ended: bool) -> bool:
+        await find_polled(self, session_id, ended=ended)
+        return True
+
+    return all_of(
+        patch.object(Translator, "find_result", broken), patch.object(PollingTranslator, "find_result", broken_poll)
+    )
 
 
 @mutant
