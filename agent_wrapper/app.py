@@ -33,7 +33,6 @@ from agent_wrapper.child_processes import OrphanReaper, prepare_process
 from agent_wrapper.context import RolloutContext
 from agent_wrapper.contract import (
     REQUEST_FIELD,
-    Artifact,
     ContractError,
     Outcome,
     Rollout,
@@ -67,10 +66,10 @@ LOCAL_PORT = "ROLLOUT_LOCAL_PORT"
 _TOKEN = "ROLLOUT_AGENT_TOKEN"  # noqa: S105  # the environment variable that holds it; unset: anyone may call
 _REMEMBERED = 10_000  # number of finished attempts for which repeated invokes are answered
 
-# Limits after the agent's deadline: time to unwind, to fetch the trajectory and to write the result. Each is also
-# capped at a share of the backend's publish_grace_s, so that the result is published in time. Before the deadline the
-# trajectory has more time, because a restarting trainer also restarts its gateway.
-_UNWIND, _FETCH, _PUBLISH = (2.0, 0.1), (20.0, 0.25), (60.0, 0.5)  # seconds, share
+# Limits after the agent's deadline: time to unwind, to fetch the trajectory and to write the artifacts. Each is also
+# capped at a share of the backend's publish_grace_s, and the result has the rest, at least its own share. Before the
+# deadline all but unwinding have more time: a restarting trainer also restarts its gateway.
+_UNWIND, _FETCH, _ARTIFACTS, _PUBLISH = (2.0, 0.1), (20.0, 0.25), (15.0, 0.125), (60.0, 0.5)  # seconds, share
 # The same limits after a stop request or SIGTERM: SIGKILL follows SIGTERM within seconds.
 _LAST_UNWIND_S, _LAST_FETCH_S, _LAST_PUBLISH_S = 0.5, 2.0, 4.0
 _LAST_REQUESTS_S = 2  # before that: time to finish open responses
@@ -91,6 +90,11 @@ class _Job:
     outcome: Outcome | None = None
     reason: str | None = None
     max_result_bytes: int = MAX_OBJECT_BYTES
+    publish_by: float = field(init=False)  # monotonic seconds
+
+    def __post_init__(self) -> None:
+        grace_s = self.request.publish_grace_s or 0.0
+        self.publish_by = time.monotonic() + self.request.agent_s(time.time()) + grace_s
 
     def limit_s(self, seconds: float, share: float) -> float:
         """Return a limit after the agent's deadline."""
@@ -105,14 +109,29 @@ class _Job:
         more = {"outcome": self.outcome, "reason": self.reason}
         return answer | {name: value for name, value in more.items() if value is not None}
 
+    @contextlib.asynccontextmanager
+    async def limit(self, usual_s: float, last_s: float) -> AsyncIterator[None]:
+        """Interrupt the block after `usual_s`, or `last_s` after a stop request if that is earlier."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(None if usual_s == math.inf else usual_s) as limit:
+
+            def shorten(_: asyncio.Future[Any]) -> None:
+                with contextlib.suppress(RuntimeError):  # the block has ended
+                    if self.stopping.is_set():
+                        limit.reschedule(min(loop.time() + last_s, limit.when() or math.inf))
+
+            stopping = asyncio.create_task(self.stopping.wait())
+            stopping.add_done_callback(shorten)
+            try:
+                yield
+            finally:
+                stopping.cancel()
+
     async def wait(self, future: asyncio.Future[Any], usual_s: float, last_s: float) -> bool:
-        """Wait at most `usual_s`, and after a stop request at most `last_s`. Return whether `future` is done."""
-        stopping = asyncio.create_task(self.stopping.wait())
-        both: set[asyncio.Future[Any]] = {future, stopping}
-        await asyncio.wait(both, timeout=usual_s, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if self.stopping.is_set() and not future.done() and last_s:
-            await asyncio.wait({future}, timeout=last_s)
+        """Wait as long as `limit` says. Return whether `future` is done."""
+        with contextlib.suppress(TimeoutError):
+            async with self.limit(usual_s, last_s):
+                await asyncio.wait({future})
         return future.done()
 
 
@@ -453,25 +472,21 @@ class RolloutApp:
             return rollout
         request = job.request
         url = request.result.urls.artifacts if request.result.urls is not None else None
-        usual_s = max(job.limit_s(*_PUBLISH) / 4, context.remaining_s)
-        last_s = _LAST_PUBLISH_S / 2 if job.stopping.is_set() else usual_s
-
-        def write() -> tuple[Artifact, ...]:
-            body, listed = context.artifacts.pack()
-            self._publisher.write(request.result, request.artifacts_key, body, last_s, url)
-            return listed
-
+        limit = partial(job.limit, context.remaining_s + job.limit_s(*_ARTIFACTS), _LAST_PUBLISH_S / 2)
+        body, listed = await in_thread(context.artifacts.pack, "pack")
         try:
-            return rollout.model_copy(update={"artifacts": await in_thread(write, "publish")})
+            await self._publisher.write(request.result, request.artifacts_key, body, limit, url)
         except PublishError as error:
             return without_artifacts(rollout, str(error))
+        return rollout.model_copy(update={"artifacts": listed})
 
     async def _publish(self, job: _Job, rollout: Rollout) -> None:
         request, (rollout, body) = job.request, encode(rollout, job.max_result_bytes)
         job.outcome, job.reason = rollout.outcome, rollout.failure.reason if rollout.failure else None
-        budget_s = _LAST_PUBLISH_S if job.stopping.is_set() else job.limit_s(*_PUBLISH)
+        left_s = max(job.publish_by - time.monotonic(), job.limit_s(*_PUBLISH))
+        limit = partial(job.limit, left_s, _LAST_PUBLISH_S)
         key, url = request.key_for(rollout.outcome), request.url_for(rollout.outcome)
-        await in_thread(lambda: self._publisher.publish(request.result, key, body, budget_s, url), "publish")
+        await self._publisher.publish(request.result, key, body, limit, url)
         logger.info("rollout %s published as %s", rollout.rollout_id, rollout.outcome)
 
 

@@ -207,7 +207,7 @@ class RolloutContext:
     def from_request(cls, request: RolloutRequest, payload: dict[str, Any]) -> RolloutContext:
         """Create the context of a request that has just arrived."""
         now = time.time()
-        remaining_s = request.deadline - now if request.remaining_s is None else request.remaining_s
+        remaining_s = request.agent_s(now)
         return cls(
             payload=payload,
             base_url=request.endpoint.base_url,

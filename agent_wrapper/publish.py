@@ -11,14 +11,17 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import re
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agent_wrapper.contract import Announcement, ResultTarget, put_headers
+from agent_wrapper.runner import in_thread
 from agent_wrapper.shared.aws_errors import is_transient
 from agent_wrapper.shared.own_answers import is_page
 from agent_wrapper.shared.redaction import redact_logs, without_secrets
@@ -31,8 +34,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("agent_wrapper")
 
+_T = TypeVar("_T")
+Limit = Callable[[], AbstractAsyncContextManager[object]]
+"""Returns a context that interrupts its block with TimeoutError, such as `asyncio.timeout(60)`."""
+
 _CONNECT_TIMEOUT_S = 5.0
 _READ_TIMEOUT_S = 20.0
+# One try may take as long, and longer with a large body. The read timeout starts again with each byte.
+_TRY_S = 60.0
+_SLOWEST_BYTES_PER_S = 1024**2
+# A policy, a grant or a bucket may be replaced meanwhile: a refusal is permanent once it repeats this often, for this
+# long.
+_LEAST_REFUSALS = 5
+_PERMANENT_AFTER_S = 60.0
 _CONNECTIONS = 32
 _CODE = re.compile(r"<Code>([\w.]{1,64})</Code>")
 # A retry may find the right credentials, or a corrected clock.
@@ -43,12 +57,24 @@ class PublishError(Exception):
     """The result could not be written. The message says why and names the key."""
 
 
-class S3Refused(Exception):
-    """S3 refused a request or could not be reached in time. The message says why."""
+class Refused(Exception):
+    """S3 or SQS refused a request. The message says why."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether the service says, by this one answer, that it may accept the request later."""
+        dated = any(each in str(self).lower() for each in ("signature expired", "signature not yet current"))
+        # SQS says so if the clock is wrong. With a success comes a page of a proxy.
+        return is_transient(self.status, self.code) or self.status < 300 or dated
 
 
 class Publisher:
-    """Holds the S3 and SQS clients. Thread-safe; each call blocks its thread."""
+    """Writes and announces results, with the clients of S3 and SQS."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -62,24 +88,30 @@ class Publisher:
         if target.queue_url is not None:
             self._client("sqs", target.region)
 
-    def publish(self, target: ResultTarget, key: str, body: bytes, budget_s: float, url: str | None = None) -> None:
-        """Write `body` under `key` as `write` does, and announce it. Each of the two takes at most about `budget_s`.
+    async def publish(
+        self, target: ResultTarget, key: str, body: bytes, limit: Limit, url: str | None = None
+    ) -> None:
+        """Write `body` under `key` as `write` does, and announce it. `limit` limits each of the two.
 
         Raises:
             PublishError: the key may not exist.
         """
-        self.write(target, key, body, budget_s, url)
+        await self.write(target, key, body, limit, url)
         if target.queue_url is not None:
             said = Announcement(bucket=target.bucket, key=key).encode()
             message = {"QueueUrl": target.queue_url, "MessageBody": said}
+            where = f"s3://{target.bucket}/{key}"
             try:
-                self._retry("sqs", target.region, budget_s, lambda sqs: sqs.send_message(**message))
+                await _retry(
+                    lambda: self._call("sqs", target.region, lambda sqs: sqs.send_message(**message)),
+                    limit,
+                    f"announce {where}",
+                )
             except Exception as error:
-                where = f"s3://{target.bucket}/{key}"
                 logger.warning("%s was written but could not be announced on %s: %s", where, target.queue_url, error)
 
-    def write(self, target: ResultTarget, key: str, body: bytes, budget_s: float, url: str | None = None) -> None:
-        """Write `body` under `key` unless the key exists. Takes at most about `budget_s`.
+    async def write(self, target: ResultTarget, key: str, body: bytes, limit: Limit, url: str | None = None) -> None:
+        """Write `body` under `key` unless the key exists. Retry until `limit` interrupts, or S3 refuses repeatedly.
 
         With `url`, a presigned URL for that key, the write needs no credentials.
 
@@ -87,25 +119,18 @@ class Publisher:
             PublishError: the key may not exist.
         """
         where = f"s3://{target.bucket}/{key}"
+        put = functools.partial(_put_by_url, url, body) if url else lambda: self._put_once(target, key, body)
         try:
-            is_first = _put_by_url(url, body, budget_s) if url else self._put_once(target, key, body, budget_s)
+            is_first = await _retry(put, limit, f"write {where}", _TRY_S + len(body) / _SLOWEST_BYTES_PER_S)
         except Exception as error:
             raise PublishError(f"cannot write {where}: {type(error).__name__}: {error}") from error
         if not is_first:  # an agent's role may not read the object, which would show whose it is
             logger.warning("%s exists: another attempt wrote it, or this one, if the response was lost", where)
 
-    def _put_once(self, target: ResultTarget, key: str, body: bytes, budget_s: float) -> bool:
+    def _put_once(self, target: ResultTarget, key: str, body: bytes) -> bool:
         """Write `body`. Return False if the key exists."""
-        from botocore.exceptions import ClientError
-
         place = {"Bucket": target.bucket, "Key": key, "ContentType": "application/octet-stream", "IfNoneMatch": "*"}
-        try:
-            self._retry("s3", target.region, budget_s, lambda s3: s3.put_object(**place, Body=body))
-        except ClientError as error:
-            if _status(error) != 412 or is_transient(412, error.response["Error"]["Code"]):
-                raise
-            return False
-        return True
+        return _is_first(lambda: self._call("s3", target.region, lambda s3: s3.put_object(**place, Body=body)))
 
     def _client(self, service: str, region: str | None) -> Any:
         from botocore.config import Config  # imported on first use: see shared/trajectory.py
@@ -123,96 +148,139 @@ class Publisher:
                 self._clients[service, region] = session.client(service, config=config)
             return self._clients[service, region]
 
-    def _retry(self, service: str, region: str | None, budget_s: float, call: Callable[[Any], object]) -> None:
-        """Retry a call until it succeeds, each time with a new client: a client keeps the credentials that it was
-        created with, even if there were none."""
-        import tenacity
+    def _call(self, service: str, region: str | None, call: Callable[[Any], object]) -> None:
+        """Call a service. After an error, the next call has a new client: a client keeps the credentials that it was
+        created with, even if there were none.
 
-        def attempt() -> None:
-            client = None
-            try:
-                client = self._client(service, region)
-                call(client)
-            except Exception as error:
-                with self._lock:
-                    if _is_transient(error) and self._clients.get((service, region)) is client:
-                        self._clients.pop((service, region), None)  # unless another thread has replaced it
-                raise
+        Raises:
+            Refused: the service refused.
+            PublishError: the arguments are invalid.
+        """
+        from botocore.exceptions import ClientError, ParamValidationError
 
-        _retrying(tenacity.retry_if_exception(_is_transient), budget_s, reraise=True)(attempt)
+        client = None
+        try:
+            client = self._client(service, region)
+            call(client)
+        except Exception as error:
+            with self._lock:
+                if self._clients.get((service, region)) is client:
+                    self._clients.pop((service, region), None)  # unless another thread has replaced it
+            if isinstance(error, ParamValidationError):
+                raise PublishError(str(error)) from error
+            if isinstance(error, ClientError):
+                status, code = error.response["ResponseMetadata"]["HTTPStatusCode"], error.response["Error"]["Code"]
+                stale = code.startswith(_STALE_CREDENTIALS)
+                raise Refused(503 if stale else int(status), code, str(error)) from error
+            raise
 
 
-def _put_by_url(url: str, body: bytes, budget_s: float) -> bool:
-    """Write `body` with one PUT. Return False if the object exists.
+def _put_by_url(url: str, body: bytes) -> bool:
+    """Write `body` with one PUT. Return False if the object exists."""
+    return _is_first(lambda: _call_url("PUT", url, content=body, headers=put_headers(body)))
 
-    Raises:
-        S3Refused: the retries used up `budget_s`, or the error is permanent.
-    """
-    response = call_url("PUT", url, budget_s, content=body, headers=put_headers(body))
-    if response.status_code == 412 and _code(response):
+
+def _is_first(put: Callable[[], object]) -> bool:
+    """Call a conditional PUT. Return False if the object exists."""
+    try:
+        put()
+    except Refused as error:
+        if error.status != 412 or error.is_transient:
+            raise
         return False
-    if not response.is_success or is_page(response.content):
-        raise S3Refused(f"S3 answered {response.status_code} {_code(response) or response.reason_phrase}")
     return True
 
 
-def call_url(method: str, url: str, budget_s: float, **more: Any) -> httpx.Response:
-    """Send a request to a presigned URL until its answer is final or `budget_s` is used up. Return the last answer.
+def download(url: str, limit_s: float) -> bytes:
+    """Return what a presigned URL names. Retry for at most `limit_s`, unless S3 refuses repeatedly.
 
     Raises:
-        S3Refused: there is none.
+        PublishError: the URL is invalid.
+        Exception: the last error, or refusal.
+    """
+    get = functools.partial(_call_url, "GET", url)
+    return asyncio.run(_retry(get, lambda: asyncio.timeout(limit_s), "read the artifacts", limit_s)).content
+
+
+def _call_url(method: str, url: str, **more: Any) -> httpx.Response:
+    """Send a request to a presigned URL, and return the answer of a success.
+
+    Raises:
+        Refused: S3 refused, or a proxy answered.
+        ConnectionError: nothing answered.
+        PublishError: the URL is invalid.
     """
     import httpx  # imported on first use: see shared/trajectory.py
-    import tenacity
 
-    send = _retrying(
-        tenacity.retry_if_exception_type(httpx.TransportError)
-        | tenacity.retry_if_result(
-            lambda response: (
-                is_transient(response.status_code, _code(response)) or (method == "PUT" and is_page(response.content))
-            )
-        ),
-        budget_s,
-        retry_error_callback=lambda state: state.outcome.result() if state.outcome else None,  # as it was, last
-    )
-    verify = not url.startswith("http://")
     timeout = httpx.Timeout(_READ_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
     redact_logs()
     try:
-        with httpx.Client(timeout=timeout, verify=verify) as client:
-            response: httpx.Response = send(client.request, method, url, **more)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise S3Refused(without_secrets(f"{type(error).__name__}: {error}")) from None
-    return response
+        with httpx.Client(timeout=timeout, verify=not url.startswith("http://")) as client:
+            response = client.request(method, url, **more)
+    except httpx.InvalidURL as error:
+        raise PublishError(without_secrets(f"InvalidURL: {error}")) from None
+    except httpx.HTTPError as error:
+        raise ConnectionError(without_secrets(f"{type(error).__name__}: {error}")) from None
+    if response.is_success and not (method == "PUT" and is_page(response.content)):
+        return response
+    named = None if response.is_success else _CODE.search(response.text)
+    code = named[1] if named else ""
+    raise Refused(response.status_code, code, f"S3 answered {response.status_code} {code or response.reason_phrase}")
 
 
-def _code(response: httpx.Response) -> str:
-    code = None if response.is_success else _CODE.search(response.text)
-    return code[1] if code else ""
-
-
-def _retrying(when: tenacity.retry_base, budget_s: float, **more: Any) -> tenacity.Retrying:
-    """Return a retrier that repeats a call while `when` holds, for at most `budget_s`."""
+async def _retry(call: Callable[[], _T], limit: Limit, what: str, try_s: float = _TRY_S) -> _T:
+    """Return what `call` returns in a thread. Repeat it, for at most `try_s` each, until `limit` interrupts it or its
+    error is permanent. Raise the last error then."""
     import tenacity
 
-    wait = tenacity.wait_exponential_jitter(multiplier=0.2, max=8.0, jitter=0.5)
-    return tenacity.Retrying(retry=when, stop=tenacity.stop_before_delay(budget_s), wait=wait, **more)
+    last: Exception = TimeoutError("no answer in time")
+
+    async def attempt() -> _T:
+        nonlocal last
+        try:
+            async with asyncio.timeout(try_s):
+                return await in_thread(call, "publish")
+        except TimeoutError:
+            last = TimeoutError(f"no answer within {try_s:.0f} s")
+            raise last from None
+        except Exception as error:
+            last = error
+            raise
+
+    def log_error(state: tenacity.RetryCallState) -> None:
+        pause_s = state.next_action.sleep if state.next_action else 0.0
+        logger.warning("cannot %s: %s; retrying in %.1f s", what, last, pause_s)
+
+    retrying = tenacity.AsyncRetrying(
+        retry=tenacity.retry_if_exception(_may_pass()),
+        wait=tenacity.wait_exponential_jitter(multiplier=0.2, max=8.0, jitter=0.5),
+        before_sleep=log_error,
+        reraise=True,
+    )
+    try:
+        async with limit():
+            return await retrying(attempt)
+    except TimeoutError:
+        raise last from None
 
 
-def _is_transient(error: BaseException) -> bool:
-    """Return whether a later try may succeed. Among errors that are not the service's response (no connection, no
-    credentials, a failing provider), only invalid arguments are permanent."""
-    from botocore.exceptions import ClientError, ParamValidationError
+def _may_pass() -> Callable[[BaseException], bool]:
+    """Return whether another try may succeed, for the errors of one call in turn."""
+    refusals, since = 0, 0.0
 
-    if isinstance(error, ClientError):
-        code, message = error.response["Error"]["Code"], error.response["Error"].get("Message", "").lower()
-        dated = "signature expired" in message or "signature not yet current" in message  # SQS, if the clock is wrong
-        return is_transient(_status(error), code) or code.startswith(_STALE_CREDENTIALS) or dated
-    return not isinstance(error, ParamValidationError)
+    def may_pass(error: BaseException) -> bool:
+        nonlocal refusals, since
+        # tenacity hands over a cancellation too.
+        if not isinstance(error, Exception) or isinstance(error, PublishError):
+            return False
+        if not isinstance(error, Refused) or error.is_transient:
+            refusals = 0
+            return True
+        now = asyncio.get_running_loop().time()
+        refusals, since = refusals + 1, since if refusals else now
+        return refusals < _LEAST_REFUSALS or now - since < _PERMANENT_AFTER_S
 
-
-def _status(error: Any) -> int:
-    return int(error.response["ResponseMetadata"]["HTTPStatusCode"])
+    return may_pass
 
 
 def new_session(region: str | None) -> boto3.Session:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from agent_wrapper.contract import ContractError, unpack_artifacts
 from agent_wrapper.contract.messages import ORDER, TESTS, VerifierOrder
-from agent_wrapper.publish import S3Refused, call_url
+from agent_wrapper.publish import PublishError, Refused, download
 from agent_wrapper.shared.harbor_tests import TestsFailed, read_reward, run_tests
 from agent_wrapper.shared.workspace import WORKSPACE, unpack_folder
 
@@ -35,7 +35,7 @@ def main(folder: Path, *, root: Path = Path("/"), message: Path = Path("/dev/ter
         code = 0
         if len(text.encode()) > MAX_MESSAGE_BYTES:
             raise TestsFailed(f"reward.json has more than {MAX_MESSAGE_BYTES} bytes, which a pod cannot report")
-    except (TestsFailed, ContractError, S3Refused, OSError, ValueError) as error:
+    except (TestsFailed, ContractError, PublishError, Refused, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         text = str(error)
         code = 1
@@ -45,10 +45,7 @@ def main(folder: Path, *, root: Path = Path("/"), message: Path = Path("/dev/ter
 
 def _score(folder: Path, root: Path) -> dict[str, object]:
     order = VerifierOrder.parse(json.loads((folder / ORDER).read_bytes()))
-    reply = call_url("GET", order.artifacts_url, _DOWNLOAD_S)
-    if reply.status_code != 200:
-        raise TestsFailed(f"S3 answered {reply.status_code} to the GET of the artifacts: {reply.text[:300]}")
-    files = unpack_artifacts(reply.content, order.artifacts)
+    files = unpack_artifacts(download(order.artifacts_url, _DOWNLOAD_S), order.artifacts)
     if WORKSPACE not in files:
         raise TestsFailed(f"the agent has published no artifact {WORKSPACE!r}: run it with --workspace")
     if Path.cwd() == Path("/"):

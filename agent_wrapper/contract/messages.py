@@ -112,6 +112,10 @@ class RolloutRequest(ContractObject):
         """Return the key of this attempt's artifacts."""
         return artifacts_key(self.result.prefix, self.run_id, self.step, self.rollout_id, self.attempt)
 
+    def agent_s(self, now: float) -> float:
+        """Return the seconds from now, when the request arrives, until the agent must have returned."""
+        return self.deadline - now if self.remaining_s is None else self.remaining_s
+
     def key_for(self, outcome: Outcome) -> str:
         """Return the key for a rollout with this outcome: the result's, or the failure marker's of this attempt."""
         if outcome is Outcome.INFRA_ERROR:

@@ -29,8 +29,8 @@ class TimeoutConfig(Section):
     """Timeout of an agent, from the arrival of its rollout at the container until it has returned."""
     publish_grace_s: Seconds = 120.0
     """Time after an agent's deadline after which a rollout without a result ends as timed out. The wrapper uses up to
-    2 s of it to end the agent, 20 s to fetch the trajectory and 60 s to write the result. Each is also capped at a
-    share of this time: 1/10, 1/4 and 1/2. The rest covers a container that starts near the step's end."""
+    2 s of it to end the agent, 20 s to fetch the trajectory and 15 s to write the artifacts. Each is also capped at a
+    share of this time: 1/10, 1/4 and 1/8. It uses the rest to write the result."""
     collection_s: Seconds = 3600.0
     """Timeout of a step. At this deadline it ends with the rollouts that have arrived."""
     session_key_s: Seconds = 5400.0

@@ -14,7 +14,7 @@ import numpy
 import pytest
 
 from agent_wrapper import RolloutApp
-from agent_wrapper.app import _FETCH, _PUBLISH, _UNWIND, SESSION_HEADER, _Job, reseed
+from agent_wrapper.app import _ARTIFACTS, _FETCH, _PUBLISH, _UNWIND, SESSION_HEADER, _Job, reseed
 from agent_wrapper.contract import Outcome, Rollout, RolloutRequest, unpack_artifacts
 from agent_wrapper.errors import EntrypointError
 from builders import eventually, until
@@ -45,7 +45,7 @@ def test_artifacts_are_written_once_beside_the_result_that_lists_them(container,
 def write(*args):  # while a thread that the agent has left adds another one
     del publisher.write
     context.artifacts.add("late.txt", "")
-    publisher.write(*args)
+    return publisher.write(*args)
 
 import __main__
 publisher = __main__.app._publisher
@@ -69,7 +69,11 @@ def test_lost_artifacts_end_the_attempt_and_not_the_rollout(sync_container, clou
         key = f"p/runs/run/steps/00000003/{block['rollout_id']}{suffix}"
         urls[name] = cloud.s3.generate_presigned_url("put_object", Params={**place, "Key": key})
     block["result"] |= {"urls": urls}
+    block["session_id"] = "session-without-artifacts"
     sync_container.invoke("context.artifacts.add('a', 'x')\nreturn 0.5", block)
+    until(lambda: ("/artifacts", None) in gateway.requests, what="the artifacts are refused")
+    # Otherwise it tries for a minute: the refusal may pass.
+    sync_container.stop_session("session-without-artifacts")
     until(lambda: marker_of(cloud, block), what="the failure marker is written")
     marker = marker_of(cloud, block)
     assert (marker.outcome, marker.reward, marker.failure.reason) == (Outcome.INFRA_ERROR, None, "artifact_lost")
@@ -453,8 +457,9 @@ def test_an_ordinary_service_reports_errors(container, body, error, words):
 
 
 def test_a_result_that_cannot_be_written_is_reported(sync_container, cloud):
-    block = sync_container.request(result__bucket="no-such-bucket")
+    block = sync_container.request(result__bucket="no-such-bucket", session_id="session-without-bucket")
     sync_container.invoke("return 1", block)
+    sync_container.stop_session("session-without-bucket")  # otherwise it tries for a minute
     sync_container.await_idle()
     answer = sync_container.invoke("return 1", block).json()
     assert answer["status"] == "unpublished"
@@ -550,9 +555,11 @@ def test_a_signal_publishes_running_rollouts_and_waits_for_no_thread(
 def test_the_wrappers_waits_after_the_deadline_fit_the_backends(sync_container, grace_s):
     request = RolloutRequest.parse(sync_container.request(publish_grace_s=grace_s))
     job = _Job(request)
-    limits = [job.limit_s(*each) for each in (_UNWIND, _FETCH, _PUBLISH)]
+    limits = [job.limit_s(*each) for each in (_UNWIND, _FETCH, _ARTIFACTS, _PUBLISH)]
     assert sum(limits) < grace_s
-    assert grace_s < 120 or limits == [2.0, 20.0, 60.0]
+    assert grace_s < 120 or limits == [2.0, 20.0, 15.0, 60.0]
+    left_s = job.publish_by - time.monotonic()
+    assert left_s == pytest.approx(request.deadline - time.time() + grace_s, abs=300), "a result has the rest"
 
 
 def test_sigterm_publishes_every_rollout_even_without_a_gateway(start_container, gateway, dead_url, make_signal):

@@ -1,13 +1,14 @@
 """What a proxy answers for a server that it cannot reach ends nothing, at every client of this project."""
 
 import asyncio
+from functools import partial
 
 import pytest
 from aiohttp import web
 
-from agent_wrapper.contract import ModelEndpoint
+from agent_wrapper.contract import ModelEndpoint, ResultTarget
 from agent_wrapper.model_endpoint import SessionClosed, probe_endpoint, send_heartbeats
-from agent_wrapper.publish import S3Refused, _put_by_url, call_url
+from agent_wrapper.publish import Publisher, PublishError
 from agent_wrapper.shared.own_answers import AGENT_SERVER, ENGINE, GATEWAY, KUBERNETES, own_answer
 from agent_wrapper.shared.trajectory import TrajectoryUnavailable, fetch_trajectory
 from builders import eventually, served
@@ -109,13 +110,19 @@ async def test_an_agents_container_waits_for_its_gateway(proxy):
         task.cancel()
 
 
+async def write(url, limit_s=60.0):
+    """Write a result by a presigned URL."""
+    limit = partial(asyncio.timeout, limit_s)
+    await Publisher().write(ResultTarget(bucket="bucket"), "key", b"result", limit, f"{url}/key")
+
+
 async def test_a_result_is_written_after_a_proxys_answers(proxy):
     proxy.foreign, proxy.own = 2, web.Response
-    assert await asyncio.to_thread(_put_by_url, f"{proxy.url}/key", b"result", 60.0)
+    await write(proxy.url)
     assert proxy.asked == 3
     proxy.foreign = 10**9
-    with pytest.raises(S3Refused):
-        await asyncio.to_thread(_put_by_url, f"{proxy.url}/key", b"result", 0.5)
+    with pytest.raises(PublishError):
+        await write(proxy.url, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +140,7 @@ def test_a_servers_own_refusal_counts(form, body):
     assert own_answer(body, form)
 
 
-async def test_own_refusals_end_what_was_asked():
+async def test_own_refusals_end_what_was_asked(caplog):
     async def refuse(request):
         if request.path == "/generate":
             return web.json_response({"error": {"message": "too long"}}, status=400)
@@ -153,8 +160,8 @@ async def test_own_refusals_end_what_was_asked():
             await runtime.invoke("session", b"{}")
         await runtime.stop("session")
         await runtime.aclose()
-        assert await asyncio.to_thread(_put_by_url, f"{url}/key", b"result", 60.0) is False
-        assert (await asyncio.to_thread(call_url, "PUT", f"{url}/key", 60.0)).status_code == 412
+        await write(url)
+        assert "exists: another attempt wrote it" in caplog.text
         endpoint = ModelEndpoint(
             base_url=url, name="model", api_key="key", trajectory_url=url, heartbeat_url=f"{url}/beat"
         )

@@ -1,18 +1,22 @@
 """Results are written once and announced, with credentials or by URL, to moto's S3 and SQS and to a scripted S3."""
 
+import asyncio
 import json
 import logging
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from botocore.config import Config
 from botocore.exceptions import CredentialRetrievalError
 
+from agent_wrapper import publish
 from agent_wrapper.contract import Outcome, ResultTarget, RolloutRequest
 from agent_wrapper.publish import Publisher, PublishError
 from stub_server import HANG_UP, Request, StubServer
+from tests.simulation.clock import in_virtual_time
 
+SOON, LATE = partial(asyncio.timeout, 1), partial(asyncio.timeout, 120)
 BY_KEY_AND_BY_URL = pytest.mark.parametrize("by_url", [False, True], ids=["by key", "by URL"])
 NO_CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "",
@@ -49,23 +53,22 @@ def key(request) -> str:
 
 
 @BY_KEY_AND_BY_URL
-def test_the_first_write_wins_and_is_announced_again(publisher, cloud, target, key, by_url, caplog):
+async def test_the_first_write_wins_and_is_announced_again(publisher, cloud, target, key, by_url, caplog):
     for body in (b"first", b"second"):
-        publisher.publish(target, key, body, 5, sign(cloud, key) if by_url else None)
+        await publisher.publish(target, key, body, LATE, sign(cloud, key) if by_url else None)
         assert cloud.receive(target.queue_url) == [key]
     assert cloud.get(key) == b"first"
     assert caplog.text.count("exists: another attempt wrote it, or this one, if the response was lost") == 1
 
 
-def test_one_of_many_writers_wins(publisher, target, key, caplog):
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda i: publisher.publish(target, key, b"%d" % i, 10), range(8)))
+async def test_one_of_many_writers_wins(publisher, target, key, caplog):
+    await asyncio.gather(*(publisher.publish(target, key, b"%d" % i, LATE) for i in range(8)))
     assert caplog.text.count("exists: another attempt wrote it") == 7
 
 
-def test_a_failed_announcement_does_not_lose_the_result(publisher, cloud, target, key, caplog):
+async def test_a_failed_announcement_does_not_lose_the_result(publisher, cloud, target, key, caplog):
     gone = target.model_copy(update={"queue_url": f"{target.queue_url}-gone"})
-    publisher.publish(gone, key, b"result", budget_s=1)
+    await publisher.publish(gone, key, b"result", SOON)
     assert cloud.get(key) == b"result"
     assert "was written but could not be announced" in caplog.text
 
@@ -126,6 +129,7 @@ TEMPORARY = (
     [f"{HANG_UP}"],
     ["400 ThrottlingException", "400 KMS.ThrottlingException"],
     ["400 RequestTimeout", "403 RequestTimeTooSkewed"],  # a body that came too slowly; after a snapshot's restore
+    ["403 AccessDenied", "404 NoSuchBucket"],  # while a policy, a grant of a key or a bucket is replaced
 )
 STALE = ["400 ExpiredToken", "403 InvalidAccessKeyId"]  # a later client may have other credentials
 
@@ -133,9 +137,9 @@ STALE = ["400 ExpiredToken", "403 InvalidAccessKeyId"]  # a later client may hav
 @pytest.mark.parametrize(
     ("by_url", "answers"), [(by_url, each) for by_url in (False, True) for each in TEMPORARY] + [(False, STALE)]
 )
-def test_a_temporary_refusal_is_retried(faulty, publisher, cloud, target, key, by_url, answers):
+async def test_a_temporary_refusal_is_retried(faulty, publisher, cloud, target, key, by_url, answers):
     faulty.answers = [*answers]
-    publisher.publish(target, key, b"result", 120, faulty.url if by_url else None)
+    await publisher.publish(target, key, b"result", LATE, faulty.url if by_url else None)
     assert cloud.receive(target.queue_url) == [key]
     assert len(faulty.headers) == len(answers) + 1
     for sent in faulty.headers:
@@ -145,35 +149,82 @@ def test_a_temporary_refusal_is_retried(faulty, publisher, cloud, target, key, b
         assert ("authorization" in sent) is not by_url
 
 
+@pytest.fixture
+def at_once(monkeypatch) -> None:
+    """Call services in the event loop's thread, as virtual time needs it."""
+
+    async def call(work, name):
+        return work()
+
+    monkeypatch.setattr(publish, "in_thread", call)
+
+
 @BY_KEY_AND_BY_URL
-@pytest.mark.parametrize(("answer", "budget_s"), [("403 AccessDenied", 60), ("503 SlowDown", 0)])
-def test_retries_end(faulty, publisher, cloud, target, key, by_url, answer, budget_s, caplog):
-    caplog.set_level(logging.DEBUG)
-    faulty.answers = [answer] * 2
+@pytest.mark.parametrize(
+    ("answer", "limit_s", "ends"), [("403 AccessDenied", 3600, range(60, 90)), ("503 SlowDown", 300, [300])]
+)
+@in_virtual_time
+async def test_retries_end(faulty, publisher, cloud, target, key, by_url, answer, limit_s, ends, at_once, caplog):
+    caplog.set_level(logging.DEBUG, "httpx")
+    faulty.answers = [answer] * 1000
     code = answer.partition(" ")[2]
+    began = asyncio.get_running_loop().time()
+    limit = partial(asyncio.timeout, limit_s)
     with pytest.raises(PublishError, match=rf"^cannot write s3://{cloud.bucket}/.*{code}") as caught:
-        publisher.publish(target, key, b"result", budget_s, faulty.url if by_url else None)
-    assert len(faulty.headers) == 1
+        await publisher.publish(target, key, b"result", limit, faulty.url if by_url else None)
+    assert int(asyncio.get_running_loop().time() - began) in ends
     assert cloud.receive(target.queue_url, wait_s=0) == [], "nothing is stored, so nothing is announced"
-    assert not by_url or "PUT http://127.0.0.1" in caplog.text, "httpx logs it if the agent enables this"
+    assert not by_url or "PUT http://127.0.0.1" in caplog.text, "httpx logs it if the agent enables it"
     assert "5ec7e7" not in caplog.text + str(caught.value)
 
 
-def test_an_absent_server_is_reported_without_the_url(publisher, target, dead_url):
+@BY_KEY_AND_BY_URL
+@pytest.mark.parametrize("answers", [["503 SlowDown"] * 40, ["403 AccessDenied"] * 8, ["403 X", "503 Y"] * 20])
+@in_virtual_time
+async def test_s3_is_waited_for_until_the_limit(faulty, publisher, cloud, target, key, by_url, answers, at_once):
+    faulty.answers = [*answers]
+    await publisher.publish(target, key, b"result", partial(asyncio.timeout, 3600), faulty.url if by_url else None)
+    assert cloud.receive(target.queue_url) == [key]
+    assert faulty.answers == []
+
+
+@BY_KEY_AND_BY_URL
+@in_virtual_time
+async def test_a_call_without_an_answer_is_given_up_and_repeated(publisher, target, key, by_url, monkeypatch):
+    """A server may take the body, or send its answer, byte by byte: no timeout of a read ends that."""
+    calls = []
+
+    async def call(work, name):
+        calls.append(name)
+        if len(calls) != 3:
+            await asyncio.Event().wait()
+        return True
+
+    monkeypatch.setattr(publish, "in_thread", call)
+    limit = partial(asyncio.timeout, 600)
+    await publisher.write(target, key, b"result", limit, "http://s3/key" if by_url else None)
+    assert len(calls) == 3
+    with pytest.raises(PublishError, match="no answer within 60 s"):
+        await publisher.write(
+            target, key, b"result", partial(asyncio.timeout, 90), "http://s3/key" if by_url else None
+        )
+
+
+async def test_an_absent_server_is_reported_without_the_url(publisher, target, dead_url):
     with pytest.raises(PublishError, match="ConnectError") as caught:
-        publisher.publish(target, "k", b"result", 0.5, f"{dead_url}/bucket/key?X-Amz-Signature=5ec7e7")
+        await publisher.publish(target, "k", b"result", SOON, f"{dead_url}/bucket/key?X-Amz-Signature=5ec7e7")
     assert "5ec7e7" not in str(caught.value)
 
 
 @BY_KEY_AND_BY_URL
-def test_a_result_whose_answer_is_lost_is_announced(faulty, publisher, cloud, target, key, by_url):
+async def test_a_result_whose_answer_is_lost_is_announced(faulty, publisher, cloud, target, key, by_url):
     faulty.answers = [f"{HANG_UP}", "412 PreconditionFailed"]
-    publisher.publish(target, key, b"result", 30, faulty.url if by_url else None)
+    await publisher.publish(target, key, b"result", LATE, faulty.url if by_url else None)
     assert cloud.receive(target.queue_url) == [key]
 
 
 @pytest.mark.parametrize("late", ["at the start", "at the end"])
-def test_credentials_that_come_late_lose_no_result(
+async def test_credentials_that_come_late_lose_no_result(
     faulty, publisher, cloud, target, key, tmp_path, monkeypatch, late
 ):
     """A client keeps the credentials that it was made with, also if there were none."""
@@ -190,5 +241,5 @@ def test_credentials_that_come_late_lose_no_result(
     if late == "at the start":
         with pytest.raises(CredentialRetrievalError):
             publisher.prepare(target)
-    publisher.publish(target, key, b"result", budget_s=120)
+    await publisher.publish(target, key, b"result", LATE)
     assert cloud.receive(target.queue_url) == [key]

@@ -85,13 +85,14 @@ def test_without_a_reward_the_message_says_why(verifier, script, message):
     assert len(found.encode()) <= MAX_MESSAGE_BYTES
 
 
-def test_artifacts_that_are_others_or_missing_are_refused(verifier):
+def test_artifacts_that_are_others_or_missing_are_refused(verifier, monkeypatch):
+    monkeypatch.setattr("agent_wrapper.verifier._DOWNLOAD_S", 1.0)
     verifier.answer = (200, pack_artifacts({WORKSPACE: b"other"}))
     assert verifier.run("true")[0] == 1
     verifier.answer = (403, b"<Code>AccessDenied</Code>")
     code, message = verifier.run("true")
     assert code == 1
-    assert "S3 answered 403 to the GET of the artifacts: <Code>AccessDenied" in message
+    assert "S3 answered 403 AccessDenied" in message
     verifier.files = {"log.txt": b"x"}
     verifier.answer = (200, pack_artifacts(verifier.files))
     assert "no artifact 'workspace.tar.gz'" in verifier.run("true")[1]
