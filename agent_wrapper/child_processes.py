@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import logging
 import os
 import signal
 import subprocess
@@ -20,6 +21,8 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+
+logger = logging.getLogger("agent_wrapper")
 
 _SERVER_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _REAP_INTERVAL_S = 1.0
@@ -87,7 +90,10 @@ class OrphanReaper:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(_REAP_INTERVAL_S)
-            self.reap()
+            try:
+                self.reap()
+            except Exception:  # a process may end while it is looked at
+                logger.warning("orphans could not be reaped; this is repeated", exc_info=True)
 
     def reap(self) -> None:
         """Reap the orphans that were zombies at the last call too: a process that ends is waited for in between."""

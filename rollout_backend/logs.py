@@ -13,10 +13,11 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from typing import Any
 
 _VARIABLE = "ROLLOUT_LOG_FORMAT"
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -130,3 +131,14 @@ class JsonFormatter(logging.Formatter):
         if record.stack_info:
             line["stack"] = self.formatStack(record.stack_info)
         return json.dumps(line, default=str)
+
+
+def report_failure(what: str) -> Callable[[Any], None]:
+    """Return a callback for a task or future that nobody awaits, for `add_done_callback`. It logs the error in which
+    the work ends: otherwise that work would end silently."""
+
+    def report(done: Any) -> None:
+        if not done.cancelled() and (error := done.exception()) is not None:
+            logging.getLogger(__name__).error("%s has failed", what, exc_info=error)
+
+    return report

@@ -43,14 +43,14 @@ from rollout_backend.dispatch.ramp import check_ramp
 from rollout_backend.errors import CircuitOpen, ConfigError, RolloutBackendError, RunHeld, ServingError, StoreError
 from rollout_backend.garbage_collection import rare_full_collections
 from rollout_backend.local_keys import bypass_proxies
-from rollout_backend.logs import log_fields
+from rollout_backend.logs import log_fields, report_failure
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.progress import FirstCall, Progress
 from rollout_backend.results.records import RolloutRecord
 from rollout_backend.results.rollout_spans import rollout_spans
 from rollout_backend.results.run_info import RUNS_S, RunStart, RunState, StartedBy
 from rollout_backend.results.step_report import GroupResult, StepResult
-from rollout_backend.retry import log_retry, retry_until
+from rollout_backend.retry import log_retry, repeat, retry_until
 from rollout_backend.run_services import RunServices
 from rollout_backend.serving.adapters import AdapterUpdate
 from rollout_backend.serving.engine import reported_version
@@ -157,15 +157,18 @@ class RolloutManager:
                 how = (self.config, self._started_by, self._agent or {}, None)
                 self.archive.write_failed_start(self.config, await asyncio.to_thread(RunStart.of, *how), str(error))
                 raise
-            stack.callback(self.archive.close)
+            stack.push_async_callback(asyncio.to_thread, self.archive.close)
             self.config = self.config.priced_for(run.agent.get("platform"))
             self.archive.write_start(self.config, await self._describe_start(run))
             setting = "relay.url" if self.config.relay is not None else "gateway.public_url"
             self._first_call = FirstCall(run.serving.gateways.public_urls[0], setting, 6 * self._gateway_poll_s)
-            watching = asyncio.create_task(self._watch_gateways(self._first_call))
-            stack.callback(watching.cancel)
-            writing = asyncio.create_task(self._write_running_steps(run))
-            stack.callback(writing.cancel)
+            for work, what in (
+                (functools.partial(self._watch_gateways, self._first_call), "watching the gateways"),
+                (functools.partial(self._write_running_steps, run), "writing the records of running steps"),
+            ):
+                task = asyncio.create_task(repeat(work, what))
+                task.add_done_callback(report_failure(what))
+                stack.callback(task.cancel)
             self._run = run
             if self.config.observe.otlp_endpoint is not None:
                 self._traces = SpanSender(self.config.observe.otlp_endpoint, "rollout-manager")
@@ -183,7 +186,7 @@ class RolloutManager:
         self._on_phase(RunPhase.STOP)
         await self._stack.aclose()
         if self._run is None or self._run.lease.lost is None:  # otherwise `run.json` is another manager's
-            self.archive.write_end(_end_state(error), str(error or ""))
+            await self.archive.wait(self.archive.submit(self.archive.write_end, _end_state(error), str(error or "")))
 
     async def _describe_start(self, run: RunServices) -> RunStart:
         serving = self.config.serving
@@ -261,7 +264,7 @@ class RolloutManager:
                     lines = step.running_records()
                     took_s += loop.time() - began
                     if lines:
-                        await asyncio.wrap_future(self.archive.write_running(number, lines))
+                        await self.archive.wait(self.archive.write_running(number, lines))
 
     @property
     def _started(self) -> RunServices:
@@ -381,10 +384,10 @@ class RolloutManager:
             records = current.results.records.all() if result is None else result.records
             if run.lease.lost is None:  # otherwise the step belongs to another manager
                 # Encoding thousands of records would block the event loop.
-                await asyncio.to_thread(self.archive.write_records, number, records)
+                await self.archive.wait(self.archive.submit(self.archive.write_records, number, records))
             await self._report_step(current, records)
         report = result.report.model_copy(update=await self._gateway_growth())
-        await asyncio.to_thread(self.archive.write_report, report)
+        await self.archive.wait(self.archive.submit(self.archive.write_report, report))
         current.release()
         return replace(result, report=report)
 

@@ -9,11 +9,13 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from tenacity import AsyncRetrying, RetryAction, RetryCallState, stop_never
 from tenacity.stop import StopBaseT
 from tenacity.wait import WaitBaseT
+
+log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _ERROR_CHARS = 2_000
@@ -87,6 +89,16 @@ async def retry_until(
         if not limit.expired():
             raise
         raise on(last) from None
+
+
+async def repeat(work: Callable[[], Awaitable[object]], what: str, pause_s: float = 5.0) -> NoReturn:
+    """Call `work` again whenever it ends, and log each failure. For work in the background that must not end."""
+    while True:
+        try:
+            await work()
+        except Exception:
+            log.exception("%s failed; it is repeated", what)
+        await asyncio.sleep(pause_s)
 
 
 def at(until: float) -> Callable[[RetryCallState], bool]:

@@ -41,6 +41,7 @@ from rollout_backend.errors import (
     StoreError,
     WriteConflict,
 )
+from rollout_backend.logs import report_failure
 from rollout_backend.retry import retry_until
 from rollout_backend.runtimes.base import SessionCalls
 
@@ -201,6 +202,7 @@ class RunLease:
             except WriteConflict:  # another one was first, or the holder is back
                 continue
         self._renewing = asyncio.create_task(self._renew())
+        self._renewing.add_done_callback(report_failure("the renewal of the run's lease"))
 
     async def claim(self) -> None:
         """Become the holder, once everything else has started. Raises RunHeld or StoreError."""

@@ -34,7 +34,7 @@ from rollout_backend.core.harbor import VERIFIER
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_ends import Heartbeats, SessionEnds
 from rollout_backend.dispatch.call_queue import CallKind, CallQueue
-from rollout_backend.dispatch.dispatcher import Dispatcher
+from rollout_backend.dispatch.dispatcher import Dispatcher, TimedCalls
 from rollout_backend.errors import ServingError
 from rollout_backend.janitor.janitor_process import Janitor
 from rollout_backend.results.archive import RunArchive
@@ -143,8 +143,9 @@ class RunServices:
         ends = SessionEnds()
         heartbeats = self._start_background(stack, buffer, runtime, ends)
         admission.yield_to(buffer.has_backlog)
-        calls = FencedRuntime(janitor.watch(runtime), self.lease, admission)
-        poll = FencedRuntime(runtime, self.lease, admission, CallKind.POLL).invoke
+        limit_s = config.runtime.call_limit_s
+        calls = FencedRuntime(TimedCalls(janitor.watch(runtime), limit_s), self.lease, admission)
+        poll = FencedRuntime(TimedCalls(runtime, limit_s), self.lease, admission, CallKind.POLL).invoke
         self.for_steps = StepServices(
             config=config,
             runtime=runtime,

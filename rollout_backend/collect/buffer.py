@@ -39,6 +39,7 @@ from rollout_backend.collect.queue import AWS_ERRORS, Message, MessageDeleter, M
 from rollout_backend.collect.store import ObjectStore
 from rollout_backend.config import CollectConfig
 from rollout_backend.errors import CredentialsExpired, StoreError
+from rollout_backend.logs import report_failure
 from rollout_backend.retry import retry
 
 log = logging.getLogger(__name__)
@@ -170,6 +171,7 @@ class RolloutBuffer:
         if not messages:
             return
         hiding = asyncio.create_task(self._keep_hidden(queue, messages))
+        hiding.add_done_callback(report_failure("hiding messages that are handled"))
         try:
             done = await asyncio.gather(
                 *(

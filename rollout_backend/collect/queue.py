@@ -26,6 +26,7 @@ from tenacity import RetryCallState, stop_after_attempt, wait_fixed
 from rollout_backend import aws
 from rollout_backend.config import AwsConfig, QueueConfig, StorageConfig
 from rollout_backend.core.check_result import CheckResult
+from rollout_backend.logs import report_failure
 from rollout_backend.names import derived_name
 from rollout_backend.retry import retry
 
@@ -226,6 +227,7 @@ class MessageDeleter:
         deleting = asyncio.create_task(self._delete_all())
         self._deleting.add(deleting)
         deleting.add_done_callback(self._deleting.discard)
+        deleting.add_done_callback(report_failure("deleting messages"))
 
     async def _delete_all(self) -> None:
         if self._timer is not None:

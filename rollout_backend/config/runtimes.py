@@ -123,6 +123,11 @@ class RuntimeConfig(Section):
     """Timeout of an invoke. The wrapper answers at once, so a longer wait is a failed cold start."""
 
     @property
+    def call_limit_s(self) -> float:
+        """Return the seconds after which an invoke or a stop has failed, whatever the adapter does."""
+        return 60.0 + 2 * (self.connect_timeout_s + self.read_timeout_s)
+
+    @property
     def agents_host(self) -> str | None:
         """Return the name or the address of the machine that runs the agents; None if the settings do not say."""
         return None
@@ -510,6 +515,10 @@ class ProcessConfig(RuntimeConfig):
         return [str(self.python or sys.executable), "-c", f"from {module} import {name} as app; app.run()"]
 
     @property
+    def call_limit_s(self) -> float:
+        return super().call_limit_s + self.grace_s
+
+    @property
     def agents_host(self) -> str | None:
         return "localhost"
 
@@ -557,6 +566,10 @@ class RayConfig(ProcessConfig):
                 "image runs on kubernetes or agentcore"
             )
         return value
+
+    @property
+    def call_limit_s(self) -> float:
+        return super().call_limit_s + self.start_timeout_s
 
     @property
     def agents_host(self) -> str | None:

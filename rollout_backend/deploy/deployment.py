@@ -300,10 +300,9 @@ async def _invoke(runtime: AgentCoreRuntime, session_id: str, body: bytes) -> No
 
 
 async def _read_result(target: Target, request: RolloutRequest, runtime: AgentCoreRuntime) -> Rollout:
-    deadline = time.monotonic() + _RESULT_S
-    with aws.explained(f"bucket {target.bucket}", "--stack"):
-        async with target.client("s3") as s3:
-            while time.monotonic() < deadline:
+    with aws.explained(f"bucket {target.bucket}", "--stack"), contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_RESULT_S), target.client("s3") as s3:
+            while True:
                 for key in (request.key_for(Outcome.INFRA_ERROR), request.key):
                     with contextlib.suppress(s3.exceptions.NoSuchKey):
                         answer = await s3.get_object(Bucket=target.bucket, Key=key)

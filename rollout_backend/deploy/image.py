@@ -35,6 +35,8 @@ CODEBUILD = "codebuild"
 _BUILD_MINUTES, _QUEUED_MINUTES = 30, 20  # limits after which CodeBuild ends a build
 _ROLE_S = 60.0  # time until CodeBuild may assume a newly created role
 _LOG_LINES = 40
+# Limits of a builder on this machine, which may have to emulate arm64.
+_LOGIN_S, _BUILD_S = 60.0, 7200.0
 _END_S = 10.0  # in which an interrupted docker ends
 _RETRIES = 7  # CodeBuild throttles its calls at a few per second
 # Docker Hub limits anonymous pulls, and the Docker of `_IMAGE` knows this syntax without pulling it.
@@ -75,7 +77,7 @@ async def push_image(builder: str, folder: Path, target: Target, echo: Callable[
     token = answer["authorizationData"][0]["authorizationToken"]
     password = base64.b64decode(token).decode().partition(":")[2]
     registry = target.repository.partition("/")[0]
-    await _run([builder, "login", "--username", "AWS", "--password-stdin", registry], password)
+    await _run([builder, "login", "--username", "AWS", "--password-stdin", registry], _LOGIN_S, password)
     echo(f"building {image}")
     with tempfile.TemporaryDirectory(prefix="rollout-deploy-") as scratch:
         dockerfile = _dockerfile(folder, Path(scratch))
@@ -83,10 +85,10 @@ async def push_image(builder: str, folder: Path, target: Target, echo: Callable[
         write_wrapper_context(Path(scratch) / "wrapper")
         options += ["--build-context", f"wrapper={scratch}/wrapper"]
         if builder == "docker":
-            await _run(["docker", "buildx", "build", "--provenance=false", "--push", *options, str(folder)])
+            await _run(["docker", "buildx", "build", "--provenance=false", "--push", *options, str(folder)], _BUILD_S)
         else:
-            await _run([builder, "build", *options, str(folder)])
-            await _run([builder, "push", image])
+            await _run([builder, "build", *options, str(folder)], _BUILD_S)
+            await _run([builder, "push", image], _BUILD_S)
     return image
 
 
@@ -105,12 +107,17 @@ def _dockerfile(folder: Path, scratch: Path) -> Path:
     return scratch / "Dockerfile"
 
 
-async def _run(argv: Sequence[str], stdin: str | None = None) -> None:
+async def _run(argv: Sequence[str], limit_s: float, stdin: str | None = None) -> None:
+    """Run a command of the builder, and end it after `limit_s`. Raises PreflightError."""
     process = await asyncio.create_subprocess_exec(
         *argv, stdin=asyncio.subprocess.PIPE if stdin is not None else asyncio.subprocess.DEVNULL
     )
+    what = " ".join(argv[:3])
     try:
-        await process.communicate(stdin.encode() if stdin is not None else None)
+        async with asyncio.timeout(limit_s):
+            await process.communicate(stdin.encode() if stdin is not None else None)
+    except TimeoutError:
+        raise PreflightError(f"{what} did not end within {limit_s:g} s: its output is above") from None
     finally:
         if process.returncode is None:
             process.terminate()
@@ -121,7 +128,7 @@ async def _run(argv: Sequence[str], stdin: str | None = None) -> None:
                 process.kill()
                 await wait_killed(process, argv[0])
     if process.returncode:
-        raise PreflightError(f"{' '.join(argv[:3])} failed with code {process.returncode}: its output is above")
+        raise PreflightError(f"{what} failed with code {process.returncode}: its output is above")
 
 
 async def build_image(

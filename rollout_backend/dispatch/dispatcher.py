@@ -13,7 +13,8 @@ Which attempts are made, and what becomes of their sessions: see `step.rollout_t
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from tenacity import RetryCallState, wait_exponential_jitter
 from tenacity.wait import WaitBaseT
@@ -35,6 +36,7 @@ from rollout_backend.retry import retry
 from rollout_backend.runtimes.base import ResultSource, SessionCalls
 
 log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 _ACCEPTED = frozenset({"accepted", "running", "finished"})
 _STOP_PAUSE = wait_exponential_jitter(multiplier=0.2, max=10, jitter=0.5)
@@ -42,7 +44,36 @@ _STOP_PAUSE = wait_exponential_jitter(multiplier=0.2, max=10, jitter=0.5)
 _STOP_RETRYABLE = (
     Throttled, QuotaExceeded, RuntimeConflict, RuntimeUnavailable, NoCredentials, WrongClock, OutcomeUnknown,
 )  # fmt: skip
+_SLOWEST_BYTES_PER_S = 1024**2
 _LEAST_STOPS = 8  # so that a long queue of stops is not mistaken for a long outage
+
+
+class TimedCalls:
+    """The calls of a runtime, each of which ends in time, whatever its adapter does."""
+
+    def __init__(self, runtime: SessionCalls, limit_s: float) -> None:
+        self._runtime = runtime
+        self._limit_s = limit_s
+
+    async def invoke(self, session_id: str, payload: bytes) -> bytes:
+        return await self._in_time("invoke", self._runtime.invoke(session_id, payload), len(payload))
+
+    async def stop(self, session_id: str) -> bool | None:
+        return await self._in_time("stop", self._runtime.stop(session_id))
+
+    def adopt(self, session_id: str, payload: Callable[[], bytes]) -> None:
+        self._runtime.adopt(session_id, payload)
+
+    async def _in_time(self, name: str, call: Awaitable[_T], size: int = 0) -> _T:
+        limit_s = self._limit_s + size / _SLOWEST_BYTES_PER_S
+        limit = asyncio.timeout(limit_s)
+        try:
+            async with limit:
+                return await call
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise OutcomeUnknown(f"the runtime's adapter did not end the {name} within {limit_s:.0f} s") from None
 
 
 class Dispatcher:
@@ -60,8 +91,9 @@ class Dispatcher:
         stop_retry_s: float = 180.0,
         stop_wait: WaitBaseT = _STOP_PAUSE,
     ) -> None:
-        """`stop_retry_s` counts from a session's first stop that failed; `stop_wait` is the pause between tries. If
-        `runtime` is a `ResultSource`, a rollout without a result is absent only once that has answered."""
+        """`runtime` ends each call in time: see `TimedCalls`. `stop_retry_s` counts from a session's first stop that
+        failed; `stop_wait` is the pause between tries. If `runtime` is a `ResultSource`, a rollout without a result
+        is absent only once that has answered."""
         self._runtime = runtime
         self.calls = calls
         self.source = runtime if isinstance(runtime, ResultSource) else None

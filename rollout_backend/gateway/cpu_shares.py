@@ -19,6 +19,8 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
+from rollout_backend.logs import report_failure
+
 _T = TypeVar("_T")
 _BURST_S, _MAX_PAUSE_S = 0.5, 30.0
 _PART, _MIN_RATE = 0.5, 0.005
@@ -46,7 +48,7 @@ class Worker:
         job: Future[_T] = Future()
         self._unfinished.add(job)
         heapq.heappush(self._jobs, (used_s, next(self._numbers), job, function))
-        self._thread.submit(self._run_next)
+        self._thread.submit(self._run_next).add_done_callback(report_failure("a session's CPU work"))
         return job
 
     def _run_next(self) -> None:

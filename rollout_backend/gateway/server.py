@@ -69,6 +69,7 @@ from rollout_backend.gateway.sessions.registry import SessionRegistry
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.rendering.guarded_renderer import RendererBundle
 from rollout_backend.rendering.renderer import load_renderer
+from rollout_backend.retry import repeat
 
 SERVER_NAME = "rollout-backend"
 """Marker in the body of /health, by which a check recognizes a gateway behind a public address."""
@@ -201,8 +202,11 @@ class Gateway:
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         await self._engine_client.start()
-        loads = self._engines.poll(self._admission.observe, self._settings.load_poll_s)
-        background = [asyncio.create_task(self._sweep()), asyncio.create_task(loads)]
+        loads = partial(self._engines.poll, self._admission.observe, self._settings.load_poll_s)
+        background = [
+            asyncio.create_task(repeat(self._sweep, "the removal of expired sessions")),
+            asyncio.create_task(repeat(loads, "reading the engines' loads")),
+        ]
         try:
             yield
         finally:

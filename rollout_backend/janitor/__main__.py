@@ -24,7 +24,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
-from rollout_backend.logs import configure_logs
+from rollout_backend.logs import configure_logs, report_failure
 
 _CLEANUP_S = 600  # limit for all calls, besides the grace time and the time that the stop rate requires
 _RESTART_S = 3600  # limit for a manager that is restarting the run and may fail
@@ -242,7 +242,7 @@ def stop_sessions(
         stop_one = make(cleanup["options"])
         with ThreadPoolExecutor(_STOPPERS) as pool:
             for session in left:
-                pool.submit(stop, stop_one, session)
+                pool.submit(stop, stop_one, session).add_done_callback(report_failure("a stop"))
                 time.sleep(1 / per_s)
     for session in errors.keys() - existed.keys():
         log.warning("session %s could not be stopped and ends at its idle timeout: %s", session, errors[session])

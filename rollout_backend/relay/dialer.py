@@ -21,7 +21,7 @@ from multidict import CIMultiDict
 from tenacity import wait_random_exponential
 from yarl import URL
 
-from rollout_backend.logs import configure_logs
+from rollout_backend.logs import configure_logs, report_failure
 from rollout_backend.relay.exchange import (
     CLOSE_TIMEOUT_S,
     CallLost,
@@ -171,7 +171,8 @@ class Dialer(Exchange):
             if len(self._tasks) >= self._settings.max_calls:
                 raise FrameError(f"more than {self._settings.max_calls} calls at once")
             channel = self.channels[frame.call] = Channel(frame.call, self.send)
-            self._tasks[frame.call] = asyncio.create_task(self._call(channel))
+            self._tasks[frame.call] = task = asyncio.create_task(self._call(channel))
+            task.add_done_callback(report_failure("a call through the relay"))
         channel.on_frame(frame)
 
     def on_cancel(self, call: int) -> None:

@@ -23,6 +23,7 @@ from enum import IntEnum
 import aiohttp
 from aiohttp import web
 
+from rollout_backend.logs import report_failure
 from rollout_backend.relay.protocol import (
     MAX_CHUNK,
     MAX_FRAME,
@@ -253,6 +254,7 @@ class Link:
     async def writing(self) -> AsyncIterator[None]:
         """Send queued frames in the background."""
         task = asyncio.create_task(self._write())
+        task.add_done_callback(report_failure("sending frames"))
         try:
             yield
         finally:
@@ -260,7 +262,7 @@ class Link:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _write(self) -> None:
-        with contextlib.suppress(ConnectionError):  # the reader notices this too, and ends the link
+        try:
             while True:
                 while self._outbox:
                     packed = self._outbox.popleft()
@@ -269,6 +271,11 @@ class Link:
                     self.on_written()
                 self._wake.clear()
                 await self._wake.wait()
+        except ConnectionError:  # the reader notices this too, and ends the link
+            pass
+        except Exception:
+            await self.close(aiohttp.WSCloseCode.INTERNAL_ERROR)
+            raise
 
 
 class Exchange:

@@ -32,6 +32,7 @@ from multidict import CIMultiDict
 
 from rollout_backend.addresses import listen_addresses
 from rollout_backend.fair_queue import FairQueue
+from rollout_backend.logs import report_failure
 from rollout_backend.relay.exchange import (
     CLOSE_TIMEOUT_S,
     CallLost,
@@ -173,7 +174,10 @@ class Relay(Exchange):
         else:
             why = WSCloseCode.GOING_AWAY
         old, self._current = self._current, link
-        closing = asyncio.create_task(old.close(why, "a newer connection")) if old is not None else None
+        closing: asyncio.Task[None] | None = None
+        if old is not None:
+            closing = asyncio.create_task(old.close(why, "a newer connection"))
+            closing.add_done_callback(report_failure("closing an earlier connection"))
         log.info("a dialer is connected")
         try:
             await self.serve(link)
@@ -294,13 +298,16 @@ async def _answer(request: web.Request, channel: Channel, started: list[web.Stre
 @contextlib.asynccontextmanager
 async def _pumping(request: web.Request, channel: Channel, cap: int) -> AsyncIterator[None]:
     """Send the request's body in the background."""
-    task = asyncio.create_task(_pump(request, channel, cap)) if request.body_exists else None
+    if not request.body_exists:
+        yield
+        return
+    task = asyncio.create_task(_pump(request, channel, cap))
+    task.add_done_callback(report_failure("reading a request's body"))
     try:
         yield
     finally:
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _pump(request: web.Request, channel: Channel, cap: int) -> None:
@@ -317,6 +324,9 @@ async def _pump(request: web.Request, channel: Channel, cap: int) -> None:
         channel.fail(lost)
     except (web.RequestPayloadError, ConnectionError) as error:
         channel.fail(CallLost(400, f"the body cannot be read: {error}"))
+    except Exception:
+        channel.fail(CallLost(502, "the relay failed while it read the body"))
+        raise
 
 
 def _error(status: int, message: str) -> web.Response:

@@ -21,21 +21,24 @@ Invariants:
   each open step.
 - Results are written in a thread, so that a slow disk does not delay other results. If `_MAX_PENDING` results are
   waiting, the caller writes.
+- A disk that does not answer holds up nothing for longer than `_DISK_S`, and not the end of the process.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import difflib
 import json
 import logging
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json, to_json
@@ -47,6 +50,7 @@ from rollout_backend.config import RolloutConfig
 from rollout_backend.core.earlier_batches import order_of
 from rollout_backend.core.tasks import Task, task_of
 from rollout_backend.errors import ConfigError
+from rollout_backend.logs import report_failure
 from rollout_backend.results.findings import StepOverview
 from rollout_backend.results.local_copies import LocalCopies
 from rollout_backend.results.records import ResultSummary, RolloutRecord
@@ -57,13 +61,60 @@ from rollout_backend.results.task_totals import TaskTotals
 
 log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
+
 CONFIG = "config.yaml"
 _INFO = "run.json"
 _TASKS, _REPORT, _RECORDS, _RUNNING = ".tasks.jsonl", ".json", ".rollouts.jsonl", ".running.jsonl"
 SUMMARY = ".summary.jsonl"
 _MAX_PENDING = 256  # results held in memory until they are written
+_DISK_S = 60.0
+# A caller writes in the event loop.
+_CALLER_S = 5.0
 _COMPARED = 10_000
 """Ids with which a mistyped one is compared, the newest first."""
+
+
+class _Writer:
+    """A thread that makes calls in their order. It is a daemon: if its disk hung, an executor's thread would hold up
+    the end of the process."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, call: Callable[_P, _T], *args: _P.args, **more: _P.kwargs) -> Future[_T]:
+        done: Future[_T] = Future()
+        done.add_done_callback(report_failure("a write to output_dir"))
+
+        def make() -> None:
+            try:
+                done.set_result(call(*args, **more))
+            except BaseException as error:
+                done.set_exception(error)
+
+        with self._starting:
+            self._calls.put(make)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="archive", daemon=True)
+                self._thread.start()
+        return done
+
+    def end(self) -> None:
+        """End the thread once all calls are made. Another call starts it again."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while True:
+            if (call := self._calls.get()) is not None:
+                call()
+                continue
+            with self._starting:
+                if self._calls.empty():
+                    self._thread = None
+                    return
 
 
 class RunArchive:
@@ -73,16 +124,16 @@ class RunArchive:
         self,
         run_dir: Path,
         write: Callable[[Path, bytes], None] = write_file,
-        executor: Executor | None = None,
         copies_gb: float | None = None,
     ) -> None:
-        """`write` replaces a file atomically, or raises OSError. `executor` writes results; by default a thread.
-        `copies_gb` is `storage.local_copies_gb`."""
+        """`write` replaces a file atomically, or raises OSError. `copies_gb` is `storage.local_copies_gb`."""
         self.run_dir = run_dir
         self.write = write
         self.logs = run_dir / "logs"
         self._failing = False  # whether the last write failed and was logged
-        self._executor = executor or ThreadPoolExecutor(1, "archive")
+        self._writer = _Writer()
+        self.submit = self._writer.submit
+        self._hangs = False  # whether a caller has waited for the thread in vain
         self._pending = 0
         self._info: RunInfo | None = None
         self._copies = LocalCopies(run_dir, copies_gb)
@@ -128,7 +179,7 @@ class RunArchive:
             with contextlib.suppress(OSError):  # only this sign of life is lost
                 os.utime(self.run_dir / _INFO)
 
-        self._executor.submit(renew)
+        self.submit(renew)
 
     def info_renewed_at(self) -> float:
         """Return when `run.json` was last written or renewed, in Unix seconds; 0 if the file does not exist."""
@@ -153,7 +204,7 @@ class RunArchive:
 
     def write_tasks(self, step: int, tasks: Sequence[Task]) -> None:
         """Write the tasks of a step as a task file."""
-        self._executor.submit(self._write_tasks, self.tasks_file(step), tasks)
+        self.submit(self._write_tasks, self.tasks_file(step), tasks)
 
     def _write_tasks(self, path: Path, tasks: Sequence[Task]) -> None:
         lines = (f"{json.dumps(task.as_row(), ensure_ascii=False)}\n" for task in tasks)
@@ -183,19 +234,29 @@ class RunArchive:
         path = self._result_file(rollout.step, rollout.rollout_id)
         if self._pending >= _MAX_PENDING:
             written: Future[bool] = Future()
-            written.set_result(self._write_copy(rollout.step, path, data))
+            written.set_result(self._write_copy(rollout.step, path, data, 0.0 if self._hangs else _CALLER_S))
             return written
         self._pending += 1
-        return self._executor.submit(self._write_pending, rollout.step, path, data)
+        return self.submit(self._write_pending, rollout.step, path, data)
 
     def _write_pending(self, step: int, path: Path, data: bytes) -> bool:
         self._pending -= 1  # a count that is briefly off by one only shifts the limit
-        return self._write_copy(step, path, data)
+        written = self._write_copy(step, path, data)
+        self._hangs = False
+        return written
 
-    def _write_copy(self, step: int, path: Path, data: bytes) -> bool:
-        with self._copying:
+    def _write_copy(self, step: int, path: Path, data: bytes, limit_s: float = -1) -> bool:
+        """Write a copy, one at a time: wait at most `limit_s` for the one before, by default as long as it takes."""
+        if not self._copying.acquire(timeout=limit_s):
+            if not self._hangs:
+                log.warning("%s does not answer: results are not copied there. S3 has them", self.run_dir)
+            self._hangs = True
+            return False
+        try:
             if self._copies.make_room(step, len(data)):
                 return self.try_to_write(path, data)
+        finally:
+            self._copying.release()
         if not self._failing:
             log.warning(
                 "%s is not copied here: the copies of one step reach storage.local_copies_gb or the last tenth of "
@@ -207,7 +268,7 @@ class RunArchive:
 
     def write_artifacts(self, rollout: Rollout, data: bytes) -> None:
         """Write the artifacts of a rollout; `data` is their encoded form."""
-        self._executor.submit(self._write_copy, rollout.step, self._artifacts_file(rollout), data)
+        self.submit(self._write_copy, rollout.step, self._artifacts_file(rollout), data)
 
     def read_artifacts(self, rollout: Rollout) -> dict[str, bytes]:
         """Return the artifacts of a stored result, by name.
@@ -227,8 +288,26 @@ class RunArchive:
         return self.run_dir / "artifacts" / f"{rollout.step:08d}" / Path(rollout.rollout_id).name
 
     def close(self) -> None:
-        """Wait until all results are written."""
-        self._executor.shutdown()
+        """Wait until all results are written, for at most `_DISK_S`."""
+        try:
+            self.submit(lambda: None).result(_DISK_S)
+        except TimeoutError:
+            self._report_hang()
+        self._writer.end()
+
+    async def wait(self, *writes: Future[Any]) -> None:
+        """Wait for submitted calls, for at most `_DISK_S`: then the run goes on, and they do if they can. Errors are
+        logged when they occur."""
+        if writes and (await asyncio.wait(map(asyncio.wrap_future, writes), timeout=_DISK_S))[1]:
+            self._report_hang()
+
+    def _report_hang(self) -> None:
+        log.warning(
+            "%s has not answered for %g s: files of this run are missing or old until it does. S3 has the results; "
+            "look at the disk or the network file system",
+            self.run_dir,
+            _DISK_S,
+        )
 
     def write_report(self, report: StepReport) -> Path | None:
         """Write a step's report and return its path; None if the write failed."""
@@ -256,13 +335,13 @@ class RunArchive:
             lines = "".join(f"{record.model_dump_json()}\n" for record in records)
             if self.try_to_write(self._step_file(step, _RECORDS), lines.encode()):
                 # In the writer's thread, so that it follows any pending write of the step's other files.
-                self._executor.submit(self._summarize, step, records)
-            self._executor.submit(self._step_file(step, _RUNNING).unlink, missing_ok=True)
+                self.submit(self._summarize, step, records)
+            self.submit(self._step_file(step, _RUNNING).unlink, missing_ok=True)
 
     def write_running(self, step: int, lines: Sequence[str]) -> Future[bool]:
         """Write the records of a running step, replacing earlier ones."""
         data = "".join(f"{line}\n" for line in lines).encode()
-        return self._executor.submit(self.try_to_write, self._step_file(step, _RUNNING), data)
+        return self.submit(self.try_to_write, self._step_file(step, _RUNNING), data)
 
     def read_running(self, step: int) -> list[RolloutRecord]:
         """Return the records of a step that was running when they were last written.

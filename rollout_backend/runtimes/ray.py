@@ -26,6 +26,7 @@ from rollout_backend.errors import (
     PreflightError,
     RuntimeUnavailable,
 )
+from rollout_backend.logs import report_failure
 from rollout_backend.runtimes.base import CleanupSpec
 from rollout_backend.runtimes.process.control import KILL_S, pipe_of, send_stop
 from rollout_backend.runtimes.process.runtime import CommandRuntime, ProcessRuntime
@@ -170,7 +171,8 @@ class RayRuntime(CommandRuntime):
             self._kill(session_id)
             del self._starts[session_id]
             raise
-        self._watches[session_id] = asyncio.create_task(self._watch(session_id))
+        self._watches[session_id] = watch = asyncio.create_task(self._watch(session_id))
+        watch.add_done_callback(report_failure(f"the watch of session {session_id}"))
 
     async def _start_actor(self, session_id: str, payload: bytes) -> None:
         config = self._config

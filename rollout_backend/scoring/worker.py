@@ -27,6 +27,7 @@ import msgpack
 from agent_wrapper.contract import ContractError
 from agent_wrapper.shared.processes import MARK, boot_clock, end_marked
 from rollout_backend.errors import ConfigError
+from rollout_backend.logs import report_failure
 from rollout_backend.scoring.scorer import ScoreInput, Scorer, ScoringError, configured_scorer
 
 HEADER = struct.Struct(">QI")  # number of the call, length
@@ -74,6 +75,7 @@ async def _serve(scorer: Scorer, requests: _Requests, answers: BinaryIO, timeout
         number, body = await asyncio.to_thread(requests.get)
         if body:
             calls[number] = asyncio.create_task(score(number, body))
+            calls[number].add_done_callback(report_failure("a scorer"))
         elif number in calls:
             calls[number].cancel()
 

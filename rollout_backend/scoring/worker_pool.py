@@ -25,6 +25,7 @@ import msgpack
 from agent_wrapper.shared.processes import MARK, boot_clock, end_marked, kill_group, new_mark, wait_killed
 from rollout_backend.config import ScoringConfig
 from rollout_backend.errors import ConfigError
+from rollout_backend.logs import report_failure
 from rollout_backend.scoring.scorer import ScoringError
 from rollout_backend.scoring.worker import HEADER
 
@@ -181,6 +182,7 @@ class _Worker:
         if "error" in hello:
             raise ScoringError(hello["error"])
         self._reading = asyncio.create_task(self._receive_all())
+        self._reading.add_done_callback(report_failure("reading a scorer's answers"))
         return hello
 
     async def _receive_all(self) -> None:
@@ -189,11 +191,12 @@ class _Worker:
                 number, fields = await self._receive()
                 if number in self._answers and not self._answers[number].done():
                     self._answers[number].set_result(fields)
-        except asyncio.IncompleteReadError:
-            error = await self._how_it_ended()
+        except Exception as error:
+            is_end = isinstance(error, asyncio.IncompleteReadError)
+            why = await self._how_it_ended() if is_end else f"the scorer's process wrote no answer: {error!r}"
             for answer in self._answers.values():
                 if not answer.done():
-                    answer.set_exception(ScoringError(error))
+                    answer.set_exception(ScoringError(why))
 
     def _send(self, number: int, body: bytes) -> None:
         assert self._process is not None

@@ -30,7 +30,7 @@ from rollout_backend.core.session_ends import HeartbeatReport
 from rollout_backend.core.session_key import SessionClaims, shard_of
 from rollout_backend.errors import RolloutBackendError, ServingError
 from rollout_backend.gateway.stats import GatewayStats
-from rollout_backend.retry import at, retry
+from rollout_backend.retry import retry_until
 from rollout_backend.serving.gateway_process import GatewayProcess, public_url
 from rollout_backend.serving.ray_servers import RayGateway, router_url_in_cluster
 from rollout_backend.serving.run_secret import model_endpoint
@@ -284,12 +284,19 @@ class GatewayFleet:
 
 async def _instruct(gateway: _GatewaySupervisor, send: Callable[[Shard], Awaitable[None]]) -> None:
     """Send an instruction to a shard, and retry while it restarts."""
-    await retry(
-        lambda: send(gateway.shard),
-        lambda error: isinstance(error, ServingError) and not gateway.gave_up,
-        wait_fixed(0.5),
-        stop=at(asyncio.get_running_loop().time() + _INSTRUCT_S),
-    )
+
+    async def attempt() -> ServingError | None:
+        try:
+            await send(gateway.shard)
+        except ServingError as error:
+            if gateway.gave_up:
+                return error
+            raise
+        return None
+
+    until = asyncio.get_running_loop().time() + _INSTRUCT_S
+    if (error := await retry_until(until, attempt, ServingError, wait_fixed(0.5))) is not None:
+        raise error
 
 
 def _raise_first(results: Iterable[BaseException | None]) -> None:

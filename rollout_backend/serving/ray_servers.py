@@ -41,6 +41,8 @@ from rollout_backend.serving.supervisor import first_of
 
 _STOP_S = 15.0
 _POLL_S = 0.5
+# A gateway process limits each control call to 30 s.
+_ASK_S = 60.0
 _ACTOR_S = 120.0  # time for Ray to start a process on a reserved machine
 
 
@@ -365,7 +367,8 @@ class RayGateway(RayActor):
                 f"{self._name}: no machine of the Ray cluster had a CPU free within {timeout_s:g} s: lower "
                 "gateway.processes, or raise gateway.startup_timeout_s if the cluster is still growing"
             ) from None
-        await self.call("start")
+        # The server limits the opening of its journal and its start by `timeout_s` each.
+        await self._ask("start", limit_s=2 * timeout_s + _ASK_S)
         self.url, self.journal_id = await self.read("url"), await self.read("journal_id")
 
     async def _healthy(self) -> bool:
@@ -376,24 +379,32 @@ class RayGateway(RayActor):
             return False
 
     async def revoke(self, session_ids: Iterable[str]) -> None:
-        await self.call("revoke", list(session_ids))
+        await self._ask("revoke", list(session_ids))
 
     async def adopt(self, session_ids: Iterable[str]) -> None:
-        await self.call("adopt", list(session_ids))
+        await self._ask("adopt", list(session_ids))
 
     async def heartbeats(self) -> HeartbeatReport:
-        heard: HeartbeatReport = await self.call("heartbeats")
+        heard: HeartbeatReport = await self._ask("heartbeats")
         return heard
 
     async def pause(self) -> None:
-        await self.call("pause")
+        await self._ask("pause")
 
     async def resume(self) -> None:
-        await self.call("resume")
+        await self._ask("resume")
 
     async def set_adapters(self, versions: Mapping[str, int]) -> None:
-        await self.call("set_adapters", dict(versions))
+        await self._ask("set_adapters", dict(versions))
 
     async def stats(self) -> GatewayStats:
-        stats: GatewayStats = await self.call("stats")
+        stats: GatewayStats = await self._ask("stats")
         return stats
+
+    async def _ask(self, method: str, *arguments: Any, limit_s: float = _ASK_S) -> Any:
+        """Call a method. Raises StartupError also if the machine of the actor says nothing."""
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self.call(method, *arguments)
+        except TimeoutError:
+            raise StartupError(f"{self._name}: its Ray actor did not answer within {limit_s:g} s") from None

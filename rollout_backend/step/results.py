@@ -192,13 +192,13 @@ class StepResults:
 
     def _count_archived(self) -> None:
         written = self._archiving.popleft()
-        self._unarchived += written.exception() is not None or not written.result()
+        self._unarchived += not written.done() or written.exception() is not None or not written.result()
 
     async def summarize(
         self, *, seconds: float, began_at: float, closing_s: float, refused: int, deadline_reached: bool
     ) -> StepResult:
         """Return the result of a step that is over. `refused` counts the buffer's refused messages."""
-        await asyncio.gather(*map(asyncio.wrap_future, self._archiving), return_exceptions=True)
+        await self._context.services.archive.wait(*self._archiving)
         while self._archiving:
             self._count_archived()
         ledger = self._context.ledger

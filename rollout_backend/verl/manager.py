@@ -37,6 +37,7 @@ from rollout_backend.errors import RolloutBackendError
 from rollout_backend.manager import BlockingRolloutManager
 from rollout_backend.results.page.report import try_to_write_report
 from rollout_backend.results.step_report import GroupResult, StepResult
+from rollout_backend.retry import repeat
 from rollout_backend.serving.supervisor import ServingEvent
 from rollout_backend.verl import early_checks, row_formats, verl_api
 from rollout_backend.verl.advantage import needs_row_uids, row_uid, takes_rows_for_rollouts
@@ -112,7 +113,7 @@ class CloudAgentLoopManager:
         threading._register_atexit(self.close)  # type: ignore[attr-defined]
         if not self._asynchronous:
             self._blocking.wait_for(self._pause())
-        self._follow = self._blocking.submit(self._follow_servers())
+        self._follow = self._blocking.submit(repeat(self._follow_servers, "following verl's servers"))
 
     @classmethod
     def create(

@@ -1,13 +1,16 @@
 """The run directory: kept results are found again, and writes are atomic."""
 
+import asyncio
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from agent_wrapper.contract import Outcome, Rollout
+from rollout_backend.results import archive as archive_module
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.step_report import StepResult
 from rollouts import make_rollout
@@ -93,3 +96,42 @@ def test_a_step_that_planned_nothing_keeps_earlier_records(archive):
     archive.write_records(9, ended(9, "task.0").records)
     archive.write_records(9, [])
     assert archive.find_records("task.0") == [*ended(9, "task.0").records]
+
+
+@pytest.fixture
+def hung(tmp_path, monkeypatch):
+    """An archive on a disk that does not answer until `free` is set, of which little may wait."""
+    for name, value in {"_DISK_S": 0.05, "_CALLER_S": 0.05, "_MAX_PENDING": 1}.items():
+        monkeypatch.setattr(archive_module, name, value)
+    free, begun = threading.Event(), threading.Event()
+
+    def write(path: Path, data: bytes) -> None:
+        begun.set()
+        assert free.wait(120)
+
+    hung = RunArchive(tmp_path / "run", write)
+    hung.free, hung.begun = free, begun
+    yield hung
+    free.set()
+
+
+async def test_a_disk_that_hangs_holds_up_neither_a_step_nor_the_end_of_a_run(hung, caplog):
+    kept = [hung.write_rollout(make_rollout("task-a.0"), b"first")]
+    assert hung.begun.wait(120)
+    kept.append(hung.write_rollout(make_rollout("task-b.0"), b"second"))
+    assert hung.write_rollout(make_rollout("task-c.0"), b"third").result() is False, "S3 has it"
+    await hung.wait(*kept, hung.submit(hung.write_report, ended(0, "task-a.0").report))
+    hung.close()
+    assert "does not answer: results are not copied there. S3 has them" in caplog.text
+    assert caplog.text.count("files of this run are missing or old until it does") == 2
+    hung.free.set()
+    assert [await asyncio.wrap_future(each) for each in kept] == [True, True], (
+        "they are written once the disk answers"
+    )
+
+
+def test_a_defect_in_the_writers_thread_is_logged(archive, caplog):
+    archive.submit(lambda: 1 // 0)
+    archive.close()
+    assert "a write to output_dir has failed" in caplog.text
+    assert "ZeroDivisionError" in caplog.text

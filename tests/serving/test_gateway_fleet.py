@@ -293,3 +293,19 @@ async def test_a_hung_gateway_is_restarted_before_an_instruction_gives_up(tmp_pa
     assert shard.starts == 2
     assert [event.kind for event in events] == ["died", "restarted"]
     await fleet.stop()
+
+
+@in_virtual_time
+async def test_an_instruction_that_a_gateway_never_answers_ends(tmp_path, monkeypatch):
+    shard = HungShard(0)
+
+    async def make(_):
+        return [shard]
+
+    monkeypatch.setattr(GatewayFleet, "_make", make)
+    monkeypatch.setattr(shard, "resume", asyncio.Event().wait)
+    fleet = GatewayFleet(run_config(), "http://router", tmp_path, journals=tmp_path)
+    await fleet.start()
+    with pytest.raises(ServingError, match="no answer in time"):
+        await fleet.resume()
+    await fleet.stop()

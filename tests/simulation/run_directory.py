@@ -68,7 +68,8 @@ class SimArchive(RunArchive):
             if env.chance("disk_full"):
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-        super().__init__(Path("run"), write, _Inline())
+        super().__init__(Path("run"), write)
+        self.submit = _Inline().submit  # type: ignore[assignment]
 
 
 class SimInFlightLog(InFlightLog):

@@ -52,6 +52,7 @@ from rollout_backend.errors import EngineUnavailable, ServingError
 from rollout_backend.gateway.engine.engines import AdapterVersions, CallsPaused, Engines, NoEngineListed
 from rollout_backend.gateway.engine.liveness import HangDetector
 from rollout_backend.gateway.engine.protocol import EngineProtocol, EngineRequest, ReplyReader, SglangProtocol
+from rollout_backend.logs import report_failure
 from rollout_backend.rendering.segments import Completion
 from rollout_backend.rendering.token_bytes import Stop
 from rollout_backend.retry import retry
@@ -372,6 +373,7 @@ class EngineClient:
         task = asyncio.create_task(self._end(urls, body["rid"], response))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
+        task.add_done_callback(report_failure("an abort"))
         return task
 
     async def _end(self, urls: Sequence[str], request_id: str, response: aiohttp.ClientResponse | None) -> None:
@@ -492,9 +494,14 @@ class _SilenceWatch:
             self._check_in(left)
         else:
             self._examination = asyncio.create_task(self._examine())
+            self._examination.add_done_callback(report_failure(f"the examination of {self._url}"))
 
     async def _examine(self) -> None:
-        found = await self._hangs.examine(self._url)
+        try:
+            found = await self._hangs.examine(self._url)
+        except BaseException:
+            self._check_in(self._silence_s)
+            raise
         can_leave = found == "hung" and bool({*self._engines.urls} - self._engines.hung)
         is_lost = found == "sampling" and self.seconds >= self._answer_s
         if self.seconds >= self._silence_s and (self._has_tokens or can_leave or is_lost):

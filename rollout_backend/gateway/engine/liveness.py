@@ -17,6 +17,7 @@ import orjson
 
 from rollout_backend.gateway.engine.engines import CallsPaused, Engines
 from rollout_backend.gateway.engine.protocol import EngineProtocol, EngineRequest
+from rollout_backend.logs import report_failure
 
 EngineState = Literal["hung", "busy", "sampling"]
 _STATES: tuple[EngineState, ...] = ("hung", "busy", "sampling")
@@ -127,13 +128,16 @@ class HangDetector:
             task = asyncio.create_task(self._recover(url))
             self._recoveries.add(task)
             task.add_done_callback(self._recoveries.discard)
+            task.add_done_callback(report_failure(f"the watch of {url}"))
         return state
 
     async def _recover(self, url: str) -> None:
-        while url in self._engines.hung and url in self._engines.urls:
-            await asyncio.sleep(_PROBE_AGAIN_S)
-            await self._probe_once(url)
-        self._engines.hung.discard(url)
+        try:
+            while url in self._engines.hung and url in self._engines.urls:
+                await asyncio.sleep(_PROBE_AGAIN_S)
+                await self._probe_once(url)
+        finally:
+            self._engines.hung.discard(url)
 
 
 def _now() -> float:

@@ -35,6 +35,7 @@ from rollout_backend.gateway.sessions.calls import MAX_ANSWERS, InFlightCall, Re
 from rollout_backend.gateway.sessions.conversations import Conversations, RecordedReply
 from rollout_backend.gateway.sessions.journal import Record, SessionJournal
 from rollout_backend.gateway.stats import GatewayStats, count
+from rollout_backend.logs import report_failure
 from rollout_backend.rendering.guarded_renderer import RendererBundle
 
 _FETCHABLE_S = 600.0  # after the seal; the wrapper retries for 30 s once a restarted gateway is back
@@ -329,6 +330,7 @@ class SessionRegistry:
         self._stats.undelivered += len(session.conversations.drop(undelivered)) + session.conversations.closed
         session.conversations.leave_out()
         trajectory = asyncio.create_task(self._encode(session, len(session.unanswered)))
+        trajectory.add_done_callback(report_failure("encoding a trajectory"))
         sealed = _SealedSession(trajectory, at, session.expires_at, SessionShare(self.cpu))
         self._sessions[session.claims.session_id] = sealed
         return sealed

@@ -20,6 +20,7 @@ from agent_wrapper.shared.processes import describe_exit, home_variables
 from rollout_backend.child_process import describe_sigkill, last_lines, oom_kills
 from rollout_backend.config import ProcessConfig
 from rollout_backend.errors import InvokeRejected, OutcomeUnknown, RuntimeCallError, RuntimeUnavailable
+from rollout_backend.logs import report_failure
 from rollout_backend.runtimes.process import supervisor
 from rollout_backend.runtimes.process.control import pipe_of
 from rollout_backend.runtimes.process.supervisor import Order, ProcessEnd
@@ -57,6 +58,7 @@ class ProcessSession:
         self._ends_with_starter = ends_with_starter
         self._oom_kills = oom_kills()
         self.task = asyncio.create_task(self._run())
+        self.task.add_done_callback(report_failure(f"session {session_id}"))
 
     async def _run(self) -> None:
         scratch = ""
