@@ -29,8 +29,8 @@ async def serve(
     """Serve a checkpoint to a deployed agent, with the engine, renderer and APIs of its training, until Ctrl-C.
 
     It prints the address and a key, which stays valid after a restart. Calls are sampled with the settings of the
-    training, and nothing is recorded. The training's own engines and relay are not used: name another relay with
-    `-o relay.url=URL -o relay.key=KEY`.
+    training, and nothing is recorded. The training's own engines, relay and address are not used. Name another relay
+    with `-o relay.url=URL -o relay.key=KEY`, or an address with `-o gateway.public_url=URL -o gateway.port=PORT`.
     """
     return await serve_model(serving_config(checkpoint, config, override or []), days, echo)
 
@@ -53,7 +53,8 @@ def serving_config(checkpoint: Path, config: Path | None, overrides: Sequence[st
         **nowhere,
         "run_id": derived_name(f"serve-{name}", "A-Za-z0-9._-", 128),
         "model": {"path": str(checkpoint.absolute()), "name": name},
-        "gateway": {"processes": 1},
+        # The training's address and port lead to its own gateway.
+        "gateway": {"processes": 1, "public_url": None, "port": 0},
         # A relay has one training side: a second one would take it over, which ends a training that runs.
         "relay": None,
     }

@@ -250,6 +250,7 @@ class Gateway:
 
         with contextlib.ExitStack() as fetch:
             fetch.enter_context(share.request(_FETCHES))
+            await self._registry.wait_turn(claims)
             data = await share.cpu.run(to_json, tokenizes=False) if as_json else sealed
             media_type = "application/json" if as_json else "application/octet-stream"
             headers = {"Content-Length": str(len(data)), RESULT_LIMIT_HEADER: str(self._settings.max_result_bytes)}

@@ -315,7 +315,7 @@ class RunArchive:
         if not self.try_to_write(path, report.model_dump_json(indent=1).encode()):
             return None
         if self._step_file(report.step, _RECORDS).is_file():
-            self._executor.submit(self.read_overview, report.step)
+            self.submit(self.read_overview, report.step)
         return path
 
     def read_report(self, step: int) -> StepReport | None:

@@ -40,6 +40,8 @@ from rollout_backend.step.rollout_task import RolloutTask, StepContext
 
 log = logging.getLogger(__name__)
 
+_ARCHIVED_S = 60.0
+
 _BACK_OFF = wait_exponential_jitter(multiplier=1.0, max=30.0)
 
 
@@ -198,7 +200,9 @@ class StepResults:
         self, *, seconds: float, began_at: float, closing_s: float, refused: int, deadline_reached: bool
     ) -> StepResult:
         """Return the result of a step that is over. `refused` counts the buffer's refused messages."""
-        await self._context.services.archive.wait(*self._archiving)
+        if self._archiving:
+            # A disk that does not answer costs the local copies. The archive reports it.
+            await asyncio.wait(map(asyncio.wrap_future, self._archiving), timeout=_ARCHIVED_S)
         while self._archiving:
             self._count_archived()
         ledger = self._context.ledger

@@ -62,8 +62,6 @@ class ResultArchive(Protocol):
 
     def write_rollout(self, rollout: Rollout, data: bytes) -> Future[bool]: ...
 
-    async def wait(self, *writes: Future[Any]) -> None: ...
-
 
 class UrlSigner(Protocol):
     """Signs the URLs by which agents without credentials write their results. See `Presigner`."""

@@ -92,3 +92,12 @@ def test_the_trainings_relay_is_used_only_if_it_is_named(training, checkpoint):
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"has no config\.json: .*verl\.model_merger"):
         serving_config(tmp_path, None, [])
+
+
+def test_the_trainings_address_is_used_only_if_it_is_named(training, checkpoint):
+    gateway = {"public_url": "https://training.example.com", "port": 8443}
+    training.write_text(yaml.safe_dump(yaml.safe_load(training.read_text()) | {"gateway": gateway}))
+    served = serving_config(checkpoint, training, []).gateway
+    assert (served.public_url, served.port) == (None, 0)
+    own = ["gateway.public_url=https://own.example.com", "gateway.port=8000"]
+    assert serving_config(checkpoint, training, own).gateway.public_url == "https://own.example.com"

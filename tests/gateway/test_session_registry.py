@@ -103,3 +103,18 @@ async def test_a_sealed_trajectory_is_dropped_after_ten_minutes(registry, clock)
     clock.now = 1000.0
     await registry.sweep()
     assert registry.closed_count == 0
+
+
+async def test_a_trajectory_is_not_fetched_without_a_pause(registry, monkeypatch):
+    await registry.open(claims())
+    await registry.open(claims("other"))
+    await registry.seal(claims())
+    await registry.seal(claims("other"))
+    pauses, sleep = [], asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: (pauses.append(seconds), sleep(0))[1])
+    for _ in range(3):
+        await registry.wait_turn(claims())
+    await registry.wait_turn(claims("other"))
+    first, second, third, others = pauses
+    assert (first, others) == (0, 0), "another session does not wait for it"
+    assert 0.1 < second < third

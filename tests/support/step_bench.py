@@ -254,9 +254,6 @@ class Bench:
         written.set_result(True)
         return written
 
-    async def wait(self, *writes: Future[Any]) -> None:
-        """All are done."""
-
     def replace(self, **services: Any) -> None:
         self.services = replace(self.services, **services)
 

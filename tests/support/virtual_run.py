@@ -81,9 +81,6 @@ class _Archive:
         done.set_result(True)
         return done
 
-    async def wait(self, *writes: Future[Any]) -> None:
-        """All are done."""
-
 
 def virtual_services(
     config: RolloutConfig, store: MemoryStore, calls: SessionCalls, queue: CallQueue, **more: Any

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,6 +39,7 @@ from rollout_backend.gateway.stats import GatewayStats, count
 from rollout_backend.logs import report_failure
 from rollout_backend.rendering.guarded_renderer import RendererBundle
 
+_FETCH_PAUSE_S = 0.25
 _FETCHABLE_S = 600.0  # after the seal; the wrapper retries for 30 s once a restarted gateway is back
 _MAX_HEARD = 100_000
 MAX_UNANSWERED = 20_000  # calls of one session: 2 MB of its journal, and as much memory
@@ -107,6 +109,7 @@ class _SealedSession:
     at: float
     expires_at: float
     share: SessionShare  # apart from that of its calls, which may still end
+    next_fetch: float = -math.inf  # the loop's time
 
     def close(self) -> None:
         self.trajectory.cancel()
@@ -226,6 +229,15 @@ class SessionRegistry:
             if session.trajectory.cancelled():  # revoked in the meantime
                 raise session_closed("revoked") from None
             raise
+
+    async def wait_turn(self, claims: SessionClaims) -> None:
+        """Let a session fetch its trajectory some times per second. A client that repeats this without a pause would
+        take the event loop from others."""
+        session, now = self._find(claims), asyncio.get_running_loop().time()
+        if isinstance(session, _SealedSession):
+            turn = max(now, session.next_fetch)
+            session.next_fetch = turn + _FETCH_PAUSE_S
+            await asyncio.sleep(turn - now)
 
     def share(self, claims: SessionClaims) -> SessionShare:
         """Return what the session of a key uses of this process. Raises ApiError (410) if it was revoked."""
