@@ -52,6 +52,11 @@ class TaskFileError(RolloutBackendError):
 class PreflightError(RolloutBackendError):
     """An external service that the run needs is missing or refuses access."""
 
+    def __init__(self, message: str, cause: str = "") -> None:
+        """`cause` names a cause that fails other checks as well, such as a missing login."""
+        super().__init__(message)
+        self.cause = cause
+
 
 class ServingError(RolloutBackendError):
     """An engine, the router, a gateway or the dialer has failed."""

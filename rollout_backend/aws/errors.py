@@ -183,14 +183,16 @@ def preflight_error(error: BaseException, what: str, setting: str) -> PreflightE
         cause = f"{start}. For another server, " if is_local else ""
         return PreflightError(
             f"{what} cannot be reached: {cause}there are no AWS credentials. Log in (aws sso login), or set "
-            "AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            "AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+            server.netloc if is_local else "no_credentials",
         )
     if isinstance(error, NO_CONNECTION):
         is_refused = is_local and isinstance(error, EndpointConnectionError) and not was_sent(error)
         said = f"{start}, or the server that you mean. Check" if is_refused else f"{error}. Check aws.region and"
-        return PreflightError(f"{what} cannot be reached: {said} aws.endpoint_url, or the service's own endpoint")
+        text = f"{what} cannot be reached: {said} aws.endpoint_url, or the service's own endpoint"
+        return PreflightError(text, server.netloc if is_refused else "")
     if isinstance(error, ClientError):
-        return PreflightError(_refusal(error, what, setting))
+        return PreflightError(_refusal(error, what, setting), _cause_of_refusal(error))
     if isinstance(error, BotoCoreError):
         return PreflightError(f"{what} cannot be used: {error}")
     said = f"the answer has no {error}" if isinstance(error, KeyError) else str(error)
@@ -204,6 +206,13 @@ def explained(what: str, setting: str) -> Iterator[None]:
         yield
     except EXPLAINED as error:
         raise preflight_error(error, what, setting) from error
+
+
+def _cause_of_refusal(error: ClientError) -> str:
+    """Return why the service accepts no call of this caller, as a rollout's reason; empty if it accepts others."""
+    if not is_unknown_caller(error):
+        return ""
+    return "wrong_clock" if is_wrong_clock(error) else "credentials_expired" if is_expired(error) else code_of(error)
 
 
 def _refusal(error: ClientError, what: str, setting: str) -> str:

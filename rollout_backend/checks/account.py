@@ -43,8 +43,7 @@ async def find_identity(config: RolloutConfig) -> tuple[Identity | None, CheckRe
         identity = await Identity.ask(config.aws.region, config.aws.endpoint_url)
     except (ClientError, BotoCoreError) as error:
         if config.aws.endpoint_url is None or not isinstance(error, ClientError) or aws.is_unknown_caller(error):
-            message = str(aws.preflight_error(error, "AWS", "aws.region"))
-            return None, CheckResult("problem", "credentials", message)
+            return None, CheckResult.of_error("credentials", aws.preflight_error(error, "AWS", "aws.region"))
         why = aws.code_of(error)
     except aws.NO_ANSWER as error:
         why = aws.reason(error)

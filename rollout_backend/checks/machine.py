@@ -33,6 +33,7 @@ from rollout_backend.child_process import run_child
 from rollout_backend.config import AgentCoreConfig, RolloutConfig
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.core.formats import count, size
+from rollout_backend.core.reasons import NOT_SERVING, NOT_SERVING_TEXT
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.gateway.access import needed_files
 from rollout_backend.results.local_copies import budget, reserve
@@ -54,6 +55,12 @@ _PACKAGE = "rollout-backend"
 _SHOWN = ("renderers", "sglang-router", "smg", "verl")
 _OTHER_FILES = 256  # logs, pipes of child processes, modules
 _ASK_SGLANG = "import importlib.metadata as m; print(m.version('sglang'))"
+_INSTALL_ENGINE = (
+    "without a GPU, run `rollout engine install --engine {engine}` and set serving.device=cpu. On GPUs, install it "
+    "in another environment by this command, and set serving.python=engine/bin/python:\n"
+    "uv venv engine && uv pip install --python engine/bin/python {engine}=={version}"
+)
+_ENGINE_VERSIONS = {"sglang": "0.5.23", "vllm": "0.32.0"}
 _INSTALL = f"uv pip install -c constraints/trainer.txt '{_PACKAGE}[trainer]'"
 
 
@@ -73,8 +80,8 @@ def check_machine(config: RolloutConfig, *, engines: bool = True) -> list[CheckR
 
 # --- the agent --------------------------------------------------------------------------------------------
 
-_IMPORT_AGENT = """
-import os, runpy, sys
+_START_AGENT = """
+import gc, os, runpy, sys, threading
 from pathlib import Path
 from agent_wrapper import RolloutApp
 
@@ -85,43 +92,65 @@ except ImportError:
     pass
 else:
     apps.append(BedrockAgentCoreApp)
+apps = tuple(apps)
 
-def served(app, *args, **options):
-    app.asgi
-    print("imported", flush=True)
+def finish(how):
+    print(f"\\n{how}", flush=True)
     os._exit(0)
 
+def run(app, *args, **options):
+    app.asgi
+    finish("an app serves")
+
+def watch(event, args):
+    # Port 0 is how a program looks for a free port.
+    binds = event == "socket.bind" and isinstance(args[1], tuple) and args[1][1]
+    if not binds and event != "os.exec":
+        return
+    if not any(isinstance(each, apps) for each in gc.get_objects()):
+        finish("another server serves")
+    # Another server may serve the app, or the file starts a server of metrics before the app.
+    timer = threading.Timer(5, finish, ["an app serves"])
+    timer.daemon = True
+    timer.start()
+
 for app in apps:
-    app.run = served
+    app.run = run
+sys.addaudithook(watch)
 script = sys.argv[1]
+sys.argv = [script]
 sys.path.insert(0, str(Path(script).parent))
-for value in runpy.run_path(script, run_name="agent").values():
-    if isinstance(value, tuple(apps)):
-        served(value)
-print("no app")
+found = runpy.run_path(script, run_name="__main__")
+finish("an app was made" if any(isinstance(value, apps) for value in found.values()) else "no app was made")
 """
-_IMPORT_S = 120.0
-_GUARD = 'put code that serves or waits under `if __name__ == "__main__":`'
+_START_S = 120.0
 _APPS = "and no BedrockAgentCoreApp of agent_wrapper.bedrock_agentcore"
 
 
-def check_agent(script: Path) -> CheckResult:
-    """Import an agent's file in another process, as a container does."""
-    argv = [sys.executable, "-c", _IMPORT_AGENT, str(script.absolute())]
+def check_agent(script: Path, *, runs_file: bool = True) -> CheckResult:
+    """Run an agent's file in another process, as a container does, until it serves.
+
+    Without `runs_file`, the runtime imports the app from the file and runs it itself, so the file need not serve."""
+    argv = [sys.executable, "-c", _START_AGENT, str(script.absolute())]
     folder = script.absolute().parent
     if not script.is_file():
         return CheckResult("problem", "agent", f"there is no agent at {script}")
     try:
         done = subprocess.run(
-            argv, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_IMPORT_S, check=False
+            argv, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_START_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return CheckResult("problem", "agent", f"{script} cannot be imported within {_IMPORT_S:.0f} s: {_GUARD}")
-    if done.returncode == 0 and done.stdout.endswith("imported\n"):
-        return CheckResult("ok", "agent", f"{script} can be imported")
-    if done.returncode == 0 and done.stdout.endswith("no app\n"):
-        return CheckResult("warning", "agent", f"{script} makes no RolloutApp when it is imported, {_APPS}")
-    silent = f"it exits with code {done.returncode} while it is imported"
+        text = f"{script} does not serve within {_START_S:.0f} s: import and prepare less before `app.run()`"
+        return CheckResult("problem", "agent", text)
+    how = (done.stdout.splitlines() or [""])[-1]
+    if done.returncode == 0 and (how == "an app serves" or (how == "an app was made" and not runs_file)):
+        return CheckResult("ok", "agent", f"{script} can be imported{' and serves' if runs_file else ''}")
+    if done.returncode == 0 and how == "another server serves":
+        return CheckResult("warning", "agent", f"{script} serves, but it makes no RolloutApp, {_APPS}")
+    if done.returncode == 0:
+        made = f" It makes no RolloutApp, {_APPS}" if how == "no app was made" else ""
+        return CheckResult("problem", "agent", f"{script}: {NOT_SERVING_TEXT}{made}", NOT_SERVING)
+    silent = f"it exits with code {done.returncode} before it serves"
     last = (done.stderr.strip().splitlines() or [silent])[-1]
     lines = re.findall(rf'File "{re.escape(str(script.absolute()))}", line (\d+)', done.stderr)
     where = f", line {lines[-1]}" if lines else ""
@@ -148,8 +177,8 @@ def _check_engines(config: RolloutConfig) -> Iterator[CheckResult]:
             yield CheckResult(
                 "problem",
                 "serving.python",
-                f"{CPU_ENGINES[serving.engine].title} is not installed in this environment: install it, set "
-                "serving.python to the interpreter of an environment that has it, or set serving.device=cpu",
+                f"{CPU_ENGINES[serving.engine].title} is not installed in this environment: "
+                + _INSTALL_ENGINE.format(engine=serving.engine, version=_ENGINE_VERSIONS[serving.engine]),
             )
         else:
             yield CheckResult("ok", "serving.python", f"engines run with {python}")

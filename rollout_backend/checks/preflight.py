@@ -61,7 +61,7 @@ class Preflight:
             try:
                 self.findings.append(await check_queue(config.queue, config.aws))
             except RolloutBackendError as error:
-                self.findings.append(CheckResult("problem", "queue.url", str(error)))
+                self.findings.append(CheckResult.of_error("queue.url", error))
 
     async def _check_bucket(self) -> list[CheckResult]:
         storage = self._config.storage
@@ -168,7 +168,7 @@ async def _finding(setting: str, check: Callable[[], Awaitable[str]]) -> CheckRe
     try:
         return CheckResult("ok", setting, await check())
     except RolloutBackendError as error:
-        return CheckResult("problem", setting, str(error))
+        return CheckResult.of_error(setting, error)
 
 
 async def check_run(

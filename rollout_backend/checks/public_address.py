@@ -54,7 +54,7 @@ async def check_public_address(config: RolloutConfig) -> list[CheckResult]:
             answers = await asyncio.gather(*[_ask(setting, url, token) for url in urls])
             found.append(min(answers, key=lambda each: ("problem", "warning", "ok").index(each.level)))
     code = f"import urllib.request as r; print(r.urlopen('{urls[0]}/health', timeout=10).read())"
-    text = f'to see whether a container reaches it, run this in one during a run: python -c "{code}"'
+    text = f'to see whether a container reaches it, run this in one during a run:\npython -c "{code}"'
     return [*found, CheckResult("unchecked", "gateway probe", text, "gateway-probe")]
 
 

@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
+from rich.text import Text
 
 from rollout_backend.cli.common import (
     Limit,
     Overrides,
     Stack,
     console,
+    echo,
     load_settings,
     read_limited,
 )
-from rollout_backend.core.check_result import CheckResult
+from rollout_backend.core.check_result import CheckResult, group_by_cause
 from rollout_backend.errors import ConfigError
 
 _STYLES = {"ok": "green", "unchecked": "dim", "warning": "yellow", "problem": "red"}
@@ -32,7 +33,7 @@ async def doctor(
     ] = None,
     limit: Limit = None,
     stack: Stack = None,
-    agent: Annotated[Path | None, typer.Option(help="Also import the agent from this Python file.")] = None,
+    agent: Annotated[Path | None, typer.Option(help="Also start the agent from this Python file.")] = None,
     engine: Annotated[
         bool,
         typer.Option("--engine", help="Also start the engines and make a model call, which takes minutes."),
@@ -74,9 +75,12 @@ async def doctor(
         wanted, leave_out = read_limited(tasks, limit, settings.runtime), str(tasks).startswith(SUPPORTED_PREFIX)
         fitting, of_tasks = await check_tasks(settings, wanted, leave_out=leave_out)
         rollouts = planned_rollouts(fitting, settings.group) if fitting else None
-    findings = [await asyncio.to_thread(check_agent, agent)] if agent is not None else []
+    findings = []
+    if agent is not None:
+        runs_file = getattr(settings.run_runtime, "app", None) is None
+        findings.append(await asyncio.to_thread(check_agent, agent, runs_file=runs_file))
     findings += await examine(settings, rollouts, machine=not services, engine=engine)
-    findings += of_tasks
+    findings = [*group_by_cause([*findings, *of_tasks])]
     if as_json:
         print(json.dumps([finding.fields() for finding in findings], indent=1))
     else:
@@ -98,12 +102,13 @@ def _print(findings: Sequence[CheckResult], verbose: bool) -> None:
     by_level: dict[str, list[CheckResult]] = {level: [] for level in _STYLES}
     for finding in {(each.level, str(each)): each for each in findings}.values():  # several checks may agree
         by_level[finding.level].append(finding)
-    passed = by_level.pop("ok") if not verbose else []
-    if passed:
-        names = ", ".join(dict.fromkeys(finding.setting for finding in passed))
-        console.print(f"[green]ok       [/] {escape(names)}", highlight=False, soft_wrap=True)
-    for found in by_level.values():
-        for finding in found:
+    # Another check of the same setting may have found something.
+    found = {finding.setting for level in ("warning", "problem") for finding in by_level[level]}
+    by_level["ok"] = [finding for finding in by_level["ok"] if finding.setting not in found]
+    if not verbose and (names := dict.fromkeys(finding.setting for finding in by_level.pop("ok"))):
+        _print_line("ok", ", ".join(names))
+    for findings in by_level.values():
+        for finding in findings:
             print_finding(finding)
     problems, warnings = len(by_level["problem"]), len(by_level["warning"])
     can = "cannot" if problems else "can"
@@ -111,6 +116,14 @@ def _print(findings: Sequence[CheckResult], verbose: bool) -> None:
 
 
 def print_finding(finding: CheckResult) -> None:
-    """Print one line."""
-    style = _STYLES[finding.level]
-    console.print(f"[{style}]{finding.level:9}[/] {escape(str(finding))}", highlight=False, soft_wrap=True)
+    """Print one finding. Lines after its first are commands, which only the terminal wraps."""
+    text, *commands = str(finding).splitlines()
+    _print_line(finding.level, text)
+    for command in commands:
+        echo(f"{'':10}{command}")
+
+
+def _print_line(level: str, text: str) -> None:
+    from rollout_backend.results.terminal.view import print_wrapped
+
+    print_wrapped(console, Text(f"{level:10}", _STYLES[level]), text)

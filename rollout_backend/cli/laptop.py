@@ -96,7 +96,10 @@ async def dev(
     and AgentCore, as in `rollout demo`. A Harbor task is scored by its tests. An error shows the traceback of the
     agent's own files. Press Ctrl-C to stop.
     """
+    from rollout_backend.checks.machine import check_agent
+    from rollout_backend.core.check_result import raise_problems
     from rollout_backend.core.harbor import fit_to_runtime
+    from rollout_backend.core.reasons import NOT_SERVING
     from rollout_backend.local.dev import DevRunner, run_after_changes, source_changes
     from rollout_backend.local.harness import AgentHarness
 
@@ -109,6 +112,9 @@ async def dev(
     app = app.absolute()
     file = tasks if _is_harbor(tasks) else (tasks or app.parent / _TASKS).absolute()
     find_tasks(file, task, limit)  # refuse an invalid file now; it is read again after each change
+    if engine:  # before it starts; the agent's session finds the same faster than a script starts
+        started = await asyncio.to_thread(check_agent, app)
+        raise_problems([started] if started.name == NOT_SERVING else [])
 
     def show(text: str) -> None:
         console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
@@ -221,10 +227,10 @@ async def demo(
     if scripted and endpoint is not None:
         raise ConfigError("--scripted answers without a server: leave out --scripted or --endpoint")
     if agent is not None:
-        imported = await asyncio.to_thread(check_agent, agent)
-        raise_problems([imported])
-        if imported.level == "warning":
-            output.status(f"warning: {imported}")
+        started = await asyncio.to_thread(check_agent, agent)
+        raise_problems([started])
+        if started.level == "warning":
+            output.status(f"warning: {started}")
     agent, tasks = agent or EXAMPLE / "agent.py", tasks or EXAMPLE / "tasks.jsonl"
     found = read_tasks(tasks)
     wanted = found[:limit]

@@ -42,8 +42,9 @@ def ls(
     """List the runs, the newest first: when they began, their state, what completed, and the mean reward."""
     from rich.text import Text
 
-    from rollout_backend.results.run_data import describe_state, list_runs
-    from rollout_backend.results.terminal.view import plain_table
+    from rollout_backend.results.run_data import list_runs
+    from rollout_backend.results.terminal.live_view import one_line
+    from rollout_backend.results.terminal.view import plain_table, when
 
     found = list_runs(runs)
     if as_json:
@@ -52,17 +53,24 @@ def ls(
         return
     if not found:
         raise ConfigError(f"there is no run in {runs.absolute()}: name the folder of the runs")
-    numbers = ("steps", "completed", "mean reward")
-    table = plain_table("run", "began (UTC)", "state", *numbers, "error", right=numbers)
+    table = plain_table("run", "began (UTC)", "state")
+    for column in table.columns:
+        column.no_wrap = True
+    # The other commands take the beginning of an id. The rest of a line has some 20 columns.
+    table.columns[0].max_width = max(24, console.width - 55)
+    table.add_column(Text("completed, mean reward, error", no_wrap=True, overflow="ellipsis"))
     for run in found:
+        counts = f"{run.completed}/{'?' if run.planned is None else run.planned}"
+        facts = [counts if run.steps == 1 else f"{counts} in {run.steps} steps"] if run.steps or not run.error else []
+        facts += [f"{run.mean_reward:.3f}"] if run.mean_reward is not None else []
+        facts += [f"since {when(run.seen_at or 0.0)}"] if run.state == "silent" else []
+        facts += [one_line(run.error)] if run.error else []
         table.add_row(
-            Text(run.run_id),
+            Text(one_line(run.run_id)),
             "" if run.began is None else f"{datetime.fromtimestamp(run.began, UTC):%Y-%m-%d %H:%M}",
-            f"[{_STYLES.get(run.state, 'none')}]{describe_state(run.state, run.seen_at or 0.0)}[/]",
-            str(run.steps),
-            f"{run.completed}/{'?' if run.planned is None else run.planned}",
-            "" if run.mean_reward is None else f"{run.mean_reward:.3f}",
-            Text(" ".join(run.error.split())),
+            Text(run.state, _STYLES.get(run.state, "")),
+            # One line for each run: the end of a long error is cut on a terminal.
+            Text(", ".join(facts), no_wrap=True, overflow="ellipsis"),
         )
     console.print(table)
 

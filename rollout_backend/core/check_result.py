@@ -1,10 +1,10 @@
 """The result of one check before a run starts."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
-from rollout_backend.errors import PreflightError
+from rollout_backend.errors import PreflightError, RolloutBackendError
 
 Level = Literal["ok", "warning", "problem", "unchecked"]
 
@@ -19,6 +19,13 @@ class CheckResult:
     text: str
     name: str = ""
     """What was checked, by a name that is stable across versions. If empty, the name is `setting`."""
+    cause: str = ""
+    """A cause that makes other checks fail as well, such as a missing login; empty if there is none."""
+
+    @classmethod
+    def of_error(cls, setting: str, error: RolloutBackendError) -> Self:
+        """Return the problem that an error describes."""
+        return cls("problem", setting, str(error), cause=error.cause if isinstance(error, PreflightError) else "")
 
     def __str__(self) -> str:
         return self.text if self.text.startswith(self.setting) else f"{self.setting}: {self.text}"
@@ -28,9 +35,22 @@ class CheckResult:
         return {"id": self.name or self.setting, "level": self.level, "setting": self.setting, "text": self.text}
 
 
+def group_by_cause(findings: Iterable[CheckResult]) -> Sequence[CheckResult]:
+    """Return the findings with one for each cause, which names the other checks that it made fail."""
+    grouped: dict[object, list[CheckResult]] = {}
+    for number, each in enumerate(sorted(findings, key=lambda each: each.level != "problem")):
+        grouped.setdefault(each.cause or number, []).append(each)
+    found = []
+    for first, *others in grouped.values():
+        names = dict.fromkeys(each.setting for each in others if each.setting != first.setting)
+        text = f"{first.text}. These could not be checked either: {', '.join(names)}" if names else first.text
+        found.append(replace(first, text=text))
+    return found
+
+
 def raise_problems(findings: Iterable[CheckResult]) -> None:
     """Raise PreflightError with every problem, if there is one."""
-    problems = [str(finding) for finding in findings if finding.level == "problem"]
+    problems = [str(finding) for finding in group_by_cause(findings) if finding.level == "problem"]
     if len(problems) == 1:
         raise PreflightError(problems[0])
     if problems:

@@ -3,8 +3,17 @@
 `docs/troubleshooting.md` has a section for each reason; a test compares them.
 """
 
+from agent_wrapper.contract import Outcome
+
 SCORER_FAILED = "scorer_failed"  # reason of a result whose reward could not be computed
 ARTIFACT_LOST = "artifact_lost"  # reason of a result without its listed artifacts
+NOT_SERVING = "agent_not_serving"  # reason of an agent whose program ended before it served
+NOT_SERVING_TEXT = "the file ended without serving: does it call `app.run()`?"
+
+
+def outcome_without_result(reason: str) -> Outcome:
+    """Return the outcome of a rollout whose session was lost for this reason."""
+    return Outcome.AGENT_ERROR if reason == NOT_SERVING else Outcome.INFRA_ERROR
 
 
 def what_to_do(reason: str) -> str:
@@ -53,6 +62,7 @@ WHAT_TO_DO = {
     "no_credentials": "log in; check your credential provider",
     "wrong_clock": "synchronise the clock of the trainer's machine",
     "runtime_not_found": "check `runtime.arn` and `runtime.qualifier`",
+    NOT_SERVING: "call `app.run()` at the end of the agent's file; try it with `rollout doctor --agent FILE`",
     "container_error": "read the container's log; for AgentCore, check that the image is arm64",
     "container_start_timeout": "use a smaller image; import less before `app.run()`",
     "container_lost": "read the session's log: it may have run out of memory, or something may have blocked its "

@@ -5,15 +5,16 @@ Every pytest run loads this module, so it imports nothing from this package unti
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from agent_wrapper import RolloutApp
     from agent_wrapper.bedrock_agentcore import BedrockAgentCoreApp
     from agent_wrapper.contract import ModelEndpoint, Rollout, Sampling
@@ -30,6 +31,7 @@ class _Blocking:
     def __init__(self, portal: Any, harness: Any) -> None:
         self._portal = portal
         self._harness = harness
+        self._warned = set[str]()
 
     def run_agent(
         self,
@@ -48,6 +50,7 @@ class _Blocking:
         `scorer` computes the reward, named as in `scoring.function`; it gets the task's `private` part.
         """
         __tracebackhide__ = True
+        from rollout_backend.core.reasons import NOT_SERVING_TEXT
         from rollout_backend.errors import RolloutBackendError
         from rollout_backend.scoring.scorer import load_scorer
 
@@ -57,6 +60,10 @@ class _Blocking:
                 rollout = await self._harness.score(rollout, load_scorer(scorer), task, private)
             return rollout
 
+        # A test imports the app, and does not notice how its file ends. A container does.
+        for file in _files_that_never_serve(agent) - self._warned:
+            self._warned.add(file)
+            warnings.warn(f"{file}: in a container, {NOT_SERVING_TEXT}", stacklevel=2)
         try:
             rollout: Rollout = self._portal.call(run)
         except RolloutBackendError as error:  # its traceback has only frames of this package and of its event loop
@@ -70,6 +77,15 @@ class _Blocking:
 
         endpoint: ModelEndpoint = self._portal.call(partial(self._harness.endpoint, replies, sampling=sampling))
         return endpoint
+
+
+def _files_that_never_serve(app: object) -> set[str]:
+    """Return the files with this app, except tests, if none of them calls `run`."""
+    modules = [module for module in list(sys.modules.values()) if any(each is app for each in vars(module).values())]
+    files = [Path(name) for module in modules if (name := getattr(module, "__file__", None))]
+    of_agent = [file for file in files if not file.name.startswith(("test_", "conftest"))]
+    sources = [file.read_text(errors="replace") for file in of_agent]
+    return set() if any(".run(" in source for source in sources) else {str(file) for file in of_agent}
 
 
 def _describe(rollout: Rollout, expected: str | None) -> str:

@@ -21,6 +21,7 @@ import aiohttp
 from pydantic import BaseModel, Field
 
 from agent_wrapper.app import LOCAL_PORT
+from rollout_backend.core.reasons import NOT_SERVING_TEXT
 from rollout_backend.dispatch.rate_limiter import TokenBucket
 from rollout_backend.errors import StartupError
 from rollout_backend.local.spawner import Spawner
@@ -282,9 +283,8 @@ class SessionPool:
         while not await self._ping(session):
             if not session.process.running:
                 code = session.process.returncode
-                raise StartupError(
-                    f"The runtime ended with code {code} before it answered /ping. {session.log_tail()}"
-                )
+                how = f"{NOT_SERVING_TEXT} It" if code == 0 else "The runtime"
+                raise StartupError(f"{how} ended with code {code} before it answered /ping. {session.log_tail()}")
             if self._clock() > deadline:
                 raise StartupError(
                     f"Runtime initialization time exceeded: no answer to /ping on {session.url} (env PORT) within "

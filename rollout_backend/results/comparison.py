@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 
@@ -62,6 +63,7 @@ def reward_of(measures: Iterable[Difference]) -> Difference | None:
     return next((each for each in measures if each.name == REWARD), None)
 
 
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _OF_THE_PLACE = ("run_id", "output_dir", "runtime.session_logs")
 
 
@@ -113,7 +115,7 @@ def compare_runs(first: Path, second: Path) -> Comparison:
     return Comparison(
         first=str(first),
         second=str(second),
-        settings=_entries(*(run.settings for run in runs)),
+        settings=tuple(each for each in _entries(*(run.settings for run in runs)) if not _is_of_this_machine(each)),
         versions=_entries(*(run.versions for run in runs)),
         changed_tasks=len(changed),
         only_first=len(means[0].keys() - means[1].keys()),
@@ -169,6 +171,12 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[f"{prefix}{key}"] = value
     return found
+
+
+def _is_of_this_machine(entry: Entry) -> bool:
+    """Return whether both values are addresses of this machine, whose ports differ with each start."""
+    values = [value if isinstance(value, list) else [value] for value in (entry.first, entry.second)]
+    return all(urlsplit(str(each)).hostname in _LOOPBACK for value in values for each in value)
 
 
 def _entries(first: Mapping[str, Any], second: Mapping[str, Any], *, equal_too: bool = False) -> tuple[Entry, ...]:

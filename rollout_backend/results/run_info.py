@@ -9,10 +9,12 @@ import hashlib
 import importlib.metadata
 import itertools
 import platform
+import posixpath
+import re
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Self
 
 import yaml
@@ -137,19 +139,50 @@ def git_commit(folder: Path) -> str | None:
 
 
 def agent_of(file: Path) -> dict[str, str]:
-    """Describe an agent on this machine: its path, a digest of its folder, and the folder's commit.
+    """Describe an agent on this machine: its path, a digest of its files, and the commit of its folder.
 
-    The digest covers the files that git does not ignore; outside a repository, all Python files.
+    The digest covers what the Dockerfile in the folder copies, and the Dockerfile; without one, the Python files and
+    what they require. Files that git ignores are left out.
     """
     file = file.resolve()
-    listed = _git(file.parent, "ls-files", "--cached", "--others", "--exclude-standard")
-    paths = [file.parent / name for name in listed.split("\n")] if listed else [*file.parent.rglob("*.py")]
-    digest = hashlib.sha256()
-    for path in sorted(paths):
-        if path.is_file():
-            digest.update(f"{path.relative_to(file.parent)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
-    commit = git_commit(file.parent)
+    folder, digest = file.parent, hashlib.sha256()
+    listed = _git(folder, "ls-files", "--cached", "--others", "--exclude-standard")
+    names = listed.split("\n") if listed else [str(each.relative_to(folder)) for each in folder.rglob("*")]
+    docker, ignore = folder / "Dockerfile", folder / ".dockerignore"
+    copied = _copied_by(docker.read_text(errors="replace")) if docker.is_file() else _WITHOUT_DOCKERFILE
+    ignored = (*_NO_SOURCES, *(ignore.read_text(errors="replace").split() if ignore.is_file() else ()))
+    for name in sorted({*names, file.name}):
+        path = folder / name
+        if path.is_file() and _is_among(name, copied) and not _is_among(name, ignored):
+            digest.update(f"{name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    commit = git_commit(folder)
     return {"path": str(file), "sha256": digest.hexdigest(), **({"commit": commit} if commit else {})}
+
+
+_WITHOUT_DOCKERFILE = ("**/*.py", "requirements*.txt", "pyproject.toml", "uv.lock")
+_NO_SOURCES = ("runs", "**/__pycache__", "**/.git", "**/.venv")
+
+
+def _copied_by(dockerfile: str) -> tuple[str, ...]:
+    """Return the patterns of the files that a Dockerfile copies from its folder, and its own name."""
+    found = ["Dockerfile"]
+    for line in dockerfile.replace("\\\n", " ").splitlines():
+        command, *words = line.split() or [""]
+        if command.upper() in ("COPY", "ADD") and not any(word.startswith("--from=") for word in words):
+            names = re.sub(r'[\[\],"]', " ", " ".join(word for word in words if not word.startswith("--"))).split()
+            found += [posixpath.normpath(name).lstrip("/") for name in names[:-1]]
+    return tuple(found)
+
+
+def _is_among(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a file, or one of its folders, matches one of the patterns."""
+    paths = [path for path in (PurePosixPath(name), *PurePosixPath(name).parents) if path.parts]
+    wanted = [PurePosixPath(each) for each in patterns]
+    return any(not each.parts for each in wanted) or any(
+        path.match(str(each).removeprefix("**/")) and (each.parts[0] == "**" or len(path.parts) == len(each.parts))
+        for path in paths
+        for each in wanted
+    )
 
 
 def _engine_version(config: RolloutConfig) -> str | None:

@@ -212,7 +212,9 @@ class ServerProcess:
     def log_tail(self) -> str:
         """Return the end of the log, with its path, for an error message."""
         lines = last_lines(self.log, _TAIL_LINES)
-        return f"Its log, {self.log}, ends:\n" + "\n".join(f"    {line}" for line in lines or ["(empty)"])
+        if not lines:
+            return f"Its log, {self.log}, is empty"
+        return f"Its log, {self.log}, ends:\n" + "\n".join(f"    {line}" for line in lines)
 
     def _cause(self) -> str:
         """Return a sentence on the cause if the process ran out of memory, otherwise an empty string."""

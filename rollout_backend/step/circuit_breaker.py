@@ -1,6 +1,7 @@
 """Stop a run after consecutive infrastructure failures for one reason. Pure: the caller passes outcomes and times.
 
-Results without a reward count like such failures: the agent or what verifies it is broken for every task.
+Results without a reward and agents that never serve count like such failures: the agent or what verifies it is broken
+for every task.
 
 Invariants:
 
@@ -21,7 +22,7 @@ from dataclasses import dataclass, replace
 from agent_wrapper.contract import NO_REWARD, quarantine_prefix
 from rollout_backend.config import CircuitBreakerConfig, RolloutConfig
 from rollout_backend.core.ledger import Ledger, LedgerEntry
-from rollout_backend.core.reasons import SCORER_FAILED, documented_at, what_to_do
+from rollout_backend.core.reasons import NOT_SERVING, SCORER_FAILED, documented_at, what_to_do
 
 _WITHOUT_REWARD = frozenset({NO_REWARD, "bad_extras", "bad_reward", "no_model_call"})
 _OF_ONE_IMAGE = "runtime_create_failed"
@@ -61,7 +62,7 @@ class CircuitBreaker:
         if entry.delivered:  # a rollout that we ended proves nothing about the infrastructure
             for reason in self._streaks.keys() - (_WITHOUT_REWARD if unrewarded else ()):
                 del self._streaks[reason]
-        lost = entry.lost or entry.reason == SCORER_FAILED
+        lost = entry.lost or entry.reason in (SCORER_FAILED, NOT_SERVING)
         if unrewarded or (lost and entry.reason not in _FOR_WANT_OF_ROOM):
             entry = replace(entry, ledger=Ledger(entry.ledger.step, {}))  # which would keep all entries of its step
             streak = self._streaks.get(entry.reason)

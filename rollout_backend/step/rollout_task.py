@@ -35,6 +35,7 @@ from rollout_backend.core.ledger import (
 )
 from rollout_backend.core.manifest import StepRequest
 from rollout_backend.core.policy import GroupState, Stragglers
+from rollout_backend.core.reasons import outcome_without_result
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.core.tasks import Task
@@ -182,7 +183,7 @@ class RolloutTask:
             )
         except RuntimeCallError as error:
             if self.entry.awaits_result:
-                self.entry.settle(Outcome.INFRA_ERROR, error.reason, str(error))
+                self.entry.settle(outcome_without_result(error.reason), error.reason, str(error))
         except StoreError:  # the step's time is up, which settles it as not started
             pass
         except RolloutBackendError as error:  # no retry helps, and the step does not wait for this task
@@ -419,7 +420,7 @@ class RolloutTask:
             log.warning("rollout %s, attempt %d: %s; retrying", self.rollout_id, self.entry.attempts, message)
             self.abandon_attempt()
         else:
-            self.settle(Outcome.INFRA_ERROR, reason, message)
+            self.settle(outcome_without_result(reason), reason, message)
 
     def settle_straggler(self) -> None:
         """Settle a straggler."""

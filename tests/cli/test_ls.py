@@ -2,6 +2,8 @@
 
 import json
 
+from typer.testing import CliRunner
+
 from builders import refused
 from rollout_backend import cli
 from rollout_backend.results.run_data import list_runs
@@ -39,20 +41,32 @@ def test_runs_are_listed_with_their_state_the_newest_first(rollout, here):
     assert code == 0
     for words in (
         "third",
-        "running 1 1/8",
+        "running 1/8",
         "first",
-        "ended 1 3/4 0.500",
-        "old unknown 0 0/?",
-        "[cut] unknown 1 0/? a record of step 0 cannot",
+        "ended 3/4, 0.500",
+        "old unknown 0/?",
+        "[cut] unknown 0/?, a record of step 0 cannot",
     ):
         assert words in output
     refused(rollout("ls", here), "there is no run in")
 
 
-def test_a_terminal_of_80_columns_shows_whole_ids(rollout, here, monkeypatch):
-    write_run(here / "runs" / "run-20261127-142427-f183", {"a": [0.5]}, state="interrupted")
+def test_80_columns_show_whole_ids_and_one_line_for_each_run(here, monkeypatch):
+    for name, state in (
+        ("run-20261127-142427-f183", "interrupted"),
+        ("a-run-with-a-name-of-42-letters-for-a-test", "ended"),
+    ):
+        run = write_run(here / "runs" / name, {"a": [0.5]}, state=state)
+        info = json.loads((run / "run.json").read_text())
+        info["starts"][0]["error"] = "5 problems were found:\n" + "- credentials: AWS cannot be reached\n" * 5
+        (run / "run.json").write_text(json.dumps(info))
     monkeypatch.setattr(cli.console, "width", 80)
-    assert "run-20261127-142427-f183 2026" in rollout("ls")[1]
+    lines = CliRunner().invoke(cli.app, ["ls"]).output.rstrip().splitlines()
+    assert len(lines) == 3
+    [line] = [line for line in lines if line.startswith("run-20261127-142427-f183 ")]
+    assert "1/1, 0.500, 5 prob" in line
+    assert any(line.startswith("a-run-with-a-name-of-42") and "…" in line for line in lines)
+    assert max(map(len, lines)) <= 80
 
 
 def test_two_runs_are_compared_by_name(rollout, here):

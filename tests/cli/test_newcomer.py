@@ -20,6 +20,7 @@ import yaml
 from builders import eventually
 from rollout_backend.checks.machine import check_agent, check_machine
 from rollout_backend.config import load_config
+from rollout_backend.core.reasons import NOT_SERVING_TEXT
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
@@ -27,6 +28,7 @@ from rollout_backend.manager import RolloutManager
 from rollout_backend.results.run_data import read_run
 from stub_server import Request, StubServer
 
+APP = "from agent_wrapper import RolloutApp\napp = RolloutApp()\n@app.entrypoint\ndef agent(context): ...\n"
 ARN = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/my_agent-0123456789"
 
 
@@ -199,16 +201,15 @@ def test_a_full_disk(config, tmp_path, monkeypatch, free, words):
             "import os\nimport no_such_module\n",
             "problem agent: {}, line 2: ModuleNotFoundError: No module named 'no_such_module'",
         ),
-        ("raise SystemExit(3)\n", "problem agent: {}: it exits with code 3 while it is imported"),
-        ("import sys\nsys.exit(0)\n", "problem agent: {}: it exits with code 0 while it is imported"),
-        (
-            "from agent_wrapper import RolloutApp\napp = RolloutApp()\n"
-            "@app.entrypoint\ndef agent(context): ...\napp.run()\n",
-            "ok agent: {} can be imported",
-        ),
-        ("print('hello')\n", "warning agent: {} makes no RolloutApp when it is imported, and no BedrockAgentCoreApp"),
+        ("raise SystemExit(3)\n", "problem agent: {}: it exits with code 3 before it serves"),
+        ("import sys\nsys.exit(0)\n", f"problem agent: {{}}: {NOT_SERVING_TEXT}"),
+        (f"{APP}if __name__ == '__main__':\n    app.run()\n", "ok agent: {} can be imported and serves"),
+        (f"{APP}import socket\nsocket.create_server(('127.0.0.1', 0))\napp.run()\n", "ok agent: {} can be imported"),
+        (f"{APP}app.run\n", f"problem agent: {{}}: {NOT_SERVING_TEXT}"),
+        ("print('hello')\n", f"problem agent: {{}}: {NOT_SERVING_TEXT} It makes no RolloutApp"),
+        ("import socket\nsocket.create_server(('127.0.0.1', 9999))\n", "warning agent: {} serves, but it makes no"),
     ],
-    ids=["import error", "exits at once", "exits with 0", "serves at once", "no app"],
+    ids=["import error", "code 3", "code 0", "guard", "port and run", "run not called", "no app", "other server"],
 )
 def test_an_agents_file(tmp_path, source, words):
     agent = tmp_path / "agent.py"
@@ -226,8 +227,49 @@ def test_an_agent_that_cannot_start_is_refused_by_the_check_and_by_a_demo(rollou
     code, output = rollout("demo", "--agent", agent, "--tasks", tasks)
     assert output.startswith(f"error: agent: {agent}: it exits")
     assert code == 2
-    agent.write_text("print('hello')\n")
-    assert f"warning: agent: {agent} makes no RolloutApp" in rollout("demo", "--agent", agent, "--tasks", "none")[1]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("demo", "--scripted", "--agent"), ("dev", "--engine"), ("doctor", "--services", "--agent")],
+    ids=lambda words: words[0],
+)
+def test_an_agent_that_never_serves_is_refused_before_anything_starts(rollout, config, tasks, tmp_path, command):
+    agent = tmp_path / "agent.py"
+    agent.write_text(APP)
+    settings = [config({})] if command[0] == "doctor" else ["--tasks", tasks]
+    code, output = rollout(*command, agent, *settings)
+    assert f"{agent}: {NOT_SERVING_TEXT}" in output
+    assert (code, "installed once" in output, "starting" in output) == (2, False, False)
+
+
+def test_a_run_counts_an_agent_that_never_serves_as_the_agents_error(rollout, config, tasks, tmp_path):
+    (tmp_path / "agent.py").write_text(APP)
+    runtime = {"kind": "process", "command": [sys.executable, "agent.py"], "working_dir": str(tmp_path)}
+    with ScriptedEngine(["7"]) as engine:
+        path = config({"runtime": runtime, "serving.urls": [engine.url]})
+        code, output = rollout("run", path, "--tasks", tasks, "--limit", "1")
+    assert code == 3, output
+    assert "failed in the agent, most often agent_not_serving" in output
+    assert "lost to the infrastructure" not in output
+
+
+def test_problems_of_one_cause_are_one_and_nothing_is_ok_and_a_problem(rollout, config, monkeypatch, tmp_path):
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    gateway = {"host": "0.0.0.0", "port": 0, "public_url": "http://localhost:8443"}
+    runtime = {"kind": "agentcore", "arn": ARN}
+    path = config({"runtime": runtime, "gateway": gateway, "aws": {"region": "us-east-1"}})
+    found = json.loads(rollout("doctor", path, "--json")[1])
+    [login] = [each for each in found if "there are no AWS credentials" in each["text"]]
+    assert login["id"] == "credentials"
+    assert "These could not be checked either: storage.bucket, runtime.arn, " in login["text"]
+    output = rollout("doctor", path)[1]
+    passed = output.partition(" unchecked ")[0]
+    assert "problem gateway.public_url" in output
+    assert "gateway.public_url" not in passed
 
 
 def answer_of_aws(request: Request) -> tuple[int, bytes]:

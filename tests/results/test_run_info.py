@@ -95,7 +95,7 @@ def test_a_run_json_that_cannot_be_read_is_replaced(tmp_path, caplog):
     assert "run.json is replaced" in caplog.text
 
 
-def test_an_agents_digest_follows_its_code_and_not_what_git_ignores(tmp_path):
+def test_an_agents_digest_follows_what_its_image_copies_and_not_what_git_ignores(tmp_path):
     def git(*arguments: str) -> None:
         who = "-c", "user.name=a", "-c", "user.email=a@example.com"
         subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True, capture_output=True)
@@ -120,6 +120,28 @@ def test_an_agents_digest_follows_its_code_and_not_what_git_ignores(tmp_path):
     (tmp_path / "ignored").write_text("1")
     assert digest() == inside
     (tmp_path / "data.txt").write_text("3")
-    assert digest() != inside
+    assert digest() == inside, "without a Dockerfile, only code counts"
+    for copied, changes in {
+        "COPY requirements.txt *.py ./": False,
+        "COPY --from=other data.txt ./": False,
+        "COPY --chown=1 data.txt ./": True,
+        'ADD ["*.txt", "/app/"]': True,
+        "COPY agent.py \
+  ./da*.txt ./": True,
+        "COPY . .": True,
+        "COPY sub ./": False,
+    }.items():
+        (tmp_path / "Dockerfile").write_text(f"FROM python\n{copied}\n")
+        (tmp_path / "data.txt").write_text("3")
+        before = digest()
+        (tmp_path / "data.txt").write_text("4")
+        assert (digest() != before) == changes, copied
+    (tmp_path / "Dockerfile").write_text("FROM python\nCOPY . .\n")
+    (tmp_path / ".dockerignore").write_text("**/*.txt\n")
+    before = digest()
+    (tmp_path / "data.txt").write_text("5")
+    assert digest() == before
+    agent.write_text("a = 2\n")
+    assert digest() != before
     assert agent_of(agent)["commit"] == f"{commit}-dirty"
     assert git_commit(Path("/")) is None

@@ -39,13 +39,14 @@ from rollout_backend.results.summary import (
     summarize,
 )
 from rollout_backend.results.terminal.live_view import one_line, sentence
-from rollout_backend.results.terminal.view import plain_table, print_text, when
+from rollout_backend.results.terminal.view import plain_table, print_text, print_wrapped, when
 from rollout_backend.serving.model_serving import RunPhase
 
 STEPS = 20  # number of steps in the table of a run
 _TASKS = 5  # number of tasks in the table of a step; --json lists all
 MARKS = {Level.BAD: "!", Level.WARNING: "!", Level.NOTE: "-"}
 _MAX_LINES = 12
+_COPIED = ("read", "report", "again")
 
 
 def _step_fields(step: StepData, prices: Prices | None) -> dict[str, Any]:
@@ -112,7 +113,7 @@ class RunView:
     def print(self, console: Console) -> None:
         """Print the run, or the requested step."""
         for line in self._about():
-            print_text(console, line)
+            print_wrapped(console, Text(), line)
         if len(self.steps) == 1:
             self._print_step(console, self.steps[0])
         elif self.steps:
@@ -123,10 +124,10 @@ class RunView:
 
     def _about(self) -> Iterator[Text]:
         about = self.about
-        began = f", began {when(about.began)}" if about.began is not None else ""
+        began = f"began {when(about.began)}, " if about.began is not None else ""
         state = describe_state(about.state, about.seen_at or 0.0)
-        of_steps = f", {count(about.steps, 'step')}"
-        yield Text.assemble((f"run {about.run_id}", "bold"), f"  {state}{began}{of_steps}")
+        yield Text.assemble((f"run {about.run_id}", "bold"), f"  {state}")
+        yield Text(f"{began}{count(about.steps, 'step')}")
         start = last_start(RunArchive(self.run_dir))
         if start is not None and start.agent:
             yield Text(f"agent {one_line(start.agent.get('path') or start.agent.get('arn') or str(start.agent))}")
@@ -152,12 +153,12 @@ class RunView:
         if (cost := step.cost(self.prices)) is not None:
             facts["cost"] = str(cost)
         for name, text in facts.items():
-            print_text(console, Text.assemble((f"{name:8} ", "dim"), text))
+            print_wrapped(console, Text(f"{name:8} ", "dim"), text)
         for finding in step.overview.findings:
             advice = f" ({finding.advice}{self.show if finding.advice.startswith('rollout show ') else ''})"
             text = one_line(f"{finding.text}{advice if finding.advice else ''}")
-            mark, style = MARKS[finding.level], "red" if finding.level is Level.BAD else ""
-            print_text(console, f"  {mark} {text}", style)
+            style = "red" if finding.level is Level.BAD else ""
+            print_wrapped(console, Text(f"  {MARKS[finding.level]} ", style), text, style)
         if summary.failures:
             console.print(_failures(summary.failures))
         console.print(_lowest(rewards_by_task(step.read_records())))
@@ -283,13 +284,19 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     first, *others = summary.findings
     facts = [*_facts(summary)]
     most = _MAX_LINES - 1 - len(facts)
-    lines = [Text.assemble((f"{mark} ", "bold green" if passed else "bold red"), (first.text, "bold"))]
-    lines += [Text(f"  {MARKS[each.level]} {sentence(each)}") for each in others[:most]]
+    lines = [(Text(f"{mark} ", "bold green" if passed else "bold red"), Text(first.text, "bold"))]
+    lines += [(Text(f"  {MARKS[each.level]} "), Text(sentence(each))) for each in others[:most]]
     if more := len(others[most:]):
-        lines[-1].append(f"; {more} more in the report")
-    lines += [Text.assemble("  ", (f"{name:9}", "dim"), text) for name, text in facts]
-    for line in lines:
-        print_text(console, line)
+        lines[-1][1].append(f"; {more} more in the report")
+    for sign, line in lines:
+        print_wrapped(console, sign, line)
+    for name, text in facts:
+        label = Text.assemble("  ", (f"{name:9}", "dim"))
+        # Only the terminal may wrap a command or a path, so that it can be copied.
+        if name in _COPIED:
+            print_text(console, Text.assemble(label, text))
+        else:
+            print_wrapped(console, label, text)
 
 
 def _facts(summary: RunSummary) -> Iterator[tuple[str, str]]:

@@ -260,6 +260,18 @@ def print_text(console: Console, text: str | Text, style: str | None = None) -> 
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
+def print_wrapped(console: Console, mark: Text, text: str | Text, style: str = "") -> None:
+    """Print text behind a mark. On a terminal, break it at words, and indent its further lines like the first."""
+    if not console.is_terminal:  # tools that read a pipe need whole lines
+        print_text(console, Text.assemble(mark, text), style)
+        return
+    table = Table.grid()
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row(mark, Text(text, style) if isinstance(text, str) else text)
+    console.print(table)
+
+
 def plain_table(*columns: str, right: Container[str] = ()) -> Table:
     """Return a table without lines, whose first column is not cut. Those in `right` are right-aligned."""
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -286,7 +298,8 @@ def when(seconds: float) -> str:
 
 def print_comparison(console: Console, found: Comparison) -> None:
     """Print the differences between two runs, the rewards last."""
-    first, second = found.first, found.second
+    print_text(console, f"A  {found.first}\nB  {found.second}\n")
+    first, second = "A", "B"
     _print_table(console, "settings", first, second, _rows(found.settings))
     _print_table(console, "versions and agent", first, second, _rows(found.versions))
     _print_table(console, "rollouts", first, second, _rows(found.outcomes))
@@ -300,7 +313,7 @@ def print_comparison(console: Console, found: Comparison) -> None:
     ):
         if number:
             print_text(console, f"tasks that {what}: {number}")
-    print_text(console, reward_sentence(found.reward))
+    print_wrapped(console, Text(), reward_sentence(found.reward))
 
 
 def print_task_rewards(console: Console, first: str, second: str, rewards: Iterable[TaskReward]) -> None:

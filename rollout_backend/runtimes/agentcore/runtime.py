@@ -19,6 +19,7 @@ from rollout_backend.aws import Permission
 from rollout_backend.config import AgentCoreConfig
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.core.harbor import CONTAINER_FIELD, TaskContainer
+from rollout_backend.core.reasons import NOT_SERVING, NOT_SERVING_TEXT
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.errors import (
     ContainerStartTimeout,
@@ -159,9 +160,8 @@ class AgentCoreRuntime(AgentRuntime):
                     "InvokeAgentRuntime. Attach the stack's TrainerPolicyArn to the trainer's role"
                 )
                 return [CheckResult("problem", "runtime", text, "runtime-stop")]
-            return [
-                CheckResult("warning", "runtime", f"a stop was not answered as it should: {error}", "runtime-stop")
-            ]
+            text = f"a stop was not answered as it should: {error}"
+            return [CheckResult("warning", "runtime", text, "runtime-stop", error.reason)]
         return [CheckResult("ok", "runtime", "sessions can be stopped", "runtime-stop")]
 
     async def _describe(
@@ -173,7 +173,7 @@ class AgentCoreRuntime(AgentRuntime):
         except aws.EXPLAINED as error:
             if aws.is_denied(error):
                 return {}, CheckResult("unchecked", setting, f"{name}: these credentials may not describe it")
-            return {}, CheckResult("problem", setting, str(aws.preflight_error(error, name, setting)))
+            return {}, CheckResult.of_error(setting, aws.preflight_error(error, name, setting))
         if described["status"] in ("READY", "UPDATING"):
             return described, CheckResult("ok", setting, f"{name}: {described['status']}")
         why = described.get("failureReason", "")
@@ -390,6 +390,9 @@ def _to_call_error(error: ClientError) -> RuntimeCallError:
             return RuntimeConflict(text)
         case 424 if _START_TIMEOUT in text.lower():
             return ContainerStartTimeout(text)
+        # Only the local emulator knows how a container ended before it served.
+        case 424 if NOT_SERVING_TEXT in text:
+            return InvokeRejected(text, reason=NOT_SERVING)
         case 424:
             return InvokeRejected(text, reason="container_error")
         case 404:

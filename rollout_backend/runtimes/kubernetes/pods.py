@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollout_backend.core.reasons import NOT_SERVING, NOT_SERVING_TEXT
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.runtimes.kubernetes.api import ClusterError, KubernetesApi
 from rollout_backend.runtimes.kubernetes.manifests import (
@@ -123,6 +124,8 @@ def _exit(terminated: Mapping[str, Any]) -> Problem:
         if "/agent/" in said:
             said += ": a task's image must be of Linux with the libc of the Python in runtime.image's folder /agent"
         return Problem("container_error", f"the container could not be started{said}")
+    if code == 0:
+        return Problem(NOT_SERVING, f"{NOT_SERVING_TEXT} The container ended with exit code 0{said}")
     return Problem("container_lost", f"the container ended with exit code {code} and published no result{said}")
 
 

@@ -19,6 +19,7 @@ from agent_wrapper.contract import PAYLOAD_VARIABLE
 from agent_wrapper.shared.processes import describe_exit, home_variables
 from rollout_backend.child_process import describe_sigkill, last_lines, oom_kills
 from rollout_backend.config import ProcessConfig
+from rollout_backend.core.reasons import NOT_SERVING, NOT_SERVING_TEXT
 from rollout_backend.errors import InvokeRejected, OutcomeUnknown, RuntimeCallError, RuntimeUnavailable
 from rollout_backend.logs import report_failure
 from rollout_backend.runtimes.process import supervisor
@@ -114,6 +115,9 @@ class ProcessSession:
         """Return the ledger's reason for a session that ended without a result."""
         if self.end is not None and self.end["why"] == "memory":
             return "out_of_memory"
+        # The wrapper exits with 0 only after it has published a result.
+        if self.end is not None and self.end["why"] == "ended" and self.end["code"] == 0:
+            return NOT_SERVING
         failed = self.end is None or self.end["code"] != 0
         full = failed and any(map(_OUT_OF_MEMORY.search, last_lines(self.log, _TAIL_LINES)))
         return "out_of_memory" if full else "container_lost"
@@ -132,6 +136,8 @@ class ProcessSession:
             how = f"it was {describe_sigkill(self._oom_kills, oom_kills())}"
         else:
             how = f"it {describe_exit(end['code'])}"
+        if self.reason() == NOT_SERVING:
+            return f"{NOT_SERVING_TEXT} {how.capitalize()}: {last}"
         return f"{how}: {last}"
 
 
