@@ -99,10 +99,21 @@ TaskFile = Annotated[
     Path | None,
     typer.Option("--tasks", help="JSONL or parquet with `payload` and optional `task_id`, or harbor:FOLDER."),
 ]
+ScorerOption = Annotated[
+    str | None,
+    typer.Option(
+        "--scorer", metavar="FILE.py:FUNCTION", help="Function that computes the rewards: scoring.function."
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the summary at the end.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also print the ledger and the reward of each group.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per event.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first N tasks.")]
+
+
+def with_scorer(overrides: list[str] | None, scorer: str | None) -> list[str]:
+    """Return the overrides with those of `--scorer`."""
+    return [*(overrides or []), *([f"scoring.function={scorer}"] if scorer is not None else [])]
 
 
 def echo(text: str) -> None:

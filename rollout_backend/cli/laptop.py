@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeGuard
 
 import typer
 
-from rollout_backend.cli.common import Json, Overrides, Quiet, Verbose, console, echo, run_output
+from rollout_backend.cli.common import (
+    Json,
+    Overrides,
+    Quiet,
+    ScorerOption,
+    Verbose,
+    console,
+    echo,
+    run_output,
+    with_scorer,
+)
 from rollout_backend.cli.run import collect_step
 from rollout_backend.config import EngineName, RolloutConfig, load_config
 from rollout_backend.errors import ConfigError, TaskFileError
@@ -25,7 +35,7 @@ if TYPE_CHECKING:
     from rollout_backend.core.tasks import Task
 
 Settings = Mapping[str, Any]
-Template = Literal["openai", "strands", "pydantic-ai", "command"]
+Template = Literal["openai", "strands", "pydantic-ai", "command", "bedrock-agentcore"]
 
 TEMPLATES = Path(__file__).parents[1] / "local" / "templates"
 EXAMPLE = Path(__file__).parents[1] / "local" / "demo"
@@ -38,18 +48,23 @@ _TAKEN = 16
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the agent, new or empty.")],
     template: Annotated[
-        Template, typer.Option(help="The agent's framework; `command` runs a program in any language.")
+        Template,
+        typer.Option(
+            help="The agent's framework; `command` runs a program in any language, and `bedrock-agentcore` has an "
+            "app of AWS's SDK with a scorer."
+        ),
     ] = "openai",
 ) -> None:
     """Create an agent from a template: its code and test, tasks, settings and Dockerfile."""
     _copy(template, folder)
     place = shlex.quote(str(folder))
+    scorer = " --scorer scorer.py:score" if (folder / "scorer.py").is_file() else ""
     for line in (
         f"{folder} holds an agent ({template}): {', '.join(sorted(path.name for path in folder.iterdir()))}",
         "Next:",
         f"  cd {place} && pip install -r requirements.txt pytest",
         "  pytest",
-        "  rollout dev agent.py",
+        f"  rollout dev agent.py{scorer}",
         "config.yaml is for a run on AWS. This lists what to fill in, and then everything that would stop a run:",
         "  rollout doctor config.yaml --agent agent.py",
     ):
@@ -87,14 +102,19 @@ async def dev(
     endpoint: Annotated[
         str | None, typer.Option(metavar="URL", help="Use this running SGLang or vLLM server.")
     ] = None,
+    scorer: ScorerOption = None,
+    reply: Annotated[
+        int, typer.Option(min=0, help="Which of the script's replies to a task to take. One in three is wrong.")
+    ] = 0,
     override: Overrides = None,
 ) -> int:
     """Run an agent on one task, show each of its model calls as it happens, and run it again after each change of its
     source.
 
-    A script answers instead of a model, unless you name one with --engine or --endpoint. The agent runs on a local S3
-    and AgentCore, as in `rollout demo`. A Harbor task is scored by its tests. An error shows the traceback of the
-    agent's own files. Press Ctrl-C to stop.
+    A script answers instead of a model, unless you name one with --engine or --endpoint. It gives a task the same
+    reply each time, so that the reward changes only with the agent; --reply takes another one. The agent runs on a
+    local S3 and AgentCore, as in `rollout demo`. A Harbor task is scored by its tests. An error shows the traceback
+    of the files of the agent. Press Ctrl-C to stop.
     """
     from rollout_backend.checks.machine import check_agent
     from rollout_backend.core.check_result import raise_problems
@@ -120,9 +140,9 @@ async def dev(
         console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
     with tempfile.TemporaryDirectory(prefix="rollout-dev-") as folder:
-        async with local_model(not engine and endpoint is None, endpoint, 1, show) as model:
+        async with local_model(not engine and endpoint is None, endpoint, 1, show, reply=reply) as model:
             base = {"sampling": {"temperature": 1.0, "max_tokens": 512}, "timeouts": {"agent_s": 600}, **model}
-            settings = load_local_config(None, override or [], base)
+            settings = load_local_config(None, with_scorer(override, scorer), base)
             show(f"starting the gateway, S3 and AgentCore on this machine; logs: {folder}")
             async with (
                 _serve(settings, Path(folder)) as url,
@@ -206,6 +226,7 @@ async def demo(
         Path | None, typer.Option(help="Settings in YAML. Bucket and runtime are those of the local cloud.")
     ] = None,
     servers: Annotated[int, typer.Option(min=1, help="Number of engine servers to start.")] = 1,
+    scorer: ScorerOption = None,
     override: Overrides = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -221,9 +242,10 @@ async def demo(
     from rollout_backend.core.formats import count
     from rollout_backend.core.tasks import read_tasks
     from rollout_backend.local.cloud import LocalCloud
+    from rollout_backend.local.scripted import is_sum
     from rollout_backend.results.run_info import agent_of
 
-    output, overrides = run_output(quiet, verbose, as_json), override or []
+    output, overrides = run_output(quiet, verbose, as_json), with_scorer(override, scorer)
     if scripted and endpoint is not None:
         raise ConfigError("--scripted answers without a server: leave out --scripted or --endpoint")
     if agent is not None:
@@ -234,6 +256,11 @@ async def demo(
     agent, tasks = agent or EXAMPLE / "agent.py", tasks or EXAMPLE / "tasks.jsonl"
     found = read_tasks(tasks)
     wanted = found[:limit]
+    if scripted and (others := sum(not is_sum(json.dumps(dict(task.payload))) for task in wanted)):
+        output.status(
+            f"the script can answer {len(wanted) - others} of {count(len(wanted), 'task')}: those that ask "
+            '"What is A + B?". The others get a fixed reply'
+        )
     async with local_model(scripted, endpoint, servers, output.status, engine) as model:
         base = {
             "group": {"size": 4},
@@ -288,8 +315,10 @@ async def local_model(
     servers: int,
     echo: Callable[[str], None],
     engine: EngineName = "sglang",
+    reply: int | None = None,
 ) -> AsyncIterator[Settings]:
     """Yield the settings of a model on this machine, served by a script, by `endpoint`, or by an engine started here.
+    With `reply`, the script always gives this reply to a prompt.
 
     Raises:
         PreflightError: the endpoint cannot serve rollouts.
@@ -297,8 +326,9 @@ async def local_model(
     if scripted:
         from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine, ScriptedSums
 
-        echo("a script answers instead of a model, and a third of its sums are wrong")
-        with ScriptedEngine(ScriptedSums()) as script:
+        some = "a third of its sums are wrong" if reply is None else f"it gives reply {reply} to each prompt"
+        echo(f"a script answers instead of a model, and {some}")
+        with ScriptedEngine(ScriptedSums(reply)) as script:
             model = {"path": str(BYTE_MODEL), "renderer": "chatml", "context_length": 32_768}
             yield {"model": model, "serving": {"kind": "external", "urls": [script.url]}}
     elif endpoint is not None:

@@ -102,7 +102,7 @@ def report(
     other = find_run(against) if against is not None else None
     if serve:
         with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(_serve(folder, other, host, port))
+            asyncio.run(_serve(folder, other, host, port, follow=run is None))
         return
     try:
         path = write_report(folder, other)
@@ -111,11 +111,12 @@ def report(
     echo(f"report: {path}")
 
 
-async def _serve(folder: Path, against: Path | None, host: str, port: int) -> None:
+async def _serve(folder: Path, against: Path | None, host: str, port: int, *, follow: bool) -> None:
     from rollout_backend.results.page.report import ReportServer, serve_report
 
-    async with serve_report(ReportServer(folder, against), host, port) as url:
-        echo(f"report: {url}")
+    server = ReportServer(folder, against, newest=(lambda: find_run(None)) if follow else None)
+    async with serve_report(server, host, port) as url:
+        echo(f"report: {url}{' (follows the newest run)' if follow else ''}")
         await asyncio.Event().wait()  # until Ctrl-C
 
 

@@ -17,6 +17,7 @@ from rollout_backend.cli.common import (
     Limit,
     Overrides,
     Quiet,
+    ScorerOption,
     Stack,
     TaskFile,
     Verbose,
@@ -26,6 +27,7 @@ from rollout_backend.cli.common import (
     load_settings,
     read_limited,
     run_output,
+    with_scorer,
 )
 from rollout_backend.config import ENV_PREFIX, ProcessConfig, RolloutConfig, load_config
 from rollout_backend.errors import ConfigError, RolloutBackendError
@@ -62,6 +64,7 @@ async def run(
     local: Annotated[
         bool, typer.Option("--local", help="Use S3 and SQS emulators on this machine for the duration of the run.")
     ] = False,
+    scorer: ScorerOption = None,
     override: Overrides = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -81,21 +84,21 @@ async def run(
     """
     from rollout_backend.core.harbor import SUPPORTED_PREFIX
 
-    output = run_output(quiet, verbose, as_json)
+    output, override = run_output(quiet, verbose, as_json), with_scorer(override, scorer)
     if resume is not None:
         if config is not None or tasks is not None or limit is not None or stack is not None or local:
             raise ConfigError(
                 "--resume uses the run's settings and tasks: leave out CONFIG, --tasks, --limit, --stack and --local"
             )
-        settings, wanted = _read_run(find_run(resume), override or [])
+        settings, wanted = _read_run(find_run(resume), override)
     elif (config is None and stack is None) or tasks is None:
         raise ConfigError("name the settings or --stack, and --tasks, or a run to --resume")
     elif local:
         if config is None or stack is not None:
             raise ConfigError("--local needs CONFIG, and no --stack")
-        return await _run_on_local_storage(config, override or [], tasks, limit, output, min_completed)
+        return await _run_on_local_storage(config, override, tasks, limit, output, min_completed)
     else:
-        settings = await load_settings(config, override or [], stack)
+        settings = await load_settings(config, override, stack)
         wanted = read_limited(tasks, limit, settings.runtime)
     leave_out = str(tasks).startswith(SUPPORTED_PREFIX)
     resumed = resume is not None

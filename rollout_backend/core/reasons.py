@@ -35,7 +35,7 @@ WHAT_TO_DO = {
     "verifier_failed": "read the end of the verifier's output in the message",
     "bad_reward": "return a finite number as `reward`",
     "bad_extras": "return JSON values of limited size beside `reward`; the message names the one that is refused",
-    "no_reward": "return `reward`, or set `scoring.function`: see rewards.md",
+    "no_reward": "return `reward`, or name a scorer by `--scorer FILE.py:FUNCTION` or `scoring.function`: rewards.md",
     "no_model_call": "use the context's `base_url` and `api_key`",
     "status_code": "read the message; see toolkit-agents.md",
     "invocation_error": "read the message, and the agent's log",

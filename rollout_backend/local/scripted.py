@@ -388,6 +388,11 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
+def is_sum(text: str) -> bool:
+    """Return whether `ScriptedSums` can answer a prompt with this text."""
+    return _SUM.search(text) is not None
+
+
 class ScriptedSums:
     """A script that answers a prompt's last sum. Some answers are wrong, so that rewards differ within a group.
 
@@ -395,7 +400,9 @@ class ScriptedSums:
     are always right. A prompt without a sum gets a fixed reply.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reply: int | None = None) -> None:
+        """With `reply`, each prompt gets the reply of that number each time."""
+        self._reply = reply
         self._counts: dict[str, itertools.count[int]] = {}
 
     def __call__(self, prompt: str) -> str:
@@ -403,6 +410,6 @@ class ScriptedSums:
         if not sums:
             return "This reply is scripted."
         a, b = map(int, sums[-1])
-        seen = next(self._counts.setdefault(prompt, itertools.count()))
+        seen = next(self._counts.setdefault(prompt, itertools.count())) if self._reply is None else self._reply
         is_right = a == 5 or (a + b + seen) % 3 > 0
         return f"It is {a + b if is_right else a + b + 1}."

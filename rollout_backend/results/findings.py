@@ -129,11 +129,30 @@ def forced_formats(sampled: int, trained: int) -> Iterator[Finding]:
 def _spread(usable: list[GroupReport]) -> Iterator[Finding]:
     """Describe groups with equal rewards. For groups of one rollout, only if all rewards of the step are equal."""
     larger = [group for group in usable if len(group.rewards) > 1]
-    flat = sum(not group.has_spread for group in larger)
+    flat = [group.rewards[0] for group in larger if not group.has_spread]
+    low, high = (
+        (min(all_), max(all_)) if (all_ := [each for group in usable for each in group.rewards]) else (0.0, 0.0)
+    )
+    solved = sum(reward == high and reward > 0 for reward in flat)
+    unsolved = sum(reward == low and not (reward == high and reward > 0) for reward in flat)
+    for number, what, advice in (
+        (
+            unsolved,
+            "never solved, and teach nothing",
+            "group.size: raise it, so that one of them succeeds; or choose easier tasks",
+        ),
+        (solved, "always solved, and teach nothing", "choose harder tasks"),
+        (
+            len(flat) - solved - unsolved,
+            "of equal rewards, and teach nothing",
+            "let the reward tell better from worse",
+        ),
+    ):
+        if number:
+            yield Finding(Level.WARNING, f"tasks {what}: {number} of {len(larger)}", advice)
     if flat:
-        text = f"groups without spread in their rewards: {flat} of {len(larger)}"
-        yield Finding(Level.WARNING, text, "group.size: raise it, or choose tasks of medium difficulty")
-    elif len(usable) > 1 and (equal := _all_equal(usable)):
+        return
+    if len(usable) > 1 and (equal := _all_equal(usable)):
         yield Finding(Level.WARNING, equal)
 
 

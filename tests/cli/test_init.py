@@ -29,6 +29,7 @@ def made(rollout, tmp_path):
     return make
 
 
+@pytest.mark.filterwarnings("ignore:Support for class-based `config`:DeprecationWarning")  # of bedrock-agentcore
 @pytest.mark.parametrize("template", NAMES)
 def test_the_agents_own_test_passes(made, run_agent, template, monkeypatch):
     folder = made(template)
@@ -37,6 +38,7 @@ def test_the_agents_own_test_passes(made, run_agent, template, monkeypatch):
     monkeypatch.delitem(sys.modules, "agent", raising=False)
     tests = [value for name, value in vars(load_module(folder / "test_agent.py")).items() if name.startswith("test_")]
     monkeypatch.delitem(sys.modules, "agent")
+    assert (folder / "scorer.py").is_file() == (template == "bedrock-agentcore")
     assert len(tests) == 2
     for test in tests:
         test(run_agent)

@@ -166,6 +166,47 @@ def test_on_a_phone_every_column_can_be_read(report: Path, tmp_path: Path):
     assert set(result["lines"]) == {1}  # ids and reasons are on one line each
 
 
+MEASURE = """<script>addEventListener("load", () => {
+const small = [], cut = [], scrolls = (node) => {
+  for (let at = node.parentElement; at; at = at.parentElement) if (getComputedStyle(at).overflowX !== "visible") return true;
+  return false;
+};
+for (const node of document.body.querySelectorAll("*")) {
+  const says = [...node.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim());
+  const box = node.getBoundingClientRect(), matrix = (says && node.ownerSVGElement && node.getScreenCTM?.()) || { a: 1, b: 0 };
+  if (says && box.width && parseFloat(getComputedStyle(node).fontSize) * Math.hypot(matrix.a, matrix.b) < 9.99) small.push(node.textContent);
+  if (box.width && box.right > innerWidth + 1 && !scrolls(node)) cut.push(node.tagName + node.textContent.slice(0, 40));
+}
+const theme = document.getElementById("theme").getBoundingClientRect();
+window.measured = { small, cut, page: document.documentElement.scrollWidth, theme: theme.right };
+});</script>"""  # noqa: E501
+
+
+@pytest.mark.parametrize("width", [400, 800, 1300])
+@pytest.mark.parametrize("kind", ["good", "failed", "running", "training"])
+def test_no_text_is_small_or_cut_at_any_width(tmp_path: Path, kind: str, width: int):
+    lost, steps = {"failed": 1.0}.get(kind, 0.1), 5 if kind == "training" else 1
+    folder = make_run(tmp_path / "run", MadeRun(tasks=12, group=4, lost=lost, steps=steps))
+    if kind == "running":
+        reopen_last_step(folder, still_open=12)
+    page = write_report(folder)
+    (tmp_path / "page.html").write_text(page.read_text().replace("</body>", f"{MEASURE}</body>"))
+    # Only a frame can be narrower than Chromium's window.
+    (tmp_path / "frame.html").write_text(
+        f'<body><iframe src="page.html" style="border:0;width:{width}px;height:900px"></iframe><script>'
+        'addEventListener("load", () => setTimeout(() => document.body.append(Object.assign('
+        'document.createElement("pre"), { id: "result", textContent: '
+        "btoa(unescape(encodeURIComponent(JSON.stringify(frames[0].measured)))) })), 300));</script>"
+    )
+    flags = ("--allow-file-access-from-files", "--virtual-time-budget=4000", "--window-size=1400,900", "--dump-dom")
+    html = run_chromium(tmp_path / "profile", *flags, (tmp_path / "frame.html").as_uri())
+    found = re.search(r'<pre id="result">([^<]*)</pre>', html)
+    assert found is not None, html[-500:]
+    result = json.loads(base64.b64decode(found[1]))
+    assert (result["small"], result["cut"], result["page"]) == ([], [], width)
+    assert 0 < result["theme"] <= width
+
+
 class FirstPage(ReportServer):
     """Says when a browser has the page as it was first."""
 

@@ -73,7 +73,11 @@ def test_with_nothing_to_train_on_the_verdict_fails_and_says_why(groups, why):
     ("groups", "sentences"),
     [
         ([SPREAD], []),
-        ([SPREAD, [1.0, 1.0], [2.0]], ["groups without spread in their rewards: 1 of 2"]),
+        ([SPREAD, [1.0, 1.0], [2.0]], ["tasks of equal rewards, and teach nothing: 1 of 2"]),
+        (
+            [SPREAD, [1.0, 1.0], [0.0, 0.0]],
+            [f"tasks {which} solved, and teach nothing: 1 of 3" for which in ("never", "always")],
+        ),
         ([[1.0], [1.0]], ["all rewards equal (2 tasks, all 1)"]),
         ([[1.0], [0.0]], []),
         ([[1.0]], []),

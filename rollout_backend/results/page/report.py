@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from importlib.resources import files
@@ -133,9 +133,19 @@ def _code(text: str) -> Markup:
 class ReportServer:
     """Renders the report of one run again when its files have changed and a browser requests it."""
 
-    def __init__(self, run_dir: Path, against: Path | None = None, renew_s: float = 2.0, share: float = 0.1) -> None:
-        """Render at most every `renew_s`, for at most a `share` of the time: a long training has a large page."""
+    def __init__(
+        self,
+        run_dir: Path,
+        against: Path | None = None,
+        renew_s: float = 2.0,
+        share: float = 0.1,
+        newest: Callable[[], Path] | None = None,
+    ) -> None:
+        """Render at most every `renew_s`, for at most a `share` of the time: a long training has a large page.
+
+        `newest` returns the newest run, which the pages then follow."""
         self._run_dir = run_dir
+        self._newest = newest
         self._against = against
         self._renew_s = renew_s
         self._share = share
@@ -162,7 +172,8 @@ class ReportServer:
             except FileNotFoundError:
                 raise web.HTTPNotFound(text="this run has no such page") from None
         script = files(__package__).joinpath("templates/follow.js").read_text()
-        for name, value in (("VERSION", f'"{version}"'), ("NOW", f"{time.time():.3f}")):
+        says = "This page follows the newest run." if self._newest is not None else ""
+        for name, value in (("VERSION", f'"{version}"'), ("NOW", f"{time.time():.3f}"), ("FOLLOWS", f'"{says}"')):
             script = script.replace(name, value)
         text = text.replace("default-src 'none';", "default-src 'none'; connect-src 'self';", 1)
         head, end, tail = text.rpartition("</body>")
@@ -175,6 +186,8 @@ class ReportServer:
             if time.monotonic() < self._next_at:
                 return
             began = time.monotonic()
+            if self._newest is not None and (run_dir := await asyncio.to_thread(self._newest)) != self._run_dir:
+                self._run_dir, self._known = run_dir, {}
             version = await asyncio.to_thread(self._files)
             if version != self._version:
                 try:
@@ -199,7 +212,7 @@ class ReportServer:
                 continue
         written = archive.running_steps().values()
         runs = [time.time() < written_at + RUNS_S for written_at in written]
-        return sha256(repr((state, run_state(archive), runs)).encode()).hexdigest()[:16]
+        return sha256(repr((str(self._run_dir), state, run_state(archive), runs)).encode()).hexdigest()[:16]
 
 
 @asynccontextmanager

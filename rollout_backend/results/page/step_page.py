@@ -12,6 +12,7 @@ from rollout_backend.core.reasons import documented_at, what_to_do
 from rollout_backend.rendering.token_bytes import TokenText
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.comparison import shown_comparison
+from rollout_backend.results.findings import Level, judge
 from rollout_backend.results.page import charts
 from rollout_backend.results.records import RolloutRecord, replies_by_turn, text_of
 from rollout_backend.results.run_data import RunData, StepData, changed_settings, read_rollout
@@ -36,17 +37,21 @@ def step_context(
     records = step.read_records()
     summary, tasks = step.summary, rewards_by_task(records)
     place = {record.rollout_id: number for number, record in enumerate(records)}
-    talks = embedded(run, records, tasks, text)
+    talks, report = embedded(run, records, tasks, text), step.read_report()
+    verdict = judge(report, summary) if report is not None else None
+    first = verdict.findings[0] if verdict is not None else None
     other = matching_step(against, step) if against is not None else None
     return {
         "run": run,
         "step": step,
-        "report": step.read_report(),
+        "report": report,
+        "verdict": verdict,
         "began": datetime.fromtimestamp(summary.began, UTC),
         "steps_link": steps_link,
         "summary": summary,
         "cost": step.cost(run.prices),
-        "findings": step.overview.findings,
+        # The badge shows a good verdict, which needs no advice.
+        "findings": [each for each in step.overview.findings if each != first or each.level is not Level.NOTE],
         "heatmap": charts.heatmap(tasks, place),
         "timeline": charts.timeline(records, place),
         "phases": summary.spent.parts,

@@ -1,7 +1,8 @@
 """Build the page of all steps of a run: all values that its template shows."""
 
 import math
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,13 +15,14 @@ from numpy.typing import NDArray
 from rollout_backend.core import formats
 from rollout_backend.results.comparison import shown_comparison
 from rollout_backend.results.cost import Cost
-from rollout_backend.results.findings import Level
+from rollout_backend.results.findings import Finding, Level
 from rollout_backend.results.page.charts import HEIGHT, SERIES_WIDTH, SHADES, nice, polyline
 from rollout_backend.results.run_data import RunData, StepData, changed_settings
 from rollout_backend.results.summary import Learning, StepSummary, add
 from rollout_backend.results.task_totals import REWARD
 
 _MAX_TASKS, _MAX_CELLS, _FINDINGS = 200, 20_000, 8
+_RANGES = 4  # of steps with one finding
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ def training_context(run: RunData, links: Mapping[int, str], against: RunData | 
         "planned": sum(each.planned for each in summaries),
         "sampled": sum(each.sampled_tokens for each in summaries),
         "findings": _findings(steps),
+        "learned": _learned(trained, [step for step in run.steps if step.validates and step not in trained]),
         "reward": _curve(steps, [each.mean_reward for each in summaries], [each.spread for each in summaries]),
         "lengths": _curve(
             steps,
@@ -84,15 +87,53 @@ def training_context(run: RunData, links: Mapping[int, str], against: RunData | 
     }
 
 
-def _findings(steps: Sequence[StepEntry]) -> list[tuple[StepEntry, Any]]:
-    """Return the most important findings, those of the newest steps first."""
-    found = [
-        (step, finding)
-        for step in reversed(steps)
-        for finding in step.data.overview.findings
-        if finding.level is not Level.NOTE
+def _findings(steps: Sequence[StepEntry]) -> list[tuple[StepEntry, str, Finding]]:
+    """Return the most important findings, each with its newest step and the names of all its steps.
+
+    Findings of several steps that differ only in their numbers are one.
+    """
+    found: dict[tuple[Level, str], list[tuple[int, Finding]]] = defaultdict(list)
+    for number, step in enumerate(steps):
+        for finding in step.data.overview.findings:
+            if finding.level is not Level.NOTE:
+                found[finding.level, re.sub(r"[\d.,]+", "0", finding.text)].append((number, finding))
+    ordered = sorted(found.items(), key=lambda each: (each[0][0], -each[1][-1][0]))
+    return [
+        (steps[of_kind[-1][0]], _named(steps, [number for number, _ in of_kind]), of_kind[-1][1])
+        for _, of_kind in ordered[:_FINDINGS]
     ]
-    return sorted(found, key=lambda each: each[1].level)[:_FINDINGS]
+
+
+def _named(steps: Sequence[StepEntry], numbers: Sequence[int]) -> str:
+    """Return the names of steps, such as `step 3` or `steps 3, 12 to 15`, of which only the last ones are listed."""
+    ranges: list[list[int]] = []
+    for number in dict.fromkeys(numbers):
+        if ranges and ranges[-1][-1] == number - 1:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    names = [" to ".join(steps[number].data.name for number in each) for each in ranges]
+    listed = ", ".join(names[-_RANGES:])
+    more = (
+        f"{len(numbers)} steps, the last ones " if len(names) > _RANGES else "steps " if len(numbers) > 1 else "step "
+    )
+    return f"{more}{listed}"
+
+
+def _learned(steps: Sequence[StepData], validations: Sequence[StepData]) -> list[str]:
+    """Say how rewards and solved tasks changed from the first to the last step that has rewards."""
+    found = []
+    for what, of_kind in (("reward", steps), ("held-out reward", validations)):
+        ended = [each for each in of_kind if not each.runs and each.summary.mean_reward is not None]
+        if len(ended) < 2:
+            continue
+        first, last = ended[0].summary, ended[-1].summary
+        words = f"{what} {formats.number(first.mean_reward or 0.0)} to {formats.number(last.mean_reward or 0.0)}"
+        found.append(f"{words} in {len(ended)} {'steps' if what == 'reward' else 'validations'}")
+        if what == "reward" and first.tasks and last.tasks:
+            solved = [f"{each.tasks_of(Learning.ALWAYS)} of {each.tasks}" for each in (first, last)]
+            found.append(f"tasks always solved: {solved[0]} in the first step, {solved[1]} in the last")
+    return found
 
 
 def _curve(

@@ -13,11 +13,22 @@
     try {
       const answer = await fetch("/version");
       if (!answer.ok) throw new Error(answer.status);
-      if (await answer.text() === VERSION) { line.textContent = ""; return; }
-      if (!busy()) { location.reload(); return; }
+      if (await answer.text() === VERSION) { line.textContent = FOLLOWS; return; }
+      if (!busy()) { renew(); return; }
       line.innerHTML = '<button type="button">New results: renew the page</button>';
-      line.firstChild.addEventListener("click", () => location.reload());
+      line.firstChild.addEventListener("click", renew);
     } catch { line.textContent = "The report's server does not answer; this page is not renewed."; }
   };
+  const places = () => [...document.querySelectorAll("a,button,input,select,[tabindex]")];
+  const renew = () => {
+    sessionStorage.setItem("rollout-place", JSON.stringify([scrollY, places().indexOf(document.activeElement)]));
+    location.reload();
+  };
+  const kept = JSON.parse(sessionStorage.getItem("rollout-place") || "null");
+  if (kept) {
+    sessionStorage.removeItem("rollout-place");
+    places()[kept[1]]?.focus({ preventScroll: true }); scrollTo(0, kept[0]);
+  }
+  line.textContent = FOLLOWS;
   count(); setInterval(count, 1000); setInterval(ask, 2000);
 })();
