@@ -1,11 +1,9 @@
-"""Score what the agent returned. It runs on the training side, so it is not needed in the agent's image."""
+"""Score what the agent returned. The scorer runs on the training side. docs/rewards.md lists what it gets."""
 
 import re
 
-from rollout_backend.scoring import ScoreInput
 
-
-def score(given: ScoreInput) -> float:
-    """Return 1 if the last integer of the result is the answer, else 0."""
-    numbers = re.findall(r"-?\d+", str(given.rollout.extras.get("result", "")))
+def score(given) -> float:
+    """Return 1 if the last integer of the agent's result is the answer, else 0."""
+    numbers = re.findall(r"-?\d+", str(given.extras["result"]))
     return float(numbers[-1:] == [given.payload["answer"]])
