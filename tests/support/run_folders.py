@@ -47,10 +47,15 @@ def _record(task_id: str, number: int, reward: float | None) -> RolloutRecord:
 
 
 def make_summary(reward: float | None, **more: Any) -> ResultSummary:
-    fields = {"turns": 2, "segments": 1, "sampled_tokens": 10, "prompt_tokens": 20, "cached_tokens": 5}
-    return ResultSummary.model_validate(
-        {"reward": reward, "cut_replies": 0, "model_s": 3.0, "agent_s": 7.0, **fields, **more}
-    )
+    fields = {"turns": 2, "segments": 1, "sampled_tokens": 10, "prompt_tokens": 20, "cached_tokens": 5, **more}
+    own = {
+        "reward": reward,
+        "trained_tokens": fields["sampled_tokens"],
+        "cut_replies": 0,
+        "model_s": 3.0,
+        "agent_s": 7.0,
+    }
+    return ResultSummary.model_validate({**own, **fields})
 
 
 def make_record(rollout_id: str, **more: Any) -> RolloutRecord:
