@@ -48,6 +48,9 @@ With every client:
 - **Keep the history.** If your framework shortens, summarises or trims it, the rest becomes a new row. Turn this off
   unless you want to train it that way.
 
+- **Replies that are cut** are trained up to [the cut](token-identity.md#replies-that-the-agent-cuts). magentic 0.41.1
+  is such a client: it takes the text beside a tool call for the answer, and drops the call.
+
 Command-line agents can run [without a line of Python](commands.md).
 
 ## Clients and rows

@@ -312,6 +312,14 @@ cline --provider openai-compatible "TASK\"""",
         "OpenAI Agents SDK", "openai-agents", "openai-agents.txt", "python openai_agents.py", ("chat", "responses")
     ),
     Harness(
+        "OpenAI Agents JS",
+        "@openai/agents openai zod",
+        "openai-agents-js.json",
+        "node openai_agents.mjs",
+        ("chat", "responses"),
+    ),
+    Harness("Agno", "agno openai", "agno.txt", "python agno_agent.py"),
+    Harness(
         "pydantic-ai",
         "pydantic-ai-slim[anthropic,openai]",
         "pydantic-ai.txt",
