@@ -35,7 +35,7 @@ from rollout_backend.core.check_result import CheckResult, raise_problems
 from rollout_backend.errors import ConfigError
 from rollout_backend.rendering.image_positions import prepares_images
 from rollout_backend.serving.local_engine import IMAGE_CACHE
-from rollout_backend.verl.trainer_sizes import check_sizes
+from rollout_backend.verl.trainer_sizes import check_queue, check_sizes
 from rollout_backend.verl.unsupported import refuse_unsupported
 from rollout_backend.verl.verl_api import check_version, need_critic, need_reference_policy, root_of
 from rollout_backend.verl.verl_settings import is_asynchronous, max_positions, settings_of
@@ -196,6 +196,7 @@ def check_engines(root: Any, config: RolloutConfig) -> Iterator[CheckResult]:
     context = config.model.context_length or rollout.get("max_model_len") or math.inf
     longest = min(rollout.prompt_length + rollout.response_length, context)
     yield from check_sizes(root, int(longest), need_critic(root), need_reference_policy(root))
+    yield from check_queue(root, int(root.data.train_batch_size) * int(rollout.n), _validation(root))
 
 
 def check_batch(root: Any, config: RolloutConfig) -> Iterator[CheckResult]:
@@ -324,15 +325,27 @@ def _checkpoints(root: Any) -> int:
     """Return how many checkpoints a training leaves on the disk; 1 if its number of steps is not known."""
     trainer, data = root.trainer, root.get("data")
     steps = trainer.get("total_training_steps")
-    if steps is None and data and data.get("train_batch_size"):
-        given = data.get("train_files") or ()
-        files = [Path(str(each)) for each in ([given] if isinstance(given, str) else given)]
-        if files and all(file.suffix == ".jsonl" and file.is_file() for file in files):
-            rows = sum(bool(line.strip()) for file in files for line in file.read_bytes().splitlines())
-            steps = rows // int(data.train_batch_size) * int(trainer.get("total_epochs") or 1)
+    tasks = _count_tasks(data.get("train_files")) if steps is None and data and data.get("train_batch_size") else None
+    if tasks is not None:
+        steps = tasks // int(data.train_batch_size) * int(trainer.get("total_epochs") or 1)
     saved = max(1, -(-int(steps or 0) // int(trainer.save_freq)))
     # verl deletes an old checkpoint before it writes a new one, but always leaves one.
     return min(saved, max(2, int(trainer.get("max_actor_ckpt_to_keep") or saved)))
+
+
+def _count_tasks(given: Any) -> int | None:
+    """Return the number of tasks in these files; None if they are not task files on this machine."""
+    files = [Path(str(each)) for each in ([given] if isinstance(given, str) else given or ())]
+    if not files or not all(file.suffix == ".jsonl" and file.is_file() for file in files):
+        return None
+    return sum(bool(line.strip()) for file in files for line in file.read_bytes().splitlines())
+
+
+def _validation(root: Any) -> int | None:
+    """Return how many rollouts verl validates with at once; None if that is not known."""
+    data, rollout = root.data, root.actor_rollout_ref.rollout
+    tasks = data.get("val_batch_size") or _count_tasks(data.get("val_files"))
+    return None if tasks is None else int(tasks) * int(rollout.val_kwargs.n)
 
 
 def check_images(root: Any, config: RolloutConfig) -> None:

@@ -9,8 +9,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from rollout_backend.core.check_result import CheckResult
+from rollout_backend.core.check_result import CheckResult, Level
 
+_SEGMENTS = 8
+"""Rows of a rollout for which TransferQueue should have room: a rollout has one for each of its segments."""
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
@@ -72,6 +74,25 @@ def check_sizes(root: Any, longest: int, trains_critic: bool, has_reference: boo
             )
             text += f"to {-(-longest // gpus)}, or lower data.max_response_length, or divide rows among more GPUs"
             yield CheckResult("problem", f"{key}.{name}", text)
+
+
+def check_queue(root: Any, batch: int, validation: int | None) -> Iterator[CheckResult]:
+    """Yield whether TransferQueue has room for the rows of a batch. A group whose rows it refuses is lost.
+
+    `batch` and `validation` are the numbers of rollouts; None: not known.
+    """
+    queue: Any = (root.get("transfer_queue") or {}).get("backend") or {}
+    if not root.trainer.get("use_v1", True) or queue.get("storage_backend") != "SimpleStorage":
+        return
+    limit, most = queue.SimpleStorage.get("total_storage_size"), max(batch, validation or 0)
+    if limit is None or int(limit) >= max(batch * _SEGMENTS, validation or 0):
+        return
+    text = (
+        f"TransferQueue holds {int(limit):,} rows, and {most:,} rollouts of a batch have a row per segment, at least "
+    )
+    text += "one each. A group whose rows it refuses is lost: set it to null, which is no limit"
+    level: Level = "problem" if most > int(limit) else "warning"
+    yield CheckResult(level, "transfer_queue.backend.SimpleStorage.total_storage_size", text)
 
 
 def _check_mini_batch(root: Any, key: str, section: Any) -> Iterator[CheckResult]:

@@ -1,7 +1,7 @@
 """Names of verl that its documentation does not promise: all of them, and which version has them.
 
 They are those of verl 0.9.1, the supported version. `check_version` refuses an older version, and a newer one that
-lacks one of the names. A newer one that has all of them is not tested, and gets a warning.
+lacks one of the names or does not take our arguments. Another newer one is not tested, and gets a warning.
 
 What differs in 0.8.0: its new trainer passes `replay_buffer` to the manager and reads the rows from it, it has no
 `verl.trainer.ppo.v1`, and its servers are not in the load balancer. How verl's main branch differs is not known.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
 import logging
 from typing import Any
 
@@ -43,6 +44,22 @@ _NAMES = {
 }
 """Functions and classes of verl by module. `from rollout_backend.verl.verl_api import NAME` imports them."""
 
+_CALLS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "DataProto": (0, ("batch", "non_tensor_batch", "meta_info")),
+    "ReplayBuffer.__init__": (1, ("trainer_mode", "sampler_kwargs", "refill_fn", "poll_interval")),
+    "ReplayBuffer.sample": (1, ("global_steps", "partition_id", "batch_size")),
+    "ReplayBufferAsync.__init__": (1, ("trainer_mode", "sampler_kwargs", "refill_fn", "poll_interval")),
+    "ReplayBufferAsync.sample": (1, ("global_steps", "partition_id", "batch_size")),
+    "copy_to_local": (1, ("cache_dir", "use_shm")),
+    "hf_processor": (1, ("local_files_only",)),
+    "list_of_dict_to_tensordict": (1, ()),
+    "need_critic": (1, ()),
+    "need_reference_policy": (1, ()),
+    "register_adv_est": (1, ()),
+    "upsample_batch_to_divisible_size": (3, ()),
+}
+"""How this backend calls them: the number of positional arguments, `self` included, and the keywords."""
+
 
 def __getattr__(name: str) -> Any:
     """Import a name of verl when it is used.
@@ -67,7 +84,7 @@ def check_version() -> None:
     """Check that the installed version of verl can be used. Log a warning if it is newer than the supported one.
 
     Raises:
-        ConfigError: it is older, or lacks a name that this backend uses.
+        ConfigError: it is older, lacks a name that this backend uses, or does not take its arguments.
     """
     installed = Version(_installed())
     if installed.release < Version(SUPPORTED).release:
@@ -76,6 +93,16 @@ def check_version() -> None:
         return
     for name in _NAMES:
         __getattr__(name)
+    for path, (positional, keywords) in _CALLS.items():
+        name, _, method = path.partition(".")
+        function = attribute(__getattr__(name), method) if method else __getattr__(name)
+        signature = inspect.signature(function)
+        # verl passes further arguments of its buffers itself.
+        bind = signature.bind_partial if method == "__init__" else signature.bind
+        try:
+            bind(*[None] * positional, **dict.fromkeys(keywords))
+        except TypeError as error:
+            raise _lacks(f"{_NAMES[name]}.{path} with the arguments of {SUPPORTED} ({error})") from None
     log.warning("verl %s is not tested with this backend: verl %s is supported", installed, SUPPORTED)
 
 

@@ -29,6 +29,7 @@ def size_problems(*more, base=()):
 SIZE, LIMIT = "actor.ppo_mini_batch_size", "actor.ppo_max_token_len_per_gpu"
 LOG_PROBS, REFERENCE = "rollout.log_prob_max_token_len_per_gpu", "ref.log_prob_max_token_len_per_gpu"
 CRITIC = ("critic.ppo_max_token_len_per_gpu", "critic.forward_max_token_len_per_gpu")
+QUEUE = "transfer_queue.backend.SimpleStorage.total_storage_size"
 LONG = "data.max_response_length=61440"
 
 
@@ -101,6 +102,32 @@ def test_sizes_that_end_verls_first_update_are_found_before_it(more, base, found
     assert problems.keys() == found.keys()
     for setting, text in found.items():
         assert re.search(text, problems[setting])
+
+
+@pytest.mark.parametrize(
+    ("more", "tasks", "found"),
+    [
+        (["data.train_batch_size=512"], 0, None),
+        (["data.train_batch_size=2048"], 0, ("warning", "100,000 rows, and 16,384 rollouts")),
+        (["data.train_batch_size=16384"], 0, ("problem", "100,000 rows, and 131,072 rollouts")),
+        (["data.train_batch_size=16384", f"{QUEUE}=null"], 0, None),
+        (["data.train_batch_size=16384", "trainer.use_v1=False"], 0, None),
+        (
+            ["data.train_batch_size=64", f"{QUEUE}=1000", f"{ROLLOUT}.val_kwargs.n=4"],
+            251,
+            ("problem", "1,004 rollouts"),
+        ),
+        (["data.train_batch_size=64", f"{QUEUE}=8192", f"{ROLLOUT}.val_kwargs.n=4"], 251, None),
+    ],
+)
+def test_a_queue_that_is_too_small_for_the_rows_of_a_batch_is_found(tmp_path, more, tasks, found):
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "x"}\n' * tasks)
+    given = (f"{ROLLOUT}.n=8", f"data.val_files={tmp_path / 'tasks.jsonl'}", *more)
+    config = verl_settings(f"{ROLLOUT}.name=sglang_cpu", "critic.enable=False", *DYNAMIC, *given)
+    model = types.SimpleNamespace(model=ModelConfig(path=Path("/nowhere")))
+    results = [each for each in check_engines(config, model) if each.setting == QUEUE]
+    assert [each.level for each in results] == ([found[0]] if found else [])
+    assert not found or found[1] in results[0].text
 
 
 def check_with(check, *arguments):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +50,46 @@ def test_a_newer_version_that_lacks_a_name_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setitem(verl_api._NAMES, "moved", module)
     with pytest.raises(ConfigError, match=rf"verl 0\.10\.0 has no {module}\.moved .*: install verl 0\.9\.1"):
         verl_api.check_version()
+
+
+@pytest.mark.parametrize("name", verl_api._NAMES)
+def test_a_newer_version_that_lacks_any_of_the_names_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(verl_api, "_installed", lambda: "0.10.0")
+    module = importlib.import_module(verl_api._NAMES[name])
+    monkeypatch.setattr(verl_api, "importlib", SimpleNamespace(import_module=lambda path: _without(path, name)))
+    with pytest.raises(
+        ConfigError, match=rf"verl 0\.10\.0 has no {module.__name__}\.{name} .*: install verl 0\.9\.1"
+    ):
+        verl_api.check_version()
+
+
+def _without(path: str, name: str) -> object:
+    module = importlib.import_module(path)
+    return SimpleNamespace(**{key: value for key, value in vars(module).items() if key != name})
+
+
+@pytest.mark.parametrize("path", verl_api._CALLS)
+@pytest.mark.parametrize("change", ["fewer", "more"])
+def test_a_newer_version_with_other_parameters_is_refused(
+    monkeypatch: pytest.MonkeyPatch, path: str, change: str
+) -> None:
+    name, _, method = path.partition(".")
+    changed = (lambda: None) if change == "fewer" else (lambda *args, new, **kwargs: None)
+    found: object = changed
+    if method:
+        found = type(name, (getattr(verl_api, name),), {method: changed})
+    monkeypatch.setattr(verl_api, "_installed", lambda: "0.10.0")
+    monkeypatch.setattr(verl_api, name, found, raising=False)
+    monkeypatch.setattr(verl_api, "__getattr__", lambda wanted: found if wanted == name else _plain(wanted))
+    if change == "more" and method == "__init__":
+        # verl passes what it adds to its buffers.
+        verl_api.check_version()
+        return
+    with pytest.raises(ConfigError, match=rf"has no .*\.{path} with the arguments of 0\.9\.1 \(.*\), which"):
+        verl_api.check_version()
+
+
+_plain = verl_api.__getattr__
 
 
 def test_an_object_that_lacks_an_attribute_is_an_error_with_the_version() -> None:
