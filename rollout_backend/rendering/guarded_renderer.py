@@ -25,7 +25,7 @@ from tokenizers import pre_tokenizers
 
 from rollout_backend.rendering.chatml import ChatMLRenderer
 from rollout_backend.rendering.image_positions import Vision
-from rollout_backend.rendering.reasoning import THINK
+from rollout_backend.rendering.reasoning import THINK, Markers
 from rollout_backend.rendering.token_bytes import decode, token_bytes
 from rollout_backend.rendering.tool_call_reader import FORMATS, NOTHING, USABLE, CallFormat, loads, read_calls
 
@@ -89,7 +89,8 @@ class GuardedRenderer:
         added = tokenizer.added_tokens_decoder.values()
         config = getattr(inner, "config", None)
         self._format = FORMATS.get(str(getattr(config, "tool_parser", None) or getattr(config, "name", None)))
-        self.reasoning_close: str = getattr(inner, "reasoning_markers", THINK)[1]
+        markers: Markers = getattr(inner, "reasoning_markers", THINK)
+        self._reasoning_open, self.reasoning_close = markers
         is_llama = getattr(config, "name", None) == "llama-3"
         self._ignored_start = tokenizer.convert_tokens_to_ids("<|python_tag|>") if is_llama else None
         self._is_harmony = any(token.content == "<|channel|>" for token in added)
@@ -197,7 +198,26 @@ class GuardedRenderer:
         parsed = self.inner.parse_response(ids, tools=tools, prompt_ids=prompt)
         if self._format is not None and tools and (parsed.tool_calls or self._is_bare(parsed.content)):
             parsed = self._read_again(self._format, parsed, ids, tools, whole)
-        return replace(parsed, tool_calls=[_checked(call) for call in parsed.tool_calls])
+        reasoning = self._whole_reasoning(parsed.reasoning_content, ids)
+        return replace(parsed, reasoning_content=reasoning, tool_calls=[_checked(call) for call in parsed.tool_calls])
+
+    def _whole_reasoning(self, reasoning: str | None, ids: list[int]) -> str | None:
+        """Restore the opening markers within the reasoning, which the package drops."""
+        begin = self._reasoning_open
+        said = decode(self._tokenizer, ids).lstrip().removeprefix(begin) if reasoning else ""
+        plain, *pieces = said.partition(self.reasoning_close)[0].split(begin)
+        if not reasoning or not pieces:
+            return reasoning
+        start = "".join([plain, *pieces]).find(reasoning)
+        if start < 0:
+            return reasoning
+        at, found = len(plain) - start, reasoning
+        for piece in pieces:
+            if 0 < at <= len(found):
+                found = found[:at] + begin + found[at:]
+                at += len(begin)
+            at += len(piece)
+        return found
 
     def _read_again(
         self, form: CallFormat, parsed: ParsedResponse, ids: list[int], tools: Tools, whole: bool

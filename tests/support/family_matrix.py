@@ -6,6 +6,7 @@ A case is a reply of the model. Its outcome is read from what the agent gets, in
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +73,11 @@ def _marker(family: Family) -> str:
     begin, end = markers(family)
     answer = f"Write {begin}plan{end} first."
     return family.say("t" if family.reasons else None, answer, []).removesuffix(family.final or family.end)
+
+
+def _nested(family: Family) -> str:
+    said = family.say(f"Write {markers(family)[0]} plan first.", "It is 4.", [])
+    return said.removesuffix(family.final or family.end)
 
 
 def _after_reasoning(family: Family, call: str) -> str:
@@ -142,6 +148,18 @@ CASES: Mapping[str, Case] = {
         _one_of(text=lambda r: _SAID in r.content and r.content.count("<") + r.content.count("[") == 2),
         lambda family: family.name not in ("gpt-oss", "inkling"),
         "text",
+    ),
+    "nested": Case(
+        "an opening marker in reasoning",
+        _nested,
+        _one_of(
+            kept=lambda r: (
+                r.content == "It is 4." and re.fullmatch(r"Write [<\[]\S+( plan|thought\n plan) first.", r.reasoning)
+            ),
+            dropped=lambda r: r.content == "It is 4.",
+        ),
+        _reasons,
+        "kept",
     ),
     "null": Case(
         "`null` of a nullable string",
