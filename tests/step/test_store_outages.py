@@ -168,9 +168,17 @@ async def silent(*args: object) -> None:
 async def test_a_step_ends_at_its_deadline_however_silent_s3_is(open_bench, monkeypatch, call):
     bench = await open_bench()
     service, _, method = call.partition(".")
-    monkeypatch.setattr(getattr(bench.services, service), method, silent)
+    reached = asyncio.Event()
+
+    async def ask(*args: object) -> None:
+        reached.set()
+        await silent()
+
+    monkeypatch.setattr(getattr(bench.services, service), method, ask)
+    running = asyncio.create_task(bench.run("a"))
+    await reached.wait()  # the calls before it need real time
     with pytest.raises(StoreError, match="no answer in time"):
-        await skip_to_end(bench.run("a"))
+        await skip_to_end(asyncio.wait_for(running, None))
     assert bench.agents.requests == []
 
 
