@@ -14,8 +14,8 @@ ENV PYTHONUNBUFFERED=1 \
 RUN useradd --create-home --uid 1000 relay
 COPY pyproject.toml README.md constraints/relay.txt /relay/
 COPY rollout_backend/__init__.py rollout_backend/py.typed /relay/rollout_backend/
-COPY rollout_backend/addresses.py rollout_backend/fair_queue.py rollout_backend/logs.py \
-     rollout_backend/waiting_connections.py /relay/rollout_backend/
+COPY rollout_backend/addresses.py rollout_backend/fair_queue.py rollout_backend/logs.py /relay/rollout_backend/
+COPY rollout_backend/retry.py rollout_backend/waiting_connections.py /relay/rollout_backend/
 COPY rollout_backend/relay /relay/rollout_backend/relay
 COPY agent_wrapper /relay/agent_wrapper
 RUN pip install --require-hashes --requirement /relay/relay.txt \

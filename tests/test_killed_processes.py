@@ -69,7 +69,7 @@ async def end_a_command(folder: Path) -> None:
 async def end_a_build(folder: Path) -> None:
     # An ignored signal is ignored in children too.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    running = asyncio.create_task(image._run(SLEEP))
+    running = asyncio.create_task(image._run(SLEEP, 60.0))
     await asyncio.wait([running], timeout=0.5)
     running.cancel()
     await asyncio.wait([running])

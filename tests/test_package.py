@@ -46,6 +46,7 @@ FOLDERS = {  # and modules, with the extra that they need; those that are not he
 }
 ELSEWHERE = {
     "bedrock_agentcore": ("agent_wrapper/bedrock_agentcore.py",),  # of the agent
+    "langchain_aws": ("agent_wrapper/model_calls.py",),  # of the agent
     "openai": ("rollout_backend/local/demo/",),  # of the agent, a link but in an archive
     "pytest": ("rollout_backend/local", "rollout_backend/testing"),  # which runs these modules
     "strands": ("agent_wrapper/model_calls.py",),  # of the agent

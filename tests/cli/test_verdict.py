@@ -63,7 +63,7 @@ def test_a_run_names_losses_of_every_kind_and_exits_with_3_if_too_few_rollouts_c
     )
     assert code == 3
     report = (tmp_path / "runs" / run_id / "report.html").read_text()
-    assert "tasks always solved, and teach nothing: 1 of 3" in report
+    assert "tasks always solved, and teach nothing: 2 of 3" in report
     assert "6 / 12" in report
 
     shown = ("show", "task-00000.1", "--run", tmp_path / "runs" / run_id)

@@ -125,9 +125,11 @@ async def test_a_refused_write_names_the_code_of_s3(local_aws, where):
             await presigner.check(600)
 
 
-async def test_the_check_passes_the_proxy_that_the_environment_names(presigner, monkeypatch):
+async def test_the_check_passes_the_proxy_that_the_environment_names(local_aws, where, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name)
-    with pytest.raises(PreflightError, match=r"127\.0\.0\.1:9"):
-        await presigner.check(600)
+    elsewhere = where.model_copy(update={"endpoint_url": "http://s3.example.com", "s3_endpoint_url": None})
+    async with aclosing(Presigner(StorageConfig(bucket=local_aws.bucket), elsewhere)) as presigner:
+        with pytest.raises(PreflightError, match=r"127\.0\.0\.1:9"):
+            await presigner.check(600)

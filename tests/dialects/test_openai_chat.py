@@ -113,7 +113,6 @@ def test_response_format(asked, wanted):
     ("more", "where"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": [user("\ud800")]}, ""),
         (
             {"messages": [assistant("It", prefix=True)]},
             "messages.0.prefix: this model cannot continue a prefilled reply",

@@ -121,7 +121,7 @@ def test_a_run_with_prices_shows_what_it_cost_and_what_was_wasted(tmp_path: Path
     total, wasted = sum(cost.total for cost in costs), sum(cost.wasted for cost in costs)
     assert 0 < wasted < total
     page = Page(write_report(run))
-    shown = f"estimated cost {dollars(total)} {dollars(wasted)} in untrained rollouts"
+    shown = f"estimated cost {dollars(total)} {dollars(wasted)} in rollouts that cannot be trained"
     assert shown in page.text("overview")
     if steps > 1:
         assert "estimated cost" in Page(run / "report" / "00000001.html").text("overview")
