@@ -1,4 +1,4 @@
-"""Start, watch and restart what the training side serves: engines, router, gateways and the relay's dialer.
+"""Start, watch and restart the training side's servers: engines, router, gateways and the relay's dialer.
 
 To add a kind of engine, implement `engine.EngineFactory` in a module of this package, and list it in `ENGINE_KINDS`
 of `rollout_backend/config/serving.py`. A factory in your own package needs no entry.

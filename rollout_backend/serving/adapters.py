@@ -1,4 +1,4 @@
-"""The LoRA adapters of a run's engines: the newest version of each, and how an engine loads it.
+"""Keep track of the newest version of each LoRA adapter, and load it into the engines.
 
 Invariants:
 
@@ -73,7 +73,7 @@ class AdapterUpdate:
 
 
 class AdapterStore:
-    """The newest version of each adapter of a run. `loaded` has the adapters that are not unloaded, by name."""
+    """The newest version of each adapter of a run. `loaded` maps names to the adapters that are loaded."""
 
     def __init__(self, config: RolloutConfig) -> None:
         """Read which adapters an earlier trainer of this run loaded.
@@ -84,7 +84,8 @@ class AdapterStore:
         self._serving = config.serving
         self._model = config.model
         self._file = config.run_dir / "adapters.json"
-        self._last: dict[str, int] = {}  # the last version of each adapter, even if it was unloaded
+        # The last version of each adapter, even if it was unloaded.
+        self._last: dict[str, int] = {}
         self.loaded: dict[str, Adapter] = {}
         self._read()
 

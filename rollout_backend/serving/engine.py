@@ -19,10 +19,12 @@ REPORT_WAIT_AFTER_S = 5.0
 PROBE = "/model_info"
 """The path of the liveness probe. It never touches the GPU, unlike `/health`, which generates a token unless
 SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0. Generating crashes a server whose memory is released."""
-_PROBES: Mapping[EngineName, str] = {"sglang": PROBE, "vllm": "/health"}  # vLLM's never generates
+# vLLM's `/health` never generates.
+_PROBES: Mapping[EngineName, str] = {"sglang": PROBE, "vllm": "/health"}
 _VERSIONS: Mapping[EngineName, str] = {"sglang": "/server_info", "vllm": "/version"}
 _PROBE_S = 5.0
-_TIMEOUT_S = 60.0  # timeout of calls that control generation
+# Timeout of calls that control generation.
+_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 _MESSAGE_CHARS = 500
 
@@ -38,7 +40,7 @@ class Engine(Protocol):
         ...
 
     async def wait(self) -> str:
-        """Wait until the engine has ended. Return how, with the end of its log."""
+        """Wait until the engine has ended. Return how it ended, with the end of its log."""
         ...
 
     async def stop(self) -> None:
@@ -70,7 +72,8 @@ MakeEngine = Callable[[int], Engine]
 class EngineFactory(ABC):
     """Makes the engines of one `serving.kind`."""
 
-    count: int  # number of engines to start with
+    count: int
+    """Number of engines to start with."""
     takes_weights: ClassVar[bool] = False
     """True if this side starts its engines, and they load new weights and adapters through the HTTP interface of
     `serving.engine`."""
@@ -79,7 +82,7 @@ class EngineFactory(ABC):
     def __init__(self, config: RolloutConfig, log_dir: Path) -> None:
         """Set `count`, unless `open` does. Starts nothing."""
 
-    async def open(self) -> None:  # noqa: B027  # most kinds prepare nothing
+    async def open(self) -> None:  # noqa: B027
         """Prepare before the first engine is made; then `count` is final. Raises StartupError or ConfigError."""
 
     async def follow(self, serve_with: Callable[[Sequence[str]], Awaitable[None]]) -> NoReturn:
@@ -138,7 +141,7 @@ async def _is_ok(url: str, timeout_s: float) -> bool:
 async def pause_generation(url: str, engine: EngineName, *, keep_cache: bool = False) -> None:
     """Abort all generation, make the server queue new requests until `resume_generation`, and return once it is idle.
 
-    With `keep_cache`, its prefix cache is kept, and its scheduler may still work on what it has aborted.
+    With `keep_cache`, its prefix cache is kept, and its scheduler may still work on aborted requests.
 
     SGLang takes seconds to notice that a client has disconnected, and an aborted request runs until the end of its
     batch. `/flush_cache` succeeds only if the scheduler is idle, which SGLang also asserts when its memory is
@@ -173,7 +176,7 @@ async def control(
 ) -> None:
     """Make a server do `what` by a POST. Raises ServingError unless it answers 200 in time.
 
-    `refused` ends the message if it answers with another status.
+    `refused` is appended to the message if the server answers with another status.
     """
     async with control_client(what, timeout_s) as http:
         await _post(http, url, body, what, refused)

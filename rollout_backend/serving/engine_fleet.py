@@ -59,8 +59,8 @@ _PROTOCOLS: Mapping[EngineName, EngineProtocol] = {"sglang": SglangProtocol(), "
 class ServerState:
     """Current state of one server.
 
-    `serving`: it is up, and an engine is known to the router. `paused`: a trainer uses its memory. `waiting_for`:
-    what it needs before it can start, such as a machine.
+    `serving` is true if the server is up and, for an engine, known to the router. `paused` is true while a trainer
+    uses its memory. `waiting_for` names what it needs before it can start, such as a machine.
     """
 
     name: str
@@ -90,13 +90,14 @@ class EngineFleet:
     ) -> None:
         """Initialize.
 
-        `factory` makes the engines, by default that of `serving.kind`. `newest` are the weights that they load
-        before they serve (None: those of `model.path`), `adapters` the adapters that they also load, by name.
+        `factory` makes the engines; the default is the factory of `serving.kind`. Before they serve, engines load
+        the weights `newest`, or those of `model.path` if it is None, and the adapters in `adapters`, by name.
         """
         self._factory = factory or engine_factory(config, log_dir)
         self._config = config
         self._on_event = on_event
-        self._changed = asyncio.Event()  # set by each event
+        # Engine events set this.
+        self._changed = asyncio.Event()
         self._limits = RestartLimits(config.serving.max_restarts, config.serving.restart_window_s)
         self._probing = probing or Probing()
         self._router: EngineRouter = (
@@ -315,16 +316,19 @@ class EngineSupervisor(Supervisor):
         """`engines` are all engines of the fleet. `sample_s` is the time limit to sample one token for a probe."""
         super().__init__(f"engine-{number}", limits, on_event, probing)
         self.server: Engine = make(number)
-        self.waiting_for = ""  # what the engine needs before it can start, while it waits
+        # What the engine needs before it can start, while it waits.
+        self.waiting_for = ""
         self._number = number
         self._make = make
         self._routing = routing
-        self._routed: RoutedEngine | None = None  # from the start of the server to its release
+        # Set from the start of the server to its release.
+        self._routed: RoutedEngine | None = None
         self._engines = engines
         self._probes = probing
         self._sample_s = sample_s
         self._sampling: SamplingProbe
-        self._sampled_at = 0.0  # the loop's time when the engine last sampled, as far as known
+        # Loop time when the engine last sampled, as far as known.
+        self._sampled_at = 0.0
 
     @property
     def url(self) -> str:
@@ -346,7 +350,8 @@ class EngineSupervisor(Supervisor):
         self._routed = RoutedEngine(self.name, self.server)
         await self._routing.add(self._routed)
         if isinstance(self.server, ExternalEngine):
-            self.budget.clear()  # it was not restarted, and answers again
+            # An external engine was not restarted: it answers again.
+            self.budget.clear()
 
     async def wait_ended(self) -> str:
         assert self._routed is not None, "not started"

@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 
 @dataclass(eq=False)
 class RoutedEngine:
-    """A started engine, and what it has loaded since."""
+    """A started engine, and the weights and adapters that it has loaded since."""
 
     name: str
     server: Engine
@@ -77,7 +77,8 @@ class EngineRouting:
         self._pauses = serving.engine == "sglang" or serving.kind != "external"
         self._resumed = asyncio.Event()
         self._resumed.set()
-        self._changing = asyncio.Lock()  # held while engines are added and while the router restarts
+        # Held while engines are added and while the router restarts.
+        self._changing = asyncio.Lock()
 
     @property
     def paused(self) -> bool:
@@ -152,8 +153,8 @@ class EngineRouting:
         await self._resume_additions()
 
     async def update_weights(self, weights: Weights, commit: Callable[[], None]) -> Mapping[str, str]:
-        """Serve these weights from now on. Return the engines that did not load them, with the reasons; these
-        restart.
+        """Serve these weights from now on. Restart the engines that did not load them, and return their names with
+        the reasons.
 
         Calls in flight are aborted and return their tokens, with the version that sampled them; new ones wait in the
         engines. If an engine loaded the weights, `commit` is called before it samples with them, and engines that
@@ -274,7 +275,8 @@ class EngineRouting:
 
     async def _pause_additions(self) -> None:
         self._resumed.clear()
-        async with self._changing:  # an addition in progress requests /health
+        # Wait for an addition in progress, which requests `/health`.
+        async with self._changing:
             pass
 
     async def _resume_additions(self) -> None:
@@ -286,7 +288,7 @@ class EngineRouting:
                 log.info("the engines are added when the router has restarted: %s", error)
 
     async def _add_all(self) -> None:
-        """Add every engine that serves. Those that the router does not accept, even at a second attempt, restart."""
+        """Add every engine that serves, and restart each engine that the router refuses twice."""
 
         async def add(engine: RoutedEngine) -> None:
             await self.router.add(engine.url)
@@ -300,7 +302,7 @@ class EngineRouting:
 
 
 async def _twice_on_each(targets: Iterable[_T], act: Callable[[_T], Awaitable[None]]) -> dict[_T, str]:
-    """Act like `_on_each`, and again on those that failed: a request or its answer may have been lost."""
+    """Act like `_on_each`, and retry each failure once, because a request or its answer may have been lost."""
     return await _on_each(await _on_each(targets, act), act)
 
 
@@ -310,7 +312,8 @@ async def _on_each(targets: Iterable[_T], act: Callable[[_T], Awaitable[None]]) 
     async def outcome(target: _T) -> str:
         try:
             await act(target)
-        except (ServingError, OSError) as error:  # the latter of a folder with weights
+        except (ServingError, OSError) as error:
+            # Reading a folder with weights can raise OSError.
             return str(error) or type(error).__name__
         return ""
 

@@ -28,7 +28,8 @@ from rollout_backend.serving.engine import PROBE, EngineFactory, is_responding, 
 log = logging.getLogger(__name__)
 
 _LOOK_UP_S = 1.0
-_TIMEOUT_S = 30.0  # a server may compile kernels at its first generation
+# A server may compile kernels at its first generation.
+_TIMEOUT_S = 30.0
 _NEEDS = (
     "Rollouts need the ids and logprobs of sampled tokens, which SGLang and vLLM return. Servers that only speak "
     "OpenAI's API (Ollama, a hosted model) do not return them"
@@ -108,7 +109,8 @@ class ExternalEngine:
             raise StartupError(f"{self._name}: {error}") from None
 
     async def wait(self) -> str:
-        while True:  # the process is not visible, so only a probe detects its end
+        # The process is not visible, so only a probe detects its end.
+        while True:
             await asyncio.Event().wait()
 
     async def stop(self) -> None:
@@ -197,8 +199,8 @@ async def served_model(url: str) -> ServedModel:
 async def check_vllm(url: str) -> None:
     """Check that a vLLM server returns token ids, and logprobs of the distribution that it samples from.
 
-    With `top_k=1`, one token is left, so its logprob is 0; before top_k it is lower. One of verl's servers may be
-    asleep and would not answer in time, so this checks its middleware instead.
+    With `top_k=1` one token is left, so its logprob is 0; a lower value is the logprob before top_k. A server of verl
+    may be asleep and would not answer in time, so this checks its middleware instead.
 
     Raises:
         PreflightError: the server cannot be used, and why.
@@ -240,7 +242,8 @@ async def check_options(url: str, *, records_experts: bool, seeded: bool) -> Non
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as http:
         status, info = await _ask(http, f"{url}/server_info")
     told = f"{url}/server_info answers {status}"
-    if status >= 500:  # as SGLang 0.5.12 where verl 0.9.1 starts it
+    if status >= 500:
+        # SGLang 0.5.12 answers like this when verl 0.9.1 starts it.
         if records_experts:
             log.warning(
                 "%s: whether it returns routed experts is unknown. Without them each model call fails with 503", told

@@ -36,9 +36,9 @@ class GatewayProcess:
     """One gateway between agents and the engine (or router) at `engine_url`.
 
     `secret` signs the session keys. `seal_secret` seals trajectories; without it they carry no seal. `shard` is the
-    gateway's number among `gateway.processes`: it refuses the sessions of other shards. `journal` is the folder with
-    which it can be restarted after it ended, at the same address and with the same sessions. `node_ip` is this
-    machine's address for other machines.
+    gateway's number among `gateway.processes`: it refuses the sessions of other shards. `journal` is the folder from
+    which a restarted gateway takes its address and its sessions. `node_ip` is this machine's address for other
+    machines.
 
     The control requests, from `revoke` to `stats`, raise ServingError if the gateway does not answer.
     """
@@ -91,7 +91,8 @@ class GatewayProcess:
         config = self._config
         certificate = check_certificate(config.gateway)
         limit = config.gateway.startup_timeout_s
-        try:  # first, because an earlier gateway may hold the journal and the port
+        # Prepare the journal first, because an earlier gateway may hold it and the port.
+        try:
             async with asyncio.timeout(limit):
                 self.journal_id = await asyncio.to_thread(journals.prepare, self._journal)
         except ConfigError as error:
@@ -131,7 +132,7 @@ class GatewayProcess:
             leave_out=config.training.leave_out,
         )
         self.url = f"{'https' if certificate else 'http'}://{host_port(self._address, port)}"
-        # The process is a child of this one: it is enough to compare the certificate, whatever name it has.
+        # The process is a child of this one, so comparing the certificate is enough: its name does not matter.
         connector = aiohttp.TCPConnector(ssl=certificate) if certificate else None
         self._http = aiohttp.ClientSession(
             timeout=_CONTROL_TIMEOUT, connector=connector, cookie_jar=aiohttp.DummyCookieJar()
@@ -168,7 +169,7 @@ class GatewayProcess:
             await self._process.stop()
 
     async def wait(self) -> str:
-        """Wait until the gateway has ended. Return how, with the end of its log."""
+        """Wait until the gateway has ended. Return how it ended, with the end of its log."""
         assert self._process is not None, "not started"
         return f"{self._name} {await self._process.wait_ended()}"
 
@@ -179,7 +180,8 @@ class GatewayProcess:
     async def adopt(self, session_ids: Iterable[str]) -> None:
         """Resume these sessions, which began before the trainer restarted."""
         wanted = list(session_ids)
-        self._adopted.update(wanted)  # so that a restarted gateway adopts them too
+        # A restarted gateway adopts them too.
+        self._adopted.update(wanted)
         await self._control("POST", "/control/adopt", {"session_ids": wanted})
 
     async def heartbeats(self) -> HeartbeatReport:
@@ -239,13 +241,14 @@ def public_url(config: GatewayConfig, shard: int, url: str) -> str:
         host = urlsplit(url).hostname or ""
         address = own_address() if not host or is_loopback(host) else host
         template = template.replace("{host}", f"[{address}]" if ":" in address else address)
-    port = config.port + shard if config.port else urlsplit(url).port or "PORT"  # which is free, and not drawn yet
+    # PORT stands for a free port that is not chosen yet.
+    port = config.port + shard if config.port else urlsplit(url).port or "PORT"
     return template.replace("{shard}", str(shard)).replace("{port}", str(port)).rstrip("/")
 
 
 def own_address() -> str:
     """Return this machine's network address, without sending anything; the loopback address if it has no network."""
-    # Connecting UDP only looks up the route. Documentation has these addresses.
+    # Connecting UDP only looks up the route. These addresses are reserved for documentation.
     for family, outside in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((outside, 9))
@@ -264,16 +267,16 @@ def check_certificate(config: GatewayConfig) -> aiohttp.Fingerprint | None:
         return None
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(
-            config.tls_certificate, config.tls_key, password=lambda: ""
-        )  # otherwise OpenSSL prompts on the terminal
+        # Without a password function, OpenSSL would prompt on the terminal.
+        context.load_cert_chain(config.tls_certificate, config.tls_key, password=lambda: "")
     except OSError as error:
         raise StartupError(
             f"the gateway cannot serve HTTPS with gateway.tls_certificate={config.tls_certificate} and "
             f"gateway.tls_key={config.tls_key}: {error}. Both must be PEM files that fit each other, the key without "
             "a passphrase"
         ) from None
-    text = config.tls_certificate.read_text(errors="replace")  # openssl writes a name before it in any encoding
+    # openssl writes a name before the certificate, in any encoding.
+    text = config.tls_certificate.read_text(errors="replace")
     first = re.search(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", text, re.S)
     assert first is not None, "load_cert_chain has read it"
     return aiohttp.Fingerprint(hashlib.sha256(ssl.PEM_cert_to_DER_cert(first[0])).digest())

@@ -35,7 +35,8 @@ class CpuEngine(NamedTuple):
     title: str
     distribution: str
     requirements: Path
-    folder: str  # prefix of its folder's name
+    folder: str
+    """Prefix of its folder's name."""
     size: str
 
 
@@ -112,8 +113,8 @@ def install_cpu_engine(
         python = str(engine_python(cache, engine))
         uv = [find_uv(), "pip", "install", "--quiet", "--python", python, "--no-deps", "-r", str(kind.requirements)]
         _run(f"installing {kind.title}", uv)
-        # With pip, which takes a CPU build of torch from a local folder or a second index that its settings name.
-        # Last: the packages that torch needs are installed with their pins.
+        # pip takes a CPU build of torch from a local folder or a second index that its settings name. torch comes
+        # last, because the packages that it needs are then installed with their pins.
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         _run("installing torch", [*pip, *(["--index-url", torch_index_url] if torch_index_url else []), TORCH])
         (folder / _MARKER).touch()
@@ -164,7 +165,7 @@ def _gguf(python: Path) -> Path:
 
 
 def _run(what: str, argv: Sequence[str]) -> None:
-    # Without this process's PYTHONPATH and the like, which would mix two environments; and without a model hub.
+    # This process's PYTHONPATH and similar variables would mix two environments. Model hubs are not used.
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     done = subprocess.run(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)

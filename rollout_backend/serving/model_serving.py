@@ -42,10 +42,13 @@ log = logging.getLogger(__name__)
 
 
 class RunPhase(StrEnum):
-    """The phases of a run, in order. A run that cannot start skips to the last phase."""
+    """The phases of a run, in order. A run that cannot start skips to the last phase.
 
-    CHECK = "check"  # of this machine, bucket, runtime and queue
-    ENGINES = "engines"  # the start of the engines and their router
+    `CHECK` checks this machine, the bucket, the runtime and the queue. `ENGINES` starts the engines and their router.
+    """
+
+    CHECK = "check"
+    ENGINES = "engines"
     GATEWAY = "gateway"
     ROLLOUTS = "rollouts"
     STOP = "stop"
@@ -255,7 +258,8 @@ class DialerProcess(Supervisor):
         Raises:
             StartupError: the relay refuses it or cannot be reached; the message includes the end of its log.
         """
-        dialer_id = new_id()  # for the relay to end the calls of a killed dialer; agents retry them
+        # The relay ends the calls of a killed dialer when it sees a new id; agents retry them.
+        dialer_id = new_id()
         settings = {
             "key": self._config.key.get_secret_value(),
             "url": self._config.url,

@@ -11,7 +11,8 @@ import select
 import signal
 import sys
 
-_GRACE_S = 10.0  # time for a server to exit after its owner died
+# Time for a server to exit after its owner died.
+_GRACE_S = 10.0
 
 
 def main() -> None:
@@ -19,14 +20,17 @@ def main() -> None:
     try:
         server, owner = _watched(group), _watched(int(sys.argv[2]))
     except (AttributeError, OSError):
-        return  # this system cannot wait for a process that is not a child
-    if os.fork():  # the starter waits for this process
+        # This system cannot wait for a process that is not a child.
+        return
+    # The starter waits for this process, so a child does the rest.
+    if os.fork():
         os._exit(0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if server is not None and owner is not None:
         select.select([server, owner], [], [])
-    if server is not None:  # returns immediately if the server has ended
+    if server is not None:
+        # `select` returns immediately if the server has ended.
         select.select([server], [], [], _GRACE_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)

@@ -43,7 +43,8 @@ _STOP_S = 15.0
 _POLL_S = 0.5
 # A gateway process limits each control call to 30 s.
 _ASK_S = 60.0
-_ACTOR_S = 120.0  # time for Ray to start a process on a reserved machine
+# Time for Ray to start a process on a reserved machine.
+_ACTOR_S = 120.0
 
 
 async def join_cluster() -> None:
@@ -101,7 +102,7 @@ class RayActor:
         return await self._result(self.handle.read.remote(attribute))
 
     async def wait(self) -> str:
-        """Wait until the server has ended, or its actor has died. Return how."""
+        """Wait until the server has ended or its actor has died, and return how it ended."""
         try:
             ended: str = await self.call("wait")
         except StartupError as error:
@@ -115,11 +116,13 @@ class RayActor:
         if self.handle is None:
             return
         try:
-            if self._placed:  # otherwise there is no process to answer
+            # An actor that was not placed has no process that could answer.
+            if self._placed:
                 async with asyncio.timeout(_STOP_S):
                     await self.call("stop")
         except (ServingError, TimeoutError):
-            pass  # the machine is gone, or the server hangs: Ray kills its remains with the actor
+            # The machine is gone or the server hangs. Ray kills its remains with the actor.
+            pass
         finally:
             ray.kill(self.handle)
 
@@ -141,7 +144,8 @@ class RayActor:
             if isinstance(error.cause, ServingError):
                 raise type(error.cause)(str(error.cause)) from None
             raise StartupError(str(error.cause)) from None
-        except failures.RayError as error:  # also raised if Ray killed the actor because memory was low
+        except failures.RayError as error:
+            # Ray also raises this if it killed the actor because memory was low.
             recurs = isinstance(error, failures.RuntimeEnvSetupError | failures.ActorUnschedulableError) or (
                 isinstance(error, failures.RayActorError) and error.actor_init_failed
             )
@@ -295,7 +299,7 @@ class RayEngine:
         self.url = await first.read("url")
 
     async def wait(self) -> str:
-        """Return how the first node that ended did so."""
+        """Wait until a node has ended, and return how it ended."""
         return await first_of(*(node.wait() for node in self._nodes))
 
     async def stop(self) -> None:
@@ -319,7 +323,8 @@ class RayEngine:
         several = len(self._placement.bundles) > 1
         name = f"{self._name}, node {rank}" if several else self._name
         log = self._log.with_suffix(f".node-{rank}.log") if several else self._log
-        model, serving, command = self._model, self._serving, self._command  # only these are sent to the actor
+        # Only these variables are sent to the actor.
+        model, serving, command = self._model, self._serving, self._command
         return RayActor(
             name,
             lambda host: LocalEngine(name, model, serving, log, host=host, rank=rank, command=command),
@@ -331,7 +336,8 @@ class RayEngine:
 
 def _free_resources() -> list[Mapping[str, float]]:
     """Return the free resources of each machine of the cluster."""
-    from ray._private.state import available_resources_per_node  # the public function adds all machines up
+    # The public function adds up all machines.
+    from ray._private.state import available_resources_per_node
 
     return [*available_resources_per_node().values()]
 
@@ -343,7 +349,7 @@ async def router_url_in_cluster(config: RolloutConfig, router_url: str) -> str:
     await join_cluster()
     if not is_everywhere(config.router.host):
         return router_url
-    parts = urlsplit(router_url)  # a loopback address
+    parts = urlsplit(router_url)
     return parts._replace(netloc=host_port(ray.util.get_node_ip_address(), parts.port or 80)).geturl()
 
 
@@ -359,7 +365,8 @@ class RayGateway(RayActor):
     async def start(self) -> None:
         timeout_s = self._config.startup_timeout_s
         try:
-            if not self.url:  # a restart stays in the same actor, unless the gateway was killed before it was up
+            # A restart stays in the same actor, unless the gateway was killed before it was up.
+            if not self.url:
                 await self.stop()
                 await self.place(timeout_s)
         except TimeoutError:
@@ -402,7 +409,7 @@ class RayGateway(RayActor):
         return stats
 
     async def _ask(self, method: str, *arguments: Any, limit_s: float = _ASK_S) -> Any:
-        """Call a method. Raises StartupError also if the machine of the actor says nothing."""
+        """Call a method. Raises StartupError also if the actor's machine does not answer."""
         try:
             async with asyncio.timeout(limit_s):
                 return await self.call(method, *arguments)

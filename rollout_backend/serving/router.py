@@ -40,11 +40,13 @@ _SMG_OPTIONS = (
     # By default, smg sends no request to an engine in which 8 requests wait or 80 % of the KV cache is used. Its
     # sessions would move to engines without their prefix.
     "--disable-worker-overload-protection",
-    "--disable-load-monitoring",  # the protection was the only user of the loads
+    # Only the protection would use the loads.
+    "--disable-load-monitoring",
     # By default, smg answers 429 above 4,096 requests, or 1,024 per core. `gateway.max_concurrent_calls` limits them.
     *("--max-concurrent-requests", "0"),
 )
-_NOT_ROUTED = frozenset({"pending", "draining"})  # statuses of smg; sglang-router does not list such engines
+# smg lists engines with these statuses; sglang-router does not.
+_NOT_ROUTED = frozenset({"pending", "draining"})
 
 
 def check_installed(config: RouterConfig) -> None:
@@ -66,14 +68,15 @@ def router_command(
         *("--host", f"[{config.host}]" if ":" in config.host else config.host),
         *("--port", str(port)),
         *("--prometheus-host", "127.0.0.1"),
-        *("--prometheus-port", str(prometheus_port)),  # by default, all routers would use the same port
+        # By default, all routers would use the same port.
+        *("--prometheus-port", str(prometheus_port)),
         *("--policy", config.policy),
         # A new session goes to the engine with the fewest requests. Assigned at random, some engine gets twice the
         # load of another; assigned by the number of sessions, a restarted engine gets every new session.
         *("--assignment-mode", "min_load"),
         # The gateway gives up a call after `model_call_s`; by default the router would wait 30 min for a hung engine.
         *("--request-timeout-secs", str(math.ceil(model_call_s))),
-        # Few quick retries on other engines; the gateway makes the slow retries, within one deadline.
+        # The router makes few quick retries on other engines. The gateway makes the slow ones, within one deadline.
         *("--retry-max-retries", "3"),
         *("--retry-max-backoff-ms", "1000"),
         # A failing engine is skipped early and retried soon; the fleet removes dead ones.
@@ -88,7 +91,8 @@ def router_command(
         # Only healthy engines are added, so the router need not wait for them.
         *("--worker-startup-timeout-secs", "10"),
         *("--worker-startup-check-interval", "1"),
-        *("--shutdown-grace-period-secs", "2"),  # no session is open at shutdown; the default drains for 3 min
+        # No session is open at shutdown, and the default drains for 3 min.
+        *("--shutdown-grace-period-secs", "2"),
         *("--log-level", "warn"),
         *(_SMG_OPTIONS if config.kind == "smg" else ()),
     ]
@@ -151,7 +155,7 @@ class Router:
         await self._process.wait_healthy(self._alive, self._config.startup_timeout_s, "router.startup_timeout_s")
 
     async def wait(self) -> str:
-        """Wait until the router has ended. Return how, with the end of its log."""
+        """Wait until the router has ended. Return how it ended, with the end of its log."""
         assert self._process is not None, "not started"
         return await self._process.wait_ended()
 
@@ -188,7 +192,8 @@ class Router:
             job = worker.get("job_status") or {}
             if job.get("status") == "failed":
                 raise StartupError(f"the router did not take the engine {url}: {job.get('message')}")
-            if not worker and self._config.kind == "smg":  # smg forgets a failed job
+            if not worker and self._config.kind == "smg":
+                # smg forgets a failed job.
                 raise StartupError(f"the router did not take the engine {url}. {self._tail()}")
             if time.monotonic() > deadline:
                 raise StartupError(f"the router did not take the engine {url} within {timeout_s:g} s. {self._tail()}")
@@ -235,7 +240,7 @@ class Router:
             return False
 
     async def _call(self, method: str, path: str, body: object = None, *, missing_ok: bool = False) -> dict[str, Any]:
-        if self._http is None or self._http.closed:  # the router is restarting
+        if self._http is None or self._http.closed:
             raise StartupError("the router is not running")
         try:
             async with self._http.request(method, self.url + path, json=body) as response:
@@ -256,11 +261,11 @@ class Router:
 
 
 class EngineDirectory:
-    """Has a router's methods, in this process, for gateways that select an engine themselves.
+    """A replacement for the router, in this process, for gateways that select an engine themselves.
 
-    No router forwards vLLM's token endpoint: sglang-router and smg answer it with 404. This class replaces the
-    router: gateways read the engines from `/workers`, as from a router, and send each call directly to an engine. Its
-    URL never changes. A model call that arrives here, from a gateway without engines, gets a 503 and is retried.
+    No router forwards vLLM's token endpoint: sglang-router and smg answer it with 404. With this class, gateways
+    read the engines from `/workers`, as from a router, and send each call directly to an engine. Its URL never
+    changes. A model call that arrives here, from a gateway without engines, gets a 503 and is retried.
     """
 
     def __init__(self, config: RouterConfig) -> None:
@@ -289,7 +294,8 @@ class EngineDirectory:
             await web.TCPSite(self._runner, address, self._port).start()
 
     async def wait(self) -> str:
-        while True:  # the server ends with this process
+        # The server ends with this process.
+        while True:
             await asyncio.Event().wait()
 
     async def stop(self) -> None:

@@ -34,15 +34,17 @@ _TAIL_LINES = 15
 _SEARCHED_LINES = 100
 _OUT_OF_MEMORY = re.compile(r"out of memory|not enough memory|cannot allocate memory|MemoryError", re.IGNORECASE)
 _OPEN_FILES = 65_536
-SERVER_PORTS = range(15_000, 26_000)  # lower ports are often a program's default; higher ones are for sessions
+# Lower ports are often a program's default, and higher ones are for sessions.
+SERVER_PORTS = range(15_000, 26_000)
 
 # A reservation is an abstract Unix socket named after the port: it belongs to the same network as the port, and ends
-# with this process. The oldest are dropped, because each holds a descriptor and its server listens by then.
-_reserved: deque[int] = deque(maxlen=256)  # descriptors: sockets would warn at exit that they are open
+# with this process. The oldest are dropped, because each holds a descriptor and its server listens by then. These are
+# descriptors, because sockets would warn at exit that they are open.
+_reserved: deque[int] = deque(maxlen=256)
 
 
 class ServerKilled(StartupError):
-    """A server process got SIGKILL before it was up, such as for memory. Another start may succeed."""
+    """A server process got SIGKILL before it was up, for example because memory was low. A retry may succeed."""
 
 
 def free_port(host: str = "127.0.0.1", among: range = SERVER_PORTS) -> int:
@@ -80,7 +82,8 @@ def _reserve(port: int) -> bool:
 def _first_ephemeral_port() -> int:
     try:
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except OSError:  # not Linux
+    except OSError:
+        # The file exists only on Linux.
         return 0
 
 
@@ -156,11 +159,13 @@ class ServerProcess:
         try:
             await self._guard(self._process.pid)
             if self._stdin is not None and self._process.stdin is not None:
-                with contextlib.suppress(ConnectionError):  # it ended immediately; wait_healthy reports how
+                # If the program has ended already, `wait_healthy` reports how.
+                with contextlib.suppress(ConnectionError):
                     self._process.stdin.write(self._stdin)
                     await self._process.stdin.drain()
                 self._process.stdin.close()
-        except BaseException:  # a cancelled caller does not know that the program runs
+        except BaseException:
+            # A cancelled caller does not know that the program runs.
             await self.stop(0.0)
             raise
 
@@ -188,24 +193,27 @@ class ServerProcess:
         return await self._process.wait()
 
     async def wait_ended(self) -> str:
-        """Wait until the process has ended. Return how, with the end of its log."""
+        """Wait until the process has ended. Return how it ended, with the end of its log."""
         return f"ended with code {await self.wait()}. {self._cause()}{self.log_tail()}"
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """Send SIGTERM to the process and its children, and SIGKILL after `grace_s`. Does nothing if it never ran.
 
-        A process that outlives SIGKILL, as while a driver holds it, is logged and left.
+        A process that outlives SIGKILL, for example because a driver holds it, is logged and left running.
         """
-        if self._process is None or self._stopped:  # another process group may have its number by now
+        # After a stop, another process group may have its number.
+        if self._process is None or self._stopped:
             return
         self._signal(signal.SIGTERM)
         try:
-            async with asyncio.timeout(grace_s):  # wait_for of Python 3.11 can swallow a cancellation
+            # `wait_for` of Python 3.11 can swallow a cancellation.
+            async with asyncio.timeout(grace_s):
                 await self._process.wait()
         except TimeoutError:
             pass
         finally:
-            self._signal(signal.SIGKILL)  # for children that outlived it, and for itself after a cancellation
+            # Kill children that outlived the process, and the process itself after a cancellation.
+            self._signal(signal.SIGKILL)
             await asyncio.shield(wait_killed(self._process, self.name))
             self._stopped = True
 
@@ -248,8 +256,10 @@ class ServerProcess:
 def _prepare_child() -> None:
     """Prepare the child: it must end with this process, and may hold thousands of connections."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a shell's limit may be 1024
+        # 1 is PR_SET_PDEATHSIG.
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    # A shell's limit may be 1024.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

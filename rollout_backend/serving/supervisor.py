@@ -4,8 +4,9 @@ Invariants:
 
 - Every change is reported as a `ServingEvent`.
 - Resources that a lost server still holds are released before its restart.
-- The second restart in a row waits for 10 s, and the third for 20 s: what makes starts fail, such as a lack of
-  memory, may last longer than the starts take. Before a server has served, it is more likely a wrong setting.
+- The second restart in a row waits for 10 s, and the third for 20 s: the cause of failed starts, such as a lack of
+  memory, may last longer than the starts take. A server that has never served does not wait: the cause is more likely
+  a wrong setting.
 - Supervision ends when the budget is exhausted, on a bug, and always on a cancellation.
 """
 
@@ -28,10 +29,14 @@ EventKind = Literal["waiting", "started", "died", "restarted", "gave_up", "left"
 
 @dataclass(frozen=True)
 class ServingEvent:
-    """A change in a server's state. `detail` gives the reason, with the end of the server's log."""
+    """A change in a server's state.
 
-    time: float  # unix seconds
-    server: str  # "router", "engine-0", "gateway", ...
+    `time` is in unix seconds. `server` is "router", "engine-0" or "gateway", for example. `detail` gives the reason,
+    with the end of the server's log.
+    """
+
+    time: float
+    server: str
     kind: EventKind
     detail: str = ""
 
@@ -48,7 +53,8 @@ class Probing:
     """
 
     interval_s: float = 5.0
-    timeout_s: float = 15.0  # generous: a server whose cores are all busy is slow, not hung
+    timeout_s: float = 15.0
+    """Generous, because a server whose cores are all busy is slow, not hung."""
     failures: int = 3
     sample_every_s: float = 60.0
 
@@ -99,8 +105,10 @@ class Supervisor(ABC):
         self.has_served = False
         self.restarts = 0
         self.gave_up = False
-        self.tried = asyncio.Event()  # set after the first start, successful or not
-        self.last_words = ""  # why the server was last lost
+        # Set after the first start, successful or not.
+        self.tried = asyncio.Event()
+        # Why the server was last lost.
+        self.last_words = ""
         self.gone = f"{name} is gone after {limits}"
         self.budget = RestartBudget(limits)
         self._on_event = on_event
@@ -189,7 +197,8 @@ class Supervisor(ABC):
     async def _attempt(self, kind: EventKind) -> None:
         try:
             await self.start_server()
-        except (StartupError, OSError) as error:  # the latter of a full disk, or without a free descriptor
+        except (StartupError, OSError) as error:
+            # A full disk, or a lack of file descriptors, raises OSError.
             self._lost(str(error))
         else:
             self.serving = self.has_served = True

@@ -1,10 +1,10 @@
-"""The weights of a run's engines: which are the newest, and how an engine loads them.
+"""Keep track of the newest weights of a run, and load them into the engines.
 
 Invariants:
 
 - A version permanently names one set of weights of a run, even after a restart of the trainer. 0 names `model.path`.
 - Only weights with exactly the names and shapes of the model reach an engine. SGLang crashes on a wrong shape, and
-  silently keeps the old value of a missing tensor. Tensors must be finite: with NaN an engine ends, or samples noise.
+  silently keeps the old value of a missing tensor. Tensors must be finite: NaN makes an engine exit or sample noise.
 - The newest weights stay on disk, or in memory (`serving.weight_transfer` is `gloo`), until newer ones are committed,
   because a restarted engine loads them again.
 - Tensors in memory are sent over a gloo group of this process and one server, new for each load: a lost server fails
@@ -40,13 +40,15 @@ from rollout_backend.errors import ConfigError, ServingError, WeightsMismatch
 from rollout_backend.serving.engine import PROBE, control_client
 from rollout_backend.serving.local_engine import weight_bytes
 
-if TYPE_CHECKING:  # a manager whose trainer is another process does not need torch
+# A manager whose trainer is another process does not need torch.
+if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
 
 _MESSAGE_CHARS = 500
-_BUCKET_BYTES = 512 * 2**20  # of tensors sent at once
+# Tensors are sent in buckets of this size.
+_BUCKET_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
@@ -234,7 +236,8 @@ def _digest(folder: Path) -> str:
     """Return a digest of the weight files; empty if there are none."""
     try:
         stats = sorted((file.name, file.stat()) for file in folder.glob("*.safetensors*"))
-    except OSError:  # a file was deleted in the meantime
+    except OSError:
+        # A file was deleted in the meantime.
         return ""
     files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     return hashlib.blake2b(json.dumps(files).encode(), digest_size=16).hexdigest()
@@ -443,7 +446,7 @@ class _Sender:
         return f" (the group of this process: {self._failure})" if self._failure else ""
 
     def close(self) -> None:
-        """End a thread that still waits for the server: if it did so at the end of the process, that would abort."""
+        """End a thread that still waits for the server: such a thread would abort the process when it exits."""
         self._store = None
 
     def _run(self) -> None:
@@ -451,7 +454,8 @@ class _Sender:
             self._send()
         except RuntimeError as error:
             self._failure = str(error)
-            self._group = self._store = None  # closed, so that the server's side fails too
+            # Closing the group makes the server's side fail, too.
+            self._group = self._store = None
 
     def _send(self) -> None:
         import torch

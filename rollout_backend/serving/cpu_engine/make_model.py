@@ -26,7 +26,8 @@ def main(gguf: Path, folder: Path) -> None:
         **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
     config = unpacked.config
-    tokenizer.model_max_length = config.max_position_embeddings  # missing from the file
+    # The file does not contain this length.
+    tokenizer.model_max_length = config.max_position_embeddings
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     # A model read from GGUF cannot be saved, even unpacked, so its weights are copied into a plain model.
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

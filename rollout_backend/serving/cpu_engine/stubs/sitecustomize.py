@@ -50,11 +50,13 @@ def _absent(path: str) -> type:
 
 
 class _Stub(types.ModuleType):
-    __version__ = "99.0"  # SGLang requires a minimum version
+    # SGLang requires a minimum version.
+    __version__ = "99.0"
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.__path__ = []  # marks it as a package, so that its submodules are looked up too
+        # A path marks this as a package, so that Python looks up its submodules, too.
+        self.__path__ = []
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
@@ -114,12 +116,14 @@ class _UnpinnedTorch(types.ModuleType):
 
 def _murmur_hash32(seed_B: Any, positions_B: Any, columns_V: Any) -> Any:
     """Return [B, V]: MurmurHash3 of a seed of 8 bytes, a position and a column, as SGLang's kernel computes it."""
-    seeds = seed_B.to(columns_V.dtype)  # int64, which keeps the lower 32 bits of a product
+    # int64 keeps the lower 32 bits of a product.
+    seeds = seed_B.to(columns_V.dtype)
     h = 0
     for k in (seeds[:, None], seeds[:, None] >> 32, positions_B[:, None], columns_V[None]):
         k = _rotated((k & _32_BITS) * 0xCC9E2D51 & _32_BITS, 15) * 0x1B873593 & _32_BITS
         h = _rotated(h ^ k, 13) * 5 + 0xE6546B64 & _32_BITS
-    h ^= 16  # bytes
+    # The hash covers 16 bytes.
+    h ^= 16
     h = (h ^ h >> 16) * 0x85EBCA6B & _32_BITS
     h = (h ^ h >> 13) * 0xC2B2AE35 & _32_BITS
     return h ^ h >> 16
