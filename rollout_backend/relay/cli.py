@@ -67,7 +67,8 @@ def serve(
     if tls_certificate is not None:
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         tls.load_cert_chain(tls_certificate, tls_key)
-    from rollout_backend.relay.relay_server import run  # imported here, so that `rollout --help` loads no server
+    # `rollout --help` must not load the server.
+    from rollout_backend.relay.relay_server import run
 
     logging.getLogger("rollout_backend.relay").setLevel(logging.INFO)
     run(settings, tls)

@@ -55,7 +55,8 @@ log = logging.getLogger(__name__)
 
 _CONNECT_S = 10.0
 _BACKOFF = wait_random_exponential(multiplier=0.25, max=10.0)
-_GATEWAY_KEEPALIVE_S = 2.0  # shorter than the gateway's timeout, so that the gateway closes no connection in use
+# The gateway's timeout is longer, so the gateway closes no connection in use.
+_GATEWAY_KEEPALIVE_S = 2.0
 _REFUSALS = {
     Close.WRONG_KEY: "the relay refuses our key: relay.key here and ROLLOUT__RELAY__KEY there must be the same",
     Close.REPLACED: "another training side with the same key has taken over the relay: give each its own relay",
@@ -75,7 +76,8 @@ class Dialer(Exchange):
     def __init__(self, settings: DialerSettings) -> None:
         super().__init__(settings.reconnect_s)
         self._settings = settings
-        self._relay = ""  # id of the relay whose calls are in flight
+        # Id of the relay whose calls are in flight.
+        self._relay = ""
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -86,7 +88,8 @@ class Dialer(Exchange):
         """
         async with AsyncExitStack() as stack:
             outside = await stack.enter_async_context(
-                aiohttp.ClientSession(trust_env=True, cookie_jar=aiohttp.DummyCookieJar())  # respects HTTPS_PROXY
+                # `trust_env` respects HTTPS_PROXY.
+                aiohttp.ClientSession(trust_env=True, cookie_jar=aiohttp.DummyCookieJar())
             )
             self._http = await stack.enter_async_context(
                 aiohttp.ClientSession(
@@ -181,7 +184,8 @@ class Dialer(Exchange):
             task.cancel()
 
     def on_unknown_call(self, channel: Channel) -> None:
-        self.on_cancel(channel.call)  # no agent is waiting for it
+        # No agent waits for the call.
+        self.on_cancel(channel.call)
 
     def fail_calls(self, failure: CallLost) -> None:
         super().fail_calls(failure)

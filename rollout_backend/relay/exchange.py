@@ -1,8 +1,8 @@
-"""All calls of one side, across reconnects.
+"""Carry all calls of one side, across reconnects.
 
 A link is one WebSocket after its handshake. A `Channel` is one call as seen by one side: what it has sent and
 received, independent of the link. Calls continue without a link, because their channels keep what they send. On the
-next link, each side names its calls and the next frame that it expects of each, and both resend what is missing.
+next link, each side names its calls and the next frame that it expects of each, and resends the missing frames.
 
 Invariants:
 
@@ -48,28 +48,31 @@ CLOSE_TIMEOUT_S = 2.0
 """Time that a closing WebSocket waits for the other side's close frame."""
 WINDOW = 256 * 1024
 """Limit on bytes in transit, per call and direction."""
-_FRAME_COST = 256  # memory of a frame besides its data, so that many small frames count too
+# Memory of a frame besides its data, so that many small frames count, too.
+_FRAME_COST = 256
 _ACK_EVERY = WINDOW // 4
 
 
 class Channel:
-    """The two streams of one call. `out` sends a packed frame on the current link, or drops it without one."""
+    """The two streams of one call. `out` sends a packed frame on the current link, or drops it if there is none."""
 
     def __init__(self, call: int, out: Callable[[bytes], None]) -> None:
         self.call = call
         self._out = out
         self._failure: Exception | None = None
-        self._changed = asyncio.Event()  # set on an acknowledgement, a received frame, or a failure
-        # sending
+        # Set on an acknowledgement, a received frame or a failure.
+        self._changed = asyncio.Event()
+        # Sending. Each entry of `_kept` is a frame's number, its cost and the packed frame.
         self._next = 0
-        self._kept: deque[tuple[int, int, bytes]] = deque()  # number, cost, packed frame
+        self._kept: deque[tuple[int, int, bytes]] = deque()
         self._kept_bytes = 0
-        # receiving
+        # Receiving. Each entry of `_waiting` is a frame's cost and the frame. `_unacknowledged` counts the bytes
+        # consumed since the last acknowledgement.
         self._wanted = 0
-        self._waiting: deque[tuple[int, Numbered]] = deque()  # cost, frame
+        self._waiting: deque[tuple[int, Numbered]] = deque()
         self._waiting_bytes = 0
         self._consumed = 0
-        self._unacknowledged = 0  # bytes consumed since the last acknowledgement
+        self._unacknowledged = 0
 
     # --- sending ------------------------------------------------------------------------------------------
 
@@ -215,7 +218,8 @@ class Link:
 
     def __init__(self, socket: web.WebSocketResponse | aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
-        self._outbox: deque[bytes] = deque()  # at most one window per call, including ended calls
+        # Holds at most one window per call, including ended calls.
+        self._outbox: deque[bytes] = deque()
         self._wake = asyncio.Event()
         self.backlog = 0
         """Number of queued bytes."""
@@ -271,7 +275,8 @@ class Link:
                     self.on_written()
                 self._wake.clear()
                 await self._wake.wait()
-        except ConnectionError:  # the reader notices this too, and ends the link
+        except ConnectionError:
+            # The reader notices this too, and ends the link.
             pass
         except Exception:
             await self.close(aiohttp.WSCloseCode.INTERNAL_ERROR)
@@ -310,7 +315,7 @@ class Exchange:
             try:
                 while True:
                     frame = await link.receive()
-                    if self._link is not link:  # a newer link has replaced it
+                    if self._link is not link:
                         raise LinkClosed(None)
                     self._handle_frame(frame)
             finally:

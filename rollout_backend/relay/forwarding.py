@@ -23,7 +23,8 @@ _PATH = re.compile(
     r"(?:/s/([A-Za-z0-9_-]{1,64}))?((?:/k/[A-Za-z0-9._-]+)?/v1(?:/(?:[A-Za-z0-9._~:@-]|%2[Ff])+)*/?)"
     r"(?:\?[\x21-\x7e]*)?"
 )
-_SLASH = re.compile("/|%2[Ff]")  # model names contain the second one
+# Model names contain the escaped slash.
+_SLASH = re.compile("/|%2[Ff]")
 _NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _VALUE = re.compile(r"[\t\x20-\x7e]*")
 _HOP_BY_HOP = frozenset(

@@ -1,4 +1,4 @@
-"""The protocol of relay and dialer: messages, each one msgpack array in a binary WebSocket message.
+"""Define the protocol between relay and dialer. Each message is a msgpack array in a binary WebSocket message.
 
 A call is two streams of numbered frames: the request (`Open`, then `Chunk`s and an `End` if it has a body) and the
 response (`Head`, `Chunk`s, then `End` or `Abort`). `Ack` and `Cancel` refer to a call and have no number. A

@@ -67,11 +67,15 @@ from rollout_backend.waiting_connections import MAX_CONNECTIONS, WaitingConnecti
 
 log = logging.getLogger(__name__)
 
-_HANDSHAKES = 512  # limit on concurrent handshakes; a further one ends the oldest
-_MAX_HELLO = 1024  # bytes; msgpack allocates what nested arrays claim to hold, up to 1000 times their size
-_REMEMBERED = 64  # number of replaced dialers to remember
-_BACKLOG = 64 * 2**20  # bytes queued for the dialer; beyond it, new calls wait
-_KEEPALIVE_S = 4200.0  # longer than any load balancer's, so that none reuses a connection that the relay is closing
+# Limit on concurrent handshakes. A further one ends the oldest.
+_HANDSHAKES = 512
+# A limit in bytes: msgpack allocates what nested arrays claim to hold, up to 1000 times their size.
+_MAX_HELLO = 1024
+_REMEMBERED = 64
+# New calls wait while more bytes than this are queued for the dialer.
+_BACKLOG = 64 * 2**20
+# No load balancer keeps a connection longer, so none reuses a connection that the relay is closing.
+_KEEPALIVE_S = 4200.0
 _SHUTDOWN_S = 5.0
 _OTHER_FILES = 64
 
@@ -85,7 +89,7 @@ class _DialerRefused(Exception):
 
 
 class Relay(Exchange):
-    """State of the server: the calls in flight and the dialer."""
+    """The server's state: the calls in flight and the dialer."""
 
     def __init__(self, settings: RelaySettings, max_backlog_bytes: int = _BACKLOG) -> None:
         super().__init__(settings.reconnect_s)
@@ -94,8 +98,10 @@ class Relay(Exchange):
         self._id = new_id()
         self._numbers = itertools.count(1)
         self._places = FairQueue(max(1, settings.max_calls // 4), self._has_room)
-        self._handshakes: list[asyncio.Task[object]] = []  # oldest first
-        self._dialer = ""  # id of the dialer whose calls are in flight, even while it is disconnected
+        # Oldest first.
+        self._handshakes: list[asyncio.Task[object]] = []
+        # Id of the dialer whose calls are in flight, even while it is disconnected.
+        self._dialer = ""
         self._current: Link | None = None
         self._replaced: deque[str] = deque(maxlen=_REMEMBERED)
         self.app = web.Application()
@@ -184,7 +190,7 @@ class Relay(Exchange):
         except LinkClosed as closed:
             log.info("the dialer's connection ended (code %s)", closed.code)
         except FrameError as error:
-            log.error("the dialer does not speak the protocol: %s", error)  # noqa: TRY400  # the message suffices
+            log.error("the dialer does not speak the protocol: %s", error)  # noqa: TRY400
             await link.close(Close.BROKEN_FRAME, str(error))
         finally:
             if self._current is link:
@@ -193,7 +199,8 @@ class Relay(Exchange):
                 await asyncio.gather(closing, return_exceptions=True)
 
     def on_unknown_call(self, channel: Channel) -> None:
-        if channel.is_unprocessed:  # the other side has not received it yet
+        if channel.is_unprocessed:
+            # The other side has not received the call yet.
             channel.resume(0)
         else:
             self.channels.pop(channel.call, None)
@@ -203,7 +210,8 @@ class Relay(Exchange):
 
     async def call(self, request: web.Request) -> web.StreamResponse:
         settings = self._settings
-        if request.method in ("HEAD", "OPTIONS"):  # clients probe their base URL
+        # Clients probe their base URL.
+        if request.method in ("HEAD", "OPTIONS"):
             return web.Response(status=204)
         if route(request.raw_path) is None or request.method not in METHODS:
             return _error(404, "the relay forwards only calls of /v1/")
@@ -223,12 +231,14 @@ class Relay(Exchange):
             failed = lost
         except TimeoutError:
             failed = CallLost(504, f"the call took longer than {settings.call_s:g} s")
-        except ConnectionError:  # the agent disconnected while it received the answer
+        except ConnectionError:
+            # The agent disconnected while it received the answer.
             return answer[0]
         if not answer:
             return _error(failed.status, str(failed))
         log.warning("an answer was cut off: %s", failed)
-        if request.transport is not None:  # so that the agent does not see the end of a complete answer
+        # Otherwise the agent would see the end of a complete answer.
+        if request.transport is not None:
             request.transport.abort() if failed.status == 504 else request.transport.close()
         return answer[0]
 
@@ -286,7 +296,8 @@ async def _answer(request: web.Request, channel: Channel, started: list[web.Stre
     await answer.prepare(request)
     channel.mark_processed()
     while isinstance(frame := await channel.receive(), Chunk):
-        await answer.write(frame.data)  # waits while the agent reads slowly
+        # This waits while the agent reads slowly.
+        await answer.write(frame.data)
         channel.mark_processed()
     if not isinstance(frame, End):
         raise CallLost(502, "the gateway's answer is incomplete")
@@ -334,7 +345,7 @@ def _error(status: int, message: str) -> web.Response:
 
 
 class _Connection(WatchedProtocol, web.RequestHandler):
-    """A connection of which `waiting` knows whether it has a request."""
+    """A connection that reports the start and the end of its requests to `waiting`."""
 
     def __init__(self, server: web.Server, waiting: WaitingConnections, **options: Any) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), **options)
@@ -362,7 +373,7 @@ async def serving(
     settings: RelaySettings, tls: ssl.SSLContext | None = None, max_connections: int | None = None, **limits: float
 ) -> AsyncIterator[int]:
     """Serve a relay and yield its port. The default of `max_connections` depends on this process's open files;
-    `limits` are of `WaitingConnections`."""
+    `limits` are passed to `WaitingConnections`."""
     if max_connections is None:
         # Calls that wait for their turn have connections, too.
         files = raise_file_limit(MAX_CONNECTIONS + _OTHER_FILES) - _OTHER_FILES
@@ -370,7 +381,7 @@ async def serving(
     runner = web.AppRunner(
         Relay(settings).app,
         access_log=None,
-        handler_cancellation=True,  # an agent that disconnects cancels its call
+        handler_cancellation=True,
         shutdown_timeout=_SHUTDOWN_S,
     )
     await runner.setup()
@@ -388,7 +399,8 @@ async def serving(
         runner.server,
         WaitingConnections(max_connections, **limits),
         access_log=None,
-        auto_decompress=False,  # bodies are forwarded unchanged
+        # Bodies are forwarded unchanged.
+        auto_decompress=False,
         keepalive_timeout=_KEEPALIVE_S,
     )
     try:

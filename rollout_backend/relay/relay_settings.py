@@ -8,7 +8,7 @@ from rollout_backend.addresses import ListenAddress
 from rollout_backend.relay.protocol import MIN_KEY_CHARS, new_id
 
 REFUSED = 3
-"""Exit code of a dialer that the relay refuses for good."""
+"""Exit code of a dialer that the relay refuses permanently."""
 Seconds = Annotated[float, Field(gt=0)]
 Key = Annotated[SecretStr, Field(min_length=MIN_KEY_CHARS)]
 
