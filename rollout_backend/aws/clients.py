@@ -43,9 +43,11 @@ from rollout_backend.errors import PreflightError
 
 log = logging.getLogger(__name__)
 
-_RENEW_BEFORE_S = 15 * 60  # as botocore does
-_USABLE_S = 60  # credentials that last this long are used if they cannot be renewed
-_RENEWAL_S = 60.0  # timeout of one renewal
+# botocore renews credentials this long before they expire, too.
+_RENEW_BEFORE_S = 15 * 60
+# Credentials that last this long are used if they cannot be renewed.
+_USABLE_S = 60
+_RENEWAL_S = 60.0
 # botocore's names of the sources that cannot change while this process runs.
 _FIXED_SOURCES = ("env", "explicit")
 # A large body may take longer than a small one.
@@ -59,13 +61,13 @@ class HTTPSession(AIOHTTPSession):
     _closed = False
 
     def __init__(self, *, timeout: tuple[float, float], **options: Any) -> None:
-        super().__init__(timeout=timeout, **options)  # type: ignore[arg-type]  # its stubs know no pair
+        super().__init__(timeout=timeout, **options)  # type: ignore[arg-type]
         # aiohttp's read timeout starts again with each byte, and only once the request is sent. Nothing limits the
         # wait for a connection of the pool.
         self.limit_s = timeout[0] + 2 * timeout[1]
 
     async def send(self, request: Any) -> Any:
-        """Send a request, and return its response. A streamed body is the caller's to read, and to limit.
+        """Send a request, and return its response. The caller reads a streamed body, and limits the time for that.
 
         Raises ReadTimeoutError if there is no response in time, even if the service takes the body byte by byte.
         """
@@ -83,8 +85,8 @@ class HTTPSession(AIOHTTPSession):
     async def _get_session(self, proxy_url: str | None) -> aiohttp.ClientSession:
         if self._closed:
             raise HTTPClientError(error="the client is closed")
-        session: aiohttp.ClientSession = await super()._get_session(proxy_url)  # type: ignore[misc]  # not in its stubs
-        # botocore keeps no cookies either: a load balancer's would send all sessions to one server.
+        session: aiohttp.ClientSession = await super()._get_session(proxy_url)  # type: ignore[misc]
+        # botocore keeps no cookies either. A load balancer's cookie would send all sessions to one server.
         session._cookie_jar = aiohttp.DummyCookieJar()
         return session
 
@@ -153,7 +155,7 @@ async def client(
         max_pool_connections=connections,
         retries={"total_max_attempts": 1 + retries, "mode": "standard"},
         tcp_keepalive=True,
-        # botocore would send calls of `[::1]` to the user's proxy, whatever NO_PROXY contains.
+        # botocore would send calls of `[::1]` to the user's proxy, even if NO_PROXY contains it.
         proxies={} if is_loopback(urlsplit(endpoint_url or "").hostname or "") else None,
         **{"s3": {"addressing_style": "path"} if endpoint_url else {}, **more},
     )
@@ -172,7 +174,8 @@ async def client(
                     region_name=region,
                     endpoint_url=endpoint_url,
                     config=config,
-                    verify=False if plain else None,  # nothing to verify: spares reading the certificates
+                    # Without TLS, this avoids loading the certificates.
+                    verify=False if plain else None,
                 )
             )
         except (BotoCoreError, OSError, ValueError) as error:
@@ -181,7 +184,7 @@ async def client(
                 "and aws.region"
             ) from error
         [http] = sessions
-        # First: botocore's handler for S3 takes every 200 that is not XML for a 500, and retries it.
+        # This runs first: botocore's handler for S3 takes every 200 that is not XML for a 500, and retries it.
         made.meta.events.register_first("before-parse", _drop_foreign)
         made.meta.events.register("after-call", _log_call)
         credentials: Any = await core.get_credentials()
@@ -197,7 +200,7 @@ def _session(newer: tuple[str, str] | None = None) -> AioSession:
 
 @functools.cache
 def _builtin_handlers() -> AioHierarchicalEmitter:
-    """Register botocore's handlers once: that is most of what a session, and there are two per client, costs."""
+    """Register botocore's handlers once: that is most of the cost of a session, and each client has two."""
     handlers = AioHierarchicalEmitter()
     AioSession(event_hooks=handlers)
     # With `Expect: 100-continue`, aiohttp waits for the 100 without a limit, and a small write takes twice as long.
@@ -214,7 +217,8 @@ def _timestamp(sent: Any) -> datetime:
     """Parse a timestamp. botocore's parser would take three quarters of the CPU time of listing a step's results."""
     try:
         return datetime.fromisoformat(sent)
-    except (TypeError, ValueError):  # not an ISO 8601 timestamp, which S3 sends for each key
+    except (TypeError, ValueError):
+        # The value is not an ISO 8601 timestamp, which S3 sends for each key.
         return parse_timestamp(sent)
 
 
@@ -238,8 +242,9 @@ def _log_call(*, parsed: Mapping[str, Any], model: Any, http_response: Any, **_:
 
 @functools.cache
 def _loader(data_path: str | None, newer: tuple[str, str] | None) -> Loader:
-    """Cache botocore's service models; loading one takes 0.3 s. `newer`: a service and its newer fields as JSON."""
-    loader = create_loader(data_path)  # clients are created from the models that the loader has cached
+    """Cache botocore's service models; loading one takes 0.3 s. `newer` is a service and its newer fields in JSON."""
+    # Clients are created from the models that the loader has cached.
+    loader = create_loader(data_path)
     if newer is not None:
         service, fields = newer
         deep_merge(loader.load_service_model(service, "service-2"), json.loads(fields))
@@ -257,7 +262,7 @@ def _preload(loader: Loader, service: str) -> None:
 
 
 class Credentials:
-    """The credentials of a session, in place of botocore's, and of its chain of providers.
+    """The credentials of a session. They replace botocore's credentials and its chain of providers.
 
     They are found on first use and renewed before they expire, each time by a new chain of providers, because a chain
     caches what it found, even if it found nothing. They are also renewed after a service has refused them: a file may
@@ -269,18 +274,20 @@ class Credentials:
         """`pause_s` is the minimum time between two renewals of usable credentials."""
         self._endpoint_url = endpoint_url
         self._pause_s = pause_s
-        self._found: Any = None  # botocore's credentials
+        # `_found` are botocore's credentials, and `_refused` the frozen ones that a service has refused.
+        self._found: Any = None
         self._frozen: Any = None
-        self._refused: Any = None  # the frozen credentials that a service has refused
+        self._refused: Any = None
         self._renewing: asyncio.Task[None] | None = None
-        self._renewed_at = float("-inf")  # loop time when the last renewal ended, even if it failed
+        # Loop time when the last renewal ended, even if it failed.
+        self._renewed_at = float("-inf")
 
-    async def load_credentials(self) -> Self:  # as a chain of providers does
+    async def load_credentials(self) -> Self:
         return self
 
     @property
     def method(self) -> str | None:
-        """botocore's name for the source of the credentials; None if they were not searched for yet."""
+        """botocore's name for the source of the credentials; None before the first search."""
         return getattr(self._found, "method", None)
 
     @property
@@ -288,7 +295,8 @@ class Credentials:
         """Expiry time; None if they do not expire, or if it is unknown."""
         return getattr(self._found, "_expiry_time", None)
 
-    def get_deferred_property(self, name: str) -> Any:  # aiobotocore calls `get_account_id` instead
+    def get_deferred_property(self, name: str) -> Any:
+        # aiobotocore calls `get_account_id` instead.
         return None
 
     async def get_account_id(self) -> str | None:
@@ -349,7 +357,8 @@ class Credentials:
                     frozen = await found.get_frozen_credentials()
         except UNSIGNED:
             raise
-        except Exception as error:  # of a provider's own calls, or of a command that cannot be run or prints no JSON
+        except Exception as error:
+            # A provider's own call failed, or its command cannot be run or prints no JSON.
             text = f"no answer within {_RENEWAL_S:g} s" if isinstance(error, TimeoutError) else str(error)
             provider = getattr(found, "method", None) or "the AWS configuration"
             raise CredentialRetrievalError(provider=provider, error_msg=f"{type(error).__name__}: {text}") from error

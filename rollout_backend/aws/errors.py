@@ -1,5 +1,5 @@
-"""Classify responses of AWS: what an error says about the call, what the user can do about it, and which permissions
-it shows."""
+"""Classify AWS responses: what an error says about the call, what the user can do about it, and which permissions it
+shows."""
 
 import json
 import re
@@ -46,8 +46,8 @@ NO_ANSWER = (BotoCoreError, ResponseParserError, aiohttp.ClientError, OSError, T
 Neither botocore nor aiobotocore wraps errors that occur while a body is streamed or XML is parsed."""
 CALL_ERRORS = (ClientError, *NO_ANSWER)
 EXPLAINED = (ClientError, BotoCoreError, ResponseParserError, KeyError)
-"""Errors that `preflight_error` describes. KeyError: a server of something else sent JSON without the field."""
-# In a response's `Error`.
+"""Errors that `preflight_error` describes. A KeyError means that a wrong server sent JSON without a field."""
+# A key of a response's `Error`.
 _RENEWABLE = "CredentialsRenewable"
 _EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException"})
 _UNKNOWN_CREDENTIALS = frozenset(
@@ -96,7 +96,7 @@ def message_of(error: ClientError) -> str:
 
 
 def is_foreign(body: bytes) -> bool:
-    """Return whether a response is not of AWS: an HTML page, plain text, or JSON that is no object."""
+    """Return whether AWS did not send a response: it is an HTML page, plain text, or JSON that is not an object."""
     if is_page(body):
         return True
     try:
@@ -104,7 +104,7 @@ def is_foreign(body: bytes) -> bool:
     except UnicodeDecodeError:
         return True
     except ValueError:
-        return not body.lstrip().startswith(b"<")  # XML
+        return not body.lstrip().startswith(b"<")
 
 
 def reason(error: BaseException) -> str:
@@ -123,7 +123,7 @@ def was_sent(error: BaseException) -> bool:
 
 
 def mark_renewable(parsed: dict[str, Any]) -> bool:
-    """Mark a response whose caller's credentials can be renewed, if it refuses these. Return whether it does."""
+    """Mark a response that refuses the caller's credentials, which can be renewed. Return whether it refuses them."""
     refused = parsed.get("Error", {}).get("Code") in _EXPIRED | _UNKNOWN_CREDENTIALS
     if refused:
         parsed["Error"][_RENEWABLE] = True
@@ -232,7 +232,8 @@ def _refusal(error: ClientError, what: str, setting: str) -> str:
         )
     if is_throttled(error) or status >= 500:
         advice = "The service is busy: start the run again later"
-        if code.isdecimal():  # no error of AWS's: from a proxy, or from a server that is no such service
+        if code.isdecimal():
+            # AWS has no such code: a proxy, or a server that is not this service, sent it.
             advice += f", or another server answers. {_ENDPOINT_ADVICE}"
         return f"{what} was not reached: {said}. {advice}"
     if status == 301 or code in _OTHER_REGION:

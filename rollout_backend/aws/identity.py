@@ -9,7 +9,8 @@ from typing import Self
 from rollout_backend.aws.clients import client
 
 _STRICTEST_FIRST = ("explicitDeny", "implicitDeny", "allowed")
-_STATIC = frozenset({"env", "shared-credentials-file", "config-file"})  # botocore's names for these sources
+# botocore's names for the sources that do not renew credentials.
+_STATIC = frozenset({"env", "shared-credentials-file", "config-file"})
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Permission:
-    """An action that a run takes on each of some resources."""
+    """An action that a run performs on each of its resources."""
 
     action: str
     resources: tuple[str, ...]

@@ -39,18 +39,23 @@ from multidict import CIMultiDict
 
 from rollout_backend.aws.errors import CALL_ERRORS, is_foreign, log_call, status_of
 
-_FINAL = (403, 404)  # statuses that aiobotocore does not retry
+# aiobotocore does not retry these statuses.
+_FINAL = (403, 404)
 
 
 @dataclass(frozen=True)
 class _Template:
-    """The parts that the requests of all calls share."""
+    """The parts that the requests of all calls share.
+
+    `headers` omits headers that depend on the arguments. `context` is botocore's context for the `signer`, which is
+    also botocore's and renews the client's credentials. `scope` is the service, region and version of signatures.
+    """
 
     endpoint: str
-    headers: dict[str, str]  # except headers that depend on the arguments
-    context: dict[str, Any]  # botocore's context for the signer
-    signer: Any  # botocore's, which renews the client's credentials
-    scope: tuple[str, str, str]  # service, region and version of signatures
+    headers: dict[str, str]
+    context: dict[str, Any]
+    signer: Any
+    scope: tuple[str, str, str]
 
 
 class _Prepared(BaseException):
@@ -61,7 +66,8 @@ class _Prepared(BaseException):
         self.event = event
 
 
-_preparing: ContextVar[bool] = ContextVar("_preparing", default=False)  # whether the current task prepares a call
+# Whether the current task prepares a call.
+_preparing: ContextVar[bool] = ContextVar("_preparing", default=False)
 
 
 def _before_sign(**event: Any) -> None:
@@ -128,9 +134,11 @@ class RepeatedCall:
             status = status_of(error) if isinstance(error, ClientError) else None
             if not self._retries or status in _FINAL or isinstance(error, ParamValidationError):
                 raise
-            self._template = None  # S3 may redirect aiobotocore to the bucket's region
+            # S3 may redirect aiobotocore to the bucket's region.
+            self._template = None
             if status is None or status >= 500:
-                await asyncio.sleep(random.random())  # noqa: S311  # as long as botocore before its first retry
+                # botocore waits this long before its first retry.
+                await asyncio.sleep(random.random())  # noqa: S311
             return await self._call(arguments)
         return self._parse(body)
 
@@ -160,7 +168,8 @@ class RepeatedCall:
         **_: Any,
     ) -> _Template:
         given = self._serialized(arguments)
-        scheme = request.context.get("signing", {})  # of the endpoint, if it differs from the client's
+        # The endpoint's scheme may differ from the client's.
+        scheme = request.context.get("signing", {})
         service, region = scheme.get("signing_name", signing_name), scheme.get("region", region_name)
         more = {name: value for name, value in request.headers.items() if name not in given["headers"]}
         return _Template(
@@ -184,13 +193,14 @@ class RepeatedCall:
         authorize(request, found.credentials, version, service, region)
         request.headers["amz-sdk-invocation-id"] = str(uuid4())
         request.headers["amz-sdk-request"] = "attempt=1"
-        sent: Any = await self._http.send(request)  # type: ignore[arg-type]  # not one of botocore's
+        sent: Any = await self._http.send(request)  # type: ignore[arg-type]
         response: aiohttp.ClientResponse = sent.raw
         return response
 
     def _refusal(self, response: aiohttp.ClientResponse, body: bytes) -> ClientError:
         said = b"" if is_foreign(body) else body
-        if body and not said and response.status < 500:  # a proxy's: what it refuses says nothing about the session
+        if body and not said and response.status < 500:
+            # A proxy sent it, so the refusal says nothing about the session.
             raise ResponseParserError(f"{self._model.name} is answered {response.status}, but not by AWS")
         answer = {"status_code": response.status, "headers": response.headers, "body": said}
         parsed = self._parser.parse(answer, self._model.output_shape)
@@ -212,7 +222,8 @@ class RepeatedCall:
 
 # --- signatures ---------------------------------------------------------------------------------------------
 
-_auth: Any = botocore.auth  # the type stubs lack attributes that its subclasses use
+# The type stubs lack attributes that the subclasses use.
+_auth: Any = botocore.auth
 
 
 @dataclass
@@ -225,7 +236,7 @@ class Request:
     body: bytes | None
     context: dict[str, Any]
     params: None = None
-    stream_output: bool = True  # leave it to the caller to read the body
+    stream_output: bool = True
 
 
 class _Auth(SigV4Auth):
