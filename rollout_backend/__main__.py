@@ -8,7 +8,7 @@ from importlib import metadata
 
 _PACKAGE = "rollout-backend"
 _EXTRAS = {"relay": "relay", "deploy": "deploy", "demo": "local", "dev": "local"}
-"""By command, what it needs beyond the extra trainer."""
+"""The extra that a command needs besides `trainer`."""
 _NAMES = {"PIL": "pillow", "yaml": "pyyaml"}
 
 
@@ -17,7 +17,8 @@ def main() -> None:
         from rollout_backend.cli import main as run
 
         run()
-    except KeyboardInterrupt:  # while the command is imported
+    except KeyboardInterrupt:
+        # The user interrupted the import of the command.
         raise SystemExit(130) from None
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
@@ -33,7 +34,7 @@ def main() -> None:
 
 
 def _packages(extra: str) -> set[str]:
-    """Return the packages that an extra of this package installs, those of the extras in it too."""
+    """Return the packages that an extra of this package installs, including those of the extras in it."""
     found: set[str] = set()
     for line in metadata.requires(_PACKAGE) or ():
         if re.search(rf"""extra == ['"]{extra}['"]""", line):

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-# The loopback address that reaches a server on all addresses.
-_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # only compared
+# The loopback address that reaches a server on all addresses. The wildcard addresses are only compared.
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
 
 
 def host_port(host: str, port: int | str) -> str:

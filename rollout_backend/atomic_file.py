@@ -24,7 +24,8 @@ def write_file(path: Path, data: bytes, *, private: bool = False, keep: bool = F
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(part, _NEW, mode)
     try:
-        with os.fdopen(descriptor, "wb", buffering=0) as file:  # unbuffered, so that the file is not asked what it is
+        # Opening a buffered file would also query its type.
+        with os.fdopen(descriptor, "wb", buffering=0) as file:
             left = memoryview(data)
             while left:
                 left = left[file.write(left) :]

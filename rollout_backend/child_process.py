@@ -18,8 +18,8 @@ _TAIL_BYTES = 64 * 1024
 async def run_child(
     argv: Sequence[str], timeout_s: float | None = None, env: Mapping[str, str] | None = None
 ) -> CompletedProcess[bytes]:
-    """Return the exit code and the output of a command, which gets no input. If it does not end in time, or the
-    caller is cancelled, it is killed.
+    """Return the exit code and the output of a command, which gets no input. The command is killed if it does not end
+    in time or the caller is cancelled.
 
     Raises:
         TimeoutError: it took longer than `timeout_s`.
@@ -46,7 +46,7 @@ def find_uv() -> str:
 
 
 def oom_kills(counters: Path = Path("/proc/vmstat")) -> int:
-    """Return how many processes of this machine the kernel has killed for lack of memory; 0 if it does not say."""
+    """Return how many processes of this machine the kernel has killed for lack of memory; 0 if unknown."""
     try:
         lines = counters.read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
@@ -65,7 +65,7 @@ def describe_sigkill(before: int, now: int) -> str:
 
 
 def last_lines(log: Path, count: int) -> list[str]:
-    """Return the last lines of a log, of at most its last 64 KiB; none if it cannot be read."""
+    """Return the last lines of a log, from its last 64 KiB at most; none if it cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))

@@ -82,10 +82,14 @@ class RuntimeCallError(RolloutBackendError):
     """A call to the agent runtime failed. `reason` is the reason in the ledger."""
 
     reason = "runtime_error"
-    never_opened = False  # True: no session was opened, so none needs a stop
-    refused = False  # True: refused for now. It is no attempt: the same call is retried until the deadline
-    slow_down = False  # True: the runtime accepts fewer calls than it receives
-    retry_after_s = 0.0  # the runtime's Retry-After: calls of this kind wait so long
+    never_opened = False
+    """True if no session was opened, so that none needs a stop."""
+    refused = False
+    """True if the call is refused for now. It does not count as an attempt, and is retried until the deadline."""
+    slow_down = False
+    """True if the runtime accepts fewer calls than it receives."""
+    retry_after_s = 0.0
+    """The runtime's Retry-After: calls of this operation wait that long."""
 
 
 class Throttled(RuntimeCallError):

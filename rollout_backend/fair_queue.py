@@ -1,10 +1,10 @@
-"""Let callers wait for a limited number of places, in turn by owner.
+"""Let callers wait for a limited number of places, which their owners get in turn.
 
 Invariants:
 
 - Owners take turns, and the callers of one owner are served in order. An owner with many callers delays its own.
 - One owner holds at most its share of the places. A caller that wants more is served once its owner holds none.
-- A caller that is cancelled gives up its place, held or waited for.
+- A cancelled caller gives up the place that it holds or waits for.
 """
 
 import asyncio
@@ -22,7 +22,8 @@ class FairQueue:
         self._has_room = has_room or (lambda: True)
         self._held: Counter[Hashable] = Counter()
         self._waiting: dict[Hashable, deque[tuple[asyncio.Future[None], int]]] = {}
-        self._turns: dict[Hashable, None] = {}  # owners that wait and may hold more, next first
+        # Owners that wait and may hold more, next first.
+        self._turns: dict[Hashable, None] = {}
         self.held = 0
         """Number of places that are held."""
 

@@ -1,7 +1,7 @@
 """Keep full runs of Python's garbage collector out of a step, and out of the calls of a server.
 
 A full run stops the process while it visits every object: 0.3 s with 4,096 rollouts, and more in a trainer's process,
-which holds much besides. A step causes many, as each result stays. Collections of young objects continue.
+which holds many other objects. A step causes many, because each result stays. Collections of young objects continue.
 """
 
 import gc
@@ -10,13 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _DURING_A_STEP = (50000, 20)
-_RUNS_DURING_A_STEP = 10  # of one million objects that were kept, before a full run
+# A full run follows this many runs of younger objects, each after one million objects that were kept.
+_RUNS_DURING_A_STEP = 10
 _STEPS_BETWEEN_FULL_RUNS = 20
 # Older objects are visited after 5 million that were kept: a server's are rarely garbage, and 375 open sessions of a
 # gateway take 0.1 s to visit.
 _OF_A_SERVER = (5000, 1000, 10)
-_before: list[tuple[int, int, int]] = []  # the thresholds, for each block that is being executed
-_ends = itertools.count(1)  # counts the ends after which no block is being executed
+# The thresholds, for each block that is being executed.
+_before: list[tuple[int, int, int]] = []
+# Counts the ends after which no block is being executed.
+_ends = itertools.count(1)
 
 
 def exempt_loaded_objects() -> None:
@@ -28,9 +31,10 @@ def exempt_loaded_objects() -> None:
 
 @contextmanager
 def rare_full_collections() -> Iterator[None]:
-    """Let the block, and others that overlap it, run with few full collections. The last one restores the setting."""
+    """Run the block, and others that overlap it, with few full collections. The last to end restores the setting."""
     before = _before[-1] if _before else gc.get_threshold()
-    if not _before and before[0]:  # 0: the process has switched the collector off
+    # A threshold of 0 means that the process has switched the collector off.
+    if not _before and before[0]:
         # The runs of younger objects since the last full one count: there may have been enough for the next already.
         gc.set_threshold(*_DURING_A_STEP, gc.get_count()[2] + _RUNS_DURING_A_STEP)
     _before.append(before)

@@ -12,19 +12,21 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 HOST = "127.0.0.1"
-SECRET = "local"  # noqa: S105  # the key is the secret: signatures are not verified
+# The key is the secret: signatures are not verified.
+SECRET = "local"  # noqa: S105
 
 
 def proxy_bypass() -> dict[str, str]:
     """Return the environment variables with which clients reach this machine without the user's proxy."""
-    names = ("NO_PROXY", "no_proxy")  # some clients read one, some the other
+    # Some clients read one, and some the other.
+    names = ("NO_PROXY", "no_proxy")
     hosts = [host.strip() for name in names for host in os.environ.get(name, "").split(",")]
     every = ",".join(dict.fromkeys(filter(None, [*hosts, HOST, "localhost", "::1"])))
     return dict.fromkeys(names, "*" if "*" in hosts else every)
 
 
 def bypass_proxies() -> None:
-    """Set these variables for this process and those that it starts."""
+    """Set the variables of `proxy_bypass` for this process and those that it starts."""
     os.environ.update(proxy_bypass())
 
 
@@ -33,7 +35,8 @@ def publish_key(endpoint_url: str, key: str) -> None:
     file = _file_of(endpoint_url)
     assert file is not None, "not an endpoint of this machine"
     file.parent.mkdir(0o700, parents=True, exist_ok=True)
-    file.unlink(missing_ok=True)  # of a cloud that was killed
+    # A cloud that was killed may have left its key.
+    file.unlink(missing_ok=True)
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as text:
         text.write(key)
 
@@ -45,7 +48,7 @@ def withdraw_key(endpoint_url: str) -> None:
 
 
 def key_of(endpoint_url: str | None) -> str | None:
-    """Return the key of a local cloud's endpoint. None: it is another endpoint."""
+    """Return the key of a local cloud's endpoint; None for any other endpoint."""
     file = _file_of(endpoint_url)
     with contextlib.suppress(OSError):
         return file.read_text() if file is not None else None

@@ -2,8 +2,8 @@
 
 Invariants:
 
-- `ROLLOUT_LOG_FORMAT` in the environment selects the form, so child processes log in the same form.
-- A line has no control characters, with which a container that it quotes could control a terminal.
+- `ROLLOUT_LOG_FORMAT` in the environment selects the format, so child processes log in the same format.
+- A line has no control characters, because a container that it quotes could control a terminal with them.
 - A JSON line names the run, step, rollout and session that its code works on, as far as they are known.
 
 It imports only the standard library, so that a janitor and a relay can use it.
@@ -95,7 +95,8 @@ class RepeatFilter(logging.Filter):
     def __init__(self, *, exact: bool = False) -> None:
         super().__init__()
         self._exact = exact
-        self._seen: dict[tuple[str, str, str], tuple[int, float]] = {}  # the count, and the time of the last one
+        # The count of lines, and the time of the last one.
+        self._seen: dict[tuple[str, str, str], tuple[int, float]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
@@ -134,8 +135,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def report_failure(what: str) -> Callable[[Any], None]:
-    """Return a callback for a task or future that nobody awaits, for `add_done_callback`. It logs the error in which
-    the work ends: otherwise that work would end silently."""
+    """Return a callback for `add_done_callback` of a task or future that is never awaited. It logs the error of the
+    work, which would otherwise end silently."""
 
     def report(done: Any) -> None:
         if not done.cancelled() and (error := done.exception()) is not None:

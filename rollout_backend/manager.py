@@ -61,7 +61,8 @@ from rollout_backend.serving.weights import WeightUpdate
 from rollout_backend.step.step import Step
 from rollout_backend.tracing import Span, SpanSender
 
-if TYPE_CHECKING:  # only a run with metrics loads prometheus_client
+# Only a run with metrics loads prometheus_client.
+if TYPE_CHECKING:
     import torch
 
     from rollout_backend.gateway.stats import GatewayStats
@@ -69,7 +70,8 @@ if TYPE_CHECKING:  # only a run with metrics loads prometheus_client
 
 log = logging.getLogger(__name__)
 
-_METRICS_S = 5.0  # in which gateways must answer; Prometheus waits for 10 s
+# Gateways must answer within this time. Prometheus gives up after 10 s.
+_METRICS_S = 5.0
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -123,11 +125,13 @@ class RolloutManager:
         self._stack = AsyncExitStack()
         self._run: RunServices | None = None
         self._steps: dict[int, Step] = {}
-        self._said_ignored = False  # what the runtime does not provide
+        # True after the log has named what the runtime does not provide.
+        self._said_ignored = False
         self._next_step = 0
         self._collecting: set[asyncio.Task[StepResult]] = set()
         self._first_call: FirstCall | None = None
-        self._reported: GatewayStats | None = None  # the gateways' counts at the previous report
+        # The gateways' counts at the previous report.
+        self._reported: GatewayStats | None = None
 
     # --- start and end ------------------------------------------------------------------------------------
 
@@ -137,7 +141,7 @@ class RolloutManager:
         Raises:
             ConfigError, PreflightError, StartupError, RunHeld: after everything that was started has been stopped.
         """
-        # A proxy of the user's cannot reach this machine's parts.
+        # The user's proxy cannot reach services on this machine.
         bypass_proxies()
         run = RunServices(
             self.config,
@@ -152,7 +156,8 @@ class RolloutManager:
                 with log_fields(run=self.config.run_id):
                     await run.start(stack, self._rollouts)
             except RunHeld:
-                raise  # the folder belongs to another manager
+                # The folder belongs to another manager.
+                raise
             except RolloutBackendError as error:
                 how = (self.config, self._started_by, self._agent or {}, None)
                 self.archive.write_failed_start(self.config, await asyncio.to_thread(RunStart.of, *how), str(error))
@@ -185,12 +190,13 @@ class RolloutManager:
     ) -> None:
         self._on_phase(RunPhase.STOP)
         await self._stack.aclose()
-        if self._run is None or self._run.lease.lost is None:  # otherwise `run.json` is another manager's
+        # After a takeover, `run.json` belongs to another manager.
+        if self._run is None or self._run.lease.lost is None:
             await self.archive.wait(self.archive.submit(self.archive.write_end, _end_state(error), str(error or "")))
 
     async def _describe_start(self, run: RunServices) -> RunStart:
         serving = self.config.serving
-        # verl's servers may sleep, and are in its own environment.
+        # verl's servers may sleep, and run in verl's environment.
         ask = serving.kind == "external" and self._started_by != "verl"
         engine = await reported_version(serving.urls[0].rstrip("/"), serving.engine) if ask else None
         agent = run.agent if self._agent is None else self._agent
@@ -228,8 +234,10 @@ class RolloutManager:
                 self._metrics.end_step(step, records)
             if self._traces is not None:
                 spans = _spans(self.config.run_id, step, records)
-                await asyncio.to_thread(self._traces.send, spans)  # 0.6 s for 4,000 rollouts
-        except Exception:  # a monitor never ends a step
+                # This takes 0.6 s for 4,000 rollouts.
+                await asyncio.to_thread(self._traces.send, spans)
+        except Exception:
+            # A monitor never ends a step.
             log.warning("metrics or traces of step %d are incomplete", step.step, exc_info=True)
 
     async def _watch_gateways(self, first_call: FirstCall) -> None:
@@ -256,7 +264,8 @@ class RolloutManager:
             # At most 1 % of this thread's time, and often enough for readers on other machines.
             await asyncio.sleep(min(max(self._gateway_poll_s, 100 * took_s), RUNS_S / 3))
             took_s = 0.0
-            if run.lease.lost is None:  # otherwise these files belong to another manager
+            # After a takeover, these files belong to another manager.
+            if run.lease.lost is None:
                 self.archive.renew_info()
             for number, step in [*self._steps.items()]:
                 if self._steps.get(number) is step and run.lease.lost is None:
@@ -342,7 +351,7 @@ class RolloutManager:
             return await collecting
 
     def _check_tasks(self, tasks: Iterable[Task]) -> tuple[Task, ...]:
-        """Return the tasks as this run's runtime runs them. Raises TaskFileError or ConfigError."""
+        """Return the tasks, adapted to this run's runtime. Raises TaskFileError or ConfigError."""
         wanted = check_unique(tasks)
         check_private(wanted, self.config.scoring.enabled)
         wanted = fit_to_runtime(wanted, self.config.runtime)
@@ -357,7 +366,8 @@ class RolloutManager:
         run, number = self._started, request.step
         if number in self._steps:
             raise ConfigError(f"step {number} is being collected: wait for it, or give this call another step")
-        run.serving.named_adapter(request.adapter)  # raises: it may have been unloaded since the request was made
+        # This raises if the adapter was unloaded since the request was made.
+        run.serving.named_adapter(request.adapter)
         current = Step(request, run.for_steps, on_group)
         self._steps[number] = current
         self.archive.write_tasks(number, request.tasks)
@@ -382,7 +392,8 @@ class RolloutManager:
         finally:
             del self._steps[number]
             records = current.results.records.all() if result is None else result.records
-            if run.lease.lost is None:  # otherwise the step belongs to another manager
+            # After a takeover, the step belongs to another manager.
+            if run.lease.lost is None:
                 # Encoding thousands of records would block the event loop.
                 await self.archive.wait(self.archive.submit(self.archive.write_records, number, records))
             await self._report_step(current, records)
@@ -392,8 +403,8 @@ class RolloutManager:
         return replace(result, report=report)
 
     async def _gateway_growth(self) -> dict[str, Any]:
-        """Return what the gateways counted since the previous report, by the report's fields; empty if one of them
-        does not answer."""
+        """Return the gateways' counts since the previous report, by the report's fields; empty if a gateway does not
+        answer."""
         stats = await self._gateway_stats()
         if stats is None:
             return {}
@@ -599,7 +610,7 @@ class BlockingRolloutManager:
         `on_serving` is called in the manager's thread with each event of an engine, the router or a gateway.
         """
         self._manager = RolloutManager(config, on_serving=on_serving, started_by=started_by)
-        self._loop: asyncio.AbstractEventLoop | None = None  # while the manager is entered
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def __enter__(self) -> Self:
         self._loop = asyncio.new_event_loop()
@@ -613,7 +624,7 @@ class BlockingRolloutManager:
 
         try:
             self.submit(start()).result()
-        except BaseException:  # an interrupt too
+        except BaseException:
             self.submit(cancel_all(starting)).result()
             self._end_loop()
             raise
@@ -625,7 +636,7 @@ class BlockingRolloutManager:
         self.close(error=error)
 
     def close(self, timeout_s: float | None = None, error: BaseException | None = None) -> None:
-        """End the steps in progress, and everything that was started. `error`: why, for the run's folder.
+        """End the steps in progress, and everything that was started. `error` is the reason, for the run's folder.
 
         Raises:
             TimeoutError: not everything ended within `timeout_s`; the rest ends with this process.

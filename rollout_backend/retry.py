@@ -1,6 +1,6 @@
 """Retry calls with the waits and stops of tenacity, but without its loop.
 
-An `AsyncRetrying` of tenacity takes 50 to 100 us, also for a call that succeeds at once, and many calls take less. It
+tenacity's `AsyncRetrying` takes 50 to 100 us, even for a call that succeeds immediately, and many calls take less. It
 also leaves a reference cycle, which keeps what the call refers to, such as a step's results, until a garbage
 collection.
 """
@@ -53,7 +53,8 @@ async def retry(
                 if before_sleep is not None:
                     before_sleep(state)
             finally:
-                state.outcome = None  # the error's traceback refers to this frame, and so to the state
+                # The error's traceback refers to this frame, and so to the state.
+                state.outcome = None
         state.prepare_for_next_attempt()
         await asyncio.sleep(pause_s)
 
@@ -92,7 +93,7 @@ async def retry_until(
 
 
 async def repeat(work: Callable[[], Awaitable[object]], what: str, pause_s: float = 5.0) -> NoReturn:
-    """Call `work` again whenever it ends, and log each failure. For work in the background that must not end."""
+    """Call `work` again whenever it ends, and log each failure. Use it for background work that must not end."""
     while True:
         try:
             await work()

@@ -48,11 +48,15 @@ from rollout_backend.runtimes.base import SessionCalls
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_CLOCK_S = 2.0  # S3 timestamps have a resolution of 1 s
-_RETRY_S = 300.0  # for S3, while a run starts and before a step returns
-_PAUSE_S = 2.0  # between two tries
-_LEAST_TRY_S = 5.0  # for one call to S3, even if the lease is short
-_VALID_SHARE = 0.75  # of a lease, from its renewal on: the time in which no other manager can take the run over
+# S3 timestamps have a resolution of 1 s.
+_CLOCK_S = 2.0
+# Time for S3 to answer, while a run starts and before a step returns.
+_RETRY_S = 300.0
+_PAUSE_S = 2.0
+# Minimum time for one call to S3, even if the lease is short.
+_LEAST_TRY_S = 5.0
+# Share of the lease time, counted from a renewal, during which no takeover is possible.
+_VALID_SHARE = 0.75
 
 
 class LeaseHolder(BaseModel, frozen=True):
@@ -109,7 +113,7 @@ class LeaseRecord(BaseModel, frozen=True):
     """Duration of the lease of the manager that wrote this, which renews it several times within that time."""
 
     def manager(self, age_s: float) -> LeaseHolder | None:
-        """Return the manager that has the run and has not given it up. `age_s`: since this record was written."""
+        """Return the manager that has the run and has not released it. `age_s` is the age of this record."""
         if age_s > self.lease_s + _CLOCK_S:
             return None
         return self.starting or (None if self.released else self.holder)
@@ -118,7 +122,8 @@ class LeaseRecord(BaseModel, frozen=True):
 @dataclass(frozen=True)
 class _Seen:
     record: LeaseRecord
-    etag: str | None  # None: there is no object
+    etag: str | None
+    """None if there is no object."""
     age_s: float = 0.0
 
 
@@ -138,7 +143,8 @@ class RunLease:
     ) -> None:
         """Prepare a lease; nothing is written yet. `on_status` is called with a line for each wait."""
         self.me = me
-        self.previous_manager_id: str | None = None  # the holder on record when this manager began
+        # The holder on record when this manager began.
+        self.previous_manager_id: str | None = None
         self.held = False
         self.lost: RunHeld | None = None
         self.key = lease_key(store.config.prefix, run_id)
@@ -152,9 +158,11 @@ class RunLease:
         self._least_token = 0
         self._etag: str | None = None
         self._try_s = max(_LEAST_TRY_S, lease_s / 4)
-        self._renewed_at = float("-inf")  # by `_clock`: before the last write that S3 took was sent
+        # Time of `_clock` before the last accepted write was sent.
+        self._renewed_at = float("-inf")
         self._writing = asyncio.Lock()
-        self._changed = asyncio.Event()  # replaced at each renewal, and when the run is lost
+        # Replaced at each renewal, and when the run is lost.
+        self._changed = asyncio.Event()
         self._renewing: asyncio.Task[None] | None = None
         self._was_free = True
 
@@ -199,7 +207,8 @@ class RunLease:
             try:
                 await self._retry(lambda: self._put(seen.record.model_copy(update={"starting": self.me})))  # noqa: B023
                 break
-            except WriteConflict:  # another one was first, or the holder is back
+            except WriteConflict:
+                # Another manager was first, or the holder is back.
                 continue
         self._renewing = asyncio.create_task(self._renew())
         self._renewing.add_done_callback(report_failure("the renewal of the run's lease"))
@@ -220,7 +229,7 @@ class RunLease:
             raise self.lost
 
     async def wait_lost(self) -> None:
-        """Wait until another manager has the run. Raises RunHeld, and never returns."""
+        """Wait until another manager has the run, and raise RunHeld then."""
         while self.lost is None:
             await self._changed.wait()
         raise self.lost
@@ -265,7 +274,8 @@ class RunLease:
                 self._record.model_copy(update={"released": self.held or self._record.released, "starting": None})
             )
         except WriteConflict:
-            pass  # another manager has it by now
+            # Another manager has the run by now.
+            pass
         except RolloutBackendError as error:
             log.warning("%s: a start on another machine waits %g s before it takes the run", error, self._lease_s)
 
@@ -296,7 +306,7 @@ class RunLease:
             return _Seen(LeaseRecord(), stored.etag)
 
     async def _put(self, record: LeaseRecord) -> None:
-        """Raises WriteConflict, StoreError."""
+        """Write the record if it is unchanged in S3. Raises WriteConflict or StoreError."""
         sent_at = _clock()
         # The count makes each write differ from all others.
         record = record.model_copy(update={"renewals": record.renewals + 1, "lease_s": self._lease_s})
@@ -325,8 +335,8 @@ class RunLease:
                     except WriteConflict:
                         await self._resolve_conflict()
                         pause = 0.0
-            # Expired credentials too, for the run's own calls end it then, and defects: without renewals no agent
-            # would start, and nothing would say why.
+            # This includes expired credentials, with which the run's own calls end it, and defects: without renewals
+            # no agent would start, and nothing would say why.
             except Exception as error:
                 if not failing:
                     is_defect = not isinstance(error, RolloutBackendError)
@@ -339,10 +349,12 @@ class RunLease:
     async def _resolve_conflict(self) -> None:
         """Resolve a write conflict: the record is another manager's, or still this one's under another ETag."""
         seen = await self._read()
-        record = self._record if seen.etag is None else seen.record  # a deleted one is written again
+        # A deleted record is written again.
+        record = self._record if seen.etag is None else seen.record
         mine = record.holder if self.held else record.starting
         if mine is not None and mine.id == self.me.id:
-            self._etag = seen.etag  # a manager that found us silent may have begun: we are back
+            # Another manager may have begun because this one was silent; this one is back.
+            self._etag = seen.etag
             self._record = record.model_copy(update={"starting": None}) if self.held else record
             return
         other = record.starting or record.holder
@@ -378,7 +390,7 @@ class FencedRuntime:
     def __init__(
         self, runtime: SessionCalls, lease: RunLease, calls: CallQueue, call: CallKind = CallKind.INVOKE
     ) -> None:
-        """`calls` has admitted each invoke as a `call`."""
+        """`calls` must have admitted each invoke as a `call`."""
         self._runtime = runtime
         self._lease = lease
         self._calls = calls
@@ -390,7 +402,8 @@ class FencedRuntime:
                 await self._lease.wait_confirmed()
             except RunHeld as error:
                 raise InvokeRejected(str(error), reason="run_taken_over") from error
-            await self._calls.admit(self._call)  # again, because all waiting calls would be sent together
+            # Admit the call again, because all waiting calls would be sent together.
+            await self._calls.admit(self._call)
         return await self._runtime.invoke(session_id, payload)
 
     async def stop(self, session_id: str) -> None:
@@ -401,7 +414,7 @@ class FencedRuntime:
 
 
 def _clock() -> float:
-    """Return the loop's time, plus the time for which this machine was suspended: the lease expires meanwhile."""
+    """Return the loop's time, plus the time for which this machine was suspended, during which the lease expires."""
     return asyncio.get_running_loop().time() + boot_clock() - time.monotonic()
 
 
@@ -410,7 +423,8 @@ def _machine() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not Linux
+    except OSError:
+        # These files exist only on Linux.
         return f"{os.uname().nodename} {uuid.getnode():x}"
 
 
@@ -426,6 +440,7 @@ def process_start(pid: int) -> int | None:
         except ProcessLookupError:
             return None
         except PermissionError:
-            pass  # another user's, and alive
+            # The process belongs to another user, and is alive.
+            pass
         return 0
     return None if state in "ZX" else int(fields[18])

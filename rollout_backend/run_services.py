@@ -51,7 +51,8 @@ from rollout_backend.step.in_flight import InFlightLog, StepFiles
 from rollout_backend.step.services import StepServices
 from rollout_backend.step.task_blocklist import TaskBlocklist
 
-_SEAL_S = 60.0  # in which a killed gateway restarts
+# A killed gateway restarts within this time.
+_SEAL_S = 60.0
 
 
 class RunServices:
@@ -86,7 +87,7 @@ class RunServices:
         self._wait_lost = wait_lost
 
     async def start(self, stack: AsyncExitStack, rollouts: int | None = None) -> None:
-        """Start everything; `stack` stops it. `rollouts`: refuse a run whose steps of this size cannot end in time.
+        """Start everything; `stack` stops it. Refuse a run whose steps of `rollouts` rollouts cannot end in time.
 
         Raises:
             ConfigError, PreflightError, StartupError, RunHeld, CloudLost: `stack` holds what had been started.
@@ -199,7 +200,8 @@ class RunServices:
         lease = self.lease
         janitor = await Janitor.start(self._config, lease, runtime, self._archive.logs / "janitor.log")
 
-        async def stop() -> None:  # a dead run's queue is left to the janitors, should this start fail
+        async def stop() -> None:
+            # If this start fails, the queue of a dead run is left to the janitors.
             await janitor.aclose(done=lease.lost is not None or await lease.may_delete_queue())
 
         stack.push_async_callback(stop)
@@ -243,7 +245,8 @@ class RunServices:
         """Return why a background task has ended."""
         for task in self.background:
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-                while isinstance(error, BaseExceptionGroup):  # the first of them has ended the others
+                while isinstance(error, BaseExceptionGroup):
+                    # The first error has ended the other tasks.
                     error = error.exceptions[0]
                 return error
         return ServingError("a background task of the run ended without an error: see the logs")
@@ -266,7 +269,8 @@ class RunServices:
 
         async def seal(request: RolloutRequest) -> Trajectory:
             endpoint = request.endpoint
-            if config.gateway.tls_certificate is None:  # which would be valid for the public name only
+            # A certificate would be valid only for the public name.
+            if config.gateway.tls_certificate is None:
                 url = gateways.trajectory_url(request.session_id)
                 endpoint = endpoint.model_copy(update={"trajectory_url": url})
             return await fetch_trajectory(endpoint, _SEAL_S)

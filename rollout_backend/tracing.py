@@ -3,7 +3,7 @@
 Invariants:
 
 - Sending blocks no caller and fails no run: a thread sends batches, retries, and drops what is not accepted.
-- The log says once per outage that spans are lost, and at its end how many.
+- The log reports lost spans once per outage, and their number when the outage ends.
 - No span holds a prompt, a reply, a payload or a key.
 - OpenTelemetry is imported only if a run sends traces. It comes with the extra `otel`.
 """
@@ -64,13 +64,15 @@ ERROR_TYPE = "error.type"
 Kind = Literal["internal", "client", "producer", "consumer"]
 Value = str | bool | int | float | Sequence[str]
 
-_MAX_WAITING = 1 << 16  # spans that wait to be sent, at 1 KB each; further ones are dropped
-_LATEST_S = 1e10  # unix seconds: the year 2286
+# Spans that wait to be sent take 1 KB each. Further ones are dropped.
+_MAX_WAITING = 1 << 16
+# Unix seconds in the year 2286.
+_LATEST_S = 1e10
 
 
 @dataclass(frozen=True)
 class Span:
-    """One span. `error` says why it failed; it is empty for success. Times in unix seconds."""
+    """One span. `error` says why it failed; it is empty for success. Times are in unix seconds."""
 
     name: str
     trace_id: int
@@ -81,14 +83,15 @@ class Span:
     attributes: Mapping[str, Value] = field(default_factory=dict)
     kind: Kind = "internal"
     error: str = ""
-    links: tuple[tuple[int, int], ...] = ()  # trace and span, of other traces
+    links: tuple[tuple[int, int], ...] = ()
+    """Trace and span ids, of other traces."""
 
 
 def check_installed() -> None:
     """Raise ConfigError unless the extra `otel` is installed."""
     try:
         installed = importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
-    except ModuleNotFoundError:  # one of its parents
+    except ModuleNotFoundError:
         installed = False
     if not installed:
         raise ConfigError(
@@ -159,7 +162,8 @@ class SpanSender:
         closing.join(self._close_s)
         if closing.is_alive():
             self._delivery.report("it did not answer before the end")
-            self._exporter.shutdown()  # type: ignore[no-untyped-call]  # ends the retries
+            # This ends the retries.
+            self._exporter.shutdown()  # type: ignore[no-untyped-call]
         self._delivery.end()
 
     def _shut_down(self) -> None:
@@ -179,7 +183,7 @@ class _Delivery(logging.Filter):
         self._endpoint = endpoint
         self._lock = threading.Lock()
         self._waiting = 0
-        self._lost = 0  # in this outage
+        self._lost = 0
         self._failing = False
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -187,7 +191,7 @@ class _Delivery(logging.Filter):
         return False
 
     def admit(self) -> bool:
-        """Return whether one more span may wait. One that may not is lost."""
+        """Return whether one more span may wait. Otherwise, count it as lost."""
         with self._lock:
             admitted = self._waiting < self._max_waiting
             if admitted:
@@ -222,7 +226,7 @@ class _Delivery(logging.Filter):
             log.warning("the collector at %s accepts spans again; %s spans were lost", self._endpoint, f"{lost:,}")
 
     def report(self, why: str) -> None:
-        """Log that spans are lost, unless the log says so since the collector accepted the last ones."""
+        """Log that spans are lost, once per outage."""
         with self._lock:
             known, self._failing = self._failing, True
         if not known:
@@ -242,5 +246,5 @@ class _Delivery(logging.Filter):
 
 
 def _nanoseconds(seconds: float) -> int:
-    """Return a time as OTLP can hold it: a container's clock may show any."""
+    """Convert a time to nanoseconds, within the range of OTLP: a container's clock may show any time."""
     return int(min(max(seconds, 0.0), _LATEST_S) * 1e9)

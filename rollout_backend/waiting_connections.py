@@ -3,7 +3,7 @@
 Invariants:
 
 - The head of a request arrives within `head_s`, from the connection's start or the first byte of a further request.
-- A client reads what was written to it within `read_s`, apart from a small rest.
+- A client reads what was written to it within `read_s`, except for a small remainder.
 - When all connections are in use, a new one replaces the connection that has waited longest for its first request, or
   else the one that has been idle longest, or else the one whose client has not read for longest.
 """
@@ -15,8 +15,10 @@ import resource
 from typing import cast
 
 HEAD_S = 5.0
-READ_S = 300.0  # longer than a relay waits for its dialer
-MAX_CONNECTIONS = 65_536  # each takes some 10 KB
+# This is longer than a relay waits for its dialer.
+READ_S = 300.0
+# Each connection takes some 10 KB.
+MAX_CONNECTIONS = 65_536
 
 
 def raise_file_limit(needed: int) -> int:
@@ -35,10 +37,13 @@ class WaitingConnections:
     def __init__(self, limit: int, head_s: float = HEAD_S, read_s: float = READ_S) -> None:
         self._limit, self._head_s, self._read_s = limit, head_s, read_s
         self._open: set[asyncio.Transport] = set()
-        self._new: dict[asyncio.Transport, None] = {}  # without a request so far, oldest first
-        self._idle: dict[asyncio.Transport, None] = {}  # kept open after a response, idle longest first
+        # Connections without a request so far, oldest first.
+        self._new: dict[asyncio.Transport, None] = {}
+        # Connections kept open after a response, idle longest first.
+        self._idle: dict[asyncio.Transport, None] = {}
         self._deadlines: dict[asyncio.Transport, asyncio.TimerHandle] = {}
-        self._unread: dict[asyncio.Transport, asyncio.TimerHandle] = {}  # unread longest first
+        # Connections whose client does not read, unread longest first.
+        self._unread: dict[asyncio.Transport, asyncio.TimerHandle] = {}
 
     def opened(self, connection: asyncio.Transport) -> None:
         self._open.add(connection)
@@ -46,7 +51,8 @@ class WaitingConnections:
         self._expect_head(connection)
         if len(self._open) > self._limit:
             replaced = next(iter(self._new if len(self._new) > 1 else self._idle or self._unread or self._new))
-            self.closed(replaced)  # before the event loop says so, since others may be opened in the meantime
+            # The event loop reports the end later, and other connections may be opened in the meantime.
+            self.closed(replaced)
             replaced.abort()
 
     def received(self, connection: asyncio.Transport) -> None:
@@ -62,7 +68,8 @@ class WaitingConnections:
             deadline.cancel()
 
     def request_ended(self, connection: asyncio.Transport) -> None:
-        if connection in self._open:  # it may be closing, and still have something to send
+        # The connection may be closing, and still have something to send.
+        if connection in self._open:
             self._idle[connection] = None
 
     def writing_paused(self, connection: asyncio.Transport) -> None:
@@ -83,7 +90,7 @@ class WaitingConnections:
 
 
 class WatchedProtocol(asyncio.Protocol):
-    """A base class, before that of the server, of protocols whose connections `waiting` limits."""
+    """Base class of protocols whose connections `waiting` limits. Inherit from it before the server's class."""
 
     waiting: WaitingConnections
     connection: asyncio.Transport
