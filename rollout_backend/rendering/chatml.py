@@ -39,7 +39,7 @@ _TOOLS = (
 )
 
 
-class ChatMLConfig(BaseRendererConfig):  # type: ignore[misc]  # the package carries no types
+class ChatMLConfig(BaseRendererConfig):  # type: ignore[misc]
     name: Literal["chatml"] = "chatml"
 
 
@@ -81,14 +81,15 @@ class ChatMLRenderer:
     def parse_response(
         self, token_ids: Sequence[int], *, tools: Sequence[Tool] | None = None, prompt_ids: list[int] | None = None
     ) -> ParsedResponse:
-        """Parse a reply. Tool calls are found in its text: some vocabularies have no token for `<tool_call>`."""
+        """Parse a reply. Search its text for tool calls, as some vocabularies have no token for `<tool_call>`."""
         ids = list(token_ids)
         if self._end in ids:
             ids = ids[: ids.index(self._end)]
         before, start, rest = decode(self._tokenizer, ids).partition(HERMES.start)
         said, calls = read_calls(HERMES, start + rest)
         content = before + said
-        if calls:  # strip the text around the calls, except before the first one: a stream has sent that already
+        if calls:
+            # Strip the text around the calls, except before the first one, because a stream has already sent it.
             content = content.rstrip() if before.strip() else content.strip()
         return ParsedResponse(content=content, tool_calls=calls)
 

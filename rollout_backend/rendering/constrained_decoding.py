@@ -1,9 +1,9 @@
-"""Constrain replies to a form (a tool call, JSON with a schema) with the engine's constrained decoding. Pure.
+"""Constrain replies to a format (a tool call, JSON with a schema) with the engine's constrained decoding. Pure.
 
 Invariants:
 
-- A form that the renderer's grammar cannot express is refused, never approximated.
-- A form that may be too expensive for an engine to compile is refused: see `grammar_budget`.
+- A format that the renderer's grammar cannot express is refused, never approximated.
+- A format that may be too expensive for an engine to compile is refused: see `grammar_budget`.
 - The constraint starts after the model's reasoning.
 
 The tokens of a constrained reply do not come from the model's own distribution, so its logprobs cannot be trained.
@@ -31,7 +31,8 @@ class _ToolFormat:
     end: str
     style: str
     trigger: str
-    sample: str  # {"a": "zqxj"} in that style
+    sample: str
+    """`{"a": "zqxj"}` in that style."""
 
     def tag(self, tool: Mapping[str, Any]) -> dict[str, Any]:
         function = tool["function"]
@@ -68,11 +69,11 @@ class Constraints:
         self._allowed = allowed
 
     def params(self, call: ModelCall, prompt_ids: Sequence[int]) -> dict[str, str]:
-        """Return the sampling parameters that constrain the reply of a call that `is_constrained`.
+        """Return the sampling parameters that constrain the reply. The call must be `is_constrained`.
 
         Raises:
-            ApiError: status 400 if constrained decoding is disabled, cannot express the form for this renderer, or
-                would be too expensive.
+            ApiError: status 400 if constrained decoding is disabled, cannot express the format for this renderer,
+                or would be too expensive.
         """
         forced = call.tool_choice == "required"
         where = "tool_choice" if forced else "response_format"
@@ -100,7 +101,8 @@ class Constraints:
             ) from None
         thinking = self._with_reasoning(reply, prompt_ids)
         if thinking is reply and reply["type"] == "json_schema":
-            return {"json_schema": json.dumps(call.json_schema)}  # supported by every grammar backend
+            # Every grammar backend supports a plain JSON schema.
+            return {"json_schema": json.dumps(call.json_schema)}
         return {"structural_tag": json.dumps({"type": "structural_tag", "format": thinking})}
 
     def _calls(self, call: ModelCall, where: str) -> dict[str, Any]:
@@ -127,7 +129,8 @@ class Constraints:
             return {"type": "sequence", "elements": [thought, {"type": "regex", "pattern": "\\n*"}, reply]}
 
         if _WORD in (self._parse(_WORD, prompt_ids).reasoning_content or ""):
-            return after("")  # the prompt has already opened the reasoning
+            # The prompt has already opened the reasoning.
+            return after("")
         if self._may_reason:
             return {"type": "or", "elements": [after(_THINK), reply]}
         return reply

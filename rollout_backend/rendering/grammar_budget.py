@@ -1,11 +1,11 @@
-"""Limit the grammars that a call may give an engine. Pure.
+"""Limit the grammars that a call may ask an engine to compile. Pure.
 
 An engine compiles a JSON schema into a grammar in its own process. With SGLang 0.5.23 and xgrammar 0.2.7, 30,000
-nested parentheses in a `pattern` end that process, and `^(.{0,30}x){0,30}$` compiles for 13 s. The limits are above
-the schemas of agents' tools. Within them, one pattern or object takes up to 3 s, and a schema that uses all of the
-budget half a minute, with a vocabulary of 49,000 tokens on one core. Meanwhile the engine samples for others.
+nested parentheses in a `pattern` end that process, and `^(.{0,30}x){0,30}$` compiles for 13 s. The schemas of agents'
+tools stay below the limits. Within them, one pattern or object takes up to 3 s, and a schema that uses the whole
+budget takes half a minute, with a vocabulary of 49,000 tokens on one core. The engine keeps sampling for other calls.
 
-Invariant: the work is linear in the size of the form, without recursion.
+Invariant: the work is linear in the size of the format, without recursion.
 """
 
 import json
@@ -14,8 +14,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 _MAX_BYTES = 256 * 1024
-_MAX_DEPTH = 64  # each nested property takes two levels
-_MAX_PROPERTIES = 500  # the work is quadratic in the optional properties of an object
+# Each nested property takes two levels.
+_MAX_DEPTH = 64
+# The work is quadratic in an object's optional properties.
+_MAX_PROPERTIES = 500
 _MAX_STRING_CHARS = 10_000
 _MAX_LENGTHS = 16
 _MAX_PATTERN_CHARS, _MAX_PATTERN_DEPTH = 2_000, 16
@@ -28,7 +30,7 @@ _TOKEN = re.compile(
 
 
 def check_form(form: Any) -> None:
-    """Raise ValueError, which names the limit, if compiling a form may be too expensive for an engine."""
+    """Raise ValueError, naming the limit, if a reply's format may be too expensive for an engine to compile."""
     squares, states = 0, 0
     lengths: set[str] = set()
     for depth, node in _walk(form):
@@ -58,7 +60,7 @@ def check_form(form: Any) -> None:
 
 
 def _walk(form: Any) -> Iterator[tuple[int, Any]]:
-    """Yield the values and names in a form, each with its depth."""
+    """Yield each value and key of a reply's format with its depth."""
     rest = [(0, form)]
     while rest:
         depth, node = rest.pop()
@@ -78,7 +80,7 @@ class _Part(NamedTuple):
     quantifiers: int = 0
     """Parts whose length varies up to a limit. An automaton has to track each combination of their lengths."""
     varies: int = 0
-    """By how many characters the length of these parts varies."""
+    """Characters by which the length of these parts varies."""
 
     def plus(self, other: "_Part") -> "_Part":
         return _Part(*(one + more for one, more in zip(self, other, strict=True)))
@@ -138,7 +140,7 @@ def _states(pattern: str) -> int:
 
 
 def _alternatives(branches: list[_Part]) -> _Part:
-    """Return a group of alternatives, whose length varies if theirs differ."""
+    """Combine alternatives into one group, whose length varies if theirs differ."""
     whole = _Part()
     for each in branches:
         whole = whole.plus(each)

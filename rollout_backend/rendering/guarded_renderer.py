@@ -57,7 +57,7 @@ CALL_START = re.compile(
     ),
     re.IGNORECASE,
 )
-# gpt-oss: the reasoning, and the header of the message after it.
+# The reasoning of gpt-oss, and the header of the message after it.
 _ANALYSIS = re.compile(r"<\|channel\|>analysis<\|message\|>.*?(?=<\|(?:end|call|start|return)\|>|\Z)", re.DOTALL)
 _HEADER = re.compile(r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)?<\|message\|>")
 # Templates that print the tool's name with its result. OpenAI's tool messages carry only the call's id.
@@ -67,7 +67,8 @@ _SORTS_RESULTS = frozenset({"deepseek-v4"})
 # Renderers that never show special tokens of a reply as text: they only delimit its parts.
 _HIDES_SPECIAL_TOKENS = frozenset({"gpt-oss"})
 _TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
-_WORD = "zqxj"  # ordinary text that no template contains
+# No template contains this text.
+_WORD = "zqxj"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -100,7 +101,8 @@ class GuardedRenderer:
             [*control, *(token.content for token in added if _FRAME.fullmatch(token.content))]
         )
         self._marks = not encodes_text
-        self._latest_tools: tuple[str, Any] = "", None  # as JSON, and marked
+        # The tools of the latest call, as JSON and with marks.
+        self._latest_tools: tuple[str, Any] = "", None
         if self._marks:
             _drop_marks(tokenizer)
 
@@ -122,7 +124,7 @@ class GuardedRenderer:
     def _render(self, messages: Sequence[Message], tools: Tools, **more: Any) -> list[int]:
         marked = self._marked(messages)
         misplaced = {i: self._system_turn(marked[i], i) for i in self._misplaced(messages)}
-        # Renders at an assistant's turn, whose tokens are then replaced. A user's turn could change other turns.
+        # An assistant's turn stands in and is then replaced. A user's turn could change other turns.
         stand_in = {"role": "assistant", "content": "a"}
         plain = [stand_in if i in misplaced else message for i, message in enumerate(marked)]
         rendered = self.inner.render(plain, tools=self._marked_tools(tools), **more)
@@ -151,7 +153,8 @@ class GuardedRenderer:
         try:
             ids = self.inner.render_ids([*said, said[0]], add_generation_prompt=True)
             return _WORD in decode(self._tokenizer, ids)
-        except Exception:  # templates raise any exception to refuse a conversation
+        except Exception:
+            # Templates raise any exception to refuse a conversation.
             return False
 
     def _system_turn(self, message: Message, i: int) -> list[int]:
@@ -190,7 +193,8 @@ class GuardedRenderer:
     ) -> ParsedResponse:
         ids = list(token_ids)
         if ids and ids[-1] in self._unknown_stops:
-            ids.pop()  # otherwise the content would end with the token's name
+            # Otherwise, the content would end with the token's name.
+            ids.pop()
         # Llama 3.1 begins some calls with <|python_tag|>, which engines ignore.
         if ids and ids[0] == self._ignored_start and decode(self._tokenizer, ids[1:3]).lstrip().startswith("{"):
             del ids[0]
@@ -273,7 +277,8 @@ class GuardedRenderer:
         """Return a reply without a usable call, with its complete text if the parser dropped any of it."""
         said = ids[:-1] if ids and ids[-1] in self._stops else ids
         text = self._after_reasoning(decode(self._tokenizer, said), parsed.reasoning_content)
-        if parsed.tool_calls:  # parsers drop text after a malformed call
+        if parsed.tool_calls:
+            # Parsers drop text after a malformed call.
             read = parsed.content + "".join(call.raw for call in parsed.tool_calls)
             dropped = tools and len(_letters(self._visible(text))) > len(_letters(self._visible(read)))
             return replace(parsed, content=text.strip()) if dropped else parsed
@@ -302,7 +307,8 @@ class GuardedRenderer:
         if not tools or not self._marks:
             return tools
         text, marked = self._latest_tools
-        if text != (text := json.dumps(tools)):  # calls repeat their tools, and marking takes a search in each string
+        # Calls repeat their tools, and marking searches each string.
+        if text != (text := json.dumps(tools)):
             marked = _mark(tools, self._control)
             self._latest_tools = text, marked
         return marked
@@ -332,8 +338,10 @@ class RendererBundle:
     tokenizer: Any
     renderer: GuardedRenderer
     stop_token_ids: tuple[int, ...]
-    vision: Vision | None = None  # None for a text-only model
-    reason: str = ""  # why this renderer was chosen
+    vision: Vision | None = None
+    """None for a text-only model."""
+    reason: str = ""
+    """Why this renderer was chosen."""
     _markers: dict[str, Sequence[int]] = field(default_factory=dict, compare=False)
 
     @property
@@ -385,7 +393,8 @@ class RendererBundle:
         user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
         try:
             added = len(self.render([user, assistant] * 4 + [user], None)) - len(self.render([user], None))
-        except Exception:  # templates may raise any exception
+        except Exception:
+            # Templates may raise any exception.
             return 1
         return max(1, added // 8 - 1)
 
@@ -416,7 +425,7 @@ class RendererBundle:
         named_messages = [{**message, "name": "n"} if message["role"] == named else message for message in messages]
         try:
             return self.render(named_messages, [_TOOL])
-        except Exception:  # templates may raise any exception
+        except Exception:
             return None
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
@@ -448,7 +457,7 @@ def _mark(value: Any, names: re.Pattern[str]) -> Any:
 
 
 def _respelled(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Write the arguments as templates print parsed ones, which engines pass: clients send other spacing.
+    """Write the arguments as templates print parsed ones, which engines pass, because clients send other spacing.
 
     This also removes JSON escapes, which could hide the name of a control token, and halves of surrogate pairs, which
     no tokenizer takes.
@@ -459,7 +468,8 @@ def _respelled(call: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         plain = _SURROGATE.sub("\ufffd", json.dumps(json.loads(arguments), ensure_ascii=False))
     except (ValueError, RecursionError):
-        return call  # not JSON, so a template can only print this text
+        # A template can only print arguments that are not JSON.
+        return call
     return {**call, "function": {**call["function"], "arguments": plain}}
 
 

@@ -17,9 +17,8 @@ from typing import Any
 
 from rollout_backend.core.images import Image, PlacedImage
 
-_RENDERERS = frozenset(
-    {"qwen3-vl", "qwen3.5", "qwen3.6", "qwen3.8"}
-)  # those that represent an image by one repeated token
+# These renderers represent an image by one repeated token.
+_RENDERERS = frozenset({"qwen3-vl", "qwen3.5", "qwen3.6", "qwen3.8"})
 _PROCESSORS = frozenset({"Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil"})
 
 
@@ -41,7 +40,8 @@ class Vision:
         Raises:
             ValueError: the model does not accept an image of this shape.
         """
-        patches = self.processor.get_number_of_image_patches(image.height, image.width, {})  # None fails in 5.10
+        # transformers 5.10 fails if the last argument is None instead of {}.
+        patches = self.processor.get_number_of_image_patches(image.height, image.width, {})
         return int(patches // self.processor.merge_size**2)
 
     def expand(
@@ -85,7 +85,8 @@ def load_vision(path: Path, renderer: str, tokenizer: Any) -> Vision | None:
     """Return the image processing of the model in `path`; None if the model or its renderer takes no images."""
     if renderer not in _RENDERERS or not prepares_images(path):
         return None
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil  # late: is slow
+    # This import is slow.
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     processor = Qwen2VLImageProcessorPil.from_pretrained(str(path), local_files_only=True)
     pads = tuple(tokenizer.convert_tokens_to_ids(name) for name in ("<|image_pad|>", "<|video_pad|>"))

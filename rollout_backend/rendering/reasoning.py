@@ -5,11 +5,12 @@ import re
 Markers = tuple[str, str]
 
 THINK: Markers = ("<think>", "</think>")
-# Of models that are rendered with their own template, which contains the markers.
+# These models are rendered with their own template, which contains the markers. Magistral and Ministral 3 Reasoning
+# use the first pair, and MiniMax M3 the last.
 OTHER_MARKERS: tuple[Markers, ...] = (
-    ("[THINK]", "[/THINK]"),  # Magistral, Ministral 3 Reasoning
+    ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
-    ("<mm:think>", "</mm:think>"),  # MiniMax M3
+    ("<mm:think>", "</mm:think>"),
 )
 
 

@@ -56,13 +56,14 @@ logger = logging.getLogger(__name__)
 _ENCODES_TEXT = frozenset({"gpt-oss"})
 # OpenAI's encoder of gpt-oss needs this file and would download it.
 _VOCABULARY_FOLDER, _VOCABULARY_FILE = "TIKTOKEN_ENCODINGS_BASE", "o200k_base.tiktoken"
-# In the header of gpt-oss's message.
+# These match in the header of a gpt-oss message.
 _RECIPIENT = re.compile(r"\bto=(?P<namespace>functions\.)?(?P<name>[^\s<]*)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(analysis|commentary|final)\b")
-# Starts of calls that end reasoning which the model does not close. The engines' parsers of the other formats go on.
+# Starts of calls that end unclosed reasoning. For other formats, the parsers of engines continue the reasoning.
 _ENDS_REASONING = re.compile("<tool_calls?(?::opensource)?>|<minimax:tool_call>|<\uff5cDSML\uff5c")
 _ODD_NAME = re.compile(r"[\s<>{}]")
-_TAIL_TOKENS = 16  # as text, a marker of reasoning has as many tokens as characters at most
+# A reasoning marker that is encoded as text has at most as many tokens as characters.
+_TAIL_TOKENS = 16
 
 
 def load_renderer(model: ModelConfig) -> RendererBundle:
@@ -120,7 +121,8 @@ def _load_tokenizer(model: ModelConfig) -> Any:
 def _make_renderer(tokenizer: Any, model: ModelConfig) -> tuple[Selection, Any]:
     names = _organisation_and_name(model.folder)
     if known := KnownModels(*names).exact:
-        tokenizer.name_or_path = known[0]  # some renderers infer the model's size from it
+        # Some renderers infer the model's size from this name.
+        tokenizer.name_or_path = known[0]
     name = model.renderer
 
     def create(name: str, options: Mapping[str, Any]) -> Any:
@@ -136,11 +138,13 @@ def _make_renderer(tokenizer: Any, model: ModelConfig) -> tuple[Selection, Any]:
         return choice, create(choice.name, {**choice.options, **model.renderer_options})
     except ConfigError:
         raise
-    except Exception as error:  # a renderer that does not fit this model may raise any exception
+    except Exception as error:
+        # A renderer that does not fit this model may raise any exception.
         raise ConfigError(f"model.renderer: {name} cannot be used with {model.path}: {error}") from error
 
 
-_choices: dict[str, Selection] = {}  # a process loads the same folder several times
+# A process loads the same folder several times.
+_choices: dict[str, Selection] = {}
 
 
 def _choose(tokenizer: Any, names: tuple[str, str], options: Mapping[str, Any], create: Create) -> Selection:
@@ -189,7 +193,8 @@ def _vocabulary_of(tokenizer: Any) -> Iterator[None]:
     """
     if not any(token.content == "<|channel|>" for token in tokenizer.added_tokens_decoder.values()):
         raise ValueError("its tokenizer has no token <|channel|>")
-    if os.environ.get(_VOCABULARY_FOLDER):  # the user provides the file
+    if os.environ.get(_VOCABULARY_FOLDER):
+        # The user provides the file.
         yield
         return
     with TemporaryDirectory(prefix="o200k-") as folder:
@@ -217,21 +222,22 @@ def _longer(rendered: RenderedTokens, header: Sequence[int], dropped: int = 0) -
     )
 
 
-class _Qwen3Config(Qwen3RendererConfig):  # type: ignore[misc]  # the package carries no types
+class _Qwen3Config(Qwen3RendererConfig):  # type: ignore[misc]
     _template_fields = Qwen3RendererConfig._template_fields | {"opens_thinking"}
     opens_thinking: bool | None = None
     """Whether a prompt ends with `<think>`, as in the template of Qwen3-Thinking-2507."""
 
 
-class _Qwen3(Qwen3Renderer):  # type: ignore[misc]  # the package carries no types
-    """Adds to the package's renderer `opens_thinking`, and Instruct-2507, whose template shows no reasoning."""
+class _Qwen3(Qwen3Renderer):  # type: ignore[misc]
+    """Adds `opens_thinking`, and support for Instruct-2507, whose template shows no reasoning."""
 
     def __init__(self, tokenizer: Any, config: _Qwen3Config) -> None:
         super().__init__(tokenizer, config.model_copy(update={"opens_thinking": bool(config.opens_thinking)}))
         opens = self.config.opens_thinking and self.config.enable_thinking
         self._header = self._encode("<think>\n") if opens else []
         self._reasons = "</think>" in str(tokenizer.chat_template or "</think>")
-        if not self._reasons:  # no question changes what is shown of earlier replies
+        if not self._reasons:
+            # A new question does not change what a prompt shows of earlier replies.
             self.effective_thinking_retention = resolve_thinking_retention(self.config, "all")
 
     def _render_assistant(self, message: Any, i: int, content: str, query: int, is_last: bool, **emit: Any) -> None:
@@ -248,10 +254,10 @@ class _Qwen3(Qwen3Renderer):  # type: ignore[misc]  # the package carries no typ
         return None if bridged is None else _longer(bridged, self._header)
 
 
-class _GptOss(GptOssRenderer):  # type: ignore[misc]  # the package carries no types
+class _GptOss(GptOssRenderer):  # type: ignore[misc]
     """Ends a prompt with `<|start|>assistant`, as OpenAI's library, the chat template and engines do.
 
-    The package's prompt also holds the header of the reasoning. Elsewhere the model samples it, or answers at once.
+    The package's prompt also has the header of the reasoning. Elsewhere, the model samples it or answers directly.
 
     Reads calls without `functions.` before the tool's name, which the model leaves out in long contexts, and calls
     without arguments, as engines do.
@@ -272,7 +278,8 @@ class _GptOss(GptOssRenderer):  # type: ignore[misc]  # the package carries no t
         names = {tool["function"]["name"] for tool in tools or ()}
         calls: list[ParsedToolCall] = []
         reasoning, content, is_complete = "", "", True
-        for header, text, mark in self._messages([self._start, *token_ids]):  # the prompt has the start of a message
+        # The prompt contains the start of the first message.
+        for header, text, mark in self._messages([self._start, *token_ids]):
             called, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
             if called is not None and (called["namespace"] or called["name"] in names):
                 is_closed = mark in (self._end, self._call)
@@ -287,10 +294,11 @@ class _GptOss(GptOssRenderer):  # type: ignore[misc]  # the package carries no t
         return ParsedResponse(content.strip(), thought, calls, reasoning_complete=is_complete)
 
     def _messages(self, ids: list[int]) -> Iterator[tuple[str, str, int | None]]:
-        """Yield the header and the text of each message, and the mark after it: the package takes quadratic time."""
+        """Yield each message's header, text and following mark in linear time. The package takes quadratic time."""
         marks = {self._start, self._end, self._call, self._return}
         at = 0
-        with suppress(ValueError):  # no further message
+        with suppress(ValueError):
+            # `index` raises ValueError if no message follows.
             while True:
                 begin = ids.index(self._start, at)
                 body = ids.index(self._message, begin)
@@ -395,7 +403,7 @@ def _without(rendered: RenderedTokens, begin: int, end: int) -> RenderedTokens:
     return RenderedTokens(token_ids=ids, message_indices=indices, message_roles=rendered.message_roles)
 
 
-class _DeepSeekV4(_ReasonsFirst, DeepSeekV4Renderer):  # type: ignore[misc]  # the package carries no types
+class _DeepSeekV4(_ReasonsFirst, DeepSeekV4Renderer):  # type: ignore[misc]
     """Corrects the DeepSeek V4 renderer of the package.
 
     The package prints the tools into a late system message if there is no other, and begins no reply after one. It
@@ -447,13 +455,14 @@ class _Layout:
     before_reasoning: str
     after_reasoning: str
     before_content: str
-    after_content: str  # and before the first call
+    after_content: str
+    """Also before the first call."""
 
 
-class _OwnTemplate(DefaultRenderer):  # type: ignore[misc]  # the package carries no types
-    """Renders with the model's own chat template, and passes it tool calls in the form that it expects.
+class _OwnTemplate(DefaultRenderer):  # type: ignore[misc]
+    """Renders with the model's own chat template, and passes it tool calls in the format that it expects.
 
-    Most templates expect the arguments as an object. DeepSeek's append them as text, and V3's only to a message whose
+    Most templates expect the arguments as an object. DeepSeek's append them as text, and V3's only if the message's
     content is null. `apply_chat_template` drops null fields, so the template is rendered directly.
     """
 
@@ -475,6 +484,7 @@ class _OwnTemplate(DefaultRenderer):  # type: ignore[misc]  # the package carrie
     def _text(
         self, messages: Any, tools: Any, add_generation_prompt: bool, null: bool, as_text: bool, chunks: bool = False
     ) -> str:
+        """Render the messages. The template may raise any exception."""
         plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
         for message in plain:
             if chunks and message.get("reasoning_content"):
@@ -537,7 +547,8 @@ class _OwnTemplate(DefaultRenderer):  # type: ignore[misc]  # the package carrie
         at = _tokens_of(self._tokenizer, ids, end)
         rest = super().parse_response(ids[at:], tools=tools)
         calls = [replace(call, token_span=(call.token_span[0] + at, len(ids))) for call in rest.tool_calls]
-        between = decode(self._tokenizer, ids[:at])[end:]  # of a token that is not only a part of the marker
+        # The last token of the marker may contain more text.
+        between = decode(self._tokenizer, ids[:at])[end:]
         read = {"content": between + rest.content, "tool_calls": calls, "reasoning_content": reasoning or None}
         return replace(rest, **read, reasoning_complete=True)
 
@@ -551,7 +562,7 @@ class _OwnTemplate(DefaultRenderer):  # type: ignore[misc]  # the package carrie
             {"role": "tool", "tool_call_id": "abcdefgh1", "name": "f", "content": "t"},
         ]
         for form in ((False, False), (True, False), (False, True), (True, True)):
-            with suppress(Exception):  # templates may raise any exception
+            with suppress(Exception):
                 text = self._text(messages, None, True, *form)
                 if "zqxj" in text and "{'a'" not in text and "None" not in text:
                     return form
@@ -566,7 +577,7 @@ class _OwnTemplate(DefaultRenderer):  # type: ignore[misc]  # the package carrie
             {"role": "assistant", "reasoning_content": "jqzx", "content": "zqxj", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "abcdefgh1", "name": "f", "content": "t"},
         ]
-        with suppress(Exception):  # templates may raise any exception
+        with suppress(Exception):
             text = self._text(messages, None, False, *self._form, chunks=self._shows_chunks)
             reasoning = re.search(rf"{begin}(\s*)jqzx(\s*){end}(\s*)zqxj", text)
             finder = getattr(self._tool_parser, "start", None)
@@ -577,13 +588,13 @@ class _OwnTemplate(DefaultRenderer):  # type: ignore[misc]  # the package carrie
 
     @cached_property
     def _shows_chunks(self) -> bool:
-        """Whether the template shows reasoning as a part of the content. Mistral's library then passes it so."""
+        """Whether the template shows reasoning only as a part of the content, as Mistral's library passes it."""
         begin, end = self.reasoning_markers
         user = {"role": "user", "content": "u"}
         messages = [user, {"role": "assistant", "content": "a", "reasoning_content": "zqxj"}, user]
         shown = [False, False]
         for chunks in (False, True):
-            with suppress(Exception):  # templates may raise any exception
+            with suppress(Exception):
                 shown[chunks] = f"{begin}zqxj{end}" in self._text(messages, None, True, *self._form, chunks=chunks)
         return shown == [False, True]
 
@@ -592,8 +603,8 @@ class _RawLiteral(str):
     """A value without string delimiters, which the schema may declare as a string."""
 
 
-class _GemmaArguments(_ArgumentParser):  # type: ignore[misc]  # the package carries no types
-    """Keeps literals as text, and refuses duplicate and odd names: any text between two arguments looks like one."""
+class _GemmaArguments(_ArgumentParser):  # type: ignore[misc]
+    """Keeps literals as strings, and refuses duplicate and odd names: text between arguments looks like a name."""
 
     def _object(self) -> dict[str, Any]:
         self._names = [*getattr(self, "_names", ()), set[str]()]
@@ -614,8 +625,8 @@ class _GemmaArguments(_ArgumentParser):  # type: ignore[misc]  # the package car
         return _RawLiteral(self.text[begin : self.i].strip())
 
 
-class _Gemma4(Gemma4Renderer):  # type: ignore[misc]  # the package carries no types
-    """Reads values without string delimiters by their schema, as the values of other formats."""
+class _Gemma4(Gemma4Renderer):  # type: ignore[misc]
+    """Converts values without string delimiters by their schema, like those of other formats."""
 
     def _parse_tool_call(self, raw: str, span: tuple[int, int], tools: Any) -> ParsedToolCall:
         call: ParsedToolCall = super()._parse_tool_call(raw, span, tools)
@@ -631,7 +642,7 @@ class _Gemma4(Gemma4Renderer):  # type: ignore[misc]  # the package carries no t
         return replace(call, arguments=typed_literals(arguments, _RawLiteral, schema, schema))
 
 
-class _Hy3(_EndsReasoningAtACall, Hy3Renderer):  # type: ignore[misc]  # the package carries no types
+class _Hy3(_EndsReasoningAtACall, Hy3Renderer):  # type: ignore[misc]
     _calls = hy3._TOOL_CALLS
     reasoning_markers = hy3._THINK, hy3._THINK_END
 
@@ -660,7 +671,7 @@ _OURS: Mapping[str, Any] = {
 
 
 def _tokens_of(tokenizer: Any, ids: list[int], characters: int) -> int:
-    """Return how many tokens have at least this many characters of the text."""
+    """Return how many of the first tokens have at least this many characters of text."""
     return bisect_left(range(len(ids) + 1), characters, key=lambda n: len(decode(tokenizer, ids[:n])))
 
 

@@ -39,12 +39,16 @@ from rollout_backend.rendering.tool_call_reader import FORMATS, USABLE
 
 logger = logging.getLogger(__name__)
 
-PROBE = "zqxj"  # ordinary text that no reply contains
+# No reply contains this text.
+PROBE = "zqxj"
 _PARSES, _FREE_TOKENS = 16, 4096
 _SEARCHES = 64
-_UNREAD_TOKENS = 64  # more tokens than any character has
-_MISTRAL_ID = 9  # characters of an id that Mistral's templates accept
-_BARE_JSON = frozenset({"llama-3"})  # a call has no marker: it is any text that starts with a brace
+# No character has this many tokens.
+_UNREAD_TOKENS = 64
+# Mistral's templates accept only ids of this many characters.
+_MISTRAL_ID = 9
+# Calls of these renderers have no marker: any text that starts with a brace is one.
+_BARE_JSON = frozenset({"llama-3"})
 # Markers that are plain text in some vocabularies. In the others, an added token identifies them.
 _MARKERS = (
     *("<think>", "</think>", "</tool_call>", "<tool_calls>", "</tool_calls>", "</function>", "<invoke", "</invoke>"),
@@ -100,14 +104,15 @@ def read_reply(
     """
     content, reasoning = content_and_reasoning(parsed, text, call.offers_tools)
     usable, malformed = [], 0
-    missing: list[str] = []  # malformed calls that the parser dropped from the content
+    # The malformed calls that the parser dropped from the content.
+    missing: list[str] = []
     at = 0
     for found in parsed.tool_calls if call.offers_tools else ():
         if found.status in USABLE:
             usable.append(found)
         else:
             malformed += 1
-            raw = found.raw.strip()  # parsers strip the content
+            raw = found.raw.strip()
             # A parser drops all calls of a kind or none, so a limited number of searches keeps the work linear.
             begin = content.find(raw, at) if len(missing) < _SEARCHES else -1
             if begin < 0:
@@ -115,15 +120,15 @@ def read_reply(
             else:
                 at = begin + len(raw)
     if parsed.reasoning_complete is False and call.offers_tools and completion.finish_reason == "stop":
-        malformed += (
-            CALL_START.search(reasoning) is not None
-        )  # the model meant to call, and did not close its reasoning
+        # The model meant to call a tool, and did not close its reasoning.
+        malformed += CALL_START.search(reasoning) is not None
     calls = _tool_calls(usable, earlier_ids)
     content = "\n".join([content, *missing] if content else missing)
     if completion.matched is not None:
         if content:
             content = _before(completion.matched, content)
-        elif not calls:  # the stop string ended the reasoning
+        elif not calls:
+            # The stop string ended the reasoning.
             reasoning = _before(completion.matched, reasoning)
     kept = calls if call.parallel_tool_calls else calls[:1]
     reason: Any = "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
@@ -186,11 +191,12 @@ def _tool_calls(parsed: Sequence[Any], earlier_ids: Collection[str]) -> list[dic
 
 
 def _unused_id(sampled: str, taken: Collection[str]) -> str:
-    """Return the sampled id, or another one of its form: templates print ids, and refuse those of another form."""
+    """Return the sampled id, or an unused one in its format: templates print ids, and refuse other formats."""
     if sampled not in taken:
         return sampled
     name, _, number = sampled.rpartition(":")
-    if name and number.isdigit():  # Kimi counts the calls of a conversation
+    if name and number.isdigit():
+        # Kimi numbers the calls of a conversation.
         return next(each for n in count(len(taken)) if (each := f"{name}:{n}") not in taken)
     return uuid4().hex[:_MISTRAL_ID]
 
@@ -219,18 +225,24 @@ class StreamingParser:
         self._choice = choice
         self._text = _GrowingText(bundle.decode)
         self._added = bundle.added_token_ids
-        self._names: set[str] = set()  # names of the added tokens that were sampled
+        # Names of the added tokens that were sampled.
+        self._names: set[str] = set()
         self._probe_ids = bundle.marker_ids(PROBE)
         self._close_ids = bundle.marker_ids(bundle.renderer.reasoning_close)
-        self._closed = False  # whether the reasoning has definitely ended
-        self._tail = ""  # the end of the text so far, which may contain the start of a marker
-        self._channel: Channel | None = None  # part that ordinary text belongs to; None: a tool call, or unknown
-        self._stale = True  # whether `_channel` must be determined again
-        self._marked = False  # whether the latest tokens made it stale
-        self._held = ""  # text of the channel that is not sent yet
+        self._closed = False
+        # The end of the text so far, which may contain the start of a marker.
+        self._tail = ""
+        # The part that ordinary text belongs to; None in a tool call, or if unknown.
+        self._channel: Channel | None = None
+        # Whether `_channel` must be determined again, and whether the latest tokens caused that.
+        self._stale = True
+        self._marked = False
+        # Text of the channel that is not sent yet.
+        self._held = ""
         self._sent: dict[Channel, str] = {"reasoning": "", "text": ""}
-        self._calls: list[dict[str, Any]] = []  # calls that were sent
-        self._silent = bundle.name not in _KNOWN  # whether the rest is only sent at the end
+        self._calls: list[dict[str, Any]] = []
+        # Whether the rest is sent only at the end.
+        self._silent = bundle.name not in _KNOWN
         self._bare_json = call.offers_tools and bundle.name in _BARE_JSON
         self._parsed_tokens = 0
 
@@ -307,13 +319,16 @@ class StreamingParser:
             return []
         else:
             deltas += self._send("reasoning", _beyond(self._sent["reasoning"], reasoning))
-            if PROBE not in text:  # otherwise the text contains an open call
+            # A probe within the text shows that a call is open.
+            if PROBE not in text:
                 deltas += self._take("text", text)
-                if not self._silent:  # a call is sent after the text before it
+                # A call is sent only after the text before it.
+                if not self._silent:
                     usable = [call for call in calls if call.status in USABLE]
                     deltas += self._send_calls(_tool_calls(usable, self._call.call_ids))
         if self._channel is not None and not (self._sent[self._channel] or self._held.strip()):
-            self._stale = True  # some parsers drop whitespace before the first word: parse again when the word comes
+            # Some parsers drop whitespace before the first word, so parse again when a word arrives.
+            self._stale = True
         return deltas
 
     def _parse(self, ids: Sequence[int], more: Sequence[int]) -> tuple[str, str, list[Any]] | None:
@@ -322,7 +337,8 @@ class StreamingParser:
         self._parsed_tokens += len(ids)
         try:
             parsed = self._bundle.renderer.parse_beginning(ids, tools=self._call.tools, prompt_ids=self._prompt_ids)
-        except Exception:  # parsers expect whole replies; parsing the whole may still succeed
+        except Exception:
+            # Parsers expect whole replies, so parsing the whole may still succeed.
             logger.debug("the renderer cannot parse an incomplete reply", exc_info=True)
             return None
         if self._call.offers_tools:
@@ -344,7 +360,8 @@ class StreamingParser:
         """Update a channel, whose whole text so far is `now`."""
         rest = _rest(self._sent[channel], now)
         if rest is None:
-            self._silent = True  # the parser now reads the text differently: send the rest at the end
+            # The parser now reads the text differently, so send the rest at the end.
+            self._silent = True
             return []
         self._held = rest
         return self._release(channel)
@@ -355,9 +372,11 @@ class StreamingParser:
         if channel == "text" and self._bare_json and (self._sent["text"] + held).lstrip().startswith("{"):
             return []
         safe = len(held)
-        for name in self._names:  # a special token starts markup, which the following tokens complete
+        # A special token starts markup, which the following tokens complete.
+        for name in self._names:
             found = held.find(name)
-            found -= held[found - 1 : found] == "<"  # DeepSeek V4's marker follows a bracket
+            # DeepSeek V4's marker follows a bracket.
+            found -= held[found - 1 : found] == "<"
             safe = min(safe, found if found >= 0 else safe)
         safe = min(safe, _open_marker(held))
         safe = len(held[:safe].rstrip())
@@ -383,9 +402,11 @@ class _GrowingText:
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._ids: list[int] = []
-        self._before = 0  # start of the last piece: some tokens decode differently at the start of a text
-        self.read = 0  # number of tokens whose text was returned
-        self.last: Sequence[int] = ()  # tokens of the last piece
+        # The start of the last piece, because some tokens decode differently at the start of a text.
+        self._before = 0
+        # The number of tokens whose text was returned, and the tokens of the last piece.
+        self.read = 0
+        self.last: Sequence[int] = ()
 
     @property
     def unread(self) -> int:

@@ -45,12 +45,17 @@ class Completion:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float | None, ...]
-    weight_versions: tuple[VersionSpan, ...] = ()  # cover all tokens in order; empty if the engine reported none
-    finish_reason: str = "stop"  # or "length"
-    matched: str | None = None  # the stop string that ended it
-    cached_tokens: int | None = None  # None: the engine does not report it
+    weight_versions: tuple[VersionSpan, ...] = ()
+    """Cover all tokens in order; empty if the engine reported none."""
+    finish_reason: str = "stop"
+    """`stop` or `length`."""
+    matched: str | None = None
+    """The stop string that ended the reply."""
+    cached_tokens: int | None = None
+    """None if the engine does not report it."""
     seconds: float = 0.0
-    experts: ExpertRows | None = None  # from the token that the call asked for to the last but one
+    experts: ExpertRows | None = None
+    """Routing from the token that the call asked for to the last but one."""
 
     def split(self, tokens: int) -> tuple[Completion, Completion | None]:
         """Return the first tokens and the rest, both without routing; None if no token is left."""
@@ -79,10 +84,11 @@ class TurnPosition(NamedTuple):
     """The position of a call: it sampled the tokens `[start, end)` of a segment; the tokens before are its prompt."""
 
     segment: int
-    before: int  # length of the segment before this call
+    before: int
+    """Length of the segment before this call."""
     start: int
     end: int
-    opened: bool  # whether the call opened the segment
+    opened: bool
 
 
 @dataclass
@@ -93,7 +99,8 @@ class _Open:
     logprobs: FloatArray = field(default_factory=lambda: array("f"))
     turns: list[Turn] = field(default_factory=list)
     messages: Sequence[Mapping[str, Any]] = ()
-    message_counts: list[int] = field(default_factory=list)  # number of messages after each turn
+    message_counts: list[int] = field(default_factory=list)
+    """Number of messages after each turn."""
     images: list[ImageSpan] = field(default_factory=list)
     experts: bytearray = field(default_factory=bytearray)
 
@@ -123,11 +130,13 @@ class SegmentRecorder:
         self._segments: list[_Open] = []
         self._experts = experts
         self._tokens = 0
-        self._routed_before = 0  # bytes of routing in the latest call's segment before that call
-        # The segments with the same tokens, by length and digest, and the lengths that occur.
+        # Bytes of routing in the latest call's segment before that call.
+        self._routed_before = 0
+        # Segments by the length and the digest of their tokens, and the lengths that occur.
         self._by_tokens: dict[int, dict[bytes, list[int]]] = {}
         self._lengths: list[int] = []
-        self._messages: dict[str, dict[str, Any]] = {}  # messages of closed conversations, by their JSON
+        # Messages of closed conversations, by their JSON.
+        self._messages: dict[str, dict[str, Any]] = {}
 
     def add(
         self,
@@ -194,7 +203,8 @@ class SegmentRecorder:
         """Add the routing of a segment's next tokens. Do nothing if some of it is missing."""
         assert self._experts is not None, "routing without its shape"
         begin = experts.start * row_bytes(self._experts)
-        if begin > len(segment.experts):  # another segment began with the same tokens
+        if begin > len(segment.experts):
+            # Another segment began with the same tokens.
             known = b"" if continues is None else self._segments[continues].experts[len(segment.experts) : begin]
             if len(segment.experts) + len(known) < begin:
                 return
@@ -237,7 +247,8 @@ class SegmentRecorder:
             return
         segment = self._segments[place.segment]
         index = bisect.bisect_left(segment.turns, place.start, key=lambda turn: turn.start)
-        if index == len(segment.turns) or segment.turns[index].start != place.start:  # removed earlier
+        if index == len(segment.turns) or segment.turns[index].start != place.start:
+            # The call was removed earlier.
             return
         end = segment.turns[index].end
         del segment.turns[index], segment.message_counts[index]

@@ -35,13 +35,18 @@ _T = TypeVar("_T")
 Create = Callable[[str, Mapping[str, Any]], Any]
 """Creates a renderer from its name and options. Raises if it does not fit the vocabulary or the options."""
 
-TEMPLATE_CPU_S = 2.0  # usual templates take 0.05 s
-_WALL_S = 60.0  # limit for a template that blocks in a call that cannot be interrupted
-_NEAR = 0.1  # fraction of its words in which a renderer may differ from the template
-_SAME_START = 3  # number of words in which it may differ without tools, such as a token at the start
-# OpenAI's own library renders gpt-oss, in engines too. Its calls and their results differ from the template's.
+# Typical templates take 0.05 s.
+TEMPLATE_CPU_S = 2.0
+# Limits a template that blocks in an uninterruptible call.
+_WALL_S = 60.0
+# A renderer may differ from the template in this fraction of its words.
+_NEAR = 0.1
+# Without tools, it may differ in this many words, such as a token at the start.
+_SAME_START = 3
+# Engines, too, render gpt-oss with OpenAI's library. Its calls and results differ from the template's.
 _NOT_BY_TEMPLATE = frozenset({"gpt-oss"})
-_LAST = "chatml"  # last of the renderers that match: it parses no reasoning
+# Ranked last among the renderers that match, because it parses no reasoning.
+_LAST = "chatml"
 
 
 def _tool(name: str, **parameters: Mapping[str, str]) -> dict[str, Any]:
@@ -62,7 +67,7 @@ def _result(content: str, name: str, i: int = 0) -> dict[str, Any]:
 
 
 _THOUGHT = "Hm."
-# Names of conversations that decide more than their share of words.
+# These conversations decide more than their share of words.
 _REASONED, _LATE = "earlier reasoning", "a late system message"
 _ARGUMENTS = {"fetch": '{"path": "x"}', "add": '{"a": 3, "b": "four", "c": true}'}
 _TOOLS = (
@@ -143,7 +148,8 @@ def bounded(function: Callable[[], _T], cpu_s: float = TEMPLATE_CPU_S) -> _T:
     until = time.monotonic() + _WALL_S
     while thread.is_alive() and time.monotonic() < until:
         thread.join(0.05)
-        with suppress(OSError):  # the thread has ended
+        with suppress(OSError):
+            # The thread may have ended.
             if clocks and time.clock_gettime(clocks[0]) > cpu_s and thread.ident is not None:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Stopped))
     if returned:
@@ -161,8 +167,10 @@ class _Template:
     """Prompts rendered by the model's own chat template. Conversations that it refuses are absent."""
 
     texts: dict[str, str] = field(default_factory=dict)
-    call_turn: tuple[list[int], list[int]] | None = None  # prompt and call; None: it renders no calls
-    start: str | None = None  # of a reply
+    call_turn: tuple[list[int], list[int]] | None = None
+    """Prompt and call; None if the template renders no calls."""
+    start: str | None = None
+    """Text that starts a reply."""
     default_system: str | None = None
     failure: str = ""
     reasons: bool = False
@@ -220,7 +228,8 @@ def _render_all(tokenizer: Any, own: Any) -> _Template:
         for name, conversation in CONVERSATIONS.items():
             try:
                 template.texts[name] = decode(tokenizer, _prompt(own, conversation))
-            except Exception as error:  # templates raise any exception to refuse a conversation
+            except Exception as error:
+                # Templates raise any exception to refuse a conversation.
                 template.failure = template.failure or f"{type(error).__name__}: {error}"
         with suppress(Exception):
             turn = call_turn(own)
@@ -267,15 +276,19 @@ _DATES = re.compile(r"\d{1,2} [A-Z][a-z]{2,8} \d{4}|\d{4}-\d\d-\d\d")
 
 @dataclass
 class _Score:
-    """A renderer's differences from the template. Dates, spaces and the order of words do not count as `words`."""
+    """A renderer's differences from the template. Dates, spaces and the order of words do not count as `words`.
+
+    `counted` are the conversations in `differs` that count, and `words` the words that differ in them. `start_words`
+    is the maximum number of words that differ in a conversation without tools.
+    """
 
     name: str
     options: Mapping[str, Any]
     renderer: Any
     differs: list[str] = field(default_factory=list)
-    counted: list[str] = field(default_factory=list)  # the conversations in `differs` that count
-    words: int = 0  # words that differ, in conversations that count
-    start_words: int = 0  # maximum number of words that differ in a conversation without tools
+    counted: list[str] = field(default_factory=list)
+    words: int = 0
+    start_words: int = 0
     of: int = 1
 
     @property
@@ -289,7 +302,8 @@ def _score(tokenizer: Any, template: _Template, name: str, options: Mapping[str,
         theirs = _DATES.sub("DATE", template.texts[what])
         try:
             ours = _DATES.sub("DATE", decode(tokenizer, _prompt(renderer, conversation)))
-        except Exception:  # a renderer may refuse a conversation that the template renders
+        except Exception:
+            # A renderer may refuse a conversation that the template renders.
             ours = ""
         words = Counter(_WORDS.findall(theirs))
         score.of += conversation.counts * words.total()
@@ -310,10 +324,10 @@ def _reads(tokenizer: Any, template: _Template, renderer: Any) -> bool:
     if template.call_turn is None:
         return True
     try:
-        # The guard marks nothing here, because that would change the tokenizer.
+        # The guard marks nothing here, because that would change the tokenizer. The parser may raise any exception.
         guarded = GuardedRenderer(renderer, tokenizer, encodes_text=True)
         return read_calls_of(guarded, template.call_turn) == [CALL]
-    except Exception:  # a parser may raise any exception on another format
+    except Exception:
         return False
 
 
@@ -363,8 +377,10 @@ def choose(
     scores = []
     for name in candidates:
         if name == _LAST and template.is_slow:
-            continue  # it renders the template again
-        with suppress(Exception):  # it was written for another vocabulary
+            # This renderer would render the slow template again.
+            continue
+        with suppress(Exception):
+            # The renderer may be written for another vocabulary.
             scores.append(_score(tokenizer, template, name, {}, create(name, options)))
     if all(score.differs for score in scores):
         for score in [score for score in scores if score.distance < 3 * _NEAR]:
@@ -391,7 +407,8 @@ def choose(
     near = [score for score in readers if score.distance <= _NEAR]
     exact: str | None = None
     differs = set(near[0].differs) - {_LATE} if near and near[0].name not in _NOT_BY_TEMPLATE else set()
-    if differs and template.only_appends:  # with the template itself, each call extends its row too
+    if differs and template.only_appends:
+        # With the template itself, too, each call extends its row.
         exact = find_parser(tokenizer, template, create, options)
     for score in near if exact is None else ():
         starts = _starts_like(tokenizer, template, score.renderer)
@@ -482,10 +499,11 @@ _PARSERS = (
     *("qwen3", "qwen3.5", "glm", "minimax-m2", "hy3", "deepseek-v3", "deepseek-v3.1", "deepseek-v4", "mistral"),
     *("seed-oss", "lfm2", "olmo3", "nemotron-nano-v2", "hunyuan-a13b", "granite-3"),
 )
-# The start of an argument, for parsers of calls that start as in another format.
+# The start of an argument, for formats whose calls start like those of another format.
 _DESCRIBED = dict.fromkeys(("qwen3.5", "minimax-m2", "hy3", "deepseek-v4", "glm", "qwen3", "olmo3", "granite-3"), "")
 _DESCRIBED |= {"qwen3.5": "<parameter=", "glm": "<arg_key>"}
-_BY_TOKEN = ("lfm2", "olmo3")  # calls begin with a token of this family alone
+# In these formats, a call begins with a token that only this family has.
+_BY_TOKEN = ("lfm2", "olmo3")
 
 
 class KnownModels:

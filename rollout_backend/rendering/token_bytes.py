@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, Self
 
 from rollout_backend.config.model import local_folder
 
-_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")  # a byte in a SentencePiece vocabulary
+# The name of a byte in a SentencePiece vocabulary.
+_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def decode(tokenizer: Any, ids: Iterable[int]) -> str:
@@ -77,7 +78,8 @@ class TokenText:
 
         try:
             return cls(token_bytes(_Adapter(Tokenizer.from_file(str(path)))))
-        except Exception:  # tokenizers raises no more specific exception
+        except Exception:
+            # The package raises no more specific exception.
             return None
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
@@ -106,7 +108,8 @@ class _Adapter:
 
 
 class Stop(NamedTuple):
-    tokens: int  # including the one in which the string completes
+    tokens: int
+    """Number of tokens, including the one in which the string completes."""
     string: str
 
 
@@ -121,7 +124,8 @@ class StopStrings:
         self._bytes = token_bytes
         self._silent = frozenset(silent_tokens)
         self.borders = {string: _borders(string) for string in self._strings}
-        self._before = max(map(len, self._strings), default=1) - 1  # bytes of a match that may precede a new token
+        # A match may begin this many bytes before a new token.
+        self._before = max(map(len, self._strings), default=1) - 1
 
     def find(self, ids: Sequence[int], searched: int = 0) -> Stop | None:
         """Return where the first stop string completes; none may complete in the first `searched` tokens."""
@@ -150,15 +154,16 @@ class StopStrings:
 
 
 class ClearTokens:
-    """Counts the tokens of one reply that cannot belong to a stop string. Takes time for the new tokens only."""
+    """Counts the tokens of one reply that cannot belong to a stop string. The work is linear in the new tokens."""
 
     def __init__(self, stops: StopStrings) -> None:
         self._stops = stops
-        self._matched = dict.fromkeys(stops.borders, 0)  # by string, how much of its beginning ends the reply
+        # For each string, the length of its prefix that ends the reply.
+        self._matched = dict.fromkeys(stops.borders, 0)
         self._read = 0
 
     def count(self, ids: Sequence[int]) -> int:
-        """Return how many of the tokens are clear. They extend those of the last call, and complete no string."""
+        """Return how many tokens are clear. `ids` must extend those of the last call, and complete no string."""
         for byte in b"".join(map(self._stops.bytes_of, ids[self._read :])):
             for string, borders in self._stops.borders.items():
                 matched = self._matched[string]

@@ -10,7 +10,7 @@ Invariants:
 - The work is linear in the length of the text.
 
 The parsers of the package `renderers` strip values, drop what they do not recognise, and end a call at the first
-closing tag. Only the position of the first call is taken from their result.
+closing tag. This module takes only the position of the first call from their result.
 """
 
 import ast
@@ -28,14 +28,20 @@ from renderers import ParsedToolCall, ToolCallParseStatus
 
 Tools = Sequence[Mapping[str, Any]] | None
 
-USABLE = (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)  # the agent reports a tool that does not exist
-NOTHING = (None, "")  # arguments of a call without any, as in a history
+# A call of an unknown tool is usable, because the agent reports that the tool does not exist.
+USABLE = (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
+# Histories represent a call without arguments by one of these.
+NOTHING = (None, "")
 _UNIONS = ("anyOf", "oneOf", "allOf")
-_DEPTH = 16  # limit on nested references and unions in a schema
-_LITERALS = {"True": True, "False": False, "None": None}  # printed by the templates of Qwen3.5 and Nemotron 3
-_PLAIN_NAME = re.compile(r"[^\s<>\"'{}]+")  # any other name must be a declared one
-_LABELS = frozenset({"id", "type"})  # fields of a JSON call that have no effect
-# In calls in Python's syntax: strings, a quote that nothing closes, JSON's constants, names of tools and arguments.
+# Limits the nesting of references and unions in a schema.
+_DEPTH = 16
+# The templates of Qwen3.5 and Nemotron 3 print these.
+_LITERALS = {"True": True, "False": False, "None": None}
+# Any other name must be declared.
+_PLAIN_NAME = re.compile(r"[^\s<>\"'{}]+")
+# These fields of a JSON call have no effect.
+_LABELS = frozenset({"id", "type"})
+# Tokens of calls in Python's syntax: strings, unclosed quotes, JSON's constants, names of tools and arguments.
 _PYTHON = re.compile(
     r"""(?P<prefix>\b[A-Za-z]{1,2})?(?P<string>"{3}(?:[^\\]|\\.)*?"{3}|'{3}(?:[^\\]|\\.)*?'{3}"""
     r"""|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|(?P<quote>["'])"""
@@ -44,25 +50,26 @@ _PYTHON = re.compile(
 )
 _PARSING = threading.Lock()
 _CONSTANTS = {"true": "True", "false": "False", "null": "None"}
-_IN_STRINGS = {"\n": r"\n", "\r": r"\r", "\0": r"\x00"}  # characters that Python's strings may not have
+# Python's string literals cannot contain these characters.
+_IN_STRINGS = {"\n": r"\n", "\r": r"\r", "\0": r"\x00"}
 _ESCAPED = "\\'\"\nabfnrtvxNuU01234567"
 # A reply that is read as Python must not write warnings about its code to the log.
 warnings.filterwarnings("ignore", category=SyntaxWarning, module="<unknown>")
-_Read = tuple[list[ParsedToolCall], int]  # calls, and the position after them
+_Read = tuple[list[ParsedToolCall], int]
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """Delimiters of a call. `frame` matches the tags around a list of calls.
+    """Delimiters of a call. `start` and `stop` are prefixes of `begin` and `end`.
 
-    The arguments are JSON: by themselves if `begin` has a group `name`, otherwise in an object with the name. Where
-    the format has a list of such objects, `is_list` is true.
+    `frame` matches the tags around a list of calls. The arguments are JSON. If `begin` has no group `name`, they are
+    in a JSON object with the name. `is_list`: the format has a list of such objects.
     """
 
-    start: str  # prefix of `begin`
+    start: str
     begin: re.Pattern[str]
     end: re.Pattern[str]
-    stop: str  # prefix of `end`
+    stop: str
     frame: re.Pattern[str]
     is_list: bool = field(default=False, kw_only=True)
 
@@ -74,11 +81,15 @@ class PythonFormat(CallFormat):
 
 @dataclass(frozen=True)
 class TaggedFormat(CallFormat):
-    """Format with a tag around each argument. The group of `close` is the layout between two arguments."""
+    """Format with a tag around each argument.
+
+    The group of `close` is the layout between two arguments. `tag` matches any tag, and its group `opens` an opening
+    tag.
+    """
 
     parameter: re.Pattern[str]
     close: re.Pattern[str]
-    tag: re.Pattern[str]  # any tag of the format; its group `opens` matches an opening tag
+    tag: re.Pattern[str]
 
 
 def _json(
@@ -117,7 +128,7 @@ def _functions(frame: str, layout: str = r"\n?") -> TaggedFormat:
 
 
 HERMES = _json("<tool_call>", r"(?:</tool_call>|\Z)", "</tool_call>")
-# Qwen3-Coder often omits `<tool_call>`, mostly after a text. Engines read the function all the same.
+# Qwen3-Coder often omits `<tool_call>`, mostly after text. Engines parse the function anyway.
 _QWEN = _functions("tool_call")
 _SEED = _functions("seed:tool_call", layout="")
 _GLM = _tagged(
@@ -181,7 +192,7 @@ _KIMI = _json(
     r"\s*(?P<id>(?P<name>[^\s<>]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>",
     r"<\|tool_calls_section_(?:begin|end)\|>",
 )
-# Nothing closes a call: it ends with its arguments, and a broken one with the reply.
+# No tag closes a call: it ends with its arguments, and a malformed call ends with the reply.
 _MISTRAL = CallFormat(
     "[TOOL_CALLS]",
     re.compile(r"\[TOOL_CALLS\]\s*(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\](?P<id>\w+))?\[ARGS\]\s*(?=\{)"),
@@ -190,7 +201,7 @@ _MISTRAL = CallFormat(
     re.compile(r"(?!)"),
 )
 
-# By name of a renderer, or of a tool parser of `default`.
+# Keyed by renderer, or by tool parser of the renderer `default`.
 FORMATS: Mapping[str, CallFormat] = {
     **dict.fromkeys(("qwen3", "qwen3-vl"), HERMES),
     **dict.fromkeys(("qwen3.5", "qwen3.6", "qwen3.8", "prime-qwen3"), _QWEN),
@@ -214,7 +225,7 @@ FORMATS: Mapping[str, CallFormat] = {
 
 
 class _Unlocated(str):
-    """A text in which errors of JSON have no line, because counting the lines before an error takes long."""
+    """A string for which JSON errors have no line number, because counting the lines before each error is slow."""
 
     def count(self, *_: Any) -> int:
         return 0
@@ -267,7 +278,8 @@ def _read_json(form: CallFormat, text: str, at: int, tools: Tools, whole: bool) 
     if end is None or not entries or not all(isinstance(entry, dict) for entry in entries):
         return _malformed(form, text, at)
     calls = [_json_call(text[at : end.end()], entry) for entry in entries]
-    if "id" in form.begin.groupindex:  # the template writes it again, and takes no other form of id
+    if "id" in form.begin.groupindex:
+        # The template prints the id again, and accepts no id in another format.
         calls = [replace(call, id=begin["id"]) for call in calls]
     broken = [call for call in calls if call.status != ToolCallParseStatus.OK]
     return broken[:1] or calls, end.end()
@@ -284,7 +296,8 @@ def _json_call(raw: str, call: dict[str, Any]) -> ParsedToolCall:
     name, arguments = call.get("name"), call.get("arguments")
     if arguments in NOTHING:
         arguments = {}
-    elif isinstance(arguments, str):  # as in OpenAI's API
+    elif isinstance(arguments, str):
+        # OpenAI's API encodes arguments as a JSON string.
         with suppress(ValueError, RecursionError):
             arguments = loads(arguments)
     status = ToolCallParseStatus.OK
@@ -309,7 +322,7 @@ def _read_python(form: PythonFormat, text: str, at: int, tools: Tools, whole: bo
 
 
 def _python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return the calls in a text. Raises an error if it holds anything but calls with named literals as arguments."""
+    """Parse the calls in `text`. Raises an error if it holds anything but calls with literal keyword arguments."""
     names: list[str] = []
 
     def plain(found: re.Match[str]) -> str:
@@ -319,7 +332,8 @@ def _python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
             return found[0] if found["prefix"] else _python_string(found["string"])
         if found["constant"]:
             return _CONSTANTS[found[0]]
-        names.append(found[0])  # it may have a hyphen, or be a keyword of Python
+        # A name may contain a hyphen or be a Python keyword.
+        names.append(found[0])
         return f"_{len(names) - 1}"
 
     lines = _PYTHON.sub(plain, text).strip().split("\n")
@@ -342,7 +356,7 @@ def _parse(text: str, mode: str) -> Any:
 
 
 def _python_string(literal: str) -> str:
-    """Spell a string that has line breaks, or backslashes that escape nothing, in Python's syntax."""
+    """Rewrite a string that has line breaks, or backslashes that escape nothing, as a Python literal."""
 
     def spelled(found: re.Match[str]) -> str:
         if found[1] is None:
@@ -484,7 +498,8 @@ def _python_literal(text: str) -> Any:
         return text
     with suppress(ValueError, RecursionError):
         json.loads(text)
-        return text  # JSON that `loads` refused
+        # `loads` refused this JSON.
+        return text
     try:
         return loads(json.dumps(ast.literal_eval(_parse(text.strip(), "eval"))))
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
