@@ -29,7 +29,8 @@ from rollout_backend.dialects.base import Body, Dialect, EventStream, ImageReade
 
 _TEXT_ONLY = "image blocks cannot be read: this model takes text only, so send what it says as text"
 _INVALID = "INVALID_JSON"
-_SIGNATURE = "unsigned"  # clients require one with thinking; ignored when they send it back
+# Clients require a signature with thinking. It is ignored when they send it back.
+_SIGNATURE = "unsigned"
 # Claude Code's accounting: a line of the system prompt whose hash changes with every call. If it were kept, each turn
 # would start a new conversation.
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
@@ -43,10 +44,12 @@ _HARMLESS = frozenset(
     {
         *("inference_geo", "user_profile_id", "fallback_credit_token"),
         *("billing_policy", "cache_control", "context_management", "diagnostics", "speed", "workspace_id"),
-        "betas",  # these fields are checked individually
+        # The fields of betas are checked individually.
+        "betas",
     }
 )
-_DETAILS: Mapping[str | None, Mapping[str, Any]] = {  # the SDK's tool runner then sends whole conversations
+# With these details, the SDK's tool runner sends whole conversations.
+_DETAILS: Mapping[str | None, Mapping[str, Any]] = {
     "thread": {"details": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}},
 }
 _ERROR_TYPES = {
@@ -192,7 +195,8 @@ class _Conversation(Body):
     ) = None
     tool_choice: _ToolChoice | None = None
     output_config: _OutputConfig | None = None
-    output_format: _Format | None = None  # replaced by output_config.format
+    # `output_config.format` replaces this field.
+    output_format: _Format | None = None
     thinking: Any = None
     mcp_servers: Annotated[
         Any, refuse("are not called from here; let the agent call them, and offer them as tools", [])
@@ -203,7 +207,8 @@ class _Conversation(Body):
 
 
 class _Request(base.SamplingFields, _Conversation):
-    max_tokens: int = Field(ge=0)  # 0 fills Anthropic's prompt cache, and samples nothing
+    # 0 fills Anthropic's prompt cache, and samples nothing.
+    max_tokens: int = Field(ge=0)
     compaction: Annotated[Any, refuse("nothing is summarized here; ask the model for a summary")] = None
     stop_sequences: base.StopStrings = None
 
@@ -296,7 +301,8 @@ def _messages(request: _Conversation, images: ImageReader, separators: base.Sepa
     if shown := separators.system.join(filter(None, system)):
         plain.append({"role": "system", "content": shown})
     for role, turn in groupby(enumerate(request.messages), key=lambda numbered: numbered[1].role):
-        if role == "assistant":  # the API joins consecutive assistant messages
+        if role == "assistant":
+            # The API joins consecutive assistant messages.
             plain.append(_assistant(turn))
         else:
             for i, message in turn:
@@ -322,7 +328,7 @@ def _given(message: _Message, where: str, images: ImageReader, separators: base.
             ]
             content = base.message_content(parts, separators.result)
             if block.is_error and not content:
-                content = "Error"  # the result has no other content
+                content = "Error"
             yield {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
         else:
             raise refused(at, f"a {message.role} message cannot hold a {block.type} block")
@@ -331,7 +337,8 @@ def _given(message: _Message, where: str, images: ImageReader, separators: base.
 
 
 def _image(block: _Media, where: str, images: ImageReader) -> Image:
-    where, source = f"{where}.{block.type}", block.source  # from this path, Claude Code knows what to leave out
+    # Claude Code learns from this path what to leave out.
+    where, source = f"{where}.{block.type}", block.source
     if block.type == "document":
         raise refused(where, "documents are not supported: send the content as text")
     if images.taken and (source.type != "base64" or source.data is None):
@@ -425,7 +432,8 @@ def _error(error: ApiError) -> dict[str, Any]:
     kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     message = error.message
     if error.code == "context_length_exceeded":
-        message = f"prompt is too long: {message}"  # agents recognise an overflow by these words
+        # Agents recognise an overflow by these words.
+        message = f"prompt is too long: {message}"
     detail = {"type": kind, "message": message}
     return {"type": "error", "error": {**detail, **_DETAILS.get(error.param, {})}, "request_id": None}
 
@@ -436,11 +444,13 @@ class _Events:
     def __init__(self, answer_id: str, model: str) -> None:
         self._head = _head(answer_id, model)
         self._index = 0
-        self._open: str | None = None  # type of the deltas of the open block
+        # The type of the deltas in the open block.
+        self._open: str | None = None
 
     def start(self, prompt_tokens: int) -> Iterator[bytes]:
         usage = {
-            "input_tokens": prompt_tokens,  # includes cached tokens, whose number is known only at the end
+            # This includes cached tokens, whose number is known only at the end.
+            "input_tokens": prompt_tokens,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
             "output_tokens": 0,

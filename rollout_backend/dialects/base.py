@@ -38,7 +38,8 @@ from rollout_backend.core.model_call import Answer, ApiError, Delta, Message, Mo
 
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 1000
 MAX_CHOICES = 16
-_MAX_CONTAINERS, _MAX_VALUES = 20_000, 400_000  # limits of a request: on objects and arrays, and on all values
+# Limits of a request on objects and arrays, and on all values.
+_MAX_CONTAINERS, _MAX_VALUES = 20_000, 400_000
 _M = TypeVar("_M", bound=BaseModel)
 _T = TypeVar("_T")
 _DATA_URL = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
@@ -47,7 +48,7 @@ _SURROGATES = re.compile(
     rb"(?<!\\)(?:\\\\)*(?:\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
     rb"|\\(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2}))"
 )
-# OpenAI's, and what clients send in addition: Harbor's agents `session_id`, OpenRouter's the last three.
+# Fields of OpenAI's APIs, and of other clients: Harbor's agents send `session_id`, and OpenRouter's the last three.
 _HARMLESS = frozenset(
     {
         *("metadata", "store", "user", "safety_identifier", "service_tier"),
@@ -57,11 +58,12 @@ _HARMLESS = frozenset(
     }
 )
 _SAMPLING = ("temperature", "top_p", "top_k", "seed")
-# What else changes the distribution. Clients of engines send it in every API.
+# Other fields that change the distribution. Clients of engines send them in every API.
 _PENALTIES = frozenset({"frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "logit_bias"})
-# Whether and how long the model reasons, by the names that APIs and chat templates have for it.
+# The names that APIs and chat templates use for whether and how long the model reasons.
 _REASONING = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoning_effort"})
-_UNKNOWN = "Unrecognized request argument"  # OpenAI's words: Harbor's agents then repeat the call without the field
+# OpenAI uses these words, after which Harbor's agents repeat the call without the field.
+_UNKNOWN = "Unrecognized request argument"
 _CHANGES = f"{_UNKNOWN}, which might change the call; leave it out"
 _TEMPLATE = "the chat template and its options are the trainer's (model.renderer_options); leave it out"
 _FORM = "ask for a form by a JSON schema in this API's own field for it, or in the prompt"
@@ -69,7 +71,8 @@ _END = "a reply ends at the model's own end token, at a stop string or at its li
 _READ = "a reply is always text and reasoning apart, without control tokens; leave it out"
 _BEAMS = "replies are sampled, without a search; leave it out"
 _IDS = f"{_UNKNOWN}: agents get no token ids; leave it out"
-_EXTENSIONS: Mapping[str, tuple[str, tuple[Any, ...]]] = {  # advice, and the values that change nothing
+# Advice for each field, and the values that change nothing.
+_EXTENSIONS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "add_generation_prompt": ("a reply always starts a new turn; leave it out", (True,)),
     "continue_final_message": ("this model cannot continue a prefilled reply; leave it out", (False,)),
     **dict.fromkeys(("chat_template", "chat_template_kwargs"), (_TEMPLATE, ())),
@@ -95,8 +98,10 @@ _NESTED = {
     name: (f'"{name}"'.encode(), re.compile(rf'"{name}"\s*+:\s*+(?!null\b|false\b)'.encode()))
     for name in ("cache_control", "defer_loading", "eager_input_streaming", "prompt_cache_breakpoint")
 }
-_KEPT = 4  # conversations kept, because an agent may alternate between several
-_TAIL = 64  # bytes compared before everything is digested
+# An agent may alternate between several conversations.
+_KEPT = 4
+# This many bytes are compared before everything is digested.
+_TAIL = 64
 # The start of a body, up to its messages. Only plain values may precede them.
 _BEGIN = rb'\s*\{\s*(?:"\w+"\s*:\s*(?:"[^"\\]*"|[\w.+-]+)\s*,\s*)*"%s"\s*:\s*(?=\[)'
 _NEXT = re.compile(rb"\s*,\s*")
@@ -152,7 +157,7 @@ class EventStream(Protocol):
     def delta(self, delta: Delta) -> Iterator[bytes]: ...
 
     def end(self, answer: Answer) -> Iterator[bytes]:
-        """Write what follows the last delta. The deltas contain all text and tool calls of the answer."""
+        """Write the events after the last delta. The deltas contain all text and tool calls of the answer."""
         ...
 
     def failed(self, error: ApiError) -> Iterator[bytes]: ...
@@ -228,11 +233,12 @@ class Body(BaseModel):
 
 
 Items = Annotated[list[_T], Field(fail_fast=True)]
-"""A list that is refused at its first invalid item: those of all would hold the interpreter's lock for seconds."""
+"""A list that fails at its first invalid item. The errors of all could hold the interpreter's lock for seconds."""
 
 
 def _is_finite(value: dict[str, Any]) -> dict[str, Any]:
-    json.dumps(value, allow_nan=False)  # 1e999 parses as infinity, which JSON cannot represent
+    # 1e999 parses as infinity, which JSON cannot represent.
+    json.dumps(value, allow_nan=False)
     return value
 
 
@@ -312,7 +318,8 @@ def read(model: type[_M], body: bytes, harmless: Collection[str] = ()) -> _M:
     """
     body = whole_characters(body)
     try:
-        check_json(body, _MAX_CONTAINERS, _MAX_VALUES)  # validating more would hold the interpreter's lock for long
+        # Validating more values would hold the interpreter's lock for long.
+        check_json(body, _MAX_CONTAINERS, _MAX_VALUES)
         request = model.model_validate_json(body)
     except ContractError as error:
         raise refused("body", error.reason) from None
@@ -385,7 +392,7 @@ class HostedTool(Body):
 
 
 def ignored(body: bytes, fields: Mapping[str, Any] | None, tools: Iterable[object] = ()) -> frozenset[str]:
-    """Return what is left out of a request that `refuse_unknown` accepted.
+    """Return the names of the parts that are ignored in a request that `refuse_unknown` accepted.
 
     These are its harmless fields, the types of its hosted tools, and `lone_surrogate` for a half that was replaced.
     """
@@ -463,8 +470,8 @@ def chat_tool(
 
 
 def sampling_of(request: SamplingFields, *more: str) -> dict[str, float | int]:
-    """Return a request's sampling settings, including the fields `more`. Of some, only the presence counts, because
-    they are overridden."""
+    """Return a request's sampling settings, including the fields `more`. Some values become True,
+    because the trainer overrides them and only their presence counts."""
     given = {name: getattr(request, name) for name in (*_SAMPLING, *more)}
     for name, value in (request.model_extra or {}).items():
         if name in _PENALTIES or _sets_reasoning(name, value):
@@ -489,7 +496,7 @@ def as_texts(content: object) -> object:
 
 
 def schema_of(kind: str, schema: Mapping[str, Any] | None, where: str) -> Mapping[str, Any] | None:
-    """Return the JSON schema of a reply whose form OpenAI's APIs call text, json_object or json_schema."""
+    """Return the JSON schema for a format of OpenAI's APIs: text, json_object or json_schema."""
     if kind == "json_schema" and schema is None:
         raise refused(where, "is missing")
     return {"text": None, "json_object": {"type": "object"}}.get(kind, schema)
@@ -523,7 +530,8 @@ def to_json(value: object, *, sort_keys: bool = False) -> bytes:
     """Serialize to UTF-8, several times faster than `json`. Numbers must be finite: NaN would become null."""
     try:
         return orjson.dumps(value, _plain, orjson.OPT_SORT_KEYS if sort_keys else None)
-    except TypeError:  # for example a large number, or half of a surrogate pair
+    except TypeError:
+        # orjson refuses large numbers and halves of surrogate pairs.
         return json.dumps(value, sort_keys=sort_keys, separators=(",", ":"), default=_plain).encode()
 
 
@@ -539,7 +547,8 @@ def _plain(value: object) -> dict[str, Any]:
 @dataclass(frozen=True)
 class _Known:
     dialect: str
-    size: int  # bytes of the body up to the end of its last message
+    size: int
+    """Bytes of the body up to the end of its last message."""
     tail: bytes
     digest: bytes
     messages: list[Message]
@@ -550,7 +559,8 @@ class RequestMemo:
     """Caches the messages of one session's latest requests. Callers share them and must not change them."""
 
     def __init__(self) -> None:
-        self._known: list[_Known] = []  # latest last
+        # The latest request is last.
+        self._known: list[_Known] = []
 
     def parse(self, dialect: Dialect, body: bytes) -> ModelCall:
         """Return `dialect.parse(body)`. Raises ApiError as that does."""
@@ -593,7 +603,8 @@ def _parse_rest(dialect: Dialect, field: str, body: bytes, begin: int, known: _K
     rest = body[:begin] + b"[" + body[after.end() :]
     try:
         call = dialect.parse(rest)
-    except ApiError:  # its message would count from here: parse the whole body for the right index
+    except ApiError:
+        # The index in its message would count from here, so the whole body is parsed.
         return None
     end = _end_of_array(rest, begin, len(call.messages))
     if end is None or call.images or _repeats(field, rest[end:]):
@@ -615,5 +626,5 @@ def _end_of_array(body: bytes, begin: int, n: int) -> int | None:
 
 
 def _repeats(field: str, rest: bytes) -> bool:
-    """Return whether the rest of a body may repeat the field, of which JSON parsers use the last."""
+    """Return whether the rest of a body may repeat the field. JSON parsers would use the last value."""
     return f'"{field}"'.encode() in rest or b"\\u006" in rest or b"\\u007" in rest

@@ -69,7 +69,8 @@ class _Message(Body):
     tool_calls: base.Items[_ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # name of the field in newer engines
+    # Newer engines use this name instead of `reasoning_content`.
+    reasoning: str | None = None
     prefix: Annotated[JsonValue, refuse(_NO_PREFILL, False)] = None
     partial: Annotated[JsonValue, refuse(_NO_PREFILL, False)] = None
 
@@ -127,7 +128,8 @@ class _Request(CompletionFields):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     reasoning_effort: JsonValue = None
-    reasoning: JsonValue = None  # name of the effort in OpenRouter's and DeepSeek's APIs
+    # OpenRouter's and DeepSeek's APIs use this name for the effort.
+    reasoning: JsonValue = None
     thinking: JsonValue = None
     verbosity: JsonValue = None
     functions: Annotated[JsonValue, refuse("use tools instead of functions", [])] = None
@@ -214,7 +216,8 @@ def _plain(message: _Message, where: str, images: ImageReader, separators: base.
         thoughts = "".join(_text(part) for part in message.content or () if part.type in _REASONING)
         if (reasoning := message.reasoning_content or message.reasoning or thoughts or None) is not None:
             plain["reasoning_content"] = reasoning
-    elif message.role == "user" and message.content is None:  # SGLang refuses it as well
+    elif message.role == "user" and message.content is None:
+        # SGLang refuses such a message as well.
         raise refused(f"{where}.content", "is missing")
     return plain
 
@@ -282,8 +285,9 @@ class ChatEvents(EventStream):
     def __init__(self, call: ModelCall, head: Mapping[str, Any]) -> None:
         self._include_usage: bool = call.dialect_data
         self._head = head
-        self._calls = [0] * call.n  # tool calls written so far, by choice
-        self._given = [0] * call.n  # logprobs
+        # Tool calls and logprobs written so far, by choice.
+        self._calls = [0] * call.n
+        self._given = [0] * call.n
 
     def start(self, prompt_tokens: int) -> Iterator[bytes]:
         for i in range(len(self._calls)):

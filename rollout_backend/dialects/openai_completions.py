@@ -18,7 +18,8 @@ from rollout_backend.dialects import base
 from rollout_backend.dialects.base import Dialect, EventStream, ignored, refuse, refused
 from rollout_backend.dialects.openai_chat import ChatEvents, CompletionFields, usage
 
-_MAX_TOKENS = 16  # the default of this API and of the engines
+# The default of this API and of the engines.
+_MAX_TOKENS = 16
 
 
 def _one_prompt(value: object) -> object:
@@ -40,7 +41,8 @@ class _Request(CompletionFields):
     max_tokens: int | None = Field(default=None, ge=1)
     logprobs: Annotated[Any, refuse("only the logprobs of sampled tokens are available; ask for 0", 0)] = None
     best_of: int | None = None
-    skip_special_tokens: bool | None = None  # in vLLM's and SGLang's API
+    # vLLM's and SGLang's APIs have this field.
+    skip_special_tokens: bool | None = None
     echo: Annotated[Any, refuse("only what was sampled is returned; leave it out", False)] = None
     add_special_tokens: Annotated[Any, refuse("the tokenizer adds them to text; send token ids", True)] = None
     suffix: Annotated[Any, refuse("text cannot be inserted before a suffix; leave it out", "")] = None

@@ -31,7 +31,8 @@ _NOT_STORED = "are not stored here; send the whole conversation as input"
 _HARMLESS = frozenset(
     {
         *("access_programs", "background_options", "context_management", "stream_options"),
-        "max_tool_calls",  # limits only tools that OpenAI runs
+        # This limits only tools that OpenAI runs.
+        "max_tool_calls",
     }
 )
 _WHOLE_IMAGES = ({}, *({"context_compression": compression} for compression in ("auto", "disabled")))
@@ -46,7 +47,8 @@ _HOSTED = frozenset(
         *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
     }
 )
-_MAX_REPEATED = 4 * 2**20  # characters; any body's length squared could be asked for
+# The limit in characters. Without it, a request could ask for the square of its own length.
+_MAX_REPEATED = 4 * 2**20
 _TEXT_INPUT = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -247,7 +249,8 @@ class _Request(base.SamplingFields):
     tool_choice: Annotated[_ToolChoice, BeforeValidator(base.as_choice)] | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
-    stop: base.StopStrings = None  # in the engines' API
+    # The engines' APIs have this field.
+    stop: base.StopStrings = None
     text: _TextConfig | None = None
     include: base.Items[str] | None = None
     metadata: base.JsonObject | None = None
@@ -356,7 +359,8 @@ def _messages(request: _Request, images: ImageReader, separators: base.Separator
     plain: list[Message] = []
     if request.instructions:
         plain.append({"role": "system", "content": request.instructions})
-    reply: Message = {}  # the assistant's message that the next item may extend
+    # The assistant's message that the next item may extend.
+    reply: Message = {}
     before = None
     for i, item in enumerate(request.input or ()):
         if isinstance(item, _CallOutput):

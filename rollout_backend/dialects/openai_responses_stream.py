@@ -26,7 +26,8 @@ class ResponseEcho:
     fields: Mapping[str, Any]
     tools: Sequence[Mapping[str, Any]]
     custom: Sequence[str]
-    namespaces: Mapping[str, tuple[str, str]]  # and the tool's name within it
+    namespaces: Mapping[str, tuple[str, str]]
+    """The namespace of a tool, and the tool's name within it."""
 
 
 class ResponseEvents(EventStream):
@@ -37,7 +38,8 @@ class ResponseEvents(EventStream):
         self._echo: ResponseEcho = call.dialect_data
         self._numbers = count()
         self._items: list[dict[str, Any]] = []
-        self._open: Literal["reasoning", "text"] | None = None  # type of the last item while it is open
+        # The type of the last item while it is open.
+        self._open: Literal["reasoning", "text"] | None = None
         self._pieces: list[str] = []
         self._started = False
         self.response: dict[str, Any] = {
@@ -81,7 +83,8 @@ class ResponseEvents(EventStream):
         status = "incomplete" if cut else "completed"
         if all(item["type"] == "reasoning" for item in self._items) and self._open != "text":
             yield from self._close(status)
-            yield from self._begin("text")  # an empty reply needs an item too, or the history would lack the turn
+            # An empty reply needs an item too, or the history would lack the turn.
+            yield from self._begin("text")
         yield from self._close(status)
         more = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {}
         yield self._status(status, status, usage=_usage(answer), **more)

@@ -9,7 +9,8 @@ from rollout_backend.dialects.openai_completions import OpenAICompletions
 from rollout_backend.dialects.openai_responses import OpenAIResponses
 
 DIALECTS: tuple[type[Dialect], ...] = (
-    OpenAIChat,  # first: it shapes errors for unknown clients
+    # The first dialect shapes errors for unknown clients.
+    OpenAIChat,
     OpenAICompletions,
     OpenAIResponses,
     AnthropicMessages,
