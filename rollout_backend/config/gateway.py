@@ -123,7 +123,7 @@ class GatewayConfig(Section):
         return self
 
     def sized(self, sessions: int, cores: int) -> Self:
-        """Return the section with the number of processes for this many sessions, if that is to be found."""
+        """Return the section with a number of processes for this many sessions in place of `auto`."""
         if self.processes:
             return self
         wanted = min(math.ceil(sessions / _SESSIONS_EACH), cores - 1 if self.kind == "process" else 1024)

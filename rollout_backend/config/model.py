@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from rollout_backend.config.rollout import RolloutConfig
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.gguf")
-_OTHER_FORMATS = ("original/*", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.gguf")  # which the engines do not load
-_MAX_DEFAULT_CONTEXT = 32_768  # fits a long agent conversation, and the cache of a single GPU
+# The engines do not load these formats.
+_OTHER_FORMATS = ("original/*", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.gguf")
+# This fits a long agent conversation, and the cache of a single GPU.
+_MAX_DEFAULT_CONTEXT = 32_768
 _EXPERTS_FIELDS = ("num_experts", "n_routed_experts", "num_local_experts")
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
 
@@ -146,9 +148,9 @@ class ModelConfig(Section):
 
 
 def local_folder(path: Path, *, weights: bool = False, download: bool = True) -> Path:
-    """Return the folder of a model: `path` itself, or where the model of that name on the Hugging Face hub is.
+    """Return a model's folder: `path` itself, or the local folder of the Hugging Face model with that name.
 
-    Without `weights`, they are not downloaded. A path that cannot be a name is returned unchanged.
+    Weights are downloaded only with `weights`. A path that cannot be a name is returned unchanged.
 
     Raises:
         ConfigError: the hub and its local cache do not have the model.
@@ -160,7 +162,8 @@ def local_folder(path: Path, *, weights: bool = False, download: bool = True) ->
 
 @functools.cache
 def _hub_folder(name: str, weights: bool, download: bool) -> Path:
-    from huggingface_hub import snapshot_download  # slow to import
+    # This import is slow.
+    from huggingface_hub import snapshot_download
 
     with contextlib.suppress(OSError, ValueError):
         cached = Path(snapshot_download(name, local_files_only=True))
@@ -170,7 +173,8 @@ def _hub_folder(name: str, weights: bool, download: bool) -> Path:
         return Path(name)
     try:
         return Path(snapshot_download(name, ignore_patterns=list(_OTHER_FORMATS if weights else _WEIGHT_FILES)))
-    except Exception as error:  # also those of the hub's HTTP client
+    except Exception as error:
+        # The hub's HTTP client raises its own exceptions.
         raise ConfigError(
             f"model.path: there is no folder {name}, and no such model on the hub or in its local cache "
             f"({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}): correct the "
@@ -179,7 +183,7 @@ def _hub_folder(name: str, weights: bool, download: bool) -> Path:
 
 
 def _is_complete(folder: Path, weights: bool) -> bool:
-    """Return whether a folder of the hub's cache has what is needed: a download can be partial."""
+    """Return whether a folder of the hub's cache has all needed files. Downloads can be partial."""
     files = {file.name for file in folder.iterdir() if file.exists()}
     if "config.json" not in files or not files & {"tokenizer.json", "tokenizer_config.json"}:
         return False
@@ -201,7 +205,7 @@ def _max_positions(model: Path, scaled: bool = True) -> int:
 
 
 def _extended(maximum: int, section: Mapping[str, Any]) -> int:
-    """Return the maximum with the scaling of positions, unless it is in it already."""
+    """Apply the scaling of positions to the maximum, unless it already includes it."""
     scaling = section.get("rope_scaling") or section.get("rope_parameters") or {}
     factor = scaling.get("factor")
     if not isinstance(factor, int | float) or scaling.get("rope_type") == "llama3":
@@ -216,7 +220,8 @@ def _expert_shape(model: Path) -> ExpertShape:
         experts = next((section[name] for name in _EXPERTS_FIELDS if isinstance(section.get(name), int)), 0)
         layers, topk = section.get("num_hidden_layers"), section.get("num_experts_per_tok")
         if experts and isinstance(layers, int) and isinstance(topk, int):
-            if topk < 2:  # verl recognises a token without routing by its repeated expert
+            if topk < 2:
+                # verl recognises a token without routing by its repeated expert.
                 raise ConfigError(
                     f"model.routed_experts=true needs at least 2 experts per token, and {path} has {topk}"
                 )

@@ -1,5 +1,4 @@
-"""The sections on where results are stored, announced and read, and on what is observed of a run: `storage`,
-`queue`, `collect`, `aws`, `observe` and `prices`."""
+"""The `storage`, `queue`, `collect`, `aws`, `observe` and `prices` sections."""
 
 from __future__ import annotations
 
@@ -55,7 +54,8 @@ class CollectConfig(Section):
     """Interval between listings of the prefix while the queue is disabled."""
 
 
-MAX_URL_S = 7 * 24 * 3600  # S3 signs no URL for longer
+# S3 signs no URL for longer.
+MAX_URL_S = 7 * 24 * 3600
 
 
 class StorageConfig(Section):

@@ -1,4 +1,4 @@
-"""The root of the configuration tree, and how it is read from YAML, the environment and overrides."""
+"""The root of the configuration tree, which is read from YAML, the environment and overrides."""
 
 import difflib
 import os
@@ -40,11 +40,12 @@ from rollout_backend.errors import ConfigError
 _ID_FORM = "an id of at most 128 letters, digits, '.', '_' and '-' that begins with a letter or a digit"
 ENV_PREFIX = "ROLLOUT__"
 _PLACEHOLDER = re.compile(r"<yours, (.*)>")
-_NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # ValueError: no UTF-8, or a number such as 0x_
+# Bytes that are not UTF-8 and numbers such as 0x_ raise ValueError.
+_NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads dates as texts: no setting is a date, and names of runs look like one."""
+    """Reads dates as strings: no setting is a date, but names of runs look like one."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -126,7 +127,8 @@ class RolloutConfig(Section):
         """Return the settings with the prices of the runtime's platform, unless they name a platform."""
         if platform is None or self.prices.platform is not None:
             return self
-        known = "V1" if platform == "V1" else "V2"  # a later one is priced as the newest that is known
+        # A later platform is priced as the newest known one.
+        known = "V1" if platform == "V1" else "V2"
         return self.model_copy(update={"prices": self.prices.model_copy(update={"platform": known})})
 
     @property
@@ -199,7 +201,8 @@ def load_config(
             invalid; each is named.
     """
     tree: dict[str, Any] = dict(base or {})
-    sources: dict[str, str] = {}  # of each setting: where it was set last
+    # Where each setting was set last.
+    sources: dict[str, str] = {}
     if path is not None:
         merged, lines = _read_yaml(Path(path))
         _merge(tree, merged)
@@ -216,7 +219,8 @@ def load_config(
         merge_overrides(tree, [override])
         _replace_source(sources, override.partition("=")[0], f"-o {override}")
     _merge(tree, top or {})
-    for service in ("s3", "sqs"):  # botocore uses these variables, and the checks and presigned URLs must know
+    # botocore uses these variables, and the checks and presigned URLs must know them.
+    for service in ("s3", "sqs"):
         aws, name, variable = tree.get("aws", {}), f"{service}_endpoint_url", f"AWS_ENDPOINT_URL_{service.upper()}"
         if env.get(variable) and isinstance(aws, Mapping) and not (aws.get("endpoint_url") or aws.get(name)):
             tree["aws"] = {**aws, name: env[variable]}
@@ -258,7 +262,7 @@ def is_placeholder(value: object) -> bool:
 
 
 def _to_fill_in(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the settings that have the placeholder of a template, each with what the placeholder asks for."""
+    """Yield each setting that still has a template's placeholder, with the placeholder's description."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from _to_fill_in(value, f"{prefix}{name}.")
@@ -288,7 +292,7 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _lines(node: yaml.Node, path: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Yield the line of each setting. Raises ConfigError if one is set twice, of which YAML would take the last."""
+    """Yield the line of each setting. Raises ConfigError if one is set twice, because YAML would use the last."""
     if not isinstance(node, yaml.MappingNode):
         return
     seen: dict[str, int] = {}
@@ -303,8 +307,10 @@ def _lines(node: yaml.Node, path: Path, prefix: str = "") -> Iterator[tuple[str,
 
 def _nest(keys: list[str], text: str, where: str) -> dict[str, Any]:
     try:
-        value = yaml.load(text, _Loader)  # noqa: S506  # a SafeLoader
-    except _NOT_YAML:  # whose message shows the value, which may be a secret
+        # `_Loader` is a SafeLoader.
+        value = yaml.load(text, _Loader)  # noqa: S506
+    except _NOT_YAML:
+        # The error's message shows the value, which may be a secret.
         raise ConfigError(f"the value of {where} is not YAML: put it in quotes, in a shell \"'...'\"") from None
     for key in reversed(keys):
         value = {key: value}
@@ -322,5 +328,5 @@ def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
 
 
 def _other_kind(below: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
-    """Return True if two sections are of different kinds, which share no settings: one then replaces the other."""
+    """Return whether two sections differ in kind. Kinds share no settings, so one then replaces the other."""
     return "kind" in below and "kind" in value and below["kind"] != value["kind"]

@@ -60,12 +60,15 @@ _ROLE = r"arn:aws[a-z-]*:iam::\d{12}:role/.+"
 _PROVIDER = (
     r"arn:aws[a-z-]*:bedrock-agentcore:[a-z0-9-]+:\d{12}:capacity-provider/[a-zA-Z][a-zA-Z0-9_]{0,47}-[a-zA-Z0-9]{10}"
 )
-_MICROVM_S, _INSTANCE_S = 28_800, 1_209_600  # AgentCore's limits of a session's lifetime
+# AgentCore's limits on a session's lifetime.
+_MICROVM_S, _INSTANCE_S = 28_800, 1_209_600
 _DNS_LABEL = "[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 _TOLERATION = frozenset({"key", "operator", "value", "effect", "tolerationSeconds"})
 _RAY_ENVIRONMENT = frozenset({"env_vars", "pip"})
-SMALL_REGION_SESSIONS = 2_500  # AgentCore's quota of active sessions outside the large regions
-LARGE_REGIONS = frozenset({"us-east-1", "us-west-2"})  # their quota is the default of the setting
+# AgentCore's quota of active sessions outside the large regions.
+SMALL_REGION_SESSIONS = 2_500
+# The quota of these regions is the default of `max_sessions`.
+LARGE_REGIONS = frozenset({"us-east-1", "us-west-2"})
 DEFINITION = (
     "environment",
     "idle_timeout_s",
@@ -155,7 +158,7 @@ class RuntimeConfig(Section):
             raise ValueError(f"{where} fail if they cannot announce a result: set queue.enabled=true")
 
     def for_run(self, run_dir: Path, aws_environment: Mapping[str, str]) -> Self:
-        """Return the settings with what they take from other sections, if unset: the run's folder, and environment
+        """Return the settings with unset values filled in from other sections: the run's folder, and environment
         variables that name the endpoints of S3 and SQS if not AWS."""
         return self
 
@@ -230,7 +233,7 @@ class AgentCoreConfig(RuntimeConfig):
     @model_validator(mode="before")
     @classmethod
     def _fit_sessions_to_region(cls, values: Any) -> Any:
-        """Set `max_sessions`, so that the settings which a run stores hold the limit that it had."""
+        """Set `max_sessions`, so that a run's stored settings contain the limit that it had."""
         place = (
             isinstance(values, Mapping) and f"{values.get('arn') or values.get('image')} {values.get('image_region')}"
         )
@@ -351,7 +354,7 @@ class TaskImageConfig(RuntimeConfig):
     its verifier in a second container of that image. The implementation is a `VerifierRuntime`."""
 
     max_tests_bytes: ClassVar[int]
-    """How large the compressed tests of a task may be, which a verifier is started with."""
+    """Maximum size of a task's compressed tests, which a verifier is started with."""
 
     command: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
     """Command of the container: text, or a list. Default: the image's. Required for Harbor tasks, such as
@@ -369,7 +372,8 @@ class KubernetesConfig(TaskImageConfig):
 
     implementation: ClassVar[str] = "rollout_backend.runtimes.kubernetes.runtime.KubernetesRuntime"
     payload_in_file: ClassVar[bool] = True
-    max_tests_bytes: ClassVar[int] = 1_000_000  # a Secret holds 1 MiB, and the rest of it is the verifier's order
+    # A Secret holds 1 MiB, and the rest of it is the verifier's order.
+    max_tests_bytes: ClassVar[int] = 1_000_000
 
     kind: Literal["kubernetes"] = "kubernetes"
     image: str = Field(min_length=1)
@@ -496,7 +500,8 @@ class ProcessConfig(RuntimeConfig):
     @field_validator("working_dir")
     @classmethod
     def _is_absolute(cls, value: Path) -> Path:
-        return value.expanduser().absolute()  # a run that resumes may start elsewhere
+        # A resumed run may start in another directory.
+        return value.expanduser().absolute()
 
     @model_validator(mode="after")
     def _app_or_command(self) -> Self:
@@ -540,7 +545,7 @@ class RayConfig(ProcessConfig):
 
     implementation: ClassVar[str] = "rollout_backend.runtimes.ray.RayRuntime"
 
-    kind: Literal["ray"] = "ray"  # type: ignore[assignment]  # the kind of its base class
+    kind: Literal["ray"] = "ray"  # type: ignore[assignment]
     address: str = "auto"
     """Address of the Ray cluster, HOST:PORT. Default: the cluster of this machine, or of the trainer."""
     num_cpus: float = Field(default=1.0, ge=0)
@@ -595,7 +600,8 @@ def _config_class(kind: object) -> type[RuntimeConfig]:
         raise ValueError(f"kind is missing: it is one of {choices}")
     found = import_kind(kind, choices)
     if not (isinstance(found, type) and issubclass(found, RuntimeConfig)):
-        raise ValueError(f"kind {kind!r} is not a subclass of RuntimeConfig")  # noqa: TRY004  # pydantic reports it
+        # pydantic reports a ValueError, and not a TypeError.
+        raise ValueError(f"kind {kind!r} is not a subclass of RuntimeConfig")  # noqa: TRY004
     return found
 
 

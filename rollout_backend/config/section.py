@@ -28,14 +28,14 @@ Rate = Annotated[float, Field(gt=0)]
 
 
 def check_matches(value: str, shape: str, what: str) -> str:
-    """Return a value that has this shape as a whole. Raises ValueError, which says in plain words what it is not."""
+    """Return `value` if `shape` matches all of it. Otherwise, raise ValueError, which says that it is not `what`."""
     if not re.fullmatch(shape, value):
         raise ValueError(f"{value!r} is not {what}")
     return value
 
 
 def matching(shape: str, what: str) -> AfterValidator:
-    """Return the validator of a setting with a shape, whose error names no regular expression as `pattern` does."""
+    """Return a validator for a pattern. Unlike pydantic's `pattern`, its error shows no regular expression."""
     return AfterValidator(lambda value: check_matches(value, shape, what))
 
 
@@ -43,9 +43,11 @@ def check_address(url: str) -> str:
     """Return the URL unchanged. Raises ValueError if it has no valid host and port."""
     try:
         parts = urlsplit(url)
-        if parts.port != 0 and parts.hostname and parts.hostname.encode("idna"):  # as a look-up of the name does
+        # A look-up of the host name encodes it in the same way.
+        if parts.port != 0 and parts.hostname and parts.hostname.encode("idna"):
             return url
-    except ValueError:  # a port that is no number, brackets without an IPv6 address, or a name with an empty part
+    except ValueError:
+        # The port is no number, brackets hold no IPv6 address, or a part of the name is empty.
         pass
     raise ValueError(f"{url!r} names no host, or no port from 1 to 65535")
 
@@ -80,7 +82,7 @@ class Section(BaseModel):
             raise ValueError(f"{value} names the home of a user who does not exist") from None
 
     def check_run(self, run: RolloutConfig) -> None:
-        """Raise ValueError if this section demands something of another one that it does not have."""
+        """Raise ValueError if another section lacks something that this section needs."""
 
 
 def _accepts_truth(annotation: object) -> bool:
@@ -93,7 +95,7 @@ def kind_choices(known: Iterable[str], base: str) -> str:
 
 
 def import_kind(kind: object, choices: str) -> Any:
-    """Import what a `kind` setting names by its import path. Raises ValueError, which lists the choices."""
+    """Import the object that a `kind` setting names. Raises ValueError, which lists the choices."""
     try:
         return import_path(kind)
     except ValidationError as error:

@@ -48,7 +48,8 @@ _HAS_SETTING = {
 adapters."""
 
 _STARTUP_S = 300.0
-_LOADED_PER_S = 0.5e9  # bytes of weights; a slow network disk
+# Bytes of weights that a slow network disk delivers.
+_LOADED_PER_S = 0.5e9
 
 
 class ServingConfig(Section):
@@ -194,7 +195,8 @@ class ServingConfig(Section):
                 f"engine={self.engine} with kind={self.kind} takes no weights from update_weights"
             )
         for name in ("pipeline_parallel", "data_parallel", "attention_data_parallel"):
-            if getattr(self, name) > 1:  # SGLang numbers the ranks of a group by tensor parallel rank alone
+            if getattr(self, name) > 1:
+                # SGLang numbers the ranks of a group by tensor parallel rank alone.
                 raise ValueError(
                     f"weight_transfer={self.weight_transfer} supports only tensor parallel servers in SGLang: leave "
                     f"{name} at 1, or set weight_transfer=disk"
