@@ -29,7 +29,8 @@ from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ResultMissing, StoreError, WriteConflict
 from rollout_backend.scoring.scorer import ArtifactLost, Score, ScoringError, pack_request
 
-_LARGE_BYTES = 64 * 1024  # larger requests are built, and larger artifacts unpacked, in a thread
+# Larger requests are built, and larger artifacts unpacked, in a thread.
+_LARGE_BYTES = 64 * 1024
 
 
 class RolloutScorer:
@@ -67,7 +68,8 @@ class RolloutScorer:
         """
         try:
             return Score.parse(json.loads(await self._store.get(self.key(rollout, task))))
-        except (ResultMissing, ValueError):  # includes ContractError
+        except (ResultMissing, ValueError):
+            # ContractError is a ValueError.
             return None
 
     async def compute(self, rollout: Rollout, data: bytes, task: Task) -> Score:

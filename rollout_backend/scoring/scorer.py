@@ -34,8 +34,10 @@ from rollout_backend.errors import ConfigError
 _MODULE = "rollout_scorer"
 _VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _STDERR_CHARS = _MESSAGE_CHARS = 2_000
-_KEPT_BYTES = 16 * 1024 * 1024  # the end of an output, which holds the last line
-_GRACE_S = 5.0  # for children that print the command's output after its exit, as in `exec > >(tee log)`
+# Only the end of an output is kept, which holds the last line.
+_KEPT_BYTES = 16 * 1024 * 1024
+# Children may print the command's output after its exit, as in `exec > >(tee log)`.
+_GRACE_S = 5.0
 
 
 class ScoringError(Exception):
@@ -61,10 +63,14 @@ class ScoreInput:
     """The input of a scorer: one rollout, and its task with the part that no agent sees."""
 
     task_id: str
-    payload: dict[str, Any]  # the task as the agent received it
-    private: dict[str, Any]  # the task's private part; empty if it has none
-    rollout: Rollout  # the result with its segments and turns
-    artifacts: dict[str, bytes] = field(default_factory=dict)  # files that the agent published, by name
+    payload: dict[str, Any]
+    """The task as the agent received it."""
+    private: dict[str, Any]
+    """The task's private part; empty if it has none."""
+    rollout: Rollout
+    """The result with its segments and turns."""
+    artifacts: dict[str, bytes] = field(default_factory=dict)
+    """Files that the agent published, by name."""
 
     @classmethod
     def unpack(cls, request: bytes) -> Self:
@@ -112,10 +118,12 @@ class Score(ContractObject):
     """A scorer's result, and which scorer it was."""
 
     scorer: str
-    sha256: str  # digest of its file or command
+    sha256: str
+    """Digest of the scorer's file or command."""
     reward: float
     turn_rewards: tuple[float, ...] = ()
-    extras: dict[str, Any] = Field(default_factory=dict)  # other values of the returned dict
+    extras: dict[str, Any] = Field(default_factory=dict)
+    """Other values of the returned dict."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +189,8 @@ class Scorer:
 
     def _line_of(self, error: BaseException) -> str:
         """Return the innermost line of the traceback in the scorer's file, or else in any file."""
-        frames = traceback.extract_tb(error.__traceback__)[2:]  # the first two frames belong to this module
+        # The first two frames belong to this module.
+        frames = traceback.extract_tb(error.__traceback__)[2:]
         own = [frame for frame in frames if Path(frame.filename) == self.file] or frames
         return f" ({Path(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name})" if own else ""
 
@@ -269,7 +278,7 @@ def _accepts(function: Callable[..., object], *arguments: object, **named: objec
 
 
 def _verl_arguments(given: ScoreInput) -> dict[str, Any]:
-    """Return what verl's reward managers pass: `extra_info` is always a dict, with the number of turns in it."""
+    """Return the arguments of verl's reward managers. `extra_info` is always a dict, with the number of turns."""
     named = {name: given.private.get(name) for name in _VERL_ARGUMENTS}
     extra_info = {} if named["extra_info"] is None else named["extra_info"]
     if not isinstance(extra_info, Mapping):
@@ -279,8 +288,8 @@ def _verl_arguments(given: ScoreInput) -> dict[str, Any]:
 
 
 def _verl_turns(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Count turns as verl's agent loops do: each reply of the model, and the messages before it together, such as the
-    results of several calls."""
+    """Count turns as verl's agent loops do. Each reply of the model is a turn, and so are the messages before it
+    together, for example the results of several calls."""
     replies = [
         each.get("role") == "assistant" for each in messages if each.get("role") not in ("system", "developer")
     ]
@@ -307,7 +316,8 @@ def _import(source: str) -> ModuleType:
     is_file = path.suffix == ".py"
     if is_file and not path.is_file():
         raise ConfigError(f"there is no file {path}")
-    sys.path.insert(0, str(path.absolute().parent if is_file else Path.cwd()))  # as `python FILE.py` does
+    # `python FILE.py` does the same.
+    sys.path.insert(0, str(path.absolute().parent if is_file else Path.cwd()))
     try:
         return _load(path.absolute()) if is_file else importlib.import_module(source)
     except (Exception, SystemExit) as error:
@@ -322,7 +332,8 @@ def _load(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look up their module here
+    # dataclasses look up their module here.
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -349,7 +360,7 @@ def run_command(
     artifacts: Mapping[str, bytes] = MappingProxyType({}),
 ) -> object:
     """Run a command as a scorer. It reads one rollout as JSON from stdin, and prints the reward in its last line.
-    Return what it printed: a number, or a dict with a number under 'reward'.
+    Returns the number that it printed, or a dict with a number under 'reward'.
 
     While it runs, the artifacts are files in the folder $ROLLOUT_ARTIFACTS.
 
@@ -369,7 +380,8 @@ def run_command(
         environment = os.environ | {"ROLLOUT_ARTIFACTS": folder}
         stdin.write(given)
         stdin.seek(0)
-        with subprocess.Popen(  # the command comes from the user's own settings
+        # The command comes from the user's own settings.
+        with subprocess.Popen(
             [*command], stdin=stdin, stdout=stdout.write_end, stderr=stderr.write_end, env=environment
         ) as process:
             try:

@@ -41,8 +41,10 @@ from rollout_backend.scoring.scorer import ScoreInput, ScoringError, load_scorer
 log = logging.getLogger(__name__)
 
 _BACK_OFF = wait_exponential_jitter(max=10)
-_STOP_S = 60.0  # time for stopping a verifier; later, its deadline ends it
-_URL_S = 3600.0  # in addition to the time to start
+# Time for stopping a verifier. After that, its deadline ends it.
+_STOP_S = 60.0
+# URLs are valid for this long in addition to the time to start.
+_URL_S = 3600.0
 
 
 class VerifierJobs:
@@ -59,7 +61,7 @@ class VerifierJobs:
         on_closed: Callable[[str], object],
     ) -> None:
         """`admission` is the queue of the runtime's calls. `on_open` and `on_closed` are called with each verifier's
-        session, before it starts and once it is stopped."""
+        session, before it starts and after it is stopped."""
         self._runtime = runtime
         self._presigner = presigner
         self._timeout_s = config.timeout_s
@@ -164,7 +166,8 @@ class VerifierJobs:
         until = asyncio.get_running_loop().time() + _STOP_S
         try:
             await retry_until(until, stop, RuntimeCallError, _BACK_OFF)
-        except RuntimeCallError as error:  # its reward is still valid
+        except RuntimeCallError as error:
+            # The verifier's reward is still valid.
             log.warning("the verifier %s could not be stopped, and ends at its deadline: %s", session_id, error)
         else:
             self._on_closed(session_id)

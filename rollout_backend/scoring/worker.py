@@ -30,7 +30,8 @@ from rollout_backend.errors import ConfigError
 from rollout_backend.logs import report_failure
 from rollout_backend.scoring.scorer import ScoreInput, Scorer, ScoringError, configured_scorer
 
-HEADER = struct.Struct(">QI")  # number of the call, length
+# The number of a call, and the length of its message.
+HEADER = struct.Struct(">QI")
 _Requests = queue.SimpleQueue[tuple[int, bytes]]
 
 
@@ -42,7 +43,7 @@ def main(settings: str) -> None:
     requests: _Requests = queue.SimpleQueue()
     threading.Thread(target=_read_all, args=(frames, requests, boot_clock()), daemon=True).start()
     try:
-        # Without a time limit of its own, a command ends with its children: see `WorkerPool.call`.
+        # With no time limit here, a command ends with its children: see `WorkerPool.call`.
         scorer = configured_scorer({**json.loads(settings), "timeout_s": None})
     except ConfigError as error:
         _answer(answers, 0, {"error": str(error)})
@@ -53,7 +54,8 @@ def main(settings: str) -> None:
         asyncio.set_event_loop(loop)
         serving = loop.create_task(_serve(scorer, requests, answers, json.loads(settings)["timeout_s"]))
         while True:
-            with contextlib.suppress(SystemExit):  # in a task of a scorer, which gets it too: the others continue
+            with contextlib.suppress(SystemExit):
+                # A scorer's task raised SystemExit and gets it too. The other tasks continue.
                 loop.run_until_complete(serving)
     while True:
         number, body = requests.get()
@@ -102,14 +104,16 @@ def _read_all(frames: BinaryIO, requests: _Requests, began_at: float) -> None:
         number, length = HEADER.unpack(head)
         requests.put((number, frames.read(length)))
     if (mark := os.environ.get(MARK)) is not None:
-        end_marked(mark, began_at)  # the children in other process groups
+        # This ends the children in other process groups.
+        end_marked(mark, began_at)
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(0)
 
 
 def _answer(answers: BinaryIO, number: int, fields: dict[str, Any]) -> None:
-    data = msgpack.packb(fields, unicode_errors="replace")  # an error message may quote half of a surrogate pair
+    # An error message may quote half of a surrogate pair.
+    data = msgpack.packb(fields, unicode_errors="replace")
     answers.write(HEADER.pack(number, len(data)) + data)
     answers.flush()
 

@@ -29,9 +29,12 @@ from rollout_backend.logs import report_failure
 from rollout_backend.scoring.scorer import ScoringError
 from rollout_backend.scoring.worker import HEADER
 
-_START_S = 120.0  # time to import the scorer's module
-_END_S = 5.0  # from the end of its output to its own
-_KILL_AFTER_S = 5.0  # in addition to `timeout_s`, which async functions enforce first
+# Time to import the scorer's module.
+_START_S = 120.0
+# Time from the end of a process's output to its exit.
+_END_S = 5.0
+# In addition to `timeout_s`, which async functions enforce first.
+_KILL_AFTER_S = 5.0
 
 
 class WorkerPool:
@@ -83,7 +86,8 @@ class WorkerPool:
                 return await worker.ask(request, self._config.timeout_s + self._kill_after_s)
             except BaseException as error:
                 if not isinstance(error, asyncio.CancelledError) or self._calls_per_worker == 1:
-                    with contextlib.suppress(ValueError):  # another call has removed it
+                    with contextlib.suppress(ValueError):
+                        # Another call may have removed it.
                         self._workers.remove(worker)
                     await worker.end()
                 if isinstance(error, TimeoutError):
@@ -106,7 +110,8 @@ class _Worker:
     """One process. It starts when the object is created; `hello` waits for it."""
 
     def __init__(self, config: ScoringConfig, log: Path) -> None:
-        self.calls = 0  # number of calls assigned to this process
+        # The number of calls assigned to this process.
+        self.calls = 0
         self._ended = False
         self._config = config
         self._log = log
@@ -117,7 +122,8 @@ class _Worker:
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count(1)
         self._starting = asyncio.create_task(self._start())
-        self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # `hello` raises it
+        # `hello` raises the task's exception.
+        self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._reading: asyncio.Task[None] | None = None
 
     async def hello(self) -> dict[str, Any]:
@@ -136,7 +142,8 @@ class _Worker:
                 fields: dict[str, Any] = await answer
                 return fields
         except asyncio.CancelledError:
-            self._send(number, b"")  # cancels an async function
+            # An empty frame cancels an async function.
+            self._send(number, b"")
             raise
         finally:
             del self._answers[number]
@@ -201,11 +208,12 @@ class _Worker:
     def _send(self, number: int, body: bytes) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # the process has ended, which `_receive_all` detects
+        with contextlib.suppress(ConnectionError):
+            # `_receive_all` detects that the process has ended.
             self._process.stdin.write(HEADER.pack(number, len(body)) + body)
 
     async def _receive(self) -> tuple[int, dict[str, Any]]:
-        """Raises IncompleteReadError."""
+        """Read one frame. Raises IncompleteReadError."""
         assert self._process is not None
         assert self._process.stdout is not None
         number, length = HEADER.unpack(await self._process.stdout.readexactly(HEADER.size))
@@ -214,7 +222,8 @@ class _Worker:
 
     async def _how_it_ended(self) -> str:
         assert self._process is not None
-        with contextlib.suppress(TimeoutError):  # it has closed its output, and may go on
+        with contextlib.suppress(TimeoutError):
+            # The process has closed its output, and may keep running.
             async with asyncio.timeout(_END_S):
                 await self._process.wait()
         code = self._process.returncode
