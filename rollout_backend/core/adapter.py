@@ -13,8 +13,8 @@ _NUMBER = re.compile("-?[0-9]{1,18}")
 
 @dataclass(frozen=True)
 class NamedAdapter:
-    """An adapter as a model call names it to an engine. `version` is None if the engine's operator replaces the
-    adapter in place; its tokens then carry the weight version that the engine reports."""
+    """An adapter in a request to an engine. `version` is None if the engine's operator replaces the adapter in place;
+    its tokens then carry the weight version that the engine reports."""
 
     name: str
     version: int | None = None
@@ -22,7 +22,7 @@ class NamedAdapter:
     @property
     def engine_name(self) -> str:
         """The engine's name of the adapter. Each version has a separate name, so that an engine never uses an older
-        version's prefix cache, nor samples with another version than the gateway records."""
+        version's prefix cache and always samples with the version that the gateway records."""
         return self.name if self.version is None else f"{self.name}{_MARK}{self.version}"
 
     def label(self, reported: str) -> str:

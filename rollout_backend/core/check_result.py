@@ -11,14 +11,14 @@ Level = Literal["ok", "warning", "problem", "unchecked"]
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of a check. A `problem` stops the run; `unchecked` means that it could not be checked from here.
-    `setting` is the setting to change, and `text` says what was found and what to do."""
+    """The result of a check. A `problem` stops the run; `unchecked` means that the check cannot run here. `setting`
+    is the setting to change, and `text` describes the finding and the remedy."""
 
     level: Level
     setting: str
     text: str
     name: str = ""
-    """What was checked, by a name that is stable across versions. If empty, the name is `setting`."""
+    """Name of the check, which is stable across versions. Defaults to `setting`."""
     cause: str = ""
     """A cause that makes other checks fail as well, such as a missing login; empty if there is none."""
 
@@ -36,7 +36,7 @@ class CheckResult:
 
 
 def group_by_cause(findings: Iterable[CheckResult]) -> Sequence[CheckResult]:
-    """Return the findings with one for each cause, which names the other checks that it made fail."""
+    """Merge findings with the same cause into one, which lists the settings that could not be checked."""
     grouped: dict[object, list[CheckResult]] = {}
     for number, each in enumerate(sorted(findings, key=lambda each: each.level != "problem")):
         grouped.setdefault(each.cause or number, []).append(each)

@@ -1,7 +1,7 @@
 """Number a trainer's batches, and find the steps that a restarted asynchronous trainer resumes. Pure.
 
 A number is derived from the trainer's global step, whether the batch validates, and its position among the batches of
-that kind in the global step. A global step can have hundreds of batches: verl requests one for each poll that finds
+this type in the global step. A global step can have hundreds of batches: verl requests one for each poll that finds
 lost or filtered groups, and asynchronous trainers take many.
 
 A synchronous trainer repeats its first batch after a restart. An asynchronous one does not: verl puts all unfinished
@@ -28,18 +28,18 @@ from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.staleness import AbandonedWeights
 
 _RANGES = ((0, 0, 500), (60_000_000, 500, 2_000), (100_000_000, 0, 1_000_000))
-"""The ranges of step numbers: first number, first position, and positions per global step and kind of batch."""
+"""The ranges of step numbers: first number, first position, and positions per global step and type of batch."""
 
 
 def batch_number(global_step: int, validate: bool, position: int) -> int:
-    """Return the step number of a batch, from the first range that has it."""
+    """Return the step number of a batch, from the first range that includes its position."""
     kind = global_step * 2 + validate
     numbers = (first + kind * positions + position - skipped for first, skipped, positions in _RANGES)
     return next(number for number in numbers if order_of(number) == (kind, position))
 
 
 def order_of(number: int) -> tuple[int, int]:
-    """Return the key by which step numbers are sorted: the global step and kind of a batch, and its position."""
+    """Return the key by which step numbers are sorted: the global step and type of a batch, and its position."""
     first, skipped, positions = max(each for each in _RANGES if each[0] <= number)
     kind, position = divmod(number - first, positions)
     return kind, skipped + position
@@ -98,8 +98,8 @@ class EarlierBatches:
         """Assign prompts to the steps of these manifests.
 
         Args:
-            manifests: Those of the steps that were requested after step `checkpoint`, and of those that ran the
-                prompts in the checkpoint.
+            manifests: Manifests of the steps that were requested after step `checkpoint`, and of the steps that ran
+                the prompts in the checkpoint.
             checkpoint: The step after which this trainer resumes.
             max_staleness: The age limit.
             restarts: The fencing token and the checkpoint of each earlier trainer, in order.
@@ -135,7 +135,7 @@ class EarlierBatches:
 
     def _trainer_of(self, step: int, attempt: int) -> int | None:
         """Return the fencing token of the earlier trainer that made an attempt; None if this trainer made it. Without
-        a manifest, it may have been any of them."""
+        a manifest, return -1, because any earlier trainer may have made it."""
         manifest = self._manifests.get(step)
         return -1 if manifest is None else manifest.token_of(attempt)
 

@@ -39,7 +39,8 @@ class TaskContainer(ContractObject):
     """The settings of a task's container."""
 
     image: str
-    workdir: str | None = None  # None: the image's own
+    workdir: str | None = None
+    """Defaults to the image's own."""
     env: dict[str, str] = Field(default={})
     resources: dict[str, str] = Field(default={})
     """Kubernetes quantities, reserved and enforced."""
@@ -65,11 +66,14 @@ SUPPORTED_PREFIX = "harbor-supported:"
 """Like `PREFIX`, but leaves out tasks that cannot run."""
 VERIFIER = "rollout_backend.scoring.harbor:verify"
 """Value of `scoring.function` that runs a task's tests."""
-_AGENTCORE_MIB, _AGENTCORE_CPUS = 8192, 2  # of each session
-_MAX_BYTES = 8 * 1024 * 1024  # size limit of a task's archives: each rollout's invoke carries the environment
+# AgentCore gives each session this memory and these CPUs.
+_AGENTCORE_MIB, _AGENTCORE_CPUS = 8192, 2
+# Limits a task's archives, because each rollout's invoke carries the environment.
+_MAX_BYTES = 8 * 1024 * 1024
 _IMAGE = re.compile(r"[A-Za-z0-9][\w.:-]*(/[a-z0-9][a-z0-9._-]*)*(:[\w][\w.-]{0,127})?(@sha256:[a-f0-9]{64})?")
 _MEGABYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
-_UTF8 = "utf-8-sig"  # whatever the locale; editors of Windows start a file with a byte order mark
+# Editors on Windows start a file with a byte order mark.
+_UTF8 = "utf-8-sig"
 _NOT_IN_WORKSPACE = frozenset({"Dockerfile", ".dockerignore", "docker-compose.yaml", "docker-compose.yml"})
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 _DOCKER_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::-([^}$]*))?\})")
@@ -99,7 +103,8 @@ def read_harbor_tasks(
     Raises:
         TaskFileError: there are no tasks, or some cannot run (on `runtime`, if given); names each.
     """
-    from rollout_backend.core.tasks import Task  # imported here, because it imports this module
+    # `core.tasks` imports this module.
+    from rollout_backend.core.tasks import Task
 
     found = (
         [folder] if (folder / "task.toml").is_file() else sorted(each.parent for each in folder.glob("*/task.toml"))
@@ -126,7 +131,7 @@ def read_harbor_tasks(
 
 
 def fit_to_runtime(tasks: Iterable[Task], runtime: RuntimeConfig) -> tuple[Task, ...]:
-    """Return the tasks as this runtime runs them: each Harbor task in its own image, if the runtime can.
+    """Return the tasks adapted to this runtime: each Harbor task in its own image, if the runtime supports it.
 
     Raises:
         ConfigError: the runtime cannot run some tasks; names each and says what to do.
@@ -143,13 +148,14 @@ def fit_to_runtime(tasks: Iterable[Task], runtime: RuntimeConfig) -> tuple[Task,
 
 
 def describe_ignored(tasks: Iterable[Task], runtime: RuntimeConfig) -> str:
-    """Return what Harbor tasks request and this runtime does not provide, with the numbers of tasks; empty if
-    nothing."""
+    """Return the resources that Harbor tasks request and this runtime does not provide, with the numbers of tasks;
+    empty if there are none."""
     if isinstance(runtime, TaskImageConfig):
         return ""
     provided = {"cpus": 0, "memory_mb": 0, "storage_mb": 0}
     if isinstance(runtime, AgentCoreConfig):
-        if runtime.capacity_provider is not None:  # instances have what their type has
+        # The instance type determines the resources.
+        if runtime.capacity_provider is not None:
             return ""
         provided |= {"cpus": _AGENTCORE_CPUS, "memory_mb": sys.maxsize if runtime.image else _AGENTCORE_MIB}
     wanted = [(task.private or {}).get("harbor", {}).get("container", {}) for task in tasks]
@@ -281,7 +287,8 @@ def _row(folder: Path) -> dict[str, Any]:
     timeout_s = _seconds(verifier.get("timeout_sec", 600.0), "verifier.timeout_sec")
     agent_s = _table(config, "agent").get("timeout_sec")
     variables = _variables(verifier, "verifier")
-    resolve_variables(variables | _variables(environment, "environment"))  # fail now, before anything starts
+    # A missing variable must fail here, before anything starts.
+    resolve_variables(variables | _variables(environment, "environment"))
     workdir = environment.get("workdir") or _workdir(folder / "environment" / "Dockerfile")
     if not (isinstance(workdir, str) and workdir.startswith("/")):
         raise ValueError(f"environment.workdir is {workdir!r}, not an absolute path")
@@ -366,7 +373,8 @@ def _refuse_unsupported(config: dict[str, Any]) -> None:
 def _table(config: dict[str, Any], name: str) -> dict[str, Any]:
     table = config.get(name, {})
     if not isinstance(table, dict):
-        raise ValueError(f"{name} in task.toml is not a table")  # noqa: TRY004  # the caller reports it
+        # The caller reports a ValueError.
+        raise ValueError(f"{name} in task.toml is not a table")  # noqa: TRY004
     return table
 
 
@@ -376,7 +384,8 @@ def _workdir(dockerfile: Path) -> str:
     Raises:
         ValueError: the folder depends on the base image or on a build argument.
     """
-    stage = shared = _Stage()  # before the first FROM: arguments of all stages
+    # Arguments before the first FROM are shared by all stages.
+    stage = shared = _Stage()
     stages: dict[str, _Stage] = {}
     for word, rest in _instructions(dockerfile.read_text(_UTF8) if dockerfile.is_file() else ""):
         if word == "FROM":
@@ -404,7 +413,7 @@ def _workdir(dockerfile: Path) -> str:
 
 @dataclasses.dataclass
 class _Stage:
-    """Variables and WORKDIR in a stage of a Dockerfile so far. A value of None is unknown."""
+    """Variables and WORKDIR of a Dockerfile's stage, up to the current instruction. None is an unknown value."""
 
     workdir: str | None = None
     env: dict[str, str | None] = dataclasses.field(default_factory=dict)
@@ -416,7 +425,7 @@ class _Stage:
         return [(key, self.expand(value) if equals else None) for key, equals, value in found]
 
     def expand(self, text: str) -> str | None:
-        """Return a text without quotes and with its variables replaced; None if that is not possible."""
+        """Return the string without quotes and with its variables replaced; None if that is not possible."""
         known = {**self.args, **self.env}
 
         def value(match: re.Match[str]) -> str:

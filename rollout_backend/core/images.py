@@ -28,13 +28,15 @@ _PNG = "image/png"
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _DEEP_MODES = frozenset({"I", "F", "I;16", "I;16B", "I;16L", "I;16N"})
 _CACHED_BYTES = 64 * 2**20
-_MIN_SIDE = 4  # image processors mistake a side of 1 or 3 for the colour channels
+# Image processors mistake a side of 1 or 3 for the colour channels.
+_MIN_SIDE = 4
 
 
 @dataclass(frozen=True)
 class ImageLimits:
     per_request: int
-    pixels: int  # maximum per image
+    pixels: int
+    """Maximum per image."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class PlacedImage:
 
 
 class _Converted:
-    """The plain PNGs of the latest images, by the SHA-256 of what was sent: agents send an image with each call."""
+    """A cache of converted images by the SHA-256 of the original. Agents send an image again with each call."""
 
     def __init__(self) -> None:
         self._images: OrderedDict[bytes, Image] = OrderedDict()
@@ -97,10 +99,10 @@ _converted = _Converted()
 
 
 def read_image(data: bytes, max_pixels: int) -> Image:
-    """Return an image as a plain PNG. The format is found from the bytes, not from the declared media type.
+    """Return an image as a plain PNG. The format is detected from the bytes, not from the declared media type.
 
-    The orientation in EXIF is applied, transparent pixels become white, and only an animation's first frame counts.
-    A plain PNG stays as it is, and its pixels are not decoded.
+    The EXIF orientation is applied, transparent pixels become white, and an animation is reduced to its first frame.
+    A plain PNG is returned unchanged, without decoding its pixels.
 
     Raises:
         ValueError: the format is not supported, the image has too many or too few pixels, or it is corrupt.
@@ -110,7 +112,8 @@ def read_image(data: bytes, max_pixels: int) -> Image:
             (width, height), mode = opened.size, opened.mode
     except (pillow.DecompressionBombError, pillow.DecompressionBombWarning):
         raise ValueError(f"has more than {max_pixels} pixels; send a smaller one") from None
-    except Exception:  # Pillow's readers raise various exceptions, depending on the format
+    # Pillow's readers raise various exceptions, depending on the format.
+    except Exception:
         raise ValueError("is no PNG, JPEG, WebP or GIF that can be read") from None
     if width * height > max_pixels:
         raise ValueError(f"has {width} x {height} pixels, more than {max_pixels} in all; send a smaller one")
@@ -129,7 +132,7 @@ def read_image(data: bytes, max_pixels: int) -> Image:
 
 
 def _is_plain(data: bytes) -> bool:
-    """Return whether the bytes are a PNG in RGB with 8 bits per channel, not interlaced, with pixels only."""
+    """Return whether the bytes are a non-interlaced RGB PNG with 8 bits per channel and no metadata."""
     if not data.startswith(_SIGNATURE) or data[24:29] != b"\x08\x02\0\0\0":
         return False
     at, kinds = len(_SIGNATURE), []
@@ -151,7 +154,7 @@ def _convert(data: bytes) -> Image:
             image = pillow.new("RGB", rgba.size, "white")
             image.paste(rgba, mask=rgba.getchannel("A"))
         pixels = image.convert("RGB")
-        # Without metadata, which `save` would copy.
+        # `save` would copy the metadata of `pixels`.
         plain = pillow.frombytes("RGB", pixels.size, pixels.tobytes())
         plain.save(written, "PNG", compress_level=1)
     except Exception as error:
@@ -174,7 +177,7 @@ def check_pixels(image: Image) -> None:
 
 
 def collapse_images(ids: Sequence[int], placed: Sequence[PlacedImage]) -> Sequence[int]:
-    """Return the ids with one token per image, which is the form that engines accept."""
+    """Return the ids with one token per image, as engines expect them."""
     found: list[int] = []
     at = 0
     for place in placed:

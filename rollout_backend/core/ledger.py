@@ -1,4 +1,4 @@
-"""Account for one step: the state of each rollout and of each session. Pure: no I/O, and the caller's clock.
+"""Account for the rollouts and sessions of one step. Pure: no I/O, and the caller's clock.
 
 Invariants, checked by `reconcile`:
 
@@ -20,55 +20,67 @@ from rollout_backend.core.reasons import SCORER_FAILED
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.errors import LedgerError
 
-CONTAINER_LOST = "container_lost"  # reason of a lost agent whose heartbeats stopped
-TERMINATED = "terminated"  # reason of a lost agent whose container the runtime stopped
-NO_RESULT = "no_result"  # reason of a timed-out agent without any result
-STORE_UNAVAILABLE = "store_unavailable"  # reason of a timed-out rollout whose result S3 could not confirm or rule out
-RUN_FAILED = "run_failed"  # the step was aborted
-TASK_BLOCKED = "task_blocked"  # see `step.task_blocklist`
+# An agent is lost if its heartbeats stop, or if the runtime stops its container.
+CONTAINER_LOST = "container_lost"
+TERMINATED = "terminated"
+# A rollout has timed out if S3 holds no result, or can neither confirm one nor rule it out.
+NO_RESULT = "no_result"
+STORE_UNAVAILABLE = "store_unavailable"
+# The step was aborted, or its blocklist blocks the task: see `step.task_blocklist`.
+RUN_FAILED = "run_failed"
+TASK_BLOCKED = "task_blocked"
 _NOT_LOST = frozenset({RUN_FAILED, TASK_BLOCKED, SCORER_FAILED})
 
 
 class Phase(StrEnum):
-    PLANNED = "planned"  # waiting for a free session
-    DISPATCHING = "dispatching"  # being invoked
-    RUNNING = "running"  # accepted by the agent
-    SCORING = "scoring"  # the result has arrived, and its reward is being computed
+    """A planned rollout waits for a free session. A scoring one has a result, and waits for its reward."""
+
+    PLANNED = "planned"
+    DISPATCHING = "dispatching"
+    RUNNING = "running"
+    SCORING = "scoring"
     SETTLED = "settled"
 
 
 @dataclass(eq=False)
 class LedgerEntry:
-    """The state of one rollout: its methods record what happens to it, and its ledger counts that."""
+    """The state of one rollout. Its methods record events and update the ledger's counts.
+
+    Times that end in `_at` are in unix seconds, except for `opened_at`. No result can arrive after `deadline` (loop
+    seconds). `attempts` counts this trainer's attempts; `attempt` numbers the current one over all trainers, from 1.
+    """
 
     rollout_id: str
     task_id: str
     ledger: "Ledger" = field(repr=False)
-    planned_at: float  # this and the other times are by the ledger's clock
-    is_replacement: bool = False  # replaces a rollout that the infrastructure lost
+    planned_at: float
+    is_replacement: bool = False
     phase: Phase = Phase.PLANNED
-    attempts: int = 0  # of this trainer
-    attempt: int = 0  # the number of the current attempt among those of all trainers; 0: there is none
-    adopted: bool = False  # an earlier trainer made the current attempt
-    session_id: str | None = None  # session of the current attempt
-    session_ids: list[str] = field(default_factory=list)  # of all attempts, unless the runtime opened none
+    attempts: int = 0
+    attempt: int = 0
+    adopted: bool = False
+    """True if an earlier trainer made the current attempt."""
+    session_id: str | None = None
+    session_ids: list[str] = field(default_factory=list)
+    """Sessions of all attempts, without those that the runtime never opened."""
     opened_at: float | None = None
     """Loop seconds of the first invoke that may have opened the last attempt's session."""
     began: float | None = None
     """Loop seconds of the last invoke, or from when the agent accepted it."""
     took: float | None = None
     """Seconds from `opened_at` until its result arrived or it was settled."""
-    deadline: float | None = None  # loop time after which no result can arrive
-    session_end: SessionEnd | None = None  # how the current session ended, if it did without a stop
+    deadline: float | None = None
+    session_end: SessionEnd | None = None
     outcome: Outcome | None = None
     reason: str = ""
     message: str = ""
-    by_result: bool = False  # settled by a result, not by a timeout or cancellation
+    by_result: bool = False
     trainable: bool = False
-    first_invoked_at: float | None = None  # first invoke that was not throttled
-    invoked_at: float | None = None  # last invoke
-    accepted_at: float | None = None  # the agent accepted the last invoke
-    arrived_at: float | None = None  # the result arrived
+    # `first_invoked_at` skips throttled invokes; `invoked_at` and `accepted_at` belong to the last invoke.
+    first_invoked_at: float | None = None
+    invoked_at: float | None = None
+    accepted_at: float | None = None
+    arrived_at: float | None = None
     settled_at: float | None = None
 
     @property
@@ -111,7 +123,7 @@ class LedgerEntry:
             f"attempts {self.attempts}, session {self.last_session_id or 'none'}"
         )
 
-    # --- what happens to it -------------------------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------------------
 
     def start_attempt(self, session_id: str, attempt: int, deadline: float) -> None:
         """Record that a session is being invoked: a new one, or one that was refused before."""
@@ -126,8 +138,8 @@ class LedgerEntry:
         self.ledger.watch(self)
 
     def refuse_attempt(self) -> None:
-        """Record that the invoke was refused for now. The next attempt reuses its number and session, whose failure
-        marker counts, because a refused invoke may have opened it."""
+        """Record that the invoke was refused for now. The next attempt reuses its number and session. A failure
+        marker of that session counts, because a refused invoke may have opened it."""
         refused = self.attempt
         self.attempts -= 1
         if self.attempts == 0:
@@ -225,14 +237,15 @@ class LedgerEntry:
 
 @dataclass
 class CallTally:
-    """The runtime's responses to one kind of a step's calls. Times are in seconds of any monotonic clock."""
+    """Counts the runtime's responses to a step's invokes or stops. A refusal is a call refused for lack of capacity
+    (429, 402, 5xx); a grant is any other answered call. Times are in seconds of any monotonic clock."""
 
-    refusals: int = 0  # calls refused for lack of capacity: 429, 402, 5xx
-    grants: int = 0  # all other answered calls
+    refusals: int = 0
+    grants: int = 0
     _first_at: float = 0.0
     _last_at: float = 0.0
-    _granted: int = 0  # grants since the first refusal
-    _granted_between: int = 0  # grants between the first and the last refusal
+    _granted: int = 0
+    _granted_between: int = 0
 
     def refused(self, now: float) -> None:
         if not self.refusals:
@@ -259,26 +272,31 @@ class CallTally:
 @dataclass
 class Ledger:
     step: int
-    groups: Mapping[str, GroupState]  # by task, with counts that are current
-    now: Callable[[], float] = lambda: 0.0  # unix seconds
-    clock: Callable[[], float] = lambda: 0.0  # seconds of the event loop's clock
+    # `groups` is by task id. `now` returns unix seconds, and `clock` the event loop's time.
+    groups: Mapping[str, GroupState]
+    now: Callable[[], float] = lambda: 0.0
+    clock: Callable[[], float] = lambda: 0.0
     entries: dict[str, LedgerEntry] = field(default_factory=dict)
     duplicates: int = 0
     late: int = 0
     unknown: int = 0
-    superseded: int = 0  # failure markers of abandoned attempts, which have no effect
+    superseded: int = 0
+    """Number of failure markers of abandoned attempts. They have no effect."""
     sessions_opened: int = 0
     open_sessions: set[str] = field(default_factory=set)
-    unconfirmed_stops: int = 0  # the runtime did not know the session, whose container may still run
-    unclosed_sessions: dict[str, str] = field(default_factory=dict)  # session id -> why it could not be closed
-    settled: list[LedgerEntry] = field(default_factory=list)  # in the order of settlement
-    running: dict[str, LedgerEntry] = field(default_factory=dict)  # in the order in which their agents accepted
+    unconfirmed_stops: int = 0
+    """Number of stops of sessions that the runtime did not know. Their containers may still run."""
+    unclosed_sessions: dict[str, str] = field(default_factory=dict)
+    # Both are in the order in which rollouts settled, or started to run.
+    settled: list[LedgerEntry] = field(default_factory=list)
+    running: dict[str, LedgerEntry] = field(default_factory=dict)
     invokes: CallTally = field(default_factory=CallTally)
     stops: CallTally = field(default_factory=CallTally)
     _phases: Counter[Phase] = field(default_factory=Counter)
     _outcomes: Counter[Outcome] = field(default_factory=Counter)
-    _changed: dict[str, None] = field(default_factory=dict)  # groups that changed since `take_changed_groups`
-    _due: list[tuple[float, str]] = field(default_factory=list)  # a heap of times and rollouts, some out of date
+    _changed: dict[str, None] = field(default_factory=dict)
+    # A heap of times and rollout ids. `take_overdue` skips entries that are out of date.
+    _due: list[tuple[float, str]] = field(default_factory=list)
 
     # --- rollouts -----------------------------------------------------------------------------------------
 
@@ -317,7 +335,7 @@ class Ledger:
         return entry is not None and entry.awaits_result
 
     def count_extra(self, rollout_id: str) -> None:
-        """Count a result that is not used: its rollout has one, was settled without one, or was never planned, or its
+        """Count an unused result. Its rollout already has one, was settled without one or was never planned, or its
         attempt was abandoned."""
         entry = self.entries.get(rollout_id)
         if entry is None:
@@ -330,13 +348,13 @@ class Ledger:
             self.late += 1
 
     def watch(self, entry: LedgerEntry) -> None:
-        """Let `take_overdue` return a rollout once its result is overdue. Repeat this for one that it returned and
-        that is still open."""
+        """Let `take_overdue` return a rollout when its result is overdue. Call again for a returned rollout that is
+        still open."""
         if entry.due_at is not None:
             heappush(self._due, (entry.due_at, entry.rollout_id))
 
     def take_overdue(self, now: float) -> tuple[list[LedgerEntry], float]:
-        """Return the rollouts whose results are overdue, each once, and the time at which the next one is."""
+        """Return the overdue rollouts, each once, and the time at which the next one becomes overdue."""
         overdue: dict[str, LedgerEntry] = {}
         while self._due:
             at, rollout_id = self._due[0]
@@ -390,7 +408,7 @@ class Ledger:
         self.open_sessions.discard(session_id)
         self.unclosed_sessions[session_id] = why
 
-    # --- the balance --------------------------------------------------------------------------------------
+    # --- totals -------------------------------------------------------------------------------------------
 
     def counts(self) -> dict[Outcome, int]:
         return {outcome: self._outcomes[outcome] for outcome in Outcome}

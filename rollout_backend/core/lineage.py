@@ -1,11 +1,11 @@
-"""Record the trainers of a run and the step at which each began: a restart reuses results of its own lineage. Pure.
+"""Record each trainer of a run and its first step, because a restart reuses only results of its own lineage. Pure.
 
-A trainer that resumes from a checkpoint trains later steps again, and names their weights as its predecessor did. The
-predecessor's results of these steps were sampled by weights that no longer exist.
+A trainer that resumes from a checkpoint trains later steps again, and gives their weights the same names as its
+predecessor. The predecessor's results of these steps were sampled from weights that no longer exist.
 
 Invariants:
 
-- a trainer is on record before its first manifest is written;
+- a trainer is recorded before its first manifest is written;
 - trainers are ordered by their fencing tokens, never by a clock.
 """
 
@@ -41,7 +41,7 @@ class Lineage(ContractObject):
 
     @property
     def newest(self) -> int:
-        """The largest fencing token; -1 without any trainer."""
+        """The largest fencing token; -1 if there is no trainer."""
         return self.starts[-1].fencing_token if self.starts else -1
 
     def with_start(self, start: TrainerStart) -> Self:
@@ -54,7 +54,7 @@ class Lineage(ContractObject):
         return [each for each in self.starts if each.fencing_token > fencing_token]
 
     def has_same_weights(self, fencing_token: int, step: int, weights: str) -> bool:
-        """Return whether the newest trainer still has the weights that this trainer sampled a step with.
+        """Return whether the newest trainer still has the weights from which this trainer sampled a step.
 
         They were trained again if a trainer in between began with other weights at or before the step. The newest
         trainer itself does not count: it names weights that it has trained.

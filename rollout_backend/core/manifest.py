@@ -33,9 +33,10 @@ class StepRequest:
 
     step: int
     tasks: tuple[Task, ...]
-    sampling: Sampling  # of tasks without their own
+    sampling: Sampling
+    """Used for tasks that set no sampling."""
     weights: str = ""
-    """Names the weights that are served now."""
+    """Name of the weights that are served now."""
     same_weights: bool = True
     """If False, results of an earlier trainer were sampled from other weights and are not used."""
     allow_subset: bool = False
@@ -68,7 +69,7 @@ class Manifest(ContractObject):
     run_id: Identifier
     step: int = Field(ge=0, le=MAX_STEP)
     generation: int = Field(default=0, ge=0)
-    """Number of other steps with this number earlier in this run: a restarted trainer may plan other tasks."""
+    """Number of earlier, different steps with this number in this run: a restarted trainer may plan other tasks."""
     resume_count: int = Field(default=0, ge=0)
     """Number of times that this step was resumed."""
     nonce: str = Field(default_factory=lambda: secrets.token_hex(16))
@@ -79,8 +80,8 @@ class Manifest(ContractObject):
     attempts_closed: int = Field(default=0, ge=0)
     """The sessions of this many first attempts of each rollout are known to be closed."""
     attempts: int = Field(default=1, ge=1)
-    """Maximum number of attempts of each rollout in this execution. Raised before a rollout needs another attempt, so
-    that a trainer on another machine, which has no in-flight log, stops few sessions that were never invoked."""
+    """Maximum number of attempts of each rollout in this execution. It is raised only before a rollout needs another
+    attempt, because a trainer on another machine has no in-flight log and stops every session that this allows."""
     written_at: float
     deadline: float
     """Unix seconds at which the step ends at the latest."""
@@ -96,7 +97,7 @@ class Manifest(ContractObject):
     """Identifies the addresses and journals of the gateways. Empty if no session can outlive the trainer."""
     tasks: tuple[PlannedTask, ...]
     left_out: tuple[PlannedTask, ...] = ()
-    """Tasks of earlier executions that were left out when the step was resumed. Their results stay usable."""
+    """Tasks of earlier executions that the resumed step leaves out. Their results stay usable."""
     replaced: tuple[Manifest, ...] = ()
     """Manifests of earlier steps with this number whose sessions may be open."""
 
@@ -185,7 +186,8 @@ class Manifest(ContractObject):
                 return None
             chosen = next((task for task in same if task.task_id == group.task_id), same[0])
             same.remove(chosen)
-            kept = {"rollouts": chosen.rollouts, "container": chosen.container}  # which name its sessions
+            # Session ids are derived from both.
+            kept = {"rollouts": chosen.rollouts, "container": chosen.container}
             found.append(group.model_copy(update=kept))
         left_out = [task for same in known.values() for task in same]
         if not allow_subset and any(task in self.tasks for task in left_out):

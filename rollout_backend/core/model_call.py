@@ -2,7 +2,7 @@
 types.
 
 Invariant: a conversation yields the same messages in every dialect, so a session may switch dialects between turns.
-The exception is a message of several text parts, which may be joined differently: see `dialects.base`.
+The exception is a message with several text parts, which dialects may join differently: see `dialects.base`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,8 @@ _TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
 }
-_ADOPTION_S = 10  # engines take minutes to be ready, and clients make a limited number of retries
+# Engines take minutes to be ready, and clients make a limited number of retries.
+_ADOPTION_S = 10
 
 NO_TOOL_PARSER = (
     "this model's tool calls cannot be parsed. Set model.renderer to the renderer of its family, or tool_parser in "
@@ -30,8 +31,8 @@ NO_TOOL_PARSER = (
 Message = dict[str, Any]
 """A message as rendered, compared and stored. `role` is system, user, assistant or tool. `content` is a string or,
 with images, a list of parts: `{"type": "text", "text"}` and `{"type": "image_url", "image_url": {"url":
-"sha256:NAME"}}`, an image by the SHA-256 of its bytes. Optional: `name`, `tool_call_id`, `reasoning_content`,
-and `tool_calls`, each `{"id", "type": "function", "function": {"name", "arguments": JSON text}}`."""
+"sha256:NAME"}}`, where NAME is the SHA-256 of the image. Optional: `name`, `tool_call_id`, `reasoning_content`, and
+`tool_calls`, each `{"id", "type": "function", "function": {"name", "arguments": a JSON string}}`."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class ModelCall:
     """The agent's sampling settings (temperature, top_p, top_k, seed, and others by their names in OpenAI's API). The
     trainer's settings take precedence, unless the configuration lets the agent decide."""
     ignored: frozenset[str] = frozenset()
-    """Names of ignored fields, which only concern the provider or are not rendered by the template."""
+    """Names of ignored fields, which concern only the provider or which the template does not render."""
     dialect_data: Any = None
     """Private data that the dialect needs to write the response."""
 
@@ -81,7 +82,7 @@ class ModelCall:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether the call prescribes the form of its reply."""
+        """Whether the reply must be a tool call or follow a JSON schema."""
         return self.tool_choice == "required" or self.json_schema is not None
 
 
@@ -92,21 +93,25 @@ class Choice:
     message: Message
     finish_reason: Literal["stop", "length", "tool_calls"]
     sampled_tokens: int
-    matched_stop: str | None = None  # the stop string that ended it
-    logprobs: Sequence[Mapping[str, Any]] | None = None  # in the format of OpenAI's chat API, one entry per token
-    reasoning_tokens: int = 0  # number of sampled tokens that are reasoning
-    malformed_tool_calls: int = 0  # calls that could not be parsed and are part of the text
-    extra_tool_calls: int = 0  # calls dropped because `parallel_tool_calls` is false
+    matched_stop: str | None = None
+    logprobs: Sequence[Mapping[str, Any]] | None = None
+    """One entry per token, in the format of OpenAI's chat API."""
+    reasoning_tokens: int = 0
+    # Calls that could not be parsed stay in the text. Extra ones are dropped if `parallel_tool_calls` is false.
+    malformed_tool_calls: int = 0
+    extra_tool_calls: int = 0
 
 
 @dataclass(frozen=True)
 class Answer:
-    id: str  # hexadecimal; dialects add their own prefix
-    created: int  # unix seconds
+    # `id` is hexadecimal, and dialects add their own prefix. `created` is in unix seconds.
+    id: str
+    created: int
     model: str
     choices: tuple[Choice, ...]
     prompt_tokens: int
-    cached_tokens: int | None = None  # prompt tokens found in an engine's prefix cache; None if unknown
+    cached_tokens: int | None = None
+    """Number of prompt tokens found in an engine's prefix cache; None if unknown."""
 
     @property
     def sampled_tokens(self) -> int:
@@ -121,14 +126,15 @@ class Answer:
 class Delta:
     """A part of a streamed reply. The parts of a choice add up to its message.
 
-    Reasoning and text are streamed as they are sampled. A tool call is sent once it is complete.
+    Reasoning and text are streamed as they are sampled. A tool call is sent when it is complete.
     """
 
     kind: Literal["reasoning", "text", "tool_call"]
     text: str = ""
-    tool_call: Mapping[str, Any] | None = None  # one entry of `Message["tool_calls"]`
+    tool_call: Mapping[str, Any] | None = None
     choice: int = 0
-    logprobs: Sequence[Mapping[str, Any]] = ()  # if requested: logprobs of the tokens since the previous delta
+    logprobs: Sequence[Mapping[str, Any]] = ()
+    """Logprobs of the tokens since the previous delta, if the call requested any."""
 
 
 def whole_deltas(said: Message, choice: int = 0, logprobs: Sequence[Mapping[str, Any]] = ()) -> list[Delta]:
@@ -142,7 +148,7 @@ def whole_deltas(said: Message, choice: int = 0, logprobs: Sequence[Mapping[str,
 
 
 def with_logprobs(deltas: list[Delta], logprobs: Sequence[Mapping[str, Any]]) -> list[Delta]:
-    """Return the deltas with these logprobs on the last. Without a delta, the end of the answer has them."""
+    """Return the deltas with these logprobs on the last one. Without deltas, the end of the answer carries them."""
     return [*deltas[:-1], replace(deltas[-1], logprobs=logprobs)] if deltas and logprobs else deltas
 
 
@@ -180,14 +186,15 @@ class ApiError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
-        if self.status in (401, 404):  # unauthenticated clients must not hold connections
+        # Unauthenticated clients must not hold connections.
+        if self.status in (401, 404):
             headers["Connection"] = "close"
         # OpenAI's and Anthropic's clients follow this header.
         return {**headers, "x-should-retry": "false"} if self.permanent else headers
 
 
 def context_exceeded(context_tokens: int, why: str) -> ApiError:
-    # Agents shorten their history after an overflow. LiteLLM recognises one by these words of OpenAI and vLLM.
+    # Agents shorten their history after an overflow. LiteLLM detects one by this message of OpenAI and vLLM.
     message = f"This model's maximum context length is {context_tokens} tokens, and {why}"
     return ApiError(400, message, code="context_length_exceeded", param="messages")
 

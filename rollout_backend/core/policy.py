@@ -28,16 +28,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class GroupState:
-    """Counts of one task's rollouts. The ledger updates them as rollouts are planned and settled."""
+    """Counts of one task's rollouts. The ledger updates them as rollouts are planned and settled.
+
+    `needed` trainable rollouts make the group usable; `enough` complete it (None: all planned ones). `open` has the
+    ids of unsettled rollouts. `lost` counts rollouts lost to the infrastructure, or without a result.
+    """
 
     task_id: str
-    needed: int  # number of trainable rollouts that makes the group usable
-    open: dict[str, None] = field(default_factory=dict)  # ids of unsettled rollouts
+    needed: int
+    open: dict[str, None] = field(default_factory=dict)
     trainable: int = 0
-    lost: int = 0  # lost to the infrastructure, or without a result
-    replacements: int = 0  # number planned so far
-    enough: int | None = None  # number of trainable rollouts that completes the group; None: all planned ones
-    spare: int = 0  # number of spare rollouts
+    lost: int = 0
+    replacements: int = 0
+    enough: int | None = None
+    spare: int = 0
 
     @property
     def usable(self) -> bool:
@@ -55,8 +59,9 @@ class GroupState:
 
 @dataclass(frozen=True)
 class Decision:
-    replace: Mapping[str, int]  # number of new rollouts, by task
-    cancel: Mapping[str, str]  # reason, by rollout
+    # The number of new rollouts by task, and the reason of a cancellation by rollout.
+    replace: Mapping[str, int]
+    cancel: Mapping[str, str]
 
 
 class GroupPolicy:
@@ -71,7 +76,7 @@ class GroupPolicy:
     def decide(self, groups: Collection[GroupState]) -> Decision:
         """Decide which rollouts to replace and to cancel in these groups: all of the step, or the changed ones.
 
-        Idempotent: once a decision is carried out, the next one is empty."""
+        Idempotent: after a decision is carried out, the next one is empty."""
         if self.target_reached(sum(group.complete for group in groups)):
             return Decision({}, {rollout_id: "target_reached" for group in groups for rollout_id in group.open})
         replace: dict[str, int] = {}
@@ -88,15 +93,15 @@ class GroupPolicy:
 
 
 class Stragglers:
-    """The running rollouts of a step that may become stragglers; none without `group.straggler_after`."""
+    """Finds the stragglers among a step's running rollouts. There are none without `group.straggler_after`."""
 
     def __init__(self, group: GroupConfig, running: Mapping[str, LedgerEntry]) -> None:
         """`running` holds the rollouts that run now, by id."""
         self._after = group.straggler_after
         self._factor = group.straggler_factor
         self._running = running
-        self._took: list[float] = []  # seconds of each finished rollout, sorted
-        self._started: list[tuple[float, str]] = []  # a heap of the start times of attempts
+        self._took: list[float] = []
+        self._started: list[tuple[float, str]] = []
 
     def started(self, rollout_id: str, began: float) -> None:
         if self._after is not None:
@@ -107,7 +112,7 @@ class Stragglers:
             insort(self._took, took)
 
     def allowed_s(self, still_open: int) -> float | None:
-        """Return the limit in seconds from a rollout's own start; None while too few rollouts have finished."""
+        """Return how many seconds a rollout may take from its start; None while too few rollouts have finished."""
         finished = len(self._took)
         if self._after is None or not finished or finished < self._after * (finished + still_open):
             return None
@@ -116,14 +121,14 @@ class Stragglers:
     def due(self, now: float, still_open: int) -> tuple[list[str], float]:
         """Remove and return the stragglers, and return when the next rollout becomes one.
 
-        To test a rollout again, start it again.
+        Call `started` again for a returned rollout that must be checked again.
         """
         due: list[str] = []
         allowed = self.allowed_s(still_open)
         while allowed is not None and self._started:
             began, rollout_id = self._started[0]
             entry = self._running.get(rollout_id)
-            runs = entry is not None and entry.began == began  # and not in a later attempt
+            runs = entry is not None and entry.began == began
             if runs and began + allowed > now:
                 return due, began + allowed
             heappop(self._started)

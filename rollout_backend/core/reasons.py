@@ -1,13 +1,13 @@
-"""Describe what to do about each reason for which a rollout fails.
+"""Recommend an action for each failure reason of a rollout.
 
 `docs/troubleshooting.md` has a section for each reason; a test compares them.
 """
 
 from agent_wrapper.contract import Outcome
 
-SCORER_FAILED = "scorer_failed"  # reason of a result whose reward could not be computed
-ARTIFACT_LOST = "artifact_lost"  # reason of a result without its listed artifacts
-NOT_SERVING = "agent_not_serving"  # reason of an agent whose program ended before it served
+SCORER_FAILED = "scorer_failed"
+ARTIFACT_LOST = "artifact_lost"
+NOT_SERVING = "agent_not_serving"
 NOT_SERVING_TEXT = "the file ended without serving: does it call `app.run()`?"
 
 

@@ -1,7 +1,7 @@
-"""Pack the experts that processed each token of a mixture of experts into the compact form of a trajectory. Pure.
+"""Pack the expert ids that a mixture-of-experts model chose for each token into a trajectory's arrays. Pure.
 
 A row contains the expert ids of one token: `topk` per layer, of one byte each, or two if a layer has more than 256
-experts. An engine has a token's row once it has processed the token, so a sequence of n tokens has n - 1 rows: the
+experts. An engine has a token's row after it has processed the token, so a sequence of n tokens has n - 1 rows: the
 last token was only sampled.
 """
 
@@ -44,7 +44,7 @@ def pack(ids: NDArray[np.int32], shape: ExpertShape) -> NDArray[np.uint8]:
 
 
 def routed_experts(data: bytes, shape: ExpertShape) -> RoutedExperts:
-    """Return the rows of a whole segment in the contract's form."""
+    """Return the rows of a whole segment as the contract's `RoutedExperts`."""
     return RoutedExperts(layers=shape.layers, topk=shape.topk, id_bytes=_id_bytes(shape), ids=data)
 
 

@@ -31,12 +31,13 @@ _HASHED_AS_THEY_ARE: Mapping[str, Any] = {
     "messages": True,
     "routed_experts": {"ids"},
 }
-_LEAST, _END = -(2**63), 2**64  # range of msgpack's integers
+# The range of msgpack's integers.
+_LEAST, _END = -(2**63), 2**64
 _OF_THE_ROLLOUT = ("run_id", "step", "rollout_id", "attempt", "session_id", "model")
 
 
 class SealClaims(BaseModel, frozen=True, extra="forbid"):
-    """Claims of a seal: whose trajectory it is, the digest of its segments, and how many of its calls were lost."""
+    """Claims of a seal: the session of the trajectory, a digest of its segments, and the number of lost calls."""
 
     run_id: str
     step: int
@@ -57,12 +58,12 @@ class Sealer:
 
     @property
     def fingerprints(self) -> tuple[str, ...]:
-        """Return an identifier of each secret and of the seals' format, which does not reveal the secret. The first
-        one is for the secret that seals."""
+        """Return an identifier of each secret and of the seals' format. It does not reveal the secret. The first one
+        belongs to the secret that new seals use."""
         return tuple(hmac.digest(key, b"fingerprint of format 2", "sha256").hex()[:16] for key in self._keys)
 
     def seal(self, trajectory: Trajectory, claims: SessionClaims) -> Trajectory:
-        """Return the trajectory with the seal of the session of `claims`."""
+        """Return the trajectory with a seal for the session that `claims` names."""
         seal = SealClaims(
             run_id=claims.run_id,
             step=claims.step,
@@ -123,7 +124,8 @@ def digest_of(segments: Iterable[Segment]) -> str:
     """Return the SHA-256 of each segment's arrays and of its other fields as msgpack, each preceded by its length."""
     state = hashlib.sha256(b"rollout-backend segments 2")
     packer = msgpack.Packer()
-    packed: dict[int, bytes] = {}  # messages by object id: segments may share thousands of them
+    # By object id, because segments may share thousands of messages.
+    packed: dict[int, bytes] = {}
     for segment in segments:
         # Results sealed while segments had this field must stay valid.
         rest = {**segment.model_dump(mode="json", exclude=_HASHED_AS_THEY_ARE), "retokenized": False}
@@ -141,7 +143,8 @@ def digest_of(segments: Iterable[Segment]) -> str:
             packer.pack_map_header(len(values))
             + b"".join(packer.pack(name) + values[name] for name in sorted(values)),
         ]
-        if segment.routed_experts is not None:  # the other fields include its shape
+        # The other fields include the shape of the experts.
+        if segment.routed_experts is not None:
             parts.append(segment.routed_experts.ids)
         for part in parts:
             state.update(len(part).to_bytes(8, "little"))
@@ -150,13 +153,14 @@ def digest_of(segments: Iterable[Segment]) -> str:
 
 
 def _logprobs(segment: Segment) -> bytes:
-    values = np.asarray(segment.logprobs, dtype="<f4") + np.float32(0)  # converts -0 to 0
+    # The addition converts -0 to 0.
+    values = np.asarray(segment.logprobs, dtype="<f4") + np.float32(0)
     values[np.isnan(values)] = np.nan
     return values.astype("<f4").tobytes()
 
 
 def _plain(value: Any) -> Any:
-    """Sort keys, and convert whole floats to integers: JSON of some languages does not distinguish 1.0 from 1."""
+    """Sort keys, and convert whole floats to integers: some JSON libraries do not distinguish 1.0 from 1."""
     if isinstance(value, str):
         return value
     if isinstance(value, dict):

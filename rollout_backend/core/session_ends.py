@@ -15,7 +15,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-_KEPT = 10_000  # ends of sessions that are not watched, most of which were stopped in the meantime
+# Limits the ends of sessions that are not watched. Most of these sessions have been stopped.
+_KEPT = 10_000
 
 
 @dataclass(frozen=True)
@@ -24,21 +25,21 @@ class SessionEnd:
 
     session_id: str
     reason: str
-    """Reason in the ledger, one of those in `core.reasons`."""
+    """A reason from `core.reasons`, for the ledger."""
     message: str
     final: bool = False
-    """True if another attempt would end in the same way, so that none is made."""
+    """True if another attempt would end in the same way, so there is no retry."""
 
 
 class SessionEnds:
     """The ended sessions of a run, for all its steps."""
 
     def __init__(self) -> None:
-        self._ends: dict[str, SessionEnd] = {}  # of sessions that are not watched
+        self._ends: dict[str, SessionEnd] = {}
         self._watching: dict[str, Callable[[SessionEnd], None]] = {}
 
     def watch(self, session_id: str, on_end: Callable[[SessionEnd], None]) -> None:
-        """Call `on_end` once the session has ended, or immediately if it already has."""
+        """Call `on_end` when the session ends, or immediately if it has already ended."""
         self._watching[session_id] = on_end
         end = self._ends.pop(session_id, None)
         if end is not None:
@@ -61,23 +62,27 @@ class SessionEnds:
             self._ends.pop(session_id, None)
 
 
-MISSED = 3  # number of consecutive heartbeats
-_AGENTS_RETRY_S = 300.0  # time for which agents retry a model call: see `RolloutContext.openai_kwargs`
+MISSED = 3
+# Agents retry a model call for this time: see `RolloutContext.openai_kwargs`.
+_AGENTS_RETRY_S = 300.0
 
 
 @dataclass(frozen=True)
 class HeartbeatReport:
-    """Sessions from which a gateway received a heartbeat or a call since the last poll."""
+    """Sessions that sent a gateway a heartbeat (`beats`), or called the model or fetched the trajectory (`calls`),
+    since the last poll."""
 
-    beats: frozenset[str] = frozenset()  # sent a heartbeat
-    calls: frozenset[str] = frozenset()  # called the model, or fetched the trajectory
+    beats: frozenset[str] = frozenset()
+    calls: frozenset[str] = frozenset()
 
 
 @dataclass
 class _Gateway:
-    asked_at: float | None = None  # None: it did not answer the last poll
-    proven_s: float = 0.0  # time in which agents could demonstrably reach it
-    unproven_s: float = 0.0  # time since then, without a sign of any session
+    asked_at: float | None = None
+    """Time of the last poll; None if the gateway did not answer it."""
+    # The total time in which agents could demonstrably reach it, and the time since then without any sign of them.
+    proven_s: float = 0.0
+    unproven_s: float = 0.0
 
 
 class Heartbeats:
@@ -90,7 +95,8 @@ class Heartbeats:
         self._same_machine = same_machine
         self._gateways = [_Gateway() for _ in range(gateways)]
         self._watched: set[str] = set()
-        self._last: dict[str, tuple[_Gateway, float]] = {}  # by session: `proven_s` of its gateway then
+        # The gateway that last heard from each session, with its `proven_s` at that time.
+        self._last: dict[str, tuple[_Gateway, float]] = {}
 
     def watch(self, session_id: str) -> None:
         self._watched.add(session_id)
@@ -110,7 +116,7 @@ class Heartbeats:
                 gateway.unproven_s += min(now - gateway.asked_at, 2 * self.poll_s)
             gateway.asked_at = now
             if heard.beats or heard.calls or self._same_machine:
-                # Limited: when a network recovers, the first heartbeat must not make the other sessions look late.
+                # Without this limit, the first heartbeat after a network outage would make other sessions look late.
                 gateway.proven_s += min(gateway.unproven_s, 1.5 * self._every_s)
                 gateway.unproven_s = 0.0
             elif gateway.unproven_s >= _AGENTS_RETRY_S:
@@ -121,7 +127,7 @@ class Heartbeats:
 
     @property
     def lost_sessions(self) -> set[str]:
-        """Return the sessions that missed `MISSED` heartbeats."""
+        """Return the sessions that missed `MISSED` consecutive heartbeats."""
         limit = MISSED * self._every_s
         return {name for name, (gateway, at) in self._last.items() if gateway.proven_s - at >= limit}
 

@@ -1,7 +1,7 @@
 """Sign claims, and session keys: signed claims about what one session may do, and until when.
 
-Signed claims are readable, tamper-proof text: their JSON and a signature (HMAC-SHA256), each in URL-safe base64. The
-text has no header, so an attacker cannot choose another algorithm, and takes a third of the CPU time of a JWT.
+Signed claims are readable and tamper-proof: their JSON and a signature (HMAC-SHA256), each in URL-safe base64. They
+have no header, so an attacker cannot choose another algorithm, and take a third of the CPU time of a JWT.
 
 A key contains its claims, so no registration is needed before a dispatch, and every process that knows the secret can
 verify a key. Holders of a key can read its claims but cannot alter them. Keys and secrets never appear in logs or
@@ -28,7 +28,7 @@ _Claims = TypeVar("_Claims", bound=BaseModel)
 
 
 class ClaimsRefused(ValueError):
-    """A text that contains no such claims, or is not signed with one of the keys."""
+    """The string contains no such claims, or is not signed with one of the keys."""
 
     def __init__(self, reason: Literal["malformed", "bad_signature"]) -> None:
         super().__init__(reason)
@@ -41,14 +41,14 @@ def _signer(key: bytes) -> Signer:
 
 
 def sign_claims(key: bytes, claims: BaseModel) -> str:
-    """Return the signed text for these claims."""
+    """Return these claims as a signed string."""
     return _signer(key).sign(base64_encode(claims.model_dump_json())).decode()
 
 
 def verify_claims(keys: Iterable[bytes], text: str, kind: type[_Claims]) -> _Claims:
-    """Return the claims of a text that was signed with one of these keys.
+    """Return the claims of a string that was signed with one of these keys.
 
-    Only the exact text that was signed is accepted, although base64 has several spellings of the same bytes. Raises
+    Only the exact signed string is accepted, although base64 can encode the same bytes in several ways. Raises
     ClaimsRefused.
     """
     encoded, separator, _ = text.rpartition(_SEPARATOR)
@@ -60,7 +60,7 @@ def verify_claims(keys: Iterable[bytes], text: str, kind: type[_Claims]) -> _Cla
 
 
 def read_claims(text: str, kind: type[_Claims]) -> _Claims:
-    """Return the claims of a signed text without verifying its signature. Raises ClaimsRefused."""
+    """Return the claims of a signed string without verifying its signature. Raises ClaimsRefused."""
     try:
         return kind.model_validate_json(base64_decode(text.rpartition(_SEPARATOR)[0]))
     except (BadData, ValidationError):

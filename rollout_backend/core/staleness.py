@@ -43,8 +43,8 @@ def groups_to_await(
 class AbandonedWeights:
     """The versions that killed trainers served after the checkpoints from which their successors resumed.
 
-    `checkpoints` has the version from which each trainer resumed that began after the one that started a rollout, in
-    order: the last one is this trainer's. Each trains versions with the same numbers again. `last` is the newest
+    `checkpoints` lists, in order, the versions from which the trainers resumed that began after the rollout started;
+    the last one is this trainer's. Each of them trains versions with the same numbers again. `last` is the newest
     version that any killed trainer served.
     """
 
@@ -52,7 +52,7 @@ class AbandonedWeights:
     last: int
 
     def equivalent(self, version: int, restarts: int = 0) -> int:
-        """Map an abandoned version to the version that is equally many updates away from this trainer's weights.
+        """Map an abandoned version to the version with the same number of updates to this trainer's weights.
 
         `restarts` is the number of restarts before the one whose trainer served the version.
         """
@@ -63,9 +63,9 @@ class AbandonedWeights:
     def relabel(self, rollout: Rollout) -> Rollout:
         """Return the rollout with equivalent versions in place of abandoned ones.
 
-        The first of the trainers started this rollout. Later ones may have sampled the last turns of a segment: at a
-        restart the version number falls. If it does not tell which trainer sampled a token, it was the earliest
-        possible one, whose weights are the oldest.
+        The first trainer started this rollout. Later trainers may have sampled the last turns of a segment; the
+        version number falls at a restart. If the number fits several trainers, the earliest is assumed, because its
+        weights are the oldest.
         """
         if not self.checkpoints:
             return rollout

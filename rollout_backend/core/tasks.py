@@ -24,7 +24,8 @@ from rollout_backend.errors import ConfigError, TaskFileError
 
 log = logging.getLogger(__name__)
 
-MAX_TASK_ID = 100  # leaves room for the rollout's number in an id of 128 characters
+# A rollout id has at most 128 characters and also contains the rollout's number.
+MAX_TASK_ID = 100
 _ROLLOUT_ID = re.compile(r"(.+)\.([0-9]+)(\.g[0-9]+)?")
 
 
@@ -34,8 +35,9 @@ class Task:
 
     task_id: str
     payload: Mapping[str, Any]
-    rollouts: int | None = None  # default: `group.size`
-    sampling: Sampling | None = None  # default: the configured sampling
+    # These default to `group.size` and to the configured sampling.
+    rollouts: int | None = None
+    sampling: Sampling | None = None
     private: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -97,7 +99,7 @@ def task_of(rollout_id: str) -> str:
 
 
 def planned_id(rollout_id: str) -> str:
-    """Return the id that the rollout had before any restart of the trainer."""
+    """Return the id that the rollout had before the trainer was restarted."""
     match = _ROLLOUT_ID.fullmatch(rollout_id)
     return rollout_id.removesuffix(match[3] or "") if match is not None else rollout_id
 
@@ -210,7 +212,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _Nulls:
-    """Finds fields that are null in some rows and have a value in others: dataset libraries add such nulls."""
+    """Finds fields that are null in some rows and set in others, because dataset libraries add such nulls."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -242,10 +244,11 @@ class _Nulls:
 def _jsonl(path: Path) -> Iterator[tuple[str, object]]:
     nulls = _Nulls(path)
     try:
-        text = path.read_bytes().decode("utf-8-sig")  # some editors start a file with a byte order mark
+        text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise TaskFileError(f"{path} is not UTF-8: {error}") from None
-    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: a text may hold U+2028, U+2029 and U+0085
+    # `splitlines` would also split at U+2028, U+2029 and U+0085, which JSON strings may contain.
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -264,11 +267,13 @@ def _parquet(path: Path) -> Iterator[tuple[str, object]]:
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(path.absolute())  # it takes a relative path with a colon for a URL
+        # PyArrow takes a relative path with a colon for a URL.
+        table = pyarrow.parquet.read_table(path.absolute())
     except (pyarrow.ArrowException, OSError) as error:
         raise TaskFileError(f"{path} is not a parquet file: {error}") from None
     for each in table.schema:
-        if "map<" in str(each.type):  # its values are read as pairs
+        # PyArrow reads maps as lists of pairs.
+        if "map<" in str(each.type):
             raise TaskFileError(f"{path}: the column {each.name} holds maps of Parquet: write it as JSON text")
     try:
         rows = table.to_pylist()
@@ -276,8 +281,8 @@ def _parquet(path: Path) -> Iterator[tuple[str, object]]:
         raise TaskFileError(f"{path} has a text, time or time zone that cannot be read: {error}") from None
     nulls = _Nulls(path)
     for number, row in enumerate(rows):
-        # A struct column is the union of all rows' fields; a field that a row lacks reads as null. A column of
-        # JSON text keeps each payload as it was written.
+        # A struct column has the fields of all rows, and a field that a row lacks is read as null. A column of JSON
+        # strings keeps each payload as it was written.
         for column in ("payload", "private"):
             value = row.get(column)
             if not isinstance(value, str):
