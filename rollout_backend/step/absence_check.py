@@ -1,10 +1,10 @@
-"""Ask for the results of rollouts that ran out of time, before they are settled without one.
+"""Check S3 for the results of overdue rollouts before settling them without one.
 
 Invariants:
 
-- "could not be asked" is not "nothing is there": a rollout is absent only once S3 has answered for its result and for
-  the failure marker of its attempt, and before that the agent protocol's own source, if it has one;
-- an answer counts only for the attempt that was current when its check started, however often S3 was asked.
+- a failed request does not prove absence: a result is absent only after the agent protocol's own source, if it has
+  one, has answered, and then S3 for both the result and the failure marker of the attempt;
+- an answer counts only for the attempt that was current when the check started, even after retries.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from rollout_backend.step.rollout_task import RolloutTask, StepContext
 
 log = logging.getLogger(__name__)
 
-_LISTED = 50  # from this many rollouts on, S3 is listed first: a call returns 1,000 keys
-_DEADLINE_S = 15.0  # in which S3 answers the last check, once the step's deadline has passed
+# Above this number of rollouts, the check lists S3 first: one call returns 1,000 keys.
+_LISTED = 50
+# Limits the last check, which starts at the step's deadline.
+_DEADLINE_S = 15.0
 
 
 class AbsenceCheck:
-    """The rollouts of one step that are out of time, until it is confirmed whether their results exist."""
+    """Checks whether results of one step's overdue rollouts exist."""
 
     def __init__(self, context: StepContext, sink: ResultSink) -> None:
         self._context = context
@@ -35,12 +37,12 @@ class AbsenceCheck:
         self._source = context.services.dispatcher.source
         self._pending: set[RolloutTask] = set()
         self._checks: set[asyncio.Task[None]] = set()
-        # A rollout's result and marker are fetched in succession: if the requests of a large batch queued first, a
-        # result could be written seconds after S3 had said that it is absent.
+        # A rollout's result and marker are fetched in succession. If the other requests of a large batch ran in
+        # between, a result could be written seconds after S3 reported it as absent.
         self._asking = asyncio.Semaphore(self._buffer.max_fetches)
 
     def start(self, rollouts: Iterable[RolloutTask], absent: Callable[[RolloutTask], None]) -> None:
-        """Check rollouts in the background, until each is answered or the step's deadline passes; see `ask`."""
+        """Check rollouts in the background until S3 answers for each or the step's deadline passes. See `ask`."""
         fresh = {each: each.entry.attempt for each in rollouts if each not in self._pending}
         self._pending.update(fresh)
         if fresh:
@@ -50,17 +52,18 @@ class AbsenceCheck:
             check.add_done_callback(self._context.abort_on_failure)
 
     async def _retry(self, rollouts: dict[RolloutTask, int], absent: Callable[[RolloutTask], None]) -> None:
-        with contextlib.suppress(StoreError):  # at the step's deadline, which settles them
+        # The error is raised at the step's deadline, which settles these rollouts.
+        with contextlib.suppress(StoreError):
             await self._context.plan.retry(lambda: self.ask(rollouts, absent))
         self._context.changed.set()
 
     def cancel(self) -> None:
-        """Cancel the checks in the background."""
+        """Cancel the background checks."""
         for check in self._checks:
             check.cancel()
 
     async def wait(self) -> None:
-        """Wait until every check in the background has ended."""
+        """Wait until every background check has ended."""
         await asyncio.gather(*self._checks, return_exceptions=True)
 
     async def finish(self, rollouts: Iterable[RolloutTask], absent: Callable[[RolloutTask], None]) -> None:
@@ -69,7 +72,7 @@ class AbsenceCheck:
         asked = {each: each.entry.attempt for each in rollouts}
         limit_s, services = _DEADLINE_S, self._context.services
         if self._source is not None:
-            # Containers are polled at the rate of invokes, as they are then stopped at that of stops.
+            # Containers are polled at the rate of invokes, just as they are then stopped at the rate of stops.
             polls_s = len(asked) / services.dispatcher.calls.polls_per_s
             limit_s += min(polls_s, services.config.timeouts.publish_grace_s)
         try:
@@ -79,20 +82,21 @@ class AbsenceCheck:
             log.warning("step %d is out of time: %s", self._sink.step, error or "no answer in time")
 
     async def _ask_source(self, entry: LedgerEntry) -> bool:
-        """Let the agent protocol's own source write what it has. Return whether it has answered."""
+        """Let the agent protocol's own source write its result. Return whether the source has answered."""
         if self._source is None or entry.session_id is None:
             return True
         return await self._source.find_result(entry.session_id, ended=entry.session_end is not None)
 
     async def ask(self, rollouts: dict[RolloutTask, int], absent: Callable[[RolloutTask], None]) -> None:
-        """Ask once for each of these attempts, and take the results that are there. A rollout that was answered, or
-        whose attempt was abandoned, is removed; `absent` is called as soon as it is known that there is no result.
+        """Ask once for each of these attempts, and receive the results that exist. Remove rollouts that were answered
+        or whose attempts were abandoned, and call `absent` as soon as a result is known not to exist.
 
         Raises:
-            StoreError: those that are left were not answered.
+            StoreError: some rollouts were not answered, and are left in `rollouts`.
         """
         listed: set[str] | None = None
-        if len(rollouts) > _LISTED and self._source is None:  # a source writes results after the listing
+        # A source writes its results after the listing.
+        if len(rollouts) > _LISTED and self._source is None:
             try:
                 listed = await self._buffer.list_results(self._sink)
             except StoreError as error:

@@ -1,17 +1,16 @@
 """Stop a run after consecutive infrastructure failures for one reason. Pure: the caller passes outcomes and times.
 
-Results without a reward and agents that never serve count like such failures: the agent or what verifies it is broken
-for every task.
+Results without a reward and agents that never serve also count: the agent or its verifier is broken for every task.
 
 Invariants:
 
-- a delivered result, even one with an agent error, resets every count; one without a reward leaves those of results
-  without a reward;
+- a delivered result, even one with an agent error, resets every count. A result without a reward does not reset the
+  counts of results without a reward;
 - failures end sooner than successes, so the breaker opens only after at least as many failures as rollouts still run;
-- one burst is no pattern (an engine restart loses all calls in flight), so the failures must also span some time;
-- failures of one task's image, whose runtime cannot be created, count only while no agent runs, and over the time in
-  which the runtimes of other images may still be created;
-- throttling and exhausted quotas do not count: they pass, and cost nothing.
+- a burst is not a pattern (an engine restart loses all calls in flight), so the failures must also span some time;
+- if the runtime of a task's image cannot be created, this counts only while no agent runs, and the failures must span
+  the time in which the runtimes of other images may still be created;
+- throttling and exhausted quotas do not count: they are temporary, and cost nothing.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ _WITHOUT_REWARD = frozenset({NO_REWARD, "bad_extras", "bad_reward", "no_model_ca
 _OF_ONE_IMAGE = "runtime_create_failed"
 _FOR_WANT_OF_ROOM = frozenset({"throttled", "quota_exceeded"})
 _OF_RUN_LOGS = frozenset({"model_unavailable", "model_unreachable", "trajectory_unavailable", SCORER_FAILED})
-
-
-_MESSAGE = 600  # characters of the last failure's message
+# Limits the characters of the last failure's message.
+_MESSAGE = 600
 
 
 @dataclass
@@ -40,7 +38,7 @@ class _Streak:
     since: float
     until: float
     last: LedgerEntry
-    log: str  # of the last one
+    log: str
     count: int = 1
 
 
@@ -48,23 +46,25 @@ class CircuitBreaker:
     """A run has one breaker for all its steps. `opened` is None or the diagnosis. An open breaker stays open."""
 
     def __init__(self, settings: CircuitBreakerConfig, creation_s: float = 600.0) -> None:
-        """`creation_s` is how long the creation of an image's runtime may take."""
+        """`creation_s` is the maximum time for the creation of an image's runtime."""
         self._settings = settings
         self._creation_s = creation_s
         self._streaks: dict[str, _Streak] = {}
-        self._running: dict[int, int] = {}  # by step
+        self._running: dict[int, int] = {}
         self.opened: str | None = None
 
     def record_settled(self, entry: LedgerEntry, now: float, log: str) -> None:
-        """Record a settled rollout, in the order of settlement. `now` is in seconds of any monotonic clock. `log`
-        says where its log is."""
+        """Record a settled rollout, in the order of settlement. `now` is in seconds of any monotonic clock, and `log`
+        describes the location of the rollout's log."""
         unrewarded = entry.delivered and entry.reason in _WITHOUT_REWARD
-        if entry.delivered:  # a rollout that we ended proves nothing about the infrastructure
+        # A rollout that the backend ended itself proves nothing about the infrastructure.
+        if entry.delivered:
             for reason in self._streaks.keys() - (_WITHOUT_REWARD if unrewarded else ()):
                 del self._streaks[reason]
         lost = entry.lost or entry.reason in (SCORER_FAILED, NOT_SERVING)
         if unrewarded or (lost and entry.reason not in _FOR_WANT_OF_ROOM):
-            entry = replace(entry, ledger=Ledger(entry.ledger.step, {}))  # which would keep all entries of its step
+            # The original ledger would keep all entries of its step in memory.
+            entry = replace(entry, ledger=Ledger(entry.ledger.step, {}))
             streak = self._streaks.get(entry.reason)
             if streak is None:
                 self._streaks[entry.reason] = _Streak(now, now, entry, log)
@@ -72,11 +72,11 @@ class CircuitBreaker:
                 streak.until, streak.last, streak.log, streak.count = now, entry, log, streak.count + 1
 
     def evaluate(self, step: int, running: int) -> None:
-        """Open if the failures suffice. `running` is the number of the step's rollouts whose agents run."""
+        """Open the breaker if there are enough failures. `running` is the number of the step's running agents."""
         self._running[step] = running
         if not running:
             del self._running[step]
-        if self._running:  # runtimes can be created
+        if self._running:
             self._streaks.pop(_OF_ONE_IMAGE, None)
         if self._settings.max_failures is None or self.opened is not None:
             return
@@ -88,7 +88,7 @@ class CircuitBreaker:
 
     def _diagnosis(self, streak: _Streak) -> str:
         last = streak.last
-        advice = what_to_do(last.reason).replace("`", "")  # of Markdown
+        advice = what_to_do(last.reason).replace("`", "")
         if last.delivered:
             meanwhile, after = "no rollout had a reward", "Start under another run_id: a restart reuses these results"
         else:
@@ -104,7 +104,7 @@ class CircuitBreaker:
 
 
 def describe_log(config: RolloutConfig, entry: LedgerEntry, session_log: Callable[[str | None], str]) -> str:
-    """Describe where a person finds the log of a lost rollout. `session_log` is the runtime's `log_location`."""
+    """Describe the location of a lost rollout's log. `session_log` is the runtime's `log_location`."""
     session = f"session {entry.last_session_id or 'never opened'}"
     if entry.reason == "invalid_result":
         return f"s3://{config.storage.bucket}/{quarantine_prefix(config.storage.prefix, config.run_id)}, {session}"

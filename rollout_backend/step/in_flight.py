@@ -4,9 +4,9 @@ Invariants:
 
 - a session is recorded as invoked before its first invoke, and as stopped only after its stop succeeded. So a planned
   session without a record was never opened, and a session that is recorded but not stopped may be open;
-- a session is recorded as running once its agent has accepted the rollout, and as closed before its stop is sent.
-  So a session that is running and not closed is still at work, has published, or died on its own;
-- if the records cannot be written, there are none: every session that the manifest names then counts as open.
+- a session is recorded as running after its agent has accepted the rollout, and as closed before its stop is sent.
+  So a session that is running and not closed still runs, has published a result, or died;
+- if a record cannot be written, the step's records are deleted: every session in the manifest then counts as open.
 """
 
 import errno
@@ -19,7 +19,8 @@ from typing import Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-SUFFIX = ".in-flight"  # the janitor appends to these files when it stops the sessions of a dead run
+# The janitor appends to files with this suffix when it stops the sessions of a dead run.
+SUFFIX = ".in-flight"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 log = logging.getLogger(__name__)
@@ -65,16 +66,18 @@ class _Line(BaseModel):
     def read(cls, text: str) -> Self | None:
         try:
             return cls.model_validate_json(text)
-        except ValidationError:  # truncated when its writer was killed
+        # A writer that is killed leaves a truncated line.
+        except ValidationError:
             return None
 
 
 @dataclass(frozen=True)
 class OpenSessions:
-    """The sessions of earlier executions that may be open."""
+    """The sessions of earlier executions that were invoked and are not known to be stopped."""
 
-    session_ids: list[str] = field(default_factory=list)  # invoked and not known to be stopped
-    complete_attempts: frozenset[int] = frozenset()  # attempts whose invoked sessions are all recorded
+    session_ids: list[str] = field(default_factory=list)
+    complete_attempts: frozenset[int] = frozenset()
+    """Attempt numbers whose invoked sessions are all recorded."""
 
 
 class StepLines(Protocol):
@@ -94,13 +97,15 @@ class StepFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._descriptors: dict[int, int] = {}  # of the steps that are written
+        self._descriptors: dict[int, int] = {}
 
     def append(self, step: int, line: str) -> None:
-        data = f"\n{line}".encode()  # the last line may have been truncated when its writer was killed
-        # Each rollout writes four lines, and to open the file takes four times as long as the other calls.
+        # The line break comes first, because the last line may be truncated if its writer was killed.
+        data = f"\n{line}".encode()
+        # Each rollout writes four lines, and opening the file takes four times as long as the other calls. Without
+        # links, the file was deleted.
         descriptor = self._descriptors.get(step)
-        if descriptor is None or not os.fstat(descriptor).st_nlink:  # somebody deleted the file
+        if descriptor is None or not os.fstat(descriptor).st_nlink:
             descriptor = self._open(step)
         if os.write(descriptor, data) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -124,7 +129,8 @@ class StepFiles:
     def read(self, step: int) -> list[str]:
         try:
             return self._path(step).read_text(errors="replace").split("\n")
-        except OSError:  # without records, every session that the manifest names counts as open
+        # Without records, every session that the manifest names counts as open.
+        except OSError:
             return []
 
     def delete(self, step: int) -> None:
@@ -140,7 +146,7 @@ class InFlightLog:
 
     def __init__(self, lines: StepLines) -> None:
         self._lines = lines
-        self._silent: set[int] = set()  # steps whose records could not be written
+        self._silent: set[int] = set()
         self._boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
 
     def record_execution(self, step: int, nonce: str, first: int, last: int) -> None:
@@ -192,10 +198,11 @@ class InFlightLog:
         return filter(None, map(_Line.read, self._lines.read(step)))
 
     def delete(self, step: int) -> None:
-        """Delete the records of a step whose sessions are all closed, or which cannot be written."""
+        """Delete the records of a step, because its sessions are all closed or the records cannot be written."""
         try:
             self._lines.delete(step)
-        except OSError as error:  # a restarted trainer closes these sessions again
+        # A restarted trainer closes these sessions again.
+        except OSError as error:
             log.warning("the in-flight records of step %d cannot be deleted: %s", step, error)
 
     def _write(self, step: int, line: _Line) -> None:

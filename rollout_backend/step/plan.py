@@ -21,25 +21,26 @@ from rollout_backend.step.services import StepServices
 
 log = logging.getLogger(__name__)
 
-_LAST_WRITE_S = 60.0  # for the write after the step's end, which a restarted trainer can do without
+# Limits the write after the step's end, which a restarted trainer can do without.
+_LAST_WRITE_S = 60.0
 
 _T = TypeVar("_T")
 
 
 class StepPlan:
-    """The manifest of one step. `manifest` is set by `write_first`."""
+    """The manifest of one step. `write_first` sets `manifest`. `deadline` is the step's, in loop seconds."""
 
     manifest: Manifest
 
     def __init__(self, request: StepRequest, services: StepServices) -> None:
-        self.deadline = float("inf")  # of the step, in loop seconds
+        self.deadline = float("inf")
         self.request = request
         self.services = services
-        self._recorded: Manifest | None = None  # what S3 holds
+        self._recorded: Manifest | None = None
         self._recording = asyncio.Lock()
 
     async def write_first(self) -> Manifest | None:
-        """Write the step's first manifest. Return the one that S3 held before."""
+        """Write the step's first manifest. Return the previous one in S3."""
         services = self.services
         while True:
             request = self.request
@@ -60,7 +61,8 @@ class StepPlan:
             )
             try:
                 await self.retry(self.record)
-            except WriteConflict:  # a manager that has lost the run wrote once more: its rollouts count as well
+            # A manager that has lost the run wrote once more. Its rollouts count as well.
+            except WriteConflict:
                 continue
             if before is not None and not self.manifest.resumed and request is self.request:
                 same_weights = request.same_weights and before.weights == request.weights
@@ -72,7 +74,7 @@ class StepPlan:
             return before
 
     def add_rollout(self, task_id: str) -> str:
-        """Plan one more rollout of a task, and return its id. It is not in S3 before the next `record`."""
+        """Plan one more rollout of a task, and return its id. The next `record` writes it to S3."""
         rollout_id = self.manifest.next_rollout(task_id)
         self.manifest = self.manifest.with_rollout(task_id, rollout_id)
         return rollout_id
@@ -85,8 +87,8 @@ class StepPlan:
             await self.retry(self.record)
 
     async def record_closed(self, attempts: int) -> bool:
-        """Record in S3, if it answers, that the sessions of these first attempts and of replaced steps are closed.
-        Return whether it did."""
+        """Record in S3 that the sessions of the first `attempts` attempts and of replaced steps are closed. Return
+        False if S3 does not take the record."""
         self.manifest = self.manifest.model_copy(update={"attempts_closed": attempts, "replaced": ()})
         try:
             async with asyncio.timeout(_LAST_WRITE_S):
@@ -109,8 +111,8 @@ class StepPlan:
                 self._recorded = newest
 
     async def retry(self, call: Callable[[], Awaitable[_T]]) -> _T:
-        """Repeat a call to S3 with back-off until it is answered. Raises StoreError at the step's deadline, even if
-        S3 is silent."""
+        """Retry a call to S3 with back-off until S3 answers. Raises StoreError at the step's deadline, even if S3
+        does not respond."""
         warn = log_retry(log, "step %d waits for S3", self.request.step)
         return await retry_until(self.deadline, call, StoreError, self.services.pauses.store, before_sleep=warn)
 

@@ -1,14 +1,14 @@
-"""Decide what a restarted trainer can reuse of a step, reuse it, and close the rest.
+"""Decide what a restarted trainer can reuse of a step, reuse it, and close all other sessions.
 
 Invariants:
 
-- a running agent is adopted only if the gateway has all that its session has sampled: it listens at the same address,
-  and has its journal;
-- of a rollout one attempt is adopted, and no other is made while that one may publish a result;
+- a running agent is adopted only if the gateway has everything that its session has sampled: it listens at the same
+  address, and has the session's journal;
+- at most one attempt of a rollout is adopted, and no other is made while that one may publish a result;
 - every other session is closed and its key revoked.
 
-Whether the tasks are those of the interrupted step is decided by `core.manifest.Manifest.plan`; whether the weights
-are the same, by the caller (for verl, `verl.async_batches`).
+`core.manifest.Manifest.plan` decides whether the tasks are those of the interrupted step. The caller decides whether
+the weights are the same (for verl, `verl.async_batches`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 def resumable_attempts(
     before: Manifest | None, now: Manifest, recorded: Iterable[InFlightAttempt], since: float
 ) -> dict[str, InFlightAttempt]:
-    """Return the attempt that an earlier trainer left in flight, by rollout, if its deadline is after `since`, in
-    unix seconds."""
+    """Return, by rollout, the attempts that an earlier trainer left in flight and whose deadlines are after `since`
+    (unix seconds)."""
     if before is None or not now.resumed or not now.gateway or before.gateway != now.gateway:
         return {}
     rollouts = {rollout_id for task in now.tasks for rollout_id in task.rollouts}
@@ -47,7 +47,7 @@ def resumable_attempts(
 
 
 async def read_finished(buffer: RolloutBuffer, sink: ResultSink) -> None:
-    """Take every result that is in S3.
+    """Receive every result that is in S3.
 
     Raises:
         StoreError: a result exists and could not be read; its rollout would run again.
@@ -57,30 +57,31 @@ async def read_finished(buffer: RolloutBuffer, sink: ResultSink) -> None:
 
 
 async def resume(before: Manifest | None, results: StepResults, context: StepContext) -> None:
-    """Take the results of earlier trainers, adopt the attempts in flight, and close every other session that may be
-    open: recorded ones, those of other weights, and those that a trainer on another machine may have invoked.
+    """Receive the results of earlier trainers, adopt the attempts in flight, and close every other session that may
+    be open: recorded sessions, those of other weights, and those that a trainer on another machine may have invoked.
 
     Raises:
-        StoreError: S3 did not give every result until the step's deadline.
+        StoreError: S3 did not return every result before the step's deadline.
     """
     services, sessions, manifest = context.services, context.sessions, context.plan.manifest
     step, rollouts = context.request.step, results.rollouts
     records = services.in_flight.running_attempts(step)
     in_flight = services.in_flight.open_sessions(step, manifest.nonce).session_ids
-    # An agent of another protocol may have finished in time while no trainer was there to read its result.
+    # An agent of another protocol may have finished in time while no trainer was running to read its result.
     since = services.wall() if services.dispatcher.source is None else -math.inf
-    # Read before S3 gives the results: a manager that takes the run over meanwhile deletes the records at its end.
+    # Read this before the results: another manager may take over in between, and deletes the records at its end.
     left_open = [
         session_id
         for earlier in (() if before is None else (before, *before.replaced))
-        # A session that has finished its rollout stays open as well.
+        # A session stays open after its rollout has finished.
         for session_id in earlier.open_sessions(
             besides=services.in_flight.open_sessions(step, earlier.nonce).complete_attempts
         )
     ]
     attempts = resumable_attempts(before, manifest, records, since)
     adopted = [rollouts[rollout_id] for rollout_id in attempts]
-    for rollout in adopted:  # first, so that what they have published counts
+    # Adopt first, so that the results of these attempts count.
+    for rollout in adopted:
         rollout.adopt(attempts[rollout.rollout_id])
     if manifest.resumed:
         await context.plan.retry(lambda: read_finished(services.buffer, results))
@@ -91,10 +92,12 @@ async def resume(before: Manifest | None, results: StepResults, context: StepCon
     for session_id in kept:
         sessions.watch(session_id)
     unused = [each for each in dict.fromkeys((*in_flight, *left_open)) if each not in kept]
-    record = not adopted  # otherwise it is recorded once the step is over
+    # With adopted sessions, this is recorded at the end of the step.
+    record = not adopted
     sessions.in_background(_close_unused(unused, record, context))
     sessions.earlier_known = True
-    for rollout in adopted:  # they have their sessions, and so the first of the slots
+    # Adopted rollouts already have sessions, so they get the first slots.
+    for rollout in adopted:
         rollout.start_adopted()
     await sessions.adopt(kept.keys())
     if manifest.resumed:
@@ -111,5 +114,5 @@ async def resume(before: Manifest | None, results: StepResults, context: StepCon
 async def _close_unused(session_ids: list[str], record: bool, context: StepContext) -> None:
     if session_ids:
         await context.sessions.close_earlier(session_ids)
-        if record:  # so that the next trainer need not close them again
+        if record:
             await context.plan.record_closed(context.plan.manifest.attempts_before)

@@ -1,15 +1,15 @@
-"""Receive, score and group the results of one step, and report what came of it.
+"""Receive, score and group the results of one step, and report on the step.
 
 Invariants:
 
-- a result settles its rollout once; a later result of the same rollout is counted, and changes nothing;
+- a result settles its rollout once; later results of the same rollout are counted and have no effect;
 - with a scorer, a result with a reward settles its rollout only once the scorer's reward has replaced the agent's. It
   holds no slot of the runtime while it is scored;
-- a scorer that fails is called again with the same result, and no rollout is run again for it. A result that is not
-  scored in time ends as infra_error, never with a reward of 0;
+- a scorer that fails is retried with the same result; the rollout is not run again. A result that is not scored in
+  time ends as infra_error, never with a reward of 0;
 - a failure marker of an attempt that an earlier trainer started does not settle its rollout: its gateway may have
   been unreachable during the restart, so the rollout has another attempt;
-- nor does that of a container that the runtime stopped while its agent ran, if an attempt is left.
+- if an attempt is left, nor does the failure marker of a container that the runtime stopped while its agent ran.
 """
 
 from __future__ import annotations
@@ -57,13 +57,14 @@ class Group(GroupState):
             spare=config.oversample,
         )
         self.task = task
-        self.planned = size + config.oversample  # at first
-        self.rollouts: list[RolloutTask] = []  # in the order in which they were planned
-        self.arrived: list[Rollout] = []  # in the order of their arrival
+        # `planned` excludes replacements. The lists are in the order of planning and of arrival.
+        self.planned = size + config.oversample
+        self.rollouts: list[RolloutTask] = []
+        self.arrived: list[Rollout] = []
         self.reported = False
 
     def result(self, ledger: Ledger) -> GroupResult:
-        """Return what has arrived of the group; of an oversampled one, the first trainable results up to its size."""
+        """Return the group's trainable results; if it is oversampled, only the first ones up to its size."""
         results = [rollout.result for rollout in self.rollouts if rollout.result is not None]
         trained = [rollout.rollout_id for rollout in self.arrived if rollout.trainable][: self.enough]
         return GroupResult(
@@ -83,18 +84,19 @@ class StepResults:
     ) -> None:
         self.step = context.request.step
         self.rollouts = rollouts
-        self.resumed = 0  # rollouts that an earlier trainer had finished
-        self.adopted = 0  # rollouts whose agents an earlier trainer had started
+        # Rollouts that an earlier trainer finished, and rollouts whose agents it started.
+        self.resumed = 0
+        self.adopted = 0
         self.received: list[Rollout] = []
         self.records = StepRecords(context.ledger, context.services.log_of, self.received)
-        self.deliveries: dict[str, Delivery] = {}  # of those received
+        self.deliveries: dict[str, Delivery] = {}
         self._context = context
         self._groups = groups
-        self._archiving: deque[Future[bool]] = deque()  # of results whose files may not be written yet
-        self._unarchived = 0  # results that could not be written
-        self.engine_use = EngineUseMeter()  # while the step runs
-        self.restarts: Counter[str] = Counter()  # of servers, while the step runs
-        self.latencies: list[float] = []  # seconds since the announcements of those that were announced
+        self._archiving: deque[Future[bool]] = deque()
+        self._unarchived = 0
+        self.engine_use = EngineUseMeter()
+        self.restarts: Counter[str] = Counter()
+        self.latencies: list[float] = []
         self._lags: list[float] = []
 
     # --- the buffer's sink --------------------------------------------------------------------------------
@@ -122,7 +124,8 @@ class StepResults:
         fetch_s: float = 0.0,
     ) -> None:
         if not self.is_wanted(rollout.rollout_id, rollout.attempt if failure_marker else None):
-            self.record_duplicate(rollout.rollout_id)  # settled or abandoned during the fetch
+            # The rollout was settled, or its attempt was abandoned, during the fetch.
+            self.record_duplicate(rollout.rollout_id)
             return
         task = self.rollouts[rollout.rollout_id]
         if failure_marker and task.retry_lost(rollout.failure):
@@ -141,7 +144,7 @@ class StepResults:
             task.start_scoring(rollout, self._score(services.scorer, task, rollout, data))
 
     async def _score(self, scorer: RolloutScorer, task: RolloutTask, rollout: Rollout, data: bytes) -> None:
-        """Settle a rollout by its result with the scorer's reward; without a reward if it is not scored in time."""
+        """Settle a rollout by its result with the scorer's reward, or without a reward if scoring takes too long."""
         plan, retry_s = self._context.plan, self._context.services.config.scoring.retry_s
         reason, last = SCORER_FAILED, "the scorer had not answered"
 
@@ -171,7 +174,8 @@ class StepResults:
         except (ScoringError, StoreError) as error:
             message = f"{scorer.name} was retried until the limit (scoring.retry_s): {error}"
             result = unscored(rollout, getattr(error, "reason", SCORER_FAILED), message)
-        except RolloutBackendError as error:  # no retry helps
+        # No retry helps.
+        except RolloutBackendError as error:
             self._context.abort(error)
             return
         if task.entry.outcome is None:
@@ -187,7 +191,8 @@ class StepResults:
 
     def on_invalid_result(self, rollout_id: str, error: ContractError) -> None:
         rollout = self.rollouts.get(rollout_id)
-        if rollout is not None:  # otherwise its step has ended while the result was read
+        # The step may have ended during the fetch.
+        if rollout is not None:
             rollout.settle_as_invalid(str(error))
 
     # --- the report ---------------------------------------------------------------------------------------
@@ -199,9 +204,9 @@ class StepResults:
     async def summarize(
         self, *, seconds: float, began_at: float, closing_s: float, refused: int, deadline_reached: bool
     ) -> StepResult:
-        """Return the result of a step that is over. `refused` counts the buffer's refused messages."""
+        """Return the result of a finished step. `refused` counts the buffer's refused messages."""
         if self._archiving:
-            # A disk that does not answer costs the local copies. The archive reports it.
+            # If the disk does not respond, the local copies are lost. The archive reports it.
             await asyncio.wait(map(asyncio.wrap_future, self._archiving), timeout=_ARCHIVED_S)
         while self._archiving:
             self._count_archived()

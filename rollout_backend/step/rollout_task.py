@@ -8,9 +8,9 @@ Invariants:
   container. The id is known before the attempt (see `manifest`), so no open session is lost;
 - a refusal is not an attempt: the same session is invoked again until the rollout's deadline. An attempt counts
   towards `runtime.max_attempts` only if its session may be open. A request that cannot be signed counts as refused;
-- a rejection is permanent once it repeats: over all attempts, or as many invokes of one that opened no session;
-- the next attempt is made only once the current one is abandoned. A session that may be open is closed in any case,
-  one that was never opened is not.
+- a rejection is permanent after it repeats: over all attempts, or in as many invokes of one that opened no session;
+- the next attempt starts only after the current one is abandoned. A session that may be open is always closed; a
+  session that was never opened is not.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from rollout_backend.step.sessions import StepSessions
 log = logging.getLogger(__name__)
 
 _RETRYABLE = (RuntimeUnavailable, OutcomeUnknown, ContainerStartTimeout, InvokeRejected)
-# A policy, a role or a token may be replaced meanwhile: with the pauses between attempts, this spans three minutes.
+# A policy, a role or a token may be replaced between attempts. With the pauses, this spans three minutes.
 _LEAST_REJECTIONS = 5
 
 
@@ -81,10 +81,10 @@ class StepContext:
         self.plan = StepPlan(request, services)
         self.sessions = StepSessions(services, self.ledger, abort)
         self.stragglers = Stragglers(services.config.group, self.ledger.running)
-        self.changed = asyncio.Event()  # wakes the step
+        self.changed = asyncio.Event()
 
     def abort_on_failure(self, task: asyncio.Task[None]) -> None:
-        """End the step with the error of a background task, which is not awaited. Otherwise a step without a queue
+        """End the step with the error of a background task, which nothing awaits. Otherwise a step without a queue
         would notice expired credentials, for example, only at its deadline."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
@@ -92,28 +92,28 @@ class StepContext:
 
 
 class RolloutTask:
-    """The work on one rollout, whose state is its entry in the ledger."""
+    """Runs one rollout. Its state is its entry in the ledger."""
 
     def __init__(self, entry: LedgerEntry, task: Task, context: StepContext) -> None:
         self.entry = entry
         self.rollout_id = entry.rollout_id
         self.result: Rollout | None = None
-        self.running: asyncio.Task[None] | None = None  # None until it is started
-        self.scoring: asyncio.Task[None] | None = None  # None until its result is in, and without a scorer
+        self.running: asyncio.Task[None] | None = None
+        self.scoring: asyncio.Task[None] | None = None
         self.task = task
         self.context = context
         self._services = context.services
         self._attempt_over = asyncio.Event()
 
-    # --- its life -----------------------------------------------------------------------------------------
+    # --- start and run ------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Run the rollout in the background, unless its result is in or it runs."""
+        """Run the rollout in the background, unless its result has arrived or it is already running."""
         if self.entry.outcome is None and self.scoring is None and self.running is None:
             self._run_in_background(self.run())
 
     def start_once_recorded(self) -> None:
-        """Run the rollout in the background once S3 holds the manifest that names it."""
+        """Run the rollout in the background after the manifest that names it is in S3."""
         self._run_in_background(self.run_once_recorded())
 
     def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -121,18 +121,20 @@ class RolloutTask:
         self.running.add_done_callback(self.context.abort_on_failure)
 
     async def run_once_recorded(self) -> None:
-        """Run the rollout once the manifest that names it is in S3."""
+        """Run the rollout after the manifest that names it is in S3."""
         try:
             await self.context.plan.retry(self.context.plan.record)
-        except StoreError:  # the step's time is up, which settles it as not started
+        # The step's deadline settles the rollout as not started.
+        except StoreError:
             return
-        except RolloutBackendError as error:  # no retry helps, and the step does not wait for this task
+        # No retry helps, and the step does not await this task.
+        except RolloutBackendError as error:
             self.context.abort(error)
             return
         await self.run()
 
     async def run(self) -> None:
-        """Make attempts until the result of one is in, and close its session."""
+        """Make attempts until one has a result, and close its session."""
         bind_log_fields(rollout=self.rollout_id)
         with self._services.runtime.hold(self.task.payload):
             if not self.entry.adopted:
@@ -144,20 +146,20 @@ class RolloutTask:
                     while self.entry.phase is Phase.RUNNING:
                         self._attempt_over.clear()
                         await self._attempt_over.wait()
-                    if (session_id := self.entry.session_id) is not None:  # otherwise the attempt was abandoned
+                    if (session_id := self.entry.session_id) is not None:
                         await self.context.sessions.close(session_id)
                         break
-        self.context.changed.set()  # a rollout that could not be dispatched is settled
+        self.context.changed.set()
 
     @property
     def _invoke_until(self) -> float:
-        """Loop seconds until which a refused invoke is repeated."""
+        """Return the time until which a refused invoke is retried, in loop seconds."""
         return self.context.plan.deadline - self._services.config.timeouts.publish_grace_s
 
-    # --- its attempts -------------------------------------------------------------------------------------
+    # --- attempts -----------------------------------------------------------------------------------------
 
     async def dispatch(self) -> bool:
-        """Make attempts until an agent runs. Return False if none does: the rollout is settled, or the step ends."""
+        """Make attempts until an agent runs. Return False if the rollout is settled or the step ends first."""
         most, rejections = self._services.config.runtime.max_attempts, 0
 
         def may_pass(error: BaseException) -> bool:
@@ -184,14 +186,15 @@ class RolloutTask:
         except RuntimeCallError as error:
             if self.entry.awaits_result:
                 self.entry.settle(outcome_without_result(error.reason), error.reason, str(error))
-        except StoreError:  # the step's time is up, which settles it as not started
+        # The step's deadline settles the rollout as not started.
+        except StoreError:
             pass
-        except RolloutBackendError as error:  # no retry helps, and the step does not wait for this task
+        except RolloutBackendError as error:
             self.context.abort(error)
         return False
 
     async def _attempt(self) -> bool:
-        """Invoke a new session, again while the runtime refuses it. Close it unless its agent runs."""
+        """Invoke a new session, and retry while the runtime refuses it. Close the session unless its agent runs."""
         manifest = self.context.plan.manifest
         attempt = manifest.attempts_before + self.entry.attempts + 1
         session_id = manifest.session_id(self.rollout_id, attempt)
@@ -210,11 +213,11 @@ class RolloutTask:
         return accepted
 
     async def _invoke(self, attempt: int, session_id: str) -> bool:
-        """Return False if the rollout needs no agent any more.
+        """Invoke the session once. Return False if the rollout no longer needs an agent.
 
         Raises:
-            RuntimeCallError: no agent runs, or nothing is known of it.
-            StoreError: S3 refused until the step's deadline to record that there is one more attempt.
+            RuntimeCallError: no agent runs, or it is unknown whether one does.
+            StoreError: until the step's deadline, S3 refused to record one more attempt.
         """
         context, ledger, dispatcher = self.context, self.context.ledger, self._services.dispatcher
         await dispatcher.calls.admit(CallKind.INVOKE)
@@ -233,9 +236,10 @@ class RolloutTask:
             agent_s = min(times.agent_s, self.task.agent_s or times.agent_s)
             agent_s = min(agent_s, max(0.0, context.plan.deadline - times.publish_grace_s - now))
             payload = self._services.payload(self.task, claims, agent_s, urls)
-            may_be_open = session_id in ledger.open_sessions  # after an earlier call, which was refused
+            # An earlier invoke that was refused may have opened the session.
+            may_be_open = session_id in ledger.open_sessions
             self.entry.start_attempt(session_id, attempt, now + agent_s + times.publish_grace_s)
-            context.changed.set()  # this deadline may be the next one
+            context.changed.set()
             try:
                 await dispatcher.submit(session_id, payload)
             except RuntimeCallError as error:
@@ -312,20 +316,20 @@ class RolloutTask:
     def _wall_to_loop(self) -> float:
         return asyncio.get_running_loop().time() - self._services.wall()
 
-    # --- its time -----------------------------------------------------------------------------------------
+    # --- deadline -----------------------------------------------------------------------------------------
 
     def watch_time(self) -> None:
-        """Let the step notice when the rollout is overdue or a straggler. Call again after an absence check that did
+        """Let the step detect when the rollout is overdue or a straggler. Call again after an absence check that did
         not settle it."""
         self.context.ledger.watch(self.entry)
         if self.entry.phase is Phase.RUNNING and self.entry.began is not None:
             self.context.stragglers.started(self.rollout_id, self.entry.began)
             self.context.changed.set()
 
-    # --- its end ------------------------------------------------------------------------------------------
+    # --- settlement ---------------------------------------------------------------------------------------
 
     def settle(self, outcome: Outcome, reason: str, message: str = "") -> None:
-        """Settle the rollout without a result, in any phase."""
+        """Settle the rollout without a result. Allowed in any phase."""
         invoking = self.entry.phase is Phase.DISPATCHING
         if not self.entry.settle(outcome, reason, message):
             return
@@ -366,16 +370,18 @@ class RolloutTask:
 
     def _end_attempt(self) -> None:
         self._attempt_over.set()
-        if self.entry.session_id is None and self.running is not None:  # it waits for a slot, or for the next attempt
+        # Without a session, the task waits for a slot or for the next attempt.
+        if self.entry.session_id is None and self.running is not None:
             self.running.cancel()
         self.context.changed.set()
 
-    # --- what ends an attempt, once S3 has confirmed that there is no result -----------------------------
+    # --- lost attempts, after S3 has confirmed that there is no result ------------------------------------
 
     def on_overdue(self) -> None:
         """Retry or settle the rollout after its session has ended, or its deadline has passed."""
         if self.entry.due_at is None or self.entry.due_at > asyncio.get_running_loop().time():
-            return  # during the check, the invoke was accepted or repeated, which moves the deadline
+            # During the check, the invoke was accepted or retried, which moves the deadline.
+            return
         if (end := self.entry.session_end) is not None:
             self._lose_session(end.reason, end.message, final=end.final)
             return
@@ -391,7 +397,8 @@ class RolloutTask:
     def on_container_lost(self) -> None:
         """Retry after the container died silently, or settle the rollout if no attempt is left."""
         if self.entry.session_id not in self._services.heartbeats.lost_sessions:
-            return  # a heartbeat arrived during the check
+            # A heartbeat arrived during the check.
+            return
         message = (
             f"session {self.entry.session_id} sent heartbeats and fell silent while others were heard: its container "
             "has died, or its network. The session's log may say why"
@@ -399,7 +406,7 @@ class RolloutTask:
         self._lose_session(CONTAINER_LOST, message)
 
     def retry_lost(self, failure: Failure | None) -> bool:
-        """Retry after the failure marker of an attempt, if another one may succeed. Return False if it counts."""
+        """Retry after a failure marker if another attempt may succeed. Return False if the marker counts."""
         was_stopped = failure is not None and failure.reason == TERMINATED and self.entry.phase is Phase.RUNNING
         if not self.entry.adopted and not (was_stopped and self._has_attempts):
             return False
@@ -411,7 +418,7 @@ class RolloutTask:
         return self.entry.attempts < self._services.config.runtime.max_attempts
 
     def _lose_session(self, reason: str, message: str, *, final: bool = False) -> None:
-        """Retry if an attempt is left, and in any case after one of an earlier trainer. Otherwise settle."""
+        """Retry if an attempt is left or an earlier trainer made the lost one. Otherwise settle the rollout."""
         if self.entry.adopted:
             log.info("rollout %s: the attempt of an earlier trainer is lost; retrying", self.rollout_id)
             self.abandon_attempt()
@@ -433,7 +440,7 @@ class RolloutTask:
         self.settle(Outcome.TIMED_OUT, "straggler", message)
 
     def reach_step_deadline(self, answered: bool = True) -> None:
-        """Settle the rollout at the step's deadline. `answered`: it is confirmed that there is no result."""
+        """Settle the rollout at the step's deadline. `answered` is True if the absence of a result is confirmed."""
         if self.entry.phase is not Phase.RUNNING:
             self.settle(Outcome.CANCELLED, "not_started", "the step's time was up before its agent ran")
         elif answered:

@@ -1,4 +1,4 @@
-"""The services of a run that a step uses, and the request that its agents receive."""
+"""Define the services of a run that a step uses, and build the requests to its agents."""
 
 import json
 import math
@@ -64,15 +64,15 @@ class ResultArchive(Protocol):
 
 
 class UrlSigner(Protocol):
-    """Signs the URLs by which agents without credentials write their results. See `Presigner`."""
+    """Signs the URLs with which agents without credentials write their results. See `Presigner`."""
 
     async def urls(self, claims: SessionClaims) -> ResultUrls: ...
 
 
 _STORE = wait_exponential_jitter(multiplier=0.5, max=10)
-# 5, 15, 45, 135 s: the default of five attempts outlasts an outage of three minutes.
+# The pauses are 5, 15, 45 and 135 s, so the default of five attempts outlasts an outage of three minutes.
 _ATTEMPT = wait_exponential_jitter(multiplier=5, exp_base=3, max=300, jitter=1.0)
-# Short, for the queue paces the calls: it only keeps one rollout that conflicts from taking every turn.
+# The queue already paces the calls. This pause only keeps one conflicting rollout from taking every turn.
 _REFUSAL = wait_exponential_jitter(multiplier=0.5, max=5, jitter=0.5)
 
 
@@ -99,24 +99,28 @@ class StepServices:
     archive: ResultArchive
     breaker: CircuitBreaker
     in_flight: InFlightLog
-    queue_url: str | None = None  # where agents announce results; None: S3 announces them, or nothing does
-    presigner: UrlSigner | None = None  # None: agents write with their own credentials
+    queue_url: str | None = None
+    """The queue to which agents announce results. If None, S3 announces them, or nothing does."""
+    presigner: UrlSigner | None = None
+    """If None, agents write with their own credentials."""
     sealed_by: tuple[str, ...] = ()
-    """Fingerprints of the secrets behind the seals that the buffer accepts, that of new seals first. Empty: it checks
-    none."""
-    heartbeats: Heartbeats = field(default_factory=lambda: Heartbeats(math.inf))  # none are sent
-    session_ends: SessionEnds = field(default_factory=SessionEnds)  # as the runtime reports them
-    scorer: RolloutScorer | None = None  # computes the rewards; None: the agents' own count
-    wall: Callable[[], float] = time.time  # unix seconds
+    """Fingerprints of the secrets whose seals the buffer accepts, starting with the secret of new seals. If empty,
+    the buffer checks no seals."""
+    heartbeats: Heartbeats = field(default_factory=lambda: Heartbeats(math.inf))
+    session_ends: SessionEnds = field(default_factory=SessionEnds)
+    scorer: RolloutScorer | None = None
+    """Computes the rewards. If None, the agents' own rewards count."""
+    wall: Callable[[], float] = time.time
+    """Returns unix seconds."""
     pauses: Pauses = field(default_factory=Pauses)
 
     def log_of(self, entry: LedgerEntry) -> str:
-        """Describe where a person finds the log of a rollout's session."""
+        """Describe the location of the log of a rollout's session."""
         return describe_log(self.config, entry, self.runtime.log_location)
 
     def payload(self, task: Task, claims: SessionClaims, remaining_s: float, urls: ResultUrls | None = None) -> bytes:
         """Return the payload of this session's invoke. The agent must return within `remaining_s`, and writes its
-        result by `urls` or with its own credentials."""
+        result to `urls` or with its own credentials."""
         config = self.config
         request = RolloutRequest(
             run_id=claims.run_id,

@@ -3,8 +3,8 @@
 Invariants:
 
 - a session is recorded in the run's folder before its first invoke, and as closed before its stop is sent;
-- the key of a session that is closed is revoked once, within a second and before the step ends;
-- a session that is being closed is closed even if the caller is cancelled.
+- the key of a closed session is revoked once, within a second and before the step ends;
+- the close of a session continues even if the caller is cancelled.
 """
 
 import asyncio
@@ -19,18 +19,20 @@ from rollout_backend.step.services import StepServices
 
 log = logging.getLogger(__name__)
 
-_TOGETHER_S = 1.0  # keys of sessions that end within this time are revoked in one call
+# Keys of sessions that end within this time are revoked in one call.
+_TOGETHER_S = 1.0
 
 
 class StepSessions:
-    """The sessions of one step. While `leave_open` is set, none is closed: they belong to another manager, or the
-    cloud has ended with them."""
+    """The sessions of one step. `known` has those invoked or adopted, in order. While `leave_open` is set, none is
+    closed: they belong to another manager, or the cloud has ended with them. `earlier_known` is set when the sessions
+    of earlier trainers are adopted or being closed."""
 
     def __init__(self, services: StepServices, ledger: Ledger, abort: Callable[[BaseException], None]) -> None:
-        """`abort` ends the step with an unexpected error of a task in the background."""
-        self.known: dict[str, None] = {}  # those invoked or adopted, in order
+        """`abort` ends the step with an unexpected error of a background task."""
+        self.known: dict[str, None] = {}
         self.leave_open = False
-        self.earlier_known = False  # the sessions of earlier trainers are adopted or being closed
+        self.earlier_known = False
         self.services = services
         self.ledger = ledger
         self._abort = abort
@@ -38,7 +40,7 @@ class StepSessions:
         self._revoked: set[str] = set()
         self._revoking = asyncio.Lock()
         self._revoke_timer: asyncio.TimerHandle | None = None
-        self.closing: set[asyncio.Task[None]] = set()  # tasks that close sessions
+        self.closing: set[asyncio.Task[None]] = set()
 
     def register(self, session_id: str) -> None:
         """Record a session that is about to be invoked, and watch for its heartbeats."""
@@ -47,7 +49,7 @@ class StepSessions:
         self.watch(session_id)
 
     async def adopt(self, session_ids: Collection[str]) -> None:
-        """Let the gateways serve sessions that an earlier trainer has started."""
+        """Let the gateways serve sessions that an earlier trainer started."""
         if not session_ids:
             return
         try:
@@ -56,7 +58,7 @@ class StepSessions:
             log.warning("sessions of an earlier trainer cannot be resumed, and end at their deadline: %s", error)
 
     async def close(self, session_id: str) -> None:
-        """Close a session, and return once it is closed or named as unclosed. A cancelled caller waits for that too,
+        """Close a session. Return when it is closed or recorded as unclosed. A cancelled caller also waits for this,
         because it holds a slot until then."""
         closing = self.in_background(self.stop(session_id))
         try:
@@ -87,7 +89,7 @@ class StepSessions:
             self._abort(error)
 
     async def stop(self, session_id: str, call: CallKind = CallKind.STOP) -> None:
-        """Stop a session, and revoke its key: an agent that the stop does not reach must not sample further."""
+        """Stop a session and revoke its key, because an agent that the stop does not reach must not keep sampling."""
         if self.leave_open:
             return
         self.services.in_flight.record_closed(self.ledger.step, session_id)
@@ -99,7 +101,7 @@ class StepSessions:
             self.services.in_flight.record_stopped(self.ledger.step, session_id)
 
     async def revoke(self, session_ids: Iterable[str]) -> None:
-        """Revoke each key once, and those that wait to be revoked."""
+        """Revoke the keys of these sessions and all pending ones, each once."""
         self._add_to_revoke(session_ids)
         await self._revoke_due()
 
@@ -123,11 +125,11 @@ class StepSessions:
                 await self.services.gateways.revoke(due)
             except ServingError as error:
                 self._revoked.difference_update(due)
-                self._add_to_revoke(due)  # with the next ones
+                self._add_to_revoke(due)
                 log.warning("%d session keys could not be revoked and expire with their time: %s", len(due), error)
 
     async def revoke_all(self) -> None:
-        """Revoke the keys of all known sessions, and watch none of them further."""
+        """Revoke the keys of all known sessions, and stop watching them."""
         await self.revoke(self.known)
         self._unwatch(self.known)
 
@@ -138,7 +140,7 @@ class StepSessions:
         await self._revoke_due()
 
     def watch(self, session_id: str) -> None:
-        """Detect the session's silent death from now on."""
+        """Watch the session's heartbeats from now on."""
         self.known[session_id] = None
         self.services.heartbeats.watch(session_id)
 

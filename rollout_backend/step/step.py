@@ -7,9 +7,9 @@ Invariants:
   there is no result (see `absence_check`); until then the rollout stays open, at most until the step's deadline;
 - each settled rollout is reported to the run's circuit breaker, and nothing is dispatched once the breaker is open;
 - however a step ends (target, deadline, abort, cancellation), every rollout is settled, every session is closed and
-  every key is revoked before `run` returns; unless another manager has taken the run over, which owns them now;
-- one event costs the same in a step of any size: the step asks the ledger's counts, and never goes through all
-  rollouts before it ends.
+  every key is revoked before `run` returns, unless another manager has taken the run over and owns the sessions;
+- the cost of an event does not depend on the size of the step: the step uses the ledger's counts, and never iterates
+  over all rollouts before it ends.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Step:
         services: StepServices,
         on_group: Callable[[GroupResult], None] = lambda group: None,
     ) -> None:
-        """`on_group` is called with each group once: when all of it is settled, or the step is over."""
+        """`on_group` is called once for each group, when all its rollouts are settled or the step is over."""
         self.step = request.step
         self.adapter = request.adapter
         self.groups = {task.task_id: Group(task, services.config.group) for task in request.tasks}
@@ -63,15 +63,15 @@ class Step:
         self.results = StepResults(self._context, self.rollouts, self.groups)
         self.totals = StepTotals(self.results.records)
         self._absence_check = AbsenceCheck(self._context, self.results)
-        self._complete: set[str] = set()  # groups
-        self._reported_to_breaker = 0  # of the ledger's settled rollouts
+        self._complete: set[str] = set()
+        self._reported_to_breaker = 0
         self._silence_checked_at = 0.0
         self._aborted: BaseException | None = None
-        self._stopped = asyncio.Event()  # set with `_aborted`
+        self._stopped = asyncio.Event()
 
     @property
     def deadline(self) -> float:
-        """Return the loop's time at which the step ends at the latest."""
+        """Return the latest time at which the step ends, in loop seconds."""
         return self._plan.deadline
 
     # --- from plan to report ------------------------------------------------------------------------------
@@ -112,7 +112,8 @@ class Step:
                 await self._wind_up()
             finally:
                 buffer.detach(self.results)
-                self._report_to_breaker()  # also that nothing of a cancelled step runs any more
+                # The breaker must also learn that no rollout of a cancelled step runs any more.
+                self._report_to_breaker()
         self._report_groups(self.groups.values())
         if self._aborted is not None:
             raise self._aborted
@@ -129,7 +130,7 @@ class Step:
         )
 
     async def _begin(self) -> None:
-        """Plan the rollouts, write the manifest, reuse what an earlier trainer left, and start the rest."""
+        """Plan the rollouts, write the manifest, resume an earlier trainer's rollouts, and start the other ones."""
         self._report_to_breaker()
         if self._aborted is not None:
             return
@@ -140,9 +141,11 @@ class Step:
             for i, rollout_id in enumerate(planned.rollouts):
                 self._add_rollout(group, rollout_id, is_replacement=i >= group.planned)
         await resume(before, self.results, self._context)
-        self._reported_to_breaker = len(self.ledger.settled)  # losses of an earlier trainer do not open it again
+        # Losses of an earlier trainer must not open the breaker again.
+        self._reported_to_breaker = len(self.ledger.settled)
         if self._plan.manifest.resumed:
-            self._apply_policy(groups)  # the results of the earlier trainer may be enough
+            # The results of the earlier trainer may be enough.
+            self._apply_policy(groups)
         for group in groups:
             why = self._services.blocklist.block_reason(group.task)
             for rollout in group.rollouts:
@@ -188,10 +191,10 @@ class Step:
         group.rollouts.append(rollout)
         return rollout
 
-    # --- rollouts that are late ---------------------------------------------------------------------------
+    # --- late rollouts ------------------------------------------------------------------------------------
 
     def _end_late(self, now: float) -> float:
-        """End the rollouts that are overdue, stragglers or silent. Return when the next one may be."""
+        """Check the rollouts that are overdue, stragglers or silent. Return when to check again."""
         overdue, next_overdue = self.ledger.take_overdue(now)
         self._absence_check.start([self.rollouts[each.rollout_id] for each in overdue], RolloutTask.on_overdue)
         stragglers, next_straggler = self._context.stragglers.due(now, self.ledger.open)
@@ -208,16 +211,17 @@ class Step:
         self.deadline_reached = True
         await self._absence_check.finish(self._open_rollouts(), RolloutTask.reach_step_deadline)
         while scoring := [task for each in self._open_rollouts() if (task := each.scoring) and not task.done()]:
-            await asyncio.gather(*scoring, return_exceptions=True)  # they end at the deadline too
+            # Scoring ends at the deadline too.
+            await asyncio.gather(*scoring, return_exceptions=True)
         for rollout in self._open_rollouts():
             rollout.reach_step_deadline(answered=False)
 
-    # --- its end ------------------------------------------------------------------------------------------
+    # --- end of the step ----------------------------------------------------------------------------------
 
     def abort(self, error: BaseException) -> None:
-        """End the step now: open rollouts were lost to the infrastructure. `run` raises the first error, unless the
-        sessions are no longer its own."""
-        leave_open = isinstance(error, (RunHeld, CloudLost))  # another manager's, or gone
+        """End the step now, and settle open rollouts as lost to the infrastructure. `run` raises the first error, but
+        a later RunHeld or CloudLost replaces it, because the sessions then belong to another manager or are gone."""
+        leave_open = isinstance(error, (RunHeld, CloudLost))
         if self._aborted is None or leave_open:
             self._aborted = error
         self._sessions.leave_open = self._sessions.leave_open or leave_open
@@ -227,7 +231,7 @@ class Step:
         self._changed.set()
 
     async def _wind_up(self) -> None:
-        """Settle what is left, and wait until every session is closed and every task is over."""
+        """Settle the open rollouts, and wait until every session is closed and every task is over."""
         if self._sessions.leave_open:
             await self._leave()
             return
@@ -235,16 +239,19 @@ class Step:
         running = self._running()
         await self._absence_check.wait()
         await self._sessions.revoke_all()
-        await asyncio.gather(*running, return_exceptions=True)  # an error of one has ended the step
+        # The error of a task has already ended the step.
+        await asyncio.gather(*running, return_exceptions=True)
         await self._sessions.wait_closed()
-        for session_id in [*self.ledger.open_sessions]:  # of a task that failed
+        # A task that failed may have left its session open.
+        for session_id in [*self.ledger.open_sessions]:
             self._sessions.close_later(session_id)
         await self._sessions.wait_closed()
         recorded = True
         if running:
             manifest = self._plan.manifest
             recorded = await self._plan.record_closed(manifest.attempts_before + manifest.attempts)
-        if recorded and self._sessions.earlier_known:  # otherwise the next trainer needs the records
+        # Otherwise the next trainer needs the records.
+        if recorded and self._sessions.earlier_known:
             self._services.in_flight.delete(self.step)
 
     async def _leave(self) -> None:
@@ -264,20 +271,21 @@ class Step:
             rollout.settle(Outcome.CANCELLED, reason, message)
 
     def release(self) -> None:
-        """Drop what the step holds, once it has ended and has been reported.
+        """Release the memory of a step that has ended and has been reported.
 
-        Its parts refer to each other, so that its results would otherwise stay in memory until a full garbage
-        collection, which may be many steps later. A result that arrives now is unknown to the ledger.
+        Its parts refer to each other, so its results would otherwise stay in memory until a full garbage collection,
+        which may be many steps later. The ledger counts a result that arrives after this as unknown.
         """
         for rollout in self.rollouts.values():
-            rollout.running = rollout.scoring = None  # the traceback of an exception refers to the rollout
+            # The traceback of a task's exception refers to the rollout.
+            rollout.running = rollout.scoring = None
         self.rollouts.clear()
         self.groups.clear()
         self.ledger.entries.clear()
         self.ledger.settled.clear()
         vars(self).clear()
 
-    # --- what it reports ----------------------------------------------------------------------------------
+    # --- reports ------------------------------------------------------------------------------------------
 
     def running_records(self) -> list[str]:
         """Return the records of the step so far as JSON, with the deadline of each open rollout."""
@@ -290,11 +298,11 @@ class Step:
 
     @property
     def latencies(self) -> list[float]:
-        """Return the seconds since the announcement of each result that was announced."""
+        """Return the seconds from the announcement to the arrival of each announced result."""
         return self.results.latencies
 
     def _report_to_breaker(self) -> None:
-        """Report what has ended to the circuit breaker, and abort the step if the breaker is open."""
+        """Report settled rollouts to the circuit breaker, and abort the step if the breaker is open."""
         breaker, now = self._services.breaker, asyncio.get_running_loop().time()
         settled = self.ledger.settled
         for i in range(self._reported_to_breaker, len(settled)):

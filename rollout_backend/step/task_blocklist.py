@@ -25,8 +25,9 @@ from rollout_backend.results.step_report import StepFailure, failures_of
 
 log = logging.getLogger(__name__)
 
-_WRITES = 16  # at once
-_WRITES_S = 60.0  # for all records of a step, which has ended
+# Concurrent writes, and the time limit for all records of a finished step.
+_WRITES = 16
+_WRITES_S = 60.0
 
 
 class TaskLoss(BaseModel):
@@ -60,7 +61,7 @@ class TaskBlocklist:
         self._reading = asyncio.Lock()
 
     async def read(self) -> None:
-        """Read what earlier trainers of the run have recorded. Raises StoreError."""
+        """Read the records of the run's earlier trainers. Raises StoreError."""
         async with self._reading:
             if self._records is None and self._after is not None:
                 keys = [key async for key in self._store.keys(self._prefix)]
@@ -70,12 +71,13 @@ class TaskBlocklist:
     async def _record(self, key: str) -> BlocklistRecord | None:
         try:
             return BlocklistRecord.model_validate_json(await self._store.get(key))
-        except (ContractError, ValidationError) as error:  # at worst the task is tried again
+        # At worst, the task is tried again.
+        except (ContractError, ValidationError) as error:
             log.warning("%s is not a valid blocklist record and is ignored: %s", key, error)
             return None
 
     def block_reason(self, task: Task) -> str | None:
-        """Return why the task is not to be dispatched; None if it is. Call `read` first."""
+        """Return why the task must not be dispatched; None if it may be. Call `read` first."""
         return self._reason(payload_digest(task))
 
     def _reason(self, digest: str) -> str | None:
@@ -89,7 +91,7 @@ class TaskBlocklist:
         )
 
     async def record_step(self, ledger: Ledger, resume_count: int, tasks: Iterable[Task]) -> None:
-        """Record which tasks were lost in a settled step. What S3 does not take in time is kept in memory only."""
+        """Record which tasks were lost in a settled step. If S3 is too slow, a record is kept in memory only."""
         if self._after is None:
             return
         assert self._records is not None, "read first"
