@@ -51,7 +51,8 @@ from rollout_backend.runtimes.http import SESSION_HEADER
 ROLE = "arn:aws:iam::000000000000:role/local"
 _MAX_PAYLOAD_BYTES = 100_000_000
 _ENDS_KEPT = 1000
-_SIGNALLED = 128  # a shell returns a higher code if a signal killed its command
+# A shell returns a higher code if a signal killed its command.
+_SIGNALLED = 128
 _CUSTOM_HEADER = "x-amzn-bedrock-agentcore-runtime-custom-"
 _PASSED_HEADERS = ("content-type", "accept", "x-amzn-trace-id", "traceparent", "tracestate", "baggage")
 
@@ -63,7 +64,7 @@ class EmulatorSettings(BaseModel, frozen=True, extra="forbid"):
     command: tuple[str, ...] = ()
     """Command of the user's app, which listens on HOST:PORT of its environment. If empty, no runtime exists yet."""
     images: dict[str, tuple[str, ...]] = {}
-    """Images from which a runtime can be created: the name in ECR's form, and the command that replaces the image."""
+    """Images for new runtimes: the name in ECR's format, and the command that replaces the image."""
     role: str = ROLE
     """The only existing execution role."""
     control: ControlLimits = ControlLimits()
@@ -78,24 +79,25 @@ class EmulatorSettings(BaseModel, frozen=True, extra="forbid"):
     access_key: str = ""
     """Access key with which requests must be signed. Empty: any key."""
     preload: tuple[str, ...] | None = None
-    """With a command of the form [PYTHON, SCRIPT], fork sessions from an interpreter that has imported the script's
+    """If the command is [PYTHON, SCRIPT], fork sessions from an interpreter that has imported the script's
     libraries and these modules. None: run the command each time."""
     limits: EmulatorLimits = EmulatorLimits()
 
 
 class AgentCoreEmulator:
-    """The two calls of the data plane, for every runtime of the control plane.
+    """Serves the two calls of the data plane for every runtime of the control plane.
 
-    Checks run in AWS's order: signature, name, form, rate, quota. The quota is per endpoint.
+    Checks run in AWS's order: signature, name, format, rate, quota. The quota is per endpoint.
     """
 
     def __init__(self, settings: EmulatorSettings, clock: Callable[[], float] = time.time) -> None:
         self._settings = settings
-        self._clock = clock  # clock of the session pools
+        self._clock = clock
         self._invokes = TokenBucket(settings.limits.invoke_per_s)
         self._stops = TokenBucket(settings.limits.stop_per_s)
         self._calls = TokenBucket(settings.limits.calls_per_s) if settings.limits.calls_per_s else None
-        self._pools: dict[tuple[str, str], SessionPool] = {}  # by ARN of the runtime and name of its endpoint
+        # The keys are the ARN of a runtime and the name of its endpoint.
+        self._pools: dict[tuple[str, str], SessionPool] = {}
         self._ends: deque[dict[str, Any]] = deque(maxlen=_ENDS_KEPT)
         region = settings.arn.split(":")[3]
         self._code = CodeStore(settings.log_dir / "code", region, settings.env)
@@ -302,15 +304,19 @@ def main(read: Callable[[], str] = sys.stdin.read) -> None:
         settings = EmulatorSettings.model_validate_json(read())
     except ValidationError as error:
         sys.exit(f"the emulator's settings are invalid: {error}")
-    settings.log_dir.mkdir(0o700, parents=True, exist_ok=True)  # private, because agents may print their keys
-    os.chdir(settings.cwd)  # sessions inherit it
+    # The folder is private because agents may print their keys.
+    settings.log_dir.mkdir(0o700, parents=True, exist_ok=True)
+    # Sessions inherit the working directory.
+    os.chdir(settings.cwd)
     uvicorn.run(
         AgentCoreEmulator(settings).app(),
         host=settings.host,
         port=settings.port,
         log_level="warning",
-        timeout_keep_alive=20,  # as AWS keeps idle connections; aiobotocore keeps them for 12 s
-        timeout_graceful_shutdown=1,  # later, invokes that wait for a container are aborted, and the sessions end
+        # AWS keeps idle connections for the same time; aiobotocore keeps them for 12 s.
+        timeout_keep_alive=20,
+        # After this time, invokes that wait for a container are aborted, and the sessions end.
+        timeout_graceful_shutdown=1,
     )
 
 

@@ -40,7 +40,8 @@ class BackgroundCloud:
 
     folder: str
     pid: int
-    started: int  # see `process_start`
+    started: int
+    """See `process_start`."""
     region: str
     bucket: str
     role: str
@@ -71,7 +72,8 @@ def has_ended(folder: Path) -> bool:
 
 def _runs(cloud: BackgroundCloud) -> bool:
     with contextlib.suppress(ChildProcessError):
-        os.waitpid(cloud.pid, os.WNOHANG)  # reaps it if this process started it
+        # This reaps the cloud if this process started it.
+        os.waitpid(cloud.pid, os.WNOHANG)
     return process_start(cloud.pid) == cloud.started
 
 
@@ -122,7 +124,8 @@ def remove_folder(folder: Path) -> None:
     """Delete the folder of a cloud that has ended."""
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
-        folder.parent.rmdir()  # fails if the folder contains anything else
+        # This fails if the folder contains anything else.
+        folder.parent.rmdir()
 
 
 async def _serve(folder: Path) -> None:
@@ -149,7 +152,8 @@ async def _serve(folder: Path) -> None:
                 done, pending = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 for task in pending:
                     task.cancel()
-                done.pop().result()  # raises if a part of the cloud was lost
+                # This raises if a part of the cloud was lost.
+                done.pop().result()
     finally:
         (folder / STATE).unlink(missing_ok=True)
 

@@ -34,15 +34,16 @@ from rollout_backend.local.control_plane import ControlLimits
 from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.serving.server_process import ServerProcess, free_port
 
-IMAGE = "000000000000.dkr.ecr.{region}.amazonaws.com/local/agent:latest"  # name of the agent's image
+IMAGE = "000000000000.dkr.ecr.{region}.amazonaws.com/local/agent:latest"
 ARN = "arn:aws:bedrock-agentcore:{region}:000000000000:runtime/local-0123456789"
-PRELOAD = sys.platform == "linux"  # macOS forbids a fork after system frameworks were used
+# macOS forbids a fork after the process has used system frameworks.
+PRELOAD = sys.platform == "linux"
 _UNCHANGED_IMPORT = re.compile(r"^from bedrock_agentcore(\.runtime)? import .*\bBedrockAgentCoreApp\b", re.MULTILINE)
 _START_S = 240.0
 
 
 class _Startable:
-    """Starts on entry and stops on exit."""
+    """An async context manager that starts on entry and stops on exit."""
 
     async def start(self) -> None:
         raise NotImplementedError
@@ -145,7 +146,8 @@ class LocalStorage(_Startable):
         direct = AioConfig(proxies={})
         return self._session.client(service, region_name=self.region, endpoint_url=self.endpoint_url, config=direct)
 
-    @cached_property  # each session reads the models of its services
+    # Each aioboto3 session loads the models of its services.
+    @cached_property
     def _session(self) -> Any:
         # Even with explicit keys, botocore would require the user's AWS_PROFILE to exist.
         unprofiled = AioSession(session_vars={"profile": (None, None, None, None)})
@@ -178,10 +180,10 @@ class LocalRuntime(_Startable):
         env: Mapping[str, str],
         region: str = "us-east-1",
         python: Path | None = None,
-        limits: EmulatorLimits = EmulatorLimits(),  # noqa: B008  # frozen
+        limits: EmulatorLimits = EmulatorLimits(),  # noqa: B008
         preload: bool = PRELOAD,
         images: Mapping[str, Sequence[str]] | None = None,
-        control: ControlLimits = ControlLimits(),  # noqa: B008  # frozen
+        control: ControlLimits = ControlLimits(),  # noqa: B008
         access_key: str = "",
     ) -> None:
         command, cwd = _command(agent, python) if agent is not None else ((), run_dir)
@@ -277,7 +279,7 @@ class LocalCloud(_Startable):
         region: str = "us-east-1",
         python: Path | None = None,
         env: Mapping[str, str] | None = None,
-        limits: EmulatorLimits = EmulatorLimits(),  # noqa: B008  # frozen
+        limits: EmulatorLimits = EmulatorLimits(),  # noqa: B008
         preload: bool = PRELOAD,
     ) -> None:
         self.storage = LocalStorage(run_dir=run_dir, bucket=bucket, region=region)
@@ -332,7 +334,8 @@ class LocalCloud(_Startable):
     async def start(self) -> None:
         async with AsyncExitStack() as stack:
             starts = [asyncio.create_task(part.start()) for part in (self.storage, self.runtime)]
-            for part in (self.storage, self.runtime):  # so that they stop in reverse order
+            # The stack runs its callbacks in reverse order, so the runtime stops before the storage.
+            for part in (self.storage, self.runtime):
                 stack.push_async_callback(part.stop)
             try:
                 await asyncio.gather(*starts)
@@ -343,12 +346,12 @@ class LocalCloud(_Startable):
             self._stack = stack.pop_all()
 
     async def stop(self) -> None:
-        """End the sessions, then the emulator, then S3 and SQS. Return once all have ended."""
+        """End the sessions, then the emulator, then S3 and SQS, and wait for all of them."""
         await self._stack.aclose()
 
 
 async def _wait_lost(*processes: ServerProcess) -> None:
-    """Raise CloudLost once one of the processes has ended."""
+    """Wait until one of the processes ends, then raise CloudLost."""
     parts = {asyncio.create_task(process.wait()): process for process in processes}
     try:
         done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
@@ -389,6 +392,7 @@ def _place(region: str) -> dict[str, Any]:
 async def _answers(url: str) -> bool:
     try:
         async with aiohttp.ClientSession() as http, http.get(url, timeout=aiohttp.ClientTimeout(total=2)) as response:
-            return response.status in (200, 403)  # 403: it is up, and refuses a request without the key
+            # A server that is up answers a request without the key with 403.
+            return response.status in (200, 403)
     except (aiohttp.ClientError, TimeoutError):
         return False

@@ -19,7 +19,8 @@ from typing import Any
 from rollout_backend.local.session_pool import ServiceError
 from rollout_backend.runtimes.agentcore.provision import MAX_UNPACKED_BYTES, MAX_ZIP_BYTES, PYTHONS, CodeArtifact
 
-_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # this machine's variables that a container does not have
+# A container does not have these variables of this machine.
+_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
 class BuildFailed(Exception):
@@ -74,7 +75,8 @@ class CodeStore:
                 with zipfile.ZipFile(io.BytesIO(data)) as archive:
                     if sum(each.file_size for each in archive.infolist()) > self._max_unpacked_bytes:
                         raise BuildFailed(f"The unzipped code exceeds {self._max_unpacked_bytes} bytes")
-                    archive.extractall(unpacked)  # checked before: no name leads out of the folder
+                    # `zipfile` removes absolute paths and `..` from names, so no file leaves the folder.
+                    archive.extractall(unpacked)
             except zipfile.BadZipFile as error:
                 raise BuildFailed(f"{code} is not a zip file: {error}") from None
             unpacked.rename(folder)
@@ -84,10 +86,12 @@ class CodeStore:
         return script
 
     def _download(self, code: CodeArtifact) -> bytes:
-        import boto3  # late: slow, and few agents are deployed as code
+        # boto3 is slow to import, and few agents are deployed as code.
+        import boto3
         from botocore.exceptions import BotoCoreError, ClientError
 
-        make: Any = boto3.client  # the types of boto3 have one overload per service name
+        # boto3's types have one overload per service name.
+        make: Any = boto3.client
         s3 = make(
             "s3",
             region_name=self._region,

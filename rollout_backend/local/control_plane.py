@@ -1,6 +1,6 @@
 """Emulate the control plane of AWS Bedrock AgentCore Runtime: runtimes from images and from code.
 
-An image is a name in ECR's form, mapped to a command on this machine. Code is a zip in the local S3. A runtime passes
+An image is a name in ECR's format, mapped to a local command. Code is a zip in the local S3. A runtime passes
 through the service's states, its endpoint DEFAULT changes a little later, and refusals have the service's messages.
 If `ControlLimits` says so, a new runtime is not found at first, and calls are throttled.
 
@@ -37,7 +37,7 @@ _IMAGE = (
     r"(?:\d{12}\.dkr\.ecr\.[a-z0-9-]+\.amazonaws\.com|public\.ecr\.aws)"
     r"/[a-z0-9._/-]+(?::[^:@]{1,300})?(?:@.+)?"
 )
-# Not the list of the runtime's code: what is forgotten there must be kept here.
+# Do not reuse the list in the runtime's code: a field that is missing there must be kept here.
 _DEFINITION = (
     "description",
     "agentRuntimeArtifact",
@@ -55,9 +55,11 @@ _DEFINITION = (
     "allowedPorts",
     "resourceConfigurations",
 )
-_MICROVM_S, _INSTANCE_S = 28_800, 1_209_600  # maximum lifetime of a session
+# Maximum lifetimes of a session on a microVM and on an instance.
+_MICROVM_S, _INSTANCE_S = 28_800, 1_209_600
 _MAX_ENDPOINTS, _MAX_TAGS = 10, 50
-_DEFAULT = "DEFAULT"  # the endpoint that every runtime has
+# Every runtime has this endpoint.
+_DEFAULT = "DEFAULT"
 _TRANSITIONS = ("CREATING", "UPDATING", "DELETING")
 
 
@@ -105,7 +107,8 @@ class RuntimeRecord:
     arn: str
     definition: dict[str, Any]
     tags: dict[str, str] = field(default_factory=dict)
-    visible_at: float = 0.0  # on the monotonic clock
+    visible_at: float = 0.0
+    """Time on the monotonic clock from which the runtime is listed and found."""
     status: str = "CREATING"
     version: int = 1
     versions: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -156,7 +159,8 @@ class ControlPlane:
         sessions_of: Callable[[str], int],
     ) -> None:
         """`sessions_of` returns the number of open sessions of the runtime with an ARN."""
-        self.runtimes: dict[str, RuntimeRecord] = {}  # by ARN
+        # The keys are ARNs.
+        self.runtimes: dict[str, RuntimeRecord] = {}
         self._region = region
         self._images = images
         self._code = code
@@ -223,7 +227,8 @@ class ControlPlane:
     async def _update(self, request: Request) -> Response:
         asked = await self._body(request)
         definition = self._checked(asked)
-        if "metadataConfiguration" in asked:  # a creation ignores this field
+        # AgentCore ignores this field when it creates a runtime.
+        if "metadataConfiguration" in asked:
             definition["metadataConfiguration"] = asked["metadataConfiguration"]
         record = self._named(request)
         if record.status in _TRANSITIONS:
@@ -370,7 +375,8 @@ class ControlPlane:
             return
         record.be_ready()
         version = record.version
-        await asyncio.sleep(self._limits.transition_s / 2)  # the endpoint changes later
+        # The endpoint changes later than the runtime.
+        await asyncio.sleep(self._limits.transition_s / 2)
         record.go_live(version)
         await self._on_live(record, _DEFAULT)
 
@@ -406,7 +412,8 @@ class ControlPlane:
             raise ServiceError("ValidationException", "the body is not a JSON object") from None
 
     def _named(self, request: Request) -> RuntimeRecord:
-        if request.method != "PUT":  # whose body was read before
+        # `_body` has already admitted a PUT.
+        if request.method != "PUT":
             self._admit(request)
         wanted = request.path_params["runtime_id"]
         for record in self.runtimes.values():
@@ -473,7 +480,8 @@ def _brief(record: RuntimeRecord) -> dict[str, Any]:
 def _endpoint(record: RuntimeRecord, endpoint: EndpointRecord) -> dict[str, Any]:
     return {
         "name": endpoint.name,
-        "endpointName": endpoint.name,  # the name in CreateAgentRuntimeEndpoint
+        # CreateAgentRuntimeEndpoint uses this name.
+        "endpointName": endpoint.name,
         "id": f"{endpoint.name}-0123456789",
         "agentRuntimeId": record.id,
         "agentRuntimeArn": record.arn,

@@ -42,7 +42,8 @@ _SERVER_LINE = re.compile(
     r'|\{"timestamp": "[^"]*", "level": "INFO", .*"logger": "bedrock_agentcore\.app".*'
 )
 """Prefix of the lines that the app's server writes, perhaps after an unfinished line of the agent."""
-_RAISED = "agent_wrapper: the agent raised"  # followed by the traceback, which the result also has
+_RAISED = "agent_wrapper: the agent raised"
+"""The line before the traceback, which the result also contains."""
 _FRAME = re.compile(r'  File "(?P<file>.+?)", line \d+')
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = re.compile(
@@ -166,7 +167,8 @@ class DevRunner:
 
     def _print_run_error(self, error: AgentRunError) -> None:
         log = ""
-        if error.log is not None and error.log.is_file():  # a process that did not start wrote no log
+        # A process that did not start wrote no log.
+        if error.log is not None and error.log.is_file():
             log = readable(error.log.read_text(errors="replace"))
         _, found, after = log.partition(_TRACEBACK)
         if not found:
@@ -185,7 +187,8 @@ class CallPrinter:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._shown: list[list[Message]] = []  # messages of each call
+        # The messages of each call.
+        self._shown: list[list[Message]] = []
         self._calls = self._in_flight = 0
         self._raised = False
         self.printed_at = time.monotonic()
@@ -214,14 +217,16 @@ class CallPrinter:
         messages = list(call.messages)
         known = max((len(shown) for shown in self._shown if messages[: len(shown)] == shown), default=0)
         new = messages[known:]
-        if known and new and new[0]["role"] == "assistant":  # the reply was already printed
+        if known and new and new[0]["role"] == "assistant":
+            # The reply was already printed.
             del new[0]
         for message in new:
             self._print_message(message)
         self._shown.append(messages)
 
     def _ended(self, turns: Sequence[RecordedTurn], error: str) -> None:
-        self._in_flight = max(0, self._in_flight - 1)  # a call that could not be parsed was not reported
+        # `_started` was not called for a call that could not be parsed.
+        self._in_flight = max(0, self._in_flight - 1)
         if error:
             self.print(Text(f"the call failed: {readable(error)}", "red"))
         for turn in turns:
@@ -247,7 +252,7 @@ class CallPrinter:
 def agent_traceback(traceback: str, folder: Path) -> str:
     """Return a traceback with only the frames in the agent's folder.
 
-    In a chain of exceptions, those without such a frame are left out, except the last one.
+    Exceptions of a chain that have no such frame are left out, except the last one.
     """
     *causes, last = _CHAINED.split(traceback.strip())
     shown = [own for cause in causes if (own := _own_frames(cause, folder)) is not None]
@@ -262,7 +267,8 @@ def _own_frames(traceback: str, folder: Path) -> str | None:
             path = Path(match["file"])
             shown = path.is_relative_to(folder) and "site-packages" not in path.parts
             found |= shown
-        elif not line.startswith("    "):  # neither the code of a frame nor the marks below it
+        elif not line.startswith("    "):
+            # The line is neither the code of a frame nor the marks below it.
             shown = True
         if shown:
             lines.append(line)

@@ -62,11 +62,15 @@ if TYPE_CHECKING:
 
 _RUN_ID = "test"
 _POLL_S, _MAX_POLL_S = 0.02, 0.5
-_POLL_PART = 0.05  # as a fraction of the rollout's time so far, which is the most that a poll can delay its result
+# A poll delays a result by at most this fraction of the rollout's time so far.
+_POLL_PART = 0.05
 _CHECK_EVERY_S = 1.0
-_AFTER_DEADLINE_S = 60.0  # time for the wrapper to end the agent and write the result
-_FOLLOW_S, _FOLLOWED_BYTES = 0.1, 65_536  # seconds between two reads of a log, and maximum bytes per read
-_MAX_ERROR = 1000  # bytes of an error response that are reported
+# After its deadline, the wrapper has this time to end the agent and write the result.
+_AFTER_DEADLINE_S = 60.0
+# A log is read at this interval, at most this many bytes at a time.
+_FOLLOW_S, _FOLLOWED_BYTES = 0.1, 65_536
+# An error reports at most this many bytes of the response.
+_MAX_ERROR = 1000
 
 
 @dataclass(frozen=True)
@@ -74,8 +78,10 @@ class Watcher:
     """Callbacks for a rollout's model calls, called in the event loop."""
 
     started: Callable[[ModelCall], object]
-    ended: Callable[[list[RecordedTurn], str], object]  # receives the recorded turns, and the error of a failed call
-    output: Callable[[str], object] = lambda line: None  # receives each line of an agent's process
+    ended: Callable[[list[RecordedTurn], str], object]
+    """Receives the recorded turns, and the error of a failed call."""
+    output: Callable[[str], object] = lambda line: None
+    """Receives each line that the agent's process writes."""
 
 
 class AgentRunError(RolloutBackendError):
@@ -88,7 +94,7 @@ class AgentRunError(RolloutBackendError):
 
 
 class AgentHarness:
-    """An async context manager. Logs go to RUN_DIR.
+    """Runs rollouts of agents, as an async context manager. Logs go to RUN_DIR.
 
         async with AgentHarness(run_dir=Path("runs/test")) as harness:
             rollout = await harness.run(app, {"question": "What is 2 + 2?", "answer": "4"}, replies=["4"])
@@ -104,7 +110,8 @@ class AgentHarness:
         journals = run_dir / "journal"
         self._journal = journals / "0-of-1"
         config = config or self._config()
-        one = config.gateway.model_copy(update={"kind": "process", "processes": 1})  # `_watch` reads one journal
+        # `_watch` reads only one journal.
+        one = config.gateway.model_copy(update={"kind": "process", "processes": 1})
         seal_secret = secrets.token_urlsafe(48)
         self.sealer = Sealer(seal_secret)
         """Verifies the seals of this harness's rollouts."""
@@ -214,7 +221,8 @@ class AgentHarness:
 
     async def sessions(self, script: Path) -> dict[str, Any]:
         """Return `LocalRuntime.sessions` for the runtime of this script."""
-        with patch.dict(os.environ, self._environ):  # the environment in which the runtime was started
+        # A runtime is identified by the environment in which it was started.
+        with patch.dict(os.environ, self._environ):
             runtime = await self._runtime(script)
         return await runtime.sessions()
 
@@ -226,7 +234,8 @@ class AgentHarness:
                 "storage": {"bucket": self._storage.bucket},
                 "runtime": {"kind": "agentcore", "arn": ARN.format(region=self._storage.region)},
                 "aws": {"region": self._storage.region, "endpoint_url": self._storage.endpoint_url},
-                "gateway": {"startup_timeout_s": 240},  # a first import on a busy machine is slow
+                # The first import on a busy machine is slow.
+                "gateway": {"startup_timeout_s": 240},
                 "output_dir": self._run_dir,
             }
         )
@@ -258,7 +267,8 @@ class AgentHarness:
 
         def ended(error: str) -> None:
             nonlocal known
-            records = read_session(self._journal, session_id)[known:]  # a call is recorded before it is answered
+            # The gateway records a call before it answers.
+            records = read_session(self._journal, session_id)[known:]
             known += len(records)
             watcher.ended([turn for record in records for turn in journals.turns(record)], error)
 
@@ -302,7 +312,8 @@ class AgentHarness:
                 answer = await http.post("/invocations", json=payload)
                 if answer.is_error:
                     raise AgentRunError(f"the app refused the task with {answer.status_code}: {answer.text}")
-                if answer.json()["status"] == "unpublished":  # a repeated invoke returns the state of the first
+                if answer.json()["status"] == "unpublished":
+                    # A repeated invoke returns the state of the first one.
                     raise AgentRunError(f"the app could not publish its rollout: {answer.json().get('reason')}")
 
             await invoke()
@@ -328,7 +339,8 @@ class AgentHarness:
             try:
                 answer = await agentcore.invoke_agent_runtime(**session, payload=json.dumps(payload).encode())
                 await answer["response"].read()
-                if watcher is not None:  # without acceptance, the error includes the end of the log
+                # If the app does not accept the task, the error includes the end of the log.
+                if watcher is not None:
                     following = asyncio.create_task(_follow(log, watcher.output))
                 yield check
             except ClientError as error:
@@ -337,13 +349,15 @@ class AgentHarness:
                 if following is not None:
                     following.cancel()
                     await asyncio.wait({following})
-                with contextlib.suppress(agentcore.exceptions.ResourceNotFoundException):  # it has ended
+                # The session may have ended.
+                with contextlib.suppress(agentcore.exceptions.ResourceNotFoundException):
                     await agentcore.stop_runtime_session(**session)
 
     async def _runtime(self, script: Path) -> LocalRuntime:
         # A runtime inherits this process's environment, which tests may change.
         environ = frozenset((k, v) for k, v in os.environ.items() if not k.startswith("PYTEST_"))
-        key = script.absolute(), environ  # noqa: ASYNC240  # reads the current folder's name only
+        # `absolute` reads only the name of the current folder.
+        key = script.absolute(), environ  # noqa: ASYNC240
         if key not in self._runtimes:
             runtime = LocalRuntime(
                 script,
@@ -356,7 +370,7 @@ class AgentHarness:
 
 
 async def _follow(log: Path, on_line: Callable[[str], object]) -> None:
-    """Pass on each line of a log, which may not exist yet, until cancelled; then the rest that is there."""
+    """Pass each line of a log to `on_line` until cancelled, then the rest. The log may not exist yet."""
     position, rest, running = 0, b"", True
     while running:
         try:
@@ -390,14 +404,16 @@ class CallProxy(HttpProxy):
         dialect = next((each for each in self._dialects if request.path.endswith(each.path)), None)
         if dialect is None or request.method != "POST":
             return await self._forward(self._upstream, request, body)
-        with contextlib.suppress(ApiError):  # the gateway refuses the call and says why
+        # The gateway refuses an invalid call and says why.
+        with contextlib.suppress(ApiError):
             self._started(dialect.parse(body))
         return await self._stream(request, body)
 
     async def _stream(self, request: web.Request, body: bytes) -> web.StreamResponse:
         assert self._http is not None
         headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP}
-        error = last = b""  # the last chunk is sent after the report: the agent may call again at once
+        # The last chunk is sent after the report, because the agent may call again immediately.
+        error = last = b""
         try:
             async with self._http.post(self._upstream + request.path_qs, headers=headers, data=body) as reply:
                 answer = web.StreamResponse(status=reply.status)

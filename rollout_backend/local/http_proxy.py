@@ -67,7 +67,8 @@ class HttpProxy:
         assert self._http is not None
         left_out = {*HOP_BY_HOP, without.lower()}
         headers = [(name, value) for name, value in request.headers.items() if name.lower() not in left_out]
-        url = yarl.URL(upstream + request.raw_path, encoded=True)  # the URL as it was signed
+        # The URL must stay as it was signed.
+        url = yarl.URL(upstream + request.raw_path, encoded=True)
         try:
             async with self._http.request(
                 request.method, url, headers=headers, data=body, allow_redirects=False

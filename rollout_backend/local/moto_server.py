@@ -19,8 +19,9 @@ from moto.server import DomainDispatcherApplication, create_backend_app
 
 from rollout_backend.local_keys import names_key
 
-_THREADS = 64  # a long poll occupies one
-_IDLE_S = 20  # seconds until an idle connection is closed
+# A long poll occupies one thread.
+_THREADS = 64
+_IDLE_S = 20
 
 
 def _lock_etags() -> None:
@@ -51,11 +52,13 @@ def serve(host: str, port: int, access_key: str) -> None:
             return [b"" if environ["REQUEST_METHOD"] == "HEAD" else _DENIED]
         if length := int(environ.get("CONTENT_LENGTH") or 0):
             body = environ["wsgi.input"].read(length)
-            if len(body) < length:  # the client disconnected: like S3, store nothing
+            if len(body) < length:
+                # The client disconnected. Like S3, store nothing.
                 start_response("400 Bad Request", [])
                 return [b""]
             environ["wsgi.input"] = io.BytesIO(body)
-        environ["RAW_URI"] = environ["REQUEST_URI"]  # moto's name for the path as it was sent
+        # moto reads the path as it was sent from RAW_URI.
+        environ["RAW_URI"] = environ["REQUEST_URI"]
         return moto(environ, start_response)
 
     Server((host, port), application, numthreads=_THREADS, request_queue_size=1024, timeout=_IDLE_S).start()

@@ -49,7 +49,8 @@ DEFERRED = {
 
 SNAPSHOT = "ROLLOUT_LOCAL_SNAPSHOT"
 """Environment variable with which all sessions share the state of `random` and numpy, as on platform V2."""
-_REPORT_S = 30.0  # seconds for which the first session reports its imports
+_REPORT_S = 30.0
+"""Seconds for which the first session reports its imports."""
 _REPORT_INTERVAL_S = 0.2
 
 
@@ -57,7 +58,8 @@ def imported_by(script: Path) -> list[str]:
     """Return the modules that a script imports at its top level, except those in its folder; [] if broken."""
     try:
         tree = ast.parse(script.read_bytes())
-    except (SyntaxError, ValueError, OSError):  # the session reports the error
+    except (SyntaxError, ValueError, OSError):
+        # The session reports the error.
         return []
     names: list[str] = []
     for node in tree.body:
@@ -72,11 +74,14 @@ def imported_by(script: Path) -> list[str]:
 def preload(script: Path, modules: list[str]) -> None:
     names = [*imported_by(script), *modules]
     for name in names:
-        with contextlib.suppress(Exception):  # the session fails with a traceback
+        # The session repeats the import and fails with a traceback.
+        with contextlib.suppress(Exception):
             importlib.import_module(name)
         names += [deferred for deferred in DEFERRED.get(name.split(".")[0], ()) if deferred not in names]
-    if "agent_wrapper" in sys.modules:  # what each session would read to publish: as slow as an import
-        with contextlib.suppress(Exception):  # an older wrapper lacks this; each session then loads the models
+    # Otherwise each session would load the models that it needs to publish, which takes as long as an import.
+    if "agent_wrapper" in sys.modules:
+        # An older wrapper has no `preload_models`; each session then loads the models.
+        with contextlib.suppress(Exception):
             importlib.import_module("agent_wrapper.publish").preload_models()
 
 
@@ -87,18 +92,21 @@ def serve() -> tuple[Path, dict[str, str]]:
     script = Path(order["script"])
     sys.path[0] = str(script.parent)
     preload(script, order["preload"])
-    if threading.active_count() > 1:  # a lock held by another thread would stay locked in the child
+    # A lock that another thread holds would stay locked in the child.
+    if threading.active_count() > 1:
         _write_message({"ready": False, "why": "a preloaded library runs threads, which do not survive a fork"})
         sys.exit(0)
     gc.collect()
-    gc.freeze()  # so that garbage collection in a child copies no pages
+    # Garbage collection in a child must not copy pages.
+    gc.freeze()
     awake, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     _write_message({"ready": True})
     drawn = random.getstate()
-    getattr(sys.modules.get("numpy"), "random", None)  # numpy makes its generator at the first access
+    # numpy creates its generator at the first access.
+    getattr(sys.modules.get("numpy"), "random", None)
     sessions: set[int] = set()
     report_to: int | None
     reports, report_to = os.pipe()
@@ -126,7 +134,8 @@ def serve() -> tuple[Path, dict[str, str]]:
                     return script, order["env"]
                 sessions.add(pid)
                 _write_message({"id": order["id"], "pid": pid})
-                if report_to is not None:  # only the first session keeps it
+                # Only the first session reports its imports.
+                if report_to is not None:
                     os.close(report_to)
                     report_to = None
         if reports in readable:
@@ -144,7 +153,8 @@ def serve() -> tuple[Path, dict[str, str]]:
 def _start_session(log: str, drawn: tuple[Any, ...] | None) -> None:
     """Prepare a session's process. `drawn` is the state of `random` that it shares with the others."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        # PR_SET_PDEATHSIG (1) sends SIGTERM when the parent process ends.
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -195,7 +205,8 @@ def _import_safely(names: list[str]) -> None:
 
 def _import(names: list[str]) -> None:
     for name in names:
-        with contextlib.suppress(Exception):  # a session fails with a traceback
+        # A session repeats the import and fails with a traceback.
+        with contextlib.suppress(Exception):
             importlib.import_module(name)
 
 

@@ -66,7 +66,8 @@ class _Blocking:
             warnings.warn(f"{file}: in a container, {NOT_SERVING_TEXT}", stacklevel=2)
         try:
             rollout: Rollout = self._portal.call(run)
-        except RolloutBackendError as error:  # its traceback has only frames of this package and of its event loop
+        except RolloutBackendError as error:
+            # The traceback has only frames of this package and of its event loop.
             raise error.with_traceback(None) from None
         if outcome not in (None, rollout.outcome):
             pytest.fail(_describe(rollout, outcome))
@@ -104,7 +105,8 @@ def _rollout_harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Bloc
     from rollout_backend.local.harness import AgentHarness
     from rollout_backend.local_keys import bypass_proxies
 
-    bypass_proxies()  # an app runs in this process
+    # Apps run in this process.
+    bypass_proxies()
     harness = AgentHarness(run_dir=tmp_path_factory.mktemp("rollouts"))
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(harness):
         yield _Blocking(portal, harness)

@@ -79,7 +79,8 @@ class Aborted:
 Routing = Callable[[Sequence[int], str], NDArray[np.int32]]
 """Returns the experts of each token in a sequence, [tokens, layers, topk], for a weight version."""
 _T = TypeVar("_T")
-_BLOCKED = 256  # number of answers that may block without delaying others
+# At most this many answers may block without delaying others.
+_BLOCKED = 256
 
 Reply = str | ToolCall | list[str | ToolCall] | Fail | Pieces | Aborted
 """A list is one answer: its parts, joined by newlines."""
@@ -131,10 +132,13 @@ class ScriptedEngine:
         if not file.is_file():
             raise ConfigError(f"{model_path} holds no tokenizer.json: model_path must be a model's folder")
         self.tokenizer = _tokenizer(file, file.stat().st_mtime_ns)
-        self.weight_version = "0"  # version of the next answers
-        self.requests: list[dict[str, Any]] = []  # bodies of /generate requests, in order of arrival
-        self.aborted = 0  # calls whose client disconnected before the answer
-        self.replies = replies  # for new sessions without a script of their own
+        self.weight_version = "0"
+        # Bodies of the /generate requests, in order of arrival.
+        self.requests: list[dict[str, Any]] = []
+        # Number of calls whose client disconnected before the answer.
+        self.aborted = 0
+        # New sessions read this script unless `script` sets another one.
+        self.replies = replies
         self.image_tokens = image_tokens
         self.routing = routing
         self.hierarchical_cache = False
@@ -150,9 +154,11 @@ class ScriptedEngine:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self._app(),
-                log_level="error",  # a router first probes a new engine with gRPC, which logs two warnings
+                # A router first probes a new engine with gRPC, which logs two warnings.
+                log_level="error",
                 access_log=False,
-                lifespan="off",  # force_exit would interrupt the lifespan, with a traceback
+                # `force_exit` would interrupt the lifespan, with a traceback.
+                lifespan="off",
             )
         )
         self._threads = ThreadPoolExecutor(_BLOCKED)
@@ -183,11 +189,13 @@ class ScriptedEngine:
 
     def __exit__(self, *exc_info: object) -> None:
         self._server.should_exit = True
-        self._server.force_exit = True  # do not wait for blocked answers
+        # Do not wait for blocked answers.
+        self._server.force_exit = True
         self._thread.join(_START_S)
         self._listener.close()
 
-    def _app(self) -> Starlette:  # tests add middleware
+    # Tests override this method to add middleware.
+    def _app(self) -> Starlette:
         return Starlette(routes=self._routes())
 
     def _routes(self) -> list[Route]:
@@ -234,7 +242,7 @@ class ScriptedEngine:
     async def _generate(self, request: Request) -> Response:
         body = await request.json()
         if body.get("input_ids") == [0]:
-            # The probe of an engine that is silent or idle takes no scripted reply.
+            # The probe of a silent or idle engine takes no scripted reply.
             return JSONResponse(self._completion("", body))
         self.requests.append(body)
         try:
@@ -306,7 +314,8 @@ class ScriptedEngine:
                 whole = self._completion(text, body)
                 ids, meta = whole["output_ids"], whole["meta_info"]
                 cut = meta["finish_reason"].get("matched") != self._end
-                last = len(ids) if part is None or cut else len(ids) - 1  # the end token is not final yet
+                # The end token is final only after the last part.
+                last = len(ids) if part is None or cut else len(ids) - 1
                 for n in range(sent + 1, last + 1):
                     start = 0 if self.cumulative else n - 1
                     piece = {
@@ -396,12 +405,12 @@ def is_sum(text: str) -> bool:
 class ScriptedSums:
     """A script that answers a prompt's last sum. Some answers are wrong, so that rewards differ within a group.
 
-    It is wrong each third time that a prompt comes, by a phase that depends on the sum. Sums whose first number is 5
-    are always right. A prompt without a sum gets a fixed reply.
+    Every third answer to a prompt is wrong; the sum determines which one. Answers to sums whose first number is 5 are
+    always right. A prompt without a sum gets a fixed reply.
     """
 
     def __init__(self, reply: int | None = None) -> None:
-        """With `reply`, each prompt gets the reply of that number each time."""
+        """With `reply`, a prompt always gets its reply of that number."""
         self._reply = reply
         self._counts: dict[str, itertools.count[int]] = {}
 

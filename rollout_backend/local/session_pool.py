@@ -28,9 +28,11 @@ from rollout_backend.local.spawner import Spawner
 from rollout_backend.names import derived_name
 from rollout_backend.serving.server_process import SERVER_PORTS, ServerProcess, free_port
 
-_PORTS = range(SERVER_PORTS.stop, 32_000)  # below the ephemeral range
+# These ports are below the ephemeral range.
+_PORTS = range(SERVER_PORTS.stop, 32_000)
 COUNTERS = ("started", "failed", "stopped", "died", "idle", "expired", "throttled", "refused", "killed", "peak")
-_REQUEST_S = 900.0  # a synchronous request may take 15 minutes
+# A synchronous request may take 15 minutes.
+_REQUEST_S = 900.0
 _PING_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
 
@@ -89,9 +91,12 @@ class RuntimeSession:
     ready: asyncio.Future[None]
     since: float
     last_request: float
-    status: str = "starting"  # later the status of its last ping: Healthy, HealthyBusy, or unresponsive
-    updated: float = 0.0  # time_of_last_update in its last ping
-    requests: int = 0  # requests in flight
+    status: str = "starting"
+    """`starting`, then the status of the last ping: Healthy, HealthyBusy, or unresponsive."""
+    updated: float = 0.0
+    """`time_of_last_update` in the last ping."""
+    requests: int = 0
+    """Number of requests in flight."""
     port: int = 0
     process: ServerProcess | None = None
     task: asyncio.Task[None] | None = None
@@ -122,7 +127,8 @@ class SessionPool:
         """`clock` returns unix seconds, and applies to idle times, lifetimes and start timeouts. `on_end` is called
         with each session that was up and ended without a stop, and with the reason, as in `COUNTERS`."""
         self.counters: Counter[str] = Counter()
-        self._spawners = [spawner]  # the last spawner starts new sessions
+        # The last spawner starts new sessions.
+        self._spawners = [spawner]
         self._limits = limits
         self._log_dir = log_dir
         self._clock = clock
@@ -327,7 +333,8 @@ class SessionPool:
         return True
 
     def _leave(self, session: RuntimeSession) -> None:
-        if self._open.get(session.id) is session:  # not a newer session with the same id
+        # A newer session may have the same id.
+        if self._open.get(session.id) is session:
             del self._open[session.id]
         if not session.ready.done():
             session.ready.set_exception(
@@ -336,5 +343,7 @@ class SessionPool:
 
     def _gone(self, session: RuntimeSession, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._leave(session)  # the task was cancelled before it started
-        session.ready.exception()  # mark the exception as retrieved; otherwise asyncio logs it
+        # The task may have been cancelled before it started.
+        self._leave(session)
+        # Mark the exception as retrieved; otherwise asyncio logs it.
+        session.ready.exception()

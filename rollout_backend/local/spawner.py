@@ -99,9 +99,11 @@ class PreforkSpawner:
                     stdout=asyncio.subprocess.PIPE,
                     stderr=log,
                     env=self._env,
-                    start_new_session=True,  # Ctrl-C reaches only this process; the child ends when its stdin closes
+                    # Ctrl-C reaches only this process; the child ends when its stdin closes.
+                    start_new_session=True,
                 )
-        except OSError:  # the session then fails because the program is missing
+        except OSError:
+            # The session then fails because the program is missing.
             return False
         self._send(self._order)
         assert self._process.stdout is not None
@@ -121,7 +123,8 @@ class PreforkSpawner:
         try:
             return await waiting
         except asyncio.CancelledError:
-            if not waiting.cancelled() and waiting.exception() is None:  # forked just as the spawn was cancelled
+            if not waiting.cancelled() and waiting.exception() is None:
+                # The process was forked just as the spawn was cancelled.
                 _kill(waiting.result().pid)
             raise
 
@@ -136,7 +139,7 @@ class PreforkSpawner:
             if "id" in message:
                 forked = self._running[message["pid"]] = _Forked(message["pid"])
                 waiting = self._forked.pop(message["id"])
-                if waiting.cancelled():  # the spawn was cancelled
+                if waiting.cancelled():
                     _kill(forked.pid)
                 else:
                     waiting.set_result(forked)
