@@ -41,33 +41,53 @@ _RUNTIME_CALLS = {"invocations": "InvokeAgentRuntime", "stopruntimesession": "St
 class Fault(StrEnum):
     """A failure of a call."""
 
-    FAIL = "fail"  # answered with an error; the service is not called
-    HANG = "hang"  # not answered; the service is called after `seconds`, or never if 0
-    CUT_BEFORE = "cut_before"  # the connection is reset; the service is not called
-    CUT_AFTER = "cut_after"  # the service executes the call; the connection is reset before the answer
-    DROP = "drop"  # a SendMessage is answered as if accepted; the service is not called
-    DOUBLE = "double"  # the service is called twice; the client gets the second answer
-    DELAY = "delay"  # the service is called after up to `seconds`; other calls overtake
-    STRIP = "strip"  # the service is called without the rule's `header`, and so without its condition
-    CUT_BODY = "cut_body"  # the connection is closed in the middle of the answer's body
-    RESET_BODY = "reset_body"  # the connection is reset in the middle of the body
-    NO_LENGTH = "no_length"  # closed in the middle of a body without Content-Length: the client cannot notice
-    TRUNCATE = "truncate"  # half of the body arrives as a complete answer
-    SLOW_BODY = "slow_body"  # the body takes `seconds` to arrive
+    FAIL = "fail"
+    """The proxy answers with an error. It does not call the service."""
+    HANG = "hang"
+    """The proxy does not answer. It calls the service after `seconds`, or never if 0."""
+    CUT_BEFORE = "cut_before"
+    """The proxy resets the connection. It does not call the service."""
+    CUT_AFTER = "cut_after"
+    """The service executes the call, and the proxy resets the connection before the answer."""
+    DROP = "drop"
+    """The proxy answers a SendMessage as if it were accepted. It does not call the service."""
+    DOUBLE = "double"
+    """The proxy calls the service twice; the client gets the second answer."""
+    DELAY = "delay"
+    """The proxy calls the service after up to `seconds`; other calls overtake."""
+    STRIP = "strip"
+    """The proxy calls the service without the rule's `header`, and so without its condition."""
+    CUT_BODY = "cut_body"
+    """The proxy closes the connection in the middle of the answer's body."""
+    RESET_BODY = "reset_body"
+    """The proxy resets the connection in the middle of the body."""
+    NO_LENGTH = "no_length"
+    """Like `CUT_BODY`, but without Content-Length, so the client cannot notice."""
+    TRUNCATE = "truncate"
+    """Half of the body arrives as a complete answer."""
+    SLOW_BODY = "slow_body"
+    """The body takes `seconds` to arrive."""
 
 
 @dataclass
 class Rule:
     """A fault, and the calls that it hits. The first rule that matches a call applies."""
 
-    operation: str  # as in `ProxiedCall`; a glob pattern: `s3:*`
+    operation: str
+    """Glob pattern for `ProxiedCall.operation`, for example `s3:*`."""
     fault: Fault
-    share: float = 1.0  # of the matching calls, by the proxy's seed
-    times: int | None = None  # at most this many hits
-    once_each: bool = False  # the same object or message is hit at most once, so that a retry succeeds
-    access_key: str = "*"  # only calls signed with this key; a pattern
-    path: str = "*"  # only calls of this path; a pattern
-    header: str = ""  # only calls that carry this header, with any value
+    share: float = 1.0
+    """Share of the matching calls that are hit, chosen by the proxy's seed."""
+    times: int | None = None
+    """Maximum number of hits."""
+    once_each: bool = False
+    """Hit the same object or message at most once, so that a retry succeeds."""
+    access_key: str = "*"
+    """Glob pattern for the key that signed the call."""
+    path: str = "*"
+    """Glob pattern for the path of the call."""
+    header: str = ""
+    """Header that the call must carry, with any value."""
     status: int = 503
     code: str = "ServiceUnavailable"
     seconds: float = 0.0
@@ -88,7 +108,7 @@ class Rule:
             return False
         which = f"{call.operation} {call.path}"
         self._nth[which] += 1
-        lot = random.Random(f"{seed} {self.fault} {which} {self._nth[which]}").random()  # noqa: S311  # no secret
+        lot = random.Random(f"{seed} {self.fault} {which} {self._nth[which]}").random()  # noqa: S311
         same = hashlib.sha256(f"{which} ".encode() + body).digest() if self.once_each else b""
         if lot >= self.share or same in self._seen or (self.times is not None and self.hits >= self.times):
             return False
@@ -100,14 +120,17 @@ class Rule:
 
 @dataclass
 class ProxiedCall:
-    """One call."""
+    """A call that reached the proxy."""
 
     operation: str
     path: str
-    access_key: str  # empty for an unsigned call
+    access_key: str
+    """Empty for an unsigned call."""
     fault: Fault | None = None
-    status: int | None = None  # of the answer; None without an answer
-    headers: frozenset[str] = field(default=frozenset(), compare=False, repr=False)  # their names
+    status: int | None = None
+    """Status of the answer; None without an answer."""
+    headers: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    """Names of the call's headers."""
 
 
 class FaultProxy(HttpProxy):
@@ -152,7 +175,7 @@ class FaultProxy(HttpProxy):
                 await forward()
                 answer = await forward()
             case Fault.DELAY:
-                lot = random.Random(f"{self._seed} {rule.hits}").random()  # noqa: S311  # no secret
+                lot = random.Random(f"{self._seed} {rule.hits}").random()  # noqa: S311
                 await asyncio.sleep(lot * rule.seconds)
                 answer = await forward()
             case Fault.CUT_BODY | Fault.RESET_BODY | Fault.NO_LENGTH:
@@ -186,7 +209,7 @@ def _named(request: web.Request) -> tuple[str, str, str]:
 def _error(call: ProxiedCall, rule: Rule) -> web.Response:
     message = "An injected fault."
     if not call.access_key:
-        # As a server of agents answers.
+        # A server of agents answers in this format.
         return web.json_response({"error": rule.code, "detail": message}, status=rule.status)
     if call.operation.startswith("s3:"):
         text = f"<?xml version='1.0'?><Error><Code>{escape(rule.code)}</Code><Message>{message}</Message></Error>"
@@ -213,7 +236,8 @@ def _cut(request: web.Request) -> web.StreamResponse:
         connection = transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         transport.abort()
-    return web.Response(status=499)  # never sent: the connection is closed
+    # The connection is closed, so this response is never sent.
+    return web.Response(status=499)
 
 
 def _half(answer: web.Response) -> bytes:
@@ -234,7 +258,8 @@ def _cut_body(request: web.Request, answer: web.Response, fault: Fault) -> web.S
     if fault is Fault.RESET_BODY:
         return _cut(request)
     transport.close()
-    return web.Response(status=499)  # never sent: the connection is closed
+    # The connection is closed, so this response is never sent.
+    return web.Response(status=499)
 
 
 async def _send_slowly(request: web.Request, answer: web.Response, seconds: float) -> web.StreamResponse:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_CHUNK = 512  # positions whose probabilities over the whole vocabulary are in memory at once
+# For this many positions, probabilities over the whole vocabulary are in memory at once.
+_CHUNK = 512
 
 
 def reference_logprobs(
@@ -90,7 +91,8 @@ def _apply_adapter(model: Any, folder: Path) -> None:
 def _main(model_path: str) -> None:
     import os
 
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}  # before transformers is imported
+    # The variables must be set before transformers is imported.
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     import torch
     from transformers import AutoModelForCausalLM
 

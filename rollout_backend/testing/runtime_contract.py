@@ -57,13 +57,18 @@ print(json.dumps(stop_sessions(json.loads(sys.argv[1]), 1000, sys.argv[2:])))
 
 
 class ServiceFault(StrEnum):
-    """A fault of the service in every call of one kind."""
+    """A fault of the service in every invoke or in every stop."""
 
-    THROTTLED = "throttled"  # it refuses the call, because there are too many
-    UNAVAILABLE = "unavailable"  # it refuses the call for now
-    BROKEN = "broken"  # it fails, and may have executed the call
-    LOST_ANSWER = "lost answer"  # it executes the call, and the connection breaks before the answer
-    FORBIDDEN = "forbidden"  # it does not accept the credentials
+    THROTTLED = "throttled"
+    """The service refuses the call because there are too many."""
+    UNAVAILABLE = "unavailable"
+    """The service refuses the call for now."""
+    BROKEN = "broken"
+    """The service fails, and may have executed the call."""
+    LOST_ANSWER = "lost answer"
+    """The service executes the call, and the connection breaks before the answer."""
+    FORBIDDEN = "forbidden"
+    """The service does not accept the credentials."""
 
 
 class Service(ABC):
@@ -93,7 +98,7 @@ class Service(ABC):
 
 
 class ProxiedService(Service):
-    """A service that a runtime reaches through a `FaultProxy`, which makes the faults."""
+    """A service that a runtime reaches through a `FaultProxy`, which injects the faults."""
 
     FAULTS: ClassVar[Collection[ServiceFault]] = tuple(ServiceFault)
     paths: ClassVar[Mapping[Call, str]]
@@ -104,7 +109,7 @@ class ProxiedService(Service):
         ServiceFault.BROKEN: (502, "BadGateway"),
         ServiceFault.FORBIDDEN: (403, "AccessDeniedException"),
     }
-    """How the service answers: the status, and the code of an error of AWS."""
+    """Status and AWS error code with which the service answers each fault."""
 
     def __init__(self, proxy: fault_proxy.FaultProxy) -> None:
         self._proxy = proxy
@@ -127,7 +132,7 @@ class RuntimeContract:
     """The tests. A subclass defines `serve`, and sets what its service can do."""
 
     faults: ClassVar[Collection[ServiceFault]] = ()
-    """The faults that the service's `failing` makes."""
+    """The faults that the service's `failing` supports."""
     capacity: ClassVar[int | None] = None
     """The service refuses more sessions than this, at most four. None: it has no such limit."""
     reports_ends: ClassVar[bool] = False
@@ -196,7 +201,8 @@ class RuntimeContract:
         async def play(service: Service, runtime: AgentRuntime) -> None:
             session = new_session()
             invoke = asyncio.create_task(runtime.invoke(session, service.payload))
-            for _ in range(turns):  # of the event loop
+            # Let the event loop run this many turns.
+            for _ in range(turns):
                 await asyncio.sleep(0)
             invoke.cancel()
             await asyncio.gather(invoke, return_exceptions=True)
@@ -259,7 +265,7 @@ class RuntimeContract:
             _check_invoke_error(fault, caught.value)
             if caught.value.never_opened:
                 assert [*await service.sessions()] == []
-            await runtime.invoke(session, service.payload)  # it works again
+            await runtime.invoke(session, service.payload)
             await runtime.stop(session)
             await _until_open(service)
 
@@ -348,7 +354,8 @@ class RuntimeContract:
     def test_aclose_closes_every_connection(self, tmp_path: Path) -> None:
         async def play(service: Service, runtime: AgentRuntime) -> None:
             before = 0
-            for _ in range(2):  # the first time, libraries open what stays open
+            # The first time, libraries open connections that stay open.
+            for _ in range(2):
                 before = await _count_connections()
                 other, session = await open_runtime(service.config), new_session()
                 await other.invoke(session, service.payload)
@@ -380,7 +387,7 @@ class RuntimeContract:
 
 
 def new_session() -> str:
-    """Return a new session id, in the form of the backend's."""
+    """Return a new session id in the backend's format."""
     return f"rollout-{uuid4().hex}"
 
 
@@ -426,7 +433,8 @@ async def _check(config: RuntimeConfig) -> None:
 async def _until(met: Callable[[], Awaitable[bool]], what: str) -> None:
     try:
         async with asyncio.timeout(_WAIT_S):
-            while not await met():  # noqa: ASYNC110  # the service sends no event
+            # The service sends no event, so poll.
+            while not await met():  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:
         raise AssertionError(f"after {_WAIT_S:g} s it is not so that {what}") from None
@@ -452,7 +460,7 @@ async def _stopped(service: Service, runtime: AgentRuntime, session: str) -> boo
 
 
 async def _is_file(path: str) -> bool:
-    return Path(path).is_file()  # noqa: ASYNC240  # a local file
+    return Path(path).is_file()  # noqa: ASYNC240
 
 
 async def _count_connections() -> int:
@@ -464,7 +472,8 @@ async def _count_connections() -> int:
 def _target(link: str) -> str:
     try:
         return os.readlink(link)
-    except FileNotFoundError:  # the listing's own
+    except FileNotFoundError:
+        # The listing's own descriptor is closed.
         return ""
 
 
