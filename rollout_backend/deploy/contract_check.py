@@ -24,9 +24,11 @@ _REPLIES = ("This reply is scripted.",) * 100
 _ROLLOUT_S = 120.0
 _POLL_S = 0.1
 _PING_S = 10.0
-_STAMP_S = 1.1  # pause between two pings, because times may be whole seconds
+# Times may be whole seconds, so two pings are further apart.
+_STAMP_S = 1.1
 _PINGS = 30
-_CLOCK_S = 600.0  # tolerated clock difference; a wrong unit or clock differs by more
+# A wrong unit or a wrong clock differs by more than this.
+_CLOCK_S = 600.0
 
 
 async def check_contract(folder: Path, payload: Mapping[str, Any]) -> list[CheckResult]:
@@ -66,7 +68,8 @@ def _check_result(rollout: Rollout, sealer: Sealer) -> CheckResult:
     turns = sum(len(segment.turns) for segment in rollout.segments)
     if not turns:
         return CheckResult("problem", "result", "has no model call: the agent must call context.base_url")
-    if failure is not None:  # a script cannot know what this agent expects
+    if failure is not None:
+        # A script cannot know what this agent expects.
         text = f"is published; the agent raised {failure.message!r} on the scripted replies"
         return CheckResult("warning", "result", text)
     return CheckResult("ok", "result", f"is published and sealed, with {count(turns, 'model call')}")

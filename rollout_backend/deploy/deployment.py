@@ -51,15 +51,17 @@ from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
 
 WRITTEN = "# Written by `rollout deploy`, which overwrites this file."
 _READY_S = 900.0
+# The image and the role are unknown until the agent is deployed.
 _UNKNOWN = {
     "image": "000000000000.dkr.ecr.us-east-1.amazonaws.com/agent:1",
     "role": "arn:aws:iam::000000000000:role/agent",
-}  # until it is deployed
+}
 _DEFAULTS = AgentCoreConfig.model_validate(_UNKNOWN)
 _NOWHERE = "http://127.0.0.1:9/v1"
 _REMAINING_S = 2.0
 _RESULT_S = 60.0
-_START_S = 300.0  # the first session pulls the image, and the runtime may throttle
+# The first session pulls the image, and the runtime may throttle.
+_START_S = 300.0
 _POLL_S = 0.3
 
 
@@ -222,7 +224,8 @@ def config_text(
     runtime = runtime_settings(folder, overrides)
     prices: dict[str, Any] = {"platform": runtime.named_platform} if runtime.named_platform in ("V1", "V2") else {}
     if runtime.capacity_provider is not None:
-        prices |= {"vcpu_hour": 0.0, "gb_hour": 0.0}  # sessions run on EC2 instances
+        # The sessions run on EC2 instances.
+        prices |= {"vcpu_hour": 0.0, "gb_hour": 0.0}
     if prices:
         tree["prices"] = {**prices, **(tree.get("prices") or {})}
     tree["runtime"] = {name: value for name, value in tree["runtime"].items() if name not in DEFINITION}
@@ -273,7 +276,8 @@ async def run_smoke_rollout(target: Target, payload: Mapping[str, Any]) -> str:
             return "a session starts and accepts a rollout; each run signs the URLs of its results"
         rollout = await _read_result(target, request, runtime)
     finally:
-        with contextlib.suppress(RuntimeCallError):  # the session ends when it has been idle
+        # If the stop fails, the session ends at its idle timeout.
+        with contextlib.suppress(RuntimeCallError):
             await runtime.stop(session_id)
         await runtime.aclose()
     reason = rollout.failure.reason if rollout.failure else ""

@@ -41,7 +41,8 @@ class IgnoredFiles:
 def _expression(pattern: str) -> str:
     """Return the regular expression of a pattern, in which `**` matches any number of folders."""
     if (rest := pattern.removeprefix("**")) != pattern and not re.search(r"^/|[*?\[\]\\]", rest):
-        return f".*{re.escape(rest)}"  # Docker compares the end alone
+        # Docker compares only the end.
+        return f".*{re.escape(rest)}"
     found, at, in_class = "", 0, False
     while at < len(pattern):
         char, at = pattern[at], at + 1

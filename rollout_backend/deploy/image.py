@@ -32,13 +32,17 @@ from rollout_backend.runtimes.agentcore.provision import TAG
 
 DOCKERFILE = INFRA / "agent.Dockerfile"
 CODEBUILD = "codebuild"
-_BUILD_MINUTES, _QUEUED_MINUTES = 30, 20  # limits after which CodeBuild ends a build
-_ROLE_S = 60.0  # time until CodeBuild may assume a newly created role
+# CodeBuild ends a build after these limits.
+_BUILD_MINUTES, _QUEUED_MINUTES = 30, 20
+# CodeBuild may need this time until it can assume a newly created role.
+_ROLE_S = 60.0
 _LOG_LINES = 40
 # Limits of a builder on this machine, which may have to emulate arm64.
 _LOGIN_S, _BUILD_S = 60.0, 7200.0
-_END_S = 10.0  # in which an interrupted docker ends
-_RETRIES = 7  # CodeBuild throttles its calls at a few per second
+# An interrupted docker must end within this time.
+_END_S = 10.0
+# CodeBuild throttles its calls at a few per second.
+_RETRIES = 7
 # Docker Hub limits anonymous pulls, and the Docker of `_IMAGE` knows this syntax without pulling it.
 _SYNTAX = "# syntax=docker/dockerfile:1\n"
 _IMAGE = "aws/codebuild/amazonlinux-aarch64-standard:3.0"
@@ -171,7 +175,8 @@ def project_definition(target: Target) -> dict[str, Any]:
             "type": "ARM_CONTAINER",
             "image": _IMAGE,
             "computeType": "BUILD_GENERAL1_SMALL",
-            "privilegedMode": True,  # Docker requires it
+            # Docker requires this mode.
+            "privilegedMode": True,
         },
         "serviceRole": target.build_role,
         "timeoutInMinutes": _BUILD_MINUTES,
@@ -266,7 +271,8 @@ class _Build:
         try:
             answer = await self.client.start_build(
                 projectName=self.target.runtime_name,
-                idempotencyToken=str(uuid4()),  # so that a retried call starts no second build
+                # With the token, a retried call starts no second build.
+                idempotencyToken=str(uuid4()),
                 sourceLocationOverride=self.source,
                 environmentVariablesOverride=[{"name": "IMAGE", "value": self.image, "type": "PLAINTEXT"}],
             )
@@ -284,7 +290,8 @@ class _Build:
         phase = ""
         while True:
             builds = (await self.client.batch_get_builds(ids=[build_id]))["builds"]
-            build = builds[0] if builds else {}  # a build that was just started is not found at first
+            # CodeBuild does not find a build that was just started.
+            build = builds[0] if builds else {}
             if build.get("buildComplete"):
                 return dict(build)
             if build.get("currentPhase", phase) != phase:

@@ -33,7 +33,8 @@ ENTRY_POINT = "agent.py"
 REQUIREMENTS = "requirements.txt"
 DEFAULT_IGNORE = INFRA / "agent.Dockerfile.dockerignore"
 _PLATFORM = "aarch64-manylinux2014"
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip can store
+# A zip cannot store an earlier time.
+_EPOCH = (1980, 1, 1, 0, 0, 0)
 _INSTALL_S = 600.0
 _PYPROJECT = """\
 [build-system]
@@ -105,7 +106,8 @@ def requirements() -> list[str]:
     found = map(Requirement, importlib.metadata.requires("rollout-backend") or [])
     wanted = [each for each in found if each.marker is None or each.marker.evaluate({"extra": "agent"})]
     for each in wanted:
-        each.marker = None  # it names the extra
+        # The marker names the extra.
+        each.marker = None
     return [str(each) for each in wanted]
 
 
@@ -130,7 +132,8 @@ async def _install(folder: Path, content: Path, python: str, *, native: bool) ->
         raise ConfigError(
             f"{what} for {place}. Correct {own}, or build an image, which compiles it: --build codebuild\n{text}"
         )
-    shutil.rmtree(content / "bin", ignore_errors=True)  # scripts contain this machine's paths
+    # Scripts contain this machine's paths.
+    shutil.rmtree(content / "bin", ignore_errors=True)
     (content / ".lock").unlink(missing_ok=True)
 
 

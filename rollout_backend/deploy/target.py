@@ -22,7 +22,8 @@ from rollout_backend.runtimes.agentcore.control import ENDPOINT, control_client,
 
 _OUTPUTS = frozenset({"BucketName", "AgentRoleArn", "RepositoryUri", "QueueUrl"})
 _NETWORK_OUTPUTS = frozenset({"SubnetIds", "SecurityGroupId", "PublicUrl"})
-PREFIX = "rollout_"  # prefix of the names that the stack's policies allow
+# The stack's policies allow names with this prefix.
+PREFIX = "rollout_"
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,8 @@ async def _describe(
             try:
                 [stack] = (await client.describe_stacks(StackName=name))["Stacks"]
             except ClientError as error:
-                if aws.code_of(error) != "ValidationError":  # CloudFormation's code for a missing stack
+                # CloudFormation returns this code for a missing stack.
+                if aws.code_of(error) != "ValidationError":
                     raise
                 raise PreflightError(
                     f"there is no stack {name} in {region}: deploy {template}, which `rollout infra` writes, under "

@@ -31,8 +31,10 @@ from rollout_backend.runtimes.agentcore.control import (
 )
 from rollout_backend.runtimes.agentcore.provision import TAG
 
-_ORDER = ("runtime", "project", "queue", "objects")  # order of deletion
-_BATCH = 1000  # S3's limit for DeleteObjects
+# Resources are deleted in this order.
+_ORDER = ("runtime", "project", "queue", "objects")
+# DeleteObjects accepts at most 1,000 keys.
+_BATCH = 1000
 _DELETE_S = 300.0
 
 
@@ -110,7 +112,7 @@ class Teardown:
                     case _:
                         await self._delete_objects(s3, resource.id)
 
-    # --- what there is ------------------------------------------------------------------------------------
+    # --- inventory ----------------------------------------------------------------------------------------
 
     async def _runtimes(self, control: Any) -> AsyncIterator[tuple[Any, str | None]]:
         """Yield the target's runtimes, each with the reason why it stays, or None if it can be deleted."""
