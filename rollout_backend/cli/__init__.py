@@ -68,7 +68,8 @@ def _print_version(wanted: bool) -> None:
 
 def _turn_off_color(wanted: bool) -> None:
     if wanted:
-        os.environ["NO_COLOR"] = "1"  # for the help, and for the processes that this one starts
+        # The help and the processes that this one starts read the variable.
+        os.environ["NO_COLOR"] = "1"
         console.no_color = errors.no_color = True
 
 
@@ -100,7 +101,8 @@ def _global_options(
     nothing to train on, or with too few completed rollouts; 130, interrupted, and everything that was started is
     stopped.
     """
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # this process does not use torch
+    # This process does not use torch.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 def main() -> None:
@@ -109,7 +111,8 @@ def main() -> None:
         errors.print(f"[red]error:[/] ROLLOUT_LOG_LEVEL={level} is none of {', '.join(_LOG_LEVELS)}")
         raise SystemExit(2)
     bypass_proxies()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # an encoding that lacks a character must not end a run
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A character that the encoding lacks must not end a run.
         sys.stdout.reconfigure(errors="backslashreplace")
     handler = RichHandler(console=errors, show_path=False) if errors.is_terminal else None
     configure_logs(level, handler, collapse=True)

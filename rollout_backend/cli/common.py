@@ -26,12 +26,14 @@ if TYPE_CHECKING:
     from rollout_backend.results.terminal.run_output import RunOutput
 
 _P = ParamSpec("_P")
-_PIPE_WIDTH = 1000  # a pipe has no width, and tools that read it need whole lines
+# A pipe has no width, and tools that read it need whole lines.
+_PIPE_WIDTH = 1000
 
 
 def make_console(*, stderr: bool = False) -> Console:
     """Return a console that wraps lines only on a terminal."""
-    console = Console(stderr=stderr, emoji=False)  # `:100:` of a line number is no emoji
+    # rich would otherwise show the `:100:` of a line number as an emoji.
+    console = Console(stderr=stderr, emoji=False)
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
     return console
@@ -40,7 +42,8 @@ def make_console(*, stderr: bool = False) -> Console:
 console = make_console()
 errors = make_console(stderr=True)
 if console.is_terminal and errors.is_terminal:
-    errors = console  # lines from another console would corrupt a live display
+    # Lines from another console would corrupt a live display.
+    errors = console
 
 _OF_THE_MACHINE = {
     errno.ENOSPC: "Free space on that disk, or set output_dir to a folder on another one",
@@ -60,7 +63,7 @@ _OF_THE_MACHINE = {
 
 @contextlib.contextmanager
 def show_progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show how many rollouts of how many are done while a terminal waits. Pass both numbers to the value."""
+    """Show progress on a terminal. Call the yielded function with the numbers of finished and of all rollouts."""
     from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
     with Progress("{task.description}", MofNCompleteColumn(), TimeRemainingColumn(), console=errors) as progress:
@@ -73,7 +76,7 @@ RUNS = Path("runs")
 
 
 def complete_run(incomplete: str) -> list[str]:
-    """Return the runs in ./runs whose ids start with this text, newest first, for the shell to offer."""
+    """Return the ids in ./runs that start with `incomplete`, newest first, for shell completion."""
     found = [path for path in RUNS.glob("*") if path.name.startswith(incomplete) and (path / "steps").is_dir()]
     return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)]
 
@@ -181,10 +184,12 @@ def find_run(name: str | None) -> Path:
                 f"there is no run in {RUNS.absolute()}: name a run's folder (`rollout show`: with --run)"
             )
         return max(active, key=active.__getitem__)
-    if not name:  # such as a variable of the shell that is not set
+    if not name:
+        # The name may be a shell variable that is not set.
         raise ConfigError("the name of the run is empty")
     for folder in (RUNS / name, Path(name)):
-        if folder.is_dir() and folder != RUNS:  # `.` is the current folder
+        # `RUNS / "."` is RUNS, but `.` names the current folder.
+        if folder.is_dir() and folder != RUNS:
             return folder
     found = sorted(path for path in RUNS.glob("*") if path.name.startswith(name) and path.is_dir())
     if len(found) > 1:
@@ -227,7 +232,8 @@ def run_async(work: Coroutine[Any, Any, int]) -> None:
                 task.cancel()
                 return
             errors.print("interrupted again: exiting at once; the run's janitor stops its sessions")
-            console.show_cursor()  # a live display hides it
+            # A live display hides the cursor.
+            console.show_cursor()
             restore_terminals()
             sys.stdout.flush()
             os._exit(130)

@@ -120,7 +120,8 @@ async def deploy(
         find_uv()
     else:
         check_builder(build)
-    with contextlib.ExitStack() as undo:  # no `rollout down` can stop a cloud that no config names
+    # `rollout down` cannot stop a cloud that no config names.
+    with contextlib.ExitStack() as undo:
         if stack is not None:
             target = await read_stack(stack)
             if target.agent_protocol != "rollout":

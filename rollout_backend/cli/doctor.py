@@ -100,7 +100,8 @@ def _print(findings: Sequence[CheckResult], verbose: bool) -> None:
     from rollout_backend.core.formats import count
 
     by_level: dict[str, list[CheckResult]] = {level: [] for level in _STYLES}
-    for finding in {(each.level, str(each)): each for each in findings}.values():  # several checks may agree
+    # Several checks may report the same finding.
+    for finding in {(each.level, str(each)): each for each in findings}.values():
         by_level[finding.level].append(finding)
     # Another check of the same setting may have found something.
     found = {finding.setting for level in ("warning", "problem") for finding in by_level[level]}

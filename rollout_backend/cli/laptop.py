@@ -40,7 +40,8 @@ Template = Literal["openai", "strands", "pydantic-ai", "command", "bedrock-agent
 TEMPLATES = Path(__file__).parents[1] / "local" / "templates"
 EXAMPLE = Path(__file__).parents[1] / "local" / "demo"
 """`examples/arithmetic`, which the installed package includes."""
-_COMMON = "common"  # files that all templates share; a template can replace them
+# All templates share these files, and a template can replace them.
+_COMMON = "common"
 _TASKS = "tasks.jsonl"
 _TAKEN = 16
 
@@ -81,7 +82,8 @@ def _copy(template: Template, folder: Path) -> None:
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(TEMPLATES / source, folder, ignore=ignored, dirs_exist_ok=True)
     except OSError as error:
-        why = error.args[0][0][-1] if isinstance(error, shutil.Error) else error  # shutil's lists each file
+        # The error of shutil lists each file.
+        why = error.args[0][0][-1] if isinstance(error, shutil.Error) else error
         raise ConfigError(f"{folder} cannot be written: {why}") from None
 
 
@@ -131,8 +133,10 @@ async def dev(
         raise ConfigError(f"there is no agent at {app}: name the Python file that starts its app")
     app = app.absolute()
     file = tasks if _is_harbor(tasks) else (tasks or app.parent / _TASKS).absolute()
-    find_tasks(file, task, limit)  # refuse an invalid file now; it is read again after each change
-    if engine:  # before it starts; the agent's session finds the same faster than a script starts
+    # Refuse an invalid file now; it is read again after each change.
+    find_tasks(file, task, limit)
+    # Check before the engine starts. Without an engine, the agent's session finds the same sooner.
+    if engine:
         started = await asyncio.to_thread(check_agent, app)
         raise_problems([started] if started.name == NOT_SERVING else [])
 
@@ -153,7 +157,8 @@ async def dev(
                 async def run() -> None:
                     try:
                         wanted = fit_to_runtime(find_tasks(file, task, limit), settings.runtime)
-                    except (ConfigError, TaskFileError) as error:  # the next change may fix it
+                    except (ConfigError, TaskFileError) as error:
+                        # The next change may correct it.
                         show(str(error))
                         return
                     for each in wanted:
@@ -274,7 +279,8 @@ async def demo(
             },
             **model,
         }
-        early = load_local_config(config, overrides, base)  # show errors before the cloud starts
+        # Show errors before the cloud starts.
+        early = load_local_config(config, overrides, base)
         taken = f"all {len(found)}" if len(wanted) == len(found) else f"the first {len(wanted)} of {len(found)}"
         output.status(f"{taken} tasks of {tasks}, {count(early.group.size, 'rollout')} of each")
         if len(wanted) < len(found):

@@ -117,7 +117,8 @@ async def _serve(folder: Path, against: Path | None, host: str, port: int, *, fo
     server = ReportServer(folder, against, newest=(lambda: find_run(None)) if follow else None)
     async with serve_report(server, host, port) as url:
         echo(f"report: {url}{' (follows the newest run)' if follow else ''}")
-        await asyncio.Event().wait()  # until Ctrl-C
+        # Serve until Ctrl-C.
+        await asyncio.Event().wait()
 
 
 def compare(

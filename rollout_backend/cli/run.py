@@ -115,7 +115,8 @@ async def _run_on_local_storage(
     from rollout_backend.runtimes.process.control import stop_all
 
     base = {"storage": {"bucket": "rollouts"}}
-    early = load_config(file, overrides, base=base)  # show errors before anything starts
+    # Show errors before anything starts.
+    early = load_config(file, overrides, base=base)
     if type(early.runtime) is not ProcessConfig:
         raise ConfigError(
             f"--local keeps S3 on this machine, where agents of runtime.kind={early.runtime.kind} may not reach it: "
@@ -123,7 +124,8 @@ async def _run_on_local_storage(
         )
     wanted = read_limited(tasks, limit, early.runtime)
     async with LocalStorage(run_dir=early.run_dir / "logs", bucket=early.storage.bucket) as storage:
-        os.environ.update(storage.environ)  # agents inherit these variables
+        # Agents inherit these variables.
+        os.environ.update(storage.environ)
         config = load_config(file, overrides, base=base, top={"run_id": early.run_id, **storage.settings()})
         runtime = config.run_runtime
         assert isinstance(runtime, ProcessConfig)
@@ -131,7 +133,8 @@ async def _run_on_local_storage(
             return await collect_step(config, wanted, output, storage.wait_lost, min_completed, started_by="local")
         finally:
             if runtime.session_logs is not None:
-                stop_all(runtime.session_logs)  # a run that lost its S3 may leave sessions open
+                # A run that lost its S3 may leave sessions open.
+                stop_all(runtime.session_logs)
 
 
 def _read_run(folder: Path, overrides: Sequence[str]) -> tuple[RolloutConfig, Sequence[Task]]:
@@ -154,7 +157,8 @@ def _read_run(folder: Path, overrides: Sequence[str]) -> tuple[RolloutConfig, Se
     if (by := info.starts[-1].by) != "run":
         raise ConfigError(f"{folder} cannot be resumed by `rollout run`: {_RESTARTS[by]}")
     if folder.name != info.run_id:
-        folder = folder.resolve()  # it may be `.`, or a link
+        # The folder may be `.` or a link.
+        folder = folder.resolve()
     if folder.name != info.run_id:
         raise ConfigError(f"{folder} cannot be resumed: it holds run {info.run_id!r}; rename it to that")
     try:
@@ -208,7 +212,8 @@ async def collect_step(
     tasks, findings = await check_tasks(config, tasks, leave_out=leave_out, resumed=resumed)
     raise_problems(findings)
     for finding in findings:
-        if finding.level == "warning" and finding.name != "task-resources":  # which the manager says
+        # The manager reports task-resources.
+        if finding.level == "warning" and finding.name != "task-resources":
             output.status(str(finding))
     rollouts = planned_rollouts(tasks, config.group)
     if min_completed > rollouts:

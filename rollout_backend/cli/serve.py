@@ -55,10 +55,11 @@ def serving_config(checkpoint: Path, config: Path | None, overrides: Sequence[st
         "model": {"path": str(checkpoint.absolute()), "name": name},
         # The training's address and port lead to its own gateway.
         "gateway": {"processes": 1, "public_url": None, "port": 0},
-        # A relay has one training side: a second one would take it over, which ends a training that runs.
+        # A relay has one training side. A second one would take it over and end a running training.
         "relay": None,
     }
-    if trained is not None and trained.serving.kind == "external":  # those are the trainer's servers
+    if trained is not None and trained.serving.kind == "external":
+        # External servers belong to the trainer.
         top["serving"] = {"kind": "process", "engine": trained.serving.engine}
     merge_overrides(top, overrides)
     return load_config(config, top=top)

@@ -25,7 +25,7 @@ _LISTED = 20
 
 
 def complete_id(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the runs whose ids start so, and the tasks of a run's newest step; with its rollouts for one task."""
+    """Complete the id of a run, or of a task in a run's newest step. If one task matches, include its rollouts."""
     from rollout_backend.results.archive import RunArchive, RunNames
 
     run = context.params.get("run")
@@ -89,7 +89,7 @@ def show(
 
 
 def _show_similar(shown: _Shown, name: str, *, other_runs: bool) -> None:
-    """Show whatever starts with the name. Raises ConfigError with the candidates unless there is exactly one."""
+    """Show the id that starts with the name. Raises ConfigError with the candidates unless there is exactly one."""
     from rollout_backend.results.archive import RunNames
 
     names = RunNames(shown.archive, shown.steps())
@@ -130,7 +130,8 @@ class _Shown:
     @cached_property
     def option(self) -> str:
         """Return the option that a later `rollout show` needs to find this run."""
-        with contextlib.suppress(ConfigError):  # there is no run in ./runs
+        # ./runs may contain no run.
+        with contextlib.suppress(ConfigError):
             if find_run(None).samefile(self.folder):
                 return ""
         return f" --run {shlex.quote(str(self.folder))}"
@@ -157,7 +158,8 @@ class _Shown:
         for step in dict.fromkeys(record.step for record in records):
             mine = tuple(record for record in records if record.step == step)
             tasks = {}
-            with contextlib.suppress(ConfigError):  # without tasks, show the records without the payload
+            # Without tasks, show the records without the payload.
+            with contextlib.suppress(ConfigError):
                 tasks = self.archive.read_tasks(step)
             payload = tasks.get(task_id, {}).get("payload")
             self._print(TaskView(read_run_id(self.folder), step, task_id, payload, mine, self.option))
