@@ -25,7 +25,8 @@ from rollout_backend.collect.queue import queue_name
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.check_result import CheckResult
 
-_REFUSED_S = 300.0  # most services of AWS refuse a call whose date is off by more
+# Most AWS services refuse a call whose date is off by more than this.
+_REFUSED_S = 300.0
 _NOTABLE_S = 30.0
 _ASK_TIMEOUT = aiohttp.ClientTimeout(total=10)
 _ROLLOUT = "doctor"
@@ -35,8 +36,9 @@ _ROLLOUT = "doctor"
 
 
 async def find_identity(config: RolloutConfig) -> tuple[Identity | None, CheckResult]:
-    """Ask who the caller is, and describe how long its credentials last."""
-    if config.aws.endpoint_url is None and not _of_aws(config):  # these credentials are none of AWS's
+    """Ask STS for the caller's identity, and describe how long its credentials last."""
+    if config.aws.endpoint_url is None and not _of_aws(config):
+        # These are not AWS credentials.
         text = "S3 and SQS are not AWS's (aws.s3_endpoint_url, aws.sqs_endpoint_url), so STS is not asked about them"
         return None, CheckResult("unchecked", "credentials", text)
     try:
@@ -54,7 +56,7 @@ async def find_identity(config: RolloutConfig) -> tuple[Identity | None, CheckRe
 
 
 def describe_credentials(identity: Identity, config: RolloutConfig, now: datetime) -> CheckResult:
-    """Say whose credentials they are, and whether they last for a step."""
+    """Describe whose credentials they are, and whether they last for a step."""
     who, step_s = f"{identity.arn}, from {identity.source}", config.timeouts.collection_s
     if identity.renewed:
         return CheckResult("ok", "credentials", f"{who}, which renews them")
@@ -90,7 +92,7 @@ def needed_permissions(config: RolloutConfig, identity: Identity) -> Sequence[Pe
 
 
 def _of_aws(config: RolloutConfig) -> bool:
-    """Return whether bucket or queue is AWS's."""
+    """Return whether the bucket or the queue is in AWS."""
     used = [config.aws.endpoint_of("s3"), *([config.aws.endpoint_of("sqs")] if config.uses_queue else ())]
     return None in used
 
@@ -115,7 +117,8 @@ def _of_bucket(config: RolloutConfig, bucket: str) -> list[Permission]:
         condition = (("s3:if-none-match", "*"),)
         artifacts = f"{bucket}/{artifacts_key(prefix, run_id, 0, _ROLLOUT, 1)}"
         found.append(Permission("s3:PutObject", (result, artifacts), condition, call="PutObject by a presigned URL"))
-    if config.runtime.agent_protocol != "rollout":  # the trainer writes the results
+    if config.runtime.agent_protocol != "rollout":
+        # The trainer writes the results.
         found.append(Permission("s3:PutObject", (result,)))
     return found
 
@@ -142,7 +145,7 @@ def region_of_queue(url: str) -> str | None:
 async def check_permissions(
     config: RolloutConfig, identity: Identity, permissions: Sequence[Permission], calls: CallLog
 ) -> list[CheckResult]:
-    """Return a line for each permission: by IAM's simulation, and by the calls that were made."""
+    """Return a result for each permission, from IAM's simulation and from the calls that were made."""
     decisions: Mapping[Permission, str] = {}
     if identity.policy_source is None:
         why = f"IAM simulates no policies of {identity.arn}"
@@ -157,7 +160,8 @@ async def check_permissions(
             )
         except aws.CALL_ERRORS as error:
             if not aws.is_denied(error):
-                stands_in = config.aws.endpoint_url is not None  # for AWS; most have no such call
+                # Most services that stand in for AWS have no such call.
+                stands_in = config.aws.endpoint_url is not None
                 why = (
                     "aws.endpoint_url simulates no policies"
                     if stands_in
@@ -209,7 +213,8 @@ async def check_clock_and_region(config: RolloutConfig) -> list[CheckResult]:
     except (aiohttp.ClientError, TimeoutError) as error:
         return [CheckResult("unchecked", "clock", f"{url} gave no answer: {str(error) or type(error).__name__}")]
     found = []
-    with contextlib.suppress(KeyError, ValueError):  # not every store sends a date
+    # Some stores send no date.
+    with contextlib.suppress(KeyError, ValueError):
         found.append(describe_clock(time.time() - parsedate_to_datetime(headers["Date"]).timestamp()))
     if actual := headers.get("x-amz-bucket-region"):
         found.append(_region_line(config, actual))
@@ -221,7 +226,8 @@ def describe_clock(ahead_s: float) -> CheckResult:
     off_s = abs(ahead_s)
     text = f"this machine's clock is {off_s:.0f} s {'ahead of' if ahead_s > 0 else 'behind'} S3's"
     advice = "synchronise it, e.g. by chrony (`chronyc makestep`)"
-    if off_s >= _REFUSED_S - 1:  # the header has whole seconds
+    # The header has whole seconds.
+    if off_s >= _REFUSED_S - 1:
         return CheckResult("problem", "clock", f"{text}: AWS refuses calls that are {_REFUSED_S:.0f} s off: {advice}")
     if off_s >= _NOTABLE_S:
         text += ": AWS refuses calls at 300 s, and presigned URLs and keys expire by that much early or late"

@@ -98,7 +98,7 @@ def _check_queue_region(config: RolloutConfig) -> list[CheckResult]:
 
 
 def _describe_timeouts(config: RolloutConfig) -> CheckResult:
-    """The settings refuse a wrong order themselves."""
+    """Describe the timeouts. The settings refuse a wrong order."""
     times = config.timeouts
     rungs = {
         "model call": times.model_call_s,
@@ -111,7 +111,7 @@ def _describe_timeouts(config: RolloutConfig) -> CheckResult:
 
 
 def estimate_cost(config: RolloutConfig, rollouts: int | None) -> CheckResult:
-    """Estimate what a step costs at most."""
+    """Estimate the maximum cost of a step."""
     prices = Prices.of(config)
     if prices is None:
         text = "no estimate: set prices.session_vcpus and prices.session_gb, or prices.gpu_hour"

@@ -53,7 +53,8 @@ _LOW_BYTES, _FULL_BYTES = 1 << 30, 100 << 20
 _CONNECT_S = 3.0
 _PACKAGE = "rollout-backend"
 _SHOWN = ("renderers", "sglang-router", "smg", "verl")
-_OTHER_FILES = 256  # logs, pipes of child processes, modules
+# The process also opens logs, pipes of child processes and modules.
+_OTHER_FILES = 256
 _ASK_SGLANG = "import importlib.metadata as m; print(m.version('sglang'))"
 _INSTALL_ENGINE = (
     "without a GPU, run `rollout engine install --engine {engine}` and set serving.device=cpu. On GPUs, install it "
@@ -273,7 +274,8 @@ def _check_ports(config: RolloutConfig) -> Iterator[CheckResult]:
 def _check_addresses(config: RolloutConfig) -> Iterator[CheckResult]:
     """Check the address that agents are given, as far as it can be judged from here."""
     if config.gateway.kind != "process" and config.gateway.public_url is None and config.relay is None:
-        return  # each gateway's machine has its own address
+        # Each gateway's machine has its own address.
+        return
     setting = "relay.public_url" if config.relay is not None else "gateway.public_url"
     gateway = public_gateway_config(config).gateway
     url = public_url(gateway, 0, f"http://{host_port(local_address(gateway.host), gateway.port)}".removesuffix(":0"))
@@ -389,7 +391,8 @@ async def check_engine_version(config: RolloutConfig) -> list[CheckResult]:
     except (ConfigError, OSError):
         version = ""
     if not version:
-        return []  # the check of serving.python has said so
+        # The check of serving.python has reported it.
+        return []
     known = {str(needed.specifier) for needed, _ in _requirements("sglang") if needed.name == "sglang"}
     with contextlib.suppress(metadata.PackageNotFoundError):
         of_verl = [Requirement(text) for text in metadata.requires("verl") or ()]

@@ -27,7 +27,7 @@ from rollout_backend.gateway.stats import EngineLoad
 from rollout_backend.serving.model_serving import ModelServing
 
 _REPLY = "It is 7."
-_MAX_TOKENS = 16  # of the model call
+_MAX_TOKENS = 16
 _CAPTURE = "engine-capture"
 _LONGER = ("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "VLLM_ALLOW_LONG_MAX_MODEL_LEN")
 
@@ -101,8 +101,9 @@ def check_experts(model: ModelConfig) -> CheckResult:
 
 def check_renderer(config: RolloutConfig) -> CheckResult:
     """Check that the renderer fits the model in `model.path`, a folder of this machine."""
+    # The renderer imports transformers, which is slow to import.
     from rollout_backend.rendering.image_positions import prepares_images
-    from rollout_backend.rendering.renderer import load_renderer  # transformers are slow to import
+    from rollout_backend.rendering.renderer import load_renderer
 
     try:
         bundle = load_renderer(config.model)
@@ -114,7 +115,8 @@ def check_renderer(config: RolloutConfig) -> CheckResult:
         reply = [*bundle.marker_ids(_REPLY), *bundle.stop_token_ids[:1]]
         parsed = bundle.renderer.parse_response(reply, prompt_ids=prompt)
         read = f"{parsed.content}{parsed.reasoning_content or ''}"
-    except Exception as error:  # a renderer that does not fit this model may raise anything
+    except Exception as error:
+        # A renderer that does not fit this model may raise anything.
         read = f"{type(error).__name__}: {error}"
     if _REPLY not in read:
         return CheckResult(
@@ -150,9 +152,11 @@ def check_tools(config: RolloutConfig) -> list[CheckResult]:
     try:
         prompt, turn = call_turn(bundle.renderer)
         read = read_calls_of(bundle.renderer, (prompt, turn))
-    except Exception as error:  # a template or a parser may raise anything
+    except Exception as error:
+        # A template or a parser may raise anything.
         return [_warn(f"{bundle.name} cannot render and read a tool call ({type(error).__name__}: {error})")]
-    if "four" not in bundle.decode(turn):  # of CALL
+    # CALL contains "four".
+    if "four" not in bundle.decode(turn):
         text = "the chat template shows no tool calls: in a history that is rendered again, the model misses its own"
         return [CheckResult("warning", "model.renderer", text, "model-tools")]
     if read == [CALL]:
@@ -176,7 +180,8 @@ def _warn(text: str) -> CheckResult:
 async def check_capture(config: RolloutConfig) -> list[CheckResult]:
     """Start engines, router and gateway, or use the engines of `serving.urls`, and make one model call."""
     with tempfile.TemporaryDirectory(prefix="rollout-doctor-") as folder:
-        alone = {"public_url": None, "tls_certificate": None, "tls_key": None}  # only agents need these
+        # Only agents need these settings.
+        alone = {"public_url": None, "tls_certificate": None, "tls_key": None}
         gateway = config.gateway.model_copy(update=alone)
         settings = config.model_copy(update={"gateway": gateway, "relay": None, "output_dir": Path(folder)})
         serving = ModelServing(settings, Path(folder))

@@ -30,7 +30,7 @@ from rollout_backend.runtimes.base import AgentRuntime, open_runtime, runtime_cl
 
 
 class Preflight:
-    """The checks of one run. The stack that `run` gets closes what it opens, which the run then uses."""
+    """Runs the checks of one run. The stack passed to `run` closes what they open, which the run then uses."""
 
     def __init__(self, config: RolloutConfig, rollouts: int | None = None) -> None:
         """`rollouts` is the size of a batch, whose ramp is checked."""
@@ -53,7 +53,8 @@ class Preflight:
         checks: list[Awaitable[list[CheckResult]]] = [self._check_bucket(), self._check_runtime(stack, engines)]
         if machine:
             checks.append(asyncio.to_thread(check_machine, config, engines=engines))
-        for found in await asyncio.gather(*checks, return_exceptions=True):  # none outlives what `stack` closes
+        # Wait for every check, so that none outlives what `stack` closes.
+        for found in await asyncio.gather(*checks, return_exceptions=True):
             if isinstance(found, BaseException):
                 raise found
             self.findings += found
@@ -100,7 +101,7 @@ class Preflight:
         limits: RuntimeConfig = config
 
         lines: Sequence[CheckResult] = ()
-        # Of a runtime that is made from an image before the run.
+        # This applies to a runtime that is created from an image before the run.
         in_public_network = isinstance(config, AgentCoreConfig) and bool(
             config.image and not config.subnets and not config.endpoint_url
         )

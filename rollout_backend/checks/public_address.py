@@ -26,16 +26,19 @@ from rollout_backend.serving.gateway_process import own_address, public_gateway_
 
 _TIMEOUT_S = 10.0
 _SOON_DAYS = 14
-_UNKNOWN_CA = frozenset({18, 19, 20, 21})  # OpenSSL's codes of a chain that ends in no known CA
+# OpenSSL returns these codes for a chain that ends in no known CA.
+_UNKNOWN_CA = frozenset({18, 19, 20, 21})
 _BUSY = (502, 503, 504)
-_SERVER = "rollout-backend"  # as our gateways' /health
+# The gateways' /health returns this name.
+_SERVER = "rollout-backend"
 
 
 async def check_public_address(config: RolloutConfig) -> list[CheckResult]:
     """Return what was found about the gateway's, or the relay's, public address. Empty if agents run here."""
     gateway = public_gateway_config(config).gateway
     if config.gateway.public_url == AUTO and config.relay is None and not gateway.port:
-        return []  # the port is drawn when the run starts
+        # The port is chosen when the run starts.
+        return []
     if gateway.public_url is None and (gateway.kind == "ray" or is_loopback(gateway.host)):
         return []
     setting = "relay.public_url" if config.relay is not None else "gateway.public_url"
@@ -145,7 +148,7 @@ def _shake_hands(gateway: GatewayConfig, client_context: ssl.SSLContext, host: s
 
 
 async def _stand_in(stack: AsyncExitStack, config: RolloutConfig) -> str | None:
-    """Answer at the gateways' ports until `stack` closes. Return what the answer holds; None if that cannot be."""
+    """Answer at the gateways' ports until `stack` closes. Return the token in the answers, or None."""
     gateway = public_gateway_config(config).gateway
     if gateway.kind != "process" or not gateway.port or config.relay is not None:
         return None
@@ -168,12 +171,13 @@ async def _stand_in(stack: AsyncExitStack, config: RolloutConfig) -> str | None:
             for address in listen_addresses(gateway.host):
                 await web.TCPSite(runner, address, gateway.port + shard, ssl_context=context).start()
     except OSError:
-        return None  # the gateway of a run listens there, or the check of the ports has said why it cannot
+        # A run's gateway listens there, or the check of the ports has reported why the port cannot be used.
+        return None
     return token
 
 
 async def _ask(setting: str, url: str, token: str | None) -> CheckResult:
-    """Ask what answers at one public address. The certificate has a line of its own, and is not verified here."""
+    """Ask what answers at one public address. The certificate is checked separately, and not verified here."""
     name = "gateway-answer"
     outside = "From inside, an outside address may not answer: run the probe in a container"
     try:
