@@ -142,8 +142,8 @@ class RuntimeRecord:
 
 
 class ControlPlane:
-    """All runtimes. Calls `on_live` with each runtime and endpoint whose version goes live, and `on_gone` with each
-    deleted runtime."""
+    """Manages all runtimes. Calls `on_live` with each runtime and endpoint whose version goes live, and `on_gone`
+    with each deleted runtime."""
 
     def __init__(
         self,

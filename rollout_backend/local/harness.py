@@ -1,7 +1,7 @@
 """Run one rollout of an agent, end to end: invoke, gateway, S3, and back.
 
-Everything is real, except for a scripted model: the agent's app, the contract, the gateway with its session keys, the
-result in S3. One harness serves many rollouts; each has a separate session, and possibly its own script.
+Only the model is scripted; the agent's app, the contract, the gateway with its session keys, and the result in S3 are
+real. One harness serves many rollouts; each has a separate session, and possibly its own script.
 """
 
 from __future__ import annotations
