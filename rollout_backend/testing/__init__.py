@@ -1,1 +1,1 @@
-"""Test an agent runtime of your own: the tests that each runtime must pass, and a proxy that injects faults."""
+"""Test your own agent runtime: the tests that each runtime must pass, and a proxy that injects faults."""

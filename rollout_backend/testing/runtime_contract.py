@@ -139,7 +139,7 @@ class RuntimeContract:
     """The runtime implements `watch_sessions`, and the service `crash`."""
 
     def serve(self, folder: Path) -> AbstractAsyncContextManager[Service]:
-        """Start the service for one test. `folder` is empty, and is the test's own."""
+        """Start the service for one test. `folder` is empty and belongs to this test."""
         raise NotImplementedError
 
     @classmethod
