@@ -92,7 +92,7 @@ async def _adopt(client: Any, arn: str, echo: Callable[[str], object], *, carry_
 
 
 def adoption_of(described: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what AgentCore requires to change before it invokes a runtime created elsewhere, and what it must keep.
+    """Return the changes that AgentCore requires before it invokes the runtime, and the definition to keep.
 
     Raises:
         PreflightError: the runtime has something that an update would lose, or does not serve HTTP.
