@@ -1,5 +1,5 @@
-"""Commands for the resources of runs in the cloud: `rollout deploy` makes an agent's runtime, `down` removes what
-`deploy` and runs have made, and `infra` writes the files that describe the infrastructure."""
+"""Commands for the resources of runs in the cloud: `rollout deploy` creates an agent's runtime, `down` removes what
+`deploy` and runs have created, and `infra` writes the files that describe the infrastructure."""
 
 from __future__ import annotations
 

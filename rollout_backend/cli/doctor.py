@@ -1,4 +1,4 @@
-"""`rollout doctor`: everything that would stop a run."""
+"""`rollout doctor`: find everything that would stop a run."""
 
 from __future__ import annotations
 

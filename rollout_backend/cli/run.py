@@ -1,4 +1,4 @@
-"""`rollout run`: rollouts without a trainer."""
+"""`rollout run`: run rollouts without a trainer."""
 
 from __future__ import annotations
 

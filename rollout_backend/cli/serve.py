@@ -1,4 +1,4 @@
-"""`rollout serve`: a checkpoint behind the gateway of its training."""
+"""`rollout serve`: serve a checkpoint behind the gateway of its training."""
 
 import asyncio
 import time

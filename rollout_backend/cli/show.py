@@ -1,4 +1,4 @@
-"""`rollout show`: a run, a step, a task, a rollout or a turn, for reading."""
+"""`rollout show`: print a run, a step, a task, a rollout or a turn."""
 
 from __future__ import annotations
 
