@@ -4,7 +4,7 @@ open files.
 Invariants:
 
 - Nothing is started, and nothing is left behind.
-- What other machines have is not guessed: with gateways on a Ray cluster, only they need the model.
+- Other machines are not judged from here: with gateways on a Ray cluster, only they need the model.
 """
 
 import contextlib
@@ -199,7 +199,7 @@ def _check_router(config: RolloutConfig) -> Iterator[CheckResult]:
 
 
 def _check_listens(setting: str, url: str) -> CheckResult:
-    """Connect only: a request could reach an engine whose memory a trainer has taken."""
+    """Connect without a request, which could reach an engine whose memory a trainer has taken."""
     parts = urlsplit(url)
     address = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
     try:

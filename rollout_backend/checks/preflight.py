@@ -37,7 +37,7 @@ class Preflight:
         self.findings: list[CheckResult] = []
         self.store: ResultStore
         self.runtime: AgentRuntime | None = None
-        """The runtime, if it exists and nothing is to be changed. Otherwise the run creates or updates it."""
+        """The runtime, if it exists and needs no change. Otherwise the run creates or updates it."""
         self._config = config
         self._rollouts = rollouts
 
@@ -179,7 +179,7 @@ async def check_run(
     services and the ramp of a batch.
 
     Raises:
-        PreflightError: what is missing or refuses us, and what to do.
+        PreflightError: something is missing or refuses access; says what to do.
     """
     preflight = Preflight(config, rollouts)
     async with AsyncExitStack() as stack:

@@ -108,7 +108,7 @@ def _check_certificate(setting: str, url: str, gateway: GatewayConfig) -> CheckR
 
 
 def _judge(setting: str, host: str, show: Callable[[ssl.SSLContext], Any]) -> CheckResult:
-    """Judge the certificate that `show` verifies and returns. Raises OSError if there is none to see."""
+    """Judge the certificate that `show` verifies and returns. Raises OSError if there is none."""
     name = "gateway-certificate"
     try:
         certificate = show(ssl.create_default_context())
