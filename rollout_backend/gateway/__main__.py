@@ -17,7 +17,8 @@ from rollout_backend.gateway.access import KEEP_ALIVE_S, allow_files, bounded_pr
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.logs import configure_logs
 
-_SWITCH_S = 0.001  # rendering threads would otherwise hold the GIL for 5 ms while the event loop waits
+# Rendering threads would otherwise hold the GIL for 5 ms while the event loop waits.
+_SWITCH_S = 0.001
 
 
 def main() -> None:
@@ -38,7 +39,8 @@ def server_options(settings: GatewaySettings) -> dict[str, Any]:
         "host": listen_addresses(settings.host) if is_everywhere(settings.host) else settings.host,
         "port": settings.port,
         "log_level": "info",
-        "log_config": None,  # its lines pass through this process's handler, which counts repeated ones
+        # uvicorn's lines pass through this process's handler, which counts repeated ones.
+        "log_config": None,
         "access_log": False,
         "http": bounded_protocol(max_connections(settings.gateway.max_concurrent_calls)),
         "ws": "none",
@@ -59,8 +61,10 @@ def import_server() -> ModuleType:
     """
     unused = ModuleType("openai")
     unused.AsyncOpenAI = object  # type: ignore[attr-defined]
-    sys.modules |= {"openai": unused, "torch": None}  # type: ignore[dict-item]  # None: it is not installed
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # one says that there is no torch
+    # None makes an import of torch fail, as if it were not installed.
+    sys.modules |= {"openai": unused, "torch": None}  # type: ignore[dict-item]
+    # One of the advisory warnings says that torch is missing.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from rollout_backend.gateway import server
 
     del sys.modules["openai"], sys.modules["torch"]

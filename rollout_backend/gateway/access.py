@@ -33,11 +33,15 @@ from rollout_backend.gateway.sessions.journal import OPEN_FILES, check_journal
 from rollout_backend.logs import bind_log_fields
 from rollout_backend.waiting_connections import MAX_CONNECTIONS, WaitingConnections, WatchedProtocol, raise_file_limit
 
-KEEP_ALIVE_S = 4200  # longer than any load balancer's, so that none reuses a connection that this side is closing
+# Longer than any load balancer's, so that none reuses a connection that this side is closing.
+KEEP_ALIVE_S = 4200
 MAX_HEAD_BYTES = 64 * 1024
-_MAX_PIPELINED = 64  # clients and proxies of today send none before the answer to the last
-_FRAME_BYTES = 16  # framing allowed per byte of content in a chunked body
-_CONNECTIONS_EACH = 2  # of a session: one with its call, which may wait, and one that its agent keeps open when idle
+# Today's clients and proxies send no request before the answer to the last.
+_MAX_PIPELINED = 64
+# Framing allowed per byte of content in a chunked body.
+_FRAME_BYTES = 16
+# A session has one connection with its call, which may wait, and one that its agent keeps open when idle.
+_CONNECTIONS_EACH = 2
 _OTHER_FILES = 256 + OPEN_FILES
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _UPGRADE = re.compile(rb"^upgrade(?=\s*:)", re.IGNORECASE | re.MULTILINE)
@@ -47,8 +51,7 @@ _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 
 
 def needed_files(calls: int, sessions: int = 0) -> int:
-    """Return the number of open files that a gateway needs for this many concurrent calls, and for the connections of
-    this many sessions."""
+    """Return how many open files a gateway needs for this many concurrent calls and connected sessions."""
     return calls + max(_CONNECTIONS_EACH * sessions, 2 * calls) + _OTHER_FILES
 
 
@@ -74,7 +77,7 @@ def max_connections(calls: int) -> int:
 
 
 def bounded_protocol(connections: int, **limits: float) -> type[HttpToolsProtocol]:
-    """Return a server protocol that keeps at most this many connections; `limits` are of `WaitingConnections`."""
+    """Return a server protocol that keeps at most this many connections; `limits` go to `WaitingConnections`."""
 
     class BoundedProtocol(WatchedProtocol, HttpToolsProtocol):
         waiting = WaitingConnections(connections, **limits)
@@ -104,7 +107,8 @@ def bounded_protocol(connections: int, **limits: float) -> type[HttpToolsProtoco
             super().on_headers_complete()
             if len(self.pipeline) > _MAX_PIPELINED:
                 self.transport.abort()
-                raise ConnectionError("too many requests wait on this connection")  # ends the parser
+                # This ends the parser.
+                raise ConnectionError("too many requests wait on this connection")
 
         def on_body(self, body: bytes) -> None:
             self._head_bytes = max(0, self._head_bytes - (1 + _FRAME_BYTES) * len(body))

@@ -35,10 +35,13 @@ from rollout_backend.gateway.sessions.calls import InFlightCall, RequestKey
 from rollout_backend.gateway.sessions.registry import OpenSession, SessionRegistry
 from rollout_backend.gateway.stats import GatewayStats
 
-_BYTES, _TOKEN_BYTES = 1024 * 1024, 32  # limit of a body without images: bytes, plus bytes per token of context
+# Limit of a body without images: bytes, plus bytes per token of context.
+_BYTES, _TOKEN_BYTES = 1024 * 1024, 32
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-_BRIEF_REPLY = 1024  # tokens, or entries of log-probabilities, that are written within milliseconds
-_RETRIED = frozenset({408, 409, 429})  # statuses below 500 that OpenAI's and Anthropic's clients retry
+# Tokens, or entries of log-probabilities, that are written within milliseconds.
+_BRIEF_REPLY = 1024
+# Statuses below 500 that OpenAI's and Anthropic's clients retry.
+_RETRIED = frozenset({408, 409, 429})
 
 
 class _Answer(Response):
@@ -145,7 +148,8 @@ class CallHandler:
         current = not claims.is_recorded or claims.trainer_incarnation == self._settings.trainer_incarnation
         if not current and claims.session_id not in self._adopted:
             raise not_adopted()
-        session = await self._registry.open(claims)  # a closed session is refused before its body is read
+        # A closed session is refused before its body is read.
+        session = await self._registry.open(claims)
         return await charge_to(session.share.cpu, self._call(request, dialect, session))
 
     async def _call(self, request: Request, dialect: Dialect, session: OpenSession) -> Response:
@@ -153,12 +157,14 @@ class CallHandler:
             open_request.enter_context(session.share.request())
             await session.share.turn(open_request)
             call, running = await self._read(request, dialect, session)
-            if running is None:  # to fill a provider's cache
+            if running is None:
+                # The request only fills a provider's cache.
                 tokens = await self._executor.count(session, call, brief=False)
                 nothing = Choice({"role": "assistant", "content": ""}, "length", 0)
                 answer = Answer(uuid4().hex, int(time.time()), self._model_name, (nothing,), tokens)
                 return JSONResponse(dialect.body(call, answer))
-            call = replace(call, messages=())  # a client may read its answer slowly
+            # A client may read its answer slowly, so the messages are dropped before.
+            call = replace(call, messages=())
             try:
                 response = await self._respond(request, dialect, session, call, running)
             except ApiError as error:
@@ -266,7 +272,8 @@ class CallHandler:
             brief = sum(len(delta.logprobs) + len(delta.text) // 4 for delta in deltas) <= _BRIEF_REPLY
             events += await charge_to(cpu, cpu.run(_written, stream, deltas, brief=brief, tokenizes=False))
             if events:
-                yield b"".join(events)  # each write is a system call
+                # Each write is a system call.
+                yield b"".join(events)
             if running.done and sent == len(running.deltas):
                 break
             if not await running.wait_for_more(sent, self._settings.keepalive_s):

@@ -58,7 +58,8 @@ class CallTraces:
 def _error(running: InFlightCall) -> str:
     """Return the code of a call's error; empty for an answered call. The message could quote a prompt."""
     if running.task.cancelled():
-        return "cancelled"  # the client disconnected, or the session was closed
+        # The client disconnected, or the session was closed.
+        return "cancelled"
     error = running.task.exception()
     if error is None:
         return ""

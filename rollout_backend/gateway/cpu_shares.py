@@ -24,9 +24,10 @@ from rollout_backend.logs import report_failure
 _T = TypeVar("_T")
 _BURST_S, _MAX_PAUSE_S = 0.5, 30.0
 _PART, _MIN_RATE = 0.5, 0.005
-# Others wait for a unit of up to `_BRIEF_S` hardly longer than for one another, so it counts a tenth.
+# A unit of up to `_BRIEF_S` hardly delays other sessions, so it counts a tenth.
 _BRIEF_S, _BRIEF_WEIGHT = 0.002, 0.1
-_REQUEST_S = 0.0005  # of the server and its framework, for one request
+# CPU time of the server and its framework for one request.
+_REQUEST_S = 0.0005
 
 
 class Worker:

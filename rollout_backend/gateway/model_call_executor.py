@@ -65,15 +65,20 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _ENGINE_RETRY_S = 5
-_MAX_CHOICES = 10_000  # of one session: what each adds to memory, journal and trajectory is bounded
+# Limit of one session. Each choice adds a bounded amount to memory, journal and trajectory.
+_MAX_CHOICES = 10_000
 _CONSTRAINED_LOST = "constrained_call_lost"
-_NEVER = -100.0  # the logit bias that excludes a token
-_PACE_S = 0.03  # seconds between two deltas of a stream
-_BRIEF_CHARS = 4096  # length of new messages that render in some milliseconds
-_BRIEF_TOKENS = 1024  # length of a reply that parses as fast
-_SURE_CHARS = 8  # text with fewer characters per token of the context is encoded without counting first
-_REWRITTEN = 4  # results that a session's messages may fill: one that an agent rewrites is recorded again
-_PIECE_CHARS, _PIECE_TOKENS = 32 * 1024, 8  # splitting a text may add some tokens
+_NEVER = -100.0
+_PACE_S = 0.03
+# New messages of this length render in some milliseconds, and a reply of this length parses as fast.
+_BRIEF_CHARS = 4096
+_BRIEF_TOKENS = 1024
+# Text with fewer characters per token of the context is encoded without counting first.
+_SURE_CHARS = 8
+# The messages of a session may fill this many results, because a message that an agent rewrites is recorded again.
+_REWRITTEN = 4
+# Splitting a text may add some tokens.
+_PIECE_CHARS, _PIECE_TOKENS = 32 * 1024, 8
 
 
 class ModelCallExecutor:
@@ -102,7 +107,8 @@ class ModelCallExecutor:
         is_sglang = self._settings.engine_name == "sglang"
         if is_sglang and call.tool_choice == "none":
             call = replace(call, tools=None)
-        if is_sglang and (last := call.messages[-1])["role"] == "assistant":  # shown as the user's
+        # SGLang shows a final reply as the user's message.
+        if is_sglang and (last := call.messages[-1])["role"] == "assistant":
             call = replace(call, messages=[*call.messages[:-1], {"role": "user", "content": last["content"]}])
         if call.tool_choice == "required" and self._settings.gateway.forced_tools == "as_auto":
             call = replace(call, tool_choice="auto", tool_name=None, ignored=call.ignored | {"tool_choice"})
@@ -129,7 +135,8 @@ class ModelCallExecutor:
         """
         digest = running.key.question
         session.write(journals.asked(digest, is_retry=running.key.is_declared))
-        number = session.started + 1  # taken before any wait, so that choices are numbered in order of arrival
+        # The number is taken before any wait, so that choices are numbered in order of arrival.
+        number = session.started + 1
         session.started += running.call.n
         deadline = asyncio.get_running_loop().time() + self._settings.model_call_s
         try:
@@ -310,8 +317,9 @@ class ModelCallExecutor:
         if call.logprobs:
             logprobs = await cpu.run(renderer.logprobs, ids, completion.logprobs, brief=brief)
         if parser is None:
+            # A complete reply under the grammar contains a call.
             if call.tool_choice == "required" and choice.finish_reason == "stop" and completion.matched is None:
-                raise _not_constrained(  # a complete reply under the grammar contains a call
+                raise _not_constrained(
                     "the engine sampled no tool call, because it got no structural_tag: the router in front of it "
                     "drops it, and does not list its engines at /workers"
                 )
@@ -358,7 +366,7 @@ class ModelCallExecutor:
             logger.warning("a model call with images cannot be recorded: %s", error)
             raise ApiError(500, str(error), code="prompt_differs") from None
         except EngineRefused as error:
-            # The message about a form quotes it, and it is the agent's.
+            # The message about a form quotes it. The form is the agent's, so it must not be logged.
             logger.warning("an engine refused a model call: %s", error if request.resumable else "its form")
             if "context length" in str(error) or "maximum allowed length" in str(error):
                 raise context_exceeded(self._context_tokens, f"the engine says: {error}") from None
@@ -392,7 +400,7 @@ class _LiveStream:
         self._more, self._ended = asyncio.Event(), asyncio.Event()
         self._tokens: Sequence[int] = ()
         self._logprobs: Sequence[float | None] = ()
-        self._clear = 0  # number of tokens that cannot be part of a stop string
+        self._clear = 0
 
     def progress(self, tokens: Sequence[int], logprobs: Sequence[float | None]) -> None:
         self._tokens, self._logprobs = tokens, logprobs
@@ -430,8 +438,8 @@ class _LiveStream:
 async def _wait_for_reply(session: OpenSession, running: InFlightCall, deadline: float) -> None:
     """Wait for the end of a stream that this call continues.
 
-    A client may close it at its own marker and make this call before the gateway hears of the closed connection, or
-    leave it open.
+    A client may close the stream at its own marker and make this call before the gateway notices the closed
+    connection, or leave the stream open.
     """
     streams = [each for each in session.undelivered if each.call.stream and each.deltas and not each.done]
     if not streams:
@@ -480,7 +488,8 @@ def _routing_key(session: OpenSession, call: ModelCall, prompt: Prompt) -> str:
 
 async def _all(work: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
     """Return all results. If one fails, cancel the others and raise its error."""
-    if len(work) == 1:  # a task would cost 4 % of the call's time
+    # A task would cost 4 % of the call's time.
+    if len(work) == 1:
         return [await work[0]]
     tasks = [charged_task(one) for one in work]
     try:
@@ -523,7 +532,7 @@ class CallRenderer:
             return None
         try:
             return conversations.extend(call.messages, call.tools, _BRIEF_CHARS)
-        except Exception:  # `prepare` raises it again
+        except Exception:
             return None
 
     def prepare(self, conversations: Conversations, call: ModelCall) -> Prompt:
@@ -541,7 +550,8 @@ class CallRenderer:
         self._check_images(conversations, call)
         try:
             return conversations.prepare(call.messages, call.tools, call.images)
-        except Exception as error:  # templates raise any exception to refuse a conversation
+        except Exception as error:
+            # Templates raise any exception to refuse a conversation.
             logger.warning("a conversation could not be rendered: %r", type(error).__name__)
             why = f"these messages cannot be rendered for this model: {error}"
             if self._lacks_user(call):
@@ -572,7 +582,7 @@ class CallRenderer:
         return True
 
     def _check_length(self, call: ModelCall) -> None:
-        """Count the tokens of a long text in pieces up to the context's length: encoding all may take minutes."""
+        """Count a long text in pieces up to the context's length, because encoding all of it may take minutes."""
         context = self._context_tokens
         if len(call.messages) * self.bundle.message_tokens > context:
             raise context_exceeded(context, f"{len(call.messages)} messages have more")
@@ -618,7 +628,8 @@ class CallRenderer:
             text = self.bundle.decode([token for token in ids if token not in hidden])
             return read_reply(ParsedResponse(content=text), text, call, completion)
         choice, failure = read_tokens(self.bundle, call, prompt.ids, completion)
-        if failure is not None:  # sampling again would bias training towards replies that this parser can read
+        if failure is not None:
+            # Sampling again would bias training towards replies that this parser can read.
             logger.error("the renderer could not parse a reply; it is returned as text", exc_info=failure)
         if reasoning := choice.message.get("reasoning_content"):
             tokens = len(self.bundle.tokenizer.encode(reasoning, add_special_tokens=False))

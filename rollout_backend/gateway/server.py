@@ -74,7 +74,8 @@ from rollout_backend.retry import repeat
 SERVER_NAME = "rollout-backend"
 """Marker in the body of /health, by which a check recognizes a gateway behind a public address."""
 _SWEEP_S = 5.0
-_FETCHES = 4  # answers with one session's trajectory at a time; as JSON, each holds it as a whole
+# Answers with one session's trajectory at a time. As JSON, each holds the whole trajectory.
+_FETCHES = 4
 _PIECE_BYTES = 256 * 1024
 _PREFIXES = ("/v1", "/v1/v1", "")
 _Body = TypeVar("_Body", bound=BaseModel)
@@ -186,7 +187,7 @@ class Gateway:
             dialect: Dialect,
             answer: Callable[[Request, Dialect, SessionClaims], Awaitable[Response]],
         ) -> Response:
-            request.state.dialect = dialect  # it shapes all errors
+            request.state.dialect = dialect
             return await answer(request, dialect, self._authenticator.session(request))
 
         for prefix in _PREFIXES:
@@ -264,7 +265,8 @@ class Gateway:
 
     async def health(self, _: Request) -> Response:
         content = {"status": "ok", "server": SERVER_NAME, "shard": self._settings.shard}
-        return JSONResponse(content, headers={"Connection": "close"})  # strangers must not hold connections
+        # Strangers must not hold connections.
+        return JSONResponse(content, headers={"Connection": "close"})
 
     def _model_card(self) -> dict[str, object]:
         """Return the fields that OpenAI's and Anthropic's clients read."""
@@ -347,7 +349,7 @@ class Gateway:
 
     async def _http_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        if error.status_code == 405 and request.method in ("HEAD", "OPTIONS"):  # probes of clients
+        if error.status_code == 405 and request.method in ("HEAD", "OPTIONS"):
             return Response(status_code=204, headers={**(error.headers or {}), "Connection": "close"})
         code = "not_found" if error.status_code == 404 else "bad_request"
         message = f"{request.method} {request.url.path}: {error.detail}"

@@ -6,7 +6,7 @@ Invariants:
   control keeps their bodies at the client.
 - A session's CPU time is shared out by `CpuShares`. Its large requests are read and parsed one at a time.
 - A compressed body counts as large if its contents are large. Decompressing it takes no more memory and time than the
-  limit of a body allows, whatever size it claims to have.
+  limit of a body allows, regardless of the size that it claims.
 """
 
 import asyncio
@@ -27,11 +27,12 @@ _T = TypeVar("_T")
 MAX_REQUESTS = 1024
 """Open requests of one session, beyond which it is answered 429."""
 _RETRY_S = 1
-_BRIEF_BYTES, _BRIEF_OBJECTS = 128 * 1024, 512  # a larger body takes milliseconds to parse
+_BRIEF_BYTES, _BRIEF_OBJECTS = 128 * 1024, 512
 # A small image may have many pixels to convert. No client writes ASCII letters as escapes, except to hide them.
 _MAY_HAVE_IMAGE = re.compile(rb"base64|\\u00[2-7]", re.IGNORECASE)
-_GZIP, _ZLIB, _RAW_DEFLATE = 31, 15, -15  # zlib's window bits
-_MAX_WINDOW_BYTES = 8 * 2**20  # the largest window that RFC 9659 allows
+_GZIP, _ZLIB, _RAW_DEFLATE = 31, 15, -15
+# The largest window that RFC 9659 allows.
+_MAX_WINDOW_BYTES = 8 * 2**20
 _ENCODINGS = ("gzip", "deflate", "zstd")
 
 
@@ -165,7 +166,8 @@ def decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytes:
             zstd = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
             plain = bytes(zstd.stream_reader(io.BytesIO(body)).read(limit + 1))
             decompressor: Any = zstd.decompressobj()
-            if len(plain) <= limit:  # the reader accepts a truncated frame, and this has no limit
+            # The reader accepts a truncated frame; `decompressobj` does not, but has no limit.
+            if len(plain) <= limit:
                 decompressor.decompress(body)
         else:
             decompressor = zlib.decompressobj(_GZIP if encoding == "gzip" else _deflate_bits(body))

@@ -17,47 +17,64 @@ _OF_ENGINES = ("engine_running", "engine_waiting", "engine_kv_used", "engine_kv_
 
 
 class EngineLoad(NamedTuple):
-    """Load of one engine from all its clients, at one moment."""
+    """Load of one engine from all its clients, at one moment: requests that run in its batch or wait in its queue."""
 
-    running: int  # requests in its batch
-    waiting: int  # requests in its queue
-    kv_used: int = 0  # tokens in use in its KV cache; 0 if not reported
-    kv_tokens: int = 0  # capacity of its KV cache in tokens; 0 if not reported
-    free: int = 0  # free slots of its batch; not part of `GatewayStats`
+    running: int
+    waiting: int
+    # Tokens in use in its KV cache, and its capacity in tokens; 0 if not reported.
+    kv_used: int = 0
+    kv_tokens: int = 0
+    free: int = 0
+    """Free slots of its batch; not part of `GatewayStats`."""
 
 
 class GatewayStats(BaseModel):
     """Counts of a gateway since it started, except for fields marked as current, which are set on each request."""
 
-    sessions_open: int = 0  # current
-    sessions_closed: int = 0  # current: sealed or revoked sessions, remembered until their keys expire
-    calls_in_flight: int = 0  # current
-    calls_waiting: int = 0  # current: calls that wait for a place among those in flight
-    calls: int = 0  # answered calls
+    # The first four fields are current.
+    sessions_open: int = 0
+    sessions_closed: int = 0
+    """Sealed or revoked sessions, remembered until their keys expire."""
+    calls_in_flight: int = 0
+    calls_waiting: int = 0
+    calls: int = 0
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # prompt tokens found in an engine's prefix cache
-    cache_unknown_tokens: int = 0  # prompt tokens of calls whose engine does not report its cache hits
-    cache_breaks: int = 0  # calls that continued a conversation but missed the engine's prefix cache
+    cached_tokens: int = 0
+    cache_unknown_tokens: int = 0
+    """Prompt tokens of calls whose engine does not report its cache hits."""
+    cache_breaks: int = 0
+    """Calls that continued a conversation but missed the engine's prefix cache."""
     sampled_tokens: int = 0
-    malformed: Counts = Counter()  # tool calls that could not be parsed and were returned as text, by renderer
-    extra_tool_calls: int = 0  # tool calls that were sampled but dropped, because parallel_tool_calls was false
-    constrained: int = 0  # replies sampled under a grammar, whose logprobs cannot be trained
-    unknown_tools: Counts = Counter()  # calls to tools that were not offered, by name
-    left_out: int = 0  # replies excluded from training by `training.leave_out`
-    runaways: Counts = Counter()  # tokens of rollouts whose session reached `gateway.session_tokens`
-    after_stop: Counts = Counter()  # requests from stopped sessions, by session
-    largest: dict[str, int] = {}  # current: the rollout whose open session sampled the most tokens, and how many
-    replayed: int = 0  # retried requests that got the first request's answer
-    client_disconnects: int = 0  # calls aborted because the client disconnected
-    undelivered: int = 0  # replies dropped because no client received all of them and no later call continued them
-    segments: Counts = Counter()  # opened segments, by reason
-    overridden: Counts = Counter()  # sampling settings of agents that were ignored, by field
-    ignored: Counts = Counter()  # calls with fields that only concern the provider, or names that no template renders
-    errors: Counts = Counter()  # error responses, by code
-    engine_running: dict[str, int] = {}  # current: requests in an engine's batch from all its clients, by its URL
-    engine_waiting: dict[str, int] = {}  # current: requests in its queue
-    engine_kv_used: dict[str, int] = {}  # current: tokens in use in its KV cache; 0 if not reported
-    engine_kv_tokens: dict[str, int] = {}  # capacity of its KV cache in tokens; 0 if not reported
+    malformed: Counts = Counter()
+    """Tool calls that could not be parsed and were returned as text, by renderer."""
+    extra_tool_calls: int = 0
+    """Tool calls that were sampled but dropped, because `parallel_tool_calls` was false."""
+    constrained: int = 0
+    """Replies sampled under a grammar, whose logprobs cannot be trained."""
+    unknown_tools: Counts = Counter()
+    left_out: int = 0
+    """Replies excluded from training by `training.leave_out`."""
+    runaways: Counts = Counter()
+    """Tokens of rollouts whose session reached `gateway.session_tokens`."""
+    after_stop: Counts = Counter()
+    largest: dict[str, int] = {}
+    """Current: the rollout whose open session sampled the most tokens, and their number."""
+    replayed: int = 0
+    """Retried requests that got the first request's answer."""
+    client_disconnects: int = 0
+    undelivered: int = 0
+    """Replies dropped because no client received all of them and no later call continued them."""
+    segments: Counts = Counter()
+    overridden: Counts = Counter()
+    """Sampling settings of agents that were ignored, by field."""
+    ignored: Counts = Counter()
+    """Calls with fields that only concern the provider, or names that no template renders."""
+    errors: Counts = Counter()
+    # The current load of each engine from all its clients, by its URL: see `EngineLoad`.
+    engine_running: dict[str, int] = {}
+    engine_waiting: dict[str, int] = {}
+    engine_kv_used: dict[str, int] = {}
+    engine_kv_tokens: dict[str, int] = {}
 
     @property
     def cache_hit(self) -> float | None:
@@ -106,7 +123,7 @@ def count(counts: Counts, names: Iterable[str]) -> None:
         counts[bounded_name(counts, name)] += 1
 
 
-_ENOUGH = 5  # minimum number of samples with a queue for a capacity estimate
+_ENOUGH = 5
 
 
 class EngineUse(BaseModel):
@@ -114,18 +131,23 @@ class EngineUse(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    engines: int  # the largest number of engines that reported at once
-    running: float  # mean number of requests in all batches
-    waiting: float  # mean number of requests in all queues
-    idle: float  # fraction of samples of single engines without a request
-    full_batch: float | None = None  # mean batch size of an engine with a queue; None if too few samples had one
-    imbalance: float | None = None  # mean requests of the busiest engine / mean of all engines; 1 is even
-    kv_used: float | None = None  # mean fraction of the KV cache in use; None if unknown
+    engines: int
+    """The largest number of engines that reported at once."""
+    # Mean number of requests in all batches, and in all queues.
+    running: float
+    waiting: float
+    idle: float
+    """Fraction of samples of single engines without a request."""
+    full_batch: float | None = None
+    """Mean batch size of an engine with a queue; None if too few samples had one."""
+    imbalance: float | None = None
+    """Mean requests of the busiest engine divided by the mean of all engines; 1 is even."""
+    kv_used: float | None = None
+    """Mean fraction of the KV cache in use; None if unknown."""
 
     @property
     def needed(self) -> int | None:
-        """Return how many engines would have run these requests without a queue; None if too few samples had a
-        queue."""
+        """Return how many engines would have needed no queue for these requests; None if too few samples had one."""
         if self.full_batch is None:
             return None
         return max(self.engines, math.ceil((self.running + self.waiting) / self.full_batch))
@@ -135,10 +157,10 @@ class EngineUseMeter:
     """Accumulates the samples of one step."""
 
     def __init__(self) -> None:
-        self._samples = 0  # totals over all engines
+        self._samples = 0
         self._most = 0
         self._each: list[EngineLoad] = []
-        self._busiest, self._mean = 0.0, 0.0  # request totals over the samples that covered several engines
+        self._busiest, self._mean = 0.0, 0.0
 
     def add(self, engines: Mapping[str, EngineLoad]) -> None:
         """Add a sample of every engine that reports. An empty sample is ignored."""

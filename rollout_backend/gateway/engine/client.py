@@ -58,14 +58,15 @@ from rollout_backend.rendering.token_bytes import Stop
 from rollout_backend.retry import retry
 
 ROUTING_HEADER = "X-SMG-Routing-Key"
-_RETRIED = frozenset({408, 429, 499})  # and every status that is not 4xx, and what a proxy answers
+# Every status that is not 4xx is also retried, and so is every answer of a proxy.
+_RETRIED = frozenset({408, 429, 499})
 _GATEWAY_ERRORS = frozenset({502, 504})
 _ENDS = ("stop", "length", "abort")
 _MESSAGE_CHARS = 500
 
-# Tokens per second that an engine reads and samples for one call at the least, unless it is busy with others.
+# Minimum tokens per second that an engine reads and samples for one call, unless it is busy with others.
 _SLOW_PREFILL, _SLOW_DECODE = 1000.0, 10.0
-_ABORT_S = 10.0  # limit for an engine to end an aborted request
+_ABORT_S = 10.0
 _exponential = wait_exponential_jitter(multiplier=0.25, max=15, jitter=0.25)
 _AFTER_ABORT_S = 1.0
 
@@ -98,7 +99,7 @@ class _Interrupted(_Aborted):
     """An attempt that ended after more tokens, or by a pause. Not counted: a long call spans many weight updates."""
 
 
-_TRANSIENT = (_Retry, NoEngineListed, aiohttp.ClientError, TimeoutError)  # errors that are retried
+_TRANSIENT = (_Retry, NoEngineListed, aiohttp.ClientError, TimeoutError)
 
 
 @dataclass
@@ -109,10 +110,11 @@ class _Partial:
     logprobs: list[float | None] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
     versions_known: bool = True
-    cached_tokens: int | None = None  # cache hit of the prompt, from the first attempt with tokens
+    cached_tokens: int | None = None
     finish: Mapping[str, Any] | None = None
-    routed: int = 0  # how many tokens of the prompt and of `token_ids` have known routing
-    experts: list[NDArray[np.uint8]] = field(default_factory=list)  # the part of the routing that this call requested
+    routed: int = 0
+    """Number of tokens of the prompt and of `token_ids` with known routing."""
+    experts: list[NDArray[np.uint8]] = field(default_factory=list)
 
     def close_attempt(self, reader: ReplyReader, start: int, stop: Stop | None, adapter: NamedAdapter | None) -> None:
         """Drop the tokens after `stop`, and add the versions of those that `reader` added, from number `start`."""
@@ -123,7 +125,8 @@ class _Partial:
             self.cached_tokens = reader.cached_tokens
         spans = reader.spans()
         if spans is None and adapter is not None and adapter.version is not None:
-            spans = [("", 0, reader.received)]  # the request named the version
+            # The request named the version.
+            spans = [("", 0, reader.received)]
         self.versions_known &= spans is not None
         self.versions += [
             VersionSpan(
@@ -318,7 +321,8 @@ class EngineClient:
         """Send one request, and add what it samples to `partial`."""
         progress, stops = request.progress, request.stops
         left = request.params["max_new_tokens"] - len(partial.token_ids)
-        if left <= 0:  # aborted at the last token
+        if left <= 0:
+            # The generation was aborted at its last token.
             partial.finish = {"type": "length"}
             return
         asked = _continued(request, partial, {**request.params, "max_new_tokens": left}, adapter)
@@ -457,7 +461,7 @@ class _SilenceWatch:
         self._engines = engines
         self._url = url
         self._silence_s = silence_s
-        # The first token needs the prompt to be read, and a whole reply all tokens. Even a slow engine is faster.
+        # The first token needs the whole prompt, and a whole reply needs all tokens. Even a slow engine is faster.
         self._first_s = silence_s + len(asked.prompt) / _SLOW_PREFILL
         self._answer_s = self._first_s + (0.0 if asked.stream else asked.params["max_new_tokens"] / _SLOW_DECODE)
         self._has_tokens = False
@@ -548,7 +552,8 @@ def _loads(data: bytes) -> Any:
     try:
         return orjson.loads(data)
     except ValueError:
-        return json.loads(data)  # orjson refuses NaN
+        # orjson refuses NaN.
+        return json.loads(data)
 
 
 async def _replies(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

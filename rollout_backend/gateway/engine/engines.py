@@ -57,15 +57,15 @@ class Engines:
         self.url = url.rstrip("/")
         self.urls: Collection[str] = ()
         self.hung: set[str] = set()
-        """Those of `urls` that accept calls and answer none."""
+        """Engines in `urls` that accept calls and answer none."""
         self._all_calls_direct = all_calls_direct
-        self._listed: asyncio.Event | None = None  # set once `poll` knows the engines
+        self._listed: asyncio.Event | None = None
         self._resumed = asyncio.Event()
         if not paused:
             self._resumed.set()
         self._running: set[asyncio.Task[Any]] = set()
         self.restart_limit_s = _RESTART_S
-        self.restart: asyncio.Task[None] | None = None  # the wait for a restarted router
+        self.restart: asyncio.Task[None] | None = None
 
     async def url_for(self, params: Mapping[str, Any], routing_key: str, failed: Collection[str] = ()) -> str:
         """Return the URL for a call with these sampling parameters: that of the router, or of an engine if the router
@@ -180,7 +180,8 @@ class Engines:
                         return
                     await asyncio.sleep(_RESTART_POLL_S)
         except TimeoutError:
-            pass  # an engine may have been lost as well
+            # An engine may have been lost as well.
+            pass
 
     async def close(self) -> None:
         if self.restart is not None:
@@ -213,12 +214,12 @@ class _Rank(BaseModel):
     num_running_reqs: int
     num_waiting_reqs: int
     max_running_requests: int = 0
-    num_used_tokens: int = 0  # tokens in the KV cache
+    num_used_tokens: int = 0
     max_total_num_tokens: int = 0
 
 
 class _Loads(BaseModel):
-    loads: list[_Rank]  # one entry per data-parallel rank
+    loads: list[_Rank]
 
 
 class _Worker(BaseModel):
@@ -231,8 +232,7 @@ class _Workers(BaseModel):
 
 
 async def _listed_engines(http: aiohttp.ClientSession, url: str) -> list[str] | None:
-    """Return the healthy engines of the router at `url`, or `url` itself if it is an engine; None if it does not
-    answer, so that nothing is known."""
+    """Return the router's healthy engines, or `url` itself if it is an engine; None if it does not answer."""
     try:
         async with http.get(f"{url}/workers") as response:
             if response.status >= 500:
@@ -240,7 +240,8 @@ async def _listed_engines(http: aiohttp.ClientSession, url: str) -> list[str] | 
             workers = _Workers.model_validate_json(await response.read()).workers
     except (aiohttp.ClientError, TimeoutError):
         return None
-    except ValidationError:  # an engine has no such page
+    except ValidationError:
+        # An engine has no such page.
         return [url]
     return [worker.url for worker in workers if worker.is_healthy]
 

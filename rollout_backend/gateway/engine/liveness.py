@@ -30,12 +30,12 @@ _ONE_TOKEN = EngineRequest([0], {"max_new_tokens": 1, "temperature": 0.0})
 
 
 class SamplingProbe:
-    """Probes one engine, again and again."""
+    """Probes one engine repeatedly."""
 
     def __init__(self, url: str, protocol: EngineProtocol) -> None:
         self._url = url
         self._protocol = protocol
-        self._counters: Any = None  # at the last probe; None if the engine did not report them
+        self._counters: Any = None
 
     async def state(self, http: aiohttp.ClientSession, timeout_s: float) -> EngineState:
         """Return "busy" if the engine's counters moved since the last probe or during this one, "sampling" if it
@@ -76,8 +76,9 @@ class HangDetector:
         self._protocol = protocol
         self._http = http
         self._silence_s = silence_s
-        self._answered: dict[str, float] = {}  # the loop's time of the last answer to a call, by URL
-        self._probed: dict[str, tuple[float, EngineState]] = {}  # the time and result of each engine's last probe
+        # By URL: the loop's time of the last answer to a call, and the time and result of the last probe.
+        self._answered: dict[str, float] = {}
+        self._probed: dict[str, tuple[float, EngineState]] = {}
         self._probes: dict[str, SamplingProbe] = {}
         self._running: dict[str, asyncio.Task[EngineState]] = {}
         self._recoveries: set[asyncio.Task[None]] = set()

@@ -37,7 +37,8 @@ from rollout_backend.rendering.segments import Completion
 from rollout_backend.rendering.token_bytes import StopStrings
 
 _SAMPLING = ("temperature", "top_p", "top_k", "seed")
-_MISSING_LOGPROB = -9999.0  # from vLLM, also for minus infinity
+# vLLM sends this for a missing logprob, and also for minus infinity.
+_MISSING_LOGPROB = -9999.0
 
 STREAM_INTERVAL = 8
 """Tokens per chunk of a stream. Each chunk costs the engine a message and the gateway a turn of its event loop."""
@@ -240,7 +241,8 @@ def covering(listed: Sequence[Mapping[str, Any]], n: int) -> list[Span] | None:
 
 # --- SGLang --------------------------------------------------------------------------------------------------------
 
-_IMAGES_STREAM_INTERVAL = 32  # each chunk repeats the prompt, so images need longer ones
+# Each chunk repeats the prompt, so images need longer chunks.
+_IMAGES_STREAM_INTERVAL = 32
 
 
 class SglangProtocol:
@@ -255,7 +257,8 @@ class SglangProtocol:
     def __init__(self, experts: ExpertShape | None = None, router: RouterKind = "sglang-router") -> None:
         """`experts` is the shape of the model's routing if it is recorded, otherwise None."""
         self._experts = experts
-        self.needs_direct_calls = experts is not None and router == "sglang-router"  # it drops the field
+        # sglang-router drops the field.
+        self.needs_direct_calls = experts is not None and router == "sglang-router"
 
     def body(self, request: EngineRequest) -> dict[str, Any]:
         images, params = request.images, request.params
@@ -265,7 +268,8 @@ class SglangProtocol:
             "input_ids": np.asarray(ids, dtype=np.int32),
             "sampling_params": params,
             "return_logprob": True,
-            "logprob_start_len": -1,  # 0 would disable the prefix cache
+            # 0 would disable the prefix cache.
+            "logprob_start_len": -1,
         }
         if images:
             body |= {"image_data": [placed.image.data_url for placed in images], "return_prompt_token_ids": True}
@@ -296,13 +300,13 @@ class SglangReader:
         self._prompt_tokens, self._experts_from = len(request.prompt), request.experts_from
         self._experts = experts
         self._meta: Mapping[str, Any] = {}
-        self._current: set[Any] = set()  # the engine's weight version in each chunk
+        self._current: set[Any] = set()
 
     def read(self, reply: Mapping[str, Any]) -> Tokens:
         """Return the new tokens of a whole reply, or of the next chunk.
 
-        Depending on the engine's settings, a chunk has all tokens of the reply or only those since the last chunk,
-        and its logprobs likewise. `completion_tokens` distinguishes the two.
+        Depending on the engine's settings, a chunk has the tokens and logprobs of the whole reply, or only those
+        since the last chunk. `completion_tokens` distinguishes the two.
         """
         if self._prompt is not None:
             _check_prompt(reply, self._prompt)
@@ -311,7 +315,8 @@ class SglangReader:
         finish, given = meta["finish_reason"], meta.get("output_token_logprobs") or []
         total = meta["completion_tokens"] if had else meta.get("completion_tokens", len(ids))
         ids = ids[had:] if len(ids) == total else ids
-        repeats = finish is not None and finish["type"] == "abort"  # perhaps, its last token
+        # An aborted reply may repeat its last token.
+        repeats = finish is not None and finish["type"] == "abort"
         if total < had or not 0 <= len(ids) - (total - had) <= repeats:
             raise ValueError(f"{len(ids)} tokens after {had}, and completion_tokens={total}")
         ids = ids[: total - had]
@@ -347,15 +352,18 @@ class SglangReader:
         if listed := self._meta.get("weight_versions"):
             return covering(listed, self.received)
         if len(self._current) > 1:
-            return None  # an interrupted stream during which the weights changed
+            # The weights changed during an interrupted stream.
+            return None
         version = self._meta.get("weight_version")
         return None if version is None else [(str(version), 0, self.received)]
 
 
 def _check_prompt(reply: Mapping[str, Any], prompt: Sequence[int]) -> None:
     if not reply["output_ids"]:
-        return  # aborted, perhaps before the prompt was built
-    saw = reply.get("prompt_token_ids")  # absent behind sglang-router, which drops the request for them
+        # The request was aborted, perhaps before the prompt was built.
+        return
+    # sglang-router drops the request for the ids, so they are absent behind it.
+    saw = reply.get("prompt_token_ids")
     length = len(saw) if saw is not None else reply["meta_info"].get("prompt_tokens")
     if length is None:
         raise PromptDiffers("the engine does not report the length of the prompt that it built from the images")
@@ -367,7 +375,8 @@ def _check_prompt(reply: Mapping[str, Any], prompt: Sequence[int]) -> None:
 
 # --- vLLM ----------------------------------------------------------------------------------------------------------
 
-_ID_PREFIX = "token_id:"  # prefix of the tokens in 0.24.0's logprobs
+# vLLM 0.24.0 prefixes the tokens in its logprobs.
+_ID_PREFIX = "token_id:"
 
 
 def _same(value: Any) -> Any:
@@ -405,9 +414,12 @@ class VllmProtocol:
     """
 
     path = "/inference/v1/generate"
-    abort_path: str | None = None  # it aborts when the connection closes
-    needs_direct_calls = True  # sglang-router and smg answer this path with 404
-    keepalive_s = 3.0  # the server closes idle connections after 5 s
+    # vLLM aborts a request when its connection closes.
+    abort_path: str | None = None
+    # sglang-router and smg answer this path with 404.
+    needs_direct_calls = True
+    # The server closes idle connections after 5 s.
+    keepalive_s = 3.0
     counters_path = "/metrics"
 
     def body(self, request: EngineRequest) -> dict[str, Any]:
@@ -427,7 +439,8 @@ class VllmProtocol:
         if request.adapter:
             body["model"] = request.adapter
         if request.stream:
-            params["stream_interval"] = STREAM_INTERVAL  # 0.24.0 ignores it
+            # vLLM 0.24.0 ignores this.
+            params["stream_interval"] = STREAM_INTERVAL
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         return body
 
@@ -447,7 +460,7 @@ class VllmReader:
         self.cached_tokens: int | None = None
         self.received = 0
         self._versions: list[Mapping[str, Any]] | None = None
-        self._version: str | None = None  # of all tokens
+        self._version: str | None = None
 
     def read(self, reply: Mapping[str, Any]) -> Tokens:
         usage = reply.get("usage") or {}

@@ -13,8 +13,7 @@ A request is a retry if its body equals that of an earlier request byte for byte
 - The earlier call was answered, but its client disconnected before it got the answer.
 
 Any other identical request is a new sample: agents repeat questions on purpose. A client that disconnects before the
-answer aborts its call, so its retry is sampled again. What a stream sampled before is kept, for a
-call that continues it.
+answer aborts its call, so its retry is sampled again. What a stream sampled is kept, for a call that continues it.
 
 A restarted gateway restores answered and unanswered attempts from its journal. It does not know which answers were
 delivered, so only requests that declare themselves retries get them.
@@ -45,13 +44,14 @@ _RETRY_COUNT, _IDEMPOTENCY_KEY = "x-stainless-retry-count", "idempotency-key"
 
 @dataclass(frozen=True)
 class RequestKey:
-    """Identifies a request by its digest."""
+    """Identifies a request by its digest, and its question by the digest of its messages and tools."""
 
     digest: bytes = b""
-    question: bytes = b""  # digest of its messages and tools
-    attempt: int = 0  # the number of retries before it, if its client counts them
-    is_declared: bool = False  # it declares itself a retry
-    is_keyed: bool = False  # it has an Idempotency-Key
+    question: bytes = b""
+    attempt: int = 0
+    """The number of retries before it, if its client counts them."""
+    is_declared: bool = False
+    is_keyed: bool = False
 
     @classmethod
     def of(cls, dialect: str, body: bytes, headers: Mapping[str, str], question: bytes = b"") -> Self:
@@ -68,20 +68,22 @@ class InFlightCall:
 
     call: ModelCall
     key: RequestKey = RequestKey()
-    brief: bool = True  # the event loop may render it
-    left_out: bool = False  # it is not trained
+    brief: bool = True
+    """True if the event loop may render the prompt."""
+    left_out: bool = False
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
-    prompt_tokens: int | None = None  # None until the prompt is rendered
+    prompt_tokens: int | None = None
     deltas: list[Delta] = field(default_factory=list)
     delivered: bool = False
-    restored: bool = False  # an earlier process answered it, and may not have delivered the answer
-    replies: list[RecordedReply] = field(default_factory=list)  # its recorded replies
-    sampled: list[tuple[Prompt, Completion]] = field(default_factory=list)  # of a stream; all that it sampled so far
-    aborted: bool = False  # no listener is left; its task may still be ending
-    given_up: bool = False  # aborted because its client disconnected
-    attempt: int = 0  # the latest one that joined it
-    task: asyncio.Future[Answer] = field(init=False)  # set by `start`
+    restored: bool = False
+    replies: list[RecordedReply] = field(default_factory=list)
+    sampled: list[tuple[Prompt, Completion]] = field(default_factory=list)
+    aborted: bool = False
+    """True if no listener is left. The task may still be ending."""
+    given_up: bool = False
+    attempt: int = 0
+    task: asyncio.Future[Answer] = field(init=False)
     _listeners: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -98,7 +100,7 @@ class InFlightCall:
             created=answer.created,
             prompt_tokens=answer.prompt_tokens,
             deltas=_deltas_of(answer),
-            delivered=True,  # assumed
+            delivered=True,
             restored=True,
         )
         call.task = asyncio.get_running_loop().create_future()
@@ -169,7 +171,8 @@ class InFlightCall:
         """
         self._listeners -= 1
         self.given_up = given_up and not self._listeners
-        if not self._listeners and self.call.stream and self.answered:  # a later listener gets whole deltas
+        # A later listener gets whole deltas.
+        if not self._listeners and self.call.stream and self.answered:
             self.deltas = _deltas_of(self.task.result())
         self.aborted = not self._listeners and self.task.cancel()
         return self.aborted
@@ -177,7 +180,8 @@ class InFlightCall:
     def _ended(self, task: asyncio.Future[Answer]) -> None:
         self.call = replace(self.call, messages=())
         if not task.cancelled():
-            task.exception()  # mark the exception as retrieved, in case there is no listener
+            # Mark the exception as retrieved, in case there is no listener.
+            task.exception()
         self._notify()
 
     def _notify(self) -> None:
@@ -197,9 +201,10 @@ class RetryCache:
     """The calls of one session that clients may retry."""
 
     def __init__(self) -> None:
-        self._calls: dict[bytes, list[InFlightCall]] = {}  # by digest
-        self._answered: deque[InFlightCall] = deque()  # latest last
-        self._failed: Counter[bytes] = Counter()  # attempts that failed and were not retried yet, by question
+        # Calls by digest; answered calls, oldest first; and by question, failed attempts that were not retried yet.
+        self._calls: dict[bytes, list[InFlightCall]] = {}
+        self._answered: deque[InFlightCall] = deque()
+        self._failed: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
         return sum(map(len, self._calls.values()))
@@ -225,7 +230,8 @@ class RetryCache:
             return None
         if asked.is_keyed:
             return joinable[-1]
-        if self._failed[joinable[-1].key.question]:  # this may be a retry of an attempt that got no answer
+        # This may be a retry of an attempt that got no answer.
+        if self._failed[joinable[-1].key.question]:
             return None
         earlier = [each for each in joinable if each.attempt < asked.attempt]
         before = [each for each in earlier if each.attempt == asked.attempt - 1] or earlier

@@ -28,7 +28,8 @@ Tools = Sequence[Mapping[str, Any]] | None
 Defaults = Mapping[str, Mapping[str, Any]]
 """The defaults of each tool's arguments."""
 
-_MAX_DEPTH = 200  # of a call's arguments, at which no encoder fails
+# No encoder fails on a call's arguments of this depth.
+_MAX_DEPTH = 200
 _INT64, _EXACT_DIGITS = 2**63, 22
 _MARKERS = (THINK, *OTHER_MARKERS)
 
@@ -172,7 +173,8 @@ def _arguments(text: str, defaults: Mapping[str, Any]) -> object:
     try:
         value = _ARGUMENTS.decode(text)
         if text.count("{") + text.count("[") > _MAX_DEPTH:
-            orjson.dumps(value)  # what it cannot encode may exceed the interpreter's stack in the digest
+            # A value that orjson cannot encode may exceed the interpreter's stack in the digest.
+            orjson.dumps(value)
     except (TypeError, ValueError, RecursionError):
         return text
     if isinstance(value, dict):

@@ -8,11 +8,11 @@ Invariants:
   same trajectory.
 - A message refers to an image by the hash of its bytes. The session stores the bytes once, from the first answered
   call that showed them.
-- A reply may come back as a beginning of what was sampled, if the agent stopped reading or dropped the rest. The call
-  continues it at the token that completes what came back, and the later tokens leave the row. They are trained in a
-  row of their own if another call continues them.
-- A stream that its client closes leaves a reply that is in no row until a call continues it.
-- Of equal replies, the latest with the repeated call ids or reasoning is continued.
+- A reply may come back cut short, if the agent stopped reading or dropped the rest. The call continues it at the
+  token that completes what came back, and the later tokens leave the row. They are trained in a row of their own if
+  another call continues them.
+- The reply of a stream that its client closed is in no row until a call continues it.
+- Among equal replies, a call continues the latest one whose call ids or reasoning it repeats.
 """
 
 from __future__ import annotations
@@ -41,14 +41,19 @@ from rollout_backend.gateway.sessions.comparison import (
 from rollout_backend.rendering.reply import PROBE, read_tokens
 from rollout_backend.rendering.segments import Completion, SegmentRecorder, TurnPosition
 
-if TYPE_CHECKING:  # transformers takes seconds to import, and the trainer's process needs no renderer
+# transformers takes seconds to import, and the trainer's process needs no renderer.
+if TYPE_CHECKING:
     from rollout_backend.rendering.guarded_renderer import RendererBundle
     from rollout_backend.rendering.segments import IntArray
 
-_CACHE_MIN_TOKENS, _CACHE_SHARE = 256, 0.5  # engines cache whole pages, but not the last page
-_KEPT = 4  # conversations kept, because an agent may alternate between several
-_EQUALS = 64  # the latest replies to one question that are compared with what came back, and closed streams kept
-_TEXT = b"text"  # in place of the digest of tools: a prompt that the agent wrote as text or tokens
+# Engines cache whole pages, but not the last page.
+_CACHE_MIN_TOKENS, _CACHE_SHARE = 256, 0.5
+# Number of conversations kept, because an agent may alternate between several.
+_KEPT = 4
+# Limits the replies to one question that are compared with what came back, and the closed streams kept.
+_EQUALS = 64
+# Replaces the digest of the tools if the agent wrote the prompt as text or tokens.
+_TEXT = b"text"
 
 Step = Callable[[bytes, Sequence[Message], int], bytes]
 """Function from the digest of the messages before an index to the digest that includes the message at that index. It
@@ -64,7 +69,7 @@ class PrefixMemo:
     """
 
     def __init__(self) -> None:
-        self._known: list[tuple[object, list[Message], list[bytes]]] = []  # latest last
+        self._known: list[tuple[object, list[Message], list[bytes]]] = []
 
     def chain(self, messages: Sequence[Message], step: Step, context: object = None) -> list[bytes]:
         """Return, for each message, the digest of the conversation up to it.
@@ -87,7 +92,8 @@ class PrefixMemo:
 def common_prefix(some: Sequence[Message], other: Sequence[Message]) -> int:
     """Return the number of leading messages that both lists have in common."""
     n = min(len(some), len(other))
-    if some[:n] == other[:n]:  # fast, because identical objects compare equal at once
+    # This is fast, because identical objects compare equal at once.
+    if some[:n] == other[:n]:
         return n
     return next((i for i in range(n) if some[i] != other[i]), n)
 
@@ -97,12 +103,13 @@ _Digests = tuple[_Digest, Defaults, list[_Digest]]
 
 
 class Continued(NamedTuple):
-    """The part of a reply that a call continues."""
+    """The part of a reply that a call continues: the reply's number in its session, and the message sent back."""
 
-    reply: int  # the number of the reply in its session
+    reply: int
     tokens: int
-    message: Message  # the reply as the agent sent it back
-    end: _Digest  # digest of the conversation up to it
+    message: Message
+    end: _Digest
+    """Digest of the conversation up to the reply."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +121,12 @@ class Prompt:
     tools_digest: _Digest
     chain: list[_Digest]
     split_reason: str
-    known: int = 0  # number of ids that belong to the conversation that this call continues
-    continues: int | None = None  # the segment of that conversation
+    # How many ids belong to the conversation that this call continues, and the segment of that conversation.
+    known: int = 0
+    continues: int | None = None
     continued: Continued | None = None
     defaults: Defaults = field(default_factory=dict)
-    images: Sequence[PlacedImage] = ()  # in the order of their tokens
+    images: Sequence[PlacedImage] = ()
 
 
 def is_cache_break(known: int, cached: int) -> bool:
@@ -132,14 +140,16 @@ def is_cache_break(known: int, cached: int) -> bool:
 
 @dataclass(frozen=True)
 class _Reply:
-    """A sampled reply. `place` or `prompt` says what it follows."""
+    """A sampled reply. It has a `place` in a segment, or a `prompt` instead if its client closed the stream."""
 
     ids: IntArray
-    place: TurnPosition | None = None  # in a segment that holds its first tokens
-    prompt: Prompt | None = None  # if no segment holds it: its client closed the stream
-    rest: Completion | None = None  # its last tokens, which no segment holds
-    asked: int = 0  # number of messages before it, or of characters if the prompt was text
-    end: _Digest = b""  # digest of the conversation, including the whole reply
+    place: TurnPosition | None = None
+    prompt: Prompt | None = None
+    rest: Completion | None = None
+    """The last tokens, which no segment holds."""
+    asked: int = 0
+    """Number of messages before the reply, or of characters if the prompt was text."""
+    end: _Digest = b""
     left_out: bool = False
 
 
@@ -147,21 +157,28 @@ class _Reply:
 class RecordedTurn:
     """The delta that a call adds to a session. Its size does not grow with the history."""
 
-    extends: int | None  # the segment that the prompt starts with
-    given: Sequence[int]  # tokens of the prompt after that segment
+    # The segment that the prompt starts with, and the tokens of the prompt after it.
+    extends: int | None
+    given: Sequence[int]
     completion: Completion
-    kept: int  # how many messages of that segment this conversation shares
-    messages: Sequence[Message]  # the later messages; the last one is the reply
+    # How many messages of that segment this conversation shares, and the later ones, with the reply if there is one.
+    kept: int
+    messages: Sequence[Message]
     split_reason: str
     tools_digest: _Digest
-    asked: _Digest  # digest of the conversation before the reply
-    end: _Digest  # digest of the conversation, including the reply
-    seen: Sequence[_Digest]  # prefixes of the request that are new in the session
-    spans: Sequence[ImageSpan] = ()  # placement of the images within `given`
-    images: Sequence[Image] = ()  # new in the session
-    continued: Continued | None = None  # None if this turn changes nothing about the reply that it continues
-    is_closed: bool = False  # the client closed the stream, so `messages` has no reply
-    left_out: bool = False  # not trained
+    # Digests of the conversation before the reply, and including it.
+    asked: _Digest
+    end: _Digest
+    seen: Sequence[_Digest]
+    """Prefixes of the request that are new in the session."""
+    # Placement of the images within `given`, and the images that are new in the session.
+    spans: Sequence[ImageSpan] = ()
+    images: Sequence[Image] = ()
+    continued: Continued | None = None
+    """None if this turn changes nothing about the reply that it continues."""
+    is_closed: bool = False
+    """True if the client closed the stream, so `messages` has no reply."""
+    left_out: bool = False
 
     @property
     def opened(self) -> str | None:
@@ -189,18 +206,22 @@ class Conversations:
         self._sampled: list[_Reply] = []
         # The number of a reply and how many of its tokens, by tools, conversation and `_marks`.
         self._turns: dict[tuple[_Digest, _Digest, object], tuple[int, int]] = {}
-        self._answers: dict[tuple[_Digest, _Digest], list[int]] = {}  # by tools and conversation
-        self._texts: list[int] = []  # replies to prompts that the agent wrote as text or tokens
-        self._closed: list[int] = []  # replies whose client closed the stream, without those that a call continues
+        # The numbers of replies, by tools and conversation.
+        self._answers: dict[tuple[_Digest, _Digest], list[int]] = {}
+        self._texts: list[int] = []
+        # Replies whose client closed the stream and that no call continues.
+        self._closed: list[int] = []
         self._left_out: list[TurnPosition] = []
-        self.forgotten = 0  # replies of closed streams that were removed
-        self._replies: set[_Digest] = set()  # recorded conversations, regardless of tools
-        self._seen: set[_Digest] = set()  # every prefix of an answered request
-        self._said: dict[int, Sequence[Message]] = {}  # the conversation of each segment
+        self.forgotten = 0
+        # Recorded conversations, regardless of tools, and every prefix of an answered request.
+        self._replies: set[_Digest] = set()
+        self._seen: set[_Digest] = set()
+        self._said: dict[int, Sequence[Message]] = {}
         self._images: dict[str, Image] = {}
         self._prepared = PrefixMemo()
-        self._offered: tuple[bytes, _Digest, Defaults] = b"", b"", {}  # the tools of the latest call
-        self._latest: tuple[Sequence[Message], Tools, _Digests] = (), None, (b"", {}, [])  # each call asks twice
+        # The tools of the latest call, and its digests, for which each call asks twice.
+        self._offered: tuple[bytes, _Digest, Defaults] = b"", b"", {}
+        self._latest: tuple[Sequence[Message], Tools, _Digests] = (), None, (b"", {}, [])
 
     def unseen(self, images: Mapping[str, Image]) -> list[Image]:
         """Return the images that no answered call contained."""
@@ -217,7 +238,7 @@ class Conversations:
 
     @property
     def closed(self) -> int:
-        """How many replies have a client that closed the stream, and no call that continues them."""
+        """Return the number of replies whose client closed the stream and that no call continues."""
         return len(self._closed) + self.forgotten
 
     def recorded(self, turn: RecordedTurn) -> RecordedReply:
@@ -294,8 +315,8 @@ class Conversations:
     def _shared(
         self, prompt: str | tuple[int, ...], number: int, silent: frozenset[int]
     ) -> tuple[int, int, int, str]:
-        """Return how much of a prompt is an earlier one with the tokens of its reply, how many these are, the reply's
-        number, and the text after it."""
+        """Return how much of a prompt repeats an earlier prompt and its reply: the length of that part, how many of
+        the reply's tokens it has, the reply's number, and the text after it."""
         reply = self._sampled[number]
         assert reply.place is not None
         if isinstance(prompt, tuple):
@@ -313,7 +334,8 @@ class Conversations:
             if token in silent or not text.startswith(spelled, at):
                 break
             at += len(spelled)
-            if text[at : at + 1] < b"\x80" or text[at : at + 1] >= b"\xc0":  # not within a character
+            # A token that ends within a character does not count.
+            if text[at : at + 1] < b"\x80" or text[at : at + 1] >= b"\xc0":
                 found = at, i + 1
         at, tokens = found
         return len(asked) + at, tokens, number, text[at:].decode(errors="surrogatepass")
@@ -439,7 +461,7 @@ class Conversations:
         return part
 
     def _apply(self, part: Continued, tools_digest: _Digest) -> None:
-        """Let segments hold as many tokens of a reply as a call continues, and find the reply by that part."""
+        """Make segments hold as many tokens of a reply as a call continues, and index the reply by that part."""
         reply, recorder = self._sampled[part.reply], self.recorder
         rest = 0 if reply.rest is None else len(reply.rest.token_ids)
         held = len(reply.ids) - rest
@@ -478,7 +500,8 @@ class Conversations:
 
     def _hold(self, place: TurnPosition, messages: Sequence[Message]) -> None:
         self._said[place.segment] = messages
-        if place.opened and place.segment:  # the segment before it now shares its messages with others
+        # The segment before a new one now shares its messages with others.
+        if place.opened and place.segment:
             self._said[place.segment - 1] = self.recorder.messages(place.segment - 1)
 
     def _find(
@@ -618,8 +641,7 @@ class Conversations:
             self._left_out.append(place)
 
     def _digests(self, messages: Sequence[Message], tools: Tools) -> _Digests:
-        """Return the digest of the tools, the defaults of their arguments, and for each message the digest of the
-        conversation up to it."""
+        """Return the tools' digest and argument defaults, and the digest of the conversation up to each message."""
         latest_messages, latest_tools, digests = self._latest
         if messages is latest_messages and tools is latest_tools:
             return digests
@@ -628,7 +650,8 @@ class Conversations:
             digest, defaults = _digest(b"tools", tools or []), defaults_of(tools)
             self._offered = text, digest, defaults
         with_ids = self._bundle.renders_call_ids
-        named = messages if with_ids else _with_tool_names(messages)  # without ids, the tool identifies a result
+        # Without call ids, the tool identifies a result.
+        named = messages if with_ids else _with_tool_names(messages)
         step = partial(_compared_digest, defaults=defaults, with_ids=with_ids)
         digests = digest, defaults, self._prepared.chain(named, step, digest)
         self._latest = messages, tools, digests
@@ -643,18 +666,18 @@ class Conversations:
         ends = [i for i, digest in enumerate(chain[:-1]) if digest in self._replies or digest == read]
         if ends:
             if any(message["role"] == "assistant" for message in messages[ends[-1] + 1 :]):
-                return "history_rewritten"  # the agent changed a later reply
+                return "history_rewritten"
             known = chain[ends[-1]] == read or (tools_digest, chain[ends[-1]], None) in self._turns
             return "rerendered" if known else "tools_changed"
         if chain[-1] in self._seen:
-            return "branched"  # the same request again
+            return "branched"
         # More than a system message is shared, so the agent edited or dropped later messages.
         spoken = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages) - 1)
         return "history_rewritten" if chain[spoken] in self._seen else "new_conversation"
 
 
 def _marks(reply: Message) -> list[object]:
-    """Return the marks by which equal replies are told apart, best first: ids of calls, reasoning, None for any."""
+    """Return the marks that distinguish equal replies, best first: call ids, reasoning, and None for any reply."""
     ids = tuple(call.get("id") for call in reply.get("tool_calls") or ())
     return [*filter(None, (ids, reasoning_of(reply))), None]
 
@@ -672,7 +695,7 @@ def _with_tool_names(messages: Sequence[Message], start: int = 0) -> list[Messag
 
     The name comes from the latest earlier call with the result's id. A result without such a call is not changed.
     """
-    names: dict[str | None, str] = {}  # by the call's id
+    names: dict[str | None, str] = {}
     named = list(messages)
     for i, message in enumerate(messages):
         if message["role"] == "tool":
@@ -690,7 +713,8 @@ def _compared_digest(
     message = messages[i]
     reasoning = reasoning_of(message)
     if reasoning and message.get("tool_calls") and message.get("content") == reasoning:
-        message = {**message, "content": ""}  # Copilot repeats it as the text of a reply that only calls tools
+        # Copilot repeats the reasoning as the text of a reply that only calls tools.
+        message = {**message, "content": ""}
     return _digest(before, compared(message, defaults, with_ids=with_ids))
 
 

@@ -62,9 +62,10 @@ from rollout_backend.rendering.segments import Completion, TurnPosition
 
 _PARTS = ("sessions", "closed", "journal_id")
 _HEAD = struct.Struct("<II")
-_WAIT_S = 15.0  # seconds for the previous gateway to send its last answers and exit
+# Seconds for the previous gateway to send its last answers and exit.
+_WAIT_S = 15.0
 OPEN_FILES = 512
-_COMPACT_FROM = 1000  # expired names before the file is compacted
+_COMPACT_FROM = 1000
 
 Record = dict[str, Any]
 
@@ -92,7 +93,8 @@ def prepare(folder: Path, wait_s: float = _WAIT_S) -> str:
         for each in (folder.parent, folder):
             each.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _lock(folder, wait_s):
-            if not all((folder / each).exists() for each in _PARTS):  # new, or incomplete and therefore lost
+            # The folder is new, or incomplete and therefore lost.
+            if not all((folder / each).exists() for each in _PARTS):
                 (folder / "sessions").mkdir(exist_ok=True, mode=0o700)
                 write_file(folder / "closed", b"", private=True)
                 write_file(folder / "journal_id", secrets.token_hex(8).encode(), private=True)
@@ -132,7 +134,8 @@ class SessionJournal:
         """Raise ConfigError if the folder cannot be used, or another gateway holds it."""
         self._sessions = folder / "sessions"
         self._closed_file = folder / "closed"
-        self._open: dict[str, int] = {}  # descriptors, least recently used first
+        # Descriptors, least recently used first.
+        self._open: dict[str, int] = {}
         try:
             self._lock = _lock(folder, 0.0)
             self.journal_id = (folder / "journal_id").read_text()
@@ -156,7 +159,7 @@ class SessionJournal:
         descriptor = self._open.pop(name, None)
         if descriptor is None:
             descriptor = _open(self._sessions / name)
-        self._open[name] = descriptor  # most recently used last
+        self._open[name] = descriptor
         if len(self._open) > OPEN_FILES:
             os.close(self._open.pop(next(iter(self._open))))
         _write(descriptor, _frame(record))
@@ -227,7 +230,8 @@ def _write(descriptor: int, data: bytes) -> None:
         while written < len(data):
             written += os.write(descriptor, data[written:] if written else data)
     except OSError:
-        if written:  # otherwise later records would follow a truncated one and be lost with it
+        # Otherwise later records would follow a truncated one and be lost with it.
+        if written:
             os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
         raise
 

@@ -40,12 +40,15 @@ from rollout_backend.logs import report_failure
 from rollout_backend.rendering.guarded_renderer import RendererBundle
 
 _FETCH_PAUSE_S = 0.25
-_FETCHABLE_S = 600.0  # after the seal; the wrapper retries for 30 s once a restarted gateway is back
+# Seconds after the seal. Once a restarted gateway is back, the wrapper retries for 30 s.
+_FETCHABLE_S = 600.0
 _MAX_HEARD = 100_000
-MAX_UNANSWERED = 20_000  # calls of one session: 2 MB of its journal, and as much memory
+# Calls of one session. They take 2 MB of its journal, and as much memory.
+MAX_UNANSWERED = 20_000
 _WITHOUT_ANSWER = {"asked": 1, "dropped": 1, "answered": -1}
-_TOO_MANY = b""  # in place of questions
-_READ_FROM_BYTES = 100_000  # smaller trajectories are below any limit
+_TOO_MANY = b""
+# Smaller trajectories are below any limit.
+_READ_FROM_BYTES = 100_000
 
 log = logging.getLogger(__name__)
 
@@ -54,29 +57,32 @@ log = logging.getLogger(__name__)
 class OpenSession:
     """One session that is not sealed or revoked yet, and its calls in flight, which may outlive that."""
 
-    claims: SessionClaims  # of its first key
+    claims: SessionClaims
+    """The claims of its first key."""
     conversations: Conversations
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
-    started: int = 0  # choices started so far
-    sampled_tokens: int = 0  # of answered calls
-    text_bytes: int = 0  # of their messages, in memory and in the journal; no template has to render all of them
+    # Choices started so far, and tokens of answered calls.
+    started: int = 0
+    sampled_tokens: int = 0
+    text_bytes: int = 0
+    """Size of their messages, in memory and in the journal. No template has to render all of them."""
     retries: RetryCache = field(default_factory=RetryCache)
     requests: RequestMemo = field(default_factory=RequestMemo)
     share: SessionShare = field(default_factory=SessionShare)
-    unanswered: set[bytes] = field(default_factory=set)  # failed on our side and not repeated yet
-    lost_constrained: bool = False  # an engine broke off a constrained call, perhaps because of its grammar
-    undelivered: set[InFlightCall] = field(default_factory=set)  # answered, but received by no client yet
+    unanswered: set[bytes] = field(default_factory=set)
+    lost_constrained: bool = False
+    undelivered: set[InFlightCall] = field(default_factory=set)
     expires_at: float = 0.0
     journal: Callable[[OpenSession, Record], None] | None = None
     is_open: bool = True
-    _without_answer: int = 0  # records of calls that have none
+    _without_answer: int = 0
     _lost_count: bool = False
 
     def write(self, record: Record) -> None:
         """Append a record to the journal, if there is one and the session is open.
 
-        Of calls without an answer, it keeps a limited number. A session that has more was refused for hours, or is
-        hostile; if the gateway restarts, it counts as one with a lost call.
+        The journal keeps a limited number of calls without an answer. A session that has more was refused for hours,
+        or is hostile; if the gateway restarts, it counts as one with a lost call.
 
         Raises:
             ApiError: status 503 if the record cannot be written; this also closes the session.
@@ -108,8 +114,9 @@ class _SealedSession:
     trajectory: asyncio.Task[bytes]
     at: float
     expires_at: float
-    share: SessionShare  # apart from that of its calls, which may still end
-    next_fetch: float = -math.inf  # the loop's time
+    share: SessionShare
+    """Separate from the share of its calls, which may still be ending."""
+    next_fetch: float = -math.inf
 
     def close(self) -> None:
         self.trajectory.cancel()
@@ -138,7 +145,7 @@ class SessionRegistry:
         self._stats = stats or GatewayStats()
         self._max_session_calls = max_session_calls
         self.cpu = CpuShares(lambda: len(self._sessions))
-        self._revoked: set[str] = set()  # the closed sessions that the trainer stopped
+        self._revoked: set[str] = set()
         self._max_result_bytes = max_result_bytes
         self._experts = experts
         self._bundle = bundle
@@ -149,9 +156,10 @@ class SessionRegistry:
         self._sessions: dict[str, OpenSession | _SealedSession] = {}
         self._restoring: dict[str, asyncio.Task[None]] = {}
         self._journal = journal
-        self._beats: set[str] = set()  # since the last call of `take_heartbeats`
+        # Sessions that sent heartbeats or calls since the last call of `take_heartbeats`.
+        self._beats: set[str] = set()
         self._calls: set[str] = set()
-        self._closed = dict(journal.closed) if journal is not None else {}  # name -> remembered until
+        self._closed = dict(journal.closed) if journal is not None else {}
 
     @property
     def _open(self) -> list[OpenSession]:
@@ -226,13 +234,12 @@ class SessionRegistry:
         try:
             return await asyncio.shield(session.trajectory)
         except asyncio.CancelledError:
-            if session.trajectory.cancelled():  # revoked in the meantime
+            if session.trajectory.cancelled():
                 raise session_closed("revoked") from None
             raise
 
     async def wait_turn(self, claims: SessionClaims) -> None:
-        """Let a session fetch its trajectory some times per second. A client that repeats this without a pause would
-        take the event loop from others."""
+        """Pace trajectory fetches. A client that repeats them without a pause would starve other sessions."""
         session, now = self._find(claims), asyncio.get_running_loop().time()
         if isinstance(session, _SealedSession):
             turn = max(now, session.next_fetch)
@@ -261,7 +268,8 @@ class SessionRegistry:
         calls = self._close_all(over)
         self._closed = {name: until for name, until in self._closed.items() if until > now}
         self._revoked &= self._closed.keys()
-        if len(self._calls) > _MAX_HEARD:  # the trainer does not poll
+        # Without a trainer that polls, these sets only grow.
+        if len(self._calls) > _MAX_HEARD:
             self.take_heartbeats()
         if self._journal is not None:
             try:
@@ -314,7 +322,7 @@ class SessionRegistry:
             session = self._new_session(claims)
             read = await session.share.cpu.run(_replay, session, journal.read, name, tokenizes=False)
             journal.take(name)
-            if name in self._closed:  # it was revoked in the meantime
+            if name in self._closed:
                 return
             self._sessions[name] = session
             for key, answer in read.answers:
@@ -348,8 +356,7 @@ class SessionRegistry:
         return sealed
 
     def _close_all(self, sessions: Mapping[str, float]) -> list[asyncio.Task[Any]]:
-        """Keep only the names of these sessions, each until the given time or longer. Return their calls, which end
-        soon."""
+        """Keep only these sessions' names, until the given times or longer. Return their calls, which end soon."""
         calls: list[asyncio.Task[Any]] = []
         for name, until in sessions.items():
             session = self._sessions.pop(name, None)
@@ -391,20 +398,22 @@ class SessionRegistry:
 
 
 class _Replayed(NamedTuple):
-    answers: Sequence[tuple[RequestKey, Answer]]  # the latest ones
+    answers: Sequence[tuple[RequestKey, Answer]]
     sealed: Record | None
 
 
 def _replay(session: OpenSession, read: Callable[[str], Iterable[Record]], name: str) -> _Replayed:
     """Apply the records of a session, except for its answers: their futures belong to the event loop."""
-    unanswered: Counter[bytes] = Counter()  # attempts since the last answer, by question
-    attempts: Counter[bytes] = Counter()  # attempts without an answer, by question
+    # By question: attempts since the last answer, and attempts without an answer.
+    unanswered: Counter[bytes] = Counter()
+    attempts: Counter[bytes] = Counter()
     answers: deque[tuple[RequestKey, Answer]] = deque(maxlen=MAX_ANSWERS)
     for record in read(name):
         match record["kind"]:
             case "asked":
                 unanswered[record["call"]] += 1
-                if not record.get("is_retry"):  # a retry belongs to an attempt that is already counted
+                # A retry belongs to an attempt that is already counted.
+                if not record.get("is_retry"):
                     attempts[record["call"]] += 1
             case "dropped":
                 for turn in journals.turns(record):
