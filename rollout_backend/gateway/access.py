@@ -56,7 +56,7 @@ def needed_files(calls: int, sessions: int = 0) -> int:
 
 
 def allow_files(calls: int) -> None:
-    """Raise this process's limit on open files as far as it may be useful. A shell's default is 1024.
+    """Raise this process's limit on open files as far as is useful. A shell's default is 1024.
 
     Raises:
         ConfigError: the hard limit is below what this many concurrent calls need.

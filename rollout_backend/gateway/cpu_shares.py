@@ -182,7 +182,7 @@ def charged_task(work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
 
 
 class _Metered(Generic[_T]):
-    """A coroutine each of whose steps is charged to a session."""
+    """A coroutine whose steps are charged to a session."""
 
     def __init__(self, work: Coroutine[Any, Any, _T], share: CpuShare) -> None:
         self._work, self._share = work, share

@@ -1,4 +1,4 @@
-"""Bound what one session may use of a gateway process, so that it does not slow down other sessions.
+"""Limit one session's use of a gateway process, so that it does not slow down other sessions.
 
 Invariants:
 
@@ -25,7 +25,7 @@ from rollout_backend.gateway.cpu_shares import CpuShare, CpuShares
 
 _T = TypeVar("_T")
 MAX_REQUESTS = 1024
-"""Open requests of one session, beyond which it is answered 429."""
+"""Maximum number of open requests of one session; further requests get status 429."""
 _RETRY_S = 1
 _BRIEF_BYTES, _BRIEF_OBJECTS = 128 * 1024, 512
 # A small image may have many pixels to convert. No client writes ASCII letters as escapes, except to hide them.

@@ -147,7 +147,7 @@ class EngineUse(BaseModel):
 
     @property
     def needed(self) -> int | None:
-        """Return how many engines would have needed no queue for these requests; None if too few samples had one."""
+        """Return how many engines would have run these requests without a queue; None if too few samples had one."""
         if self.full_batch is None:
             return None
         return max(self.engines, math.ceil((self.running + self.waiting) / self.full_batch))

@@ -84,7 +84,7 @@ class _Retry(Exception):
 
 
 class _Cut(_Retry):
-    """The connection to the engine broke while it answered, or a proxy reports so."""
+    """The connection to the engine broke during its answer, or a proxy reports that it did."""
 
 
 class _Silent(_Cut):
@@ -96,7 +96,7 @@ class _Aborted(_Retry):
 
 
 class _Interrupted(_Aborted):
-    """An attempt that ended after more tokens, or by a pause. Not counted: a long call spans many weight updates."""
+    """An attempt that added tokens or was paused. It is not counted: a long call spans many weight updates."""
 
 
 _TRANSIENT = (_Retry, NoEngineListed, aiohttp.ClientError, TimeoutError)
@@ -406,7 +406,7 @@ class EngineClient:
         the engine is silent."""
         assert self._http is not None, "not started"
         assert self._hangs is not None
-        # Streamed, because images make it long.
+        # The body is streamed, because images make it long.
         written = io.BytesIO(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY))
         headers = {ROUTING_HEADER: asked.routing_key, "Content-Type": "application/json"}
         response: aiohttp.ClientResponse | None = None
@@ -451,7 +451,7 @@ class EngineClient:
 
 
 class _SilenceWatch:
-    """Cuts an attempt if its engine is silent. It takes a task only once there is silence."""
+    """Cuts an attempt if its engine is silent. It creates a task only after a silence."""
 
     def __init__(
         self, hangs: HangDetector, engines: Engines, url: str, asked: EngineRequest, silence_s: float
@@ -538,8 +538,8 @@ def _continued(
 
 @contextlib.contextmanager
 def _read_by(protocol: EngineProtocol, partial: _Partial) -> Iterator[None]:
-    """Raise _Retry if the protocol's reader cannot read a reply, or EngineUnavailable if it gave tokens before, which
-    may be wrong."""
+    """Raise _Retry if the protocol's reader cannot read a reply, or EngineUnavailable if it returned tokens before,
+    which may be wrong."""
     had = len(partial.token_ids)
     try:
         yield

@@ -3,17 +3,17 @@
 A router re-encodes the body of `/generate` and keeps only the fields it knows. sglang-router 0.3.2 and smg 1.13.0
 drop `structural_tag` and `logit_bias`; sglang-router also drops `return_prompt_token_ids` and
 `return_routed_experts`. Calls that need one of these fields bypass the router. So does each call with a grammar,
-because a router repeats it at other engines if it ends one, and all calls to vLLM: its token endpoint is a 404 there.
-The router's `/workers` lists the engines; each reports its load at `/v1/loads`, because sglang-router's own
-`/get_loads` uses a page that SGLang 0.5.23 no longer has.
+because a router repeats it at other engines if it ends one. All calls to vLLM do, because routers answer its token
+endpoint with 404. The router's `/workers` lists the engines; each reports its load at `/v1/loads`, because
+sglang-router's own `/get_loads` uses a page that SGLang 0.5.23 no longer has.
 
 Invariants:
 
 - All direct calls of a session go to the same engine while the router lists it, to hit its prefix cache.
 - A call that must bypass the router waits until the engines are known, and never reaches the router instead.
 - An engine that does not report its load only causes one log line.
-- A hung engine gets direct calls only if all engines hang. While one does, all calls bypass the router, which would
-  keep sessions there.
+- A hung engine gets direct calls only if all engines hang. While one hangs, all calls bypass the router, which
+  would keep sending sessions to it.
 - Once `Engines.pause` has returned, no request to an engine is in flight, and none begins before `resume`.
 """
 
@@ -49,7 +49,7 @@ class NoEngineListed(Exception):
 class Engines:
     """The engines behind `url`, a router or an engine, and the calls of one gateway process to them.
 
-    `poll` updates `urls`; without it, `url` is taken for an engine. With `all_calls_direct`, every call bypasses the
+    `poll` updates `urls`; without it, `url` is treated as an engine. With `all_calls_direct`, every call bypasses the
     router.
     """
 
@@ -71,7 +71,7 @@ class Engines:
         """Return the URL for a call with these sampling parameters: that of the router, or of an engine if the router
         would drop some of them, reject the call, or repeat a grammar that ended an engine.
 
-        An engine that hangs or is in `failed` is selected only if all engines do or are.
+        An engine that hangs or is in `failed` is selected only if there is no other.
 
         Raises:
             NoEngineListed: the call must bypass the router, which lists no healthy engine.

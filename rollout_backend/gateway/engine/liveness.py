@@ -67,7 +67,7 @@ class SamplingProbe:
 
 
 class HangDetector:
-    """Finds the hung engines of one gateway for its silent calls, and keeps `engines.hung` current."""
+    """Detects hung engines for the silent calls of one gateway, and keeps `engines.hung` current."""
 
     def __init__(
         self, engines: Engines, protocol: EngineProtocol, http: aiohttp.ClientSession, silence_s: float

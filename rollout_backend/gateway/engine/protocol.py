@@ -76,7 +76,7 @@ class EngineRequest:
     experts_from: int | None = None
     """Index of the first token whose routing is wanted (mixture of experts); None if no routing is wanted."""
     adapter: str = ""
-    """The LoRA adapter to sample with; `body` needs the engine's name of it. Empty for the base model."""
+    """The LoRA adapter to sample with; `body` needs the engine's name for it. Empty for the base model."""
     deadline: float = math.inf
     """Time of the event loop at which the call ends, if that is before the client's own limit."""
 

@@ -6,7 +6,7 @@ Invariants:
   a tool call's arguments, the order of their keys, how a number is written (JavaScript writes 1.0 as 1), defaults of
   the tool's schema filled in, tool call ids that the template does not render, and fields that no template renders.
 - Reasoning is not compared, whether it is a field or markup before the content, because most agents do not send it
-  back. It only tells equal replies apart, and is all that is left of a reply that was cut in its reasoning.
+  back. It only distinguishes equal replies, and is all that is left of a reply that was cut in its reasoning.
 - An agent read the beginning of a reply if it sends back the beginning of its content, or all of its content and the
   first of its calls. That part ends at the token that completes it, as at a stop string.
 """
@@ -35,7 +35,7 @@ _MARKERS = (THINK, *OTHER_MARKERS)
 
 
 def compared(message: Message, defaults: Defaults, *, with_ids: bool) -> list[object]:
-    """Return what is compared of a message, as JSON."""
+    """Return the compared parts of a message, as JSON."""
     answers = message.get("tool_call_id") if with_ids else None
     content = message.get("content") or ""
     if message["role"] == "assistant" and isinstance(content, str):
@@ -61,7 +61,7 @@ def _calls(message: Message, defaults: Defaults, *, with_ids: bool) -> list[list
 
 
 def _without_markup(content: str, *, closed: bool = False) -> tuple[str, str]:
-    """Return the reasoning with which a content begins, and the rest. `closed` ignores reasoning without an end."""
+    """Return the reasoning at the start of a content, and the rest. `closed` ignores reasoning without an end."""
     for markers in _MARKERS:
         reasoning, end = split(content, markers, opened=False) or ("", None)
         if end is not None:
@@ -75,7 +75,7 @@ def _without_markup(content: str, *, closed: bool = False) -> tuple[str, str]:
 
 
 class _Part(NamedTuple):
-    """What is compared of a reply or of its beginning."""
+    """The compared parts of a reply or of its beginning."""
 
     reasoning: str
     content: str
@@ -143,7 +143,7 @@ def count_tokens_read(
 
 
 def _sent_back(back: Message, whole: _Part, defaults: Defaults) -> _Part | None:
-    """Return which beginning of `whole` the agent sent back; None if it sent something else."""
+    """Return the beginning of `whole` that the agent sent back; None if it sent something else."""
     sent = _Part.of(back, defaults)
     if sent is None:
         return None
@@ -151,7 +151,7 @@ def _sent_back(back: Message, whole: _Part, defaults: Defaults) -> _Part | None:
 
 
 def _readings(sent: _Part, reasoning: str) -> Iterator[_Part]:
-    """Yield a message, and what it is if its content shows the reasoning as text, with or without markup."""
+    """Yield a message, and its variants without the reasoning that its content shows, with or without markup."""
     yield sent
     marked, content = _without_markup(sent.content)
     if marked or content != sent.content:

@@ -292,7 +292,7 @@ class Conversations:
     def prepare_text(self, prompt: str | tuple[int, ...], silent: frozenset[int]) -> Prompt:
         """Return a prompt that the agent wrote as text or tokens. It may begin with an earlier prompt and its reply.
 
-        `silent` are the tokens that are left out of the text of a reply.
+        The tokens in `silent` are left out of the text of a reply.
         """
         tokenizer = self._bundle.tokenizer
         messages = [{"role": "user", "content": prompt if isinstance(prompt, str) else self._bundle.decode(prompt)}]

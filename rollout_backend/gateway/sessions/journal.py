@@ -291,7 +291,7 @@ def _lock(folder: Path, wait_s: float) -> Any:
 
 
 def turns(record: Record) -> list[RecordedTurn]:
-    """Return the turns that a record adds; none unless the record is of a call that sampled."""
+    """Return the turns that a record adds; none if its call sampled nothing."""
     return [_turn_of(turn) for turn in record.get("turns", ())]
 
 

@@ -247,7 +247,7 @@ class SessionRegistry:
             await asyncio.sleep(turn - now)
 
     def share(self, claims: SessionClaims) -> SessionShare:
-        """Return what the session of a key uses of this process. Raises ApiError (410) if it was revoked."""
+        """Return the share of this process that a key's session uses. Raises ApiError (410) if it was revoked."""
         return self._find(claims).share
 
     async def revoke(self, session_ids: Iterable[str]) -> None:
@@ -313,7 +313,7 @@ class SessionRegistry:
         return session
 
     async def _restore(self, claims: SessionClaims) -> None:
-        """Read what an earlier process recorded of the session, once. Its size is the agent's choice."""
+        """Restore what an earlier process recorded of the session, once. The agent determines its size."""
         name, journal = claims.session_id, self._journal
         if name in self._closed or name in self._sessions or journal is None or not journal.is_left(name):
             return
