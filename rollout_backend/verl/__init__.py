@@ -4,7 +4,8 @@
 +actor_rollout_ref.rollout.custom.rollout_backend=config.yaml
 """
 
-from rollout_backend.verl import advantage as advantage  # registers the estimators
+# Importing the module registers the estimators.
+from rollout_backend.verl import advantage as advantage
 from rollout_backend.verl.manager import CloudAgentLoopManager
 
 __all__ = ["CloudAgentLoopManager"]

@@ -43,7 +43,8 @@ import torch
 from rollout_backend.verl.verl_api import register_adv_est, root_of
 
 _ROW_UID = re.compile(r"(.+)_(\d+)_(\d+)")
-_EPSILON = 1e-6  # of verl's estimators
+# verl's estimators use the same epsilon.
+_EPSILON = 1e-6
 
 RowEstimator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """An estimator as verl calls it, with rows."""
@@ -71,14 +72,16 @@ def takes_rows_for_rollouts(adv_estimator: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Rollouts:
-    """The N rollouts of a batch that have another one of their prompt to compare with.
+    """The N rollouts of a batch that have another one of their prompt to compare with. Each tensor is [N].
 
     Sums are float64, so that equal rewards deviate from their mean by exactly 0.
     """
 
-    reward: torch.Tensor  # [N]
-    tokens: torch.Tensor  # [N], how many are trained, in all rows of the rollout
-    group: torch.Tensor  # [N], the number of its prompt
+    reward: torch.Tensor
+    tokens: torch.Tensor
+    """Number of trained tokens in all rows of the rollout."""
+    group: torch.Tensor
+    """Number of the rollout's prompt."""
 
     def group_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return for each rollout the sum over its group, [N]."""
@@ -86,12 +89,12 @@ class Rollouts:
 
     @property
     def count(self) -> torch.Tensor:
-        """How many rollouts each rollout's group has, at least 2, [N]."""
+        """The number of rollouts in each rollout's group, at least 2, [N]."""
         return self.group_sum(torch.ones_like(self.reward))
 
     @property
     def deviation(self) -> torch.Tensor:
-        """How far each reward is above the mean of its group, [N]."""
+        """The difference between each reward and the mean of its group, [N]."""
         return self.reward - self.group_sum(self.reward) / self.count
 
 
@@ -221,7 +224,8 @@ def _rollouts_of(index: Sequence[str], device: torch.device) -> tuple[torch.Tens
     """Return the rollout of each row, [B], and of each rollout its last row and the number of its prompt, [N]."""
     rollouts: dict[object, int] = {}
     groups: dict[str, int] = {}
-    last: list[tuple[int, int]] = []  # by rollout: the index and the row of its last segment
+    # For each rollout, the index and the row of its last segment.
+    last: list[tuple[int, int]] = []
     of_row, group = [], []
     for i, uid in enumerate(index):
         match = _ROW_UID.fullmatch(str(uid))

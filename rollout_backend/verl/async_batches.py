@@ -38,7 +38,8 @@ class StepNumbers:
     def __init__(self, resumes: bool) -> None:
         self._resumes = resumes
         self._seen: Counter[tuple[int, bool]] = Counter()
-        self._checkpoint: int | None = None  # the version of the weights with which this process began
+        # The version of the weights with which this process began.
+        self._checkpoint: int | None = None
 
     def next(self, global_step: int, validate: bool, besides: Container[int] = ()) -> tuple[int, bool]:
         """Return the next batch's number that is not in `besides`, and whether an earlier process sampled it with the
@@ -62,7 +63,7 @@ class AsyncBatches:
         self._settings = settings
         self._resumes = resumes_steps(trainer)
         self._max_staleness = max_staleness_of(trainer)
-        self._earlier: EarlierBatches | None = None  # read with the first training batch
+        self._earlier: EarlierBatches | None = None
         self._origins: dict[str, Origin] = {}
         self._numbers = StepNumbers(resumes=False)
 

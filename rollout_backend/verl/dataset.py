@@ -35,11 +35,14 @@ from rollout_backend.names import derived_name
 from rollout_backend.verl import early_checks
 
 PLACEHOLDER = "(the agent makes its prompt from its payload)"
-_LONGEST_ID = MAX_TASK_ID - 16  # leaves room for a number and for the suffix of a greedy rollout
-_COPIED = ("data_source", "task_id")  # columns of verl's own dataset that go into the payload
+# Leave room for a number and for the suffix of a greedy rollout.
+_LONGEST_ID = MAX_TASK_ID - 16
+# The payload includes these columns of verl's own dataset.
+_COPIED = ("data_source", "task_id")
 
 
-class PayloadDataset(Dataset):  # type: ignore[misc]  # torch has no types here
+# torch has no types here.
+class PayloadDataset(Dataset):  # type: ignore[misc]
     """The rows of task files. `payload` is kept as JSON text, so that verl's collation cannot change it.
 
     All files are read and checked when verl makes the dataset, before it starts an engine.
@@ -64,7 +67,8 @@ class PayloadDataset(Dataset):  # type: ignore[misc]  # torch has no types here
             TaskFileError: names the file, the row, and what to change.
             ConfigError, PreflightError: the run cannot start. verl has started no engine yet.
         """
-        from rollout_backend.verl.verl_api import copy_to_local  # late: it imports verl
+        # Imported late because the module imports verl.
+        from rollout_backend.verl.verl_api import copy_to_local
 
         backend = early_checks.check(config)
         runtime = None if backend is None else backend.runtime
@@ -84,7 +88,8 @@ class PayloadDataset(Dataset):  # type: ignore[misc]  # torch has no types here
                 f"{data_files} has no rows: set data.train_files and data.val_files to files with rows"
             )
         fields = dict.fromkeys(key for row in rows for key in row)
-        rows = [{**fields, **row} for row in rows]  # verl's batches need the same fields in every row
+        # verl's batches need the same fields in every row.
+        rows = [{**fields, **row} for row in rows]
         if 0 < max_samples < len(rows):
             rows = [rows[i] for i in _choose(len(rows), max_samples, config)]
         of_training = data_files == config.get("train_files") and max_samples == config.get("train_max_samples", -1)
@@ -110,7 +115,7 @@ def check_own_dataset(data: Mapping[str, Any], *, scored: bool) -> None:
     Raises:
         TaskFileError: names the file, the row, and what to change.
     """
-    from rollout_backend.verl.verl_api import copy_to_local  # late: it imports verl
+    from rollout_backend.verl.verl_api import copy_to_local
 
     if (data.get("custom_cls") or {}).get("path"):
         return
@@ -191,12 +196,10 @@ def payload_of(row: Mapping[str, Any], *, scored: bool = False) -> dict[str, Any
 
 
 def private_of(row: Mapping[str, Any], *, scored: bool) -> dict[str, Any] | None:
-    """Return what only the scorer gets of a row.
+    """Return the part of a row that only the scorer gets.
 
-    That is its column `private`, or else the columns for verl's reward functions: `ground_truth` (of `reward_model`),
-    `data_source` and `extra_info`.
-
-    None: the row has no column `private`, and no scorer computes the reward.
+    This is the column `private`, or else the columns for verl's reward functions: `ground_truth` (of `reward_model`),
+    `data_source` and `extra_info`. Return None if the row has no column `private` and no scorer computes the reward.
 
     Raises:
         TaskFileError: a value is not valid JSON; names it.

@@ -1,7 +1,7 @@
 """Checks that run before verl starts its engines, which is before it makes our manager.
 
-`RolloutSampler` runs them, which the v1 trainer makes before anything else, and `PayloadDataset`, which both trainers
-make before their workers. verl gives no earlier place, and none at all if a training uses neither.
+`RolloutSampler` and `PayloadDataset` run them. The v1 trainer creates its sampler before anything else, and both
+trainers create their datasets before their workers. verl has no earlier hook, and none if a training uses neither.
 """
 
 from __future__ import annotations
@@ -45,10 +45,12 @@ logger = logging.getLogger(__name__)
 MANAGER = "rollout_backend.verl.CloudAgentLoopManager"
 _KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 _STREAMS = "actor_rollout_ref.rollout.engine_kwargs.sglang.incremental_streaming_output"
-_SHARED, _SHARED_BYTES = "/dev/shm", 1 << 30  # noqa: S108  # Docker gives containers 64 MiB
-_CHECKPOINT = 6  # bytes of a checkpoint per byte of a bfloat16 model: weights and Adam's two moments in float32
+# Docker gives containers 64 MiB.
+_SHARED, _SHARED_BYTES = "/dev/shm", 1 << 30  # noqa: S108
+# Bytes of a checkpoint per byte of a bfloat16 model: weights and Adam's two moments in float32.
+_CHECKPOINT = 6
 _MODELS = {"sglang": "srt/models/*.py", "vllm": "model_executor/models/registry.py"}
-"""Where an engine names the classes of models that it has."""
+"""The files in which an engine names its model classes."""
 _LOGGERS = {name: name for name in ("clearml", "mlflow", "rl_insight", "swanlab", "tensorboard", "trackio", "wandb")}
 """The package of each of verl's loggers that needs one."""
 _LOGGERS["vemlp_wandb"] = "volcengine_ml_platform"
@@ -56,7 +58,7 @@ _LOGGERS["vemlp_wandb"] = "volcengine_ml_platform"
 
 @dataclass(frozen=True)
 class _Account:
-    """What a logger needs to log in, or to do without."""
+    """The settings with which a logger logs in or runs offline."""
 
     key: str
     mode: str
@@ -86,8 +88,9 @@ _ACCOUNTS = {
 }
 _DATASET = "pkg://rollout_backend.verl.dataset"
 _NO_SERVER_YET = ("127.0.0.1:1",)
-_checked: Any = None  # verl's settings that passed: sampler and datasets ask in turn
-_config: RolloutConfig | None = None  # what they mean
+# verl's settings that passed, and the settings derived from them: the sampler and the datasets each call `check`.
+_checked: Any = None
+_config: RolloutConfig | None = None
 
 
 def check(section: Any) -> RolloutConfig | None:
@@ -109,7 +112,8 @@ def check(section: Any) -> RolloutConfig | None:
     name = (rollout.get("agent") or {}).get("agent_loop_manager_class")
     if not name and "rollout_backend" not in (rollout.get("custom") or {}):
         return None
-    from rollout_backend.verl import dataset  # late: it imports this module
+    # Imported late because the module imports this one.
+    from rollout_backend.verl import dataset
 
     check_version()
     _check_class(name)
@@ -117,10 +121,12 @@ def check(section: Any) -> RolloutConfig | None:
     module = OmegaConf.select(root, "data.custom_cls.path")
     refuse_unsupported(root, loaded=module in (None, _DATASET))
     config = settings_of(root, _NO_SERVER_YET)
-    _ = config.model.expert_shape  # raises ConfigError
+    # Reading the property may raise ConfigError.
+    _ = config.model.expert_shape
     check_images(root, config)
     dataset.check_own_dataset(root.get("data") or {}, scored=config.scoring.enabled)
-    with ThreadPoolExecutor(1) as thread:  # the caller's thread may already run an event loop
+    # The caller's thread may already run an event loop.
+    with ThreadPoolExecutor(1) as thread:
         found = thread.submit(asyncio.run, preflight.check_run(config, _batch(root), engines=False)).result()
     of_verl = [*check_engines(root, config), *check_batch(root, config), *check_machine(root, config)]
     raise_problems(of_verl)
@@ -160,7 +166,7 @@ def set_streams(root: Any) -> None:
 
 
 def warn_if_late(root: Any) -> None:
-    """Log what a training misses that uses neither the sampler nor the dataset: verl's engines are up by now."""
+    """Log a warning if neither the sampler nor the dataset ran the checks: verl's engines have started by now."""
     if was_checked(root):
         return
     rollout = root.actor_rollout_ref.rollout
@@ -174,7 +180,7 @@ def warn_if_late(root: Any) -> None:
 
 
 def check_engines(root: Any, config: RolloutConfig) -> Iterator[CheckResult]:
-    """Yield what ends verl's servers when they start, after its workers have loaded the model."""
+    """Yield settings with which verl's servers fail at startup, after its workers have loaded the model."""
     rollout, key = root.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
     tokens, longest = rollout.get("max_model_len"), max_positions(root, config.model)
     if tokens and longest and tokens > longest:
@@ -212,7 +218,7 @@ def check_batch(root: Any, config: RolloutConfig) -> Iterator[CheckResult]:
 def check_machine(
     root: Any, config: RolloutConfig, usage: Callable[[Path], Any] = shutil.disk_usage
 ) -> Iterator[CheckResult]:
-    """Yield what a training lacks on this machine. Others of the cluster can differ, so these are warnings."""
+    """Yield what this machine lacks. Other machines of the cluster can differ, so these are warnings."""
     if Path(_SHARED).is_dir() and (size := usage(Path(_SHARED)).total) < _SHARED_BYTES:
         text = f"{size >> 20} MiB are too few for Ray and NCCL: start the container with --shm-size=10g"
         yield CheckResult("warning", _SHARED, text)
@@ -237,7 +243,7 @@ def check_machine(
 
 
 def check_classes(model: ModelConfig, engine: str) -> Iterator[CheckResult]:
-    """Yield what of this environment is too old for the model: transformers for verl's trainer, or the engine."""
+    """Yield packages that are too old for the model: transformers for verl's trainer, or the engine."""
     try:
         described = json.loads((model.folder / "config.json").read_bytes())
     except (OSError, ValueError):

@@ -69,10 +69,11 @@ from rollout_backend.verl.verl_settings import (
 
 log = logging.getLogger(__name__)
 
-_FOLLOW_EVERY_S = 0.25  # one call to verl's load balancer actor, which answers from memory
+# A poll is one call to verl's load balancer actor, which answers from memory.
+_FOLLOW_EVERY_S = 0.25
 _CLOSE_S = 60.0
 _GREEDY = "-greedy"
-_MAX_EXTRAS = 100  # of one rollout
+_MAX_EXTRAS = 100
 
 
 class CloudAgentLoopManager:
@@ -89,7 +90,8 @@ class CloudAgentLoopManager:
         self.settings = settings_of(config, addresses)
         early_checks.check_images(config, self.settings)
         self._legacy = not config.trainer.use_v1
-        self._asynchronous = is_asynchronous(config.trainer)  # otherwise the servers sleep between batches
+        # If the trainer is not asynchronous, the servers sleep between batches.
+        self._asynchronous = is_asynchronous(config.trainer)
         self._adapter = adapter_of(config.actor_rollout_ref.model)
         self._last_global_step = last_global_step(config)
         self._step_numbers = StepNumbers(resumes_steps(config.trainer))
@@ -122,7 +124,8 @@ class CloudAgentLoopManager:
         llm_client: Any,
         teacher_client: Any = None,
         reward_loop_worker_handles: Any = None,
-        **_: Any,  # arguments of other verl versions, so that the error names the version
+        # Accept arguments of other verl versions, so that the error names the version.
+        **_: Any,
     ) -> Self:
         """Make the manager; verl calls this.
 
@@ -228,7 +231,8 @@ class CloudAgentLoopManager:
         began = time.monotonic()
         validate = bool(prompts.meta_info.get("validate", False))
         version = _weight_version(prompts.meta_info["global_steps"], validate)
-        places: dict[str, list[int]] = {}  # indices in the batch, by task
+        # Indices in the batch, by task.
+        places: dict[str, list[int]] = {}
         ids, tasks = TaskIds(), dict[str, Task]()
         for i in range(len(prompts)):
             row = {key: values[i] for key, values in prompts.non_tensor_batch.items()}
@@ -329,7 +333,8 @@ class CloudAgentLoopManager:
             result = await self._blocking.manager.collect(
                 tasks,
                 step=step,
-                weights="" if self._asynchronous else str(version),  # they change while the step runs
+                # In asynchronous modes the weights change while the step runs.
+                weights="" if self._asynchronous else str(version),
                 same_weights=same_weights,
                 allow_subset=self._asynchronous,
                 on_group=on_group,
@@ -378,7 +383,8 @@ class CloudAgentLoopManager:
         return mask_group(group.rollouts, made, masks, self.settings.group.needed)
 
     def _make_rows(self, rollout: Rollout, validate: bool, own_turns_only: bool) -> Rows:
-        if validate:  # its metrics are of the final reward, and nothing is trained
+        if validate:
+            # Validation metrics use the final reward, and nothing is trained.
             rollout = rollout.model_copy(update={"turn_rewards": ()})
         image_token = None if self._vision is None else self._vision.image_token
         # Validation trains nothing, so its rows need no routing.
@@ -401,7 +407,7 @@ class CloudAgentLoopManager:
         while True:
             await asyncio.sleep(_FOLLOW_EVERY_S)
             if not self._asynchronous and not self._batches_in_flight:
-                continue  # the servers sleep
+                continue
             try:
                 await self._servers.refresh()
             except RolloutBackendError as error:
@@ -427,10 +433,11 @@ def _log_step(result: StepResult) -> None:
 
 
 class _ServingLog:
-    """Logs the events of servers. verl's log shows the warnings alone."""
+    """Logs the events of servers. verl's log shows only warnings."""
 
     def __init__(self) -> None:
-        self._causes: dict[str, str] = {}  # of each server's last death
+        # Why each server last died.
+        self._causes: dict[str, str] = {}
 
     def __call__(self, event: ServingEvent) -> None:
         # We restart the router, the gateways and the dialer, and verl its engines. The end of ours is a warning once

@@ -97,13 +97,19 @@ def _multi_modal(
 
 @dataclass(frozen=True, eq=False)
 class LegacyBatch:
-    """B rollouts in their order, as the legacy trainer reads them, and counts of what is left out."""
+    """B rollouts in their order, as the legacy trainer reads them, and counts of what is left out.
 
-    tensors: TensorDict  # batch size [B]
-    non_tensors: dict[str, NDArray[Any]]  # each [B]
-    missing: NDArray[np.bool_]  # [B], True where a rollout has no row
-    left_out_tokens: int  # trainable tokens of the segments that were not chosen
-    moved_turn_rewards: int  # rewards other than 0 of turns in them, which are on the chosen row's last token
+    The batch size of `tensors` is [B], and each array is [B].
+    """
+
+    tensors: TensorDict
+    non_tensors: dict[str, NDArray[Any]]
+    missing: NDArray[np.bool_]
+    """True where a rollout has no row."""
+    left_out_tokens: int
+    """Trainable tokens of the segments that were not chosen."""
+    moved_turn_rewards: int
+    """Nonzero rewards of turns in those segments. They are on the last token of the chosen row."""
 
 
 def legacy_batch(
@@ -135,7 +141,8 @@ def legacy_batch(
     ids = np.full((count, length), pad_token_id, dtype=np.int64)
     mask = np.zeros((count, response_length), dtype=np.int64)
     scores, log_probs = np.zeros((2, count, response_length), dtype=np.float32)
-    starts = np.full(count, prompt_length - 1)  # of the tokens in a line; a missing rollout has one
+    # The columns of each rollout's first token and of the end of its tokens. A missing rollout has one token.
+    starts = np.full(count, prompt_length - 1)
     stops = np.full(count, prompt_length)
     turns = np.zeros(count, dtype=np.int32)
     missing = np.ones(count, dtype=bool)
@@ -176,7 +183,8 @@ def legacy_batch(
         "input_ids": ids,
         "attention_mask": ((places >= 0) & (columns < stops[:, None])).astype(np.int64),
     }
-    if vision is None:  # padding repeats the place of the nearest token
+    # Padding repeats the position of the nearest token.
+    if vision is None:
         arrays["position_ids"] = np.clip(places, 0, (stops - starts - 1)[:, None], out=places)
     tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
     if vision is not None:

@@ -82,7 +82,8 @@ def load_vision_inputs(model: Path, wanted: bool) -> VisionInputs | None:
     """
     if not prepares_images(model):
         return None
-    from rollout_backend.verl.verl_api import hf_processor  # late: it loads transformers
+    # Imported late because the module loads transformers.
+    from rollout_backend.verl.verl_api import hf_processor
 
     processor = hf_processor(str(model), local_files_only=True)
     if type(processor).__name__ == _PROCESSOR:

@@ -48,24 +48,36 @@ from rollout_backend.verl.row_images import SeenImage
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A segment as verl trains it: P >= 1 prompt tokens and R response tokens, of which the last is trained."""
+    """A segment as verl trains it: P >= 1 prompt tokens and R response tokens, of which the last is trained.
 
-    tokens: NDArray[np.int64]  # [P + R]
-    prompt_tokens: int  # P
-    response_mask: NDArray[np.int64]  # [R], 1 = sampled and trained
-    logprobs: NDArray[np.float32]  # [R], from the engine; 0 where the mask is 0
-    scores: NDArray[np.float32]  # [R], the reward and the turn rewards on their tokens
-    min_version: int | None  # of the weights that sampled the trained tokens, as far as known
-    max_version: int | None  # None if unknown for any of them
-    mean_version: float | None  # over the trained tokens; None if one is unknown
-    turns: int  # model calls with a token in the response
-    index: int  # among the rollout's rows
+    `tokens` is [P + R], `routed_experts` is [P + R, layers, topk], and the other arrays are [R].
+    """
+
+    tokens: NDArray[np.int64]
+    prompt_tokens: int
+    response_mask: NDArray[np.int64]
+    """1 for a token that was sampled and is trained."""
+    logprobs: NDArray[np.float32]
+    """From the engine; 0 where the mask is 0."""
+    scores: NDArray[np.float32]
+    """The reward and the turn rewards, on their tokens."""
+    # Versions of the weights that sampled the trained tokens. The minimum is over the known ones; the others are None
+    # if one is unknown.
+    min_version: int | None
+    max_version: int | None
+    mean_version: float | None
+    turns: int
+    """Model calls with a token in the response."""
+    index: int
+    """Position among the rollout's rows."""
     trained_tokens: int
-    truncated_tokens: int  # sampled, with a logprob, and not trained because they do not fit
-    unknown_logprobs: int  # sampled, and not trained because they have no logprob
+    # Sampled tokens that are not trained: some have a logprob but do not fit, the others have no logprob.
+    truncated_tokens: int
+    unknown_logprobs: int
     images: tuple[SeenImage, ...] = ()
-    routed_experts: NDArray[np.int16] | None = None  # [P + R, layers, topk]
-    turn_rewards: int = 0  # how many of the segment's turns have a reward other than 0 on one of their own tokens
+    routed_experts: NDArray[np.int16] | None = None
+    turn_rewards: int = 0
+    """Number of the segment's turns with a nonzero reward on one of their own tokens."""
 
     @property
     def prompt(self) -> NDArray[np.int64]:
@@ -92,8 +104,10 @@ class Rows:
     rows: tuple[Row, ...] = ()
     truncated_tokens: int = 0
     unknown_logprobs: int = 0
-    moved_turn_rewards: int = 0  # rewards other than 0 of turns without a trained token
-    masked: str | None = None  # why the rollout is left out: a value of `training.mask`, or `routed_experts`
+    moved_turn_rewards: int = 0
+    """Nonzero rewards of turns without a trained token."""
+    masked: str | None = None
+    """Why the rollout is left out: a value of `training.mask`, or `routed_experts`."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -127,7 +141,8 @@ def rows_of(
         )
     given = iter(rollout.turn_rewards)
     pieces: list[tuple[Segment, _Cut, list[float]]] = []
-    without_row: list[float] = []  # rewards of turns in segments that give no row
+    # Rewards of turns in segments that give no row.
+    without_row: list[float] = []
     truncated = unknown = 0
     for segment in rollout.segments:
         turn_rewards = [*islice(given, len(segment.turns))]
@@ -160,7 +175,8 @@ class _Cut:
     """A segment's response and its tokens: empty if there is no trained token."""
 
     start: int
-    trained: NDArray[np.bool_]  # [R], the last is True
+    trained: NDArray[np.bool_]
+    """[R]; the last is True."""
     truncated: int
     unknown: int
 
@@ -218,7 +234,7 @@ def _row(
     logprobs = np.asarray(segment.logprobs)[cut.start : cut.end]
     turns = [turn for turn in segment.turns if max(turn.start, cut.start) < min(turn.end, cut.end)]
     versions: list[int | None] = []
-    version_sum = 0  # over the trained tokens
+    version_sum = 0
     for turn in turns:
         spans = [span for span in turn.weight_versions if max(span.start, cut.start) < min(span.end, cut.end)]
         versions += [number_of(span.version) for span in spans] or [None]

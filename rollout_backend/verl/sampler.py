@@ -59,8 +59,10 @@ from rollout_backend.verl.verl_api import (
 log = logging.getLogger(__name__)
 
 _KEY = "trainer.v1.sampler.sampler_kwargs"
-NO_RESULT = "no_result"  # the data source of validation batches without a row
-_POLL_S = 0.25  # verl's default of 2 s would delay a finished batch by 1 s on average
+# Validation batches without a row have this data source.
+NO_RESULT = "no_result"
+# verl's default of 2 s would delay a finished batch by 1 s on average.
+_POLL_S = 0.25
 
 
 class SamplerOptions(BaseModel):
@@ -100,8 +102,9 @@ class RolloutSampler:
         if options.max_staleness is not None:
             _check_pace(options.max_staleness, trainer_mode, verl_arguments)
         self._batches_per_step = int(verl_arguments["trainer_config"].get("parameter_sync_step", 1))
-        self._taken: Counter[int] = Counter()  # batches by step
-        self._counts: Counter[str] = Counter()  # of the step's batches
+        # Batches by step, and the counts of the current step's batches.
+        self._taken: Counter[int] = Counter()
+        self._counts: Counter[str] = Counter()
         root = root_of(sampler_kwargs)
         self._stable_steps = StableSteps(root) if options.stable_steps and "actor_rollout_ref" in root else None
         self._refill = refill_fn
@@ -142,7 +145,9 @@ class RolloutSampler:
         }
         for counts in (TALLY.take(partition_id), too_old, trained):
             self._counts.update(counts)
-        if left_in_step <= 0:  # verl takes the minimum of a name with "min" in it, such as `terminated`
+        if left_in_step <= 0:
+            # Only the last batch reports the counts: verl takes the minimum of a metric with "min" in its name, such
+            # as `terminated`.
             metrics |= as_metrics(self._counts, self._counts["trained"])
             self._counts.clear()
         return batch if self._stable_steps is None else self._stable_steps.apply(batch, batch_size), metrics
@@ -307,7 +312,8 @@ def _withheld_settings(section: Any, trainer_mode: str) -> dict[str, Any]:
     return settings
 
 
-_ANY_TOKEN = 0  # of padding rows, which are masked
+# Padding rows consist of this token, and they are masked.
+_ANY_TOKEN = 0
 
 
 class StableSteps:
@@ -337,8 +343,9 @@ class StableSteps:
     def apply(self, batch: KVBatchMeta, prompts: int) -> KVBatchMeta:
         """Set the size of mini-batches for a batch of `prompts` prompts. Return the batch, padded if necessary."""
         least = math.lcm(*(size for _, size, _ in self._sections))
-        whole = math.ceil(prompts / least) * least  # prompts in whole mini-batches
-        rows = whole * self._n  # if each rollout has one row
+        whole = math.ceil(prompts / least) * least
+        # Assume that each rollout has one row.
+        rows = whole * self._n
         if len(batch) > rows:
             unit = math.lcm(*(whole // size * unit for _, size, unit in self._sections))
             rows = math.ceil(len(batch) / unit) * unit
@@ -346,7 +353,8 @@ class StableSteps:
             section.ppo_mini_batch_size = rows // (whole // size * self._n)
         mini_batches = whole // min(size for _, size, _ in self._sections)
         if mini_batches == 1 or len(batch) < mini_batches:
-            return batch  # verl pads it to whole mini-batches
+            # verl pads the batch to whole mini-batches.
+            return batch
         padded = upsample_batch_to_divisible_size(batch, rows, _ANY_TOKEN)
         padded.reorder(_spread(len(batch), len(padded)))
         return padded

@@ -45,8 +45,10 @@ class VersionLabels:
 
     def __init__(self, labelled: bool) -> None:
         self._labelled = labelled
-        self._writable: dict[str, bool] = {}  # by URL; False if the server reports a number itself
-        self._labels: dict[str, str] = {}  # by URL: the label that was set last
+        # By URL; False if the server reports a number itself.
+        self._writable: dict[str, bool] = {}
+        # The label that was set last, by URL.
+        self._labels: dict[str, str] = {}
 
     async def set_version(self, urls: Collection[str], version: int) -> set[str]:
         """Set the version that each server reports. Return the servers that report no other number.
@@ -112,7 +114,8 @@ class ServerList:
         self._list_servers = list_servers
         self._follow = follow
         self._labels = VersionLabels(labelled)
-        self._mislabelled: list[str] = []  # servers that report a wrong weight version
+        # Servers that report a wrong weight version.
+        self._mislabelled: list[str] = []
         self._version = 0
         self._changing = asyncio.Lock()
 
@@ -132,7 +135,8 @@ class ServerList:
 
     async def _serve_with(self, urls: Sequence[str]) -> None:
         left = [url for url in self._serving if url not in urls]
-        if left:  # first, because another server may take its time to answer
+        if left:
+            # Drop them first, because another server may answer slowly.
             await self._follow([url for url in self._serving if url in urls])
         labelled = await self._labels.set_version(urls, self._version)
         self._serving = [url for url in urls if url in labelled]
@@ -143,7 +147,8 @@ class ServerList:
     async def _ask(self) -> Sequence[str]:
         try:
             return await self._list_servers()
-        except Exception as error:  # Ray can raise anything
+        except Exception as error:
+            # Ray can raise any exception.
             log.warning("asking verl for its servers failed; their list stays unchanged: %s", error)
             return [*self._serving, *self._mislabelled]
 

@@ -19,7 +19,8 @@ _KWARGS = "the function is called with verl's four arguments alone: give it defa
 _TOOLS = "the agent brings its own tools and controls its turns: remove this setting"
 _CHECKPOINT_ENGINE = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 _REPLAY = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
-_REPLAYING = ("megatron", "veomni")  # verl 0.9.1 ignores the mode of other strategies
+# verl 0.9.1 ignores the mode of other strategies.
+_REPLAYING = ("megatron", "veomni")
 _ENGINES = ("fsdp_config", "megatron", "torchtitan", "veomni")
 _LEGACY = "set trainer.use_v1=False"
 _SKIP = "use grpo_skip_missing or rloo_skip_missing"
@@ -246,7 +247,8 @@ def _routing(config: Any) -> Iterable[str]:
             yield f"  {setting}={_at(config, setting)}: the servers record no routing: set {_REPLAY}=True"
         return
     cache = "actor_rollout_ref.rollout.engine_kwargs.sglang.enable_hierarchical_cache"
-    if _at(config, cache):  # a server of verl 0.9.1 cannot be asked how it was started
+    # A server of verl 0.9.1 cannot report how it was started.
+    if _at(config, cache):
         yield f"  {cache}=True: tokens that come back from this cache get the routing of others: remove this setting"
     if not replayed and not measured:
         yield (

@@ -35,9 +35,11 @@ from rollout_backend.verl import verl_api
 
 log = logging.getLogger(__name__)
 
-Request = tuple[dict[str, Any], Task]  # a row of verl's batch, and its task
+Request = tuple[dict[str, Any], Task]
+"""A row of verl's batch, and its task."""
 
-_CONTROL_COLUMNS = ("validate", "__rollout_n__", "__do_sample__")  # verl's instructions, not data for the agent
+# These columns are verl's instructions, not data for the agent.
+_CONTROL_COLUMNS = ("validate", "__rollout_n__", "__do_sample__")
 
 
 class V1Batch:
@@ -58,7 +60,8 @@ class V1Batch:
         self.validates = validates
         self.relabel = relabel
         self.tasks: list[Task] = []
-        self.prompts: dict[str, dict[str, Any]] = {}  # in verl's order
+        # In verl's order.
+        self.prompts: dict[str, dict[str, Any]] = {}
         for row, task in requests:
             self.tasks.append(task)
             self.prompts[task.task_id] = {key: value for key, value in row.items() if key not in _CONTROL_COLUMNS}
@@ -73,7 +76,8 @@ class V1Batch:
         """Set each prompt's status, with its origin, for a trainer that resumes from verl's checkpoint."""
         tags = {}
         for task_id, columns in self.prompts.items():
-            requested = {"global_steps": int(columns["global_steps"])}  # verl counts a prompt that it repeats as new
+            # verl counts a prompt that it repeats as new.
+            requested = {"global_steps": int(columns["global_steps"])}
             tags[self.uid(task_id)] = {"status": "running", **Origin(self.number, task_id).as_tag(), **requested}
         set_tags(self.partition, tags)
 
@@ -94,10 +98,13 @@ class V1Batch:
         return False
 
 
-QueueRow = tuple[str, dict[str, Any], dict[str, Any]]  # the key, fields and tag of a row in TransferQueue
+QueueRow = tuple[str, dict[str, Any], dict[str, Any]]
+"""The key, fields and tag of a row in TransferQueue."""
 
-_PATIENCE_S = 60.0  # after which a group's rows are given up, and a failing status is reported
-_TOKENS_TOGETHER = 1_000_000  # of the groups that one call writes: a token has 60 bytes in TransferQueue
+# After this time a group's rows are given up, and a failing status is reported.
+_PATIENCE_S = 60.0
+# One call writes groups of about this many tokens. A token takes 60 bytes in TransferQueue.
+_TOKENS_TOGETHER = 1_000_000
 
 
 class QueueWriter:
@@ -128,9 +135,11 @@ class QueueWriter:
                 together.append(self._waiting.get())
                 group = together[-1][2]
                 for segment in (each for rollout in group.rollouts for each in rollout.segments) if group else ():
-                    is_large = segment.images or segment.routed_experts is not None  # kilobytes for a token
+                    # A token of these segments takes kilobytes.
+                    is_large = segment.images or segment.routed_experts is not None
                     tokens += _TOKENS_TOGETHER if is_large else len(segment.token_ids)
-            for batch, groups in itertools.groupby(together, lambda each: each[0]):  # whose rows have equal columns
+            # The rows of a batch have equal columns.
+            for batch, groups in itertools.groupby(together, lambda each: each[0]):
                 self._write(batch, {task_id: group for _, task_id, group in groups})
 
     def _write(self, batch: V1Batch, groups: Mapping[str, GroupResult | None]) -> None:

@@ -23,7 +23,8 @@ from rollout_backend.verl.verl_api import ADAPTER
 log = logging.getLogger(__name__)
 
 KEY = "actor_rollout_ref.rollout.custom.rollout_backend"
-_WITHOUT_GROUPS = ("gae", "reinforce_plus_plus", "remax")  # verl's estimators that compare no rollouts of a group
+# These estimators of verl compare no rollouts of a group.
+_WITHOUT_GROUPS = ("gae", "reinforce_plus_plus", "remax")
 _SERVING_LIMITS = frozenset({"max_restarts", "restart_window_s", "startup_timeout_s"})
 
 
@@ -42,7 +43,8 @@ def settings_of(config: Any, addresses: Sequence[str]) -> RolloutConfig:
     )
     records_experts = bool(rollout.get("enable_rollout_routing_replay"))
     sampling = sampling_of(rollout, validate=False, greedy=False).model_dump()
-    if rollout.get("full_determinism"):  # else verl's seed, which has a default, seeds no reply
+    # Without full determinism, verl's seed seeds no reply, because it has a default.
+    if rollout.get("full_determinism"):
         sampling["seed"] = int(rollout.seed)
     base = {
         "run_id": run_id_of(config.trainer),
@@ -109,11 +111,12 @@ def _model_path(model: Any) -> str:
     path, use_shm = str(model.path), bool(model.get("use_shm"))
     if not use_shm and not path.startswith("hdfs://"):
         return path
-    from rollout_backend.verl.verl_api import copy_to_local  # late: it imports verl
+    from rollout_backend.verl.verl_api import copy_to_local
 
     try:
         return str(copy_to_local(path, use_shm=use_shm))
-    except Exception as error:  # of HDFS, of the hub, or of the disk
+    except Exception as error:
+        # HDFS, the model hub or the disk can raise any exception.
         raise ConfigError(
             f"actor_rollout_ref.model.path={path} cannot be copied to this machine ({error}): correct it"
             f"{', or set actor_rollout_ref.model.use_shm=False' if use_shm else ''}"
@@ -122,7 +125,8 @@ def _model_path(model: Any) -> str:
 
 def _reward_function(config: Any) -> str | None:
     """Return verl's custom reward function, as `scoring.function` names one."""
-    for section in (config.get("reward") or {}, config):  # the second is where older versions of verl have it
+    # Older versions of verl have the key at the top level.
+    for section in (config.get("reward") or {}, config):
         own = section.get("custom_reward_function") or {}
         path = own.get("path")
         if path:
@@ -168,7 +172,8 @@ def last_global_step(config: Any) -> int | None:
     trainer, optimizer = config.trainer, config.actor_rollout_ref.actor.get("optim") or {}
     if trainer.get("total_training_steps") is not None:
         return int(trainer.total_training_steps)
-    updates = int(optimizer.get("total_training_steps") or 0)  # verl writes them before it creates the manager
+    # verl sets this number before it creates the manager.
+    updates = int(optimizer.get("total_training_steps") or 0)
     separate = is_asynchronous(trainer) and trainer.v1.trainer_mode == "separate_async"
     return updates // (trainer.v1.separate_async.parameter_sync_step if separate else 1) if updates > 0 else None
 

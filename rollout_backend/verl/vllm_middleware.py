@@ -35,7 +35,8 @@ Send = Callable[[Message], Awaitable[None]]
 MIDDLEWARE = f"{__name__}.WeightVersions"
 INFO = "/model_info"
 GENERATE = "/inference/v1/generate"
-_SERVER = "rollout_backend_server"  # the attribute of vLLM's engine client that has verl's server
+# This attribute of vLLM's engine client holds verl's server.
+_SERVER = "rollout_backend_server"
 _END = b"\n\n"
 
 
@@ -65,7 +66,7 @@ class WeightVersions:
             if state.engine_client.vllm_config.lora_config is not None:
                 body = await _read(receive)
                 if body is None:
-                    return  # the client disconnected
+                    return
                 if (refusal := await _refusal(state, body)) is not None:
                     await _respond(send, *refusal)
                     return
@@ -88,7 +89,8 @@ class _Reply:
         self._version = version
         self._send = send
         self._at_arrival = version()
-        self._start: Message | None = None  # of a whole reply, whose length changes
+        # The start of a non-streaming reply is held back, because the reply's length changes.
+        self._start: Message | None = None
         self._streams = False
         self._rest = b""
         self._begun = False
