@@ -63,19 +63,24 @@ logger = logging.getLogger("agent_wrapper")
 SESSION_HEADER = "X-Amzn-Bedrock-AgentCore-Runtime-Session-Id"
 LOCAL_PORT = "ROLLOUT_LOCAL_PORT"
 """Environment variable that replaces AgentCore's port 8080 where several containers share a machine."""
-_TOKEN = "ROLLOUT_AGENT_TOKEN"  # noqa: S105  # the environment variable that holds it; unset: anyone may call
-_REMEMBERED = 10_000  # number of finished attempts for which repeated invokes are answered
+# The environment variable that holds the token. If it is not set, anyone may call.
+_TOKEN = "ROLLOUT_AGENT_TOKEN"  # noqa: S105
+# Repeated invokes are answered for this many finished attempts.
+_REMEMBERED = 10_000
 
 # Limits after the agent's deadline: time to unwind, to fetch the trajectory and to write the artifacts. Each is also
 # capped at a share of the backend's publish_grace_s, and the result has the rest, at least its own share. Before the
 # deadline all but unwinding have more time: a restarting trainer also restarts its gateway.
-_UNWIND, _FETCH, _ARTIFACTS, _PUBLISH = (2.0, 0.1), (20.0, 0.25), (15.0, 0.125), (60.0, 0.5)  # seconds, share
+# Each pair is the limit in seconds and the share.
+_UNWIND, _FETCH, _ARTIFACTS, _PUBLISH = (2.0, 0.1), (20.0, 0.25), (15.0, 0.125), (60.0, 0.5)
 # The same limits after a stop request or SIGTERM: SIGKILL follows SIGTERM within seconds.
 _LAST_UNWIND_S, _LAST_FETCH_S, _LAST_PUBLISH_S = 0.5, 2.0, 4.0
-_LAST_REQUESTS_S = 2  # before that: time to finish open responses
+# Open responses have this many seconds to finish before those limits start.
+_LAST_REQUESTS_S = 2
 _SHUTDOWN_S = 8.0
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_KEEP_ALIVE_S = 4200  # above any load balancer's, so that none reuses a closing connection
+# Keep connections longer than any load balancer does, so that none reuses a closing connection.
+_KEEP_ALIVE_S = 4200
 
 _Function = TypeVar("_Function", bound=Callable[[RolloutContext], Any])
 
@@ -90,7 +95,8 @@ class _Job:
     outcome: Outcome | None = None
     reason: str | None = None
     max_result_bytes: int = MAX_OBJECT_BYTES
-    publish_by: float = field(init=False)  # monotonic seconds
+    publish_by: float = field(init=False)
+    """Monotonic seconds."""
 
     def __post_init__(self) -> None:
         grace_s = self.request.publish_grace_s or 0.0
@@ -116,7 +122,8 @@ class _Job:
         async with asyncio.timeout(None if usual_s == math.inf else usual_s) as limit:
 
             def shorten(_: asyncio.Future[Any]) -> None:
-                with contextlib.suppress(RuntimeError):  # the block has ended
+                with contextlib.suppress(RuntimeError):
+                    # RuntimeError means that the block has ended.
                     if self.stopping.is_set():
                         limit.reschedule(min(loop.time() + last_s, limit.when() or math.inf))
 
@@ -154,7 +161,8 @@ class RolloutApp:
     def __init__(self) -> None:
         self._agent: Agent | None = None
         self._publisher = Publisher()
-        self._jobs: dict[tuple[str, str, str], _Job] = {}  # by run, rollout and session
+        # By run, rollout and session.
+        self._jobs: dict[tuple[str, str, str], _Job] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
         self._reaper: tuple[OrphanReaper, asyncio.Task[None]] | None = None
@@ -176,7 +184,8 @@ class RolloutApp:
 
         If $ROLLOUT_PAYLOAD_FILE is set, run the one rollout that this file requests, and exit.
         """
-        asgi = self.asgi  # before anything else, so that a missing entrypoint is reported
+        # Build the application before anything else, so that a missing entrypoint is reported.
+        asgi = self.asgi
         prepare_process()
         logging.basicConfig(format=LOG_FORMAT)
         logger.setLevel(logging.INFO)
@@ -192,7 +201,8 @@ class RolloutApp:
                 # asyncio serves `::` over IPv6 alone, and takes several addresses.
                 host=cast(str, ["::", "0.0.0.0"]) if host == "::" else host,  # noqa: S104
                 port=port if port is not None else int(os.environ.get("PORT") or 8080),
-                access_log=False,  # pings
+                # Pings would fill the access log.
+                access_log=False,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=_LAST_REQUESTS_S,
             )
@@ -259,7 +269,8 @@ class RolloutApp:
             _, pending = await asyncio.wait(self._tasks, timeout=_SHUTDOWN_S)
             if pending:
                 logger.error("%d rollouts could not be published before the end", len(pending))
-        flush_output()  # the signal may end the process before the buffer is written
+        # The signal may end the process before the buffer is written.
+        flush_output()
 
     # --- HTTP ---------------------------------------------------------------------------------------------
 
@@ -326,7 +337,8 @@ class RolloutApp:
         prepare_process()
         self._reap_orphans()
         if not self._jobs:
-            reseed(request.session_id)  # this process may have been restored from a snapshot
+            # This process may have been restored from a snapshot.
+            reseed(request.session_id)
         job = _Job(request)
         over = max(0, len(self._jobs) - _REMEMBERED)
         for key in [key for key, other in self._jobs.items() if not other.is_running][:over]:
@@ -359,7 +371,8 @@ class RolloutApp:
                 await self._publish(job, await self._run_rollout(job, payload))
             except PublishError:
                 raise
-            except Exception as error:  # a bug in the wrapper, or no memory or thread left
+            except Exception as error:
+                # The wrapper has a bug, or no memory or thread is left.
                 logger.exception("the wrapper failed in rollout %s", job.request.rollout_id)
                 said, trace = f"the wrapper failed: {describe(error)}", traceback_of(error)
                 lost = failed(Outcome.INFRA_ERROR, "wrapper_failed", said, trace)
@@ -380,7 +393,8 @@ class RolloutApp:
             return
         try:
             await send_heartbeats(endpoint.heartbeat_url, endpoint.api_key, every_s)
-        except Exception:  # no rollout may fail because of a heartbeat
+        except Exception:
+            # A heartbeat must never fail a rollout.
             logger.exception("rollout %s sends no more heartbeats", job.request.rollout_id)
         else:
             logger.info("rollout %s: the gateway has closed its session", job.request.rollout_id)
@@ -418,7 +432,8 @@ class RolloutApp:
         except SessionClosed:
             job.stopping.set()
             return stopped
-        except Exception:  # no rollout may fail because of a bug here
+        except Exception:
+            # A bug in the probe must never fail a rollout.
             logger.exception("rollout %s: the model endpoint could not be probed", job.request.rollout_id)
             return None
         return None if problem is None else failed(Outcome.INFRA_ERROR, "model_unreachable", problem)
@@ -454,7 +469,7 @@ class RolloutApp:
             return error
 
     async def _prepare(self, request: RolloutRequest) -> None:
-        """In the background, while the agent works, load what the end of the rollout needs."""
+        """Load what the end of the rollout needs, in the background while the agent works."""
 
         def prepare() -> None:
             import tenacity  # noqa: F401  (the rest is loaded with the probe)
@@ -463,7 +478,8 @@ class RolloutApp:
 
         try:
             await in_thread(prepare, "prepare")
-        except Exception as error:  # publishing will hit and report the same error
+        except Exception as error:
+            # Publishing will hit and report the same error.
             logger.info("the clients could not be made ahead: %s", describe(error))
 
     async def _publish_artifacts(self, job: _Job, rollout: Rollout, context: RolloutContext) -> Rollout:
@@ -517,7 +533,7 @@ def _refuse(status: int, error: str, message: str, **more: str) -> JSONResponse:
 
 
 def _respond(content: Any, status: int = 200) -> JSONResponse:
-    from starlette.responses import JSONResponse  # imported on first use
+    from starlette.responses import JSONResponse
 
     return JSONResponse(content, status)
 

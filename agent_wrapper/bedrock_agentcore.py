@@ -77,11 +77,12 @@ class BedrockAgentCoreApp(_BedrockAgentCoreApp):
 
     @property
     def asgi(self) -> BedrockAgentCoreApp:
-        """The ASGI application: this object. As in `RolloutApp`."""
+        """The ASGI application. Returns self, like `RolloutApp`."""
         return self
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        model_calls.leave_unchanged()  # until a rollout starts
+        # Leave model calls unchanged until a rollout starts.
+        model_calls.leave_unchanged()
         await super().__call__(scope, receive, send)
 
     def entrypoint(self, func: Any) -> Any:
@@ -117,7 +118,8 @@ class BedrockAgentCoreApp(_BedrockAgentCoreApp):
     async def _handle_invocation(self, request: Request) -> Any:
         try:
             payload = await request.json()
-        except ValueError:  # the SDK reports the error
+        except ValueError:
+            # The SDK reports the error.
             payload = None
         if not (isinstance(payload, dict) and REQUEST_FIELD in payload and "main" in self.handlers):
             return await super()._handle_invocation(request)
@@ -134,9 +136,11 @@ class BedrockAgentCoreApp(_BedrockAgentCoreApp):
 
         async def finish(value: Any) -> Any:
             value = await _last_value(value)
-            await asyncio.sleep(0)  # let a task that the agent created start and register itself
+            # Let a task that the agent created start and register itself.
+            await asyncio.sleep(0)
             while any(task in self._active_tasks for task in [*(_background_tasks.get() or ())]):  # noqa: ASYNC110
-                await asyncio.sleep(_POLL_S)  # the app has no event for their end
+                # The app has no event for the end of these tasks.
+                await asyncio.sleep(_POLL_S)
             return self._reward_and_extras(value)
 
         async def async_agent(context: RolloutContext) -> Any:
@@ -186,7 +190,8 @@ class _Rollouts(RolloutApp):
         self._agent = Agent(function)
 
     def _accept(self, request: RolloutRequest, payload: dict[str, Any]) -> Any:
-        if _request_context.get() is None:  # called without HTTP
+        if _request_context.get() is None:
+            # The rollout was started without HTTP.
             BedrockAgentCoreContext.set_request_context(request.rollout_id, request.session_id)
             _request_context.set(RequestContext(session_id=request.session_id))
         return super()._accept(request, payload)

@@ -92,7 +92,8 @@ class OrphanReaper:
             await asyncio.sleep(_REAP_INTERVAL_S)
             try:
                 self.reap()
-            except Exception:  # a process may end while it is looked at
+            except Exception:
+                # A process may end while it is inspected.
                 logger.warning("orphans could not be reaped; this is repeated", exc_info=True)
 
     def reap(self) -> None:

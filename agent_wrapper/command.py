@@ -46,10 +46,12 @@ class CommandResult:
     """A finished command. `stdout` and `stderr` hold the end of its output."""
 
     name: str
-    exit_code: int  # negative: the signal that ended it
+    exit_code: int
+    """If a signal ended the command, the negative number of the signal."""
     stdout: str
     stderr: str
-    truncated: bool  # stdout was longer than `stdout`
+    truncated: bool
+    """True if the command wrote more to stdout than `stdout` holds."""
 
     @property
     def failure(self) -> str | None:
@@ -57,7 +59,8 @@ class CommandResult:
         if not self.exit_code:
             return None
         shown = self.stderr.strip()[-_SHOWN_CHARS:] or "it wrote nothing to stderr"
-        if end := self.stdout.strip()[-_SHOWN_STDOUT_CHARS:]:  # some command-line agents report errors on stdout
+        # Some command-line agents report errors on stdout.
+        if end := self.stdout.strip()[-_SHOWN_STDOUT_CHARS:]:
             shown += f" (its stdout ends with: {end})"
         return f"{self.name} {describe_exit(self.exit_code)}: {shown}"
 

@@ -105,7 +105,8 @@ _MODELS = (
     "ANTHROPIC_DEFAULT_OPUS_MODEL",
     "CLAUDE_CODE_SUBAGENT_MODEL",
 )
-MAX_RETRIES = 40  # at most 8 s apart, which bridges five minutes without a gateway
+# Retries are at most 8 s apart, so this many bridge five minutes without a gateway.
+MAX_RETRIES = 40
 
 
 CURRENT: ContextVar[RolloutContext | None] = ContextVar("rollout_context")
@@ -161,7 +162,8 @@ class RolloutContext:
     rollout_id: str | None = None
     traceparent: str | None = None  # W3C Trace Context of this rollout, for agents that create OpenTelemetry spans
     artifacts: Artifacts = field(default_factory=Artifacts, repr=False)  # files to publish with the result
-    _ends_at: float | None = field(default=None, repr=False)  # the deadline on the monotonic clock
+    # The deadline on the monotonic clock.
+    _ends_at: float | None = field(default=None, repr=False)
     _folder: _Folder = field(default_factory=_Folder, repr=False, compare=False)
 
     @property

@@ -145,7 +145,8 @@ class CommandAgent:
     async def _verify(self, command: _Folder, output: str) -> dict[str, Any]:
         cwd = command.cwd(self.cwd)
         with _folder(command.context) as folder:
-            folder.work = command.work  # what `{dir}` names, in the verifier too
+            # `{dir}` names the same folder in the verifier.
+            folder.work = command.work
             verifier = [folder.fill(each) for each in self.verifier]
             output_file = folder.path / "output"
             output_file.write_text(output)
@@ -192,7 +193,8 @@ class _Folder:
             AgentFailure: the value is not an archive, or the working directory is the root.
         """
         filled = self.fill(template)
-        if filled == "." or filled.startswith("/"):  # no base64-encoded archive begins with a slash
+        if filled == "." or filled.startswith("/"):
+            # No base64-encoded archive begins with a slash.
             self.work = Path(filled).resolve()
             if self.work == Path(self.work.anchor):
                 raise AgentFailure(f"--workspace {template}: the container's working directory is /: set WORKDIR")

@@ -31,10 +31,12 @@ from typing import Any
 
 from agent_wrapper.context import CURRENT, MAX_RETRIES, RUNNING, RolloutContext, rollout_of_this_code
 
-_HTTP_CLIENTS = ("httpx", "httpx2")  # openai 3 uses httpx2
+# openai 3 uses httpx2.
+_HTTP_CLIENTS = ("httpx", "httpx2")
 _CALLS = re.compile(r"/(?:(?:chat/)?completions|messages(?:/count_tokens)?|responses(?:/input_tokens)?)$")
 _MODELS = re.compile(r"/models(/.+)?$")
-_SDK = "x-stainless-lang"  # a header of OpenAI's and Anthropic's clients; other services have models too
+# OpenAI's and Anthropic's clients send this header. Other services have models, too.
+_SDK = "x-stainless-lang"
 _RETRY_COUNT = "x-stainless-retry-count"
 _REPLACED = frozenset({"authorization", "x-api-key", "api-key", "host", "content-length", _RETRY_COUNT})
 _RETRIED = frozenset({429, 502, 503, 504})
@@ -146,7 +148,8 @@ def _context_of(request: Any) -> RolloutContext | None:
 def _names_model(request: Any) -> bool:
     try:
         body = json.loads(request.content)
-    except (ValueError, RuntimeError):  # not JSON, or a stream, which no SDK sends
+    except (ValueError, RuntimeError):
+        # The body is not JSON, or is a stream, which no SDK sends.
         return False
     return isinstance(body, dict) and isinstance(body.get("model"), str)
 
@@ -162,7 +165,8 @@ def _redirect(request: Any, context: RolloutContext) -> Any:
     # A call that the client gives up and repeats is sampled twice.
     left_s = None if math.isinf(context.remaining_s) else max(1.0, context.remaining_s)
     timeout = {**request.extensions.get("timeout", {}), "read": left_s}
-    attempt = _attempt(request) * (MAX_RETRIES + 1)  # a client's count leaves room for ours, so that it only grows
+    # Leave room for our retries between a client's counts, so that the count only grows.
+    attempt = _attempt(request) * (MAX_RETRIES + 1)
     return type(request)(
         request.method,
         context.base_url + path,
@@ -208,7 +212,8 @@ def _redirect_strands() -> None:
     def substitute(model: Any) -> Any:
         if (context := rollout_of_this_code()) is None:
             return None
-        from strands.models.openai import OpenAIModel  # an agent for Bedrock may not have its dependencies
+        # An agent for Bedrock may not have OpenAI's dependencies.
+        from strands.models.openai import OpenAIModel
 
         params = {name: model.config[key] for name, key in _PARAMS.items() if model.config.get(key) is not None}
         return OpenAIModel(client_args=context.openai_kwargs(), model_id=context.model, params=params)

@@ -19,11 +19,13 @@ from agent_wrapper.shared.redaction import without_secrets
 
 logger = logging.getLogger("agent_wrapper")
 
-PROBE_S = 30.0  # a restarting gateway answers within this time
+# A restarting gateway answers within this time.
+PROBE_S = 30.0
 _TIMEOUT_S = 10.0
 _PAUSE_S, _MAX_PAUSE_S = 0.2, 4.0
-_READ = 16_384  # bytes
-_SHOWN = 200  # characters of an error response that are shown
+# Bytes to read of a response, and characters to show of an error response.
+_READ = 16_384
+_SHOWN = 200
 
 
 class SessionClosed(Exception):
@@ -58,7 +60,8 @@ async def probe_endpoint(endpoint: ModelEndpoint, budget_s: float = PROBE_S, *, 
                     raise SessionClosed
                 problem = f"it answered {response.status_code}: {body.decode(errors='replace')[:_SHOWN]}"
             except TimeoutError:
-                if timeout_s == _TIMEOUT_S or not problem:  # otherwise the deadline cut a retry short
+                # If neither holds, the deadline cut a retry short.
+                if timeout_s == _TIMEOUT_S or not problem:
                     problem = "timed out"
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 problem = _describe(error)
@@ -96,7 +99,8 @@ async def send_heartbeats(url: str, api_key: str, every_s: float) -> None:
             arrived = False
             try:
                 response = await client.post(url, headers=headers)
-            except Exception as error:  # also of the resolver's thread, if the agent has used up all threads
+            except Exception as error:
+                # The resolver's thread fails, too, if the agent has used up all threads.
                 logger.debug("a heartbeat did not arrive: %r", error)
             else:
                 if response.status_code == 410 and own_answer(response.content, GATEWAY):

@@ -48,15 +48,18 @@ def run_and_exit(app: RolloutApp, path: Path) -> NoReturn:
         code = 1
     logging.shutdown()
     flush_output()
-    os._exit(code)  # an abandoned agent may hold threads that the interpreter would wait for
+    # An abandoned agent may hold threads that the interpreter would wait for.
+    os._exit(code)
 
 
 async def _run(app: RolloutApp, path: Path) -> bool:
     from pydantic_core import from_json
 
-    payload = from_json(path.read_bytes())  # noqa: ASYNC240  # nothing else runs yet
+    # Nothing else runs yet, so blocking the event loop is harmless.
+    payload = from_json(path.read_bytes())  # noqa: ASYNC240
     if not isinstance(payload, dict):
-        raise ValueError("it is not a JSON object")  # noqa: TRY004  # like a file that is no JSON
+        # A file that is not JSON raises ValueError, too.
+        raise ValueError("it is not a JSON object")  # noqa: TRY004
     running = asyncio.create_task(app.run_payload(payload))
     ending: list[asyncio.Task[None]] = []
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -253,7 +253,8 @@ def _classify_value(value: object) -> AgentResult:
             else:
                 reward = finite_number(value)
             check_rewards(reward, turn_rewards)
-        except Exception as error:  # the agent's own objects can raise anything
+        except Exception as error:
+            # The agent's own objects can raise anything.
             return failed(Outcome.AGENT_ERROR, "bad_reward", f"{_said(error)}; {_WANTED}")
         result = AgentResult(Outcome.COMPLETED, reward, turn_rewards=turn_rewards)
     returned = value.values if isinstance(value, Unscored) else value if isinstance(value, Mapping) else {}
@@ -276,7 +277,8 @@ def _turn_rewards(value: object) -> tuple[float, ...]:
 def _classify_error(error: BaseException, base_url: str) -> AgentResult:
     trace = traceback_of(error)
     cause = next((link for link in _chain(error) if _is_model_unavailable(link, base_url)), None)
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:  # of a TaskGroup
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        # A TaskGroup wraps the error.
         error = error.exceptions[0]
     if isinstance(error, AgentFailure):
         try:
@@ -323,14 +325,16 @@ def _is_model_unavailable(error: BaseException, base_url: str) -> bool:
 
 
 def _library(cls: type) -> str:
-    return cls.__module__.partition(".")[0].rstrip("0123456789")  # httpx2 is httpx, httpcore2 is httpcore
+    # httpx2 counts as httpx, and httpcore2 as httpcore.
+    return cls.__module__.partition(".")[0].rstrip("0123456789")
 
 
 def _server(url: str) -> tuple[str | None, int] | None:
     try:
         parts = urlsplit(url)
         port = parts.port
-    except ValueError:  # an error may name anything as its URL
+    except ValueError:
+        # An error may name anything as its URL.
         return None
     return parts.hostname, port or (443 if parts.scheme == "https" else 80)
 
@@ -339,7 +343,8 @@ def _attribute(value: object, *path: str) -> object:
     for name in path:
         try:
             value = getattr(value, name, None)
-        except Exception:  # httpx's errors raise for a request that was never set, and others in their properties
+        except Exception:
+            # httpx's errors raise for a request that was never set, and other errors in their properties.
             return None
     return value
 

@@ -83,7 +83,8 @@ class Publisher:
     def prepare(self, target: ResultTarget) -> None:
         """Create the clients that `publish` needs. Creating them takes a few tenths of a second."""
         if target.urls is not None:
-            return  # boto3 is not needed
+            # boto3 is not needed.
+            return
         self._client("s3", target.region)
         if target.queue_url is not None:
             self._client("sqs", target.region)
@@ -124,7 +125,8 @@ class Publisher:
             is_first = await _retry(put, limit, f"write {where}", _TRY_S + len(body) / _SLOWEST_BYTES_PER_S)
         except Exception as error:
             raise PublishError(f"cannot write {where}: {type(error).__name__}: {error}") from error
-        if not is_first:  # an agent's role may not read the object, which would show whose it is
+        if not is_first:
+            # An agent's role may not read the object, which would show whose it is.
             logger.warning("%s exists: another attempt wrote it, or this one, if the response was lost", where)
 
     def _put_once(self, target: ResultTarget, key: str, body: bytes) -> bool:
@@ -133,7 +135,8 @@ class Publisher:
         return _is_first(lambda: self._call("s3", target.region, lambda s3: s3.put_object(**place, Body=body)))
 
     def _client(self, service: str, region: str | None) -> Any:
-        from botocore.config import Config  # imported on first use: see shared/trajectory.py
+        # boto3, botocore and httpx are imported on first use: see shared/trajectory.py.
+        from botocore.config import Config
 
         with self._lock:
             if (service, region) not in self._clients:
@@ -141,10 +144,12 @@ class Publisher:
                     connect_timeout=_CONNECT_TIMEOUT_S,
                     read_timeout=_READ_TIMEOUT_S,
                     max_pool_connections=_CONNECTIONS,
-                    retries={"total_max_attempts": 1},  # `_retry` is the only layer of retries
+                    # `_retry` is the only layer of retries.
+                    retries={"total_max_attempts": 1},
                 )
                 # Not boto3's default session: the agent may have configured it, and it caches what it reads first.
-                session: Any = new_session(region)  # the types of boto3 have one overload per service name
+                # The session is `Any`, because boto3's types have one overload per service name.
+                session: Any = new_session(region)
                 self._clients[service, region] = session.client(service, config=config)
             return self._clients[service, region]
 
@@ -165,7 +170,8 @@ class Publisher:
         except Exception as error:
             with self._lock:
                 if self._clients.get((service, region)) is client:
-                    self._clients.pop((service, region), None)  # unless another thread has replaced it
+                    # Another thread may have replaced the client.
+                    self._clients.pop((service, region), None)
             if isinstance(error, ParamValidationError):
                 raise PublishError(str(error)) from error
             if isinstance(error, ClientError):
@@ -210,7 +216,7 @@ def _call_url(method: str, url: str, **more: Any) -> httpx.Response:
         ConnectionError: nothing answered.
         PublishError: the URL is invalid.
     """
-    import httpx  # imported on first use: see shared/trajectory.py
+    import httpx
 
     timeout = httpx.Timeout(_READ_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
     redact_logs()
@@ -285,7 +291,7 @@ def _may_pass() -> Callable[[BaseException], bool]:
 
 def new_session(region: str | None) -> boto3.Session:
     """Return a boto3 session whose clients share this process's models."""
-    import boto3  # imported on first use: see shared/trajectory.py
+    import boto3
     import botocore.session
 
     core = botocore.session.get_session()
@@ -296,7 +302,8 @@ def new_session(region: str | None) -> boto3.Session:
 def preload_models() -> None:
     """Load the models of S3 and SQS."""
     session = new_session("us-east-1")
-    for service in ("s3", "sqs"):  # placeholder credentials, so that botocore does not search for any
+    for service in ("s3", "sqs"):
+        # Placeholder credentials keep botocore from searching for any.
         session.client(service, aws_access_key_id="-", aws_secret_access_key="-")  # noqa: S106
 
 

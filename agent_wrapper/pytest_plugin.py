@@ -6,5 +6,6 @@ entry point cannot be a module of `rollout_backend`: pytest would fail there bef
 
 from importlib.util import find_spec
 
-_NEEDED = ("rollout_backend", "rollout_backend.local")  # the parent first, without which the other raises
+# The parent comes first, because find_spec raises for a submodule without it.
+_NEEDED = ("rollout_backend", "rollout_backend.local")
 pytest_plugins = ("rollout_backend.local.pytest_plugin",) if all(map(find_spec, _NEEDED)) else ()

@@ -137,7 +137,8 @@ class _AsyncCall(AgentCall):
         return True
 
     def stack(self) -> str:
-        if not self.future.done():  # despite the cancellation: most likely it blocks its loop's thread
+        if not self.future.done():
+            # Despite the cancellation, it still runs: most likely it blocks its loop's thread.
             return _thread_stack(self._loop_thread)
         result = self.future.result()
         return traceback_of(result.error) if isinstance(result, Raised) else ""
@@ -154,7 +155,8 @@ def traceback_of(error: BaseException) -> str:
 def _outcome_of(function: Callable[[RolloutContext], Any], context: RolloutContext) -> Returned | Raised:
     try:
         value = function(context)
-        if inspect.isawaitable(value):  # an async function hidden by a decorator
+        if inspect.isawaitable(value):
+            # A decorator may hide an async function.
             value = asyncio.run(_await(value))
     except BaseException as error:
         return _raised(error)

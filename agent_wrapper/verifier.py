@@ -67,7 +67,8 @@ def _score(folder: Path, root: Path) -> dict[str, object]:
             timeout_s=order.timeout_s,
         )
     finally:
-        if output.exists():  # the container's log
+        if output.exists():
+            # Copy the output into the container's log.
             with output.open("rb") as file:
                 shutil.copyfileobj(file, sys.stdout.buffer)
             sys.stdout.buffer.flush()

@@ -17,10 +17,13 @@ import msgpack
 import zstandard
 from pydantic_core import from_json
 
-MAX_OBJECT_BYTES = 256 * 1024 * 1024  # limit for one unpacked object; readers may set a lower one
-MAX_DEPTH = 200  # levels of maps and lists; JSON parsers have the same limit
-MAX_CONTAINERS = 250_000  # limit on maps and lists in one object
-MAX_VALUES = 4_000_000  # limit on all values in one object, including keys
+# Limit for one unpacked object. Readers may set a lower one.
+MAX_OBJECT_BYTES = 256 * 1024 * 1024
+# Levels of maps and lists. JSON parsers have the same limit.
+MAX_DEPTH = 200
+# Limits on the maps and lists of one object, and on all its values, including keys.
+MAX_CONTAINERS = 250_000
+MAX_VALUES = 4_000_000
 # Limits on the keys of one map, and on the byte strings of one object: validation reports each that is out of place.
 MAX_KEYS, MAX_BYTE_STRINGS = 100_000, 100_000
 
@@ -122,7 +125,8 @@ def check_json(data: bytes, max_containers: int = MAX_CONTAINERS, max_values: in
     counts = _punctuation(data, 0, len(data))
     if counts[0] <= max_containers and counts[1] <= max_values:
         return
-    containers = values = strings = at = 0  # the punctuation may be inside strings: count again without them
+    # The punctuation may be inside strings, so count again without them.
+    containers = values = strings = at = 0
     for string in _STRING.finditer(data):
         more = _punctuation(data, at, string.start())
         containers, values, strings, at = containers + more[0], values + more[1], strings + 1, string.end()
@@ -175,10 +179,13 @@ def _first_bytes() -> list[tuple[int, int, int]]:
 
     A length without children counts bytes; no entry is the extension types, which no object of ours has.
     """
-    table = [(0, 0, 0)] * 256  # small integers
-    table[0x80:0x90] = [(n, -1, 2) for n in range(16)]  # small maps and lists: n units at once
+    # The default entry is that of small integers.
+    table = [(0, 0, 0)] * 256
+    # The first byte of a small map or list announces n units at once.
+    table[0x80:0x90] = [(n, -1, 2) for n in range(16)]
     table[0x90:0xA0] = [(n, -1, 1) for n in range(16)]
-    table[0xA0:0xC0] = [(n, 0, 0) for n in range(32)]  # small strings
+    # Small strings.
+    table[0xA0:0xC0] = [(n, 0, 0) for n in range(32)]
     for first, size in {
         0xCA: 4,
         0xCB: 8,
@@ -202,7 +209,8 @@ def _first_bytes() -> list[tuple[int, int, int]]:
 _FIRST_BYTES = _first_bytes()
 _REFUSED_BYTES = frozenset([0xC1, *range(0xC7, 0xCA), *range(0xD4, 0xD9)])
 _BYTE_STRINGS = frozenset([0xC4, 0xC5, 0xC6])
-_SIZES = [  # for values without length and children, which are most; otherwise 0
+# Sizes of values without a length or children, which are the majority; otherwise 0.
+_SIZES = [
     0 if width or children or first in _REFUSED_BYTES else 1 + after
     for first, (after, width, children) in enumerate(_FIRST_BYTES)
 ]
@@ -216,7 +224,8 @@ def check_packed(raw: bytes, share: int = 1) -> None:
     """
     at, containers, values, byte_strings = 0, 0, 1, 0
     max_containers, max_values = MAX_CONTAINERS // share, MAX_VALUES // share
-    to_come, above = 1, list[int]()  # remaining values of this level, and of the levels above
+    # The remaining values of this level, and of the levels above.
+    to_come, above = 1, list[int]()
     try:
         while to_come or above:
             if not to_come:

@@ -20,7 +20,8 @@ PAYLOAD_VARIABLE = "ROLLOUT_PAYLOAD_FILE"
 of serving HTTP."""
 RESULT_LIMIT_HEADER = "X-Rollout-Max-Result-Bytes"
 """Header of the answer with a trajectory: how large the result may be, in either form."""
-REQUEST_FIELD = "_rollout"  # the field of an invoke's payload that holds the request
+REQUEST_FIELD = "_rollout"
+"""The field of an invoke's payload that holds the request."""
 
 PUT_HEADERS = {"Content-Type": "application/octet-stream", "If-None-Match": "*"}
 """Headers of a presigned PUT. The signature covers both; the second one refuses a second write."""
@@ -184,7 +185,11 @@ def _text_at(value: object, path: tuple[str, ...], where: str) -> str:
 class VerifierOrder(ContractObject):
     """The training side's order to a verifier's container: what to score, and how."""
 
-    artifacts_url: str = Field(repr=False)  # GET returns the object that `artifacts_key` names
-    artifacts: tuple[Artifact, ...]  # that the agent's result lists
-    timeout_s: float = Field(gt=0)  # time limit of the tests
-    env: dict[str, str] = Field(default={}, repr=False)  # environment variables of the tests
+    artifacts_url: str = Field(repr=False)
+    """GET returns the object that `artifacts_key` names."""
+    artifacts: tuple[Artifact, ...]
+    """The files that the agent's result lists."""
+    timeout_s: float = Field(gt=0)
+    """Time limit of the tests."""
+    env: dict[str, str] = Field(default={}, repr=False)
+    """Environment variables of the tests."""

@@ -40,18 +40,23 @@ from agent_wrapper.contract.shared_prefixes import CheckedMessages, add_to_schem
 if TYPE_CHECKING:
     IntArray = array[int]
     FloatArray = array[float]
-else:  # arrays take no parameter at run time before Python 3.12
+else:
+    # Arrays take no parameter at run time before Python 3.12.
     IntArray = FloatArray = array
 
 SCHEMA_VERSION = 1
-NO_REWARD = "no_reward"  # the failure of a rollout whose agent leaves the reward to a scorer
-MAX_REWARD = float.fromhex("0x1.fffffep127")  # the largest float32, in which trainers add up rewards
+NO_REWARD = "no_reward"
+"""The failure of a rollout whose agent leaves the reward to a scorer."""
+# Trainers add up rewards in float32, and this is the largest one.
+MAX_REWARD = float.fromhex("0x1.fffffep127")
 # Refused at the first invalid item: the errors of a million would take 900 MB, and hold the interpreter's lock.
 _ITEMS, _NO_ITEMS = Field(fail_fast=True), Field(default=(), fail_fast=True)
-_LAST_SECOND = 253402300799  # of the year 9999, where datetime ends
-MAX_ARTIFACTS = 64  # of one rollout
-MAX_ARTIFACT_BYTES = 32 * 1024 * 1024  # of all artifacts of one rollout
-MAX_PACKED_ARTIFACT_BYTES = MAX_ARTIFACT_BYTES + MAX_ARTIFACTS * 1024  # of the object that holds them
+# datetime ends with the year 9999.
+_LAST_SECOND = 253402300799
+# Limits on the artifacts of one rollout: their number, their bytes, and the bytes of the object that holds them.
+MAX_ARTIFACTS = 64
+MAX_ARTIFACT_BYTES = 32 * 1024 * 1024
+MAX_PACKED_ARTIFACT_BYTES = MAX_ARTIFACT_BYTES + MAX_ARTIFACTS * 1024
 
 
 class Outcome(StrEnum):
@@ -154,9 +159,11 @@ Images = dict[Sha256, RawBytes]
 Identifier = Annotated[str, StringConstraints(pattern=rf"^{ID_PATTERN}$")]
 """An id that is valid in a key, a URL and a file name: no slash, no leading dot, at most 128 characters."""
 
-_MESSAGE_CHARS, TRACEBACK_CHARS = 2_000, 20_000  # a container writes them, and logs, records and pages show them
+# The limits exist because a container writes these strings, and logs, records and pages show them.
+_MESSAGE_CHARS, TRACEBACK_CHARS = 2_000, 20_000
 _Message = Annotated[str, AfterValidator(lambda text: readable(text[:_MESSAGE_CHARS]))]
-_Traceback = Annotated[str, AfterValidator(lambda text: readable(text[-TRACEBACK_CHARS:]))]  # its end has the error
+# The end of a traceback has the error.
+_Traceback = Annotated[str, AfterValidator(lambda text: readable(text[-TRACEBACK_CHARS:]))]
 Seal = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 """The gateway's signature of a trajectory. Only the training side creates and reads it."""
 

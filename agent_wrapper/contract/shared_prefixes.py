@@ -22,9 +22,11 @@ from typing import Any
 
 from agent_wrapper.contract.codec import ContractError, ExpandedBeyondCap
 
-_CANDIDATES = 8  # number of latest segments that are compared
+# Only this many of the latest segments are compared.
+_CANDIDATES = 8
 _LEAST_TOKENS = 16
-TOKEN_BYTES = 9  # bytes of an id, a mask and a logprob
+TOKEN_BYTES = 9
+"""Bytes of an id, a mask and a logprob."""
 _UNKNOWN = array("f", [float("nan")])
 
 
@@ -48,8 +50,10 @@ def add_to_schema(schema: dict[str, Any]) -> None:
 
 def share(segments: Sequence[Any]) -> list[dict[str, Any]]:
     """Return, for each segment, the fields that are stored in place of its own."""
-    numbers: dict[str, int] = {}  # of the stored messages, by their JSON
-    known: dict[int, str] = {}  # the JSON of messages, by the id of the object
+    # The numbers of the stored messages, by their JSON.
+    numbers: dict[str, int] = {}
+    # The JSON of messages, by the id of the object.
+    known: dict[int, str] = {}
     ids: list[bytes] = []
     stored = []
     for segment in segments:
@@ -83,12 +87,14 @@ def _prefix(ids: Sequence[bytes], segment: Any) -> tuple[int, int]:
     if segment.logprobs[:given].tobytes() != (_UNKNOWN * given).tobytes():
         return 0, 0
     own = ids[-1][: 4 * given]
-    source, shared = 0, 0  # bytes
+    # `shared` counts bytes.
+    source, shared = 0, 0
     for i in range(len(ids) - 2, max(-1, len(ids) - 2 - _CANDIDATES), -1):
         longest = min(len(own), len(ids[i]))
         if longest <= shared or ids[i][: shared + 4] != own[: shared + 4]:
             continue
-        low, high = shared + 4, longest  # the first `low` bytes are equal
+        # The first `low` bytes are equal.
+        low, high = shared + 4, longest
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if ids[i][low:middle] == own[low:middle] else (low, middle - 1)

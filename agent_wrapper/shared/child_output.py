@@ -12,8 +12,10 @@ from contextlib import suppress
 from io import FileIO
 
 LOGGED_BYTES = 16 * 1024 * 1024
-_READ_BYTES, _LAST_READS = 65_536, 32  # a pipe holds at most 1 MiB
-_POLL_S = 0.25  # how late an exit is noticed while a child's child keeps the output open
+# A pipe holds at most 1 MiB.
+_READ_BYTES, _LAST_READS = 65_536, 32
+# An exit is noticed this late while a child's child keeps the output open.
+_POLL_S = 0.25
 
 
 class ChildOutput:

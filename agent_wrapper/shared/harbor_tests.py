@@ -23,7 +23,8 @@ from agent_wrapper.shared.processes import MARK, boot_clock, end_marked, kill_gr
 _MAX_REWARD_BYTES = 1024 * 1024
 _SHOWN_CHARS = 2_000
 _KEPT_BYTES = 4 * _SHOWN_CHARS
-_POLL_S = 0.25  # interval of memory measurements
+# Interval of memory measurements.
+_POLL_S = 0.25
 _RUN = 'exec 3<&0 </dev/null; { read -r _ <&3; kill -KILL 0; } >/dev/null 2>&1 & exec "$0" 3<&-'
 """Run a program until it ends, or until the writer of stdin ends, which kills the process group."""
 
@@ -31,7 +32,8 @@ _RUN = 'exec 3<&0 </dev/null; { read -r _ <&3; kill -KILL 0; } >/dev/null 2>&1 &
 class TestsFailed(Exception):
     """The tests wrote no reward, or exceeded a limit. The message contains the end of their output."""
 
-    __test__ = False  # pytest collects classes with this name prefix
+    # pytest collects classes with this name prefix.
+    __test__ = False
 
 
 def run_tests(

@@ -15,8 +15,10 @@ import msgpack
 
 from agent_wrapper.contract.codec import MAX_DEPTH, check_packed
 
-_EXTRAS_DEPTH = MAX_DEPTH - 10  # extras are nested some levels deep in the result
-_MAX_INTEGER_BITS = 10_000  # parsers stop at 4,300 digits
+# Extras are nested some levels deep in the result.
+_EXTRAS_DEPTH = MAX_DEPTH - 10
+# Parsers stop at 4,300 digits.
+_MAX_INTEGER_BITS = 10_000
 
 
 def check_json_value(value: object, where: str, max_depth: int) -> None:
@@ -69,14 +71,16 @@ def _check_text(text: str, place: str) -> None:
 def read_extras(values: Mapping[Any, object]) -> dict[str, Any]:
     """Return the values as a result stores them. Raises ValueError, which names the value that is not JSON."""
     extras = {key: _json(key, value) for key, value in values.items()}
-    check_packed(msgpack.packb(extras), share=2)  # the other half is reserved for the sampled tokens
+    # The other half is reserved for the sampled tokens.
+    check_packed(msgpack.packb(extras), share=2)
     return extras
 
 
 def finite_number(value: object) -> float:
     """Convert a number of Python, NumPy or PyTorch. True is 1 and False is 0, so `return answer == wanted` is a
     reward, also if NumPy or PyTorch has compared them."""
-    if isinstance(value, Decimal):  # which numbers.Real does not include
+    if isinstance(value, Decimal):
+        # numbers.Real does not include Decimal.
         value = float(value)
     if getattr(value, "shape", None) == () and not isinstance(value, numbers.Real):
         value = getattr(value, "item", lambda: value)()
@@ -105,7 +109,8 @@ def _plain(value: Any) -> object:
         return int(value)
     if isinstance(value, (numbers.Real, Decimal)):
         return float(value)
-    if hasattr(value, "dtype") and hasattr(value, "tolist"):  # of NumPy, PyTorch, JAX or pandas
+    if hasattr(value, "dtype") and hasattr(value, "tolist"):
+        # NumPy, PyTorch, JAX and pandas have these attributes.
         return value.tolist()
     raise TypeError(f"{short(value)}, a {type(value).__name__}, is not JSON: write it as a text or a number")
 
@@ -116,7 +121,8 @@ def _json(key: object, value: object) -> Any:
     try:
         plain = plain_json(value)
         check_json_value(plain, "it", _EXTRAS_DEPTH)
-        msgpack.packb([key, plain])  # msgpack has no integers over 64 bits
+        # msgpack has no integers over 64 bits.
+        msgpack.packb([key, plain])
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{key!r} cannot be stored as JSON: {error}") from None
     return plain

@@ -14,7 +14,8 @@ log = logging.getLogger(__name__)
 
 MARK = "ROLLOUT_COMMAND"
 """Environment variable that identifies the children of a command."""
-KILLED_S = 10.0  # in which a process ends after SIGKILL, unless the kernel holds it
+KILLED_S = 10.0
+"""Seconds within which a process ends after SIGKILL, unless the kernel holds it."""
 _SWEEPS, _SWEEP_INTERVAL_S = 50, 0.01
 _IN_HOME = {
     "XDG_CONFIG_HOME": ".config",
@@ -88,7 +89,8 @@ def _kill_marked(mark: str, began_at: float) -> bool:
     Return whether there may be more: a process that started after `began_at` may fork in the meantime.
     """
     wanted, found = f"{MARK}={mark}".encode(), False
-    for process in {*Path("/proc").glob("[0-9]*")} - {Path(f"/proc/{os.getpid()}")}:  # empty except on Linux
+    # The glob finds nothing except on Linux.
+    for process in {*Path("/proc").glob("[0-9]*")} - {Path(f"/proc/{os.getpid()}")}:
         with contextlib.suppress(OSError):
             environ = (process / "environ").read_bytes()
             if any(each.startswith(wanted) for each in environ.split(b"\0")):

@@ -64,7 +64,9 @@ class _Redacting:
             if record.exc_info and record.exc_info[0] is not None:
                 text = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
                 if (shown := without_secrets(text)) != text:
-                    record.exc_text = shown  # formatters use this text instead of the exception
-        except Exception:  # noqa: S110  # the handler reports a record that cannot be formatted
+                    # Formatters use this string instead of the exception.
+                    record.exc_text = shown
+        except Exception:  # noqa: S110
+            # The handler reports a record that cannot be formatted.
             pass
         return record

@@ -29,7 +29,8 @@ async def fetch_trajectory(
         TrajectoryTooLarge: the trajectory is larger than a result may be.
         TrajectoryUnavailable: the gateway refused, could not be reached in time, or sent something else.
     """
-    import httpx  # imported here: the container should listen before it loads what it needs at the end
+    # Import here, because the container should listen before it loads what it needs at the end.
+    import httpx
     import tenacity
 
     def passing(error: BaseException) -> bool:

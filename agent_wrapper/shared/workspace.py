@@ -24,7 +24,8 @@ MAX_UNPACKED_BYTES = 1024**3
 MAX_ENTRIES = 100_000
 """Maximum number of files and folders in an archive."""
 _MAX_NAME = 1024
-_MAX_HEADER_BYTES = 64 * 1024  # an extended header holds a long name
+# An extended header holds a long name.
+_MAX_HEADER_BYTES = 64 * 1024
 _BLOCK = 512
 _EXTENSIONS = frozenset(
     {tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK}
@@ -148,7 +149,8 @@ def _records(text: bytes) -> dict[bytes, bytes]:
 
 
 def _write(member: tarfile.TarInfo, path: Path, content: gzip.GzipFile, root: Path) -> None:
-    if not path.parent.resolve().is_relative_to(root):  # the folder already contained a link here
+    if not path.parent.resolve().is_relative_to(root):
+        # The folder already contained a link here.
         return
     if member.isdir():
         path.mkdir(parents=True, exist_ok=True)
