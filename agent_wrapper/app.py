@@ -9,7 +9,7 @@
 - With $ROLLOUT_AGENT_TOKEN, invokes and stops need the header `Authorization: Bearer TOKEN`.
 - An invoke without the block calls the same function directly and returns its return value.
 
-`bedrock_agentcore` serves the same rollouts beside the app of AWS's SDK.
+`bedrock_agentcore` serves the same rollouts alongside the app of AWS's SDK.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class OrphanReaper:
                 logger.warning("orphans could not be reaped; this is repeated", exc_info=True)
 
     def reap(self) -> None:
-        """Reap the orphans that were zombies at the last call too: a process that ends is waited for in between."""
+        """Reap the orphans that were zombies at the last call, too, so that other code has time to wait for them."""
         # Other threads may fork in the meantime: `_own` is changed in place.
         self._own.difference_update({pid for pid in [*self._own] if not Path(f"/proc/{pid}").exists()})
         main = os.getpid()

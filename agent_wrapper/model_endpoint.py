@@ -80,7 +80,7 @@ async def probe_endpoint(endpoint: ModelEndpoint, budget_s: float = PROBE_S, *, 
 
 
 def _describe(error: Exception) -> str:
-    """Return what the network said: httpx's own message is "All connection attempts failed" for every reason."""
+    """Return the network's error: httpx's own message is "All connection attempts failed" for every reason."""
     cause: BaseException = error
     while before := cause.__cause__ or cause.__context__:
         cause = before

@@ -201,7 +201,7 @@ def without_artifacts(rollout: Rollout, message: str) -> Rollout:
 
 
 def encode(rollout: Rollout, max_bytes: int) -> tuple[Rollout, bytes]:
-    """Return the rollout to publish and its encoding. Extras with which it is too large are refused."""
+    """Return the rollout to publish and its encoding. Extras that make it too large are refused."""
     body = rollout.encode()
     if not rollout.extras or (size := unpacked_size(body)) <= max_bytes:
         return rollout, body

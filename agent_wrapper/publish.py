@@ -198,7 +198,7 @@ def _is_first(put: Callable[[], object]) -> bool:
 
 
 def download(url: str, limit_s: float) -> bytes:
-    """Return what a presigned URL names. Retry for at most `limit_s`, unless S3 refuses repeatedly.
+    """Return the object at a presigned URL. Retry for at most `limit_s`, unless S3 refuses repeatedly.
 
     Raises:
         PublishError: the URL is invalid.
@@ -209,7 +209,7 @@ def download(url: str, limit_s: float) -> bytes:
 
 
 def _call_url(method: str, url: str, **more: Any) -> httpx.Response:
-    """Send a request to a presigned URL, and return the answer of a success.
+    """Send a request to a presigned URL, and return the response if it succeeded.
 
     Raises:
         Refused: S3 refused, or a proxy answered.

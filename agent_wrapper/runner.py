@@ -145,7 +145,7 @@ class _AsyncCall(AgentCall):
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback of an agent's error, whose objects may fail while it is made."""
+    """Return the traceback of an agent's error. Formatting the error's objects may fail."""
     try:
         return "".join(traceback.format_exception(error))
     except Exception:

@@ -1,4 +1,4 @@
-"""Store once what several segments share.
+"""Store content that several segments share only once.
 
 An agent that rewrites its history (masks old tool results or drops old messages) opens a segment with each model
 call. If each were stored in full, the size of the result would grow quadratically.
@@ -76,7 +76,7 @@ def share(segments: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _add(numbers: dict[str, int], text: str) -> bool:
-    """Assign the next number to a text. Return False if it already has one."""
+    """Assign the next number to a string. Return False if it already has one."""
     count = len(numbers)
     return numbers.setdefault(text, count) == count
 

@@ -50,7 +50,7 @@ class ChildOutput:
         return bool(data)
 
     def text(self) -> str:
-        """Read what is left, and return the end of all, at most `kept_bytes`."""
+        """Read the rest, and return the end of the output, at most `kept_bytes`."""
         for _ in range(_LAST_READS):
             if not self.read():
                 break

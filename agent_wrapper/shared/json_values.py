@@ -78,7 +78,7 @@ def read_extras(values: Mapping[Any, object]) -> dict[str, Any]:
 
 def finite_number(value: object) -> float:
     """Convert a number of Python, NumPy or PyTorch. True is 1 and False is 0, so `return answer == wanted` is a
-    reward, also if NumPy or PyTorch has compared them."""
+    reward, even if NumPy or PyTorch compared them."""
     if isinstance(value, Decimal):
         # numbers.Real does not include Decimal.
         value = float(value)

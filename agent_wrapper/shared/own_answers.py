@@ -1,4 +1,4 @@
-"""Tell a server's own answers from those of a proxy in between.
+"""Distinguish a server's own answers from those of a proxy in between.
 
 A refusal (4xx) counts only if it has the form of the server that was asked. A load balancer, an ingress or a login
 page answers for a server that it cannot reach, with any status and a page of its own. That says nothing about the

@@ -54,12 +54,12 @@ def boot_clock() -> float:
 
 
 def new_mark() -> str:
-    """Return a value of `MARK`. It extends this process's own, whose owner finds the children of its children too."""
+    """Return a value of `MARK`. It extends this process's own value, so that its owner also finds grandchildren."""
     return os.environ.get(MARK, "") + uuid.uuid4().hex
 
 
 def kill_group(group: int) -> None:
-    """Kill a process group. It may have ended, or hold only processes of another user, as `sudo` starts them."""
+    """Kill a process group. It may have ended, or may contain only another user's processes, started with `sudo`."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
 
