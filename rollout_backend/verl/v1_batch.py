@@ -55,7 +55,7 @@ class V1Batch:
         validates: bool = False,
         relabel: Callable[[Rollout], Rollout] = lambda rollout: rollout,
     ) -> None:
-        """`number` is the step's. `relabel` replaces the versions of abandoned weights in resumed rollouts."""
+        """`number` is the step's number. `relabel` replaces the versions of abandoned weights in resumed rollouts."""
         self.number = number
         self.validates = validates
         self.relabel = relabel

@@ -83,7 +83,7 @@ def _version(scope: Message) -> str | None:
 
 
 class _Reply:
-    """Sends a reply on, with the version of its tokens."""
+    """Forwards a reply with the weight version of its tokens."""
 
     def __init__(self, version: Callable[[], str | None], send: Send) -> None:
         self._version = version
