@@ -153,15 +153,22 @@ class _Folder:
 class RolloutContext:
     """One rollout, as seen by its agent."""
 
-    payload: dict[str, Any]  # the task: the invoke's payload without the backend's block
-    base_url: str = field(repr=False)  # OpenAI-compatible, ends in /v1, may contain the key; "" if none is configured
-    api_key: str = field(repr=False)  # in training, gives access to this rollout's session only
+    payload: dict[str, Any]
+    """The task: the invoke's payload without the backend's block."""
+    base_url: str = field(repr=False)
+    """OpenAI-compatible, ends in /v1, may contain the key; "" if none is configured."""
+    api_key: str = field(repr=False)
+    """In training, gives access to this rollout's session only."""
     model: str
-    sampling: Sampling = field(default_factory=Sampling)  # the trainer's settings; the gateway applies them
-    deadline: float = math.inf  # unix seconds by this container's clock; the agent must have returned by then
+    sampling: Sampling = field(default_factory=Sampling)
+    """The trainer's settings; the gateway applies them."""
+    deadline: float = math.inf
+    """Unix seconds by this container's clock; the agent must have returned by then."""
     rollout_id: str | None = None
-    traceparent: str | None = None  # W3C Trace Context of this rollout, for agents that create OpenTelemetry spans
-    artifacts: Artifacts = field(default_factory=Artifacts, repr=False)  # files to publish with the result
+    traceparent: str | None = None
+    """W3C Trace Context of this rollout, for agents that create OpenTelemetry spans."""
+    artifacts: Artifacts = field(default_factory=Artifacts, repr=False)
+    """Files to publish with the result."""
     # The deadline on the monotonic clock.
     _ends_at: float | None = field(default=None, repr=False)
     _folder: _Folder = field(default_factory=_Folder, repr=False, compare=False)

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-import io
 import re
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -55,7 +53,7 @@ def _section(name: str, value: Any) -> Iterator[str]:
     if name in _ELSEWHERE:
         yield from (_ELSEWHERE[name], "")
         return
-    fields = list(_fields(node, source))
+    fields = list(_fields(node))
     if fields:
         yield from ("| field | type | |", "| --- | --- | --- |", *fields, "")
     private = [base for base in value.__mro__[1:] if base.__name__.startswith("_")]
@@ -75,14 +73,9 @@ def _section(name: str, value: Any) -> Iterator[str]:
                 yield from (_signature(member, f"{name}.{member.name}"), "", _text(member), "")
 
 
-def _fields(node: ast.ClassDef, source: str) -> Iterator[str]:
+def _fields(node: ast.ClassDef) -> Iterator[str]:
     """Yield a table row for each field of a dataclass, a model or an enumeration."""
-    comments = {
-        token.start[0]: token.string.lstrip("# ")
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    }
-    for member in node.body:
+    for member, below in zip(node.body, [*node.body[1:], None], strict=True):
         if isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
             name, kind = (
                 member.target.id,
@@ -93,8 +86,9 @@ def _fields(node: ast.ClassDef, source: str) -> Iterator[str]:
         else:
             continue
         if not name.startswith("_") and name != "model_config":
-            comment = comments.get(member.end_lineno or member.lineno, "")
-            yield f"| `{name}` | `{_cell(kind)}` | {_cell(comment)} |"
+            described = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            meaning = " ".join(str(below.value.value).split()) if described else ""
+            yield f"| `{name}` | `{_cell(kind)}` | {_cell(meaning)} |"
 
 
 def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef, name: str | None = None) -> str:

@@ -42,8 +42,10 @@ class Sampling(ContractObject):
 
     temperature: float = Field(default=1.0, ge=0, le=10)
     top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=-1, ge=-1, lt=2**31)  # -1 is off
-    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)  # of one model call
+    top_k: int = Field(default=-1, ge=-1, lt=2**31)
+    """-1 is off."""
+    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    """Of one model call."""
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63 - 1024)
 
 
@@ -53,17 +55,21 @@ class ModelEndpoint(ContractObject):
     base_url: str = Field(repr=False)
     """OpenAI-compatible, ends in /v1. It contains the key with `gateway.key_in_path`. Before
     the agent starts, the wrapper sends the first heartbeat or, without heartbeats, GET BASE_URL/models."""
-    api_key: str = Field(repr=False)  # opens this session only, until its deadline
+    api_key: str = Field(repr=False)
+    """Opens this session only, until its deadline."""
     name: str
-    trajectory_url: str  # POST seals the session and returns its Trajectory; with Accept: application/json, as JSON
-    heartbeat_url: str | None = None  # POST every `RolloutRequest.heartbeat_s`; None: no heartbeats
+    trajectory_url: str
+    """POST seals the session and returns its Trajectory; with Accept: application/json, as JSON."""
+    heartbeat_url: str | None = None
+    """POST every `RolloutRequest.heartbeat_s`; None: no heartbeats."""
 
 
 class ResultUrls(ContractObject):
     """Presigned URLs. Each accepts one object under one key, once, until it expires, and permits nothing else."""
 
     result: str = Field(pattern=r"^https?://", repr=False)
-    failure_marker: str = Field(pattern=r"^https?://", repr=False)  # see `failure_marker_key`
+    failure_marker: str = Field(pattern=r"^https?://", repr=False)
+    """See `failure_marker_key`."""
     artifacts: str | None = Field(default=None, pattern=r"^https?://", repr=False)
     """See `artifacts_key`. None: the sender is older than this field."""
 
@@ -77,7 +83,8 @@ class ResultTarget(ContractObject):
 
     bucket: str
     prefix: str = ""
-    queue_url: str | None = None  # None: nothing is announced, and the backend finds results by listing
+    queue_url: str | None = None
+    """None: nothing is announced, and the backend finds results by listing."""
     region: str | None = None
     urls: ResultUrls | None = Field(default=None, repr=False)
 
@@ -94,13 +101,15 @@ class RolloutRequest(ContractObject):
     session_id: str
     endpoint: ModelEndpoint
     sampling: Sampling
-    deadline: float  # unix seconds by the backend's clock by which the agent must have returned
+    deadline: float
+    """Unix seconds by the backend's clock by which the agent must have returned."""
     remaining_s: float | None = Field(default=None, ge=0)
     """Seconds from the arrival of this request until the agent must have returned. Takes precedence over `deadline`,
     because the container's clock may be wrong. None: the sender is older than this field."""
     publish_grace_s: float | None = Field(default=None, gt=0)
     """Seconds from then until the result must be in S3. None: as `remaining_s`."""
-    heartbeat_s: float | None = Field(default=None, gt=0)  # None: no heartbeats
+    heartbeat_s: float | None = Field(default=None, gt=0)
+    """None: no heartbeats."""
     result: ResultTarget
 
     @property

@@ -63,10 +63,14 @@ class Outcome(StrEnum):
     """The outcome of a rollout. Each planned rollout has exactly one."""
 
     COMPLETED = "completed"
-    AGENT_ERROR = "agent_error"  # the agent's code raised, or never called the model
-    INFRA_ERROR = "infra_error"  # not caused by the agent: never a reward
-    TIMED_OUT = "timed_out"  # a deadline passed
-    CANCELLED = "cancelled"  # the backend no longer needed it
+    AGENT_ERROR = "agent_error"
+    """The agent's code raised, or never called the model."""
+    INFRA_ERROR = "infra_error"
+    """Not caused by the agent: never a reward."""
+    TIMED_OUT = "timed_out"
+    """A deadline passed."""
+    CANCELLED = "cancelled"
+    """The backend no longer needed it."""
 
 
 def _parser(typecode: str, what: str) -> Callable[[object], array[Any]]:
@@ -229,7 +233,8 @@ _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 class VersionSpan:
     """The tokens `[start, end)` of a segment that one version of the weights sampled."""
 
-    version: str  # such as "3", or "math@3" for version 3 of the LoRA adapter "math"
+    version: str
+    """Such as "3", or "math@3" for version 3 of the LoRA adapter "math"."""
     start: Annotated[int, Field(ge=0)]
     end: Annotated[int, Field(ge=0)]
 
@@ -240,10 +245,14 @@ class Turn:
 
     start: Annotated[int, Field(ge=0)]
     end: Annotated[int, Field(ge=0)]
-    finish_reason: str  # `stop` or `length`
-    weight_versions: Annotated[tuple[VersionSpan, ...], _ITEMS]  # cover [start, end) without a gap; empty if unknown
-    cached_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None  # of the prompt; None: unknown
-    seconds: Annotated[float, Field(ge=0)] = 0.0  # from the gateway's request to the engine's last token
+    finish_reason: str
+    """`stop` or `length`."""
+    weight_versions: Annotated[tuple[VersionSpan, ...], _ITEMS]
+    """Cover [start, end) without a gap; empty if unknown."""
+    cached_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
+    """Of the prompt; None: unknown."""
+    seconds: Annotated[float, Field(ge=0)] = 0.0
+    """From the gateway's request to the engine's last token."""
 
 
 class ImageSpan(ContractObject):
@@ -251,7 +260,8 @@ class ImageSpan(ContractObject):
 
     start: int = Field(ge=0)
     end: int = Field(ge=0)
-    sha256: Sha256  # of the image's bytes
+    sha256: Sha256
+    """Of the image's bytes."""
     media_type: str = Field(pattern=r"^image/[a-z]+$")
 
 
@@ -264,7 +274,8 @@ class RoutedExperts(ContractObject):
 
     layers: int = Field(ge=1)
     topk: int = Field(ge=1)
-    id_bytes: Literal[1, 2]  # bytes per id: unsigned, little-endian
+    id_bytes: Literal[1, 2]
+    """Bytes per id: unsigned, little-endian."""
     ids: RawBytes
 
 
@@ -279,10 +290,14 @@ class Segment(_OmitsEmpty):
     response_mask: Mask
     logprobs: Logprobs
     turns: tuple[Turn, ...] = _ITEMS
-    messages: tuple[dict[str, JsonValue], ...] = _NO_ITEMS  # the conversation in OpenAI's format, for display only
-    split_reason: str = "first_call"  # why this segment does not extend an earlier one
-    images: tuple[ImageSpan, ...] = _NO_ITEMS  # in the order of their tokens
-    routed_experts: RoutedExperts | None = None  # only with the setting `model.routed_experts`
+    messages: tuple[dict[str, JsonValue], ...] = _NO_ITEMS
+    """The conversation in OpenAI's format, for display only."""
+    split_reason: str = "first_call"
+    """Why this segment does not extend an earlier one."""
+    images: tuple[ImageSpan, ...] = _NO_ITEMS
+    """In the order of their tokens."""
+    routed_experts: RoutedExperts | None = None
+    """Only with the setting `model.routed_experts`."""
 
     model_config = ConfigDict(json_schema_extra=add_to_schema)
 
@@ -399,9 +414,12 @@ class Trajectory(_Encoded):
     schema_version: Literal[1] = 1
     model: str
     segments: tuple[Segment, ...] = _ITEMS
-    unanswered_calls: int = Field(default=0, ge=0, lt=2**31)  # model calls that failed on the training side
-    seal: Seal | None = None  # the gateway's signature, copied into the rollout
-    images: Images = {}  # bytes of the images in the segments, by SHA-256
+    unanswered_calls: int = Field(default=0, ge=0, lt=2**31)
+    """Model calls that failed on the training side."""
+    seal: Seal | None = None
+    """The gateway's signature, copied into the rollout."""
+    images: Images = {}
+    """Bytes of the images in the segments, by SHA-256."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -445,8 +463,10 @@ class ScoredBy(ContractObject):
     """The scorer that computed a rollout's reward on the training side, and the reward that it replaced."""
 
     scorer: str
-    sha256: Sha256  # of the scorer's file or command
-    agent_reward: float | None  # None if the agent returned no reward
+    sha256: Sha256
+    """Of the scorer's file or command."""
+    agent_reward: float | None
+    """None if the agent returned no reward."""
 
 
 class Rollout(_Encoded):
@@ -461,17 +481,24 @@ class Rollout(_Encoded):
     session_id: str
     outcome: Outcome
     reward: float | None = None
-    extras: dict[str, JsonValue] = {}  # values that the agent returned in addition to the reward
+    extras: dict[str, JsonValue] = {}
+    """Values that the agent returned in addition to the reward."""
     failure: Failure | None = None
     model: str = ""
     segments: tuple[Segment, ...] = _NO_ITEMS
-    seal: Seal | None = None  # the trajectory's seal of these segments
-    started_at: float = Field(default=0.0, ge=0, le=_LAST_SECOND)  # unix seconds by the container's clock; 0: unknown
+    seal: Seal | None = None
+    """The trajectory's seal of these segments."""
+    started_at: float = Field(default=0.0, ge=0, le=_LAST_SECOND)
+    """Unix seconds by the container's clock; 0: unknown."""
     finished_at: float = Field(default=0.0, ge=0, le=_LAST_SECOND)
-    images: Images = {}  # bytes of the images in the segments, by SHA-256
-    turn_rewards: tuple[float, ...] = _NO_ITEMS  # one per turn, in the order of the segments; may be empty
-    artifacts: tuple[Artifact, ...] = Field((), max_length=MAX_ARTIFACTS, fail_fast=True)  # files of this attempt
-    score: ScoredBy | None = None  # set if a scorer on the training side computed the reward
+    images: Images = {}
+    """Bytes of the images in the segments, by SHA-256."""
+    turn_rewards: tuple[float, ...] = _NO_ITEMS
+    """One per turn, in the order of the segments; may be empty."""
+    artifacts: tuple[Artifact, ...] = Field((), max_length=MAX_ARTIFACTS, fail_fast=True)
+    """Files of this attempt."""
+    score: ScoredBy | None = None
+    """Set if a scorer on the training side computed the reward."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

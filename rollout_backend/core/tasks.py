@@ -35,9 +35,10 @@ class Task:
 
     task_id: str
     payload: Mapping[str, Any]
-    # These default to `group.size` and to the configured sampling.
     rollouts: int | None = None
+    """Default: `group.size`."""
     sampling: Sampling | None = None
+    """Default: the configured sampling."""
     private: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
