@@ -8,7 +8,7 @@ Invariants:
 - refused invokes slow down neither polls nor stops;
 - a cancelled waiter leaves the queue and gives its place to the next one;
 - a rate change also applies to calls that already wait: no waiter sleeps for a time computed before the change;
-- results come first: one turn of the event loop, on which they arrive too, admits at most `_PER_TURN` calls. While
+- results come first: one turn of the event loop, which also receives them, admits at most `_PER_TURN` calls. While
   results wait because `collect.max_fetches` are being fetched, `_PAUSE_S` pass between two such turns.
 """
 
@@ -27,8 +27,10 @@ from rollout_backend.errors import OutcomeUnknown, RuntimeCallError
 
 log = logging.getLogger(__name__)
 
-_PER_TURN = 2  # preparing and sending an invoke takes 0.3 ms
-_PAUSE_S = 0.02  # 100 calls per second continue, so that no backlog of results stops a run
+# Preparing and sending an invoke takes 0.3 ms.
+_PER_TURN = 2
+# With a backlog of results, 100 calls per second continue, so that no backlog stops a run.
+_PAUSE_S = 0.02
 
 
 class CallKind(IntEnum):
@@ -68,7 +70,8 @@ class CallQueue:
         self._order = _AFTER_AN_INVOKE
         self._timer: asyncio.TimerHandle | None = None
         self._has_backlog: Callable[[], bool] = lambda: False
-        self._admitted = 0  # in this turn of the event loop
+        # Calls admitted in this turn of the event loop.
+        self._admitted = 0
 
     @classmethod
     def from_config(cls, rates: RuntimeConfig) -> Self:
@@ -96,7 +99,8 @@ class CallQueue:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # admitted and cancelled in the same turn
+            if turn.done() and not turn.cancelled():
+                # The call was admitted and cancelled in the same turn.
                 self.give_back(call)
             else:
                 self._serve()
@@ -115,7 +119,8 @@ class CallQueue:
         try:
             yield
         except OutcomeUnknown:
-            raise  # neither granted nor refused
+            # The call was neither granted nor refused.
+            raise
         except RuntimeCallError as error:
             if error.slow_down:
                 self._refused(call, error, sent_at, tally)
@@ -127,7 +132,8 @@ class CallQueue:
 
     def _refused(self, call: CallKind, error: RuntimeCallError, sent_at: float, tally: CallTally) -> None:
         rate, now = self._adaptive(call), asyncio.get_running_loop().time()
-        if rate.rate == rate.ceiling:  # log once each time the rate drops below its ceiling
+        if rate.rate == rate.ceiling:
+            # Log once each time the rate drops below its ceiling.
             what = "stops" if call in _STOPS else "polls" if call in _POLLS else "invokes"
             log.warning("the runtime refuses %s (%s): they slow down and are retried", what, error)
         rate.refused(sent_at, now, error.retry_after_s)
@@ -162,7 +168,8 @@ class CallQueue:
         now = loop.time()
         while (dues := self._dues(now)) and min(dues.values()) == 0:
             if self._admitted == _PER_TURN:
-                return  # `_next_turn` comes
+                # `_next_turn` continues.
+                return
             if not self._admitted:
                 loop.call_later(_PAUSE_S if self._has_backlog() else 0, self._next_turn)
             self._admitted += 1
@@ -176,10 +183,11 @@ class CallQueue:
             self._timer = loop.call_later(min(dues.values()), self._serve)
 
     def _dues(self, now: float) -> dict[CallKind, float]:
-        """Return the seconds until the next call of each kind that waits may be sent."""
+        """Return the seconds until the next waiting call of each kind may be sent."""
         dues = {}
         for call, waiting in self._waiting.items():
-            while waiting and waiting[0].done():  # cancelled
+            # Skip cancelled waiters.
+            while waiting and waiting[0].done():
                 waiting.popleft()
             if waiting:
                 dues[call] = max(rate.due(now) for rate in self._rates(call))

@@ -3,7 +3,7 @@
 Invariants:
 
 - an invoke is sent only in its turn, by a caller that holds a slot;
-- an answer that is not the wrapper's acceptance is an error: no agent runs;
+- a response other than the wrapper's acceptance is an error: no agent runs;
 - `close` records each session in its ledger, as closed or as unclosed, before it returns;
 - a failed stop that can be retried is retried for at least `stop_retry_s`, so throttling and outages cost no session.
 
@@ -45,11 +45,12 @@ _STOP_RETRYABLE = (
     Throttled, QuotaExceeded, RuntimeConflict, RuntimeUnavailable, NoCredentials, WrongClock, OutcomeUnknown,
 )  # fmt: skip
 _SLOWEST_BYTES_PER_S = 1024**2
-_LEAST_STOPS = 8  # so that a long queue of stops is not mistaken for a long outage
+# A long queue of stops must not be mistaken for a long outage.
+_LEAST_STOPS = 8
 
 
 class TimedCalls:
-    """The calls of a runtime, each of which ends in time, whatever its adapter does."""
+    """Calls a runtime with a time limit, even if its adapter sets none."""
 
     def __init__(self, runtime: SessionCalls, limit_s: float) -> None:
         self._runtime = runtime
@@ -93,7 +94,7 @@ class Dispatcher:
     ) -> None:
         """`runtime` ends each call in time: see `TimedCalls`. `stop_retry_s` counts from a session's first stop that
         failed; `stop_wait` is the pause between tries. If `runtime` is a `ResultSource`, a rollout without a result
-        is absent only once that has answered."""
+        is absent only after that source has answered."""
         self._runtime = runtime
         self.calls = calls
         self.source = runtime if isinstance(runtime, ResultSource) else None
@@ -104,7 +105,7 @@ class Dispatcher:
     # --- invokes ------------------------------------------------------------------------------------------
 
     async def submit(self, session_id: str, payload: bytes) -> None:
-        """Start the agent in a session. `calls` has admitted the invoke.
+        """Start the agent in a session. The caller must have been admitted by `calls`.
 
         Raises:
             RuntimeCallError: no agent runs, or nothing is known of it.
@@ -112,7 +113,8 @@ class Dispatcher:
         answer = await self._runtime.invoke(session_id, payload)
         try:
             accepted = json.loads(answer)["status"] in _ACCEPTED
-        except (ValueError, KeyError, TypeError, RecursionError):  # a container answers anything
+        except (ValueError, KeyError, TypeError, RecursionError):
+            # A container may return anything.
             accepted = False
         if not accepted:
             raise InvokeRejected(

@@ -11,10 +11,13 @@ The algorithm is AIMD, as in TCP congestion avoidance: a refusal halves the rate
 fixed amount per second. Two such limiters that share a quota therefore converge to a fair share of it.
 """
 
-_RECOVERY_S = 30.0  # from the floor back to the ceiling
-_FLOOR_PER_S = 1.0  # detects the end of an outage within a second, at 60 refused calls per minute
+# The time from the floor back to the ceiling.
+_RECOVERY_S = 30.0
+# Detects the end of an outage within a second, at the cost of 60 refused calls per minute.
+_FLOOR_PER_S = 1.0
 _DECREASE = 0.5
-_ROUNDING = 1e-6  # of a token: without it, a timer that fires on time may find the bucket short by a rounding error
+# In tokens. Without it, a timer that fires on time may find the bucket short by a rounding error.
+_ROUNDING = 1e-6
 
 
 class TokenBucket:
