@@ -18,7 +18,8 @@ from rollout_backend.runtimes.http import MAX_BYTES
 # Fields that the app adds, and tokens that an older app reports: only the gateway's tokens count.
 _NOT_THE_AGENTS = frozenset({"status_code", "input_id", "s3_bucket", "result_key", "payload", "rollout_data"})
 _INFRASTRUCTURE = frozenset({408, 429, 502, 503, 504})
-_STOPPED = frozenset({"CancelledError", "GeneratorExit", "KeyboardInterrupt", "SystemExit"})  # by SIGTERM, mostly
+# Errors that SIGTERM usually causes.
+_STOPPED = frozenset({"CancelledError", "GeneratorExit", "KeyboardInterrupt", "SystemExit"})
 _ERROR_LINE = re.compile(r"^(?:\w+\.)*(\w+)(?::|$)", re.MULTILINE)
 _VERSION = 1
 _CONFIG, _ENVELOPE = "_config", "_agentcore_runtime"
@@ -92,7 +93,8 @@ class AgentCoreRlToolkit(WrittenResults):
             return _error(status, str(fields.get("stop_reason", "")), fields.get("traceback"))
         value = {name: field for name, field in fields.items() if name not in _NOT_THE_AGENTS}
         if "reward" not in value and "rewards" in value:
-            rewards = value.pop("rewards")  # a number, or a list whose last entry is the rollout's
+            # `rewards` is a number, or a list whose last entry is the rollout's reward.
+            rewards = value.pop("rewards")
             value["reward"] = rewards[-1] if isinstance(rewards, list) and rewards else rewards
         return classify(Returned(value), "")
 
@@ -126,7 +128,8 @@ class Verl4216(AgentCoreRlToolkit):
 
 
 def _error(status: int, message: str, trace: object) -> AgentResult:
-    trace = trace[-TRACEBACK_CHARS:] if isinstance(trace, str) else None  # its end names the error
+    # The end of a traceback names the error.
+    trace = trace[-TRACEBACK_CHARS:] if isinstance(trace, str) else None
     classes = _ERROR_LINE.findall(trace or "")
     if classes and classes[-1] in _STOPPED:
         return failed(Outcome.INFRA_ERROR, TERMINATED, f"the agent was stopped: {classes[-1]}", trace)
@@ -176,7 +179,8 @@ class AgentCoreRuntimeApp(PolledResults):
         return {_ENVELOPE: _envelope("get", request)}
 
     def has_ended(self, answer: bytes, request: RolloutRequest) -> bool:
-        if len(answer) >= MAX_BYTES:  # only the state of a completed invocation is so long
+        if len(answer) >= MAX_BYTES:
+            # Only the state of a completed invocation is this long.
             return True
         return _status(answer, request) not in (None, "in_progress")
 

@@ -35,7 +35,8 @@ from rollout_backend.runtimes.base import SessionCalls
 log = logging.getLogger(__name__)
 
 _ACCEPTED = b'{"status": "accepted"}'
-_POLL_ARRIVES_S = 5.0  # a poll that a runtime receives after the session's stop would start a new container
+# A poll that a runtime receives after the session's stop would start a new container.
+_POLL_ARRIVES_S = 5.0
 
 _P = TypeVar("_P", bound=AgentProtocol)
 
@@ -94,9 +95,11 @@ class Translator(ABC, Generic[_P]):
         self._seal = options["seal"]
         self._on_result = options["on_result"]
         self._room = asyncio.Semaphore(options["max_writes"])
-        self._builder = ThreadPoolExecutor(1, "translator")  # several hostile results at once could exhaust memory
-        self._open: dict[str, _Session] = {}  # by id
-        self._searching: set[str] = set()  # ids of those that `run` searches for
+        # Several hostile results at once could exhaust memory.
+        self._builder = ThreadPoolExecutor(1, "translator")
+        # Open sessions by id, and the ids of those that `run` is searching.
+        self._open: dict[str, _Session] = {}
+        self._searching: set[str] = set()
 
     @abstractmethod
     async def _candidates(self) -> list[str]:
@@ -165,7 +168,7 @@ class Translator(ABC, Generic[_P]):
         if session is None:
             return True
         try:
-            # A search that has started may find the result, and spares this one.
+            # A search that has started may find the result, which makes this one unnecessary.
             async with session.writing:
                 pass
             await self._admit(session_id, call)
@@ -239,7 +242,8 @@ class BucketTranslator(Translator[WrittenResults]):
             try:
                 async for key in self._store.keys(prefix):
                     listed += 1
-                    if listed > MAX_KEYS:  # a hostile agent may write any number
+                    if listed > MAX_KEYS:
+                        # A hostile agent may write any number of objects.
                         return [*self._open]
                     if key in ids:
                         found.append(ids[key])
@@ -268,7 +272,8 @@ class PollingTranslator(Translator[PolledResults]):
         super().__init__(calls, protocol, store, **options)
         self._poll = poll
         self._admission = admission
-        self._polls: dict[str, asyncio.Task[bytes]] = {}  # in flight, by session
+        # Polls in flight, by session.
+        self._polls: dict[str, asyncio.Task[bytes]] = {}
 
     async def stop(self, session_id: str) -> bool | None:
         self._open.pop(session_id, None)
@@ -284,7 +289,8 @@ class PollingTranslator(Translator[PolledResults]):
         if not ended:
             return await super().find_result(session_id, ended=ended)
         if (session := self._open.get(session_id)) is not None:
-            async with session.writing:  # what its last poll found
+            async with session.writing:
+                # Wait until the result of the last poll is written.
                 pass
         return True
 
