@@ -44,22 +44,29 @@ from rollout_backend.retry import retry
 
 log = logging.getLogger(__name__)
 
-MAX_KEYS = 50_000  # per step, in 50 calls to S3. Agents may write under the prefix, so a hostile one can flood it
-IDLE_INTERVALS = 3  # even if announcements arrive, a step is listed after this many `collect.list_after_idle_s`
+# Listing this many keys of a step takes 50 calls to S3. A hostile agent can flood the prefix, where it may write.
+MAX_KEYS = 50_000
+# Even if announcements arrive, a step is listed after this many `collect.list_after_idle_s`.
+IDLE_INTERVALS = 3
 
 _T = TypeVar("_T")
 
 _BACK_OFF = wait_exponential_jitter(multiplier=0.5, max=30)
-_LARGE_BATCH = 5  # of at most 10 messages: SQS often returns fewer than it holds
-_RECEIVES = 20  # by then, the run that a message is for has received it or has ended
+# A batch has at most 10 messages, and SQS often returns fewer than it holds.
+_LARGE_BATCH = 5
+# After 20 receives, the run that a message is for has received it or has ended.
+_RECEIVES = 20
 
 
 class MessageStatus(Enum):
     """The result of handling a message."""
 
-    DONE = "done"  # delete it
-    UNKNOWN = "unknown"  # S3 did not answer, or has no such object yet: receive it again
-    OF_ANOTHER_RUN = "of another run"  # release it: the run that shares the queue may receive it immediately
+    DONE = "done"
+    """Delete the message."""
+    UNKNOWN = "unknown"
+    """S3 did not answer, or has no such object yet: receive the message again."""
+    OF_ANOTHER_RUN = "of another run"
+    """Release the message: the run that shares the queue may receive it immediately."""
 
 
 class RolloutBuffer:
@@ -90,16 +97,21 @@ class RolloutBuffer:
         self._fetcher = ResultFetcher(store, decoder, self._quarantine, max_fetches)
         self.max_fetches = max_fetches
         self.max_receives = _RECEIVES
-        self._batches = max(1, 2 * max_fetches // 10)  # of 10 messages, so one waits for each that is being fetched
+        # Batches have 10 messages, so one message waits for each that is being fetched.
+        self._batches = max(1, 2 * max_fetches // 10)
         self._sinks: dict[int, ResultSink] = {}
-        self._flooded: set[int] = set()  # steps with too many keys to list completely
+        # Steps with too many keys to list completely.
+        self._flooded: set[int] = set()
         self._deleter = MessageDeleter(queue) if queue is not None else None
-        self.refused = 0  # malformed messages, and messages that name objects outside this run
-        self.stale = 0  # announcements for steps that have ended or not started
-        self.dangling = 0  # announcements of objects that do not exist (yet)
+        # `refused` counts malformed messages and messages that name objects outside this run, `stale` announcements
+        # for steps that have ended or not started, and `dangling` announcements of objects that do not exist yet.
+        self.refused = 0
+        self.stale = 0
+        self.dangling = 0
         self.queue_down = queue is None
         self._receive_failures = 0
-        self.last_announcement_at = 0.0  # in seconds of the event loop's clock
+        # In seconds of the event loop's clock.
+        self.last_announcement_at = 0.0
 
     def attach(self, sink: ResultSink) -> None:
         assert sink.step not in self._sinks, f"step {sink.step} is being collected already"
@@ -133,8 +145,8 @@ class RolloutBuffer:
     async def _receive(
         self, queue: MessageQueue, room: asyncio.Semaphore, tasks: asyncio.TaskGroup, *, backlog: bool = False
     ) -> None:
-        """Receive batches forever, or only while there is a backlog. Each batch holds `room` from before it is
-        received until it is handled.
+        """Receive batches forever, or only while there is a backlog. Reserve `room` before receiving a batch, and
+        release it after handling.
 
         A large batch indicates a backlog: if there is room, another receiver helps with it.
         """
@@ -160,7 +172,8 @@ class RolloutBuffer:
             self.queue_down = True
             self._receive_failures += 1
             raise
-        if failures == self._receive_failures:  # SQS answers a long poll from before the queue was deleted
+        # SQS also answers long polls that were sent before the queue was deleted.
+        if failures == self._receive_failures:
             self.queue_down = False
         if messages:
             self.last_announcement_at = asyncio.get_running_loop().time()
@@ -264,7 +277,8 @@ class RolloutBuffer:
         if found is None:
             return all(await asyncio.gather(*(self.fetch_by_key(sink, *each) for each in sink.pending())))
         fetched: list[FetchStatus] = []
-        for names in found:  # results before failure markers, because they settle rollouts
+        # Results are fetched before failure markers, because they settle rollouts.
+        for names in found:
             fetched += await asyncio.gather(*(self._try_to_fetch(sink, name, key) for key, name in names.items()))
         return all(each is FetchStatus.HANDLED for each in fetched)
 
@@ -281,7 +295,8 @@ class RolloutBuffer:
                 due = min(max(due, self.last_announcement_at + interval), listed_at + IDLE_INTERVALS * interval)
             wait = due - loop.time()
             if wait > 0:
-                await asyncio.sleep(min(wait, config.list_interval_s))  # the queue may fail in the meantime
+                # The queue may fail during the wait.
+                await asyncio.sleep(min(wait, config.list_interval_s))
                 continue
             listed_at = loop.time()
             try:
@@ -321,7 +336,8 @@ class RolloutBuffer:
                 )
                 self._flooded.add(sink.step)
                 return None
-            with contextlib.suppress(ContractError):  # neither a result nor a failure marker
+            with contextlib.suppress(ContractError):
+                # Other objects under the prefix are neither results nor failure markers.
                 name = parse_result_key(prefix, self._run_id, key)
                 if sink.is_wanted(name.rollout_id, name.attempt):
                     (results if name.attempt is None else failure_markers)[key] = name

@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 # Decoding takes 5 ms per MB in the compact form and 30 ms in JSON; a hostile object of 64 KiB takes up to 20 ms.
 _LARGE_BYTES = 64 * 1024
 _EVIDENCE_BYTES = 4096
-_RECORD_S = 60.0  # for the record of one object, which holds a slot
+# The limit for writing the record of one object, which holds a slot.
+_RECORD_S = 60.0
 
 
 class ResultSink(Protocol):
@@ -94,7 +95,8 @@ class ResultDecoder:
             ContractError: the object is invalid; names the field.
         """
         if unpacked_size(data) < _LARGE_BYTES:
-            with contextlib.suppress(ExpandedBeyondCap):  # a small object may contain large shared segments
+            with contextlib.suppress(ExpandedBeyondCap):
+                # A small object may contain large shared segments.
                 return self._decode(data, name, min(_LARGE_BYTES, self._max_bytes))
         # A thread, not a process: the event loop waits for at most one call into C (28 ms of 81 ms for a compact
         # result of 9 MB), and a process would take as long to send the decoded result back. It goes from one result
@@ -155,9 +157,12 @@ class Quarantine:
 class FetchStatus(Enum):
     """The outcome of fetching one object from S3."""
 
-    HANDLED = "handled"  # delivered to the step, as a valid or invalid result
-    ABSENT = "absent"  # S3 answered that the object does not exist
-    UNKNOWN = "unknown"  # S3 did not answer, or did not store the quarantine record: retry later
+    HANDLED = "handled"
+    """The object was delivered to the step, as a valid or invalid result."""
+    ABSENT = "absent"
+    """S3 answered that the object does not exist."""
+    UNKNOWN = "unknown"
+    """S3 did not answer, or did not store the quarantine record: retry later."""
 
 
 class KeyLocks:
@@ -179,7 +184,8 @@ class ResultFetcher:
         self._quarantine = quarantine
         self._slots = asyncio.Semaphore(max_fetches)
         self._locks = KeyLocks()
-        self._refused_markers: dict[int, set[str]] = defaultdict(set)  # keys of refused failure markers, by step
+        # Keys of refused failure markers, by step.
+        self._refused_markers: dict[int, set[str]] = defaultdict(set)
 
     @property
     def is_busy(self) -> bool:

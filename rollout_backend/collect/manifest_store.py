@@ -28,7 +28,8 @@ async def largest_fencing_token(store: ObjectStore, run_id: str, *, every: bool)
     async def read(key: str) -> int:
         try:
             return int(from_json(await store.get(key))["fencing_token"])
-        except (ContractError, ResultMissing, ValueError, LookupError, TypeError):  # `ManifestStore.read` explains it
+        except (ContractError, ResultMissing, ValueError, LookupError, TypeError):
+            # `ManifestStore.read` reports this error.
             return 0
 
     folder = _folder(store, run_id)
@@ -57,7 +58,8 @@ class ManifestStore:
         self._run_id = run_id
         self._fencing_token = fencing_token
         self._owner = owner
-        self._etags: dict[int, str | None] = {}  # by step; None if the manifest did not exist
+        # ETags by step; None if the manifest did not exist.
+        self._etags: dict[int, str | None] = {}
         self._lineage: Lineage | None = None
 
     async def begin(self, step: int, weights: str) -> Lineage:
@@ -92,7 +94,8 @@ class ManifestStore:
                 lineage = lineage.with_start(start)
                 try:
                     await self._store.put_if_match(key, lineage.model_dump_json(indent=1).encode(), etag)
-                except WriteConflict:  # another manager's, or an earlier write of this one that arrived late
+                except WriteConflict:
+                    # Another manager wrote it, or an earlier write of this one arrived late.
                     continue
             self._lineage = lineage
         return self._lineage
@@ -112,7 +115,7 @@ class ManifestStore:
         except ResultMissing:
             self._etags[step] = None
             return None
-        except ValueError as error:  # includes ContractError
+        except ValueError as error:
             raise self._malformed(key, error) from None
         if (manifest.run_id, manifest.step) != (self._run_id, step):
             raise ManifestError(f"{key} is the manifest of step {manifest.step} of run {manifest.run_id!r}")

@@ -43,7 +43,7 @@ class Presigner:
         self._storage = storage
         self._where = where
         self._wall = wall
-        self._s3: aws.Client | None = None  # opened on first use
+        self._s3: aws.Client | None = None
         self._opening = asyncio.Lock()
         self._stack = AsyncExitStack()
         self._warned = False
@@ -78,7 +78,8 @@ class Presigner:
         try:
             s3, url, body = await self._client(), await self._put_url(key, 60), b"{}"
             status, said = await s3.send("PUT", url, put_headers(body), body)
-            await s3.send("DELETE", await self._url("delete_object", 60, Key=key), {})  # stays without the permission
+            # Without the permission to delete it, the object stays.
+            await s3.send("DELETE", await self._url("delete_object", 60, Key=key), {})
             left_s = await self._credentials_last_s(lasting_s)
         except NoCredentials as error:
             raise PreflightError(f"storage.presigned: {error}") from error
@@ -134,8 +135,10 @@ class Presigner:
                     "s3",
                     region=self._where.region,
                     endpoint_url=self._where.endpoint_of("s3"),
-                    signature_version="s3v4",  # older versions do not sign headers
-                    request_checksum_calculation="when_required",  # the body is not known yet
+                    # Older signature versions do not sign headers.
+                    signature_version="s3v4",
+                    # The body is not known yet.
+                    request_checksum_calculation="when_required",
                     s3={"addressing_style": style},
                 )
                 self._s3 = await self._stack.enter_async_context(made)

@@ -32,13 +32,20 @@ from rollout_backend.retry import retry
 
 log = logging.getLogger(__name__)
 
-_RECEIVES_PER_PAUSE_S = 4  # the pause after a message is released grows by 1 s with every fourth receive
-_CONNECTIONS = 32  # besides the receivers' connections: a backlog is received and deleted concurrently
-_BATCH = 10  # SQS's limit for receive and delete
-_NAME_BLOCKED_S = 75.0  # SQS blocks a name for 60 s after the deletion
-_PAUSE_S = 5.0  # between two attempts to create a queue
-_EXISTS = ("QueueAlreadyExists", "QueueNameExists")  # error codes if the attributes differ
-_RETENTION_S = 14 * 24 * 3600  # SQS's maximum, because a run may be resumed days later
+# The pause after a message is released grows by 1 s with every fourth receive.
+_RECEIVES_PER_PAUSE_S = 4
+# A backlog is received and deleted concurrently, so these are added to the receivers' connections.
+_CONNECTIONS = 32
+# SQS's limit for receive and delete.
+_BATCH = 10
+# SQS blocks a name for 60 s after the deletion.
+_NAME_BLOCKED_S = 75.0
+# The pause between two attempts to create a queue.
+_PAUSE_S = 5.0
+# Error codes if the attributes differ.
+_EXISTS = ("QueueAlreadyExists", "QueueNameExists")
+# SQS's maximum, because a run may be resumed days later.
+_RETENTION_S = 14 * 24 * 3600
 _DELETED_WITHIN_S = 1.0
 _LAST_DELETE_S = 5.0
 AWS_ERRORS = aws.CALL_ERRORS
@@ -49,8 +56,10 @@ class Message:
     body: str
     receipt: str
     message_id: str
-    sent_at: float  # unix seconds by SQS's clock
-    receive_count: int = 1  # including this one
+    sent_at: float
+    """Unix seconds by SQS's clock."""
+    receive_count: int = 1
+    """Number of receives, including this one."""
 
 
 class MessageQueue(Protocol):
@@ -79,7 +88,8 @@ class AnnouncementQueue:
     ) -> None:
         self.visibility_s = config.visibility_s
         self.url = url
-        self.dead_url = dead_url  # None if the queue was given by its URL, and is not deleted
+        # None if the queue was given by its URL. Such a queue is not deleted.
+        self.dead_url = dead_url
         self._sqs = client
         self._receive = client.repeated(
             "receive_message",
@@ -307,7 +317,8 @@ async def _probe(sqs: Any, url: str) -> Mapping[str, str]:
             await call(QueueUrl=url, ReceiptHandle="not-a-receipt")
         except ClientError as error:
             if aws.is_denied(error):
-                raise  # any other error is about the receipt, which is invalid on purpose
+                # Any other error is about the receipt, which is invalid on purpose.
+                raise
     attributes: Mapping[str, str] = reply["Attributes"]
     return attributes
 

@@ -26,15 +26,19 @@ from rollout_backend.errors import PreflightError, ResultMissing, StoreError, Wr
 
 # S3 answers 409 if another write of the key is in progress, and 404 if the key was deleted.
 _CONFLICTS = frozenset({"ConditionalRequestConflict", "NoSuchKey", "PreconditionFailed"})
-_TRUNCATED = (aiohttp.ClientError, ConnectionError)  # errors while a body is read; botocore retries earlier errors
-_PAUSES_S = (0.1, 0.2)  # before an object with a truncated body is read again
-_GET_S = 300.0  # per object, so that an endless body does not block a fetch slot forever
+# Errors while a body is read. botocore retries earlier errors.
+_TRUNCATED = (aiohttp.ClientError, ConnectionError)
+# Pauses before an object with a truncated body is read again.
+_PAUSES_S = (0.1, 0.2)
+# The limit per object, so that an endless body does not block a fetch slot forever.
+_GET_S = 300.0
 # Size limits by folder, except results: objects that only trainers write, or that another limit bounds.
 _MAX_BYTES = {
     **dict.fromkeys(("lease", "manifests", "scores", "task-blocklist"), MAX_OBJECT_BYTES),
     "artifacts": MAX_PACKED_ARTIFACT_BYTES,
 }
-_NO_ETAG = '"00000000000000000000000000000000"'  # matches no object
+# An ETag that matches no object.
+_NO_ETAG = '"00000000000000000000000000000000"'
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,8 @@ class StoredObject:
 
     body: bytes
     etag: str
-    age_s: float  # since it was written, by the store's clock
+    age_s: float
+    """Seconds since the object was written, by the store's clock."""
 
 
 class ObjectStore(Protocol):
@@ -71,7 +76,8 @@ class ResultStore:
         self._s3 = client
         self._get_object = client.repeated("get_object", Bucket=config.bucket)
         self.get_s = _GET_S
-        self._readable: str | None = None  # the last key that could be read or written
+        # The last key that could be read or written.
+        self._readable: str | None = None
         self._stack = stack
 
     @classmethod
@@ -105,12 +111,13 @@ class ResultStore:
             await self._try_to_write(place, IfNoneMatch="*")
         try:
             with self._explained():
-                for condition in ({"IfNoneMatch": "*"}, {"IfMatch": _NO_ETAG}):  # both must fail now
+                # Both conditions must fail now.
+                for condition in ({"IfNoneMatch": "*"}, {"IfMatch": _NO_ETAG}):
                     if await self._try_to_write(place, **condition):
                         raise self._unsupported(condition, "ignores it")
             with self._explained():
                 async with (await self._s3.get_object(**place))["Body"]:
-                    pass  # any response is enough
+                    pass
         finally:
             removed = False
             with contextlib.suppress(*aws.CALL_ERRORS):
@@ -137,7 +144,8 @@ class ResultStore:
         try:
             await self._s3.put_object(**place, Body=b"{}", ContentType="application/json", **condition)
         except ClientError as error:
-            if aws.status_of(error) in (409, 412):  # 409: another check is writing the probe at this moment
+            if aws.status_of(error) in (409, 412):
+                # With 409, another check is writing the probe at this moment.
                 return False
             if aws.status_of(error) == 501 or aws.code_of(error) == "NotImplemented":
                 raise self._unsupported(condition, f"answers {aws.status_of(error)} to it") from error
@@ -191,7 +199,7 @@ class ResultStore:
             try:
                 return await self._read_once(key)
             except _TRUNCATED:
-                await asyncio.sleep(pause_s + 0.1 * random.random())  # noqa: S311  # no secret
+                await asyncio.sleep(pause_s + 0.1 * random.random())  # noqa: S311
         return await self._read_once(key)
 
     async def _explain_refusal(self, key: str, error: ClientError) -> Exception:
@@ -233,7 +241,8 @@ class ResultStore:
         """Read an object once. Raises ContractError if it exceeds its size limit, or one of `aws.CALL_ERRORS`."""
         reply = await self._get_object(Key=key)
         headers: Mapping[str, str] = reply["ResponseMetadata"]["HTTPHeaders"]
-        folder = key.removeprefix(self.config.prefix).split("/")[2:3]  # FOLDER of runs/RUN/FOLDER
+        # The folder in runs/RUN/FOLDER.
+        folder = key.removeprefix(self.config.prefix).split("/")[2:3]
         cap = _MAX_BYTES.get("".join(folder), self.config.max_result_bytes)
         return await self._body(reply["Body"], headers, cap), headers
 
@@ -281,7 +290,8 @@ class ResultStore:
             )
             self._readable = key
             return str(reply["ETag"])
-        except (KeyError, *aws.CALL_ERRORS) as error:  # KeyError: a proxy answered
+        except (KeyError, *aws.CALL_ERRORS) as error:
+            # A proxy that answers instead of S3 causes a KeyError.
             aws.raise_if_expired(error, "S3")
             if not isinstance(error, ClientError) or aws.code_of(error) not in _CONFLICTS:
                 raise StoreError(f"writing {key!r} to S3 failed: {aws.reason(error)}") from error
@@ -300,7 +310,8 @@ class ResultStore:
         try:
             pages = self._s3.get_paginator("list_objects_v2").paginate(Bucket=self.config.bucket, Prefix=prefix)
             async for page in pages:
-                if "IsTruncated" not in page:  # S3 always sends it, and a truncated body parses as an empty listing
+                if "IsTruncated" not in page:
+                    # S3 always sends this field, and a truncated body parses as an empty listing.
                     raise ConnectionError("the response is not a listing")
                 for item in page.get("Contents", ()):
                     yield str(item["Key"])
@@ -325,7 +336,8 @@ def describe_keeping(versioning: str, rules: Iterable[Mapping[str, Any]], prefix
 
 def _applies(rule: Mapping[str, Any], prefix: str) -> bool:
     """Return whether a lifecycle rule applies to objects under `prefix`, which have no tags but any size."""
-    where = rule.get("Filter") or rule  # rules of the first version have no filter
+    # Rules of the first version have no filter.
+    where = rule.get("Filter") or rule
     where = where.get("And", where)
     return prefix.startswith(where.get("Prefix", "")) and where.keys().isdisjoint(("Tag", "Tags"))
 
