@@ -146,7 +146,7 @@ class AgentRuntime(ABC):
         """Keep what this task's containers start from, such as an image, while its rollout waits or runs."""
         return nullcontext()
 
-    async def wait_ready(self, payload: Mapping[str, Any], run_id: str) -> None:  # noqa: B027  # not abstract
+    async def wait_ready(self, payload: Mapping[str, Any], run_id: str) -> None:  # noqa: B027
         """Wait until an invoke with this task's payload can start a container. Called before a rollout takes a slot,
         so that it does not delay other tasks."""
 
@@ -158,7 +158,7 @@ class AgentRuntime(ABC):
     async def stop(self, session_id: str) -> bool | None:
         """Implement `SessionCalls.stop`."""
 
-    def adopt(self, session_id: str, payload: Callable[[], bytes]) -> None:  # noqa: B027  # not abstract
+    def adopt(self, session_id: str, payload: Callable[[], bytes]) -> None:  # noqa: B027
         """Implement `SessionCalls.adopt`. By default, nothing is done for a session that runs already."""
 
     async def watch_sessions(self, run_id: str, on_end: Callable[[SessionEnd], None]) -> None:

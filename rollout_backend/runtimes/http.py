@@ -38,7 +38,8 @@ from rollout_backend.runtimes.base import AgentRuntime, CleanupSpec
 SESSION_HEADER = "X-Amzn-Bedrock-AgentCore-Runtime-Session-Id"
 _STOP_S = 30.0
 _Post = AbstractAsyncContextManager[aiohttp.ClientResponse]
-MAX_BYTES = 64 * 1024  # the wrapper's answers have some tens of bytes
+# The wrapper's responses have some tens of bytes.
+MAX_BYTES = 64 * 1024
 
 
 class HttpRuntime(AgentRuntime):
@@ -136,7 +137,8 @@ class HttpRuntime(AgentRuntime):
                 body = await aws.read_up_to(reply, MAX_BYTES)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise OutcomeUnknown(f"the stop was not answered: {str(error) or type(error).__name__}") from error
-        if reply.status >= 500 and reply.status != 501:  # unlike an invoke, a stop can be repeated
+        if reply.status >= 500 and reply.status != 501:
+            # Unlike an invoke, a stop can be repeated.
             raise RuntimeUnavailable(f"{reply.status}: {_shown(body)}")
         _raise_unless_stopped(reply, body)
 
@@ -187,7 +189,8 @@ def _to_call_error(reply: aiohttp.ClientResponse, body: bytes) -> RuntimeCallErr
             return RuntimeConflict(text)
         case 401 | 403:
             return InvokeRejected(text, reason="access_denied")
-        case 408 | 502 | 503 | 504:  # from a proxy in front of the server, or from an overloaded server
+        case 408 | 502 | 503 | 504:
+            # A proxy in front of the server, or an overloaded server, sends these.
             return RuntimeUnavailable(text, refused=reply.status in (408, 503))
         case _:
             return InvokeRejected(text, reason="container_error")

@@ -32,7 +32,8 @@ from rollout_backend.runtimes.process.control import KILL_S, pipe_of, send_stop
 from rollout_backend.runtimes.process.runtime import CommandRuntime, ProcessRuntime
 from rollout_backend.runtimes.process.session import ProcessSession
 
-_CHECK_S = 30.0  # time limit for scheduling the check
+# The time limit for scheduling the check.
+_CHECK_S = 30.0
 
 
 class _SessionActor:
@@ -127,7 +128,8 @@ class RayRuntime(CommandRuntime):
         try:
             async with asyncio.timeout(limit_s):
                 problem = await ref
-        except TimeoutError:  # sessions of an earlier trainer, or other jobs, may occupy the whole cluster
+        except TimeoutError:
+            # Sessions of an earlier trainer, or other jobs, may occupy the whole cluster.
             ray.cancel(ref, force=True)
             text = f"not checked: no machine of the Ray cluster had a free place within {limit_s:g} s"
             return [CheckResult("warning", "runtime", text)]
@@ -161,7 +163,8 @@ class RayRuntime(CommandRuntime):
 
     def _start(self, session_id: str, payload: bytes) -> asyncio.Future[None]:
         start = asyncio.create_task(self._start_session(session_id, payload))
-        start.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks the exception as retrieved
+        # Mark the exception as retrieved.
+        start.add_done_callback(lambda done: done.cancelled() or done.exception())
         return start
 
     async def _start_session(self, session_id: str, payload: bytes) -> None:
@@ -218,14 +221,15 @@ class RayRuntime(CommandRuntime):
     async def stop(self, session_id: str) -> None:
         limit_s = self._config.grace_s + KILL_S
         try:
-            if session_id not in self._starts:  # unknown, or started by an earlier trainer
+            if session_id not in self._starts:
+                # The session is unknown, or an earlier trainer started it.
                 stop_other = session_stopper(self.cleanup_spec().options)
                 await asyncio.to_thread(stop_other, session_id)
                 return
             await asyncio.wait({self._starts[session_id]})
             async with asyncio.timeout(limit_s):
                 if (actor := self._actors.get(session_id)) is not None:
-                    with contextlib.suppress(RayActorError):  # the actor is gone
+                    with contextlib.suppress(RayActorError):
                         await actor.stop.remote()
                 if (watch := self._watches.get(session_id)) is not None:
                     await asyncio.wait({watch})
@@ -242,7 +246,7 @@ class RayRuntime(CommandRuntime):
 
     async def _watch_earlier(self, session_id: str, on_end: Callable[[SessionEnd], None]) -> None:
         """Report the end of a session that an earlier trainer started."""
-        with contextlib.suppress(ValueError):  # it has ended already
+        with contextlib.suppress(ValueError):
             actor = await asyncio.to_thread(ray.get_actor, session_id, self._namespace)
             stopped, reason, message = await _end_of(actor)
             if not stopped:
@@ -262,7 +266,8 @@ async def _end_of(actor: Any) -> tuple[bool, str, str]:
     while True:
         try:
             stopped, reason, message = await actor.wait.remote()
-        except ActorUnavailableError:  # the actor will answer again, or is lost
+        except ActorUnavailableError:
+            # The actor will answer again, or is lost.
             await asyncio.sleep(1)
         except RayError as error:
             return False, "container_lost", f"its machine or its Ray actor was lost: {_first_line(error)}"

@@ -16,19 +16,23 @@ from rollout_backend.config.runtimes import LARGE_REGIONS, SMALL_REGION_SESSIONS
 from rollout_backend.core.check_result import CheckResult
 
 _SERVICE = "bedrock-agentcore"
-ACTIVE_SESSIONS, NEW_PER_S = "L-3E5722B2", "L-8EE2AEA2"  # quota codes of Service Quotas
-OLDER_CONTAINERS_PER_MINUTE = "L-0B3AF7ED"  # until August 2026, when NEW_PER_S was for agents without a container
+# Quota codes of Service Quotas.
+ACTIVE_SESSIONS, NEW_PER_S = "L-3E5722B2", "L-8EE2AEA2"
+# Used until August 2026, when NEW_PER_S was for agents without a container.
+OLDER_CONTAINERS_PER_MINUTE = "L-0B3AF7ED"
 _SETTING, _NAME = "runtime.max_sessions", "runtime-quotas"
 
 
 def needed_permissions(config: AgentCoreConfig) -> Sequence[Permission]:
     """Return the permissions for all calls to the runtime that these settings name or describe. Pure."""
     arn = config.arn
-    if arn is None:  # the runtime is created from an image, and its id is not known yet
+    if arn is None:
+        # The runtime is created from an image, and its id is not known yet.
         _, partition, _, _, account, _ = str(config.role).split(":", 5)
         arn = f"arn:{partition}:{_SERVICE}:{config.region}:{account}:runtime/{config.runtime_name}-0000000000"
     endpoint = f"{arn}/runtime-endpoint/{config.qualifier}"
-    own = config.image is not None  # with an image, the runtime is described before it is changed
+    # With an image, the runtime is described before it is changed.
+    own = config.image is not None
     found = [
         Permission(f"{_SERVICE}:InvokeAgentRuntime", (arn, endpoint)),
         Permission(f"{_SERVICE}:StopRuntimeSession", (arn, endpoint)),

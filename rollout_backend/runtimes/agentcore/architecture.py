@@ -37,10 +37,13 @@ _MANIFESTS = (
     "application/vnd.oci.image.index.v1+json",
     "application/vnd.oci.image.manifest.v1+json",
 )
-_BATCH = 100  # images in a call of BatchGetImage
+# Images in a call of BatchGetImage.
+_BATCH = 100
 _AT_ONCE = 16
-_TIMEOUT_S, _CALL_S = 120.0, 30.0  # of all calls together, and of one
-_MAX_BYTES = 4 * 1024 * 1024  # the limit of registries for a manifest
+# The limits for all calls together, and for one.
+_TIMEOUT_S, _CALL_S = 120.0, 30.0
+# The limit of registries for a manifest.
+_MAX_BYTES = 4 * 1024 * 1024
 
 _GetBlob = Callable[[str], Awaitable[bytes]]
 
@@ -148,7 +151,8 @@ async def ask_ecr(
         found |= dict.fromkeys(
             named.keys() - found.keys(), Built(unknown=f"no answer of ECR within {_TIMEOUT_S:g} s")
         )
-    except aws.CALL_ERRORS as error:  # a client cannot be opened
+    except aws.CALL_ERRORS as error:
+        # A client could not be opened.
         found |= dict.fromkeys(named.keys() - found.keys(), Built(unknown=aws.reason(error)))
     return found
 
@@ -218,7 +222,8 @@ async def _read(manifest: str | bytes, get: _GetBlob) -> Built:
         return Built(unknown=aws.reason(error))
     except (ValueError, LookupError, TypeError, AttributeError):
         return Built(unknown="its manifest cannot be read")
-    if "" in linux and _ARM64 not in linux:  # a list need not name platforms
+    if "" in linux and _ARM64 not in linux:
+        # A list need not name platforms.
         return Built(unknown="its manifest does not name an architecture")
     return Built(frozenset(linux) - {""}) if linux else Built(unknown="it is not built for Linux")
 

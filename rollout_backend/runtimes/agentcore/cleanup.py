@@ -31,12 +31,14 @@ from rollout_backend.runtimes.agentcore.provision import TAG
 log = logging.getLogger(__name__)
 
 _CONNECTIONS = 8
-_DELETE_S = 60.0  # until a deletion that AgentCore has accepted is repeated
+# A deletion that AgentCore has accepted is repeated after this time.
+_DELETE_S = 60.0
 
 
 def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
     """Return a function that stops one session and returns False if the session did not exist."""
-    listing = Lock()  # list the runtimes once for all sessions
+    # The lock lets all sessions share one listing of the runtimes.
+    listing = Lock()
     make: Any = boto3.client  # the types of boto3 have one overload per service name
     agentcore = make(
         "bedrock-agentcore",

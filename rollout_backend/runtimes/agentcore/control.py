@@ -38,11 +38,14 @@ from rollout_backend.runtimes.agentcore.provision import (
 
 ENDPOINT = "DEFAULT"
 _PAGE = 100
-_PAUSE_S = (0.2, 5.0)  # shortest and longest pause between two polls of a runtime in transition
+# The shortest and the longest pause between two polls of a runtime in transition.
+_PAUSE_S = (0.2, 5.0)
 
 MADE_BY_RUN: Mapping[str, str] = {TAG: "run"}
-_ATTEMPTS = 8  # AgentCore throttles its control plane at a few calls per second, for all users of an account together
-READ_PAUSE_S = 0.25  # after each call that reads one of many runtimes
+# AgentCore throttles its control plane at a few calls per second, for all users of an account together.
+_ATTEMPTS = 8
+# The pause after each call that reads one of many runtimes.
+READ_PAUSE_S = 0.25
 
 _JSON = {"shape": "Json"}
 # The fields of a runtime's definition in the newest model of the service. The botocore that aioboto3 pins lacks some
@@ -130,8 +133,10 @@ class RuntimeMaker:
         self._ecr_url = ecr_url
         self._on_status = on_status
         self._find_id = find_id
-        self._id: str | None = None  # id of the runtime with that name, once it is known
-        self._version = 0  # the version we made: GetAgentRuntime may still return an older one
+        # The id is None until the runtime with that name is known. GetAgentRuntime may return a version older than
+        # `_version`, the one we made.
+        self._id: str | None = None
+        self._version = 0
         self._asked: list[Action] = []
 
     async def preview(self) -> str:
@@ -197,7 +202,8 @@ class RuntimeMaker:
                     waited = True
                 case action:
                     if action in self._asked:
-                        if found.differs == ("requireMMDSV2",):  # requested, but not returned by the service
+                        if found.differs == ("requireMMDSV2",):
+                            # The service accepts this setting, but does not return it.
                             return described
                         raise PreflightError(
                             f"runtime {self._wanted.name} is being changed by somebody else at this time "
@@ -207,7 +213,8 @@ class RuntimeMaker:
                     if await self._act(action, found, described):
                         self._asked.append(action)
                         continue
-                    waited = True  # another process is changing the runtime; its result is good enough
+                    # Another process is changing the runtime; its result is good enough.
+                    waited = True
             await asyncio.sleep(next(waits))
 
     def _is_stale(self, described: Mapping[str, Any]) -> bool:
@@ -270,8 +277,9 @@ class RuntimeMaker:
             with self._explained("GetAgentRuntime"):
                 described: dict[str, Any] = await self._client.get_agent_runtime(agentRuntimeId=self._id)
         except self._client.exceptions.ResourceNotFoundException:
-            if self._asked[-1:] != [Action.CREATE]:  # a new runtime is not found at first
-                self._id, self._version = None, 0  # deleted in the meantime
+            if self._asked[-1:] != [Action.CREATE]:
+                # A new runtime is not found at first. Any other was deleted in the meantime.
+                self._id, self._version = None, 0
             return {}
         return described
 
@@ -346,7 +354,8 @@ class RuntimeMaker:
 async def wait_served(client: Any, runtime_id: str, version: int) -> None:
     """Wait until the endpoint DEFAULT serves this version or a newer one. Raises PreflightError on failure."""
     for pause in pauses():
-        endpoint = await _describe_endpoint(client, runtime_id, ENDPOINT)  # created shortly after the runtime
+        # The endpoint is created shortly after the runtime.
+        endpoint = await _describe_endpoint(client, runtime_id, ENDPOINT)
         if endpoint.get("status") == "READY" and int(endpoint.get("liveVersion", 0)) >= version:
             return
         _raise_if_failed(endpoint, ENDPOINT, runtime_id)
@@ -387,7 +396,8 @@ async def _pin(client: Any, runtime_id: str, version: str, name: str, on_status:
         if asked:
             _raise_if_failed(endpoint, name, runtime_id)
         elif not endpoint or endpoint["status"].endswith(("READY", "_FAILED")):
-            with contextlib.suppress(client.exceptions.ConflictException):  # the runtime or it is in transition
+            with contextlib.suppress(client.exceptions.ConflictException):
+                # The runtime or the endpoint is in transition.
                 if endpoint:
                     before = endpoint.get("liveVersion", "none")
                     on_status(f"moving endpoint {name} from version {before} to {version}")
@@ -432,7 +442,8 @@ async def delete_runtime(client: Any, runtime_id: str, timeout_s: float) -> str:
                 await asyncio.sleep(pause)
     except errors.ResourceNotFoundException:
         return ""
-    except errors.ConflictException as error:  # it is in transition, or has sessions
+    except errors.ConflictException as error:
+        # The runtime is in transition, or has sessions.
         return aws.reason(error)
     except TimeoutError:
         pass

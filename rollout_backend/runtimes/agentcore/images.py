@@ -55,18 +55,27 @@ from rollout_backend.runtimes.agentcore.control import (
 )
 from rollout_backend.runtimes.agentcore.provision import TAG, RuntimeSpec
 
-MADE_BY = "image"  # the value of TAG
+# The value of TAG.
+MADE_BY = "image"
 LEASE, USED = "rollout-backend-run:", "rollout-backend-used"
 _NAME = re.compile(r"[A-Za-z]\w*_([0-9a-f]{12})_[0-9a-f]{8}")
 _SESSION = re.compile(r"rollout-[0-9a-f]{32}-([0-9a-f]{12})")
-_RUN_ID = 108  # characters of a run's id: a tag's key has 128
-_PREFIX = 26  # characters of a name, which has 48, before the two digests
-MAKERS = 8  # runtimes created at once: AgentCore throttles its control plane at a few calls per second
-_FAILED_S = 300.0  # after a failed creation, until the next
-_FREEING = 12  # creations after a deletion, over half a minute, before another runtime is deleted
-_SESSION_S = 3600.0  # until `session_s` is known
-_WAIT_S = 10.0  # of an invoke for its runtime; then the step repeats it
-_CLOSE_S = 60.0  # of giving up leases
+# Characters of a run's id. A tag's key has at most 128.
+_RUN_ID = 108
+# Characters of a name before the two digests. A name has at most 48.
+_PREFIX = 26
+# Number of concurrent creations. AgentCore throttles its control plane at a few calls per second.
+MAKERS = 8
+# The pause between a failed creation and the next one.
+_FAILED_S = 300.0
+# Creations after a deletion, over half a minute, before another runtime is deleted.
+_FREEING = 12
+# Used until `session_s` is known.
+_SESSION_S = 3600.0
+# How long an invoke waits for its runtime. The step then repeats it.
+_WAIT_S = 10.0
+# The limit for giving up leases.
+_CLOSE_S = 60.0
 
 
 @dataclasses.dataclass(eq=False)
@@ -75,11 +84,12 @@ class ImageRuntime:
 
     spec: RuntimeSpec
     making: asyncio.Task[str] | None = None
-    failed: float = float("-inf")  # unix seconds of the last creation that cannot succeed
-    sessions: dict[str, float] = dataclasses.field(default_factory=dict)  # unix seconds
-    leases: dict[str, float] = dataclasses.field(default_factory=dict)  # unix seconds, by tag
+    # Times are in unix seconds: the last creation that cannot succeed, sessions by id, leases by tag, the last use.
+    failed: float = float("-inf")
+    sessions: dict[str, float] = dataclasses.field(default_factory=dict)
+    leases: dict[str, float] = dataclasses.field(default_factory=dict)
     leasing: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
-    used: float = 0.0  # unix seconds
+    used: float = 0.0
 
     @property
     def arn(self) -> str | None:
@@ -91,21 +101,26 @@ class ImageRuntimes:
     """The runtimes of one run's tasks."""
 
     def __init__(self, config: AgentCoreConfig, client: Any, on_status: Callable[[str], object]) -> None:
-        self.session_s = _SESSION_S  # how long a session can last
+        # How long a session can last.
+        self.session_s = _SESSION_S
         self._config = config
         self._client = client
         self._on_status = on_status
-        self._wall = time.time  # unix seconds
-        self._known: dict[str, ImageRuntime] = {}  # by name
-        self._needed: Counter[str] = Counter()  # rollouts, by the key of their container
-        self._own: set[str] = set()  # the tags of this run's leases
+        self._wall = time.time
+        # Runtimes by name, rollouts by the key of their container, and the tags of this run's leases.
+        self._known: dict[str, ImageRuntime] = {}
+        self._needed: Counter[str] = Counter()
+        self._own: set[str] = set()
         self._makers = asyncio.Semaphore(MAKERS)
         self._listing = asyncio.Lock()
-        self._listed: tuple[float, Mapping[str, str]] = (float("-inf"), {})  # when, and the ARNs by name
+        # The time of the last listing, and the ARNs by name.
+        self._listed: tuple[float, Mapping[str, str]] = (float("-inf"), {})
         self._evicting = asyncio.Lock()
-        self._candidates: list[tuple[str, str]] = []  # name and ARN, the least recently used last
+        # Names and ARNs of unused runtimes, the least recently used last.
+        self._candidates: list[tuple[str, str]] = []
         self._tags = TagReader(client)
-        self._seen: dict[str, tuple[float, Mapping[str, str]]] = {}  # when tags were read, in unix seconds, by ARN
+        # By ARN: when the tags were read, in unix seconds, and the tags.
+        self._seen: dict[str, tuple[float, Mapping[str, str]]] = {}
 
     @contextmanager
     def hold(self, payload: Mapping[str, Any]) -> Iterator[None]:
@@ -124,7 +139,8 @@ class ImageRuntimes:
                 await asyncio.shield(self._make_once(self._runtime_of(payload), run_id))
             except RuntimeNotReady:
                 await asyncio.sleep(_WAIT_S)
-            except RuntimeCallError:  # the invoke raises it again
+            except RuntimeCallError:
+                # The invoke raises it again.
                 return
             else:
                 return
@@ -185,7 +201,8 @@ class ImageRuntimes:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
                 await asyncio.gather(*(self._give_up(each) for each in self._known.values() if not each.sessions))
-        self._known.clear()  # a second call would retry for 40 s with a closed client
+        # A second call would retry for 40 s with a closed client.
+        self._known.clear()
 
     async def _give_up(self, runtime: ImageRuntime) -> None:
         """Remove this run's leases, which the creation has written also if no session was ever opened."""
@@ -213,7 +230,8 @@ class ImageRuntimes:
         made, fails = runtime.making, self._wall() < runtime.failed + _FAILED_S
         if made is None or made.cancelled() or (made.done() and made.exception() is not None and not fails):
             made = runtime.making = asyncio.create_task(self._make(runtime, run_id))
-            made.add_done_callback(lambda task: task.cancelled() or task.exception())  # also if nobody waits
+            # Retrieve the exception even if no caller waits.
+            made.add_done_callback(lambda task: task.cancelled() or task.exception())
         return made
 
     async def _make(self, runtime: ImageRuntime, run_id: str) -> str:
@@ -221,7 +239,8 @@ class ImageRuntimes:
         repeats: Iterator[float] = iter(())
         async with self._makers:
             while True:
-                lease = self._lease_tags(run_id)  # not earlier: hundreds of creations wait for an hour
+                # Compute the lease only now: hundreds of creations wait for an hour.
+                lease = self._lease_tags(run_id)
                 maker = RuntimeMaker(
                     spec,
                     self._client,
@@ -239,7 +258,8 @@ class ImageRuntimes:
                         runtime.failed = self._wall()
                     raise
                 except QuotaOfRuntimes as error:
-                    if (pause := next(repeats, None)) is not None:  # the quota may be freed late
+                    if (pause := next(repeats, None)) is not None:
+                        # The quota may be freed late.
                         await asyncio.sleep(pause)
                     elif await self._evict():
                         repeats = itertools.islice(pauses(), _FREEING)

@@ -39,9 +39,12 @@ DEFINITION = (
     "allowedPorts",
 )
 """Fields that CreateAgentRuntime and UpdateAgentRuntime share."""
-_KEPT = DEFINITION[-4:]  # fields that no setting covers
-_PLATFORM = "V1"  # of a new runtime, and of one that AgentCore describes without a platform
-TAG = "rollout-backend"  # tag of everything that this backend creates; its value says what for
+# Fields that no setting covers.
+_KEPT = DEFINITION[-4:]
+# The platform of a new runtime, and of one that AgentCore describes without a platform.
+_PLATFORM = "V1"
+# The tag of everything that this backend creates. Its value names the purpose.
+TAG = "rollout-backend"
 
 
 class Action(Enum):
@@ -62,7 +65,8 @@ class Action(Enum):
 @dataclass(frozen=True)
 class Plan:
     action: Action
-    differs: tuple[str, ...] = ()  # names of the settings that differ
+    differs: tuple[str, ...] = ()
+    """Names of the settings that differ."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +210,8 @@ def plan(wanted: RuntimeSpec, described: Mapping[str, Any]) -> Plan:
     if status == "READY" and not differs:
         return Plan(Action.READY)
     if status != "READY" and not status.endswith("_FAILED"):
-        return Plan(Action.WAIT)  # CREATING, UPDATING, DELETING, and any state that AgentCore adds
+        # The status is CREATING, UPDATING, DELETING, or one that AgentCore adds later.
+        return Plan(Action.WAIT)
     if "platform_version" in differs and wanted.platform_version == _PLATFORM:
         return Plan(Action.LEAVE, differs)
     remedy = Action.REPLACE if status in ("CREATE_FAILED", "DELETE_FAILED") else Action.UPDATE

@@ -49,7 +49,8 @@ from rollout_backend.runtimes.http import read_answer
 # "Runtime initialization time exceeded. Please make sure that initialization completes in 120s.": a slow image pull,
 # or a host under load. Any other 424 is an error of the container, which a retry does not change.
 _START_TIMEOUT = "initialization time exceeded"
-_POLL_S = 1.0  # interval of polling the local emulator for ended sessions
+# The interval of polling the local emulator for ended sessions.
+_POLL_S = 1.0
 
 
 class AgentCoreRuntime(AgentRuntime):
@@ -67,11 +68,13 @@ class AgentCoreRuntime(AgentRuntime):
         self._config = config
         self.arn = arn
         self._data = data
-        self._calls: dict[str, tuple[Any, Any]] = {}  # by the runtime's ARN
+        # By the runtime's ARN.
+        self._calls: dict[str, tuple[Any, Any]] = {}
         self._images = ImageRuntimes(config, control, on_status) if config.image is not None else None
         self._control = control
         self._stack = stack
-        self.described: Mapping[str, Any] = {}  # GetAgentRuntime's response; empty until `check` received one
+        # GetAgentRuntime's response; empty until `check` received one.
+        self.described: Mapping[str, Any] = {}
 
     @classmethod
     async def open(cls, config: AgentCoreConfig, on_status: Callable[[str], object] = lambda text: None) -> Self:
@@ -152,7 +155,8 @@ class AgentCoreRuntime(AgentRuntime):
 
     async def _try_stop(self) -> list[CheckResult]:
         try:
-            await self.stop(f"preflight-{uuid4()}")  # does not exist: AgentCore answers 404 if stops are allowed
+            # The session does not exist: AgentCore answers 404 if stops are allowed.
+            await self.stop(f"preflight-{uuid4()}")
         except RuntimeCallError as error:
             if error.reason == "access_denied":
                 text = (
@@ -182,7 +186,8 @@ class AgentCoreRuntime(AgentRuntime):
     @property
     def is_in_public_network(self) -> bool:
         network = self.described.get("networkConfiguration") or {}
-        return network.get("networkMode") == "PUBLIC" and self._config.endpoint_url is None  # emulators run here
+        # Emulators run on this machine.
+        return network.get("networkMode") == "PUBLIC" and self._config.endpoint_url is None
 
     def limits(self) -> AgentCoreConfig:
         return self._config
@@ -212,7 +217,7 @@ class AgentCoreRuntime(AgentRuntime):
         async with aiohttp.ClientSession(timeout=timeout) as http:
             while True:
                 url = f"{self._config.endpoint_url}/_local/ends?after={after}"
-                with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):  # the next poll retries
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):
                     async with http.get(url, raise_for_status=True) as answer:
                         for end in await answer.json():
                             after = end["number"]
@@ -250,14 +255,16 @@ class AgentCoreRuntime(AgentRuntime):
             raise InvokeRejected(f"the payload requests no rollout: {error}") from error
         if not named:
             return await self._invoke(self.arn, session_id, payload)
-        may_be_open = self._images.arn_of(session_id) is not None  # open if an invoke went unanswered
+        # The session may be open if an earlier invoke was not answered.
+        may_be_open = self._images.arn_of(session_id) is not None
         arn = await self._images.open_session(session_id, fields, run_id)
         try:
             return await self._invoke(arn, session_id, payload)
         except RuntimeCallError as error:
             if error.never_opened and not may_be_open:
                 self._images.close_session(session_id)
-            if error.reason == "runtime_not_found":  # deleted by hand, or by a run that has not seen the lease yet
+            if error.reason == "runtime_not_found":
+                # It was deleted by hand, or by a run that had not seen the lease yet.
                 raise self._images.forget(arn) from error
             raise
 
@@ -384,7 +391,8 @@ def _to_call_error(error: ClientError) -> RuntimeCallError:
     match aws.status_of(error):
         case 402:
             return QuotaExceeded(text)
-        case 408:  # the request did not arrive completely
+        case 408:
+            # The request did not arrive completely.
             return RuntimeUnavailable(text, refused=True)
         case 409:
             return RuntimeConflict(text)

@@ -46,7 +46,8 @@ _REFUSED_OF_USER = ("username", "password", "auth-provider", "as", "as-uid", "as
 _EXEC_S = 60.0
 _RENEW_BEFORE_S = 60.0
 _MAX_RETRY_AFTER_S = 60.0
-_WATCH_S = 60  # seconds until the server ends a watch; a silently dropped connection is noticed soon after
+# The server ends a watch after this many seconds, so a silently dropped connection is noticed soon after.
+_WATCH_S = 60
 
 
 class ClusterCredentials:
@@ -120,7 +121,8 @@ class Cluster:
     """An API server and how to call it."""
 
     url: str
-    ssl: ssl.SSLContext | None  # None: plain HTTP
+    ssl: ssl.SSLContext | None
+    """None for plain HTTP."""
     credentials: ClusterCredentials
 
 
@@ -187,7 +189,8 @@ def _ssl_context(cluster: Mapping[str, Any], user: Mapping[str, Any], folder: Pa
         context.verify_mode = ssl.CERT_NONE
     certificate, key = _content(user, "client-certificate", folder), _content(user, "client-key", folder)
     if certificate and key:
-        with tempfile.TemporaryDirectory() as holder:  # ssl reads certificates only from files
+        # `ssl` reads certificates only from files.
+        with tempfile.TemporaryDirectory() as holder:
             path = Path(holder, "client.pem")
             path.touch(mode=0o600)
             path.write_bytes(certificate + b"\n" + key)
@@ -221,7 +224,8 @@ def proxy_of(url: str) -> str | None:
     if not proxy or parts.hostname == "localhost" or proxy_bypass(parts.netloc):
         return None
     for each in ["127.0.0.0/8", "::1", *named.get("no", "").split(",")]:
-        with contextlib.suppress(ValueError):  # a name, and no address
+        with contextlib.suppress(ValueError):
+            # The entry is a name instead of an address.
             if ip_address(parts.hostname or "") in ip_network(each.strip().strip("[]"), strict=False):
                 return None
     return proxy if "://" in proxy else f"http://{proxy}"
@@ -312,7 +316,8 @@ class KubernetesApi:
 
 
 async def _events(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    rest = b""  # aiohttp limits the length of lines that it reads; a pod may be longer
+    # aiohttp limits the length of lines that it reads, and a pod may be longer.
+    rest = b""
     async for chunk in reply.content.iter_any():
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
@@ -332,6 +337,7 @@ async def _error(reply: aiohttp.ClientResponse) -> ClusterError | aiohttp.Client
         )
     reason = reply.reason if status is None else status.get("reason") or ""
     message = text[:500] if status is None else status.get("message") or ""
-    after = reply.headers.get("Retry-After", "")  # the API server sends a number; a proxy may send a date
+    # The API server sends a number; a proxy may send a date.
+    after = reply.headers.get("Retry-After", "")
     retry_after_s = min(float(after), _MAX_RETRY_AFTER_S) if after.isdecimal() else 0.0
     return ClusterError(reply.status, str(reason), str(message), retry_after_s)

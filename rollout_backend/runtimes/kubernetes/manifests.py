@@ -24,7 +24,8 @@ COMPONENT_LABEL = "app.kubernetes.io/component"
 VERIFIER_COMPONENT = "verifier"
 CONTAINER = "agent"
 COPY_CONTAINER = "copy-agent"
-MAX_PAYLOAD_BYTES = 1_048_576  # size limit of a Secret
+# The size limit of a Secret.
+MAX_PAYLOAD_BYTES = 1_048_576
 
 AGENT_FOLDER = "/agent"
 """Path of the agent's files, in its own image and in every container of a task's image."""
@@ -33,9 +34,12 @@ VERIFIER_SPARE_S = 240.0
 PAYLOAD_FILE = "payload.json"
 
 _FOLDER = "/var/run/rollout"
-_MAX_NAME = 63  # also of a label's value
-_STOP_S = 15  # SIGTERM to SIGKILL; the wrapper publishes within 8 s of SIGTERM
-_SPARE_S = 60.0  # time for which a Job outlives the attempt's deadline
+# This limit also applies to a label's value.
+_MAX_NAME = 63
+# Time from SIGTERM to SIGKILL. The wrapper publishes within 8 s of SIGTERM.
+_STOP_S = 15
+# A Job outlives the attempt's deadline by this time.
+_SPARE_S = 60.0
 
 
 def job_name(session_id: str) -> str:
@@ -107,7 +111,8 @@ def _job(
         main["command"] = [*map(_literal, command)]
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
-        "automountServiceAccountToken": False,  # agents do not need the API server
+        # Agents do not need the API server.
+        "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": _STOP_S,
         "containers": [main],

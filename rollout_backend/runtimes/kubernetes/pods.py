@@ -39,18 +39,21 @@ _PULL = frozenset(
     }
 )
 _START = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError", "CrashLoopBackOff"})
-_NEVER_STARTED = frozenset({"StartError", "ContainerCannotRun"})  # reasons of a terminated container that never ran
+# Reasons of a terminated container that never ran.
+_NEVER_STARTED = frozenset({"StartError", "ContainerCannotRun"})
 _EVICTED = frozenset({"Evicted", "NodeLost", "NodeShutdown", "Preempting", "Shutdown", "Terminated"})
 log = logging.getLogger(__name__)
 
-_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0)  # pauses after consecutive failures
+# Pauses after consecutive failures.
+_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 @dataclass(frozen=True)
 class Problem:
     """Why a container does not start, or why it ended."""
 
-    reason: str  # reason in the ledger
+    reason: str
+    """Reason in the ledger."""
     message: str
 
 
@@ -175,8 +178,10 @@ class _Session:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     reported: bool = False
     stopping: bool = False
-    awaited: bool = False  # a caller waits for its end, so the end is no loss
-    gone: bool = False  # its pod was deleted
+    awaited: bool = False
+    """Whether a caller waits for its end, so that the end is no loss."""
+    gone: bool = False
+    """Whether its pod was deleted."""
 
 
 class PodWatch:
@@ -227,7 +232,8 @@ class PodWatch:
         first, session.stopping = not session.stopping, True
         if first and session.state.started:
             await self.wait(session_id, lambda state: state.finished, exit_s)
-        if session.gone or session.state == PodState():  # the deletion of its pod will not be seen
+        if session.gone or session.state == PodState():
+            # The deletion of its pod will not be seen.
             self._sessions.pop(label_value(session_id), None)
         return session.state.finished
 
@@ -242,9 +248,12 @@ class PodWatch:
                     await self._list()
                     listed = True
                 if not await self._follow():
-                    await asyncio.sleep(_PAUSES_S[0])  # a proxy may end every watch immediately
-            except Exception as error:  # no fault of network or server may end the task
-                if isinstance(error, ClusterError) and error.status == 410:  # the server no longer keeps this version
+                    # A proxy may end every watch immediately.
+                    await asyncio.sleep(_PAUSES_S[0])
+            except Exception as error:
+                # No fault of the network or the server may end the task. With 410, the server no longer keeps this
+                # version.
+                if isinstance(error, ClusterError) and error.status == 410:
                     listed = False
                 await self._pause(error)
 

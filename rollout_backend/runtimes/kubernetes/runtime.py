@@ -63,7 +63,8 @@ RULES = (
 """API group, resource and verb of each call to objects of the namespace."""
 
 _NO_ANSWER = (aiohttp.ClientError, TimeoutError, OSError, ValueError)
-_POD_S = 10.0  # time for the Job controller to create a pod, unless something refuses it
+# Time for the Job controller to create a pod, unless something refuses it.
+_POD_S = 10.0
 _ACCEPTED = b'{"status": "accepted"}'
 
 
@@ -78,7 +79,8 @@ class KubernetesRuntime(VerifierRuntime):
     def __init__(self, config: KubernetesConfig, api: KubernetesApi) -> None:
         self._config = config
         self._api = api
-        self._watches: dict[str, tuple[PodWatch, asyncio.Task[None]]] = {}  # by run id
+        # By run id.
+        self._watches: dict[str, tuple[PodWatch, asyncio.Task[None]]] = {}
         self._version = ""
 
     @classmethod
@@ -236,7 +238,8 @@ class KubernetesRuntime(VerifierRuntime):
         """Create the session's Job if it does not exist, and return its uid."""
         try:
             job = await self._create("jobs", manifest)
-            if job is None:  # created by an earlier call, whose response was lost
+            if job is None:
+                # An earlier call created the Job, but its response was lost.
                 job = await self._api.call("GET", self._api.path("jobs", job_name(session_id)))
         except ClusterError as error:
             if error.status == 404 and error.reason == "NotFound" and "namespaces" not in error.message:
@@ -255,7 +258,8 @@ class KubernetesRuntime(VerifierRuntime):
             await self._create("secrets", secret_manifest(job, files, uid))
         except ClusterError as error:
             refused = _to_call_error(error, "create a Secret")
-            refused.never_opened = False  # the Job exists
+            # The Job exists.
+            refused.never_opened = False
             raise refused from error
         except NoCredentials as error:
             error.never_opened = False
@@ -286,7 +290,8 @@ class KubernetesRuntime(VerifierRuntime):
         if "exceeded quota" not in messages[-1]:
             raise ContainerStartTimeout(f"the cluster creates no pod for the Job: {messages[-1]}", "invoke_rejected")
         refused = QuotaExceeded(messages[-1])
-        refused.never_opened = False  # the Job exists, and still tries to create a pod
+        # The Job exists, and still tries to create a pod.
+        refused.never_opened = False
         raise refused
 
     def _raise_not_started(self, state: PodState, trouble: str | None) -> None:
@@ -375,7 +380,8 @@ def _classify(error: ClusterError, action: str) -> RuntimeCallError:
             return Throttled(text)
         case 403 if "exceeded quota" in error.message:
             return QuotaExceeded(text)
-        case 403 if " cannot " in error.message:  # refused by RBAC; admission controllers word it differently
+        case 403 if " cannot " in error.message:
+            # RBAC refused it. Admission controllers word their refusals differently.
             verb, _, kind = action.partition(" a ")
             resource = f"{kind.lower()}s"
             rule = _rule_text("batch" if resource == "jobs" else "", resource, verb)
@@ -386,7 +392,8 @@ def _classify(error: ClusterError, action: str) -> RuntimeCallError:
             return InvokeRejected(text, reason="runtime_not_found")
         case 409:
             return RuntimeConflict(text)
-        case status if status == 408 or status >= 500:  # a repeated create finds the object that this one created
+        case status if status == 408 or status >= 500:
+            # A repeated create finds the object that this one created.
             return RuntimeUnavailable(text, refused=True)
         case _:
             return InvokeRejected(text)

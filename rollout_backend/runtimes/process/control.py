@@ -14,7 +14,8 @@ from typing import Any
 
 SESSION_ID = re.compile(r"[A-Za-z0-9._-]{1,200}")
 _POLL_S = 0.05
-KILL_S = 10.0  # time for a killed process to exit
+# Time for a killed process to exit.
+KILL_S = 10.0
 
 
 def pipe_of(folder: Path, session_id: str) -> Path:
@@ -33,13 +34,15 @@ def send_stop(pipe: Path) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
-        if error.errno != errno.ENXIO:  # no reader, so its supervisor was killed
+        if error.errno != errno.ENXIO:
+            # The pipe has a reader. ENXIO means that the supervisor was killed.
             raise
         pipe.unlink(missing_ok=True)
         return False
     try:
         os.write(writer, b".")
-    except (BrokenPipeError, BlockingIOError):  # the session just ended, or was stopped 65,536 times
+    except (BrokenPipeError, BlockingIOError):
+        # The session just ended, or was stopped 65,536 times.
         pass
     finally:
         os.close(writer)

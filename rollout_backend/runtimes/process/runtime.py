@@ -33,9 +33,11 @@ from rollout_backend.runtimes.process.control import (
 )
 from rollout_backend.runtimes.process.session import ProcessSession, environment, log_of
 
-_KEPT_ENDS = 10_000  # sessions that have ended; a repeated invoke follows within minutes
+# Number of ended sessions to remember. A repeated invoke follows within minutes.
+_KEPT_ENDS = 10_000
 _IMPORT_S = 120.0
-_POLL_S = 1.0  # interval of polling sessions that an earlier trainer started
+# The interval of polling sessions that an earlier trainer started.
+_POLL_S = 1.0
 
 
 class CommandRuntime(AgentRuntime):
@@ -44,8 +46,9 @@ class CommandRuntime(AgentRuntime):
     def __init__(self, config: ProcessConfig, folder: Path) -> None:
         self._config = config
         self._folder = folder
-        self._starts: dict[str, asyncio.Future[None]] = {}  # of the sessions that run
-        self._finished: dict[str, None] = {}  # in order, at most _KEPT_ENDS
+        # Starts of running sessions, and the last `_KEPT_ENDS` finished ones, in order.
+        self._starts: dict[str, asyncio.Future[None]] = {}
+        self._finished: dict[str, None] = {}
         self._ends: asyncio.Queue[SessionEnd] = asyncio.Queue()
 
     @abstractmethod
@@ -73,7 +76,8 @@ class CommandRuntime(AgentRuntime):
         if len(self._starts) >= self._config.max_sessions:
             raise QuotaExceeded(f"{len(self._starts)} sessions run, as many as runtime.max_sessions allows")
         start = self._starts[session_id] = self._start(session_id, payload)
-        await asyncio.shield(start)  # after a cancellation the start continues until the session is stopped
+        # After a cancellation, the start continues until the session is stopped.
+        await asyncio.shield(start)
         return _status("accepted")
 
     def limits(self) -> ProcessConfig:
@@ -168,13 +172,14 @@ class ProcessRuntime(CommandRuntime):
         session = self._sessions.get(session_id)
         try:
             async with asyncio.timeout(self._config.grace_s + KILL_S):
-                if session is None:  # unknown, or started by an earlier trainer
+                if session is None:
+                    # The session is unknown, or an earlier trainer started it.
                     await asyncio.to_thread(self._stop_other, session_id)
                     return
                 await asyncio.wait({session.started})
                 send_stop(pipe_of(self._folder, session_id))
                 await asyncio.wait({session.task})
-        except OSError as error:  # includes TimeoutError
+        except OSError as error:
             raise OutcomeUnknown(f"session {session_id} has not ended: {error or 'it takes too long'}") from None
 
     async def watch_sessions(self, run_id: str, on_end: Callable[[SessionEnd], None]) -> None:

@@ -28,9 +28,11 @@ from rollout_backend.runtimes.process.supervisor import Order, ProcessEnd
 
 _FULL = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
 _OUT_OF_MEMORY = re.compile(r"out of memory|cannot allocate memory|MemoryError|bad_alloc", re.IGNORECASE)
-_OWN_SETTINGS = "ROLLOUT__"  # prefix of the backend's settings, which may be secrets
+# Prefix of the backend's settings, which may be secrets.
+_OWN_SETTINGS = "ROLLOUT__"
 _TAIL_LINES = 20
-_START_S = 60.0  # of the supervisor, which takes 0.1 s
+# The time limit for starting the supervisor, which takes 0.1 s.
+_START_S = 60.0
 _LINE_CHARS = 2000
 
 
@@ -64,9 +66,11 @@ class ProcessSession:
     async def _run(self) -> None:
         scratch = ""
         try:
-            self.log.parent.mkdir(0o700, parents=True, exist_ok=True)  # private, because agents may print their keys
+            # The folder is private, because agents may print their keys.
+            self.log.parent.mkdir(0o700, parents=True, exist_ok=True)
             os.mkfifo(self._pipe, 0o600)
-            scratch = tempfile.mkdtemp(prefix="rollout-")  # not in the run directory: the payload holds a key
+            # The payload holds a key, so it stays out of the run directory.
+            scratch = tempfile.mkdtemp(prefix="rollout-")
             async with _supervised(self._order(Path(scratch))) as reports:
                 _check_started(json.loads(await reports.readline() or "null"))
                 self.started.set_result(None)
@@ -75,12 +79,14 @@ class ProcessSession:
             self._fail(error)
         except OSError as error:
             self._fail(RuntimeUnavailable(f"no process can be started here: {error}", never_opened=True))
-        shutil.rmtree(scratch, ignore_errors=True)  # the supervisor removes it, unless it was killed
+        # The supervisor removes it, unless it was killed.
+        shutil.rmtree(scratch, ignore_errors=True)
 
     def _fail(self, error: RuntimeCallError) -> None:
         if not self.started.done():
             self.started.set_exception(error)
-            self.started.exception()  # marks the exception as retrieved, even if the invoke was cancelled
+            # Mark the exception as retrieved, even if the invoke was cancelled.
+            self.started.exception()
         with contextlib.suppress(OSError):
             self._pipe.unlink()
 
@@ -107,7 +113,8 @@ class ProcessSession:
             return {"TMPDIR": str(scratch)}
         own, real = home_variables(scratch), os.environ.get("HOME")
         if real is not None:
-            Path(own["HOME"], ".aws").symlink_to(Path(real, ".aws"))  # credentials for writing results
+            # Agents need the credentials to write results.
+            Path(own["HOME"], ".aws").symlink_to(Path(real, ".aws"))
             own["PYTHONUSERBASE"] = os.environ.get("PYTHONUSERBASE") or str(Path(real, ".local"))
         return {name: value for name, value in own.items() if name not in self._config.environment}
 

@@ -31,7 +31,8 @@ from typing import Any, Literal, TypedDict
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _KILL_POLL_S = 0.02
 _MEMORY_POLL_S, _LOG_POLL_S = 0.5, 2.0
-_LONGEST_POLL_S = 86_400.0  # poll(2) takes a 32-bit number of milliseconds
+# poll(2) takes a 32-bit number of milliseconds.
+_LONGEST_POLL_S = 86_400.0
 
 
 LOG_BYTES = 32 * 1024 * 1024
@@ -70,7 +71,8 @@ class ProcessEnd(TypedDict):
 
 def main() -> None:
     order: Order = json.loads(sys.stdin.buffer.read())
-    if os.fork():  # the starter waits for this exit. Ray kills a worker's children, so the session must be no child
+    # The starter waits for this exit. Ray kills a worker's children, so the session must be no child.
+    if os.fork():
         os._exit(0)
     os.setsid()
     try:
@@ -90,7 +92,8 @@ def _supervise(order: Order) -> ProcessEnd:
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # not SIG_IGN, which the agent would inherit
+        # Not SIG_IGN, because the agent would inherit it.
+        signal.signal(number, lambda *_: None)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     # Open for both, so that it never reaches end of file, and writers find a reader while this process lives.
@@ -101,7 +104,8 @@ def _supervise(order: Order) -> ProcessEnd:
     events.register(awake, select.POLLIN)
     events.register(stop, select.POLLIN)
     if order["ends_with_starter"]:
-        events.register(1, 0)  # poll always reports the error of a pipe without a reader, so no mask is needed
+        # poll always reports the error of a pipe without a reader, so no mask is needed.
+        events.register(1, 0)
     until = time.monotonic() + order["lifetime_s"]
     why = _wait(agent, events, awake, until, order["memory_bytes"], Path(order["log"]))
     if why in ("stopped", "lifetime"):
@@ -150,7 +154,8 @@ def _wait(
                 return "memory"
             left = min(left, _MEMORY_POLL_S)
         if log is not None:
-            with contextlib.suppress(OSError):  # it was deleted, or the disk is full
+            with contextlib.suppress(OSError):
+                # The log may have been deleted, or the disk may be full.
                 _shorten(log)
             left = min(left, _LOG_POLL_S)
         ready = {descriptor for descriptor, _ in events.poll(min(left, _LONGEST_POLL_S) * 1000)}
@@ -167,7 +172,8 @@ def _shorten(log: Path) -> None:
         with log.open("rb") as file:
             file.seek(-_TAIL_BYTES, os.SEEK_END)
             end = file.read(_TAIL_BYTES)
-        os.truncate(log, LOG_BYTES)  # the agent's own descriptor appends
+        # The agent's own descriptor appends.
+        os.truncate(log, LOG_BYTES)
         with log.open("ab") as file:
             file.write(b"\n[the log was too long: a part is missing]\n" + end)
 
@@ -178,7 +184,7 @@ def _resident_bytes() -> int:
     while todo:
         pid = todo.pop()
         todo += _children(pid)
-        with contextlib.suppress(OSError):  # the process has ended
+        with contextlib.suppress(OSError):
             total += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return total * os.sysconf("SC_PAGE_SIZE")
 
@@ -218,7 +224,8 @@ def _kill(pid: int) -> bool:
 
 
 def _signal(agent: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses to signal a zombie's group
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        # macOS refuses to signal a zombie's group.
         os.killpg(agent.pid, number)
 
 
@@ -226,13 +233,13 @@ def _children(pid: int) -> list[int]:
     """Return the children of a process (Linux only)."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # the process has ended
+        with contextlib.suppress(OSError):
             found += map(int, task.read_text().split())
     return found
 
 
 def _say(message: Mapping[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # the starter has ended
+    with contextlib.suppress(OSError):
         os.write(1, json.dumps(message).encode() + b"\n")
 
 
