@@ -41,9 +41,12 @@ log = logging.getLogger("janitor")
 class RunState:
     """The state that the run has reported."""
 
-    run: dict[str, Any] = field(default_factory=dict)  # the run's first report: see `janitor_process`
-    queues: dict[str, str] = field(default_factory=dict)  # queues created by the run, each with its dead-letter queue
-    sessions: dict[str, None] = field(default_factory=dict)  # open sessions, oldest first
+    run: dict[str, Any] = field(default_factory=dict)
+    """The run's first report: see `janitor_process`."""
+    queues: dict[str, str] = field(default_factory=dict)
+    """Queues created by the run, each with its dead-letter queue."""
+    sessions: dict[str, None] = field(default_factory=dict)
+    """Open sessions, oldest first."""
     done: bool = False
     _rest: bytes = b""
 

@@ -34,7 +34,8 @@ class Difference:
     second: float
     change: Mean
     tasks: int
-    better: int  # 1: higher is better; -1: lower is better; 0: neither
+    better: int
+    """1: higher is better; -1: lower is better; 0: neither."""
 
     @property
     def is_clear(self) -> bool:
@@ -90,12 +91,17 @@ class Comparison(BaseModel, frozen=True):
     second: str
     settings: tuple[Entry, ...]
     versions: tuple[Entry, ...]
-    changed_tasks: int  # common tasks with different payloads; their rewards are not compared
-    only_first: int  # tasks without a reward in the second run
+    changed_tasks: int
+    """Common tasks with different payloads; their rewards are not compared."""
+    only_first: int
+    """Tasks without a reward in the second run."""
     only_second: int
-    measures: tuple[Difference, ...]  # measures that some task has in both runs
-    rewards: tuple[TaskReward, ...]  # by the size of the difference, largest first
-    outcomes: tuple[Entry, ...]  # counts by outcome and reason
+    measures: tuple[Difference, ...]
+    """Measures that some task has in both runs."""
+    rewards: tuple[TaskReward, ...]
+    """By the size of the difference, largest first."""
+    outcomes: tuple[Entry, ...]
+    """Counts by outcome and reason."""
 
     @property
     def reward(self) -> Difference | None:

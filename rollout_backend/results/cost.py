@@ -22,7 +22,8 @@ class Cost:
     """Costs in dollars. `wasted` is the part of `total` for rollouts that are not trained."""
 
     agents: float
-    requests: float  # requests to S3 and SQS
+    requests: float
+    """Requests to S3 and SQS."""
     gpus: float
     wasted: float
 
@@ -60,10 +61,14 @@ class Cost:
 class Prices:
     """Prices in dollars per unit."""
 
-    session_s: float  # per second of an open session
-    own_s: float  # per second in which a session does not wait for the model
-    result: float  # for the requests of one result
-    step_s: float  # per second of a step
+    session_s: float
+    """Per second of an open session."""
+    own_s: float
+    """Per second in which a session does not wait for the model."""
+    result: float
+    """For the requests of one result."""
+    step_s: float
+    """Per second of a step."""
     left_out: str = LEFT_OUT
     """Costs that the estimate leaves out."""
 

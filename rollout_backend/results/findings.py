@@ -19,8 +19,10 @@ _NO_MODEL_CALL = "no_model_call"
 class Level(IntEnum):
     """Importance of a finding; the most important level comes first."""
 
-    BAD = 0  # nothing can be trained, or rollouts were lost
-    WARNING = 1  # training is possible, but something reduces it
+    BAD = 0
+    """Nothing can be trained, or rollouts were lost."""
+    WARNING = 1
+    """Training is possible, but something reduces it."""
     NOTE = 2
 
 

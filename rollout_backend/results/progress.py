@@ -35,7 +35,8 @@ class LastResult:
 
     rollout_id: str
     reward: float | None
-    seconds: float | None  # since its agent was invoked; None if an earlier manager invoked it
+    seconds: float | None
+    """Since its agent was invoked; None if an earlier manager invoked it."""
     sampled_tokens: int
     text: str
 
@@ -135,25 +136,41 @@ class Progress:
     open_sessions: int
     gateway: GatewayStats | None
     warning: str = ""
-    rewards: int = 0  # number of rewards that have arrived
+    rewards: int = 0
+    """Number of rewards that have arrived."""
     mean_reward: float | None = None
-    groups: int = 0  # settled and usable groups with several rewards
-    groups_with_spread: int = 0  # of these, groups with differing rewards; GRPO learns only from these
-    turns: int = 0  # model calls of rollouts with a result
-    cut_replies: int = 0  # of these, turns cut off at max_tokens or at the end of the context
-    sampled_tokens: int = 0  # of rollouts with a result
-    trained_tokens: int = 0  # of these, tokens with a logprob
-    slowest: str = ""  # the rollout that has been working for the longest time
+    groups: int = 0
+    """Settled and usable groups with several rewards."""
+    groups_with_spread: int = 0
+    """Of these, groups with differing rewards; GRPO learns only from these."""
+    turns: int = 0
+    """Model calls of rollouts with a result."""
+    cut_replies: int = 0
+    """Of these, turns cut off at max_tokens or at the end of the context."""
+    sampled_tokens: int = 0
+    """Of rollouts with a result."""
+    trained_tokens: int = 0
+    """Of these, tokens with a logprob."""
+    slowest: str = ""
+    """The rollout that has been working for the longest time."""
     slowest_s: float = 0.0
-    slowest_left_s: float | None = None  # until its deadline; None if it has none
-    p95_s: float | None = None  # 95th percentile of the durations of finished rollouts
+    slowest_left_s: float | None = None
+    """Until its deadline; None if it has none."""
+    p95_s: float | None = None
+    """95th percentile of the durations of finished rollouts."""
     failures: tuple[FailureCount, ...] = ()
-    last: tuple[LastResult, ...] = ()  # the newest results, newest first
-    invoke_rate: CallRate | None = None  # None unless an invoke was refused
-    stop_rate: CallRate | None = None  # None unless a stop was refused
-    servers: tuple[ServerState, ...] = ()  # the router and the engines
-    trainable: Usage = NO_USAGE  # usage of ended rollouts that can be trained
-    wasted: Usage = NO_USAGE  # usage of the other ended rollouts
+    last: tuple[LastResult, ...] = ()
+    """The newest results, newest first."""
+    invoke_rate: CallRate | None = None
+    """None unless an invoke was refused."""
+    stop_rate: CallRate | None = None
+    """None unless a stop was refused."""
+    servers: tuple[ServerState, ...] = ()
+    """The router and the engines."""
+    trainable: Usage = NO_USAGE
+    """Usage of ended rollouts that can be trained."""
+    wasted: Usage = NO_USAGE
+    """Usage of the other ended rollouts."""
 
     @classmethod
     def of(

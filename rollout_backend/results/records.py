@@ -15,15 +15,23 @@ class ResultSummary(BaseModel, frozen=True):
     """The numbers of a rollout's result."""
 
     reward: float | None
-    turns: int  # model calls
-    segments: int  # rows for training
+    turns: int
+    """Model calls."""
+    segments: int
+    """Rows for training."""
     sampled_tokens: int
-    trained_tokens: int  # sampled with a known logprob
-    prompt_tokens: int  # of all turns; each turn counts its whole prompt
-    cached_tokens: int | None  # of the prompt tokens, those in the engine's prefix cache; None: it reported none
-    cut_replies: int  # turns that ended at max_tokens or at the end of the context
-    model_s: float  # the sum of the turns' seconds
-    agent_s: float | None  # from the agent's start to its end by its container's clock; None: unknown
+    trained_tokens: int
+    """Sampled with a known logprob."""
+    prompt_tokens: int
+    """Of all turns; each turn counts its whole prompt."""
+    cached_tokens: int | None
+    """Of the prompt tokens, those in the engine's prefix cache; None: it reported none."""
+    cut_replies: int
+    """Turns that ended at max_tokens or at the end of the context."""
+    model_s: float
+    """The sum of the turns' seconds."""
+    agent_s: float | None
+    """From the agent's start to its end by its container's clock; None: unknown."""
 
     @classmethod
     def of(cls, rollout: Rollout) -> Self:
@@ -57,24 +65,37 @@ class RolloutRecord(BaseModel, frozen=True):
 
     step: int
     rollout_id: str
-    task_id: str  # names the group as well: the rollouts of one task
-    group_usable: bool  # the group policy accepts the rollout's group for training
-    is_replacement: bool  # planned for a rollout that the infrastructure lost
-    outcome: Outcome | None  # None: the process was interrupted before it settled the rollout
-    reason: str  # empty for a completed rollout that is trained
+    task_id: str
+    """Names the group as well: the rollouts of one task."""
+    group_usable: bool
+    """The group policy accepts the rollout's group for training."""
+    is_replacement: bool
+    """Planned for a rollout that the infrastructure lost."""
+    outcome: Outcome | None
+    """None: the process was interrupted before it settled the rollout."""
+    reason: str
+    """Empty for a completed rollout that is trained."""
     message: str
     trainable: bool
     attempts: int
-    session_ids: tuple[str, ...]  # one per attempt that may have opened one, in order
-    log: str | None  # where a person finds the log of the last session
+    session_ids: tuple[str, ...]
+    """One per attempt that may have opened one, in order."""
+    log: str | None
+    """Where a person finds the log of the last session."""
     planned_at: float
-    first_invoked_at: float | None = None  # the first invoke that was not throttled
-    invoked_at: float | None  # the last invoke
-    accepted_at: float | None  # the agent of that invoke accepted the rollout
-    result_at: float | None  # the result that settled the rollout arrived
+    first_invoked_at: float | None = None
+    """The first invoke that was not throttled."""
+    invoked_at: float | None
+    """The last invoke."""
+    accepted_at: float | None
+    """The agent of that invoke accepted the rollout."""
+    result_at: float | None
+    """The result that settled the rollout arrived."""
     settled_at: float | None
-    deadline: float | None = None  # of an open rollout: when it ends at the latest
-    result: ResultSummary | None = None  # None: no result arrived
+    deadline: float | None = None
+    """Of an open rollout: when it ends at the latest."""
+    result: ResultSummary | None = None
+    """None: no result arrived."""
 
     @property
     def reward(self) -> float | None:

@@ -38,9 +38,11 @@ class ReplayedStep:
     """The trained rollouts of a step, and the reasons why others cannot be rebuilt, by rollout id."""
 
     step: int
-    rollouts: tuple[Rollout, ...]  # in the order in which the trainer received them
+    rollouts: tuple[Rollout, ...]
+    """In the order in which the trainer received them."""
     failures: dict[str, str]
-    seals: str  # description of how they were checked
+    seals: str
+    """Description of how they were checked."""
 
 
 def replay_step(run_dir: Path, step: int | None = None) -> ReplayedStep:

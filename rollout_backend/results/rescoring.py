@@ -47,7 +47,8 @@ class RescoredRollout(BaseModel, frozen=True):
     rollout_id: str
     task_id: str
     old: float | None
-    new: float | None  # None, never 0, if there is no new reward: see `error`
+    new: float | None
+    """None, never 0, if there is no new reward: see `error`."""
     error: str = ""
 
 
@@ -60,7 +61,8 @@ class ScorerInfo(BaseModel, frozen=True):
 
     function: str
     file: str
-    sha256: str  # of the file
+    sha256: str
+    """Of the file."""
     scored_at: datetime
 
 
@@ -68,7 +70,8 @@ class Rescoring(BaseModel, frozen=True):
     """One version of a run's rewards."""
 
     run: str
-    folder: str  # folder of the version
+    folder: str
+    """Folder of the version."""
     scorer: ScorerInfo
     completed: int
     """Completed rollouts."""
@@ -78,8 +81,10 @@ class Rescoring(BaseModel, frozen=True):
     """Of these, those whose reward differs from the stored one."""
     failures: tuple[RescoredRollout, ...]
     """The first rollouts without a new reward."""
-    tasks: tuple[TaskReward, ...]  # mean rewards over rollouts with both rewards, the largest difference first
-    reward: Difference | None  # None if no rollout has both rewards
+    tasks: tuple[TaskReward, ...]
+    """Mean rewards over rollouts with both rewards, the largest difference first."""
+    reward: Difference | None
+    """None if no rollout has both rewards."""
 
     def rollouts(self) -> Iterator[RescoredRollout]:
         """Read the completed rollouts by step, in the order in which they were planned."""

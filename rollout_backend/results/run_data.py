@@ -90,7 +90,8 @@ class RunData:
     run_id: str
     steps: tuple[StepData, ...]
     config: RolloutConfig | None
-    state: str = ""  # as `describe_state` returns it, unless the run ended normally
+    state: str = ""
+    """As `describe_state` returns it, unless the run ended normally."""
 
     @property
     def training(self) -> tuple[StepData, ...]:
@@ -247,14 +248,20 @@ class RunOverview(BaseModel, frozen=True):
 
     run_id: str
     folder: str
-    began: float | None  # last start; None: its `run.json` cannot be read
-    state: str  # a `RunState`, or `unknown`
-    error: str = ""  # why its last start failed
+    began: float | None
+    """Last start; None: its `run.json` cannot be read."""
+    state: str
+    """A `RunState`, or `unknown`."""
+    error: str = ""
+    """Why its last start failed."""
     steps: int
-    seen_at: float | None  # when its process last renewed the run's directory
+    seen_at: float | None
+    """When its process last renewed the run's directory."""
     completed: int
-    planned: int | None  # None: unknown, because the run was killed or is running, and its settings cannot be read
-    mean_reward: float | None  # of completed rollouts
+    planned: int | None
+    """None: unknown, because the run was killed or is running, and its settings cannot be read."""
+    mean_reward: float | None
+    """Of completed rollouts."""
 
 
 def list_runs(runs: Path) -> list[RunOverview]:

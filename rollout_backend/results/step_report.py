@@ -24,7 +24,8 @@ class GroupReport(BaseModel, frozen=True, extra="forbid"):
     task_id: str
     planned: int
     outcomes: dict[Outcome, int]
-    rewards: tuple[float, ...]  # of the trainable rollouts
+    rewards: tuple[float, ...]
+    """Of the trainable rollouts."""
     usable: bool
 
     @property
@@ -43,7 +44,8 @@ class Staleness(BaseModel, frozen=True, extra="forbid"):
     Only numbered versions count; 0 means that a single version sampled everything.
     """
 
-    mean: float  # over tokens
+    mean: float
+    """Over tokens."""
     max: int
 
 
@@ -68,8 +70,10 @@ class CallRate(BaseModel, frozen=True, extra="forbid"):
     """The rate that the runtime granted for one kind of call, in a step in which it refused some (429, 402, 5xx)."""
 
     refused: int
-    seconds: float  # from the first refusal to the last
-    granted_per_s: float | None  # between them; None if that was under a second
+    seconds: float
+    """From the first refusal to the last."""
+    granted_per_s: float | None
+    """Between them; None if that was under a second."""
 
     @classmethod
     def of(cls, tally: CallTally) -> CallRate | None:
@@ -85,9 +89,11 @@ class LengthBias(BaseModel, frozen=True, extra="forbid"):
     rollouts still running at the target or the deadline. Their tokens are unknown.
     """
 
-    finished: Lengths  # completed, and the agent's own errors; of this execution
+    finished: Lengths
+    """Completed, and the agent's own errors; of this execution."""
     cut_off: Lengths
-    reason: str  # why most were cut off
+    reason: str
+    """Why most were cut off."""
 
 
 class StepReport(BaseModel, frozen=True):
@@ -98,47 +104,74 @@ class StepReport(BaseModel, frozen=True):
     run_id: str
     step: int
     planned: int
-    replacements: int  # planned as replacements
+    replacements: int
+    """Planned as replacements."""
     outcomes: dict[Outcome, int]
-    reasons: dict[str, int]  # "outcome: reason" of rollouts that did not complete
+    reasons: dict[str, int]
+    """"outcome: reason" of rollouts that did not complete."""
     trainable: int
     groups: tuple[GroupReport, ...]
     duplicates: int
     late: int
     unknown: int
-    superseded: int  # failure markers of attempts that a later attempt had replaced
-    resumed: int  # rollouts that an earlier execution of this step had finished
-    reattached: int = 0  # rollouts of an earlier execution whose agents were still running and continued
-    refused: int  # messages put into quarantine
-    unarchived: int = 0  # results that could not be written to the run directory; they are in S3
+    superseded: int
+    """Failure markers of attempts that a later attempt had replaced."""
+    resumed: int
+    """Rollouts that an earlier execution of this step had finished."""
+    reattached: int = 0
+    """Rollouts of an earlier execution whose agents were still running and continued."""
+    refused: int
+    """Messages put into quarantine."""
+    unarchived: int = 0
+    """Results that could not be written to the run directory; they are in S3."""
     attempts: int
     sessions_opened: int
     sessions_open: int
     unclosed_sessions: dict[str, str]
-    unconfirmed_stops: int = 0  # the runtime did not know the session (404), which does not prove that it has ended
+    unconfirmed_stops: int = 0
+    """The runtime did not know the session (404), which does not prove that it has ended."""
     sampled_tokens: int
     given_tokens: int
-    broken_histories: int  # segments after each rollout's first
-    split_reasons: dict[str, int] = {}  # those segments, by split reason
-    malformed_tool_calls: dict[str, int] | None = None  # by renderer, since the last report; None: unknown
-    unknown_tool_calls: dict[str, int] = {}  # calls of tools that were not offered, by name, since then
-    undelivered_replies: int = 0  # replies that no client received whole and no call continued, since then
-    left_out_replies: int = 0  # replies that training.leave_out leaves out of training, since then
-    runaways: dict[str, int] = {}  # sampled tokens of rollouts whose session reached gateway.session_tokens
-    heard_after_stop: dict[str, int] = {}  # refused requests of stopped sessions, by session, since then
-    weight_versions: dict[str, int] = {}  # sampled tokens by version; "" if the engine reported none
+    broken_histories: int
+    """Segments after each rollout's first."""
+    split_reasons: dict[str, int] = {}
+    """Those segments, by split reason."""
+    malformed_tool_calls: dict[str, int] | None = None
+    """By renderer, since the last report; None: unknown."""
+    unknown_tool_calls: dict[str, int] = {}
+    """Calls of tools that were not offered, by name, since then."""
+    undelivered_replies: int = 0
+    """Replies that no client received whole and no call continued, since then."""
+    left_out_replies: int = 0
+    """Replies that training.leave_out leaves out of training, since then."""
+    runaways: dict[str, int] = {}
+    """Sampled tokens of rollouts whose session reached gateway.session_tokens."""
+    heard_after_stop: dict[str, int] = {}
+    """Refused requests of stopped sessions, by session, since then."""
+    weight_versions: dict[str, int] = {}
+    """Sampled tokens by version; "" if the engine reported none."""
     staleness: Staleness | None = None
-    latency: Latency | None  # from a result's announcement, right after its PUT, by SQS's clock
-    lag: Latency | None  # from the agent's return, by its container's clock; includes fetching its trajectory
-    surplus: int = 0  # trainable beyond their group's size, and not trained
-    length_bias: LengthBias | None = None  # None unless something was cut off
-    invoke_rate: CallRate | None = None  # None unless an invoke was refused
-    stop_rate: CallRate | None = None  # None unless a stop was refused
-    engine_use: EngineUse | None = None  # None: no engine reported its load
-    restarts: dict[str, int] = {}  # of engines, gateways, the router and the dialer while the step ran, by name
+    latency: Latency | None
+    """From a result's announcement, right after its PUT, by SQS's clock."""
+    lag: Latency | None
+    """From the agent's return, by its container's clock; includes fetching its trajectory."""
+    surplus: int = 0
+    """Trainable beyond their group's size, and not trained."""
+    length_bias: LengthBias | None = None
+    """None unless something was cut off."""
+    invoke_rate: CallRate | None = None
+    """None unless an invoke was refused."""
+    stop_rate: CallRate | None = None
+    """None unless a stop was refused."""
+    engine_use: EngineUse | None = None
+    """None: no engine reported its load."""
+    restarts: dict[str, int] = {}
+    """Of engines, gateways, the router and the dialer while the step ran, by name."""
     seconds: float
-    until_invoke_s: float | None = None  # of them, until the first invoke; None: there was none
-    closing_s: float | None = None  # of them, after the last outcome: sessions are closed, and the manifest says so
+    until_invoke_s: float | None = None
+    """Of them, until the first invoke; None: there was none."""
+    closing_s: float | None = None
+    """Of them, after the last outcome: sessions are closed, and the manifest says so."""
     deadline_reached: bool
 
     @property
@@ -161,7 +194,8 @@ class StepFailure:
     outcome: Outcome
     reason: str
     message: str
-    session_id: str | None  # session of the last attempt that may have opened one
+    session_id: str | None
+    """Session of the last attempt that may have opened one."""
     attempts: int
 
 
@@ -170,10 +204,12 @@ class GroupResult:
     """The rollouts of one task. `usable` is whether the group policy accepts the group for training."""
 
     task: Task
-    rollouts: tuple[Rollout, ...]  # the trainable ones
+    rollouts: tuple[Rollout, ...]
+    """The trainable ones."""
     usable: bool
     planned: int
-    failures: tuple[StepFailure, ...] = ()  # of the rollouts that did not complete, scored agent errors among them
+    failures: tuple[StepFailure, ...] = ()
+    """Of the rollouts that did not complete, scored agent errors among them."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -188,7 +224,8 @@ class StepResult:
     groups: tuple[GroupResult, ...]
     failures: tuple[StepFailure, ...]
     report: StepReport
-    records: tuple[RolloutRecord, ...] = ()  # one per planned rollout
+    records: tuple[RolloutRecord, ...] = ()
+    """One per planned rollout."""
 
     def __repr__(self) -> str:
         usable = sum(group.usable for group in self.groups)

@@ -24,10 +24,13 @@ TAIL = 0.95  # fraction of a step's rollouts after which its tail begins
 class Learning(StrEnum):
     """Class of a task's rewards. GRPO learns only from rewards that differ."""
 
-    NEVER = "never solved"  # all rewards equal the step's lowest
+    NEVER = "never solved"
+    """All rewards equal the step's lowest."""
     MIXED = "mixed"
-    ALWAYS = "always solved"  # all rewards equal the step's highest
-    FLAT = "all equal"  # equal rewards in between, or equal over the whole step
+    ALWAYS = "always solved"
+    """All rewards equal the step's highest."""
+    FLAT = "all equal"
+    """Equal rewards in between, or equal over the whole step."""
     UNKNOWN = "no reward"
 
 
@@ -68,12 +71,18 @@ class TaskRewards:
 class Seconds:
     """Seconds of each phase of a rollout. A phase that did not happen or is unknown is 0."""
 
-    waiting: float = 0.0  # from planning until the first invoke that was not throttled
-    starting: float = 0.0  # until the agent accepted
-    model: float = 0.0  # in model calls
-    own: float = 0.0  # in the agent's own code and tools
-    publishing: float = 0.0  # from the agent's end until its result arrived here
-    lost: float = 0.0  # in sessions without a result, and until the next attempt
+    waiting: float = 0.0
+    """From planning until the first invoke that was not throttled."""
+    starting: float = 0.0
+    """Until the agent accepted."""
+    model: float = 0.0
+    """In model calls."""
+    own: float = 0.0
+    """In the agent's own code and tools."""
+    publishing: float = 0.0
+    """From the agent's end until its result arrived here."""
+    lost: float = 0.0
+    """In sessions without a result, and until the next attempt."""
 
     @property
     def total(self) -> float:

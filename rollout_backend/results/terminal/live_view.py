@@ -108,15 +108,21 @@ class Snapshot:
     """A run at one moment. `phases` maps the phases so far to their seconds; the last one is the current phase."""
 
     run_id: str = ""
-    what: str = ""  # the agent and the model
+    what: str = ""
+    """The agent and the model."""
     phases: dict[RunPhase, float] = field(default_factory=dict)
     progress: Progress | None = None
     history: History = field(default_factory=History)
-    limit_s: float = 0.0  # time limit of a step
-    prices: Prices | None = None  # None: the settings name none
-    keys: bool = False  # whether the terminal's keys are read
-    details: bool = False  # whether details of engines and gateways are shown
-    failures: bool = False  # whether failures are shown
+    limit_s: float = 0.0
+    """Time limit of a step."""
+    prices: Prices | None = None
+    """None: the settings name none."""
+    keys: bool = False
+    """Whether the terminal's keys are read."""
+    details: bool = False
+    """Whether details of engines and gateways are shown."""
+    failures: bool = False
+    """Whether failures are shown."""
 
     @property
     def elapsed_s(self) -> float:

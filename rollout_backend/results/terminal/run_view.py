@@ -77,9 +77,11 @@ class RunView:
     run_dir: Path
     about: RunOverview
     steps: tuple[StepData, ...]
-    step: int | None  # the only step to show
+    step: int | None
+    """The only step to show."""
     show: str
-    prices: Prices | None  # None: the settings name none
+    prices: Prices | None
+    """None: the settings name none."""
 
     @classmethod
     def read(cls, run_dir: Path, step: int | None, show: str = "", *, last: int | None = None) -> Self:
@@ -236,7 +238,8 @@ class RunSummary:
     report: Path | None = None
     show: str = ""
     again: str = ""
-    prices: Prices | None = None  # None: the settings name none
+    prices: Prices | None = None
+    """None: the settings name none."""
 
     @cached_property
     def cost(self) -> Cost | None:

@@ -27,9 +27,11 @@ class TurnView:
     """One turn of a rollout. `show` is appended to each `rollout show`; it may be empty."""
 
     rollout: Rollout
-    number: int  # index in the rollout
+    number: int
+    """Index in the rollout."""
     segment_number: int
-    turn_number: int  # index in its segment
+    turn_number: int
+    """Index in its segment."""
     show: str = ""
 
     @classmethod

@@ -111,7 +111,8 @@ class TaskView:
     run_id: str
     step: int
     task_id: str
-    payload: object  # None if the run directory does not contain it
+    payload: object
+    """None if the run directory does not contain it."""
     records: tuple[RolloutRecord, ...]
     show: str = ""
 
