@@ -26,12 +26,16 @@ from typing import Any
 
 from rollout_backend.logs import configure_logs, report_failure
 
-_CLEANUP_S = 600  # limit for all calls, besides the grace time and the time that the stop rate requires
-_RESTART_S = 3600  # limit for a manager that is restarting the run and may fail
-_POLL_S = 2.0  # interval of reading the lease while waiting
-_CLOCK_S = 2.0  # S3 timestamps have a resolution of 1 s
+# Limit for all calls, in addition to the grace time and the time that the stop rate requires.
+_CLEANUP_S = 600
+# Limit for a manager that is restarting the run and may fail.
+_RESTART_S = 3600
+_POLL_S = 2.0
+# S3 timestamps have a resolution of 1 s.
+_CLOCK_S = 2.0
 _STOPPERS = 8
-_RETRY_S = (15.0, 60.0, 180.0)  # longer than a credentials refresh, a clock correction or throttling
+# These delays outlast a credentials refresh, a clock correction or throttling.
+_RETRY_S = (15.0, 60.0, 180.0)
 _CHUNK = 65536
 
 log = logging.getLogger("janitor")
@@ -68,7 +72,8 @@ class RunState:
 
 
 def main() -> None:
-    if os.fork():  # the starter waits for this exit. Ray kills a worker's children, so the janitor must be no child
+    # Ray kills a worker's children, so the janitor must not be a child process. The starter waits for this exit.
+    if os.fork():
         os._exit(0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -124,7 +129,8 @@ def _drain(state: RunState) -> bool:
 def _pidfd(pid: int) -> int | None:
     try:
         return os.pidfd_open(pid)
-    except (AttributeError, OSError):  # not supported, or the process has ended, which the pipe shows
+    except (AttributeError, OSError):
+        # pidfd is not supported, or the process has ended, which the pipe shows.
         return None
 
 
@@ -132,7 +138,8 @@ def clean_up(state: RunState) -> None:
     """Delete the run's queues and stop its sessions, unless another manager holds the run."""
     run = state.run
     s3 = _s3_client(run["aws"])
-    while (starting := _starting(s3, run)) is not None:  # the new manager takes them over, unless its start fails
+    # The new manager takes over the sessions, unless its start fails.
+    while (starting := _starting(s3, run)) is not None:
         log.info("run %s is being started again (%s): waiting for that start to end", run["run_id"], starting)
         time.sleep(_POLL_S)
     dead = (None, run["manager_id"], run["previous_manager_id"])
@@ -142,7 +149,8 @@ def clean_up(state: RunState) -> None:
     _delete_queues(run["aws"], state.queues)
     if state.sessions:
         sessions = list(state.sessions)
-        _record(run, "closed", sessions)  # otherwise a later start would wait for these agents
+        # Without this record, a later start would wait for these agents.
+        _record(run, "closed", sessions)
         _record(run, "stopped", stop_sessions(run["cleanup"], float(run["stop_per_s"]), sessions))
     if (remover := (run["cleanup"] or {}).get("remover")) is not None:
 
@@ -160,7 +168,8 @@ def _record(run: dict[str, Any], what: str, sessions: list[str]) -> None:
         try:
             with path.open("a") as file:
                 file.write(text)
-        except OSError as error:  # without the file, the next start assumes that every session is open
+        except OSError as error:
+            # Without the file, the next start assumes that every session is open.
             log.warning("%s cannot be written (%s) and is deleted", path, error)
             path.unlink(missing_ok=True)
 
@@ -177,7 +186,7 @@ def _s3_client(where: dict[str, str]) -> Any:
         read_timeout=30,
         s3={"addressing_style": "path"} if where["s3"] else {},
     )
-    client: Any = boto3.client  # the types of boto3 have one overload per service name
+    client: Any = boto3.client
     keys = client_keys(where["s3"])
     return client("s3", region_name=where["region"], endpoint_url=where["s3"], config=config, **keys)
 
@@ -211,7 +220,7 @@ def _lease(s3: Any, run: dict[str, Any]) -> tuple[dict[str, Any], float]:
     except s3.exceptions.NoSuchKey:
         return {}, 0.0
     date = reply["ResponseMetadata"]["HTTPHeaders"].get("date")
-    now = parsedate_to_datetime(date) if date else datetime.now(UTC)  # not every store sends a date
+    now = parsedate_to_datetime(date) if date else datetime.now(UTC)
     return json.loads(reply["Body"].read()), (now - reply["LastModified"]).total_seconds()
 
 

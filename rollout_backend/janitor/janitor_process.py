@@ -34,7 +34,7 @@ class Janitor:
     def __init__(self, process: subprocess.Popen[bytes] | None) -> None:
         self._process = process
         self._reachable = process is not None
-        self._unsent = bytearray()  # lines for which the pipe has no room yet
+        self._unsent = bytearray()
 
     @classmethod
     async def start(cls, config: RolloutConfig, lease: RunLease, runtime: AgentRuntime, log_file: Path) -> Self:
@@ -81,7 +81,7 @@ class Janitor:
             return
         assert process.stdout is not None
         stdin.close()
-        ended, _, _ = await asyncio.to_thread(select.select, [process.stdout], [], [], _END_S)  # wait for its exit
+        ended, _, _ = await asyncio.to_thread(select.select, [process.stdout], [], [], _END_S)
         if not ended:
             log.warning("the run's janitor has not ended yet")
         process.stdout.close()
@@ -96,9 +96,10 @@ class Janitor:
         assert self._process.stdin is not None
         try:
             del self._unsent[: os.write(self._process.stdin.fileno(), self._unsent)]
-        except BlockingIOError:  # the pipe is full: the janitor had no CPU time, or is suspended
+        except BlockingIOError:
+            # The pipe is full: the janitor had no CPU time, or is suspended.
             pass
-        except OSError as error:  # the janitor was killed
+        except OSError as error:
             self._reachable = False
             log.warning("the run's janitor cannot be reached (%s): queues and sessions stay if it is killed", error)
 
@@ -140,7 +141,8 @@ def _spawn(log_file: Path) -> subprocess.Popen[bytes] | None:
             log.warning("the run's janitor cannot be started (%s): queues and sessions stay if it is killed", error)
             return None
     try:
-        if process.wait(_START_S) != 0:  # this child exits after it has forked the janitor
+        # This child exits after it has forked the janitor.
+        if process.wait(_START_S) != 0:
             log.warning("the run's janitor did not start; see %s", log_file)
     except subprocess.TimeoutExpired:
         log.warning("the run's janitor is slow to start; see %s", log_file)
