@@ -68,7 +68,8 @@ CONFIG = "config.yaml"
 _INFO = "run.json"
 _TASKS, _REPORT, _RECORDS, _RUNNING = ".tasks.jsonl", ".json", ".rollouts.jsonl", ".running.jsonl"
 SUMMARY = ".summary.jsonl"
-_MAX_PENDING = 256  # results held in memory until they are written
+# Limit for the results held in memory until they are written.
+_MAX_PENDING = 256
 _DISK_S = 60.0
 # A caller writes in the event loop.
 _CALLER_S = 5.0
@@ -130,10 +131,12 @@ class RunArchive:
         self.run_dir = run_dir
         self.write = write
         self.logs = run_dir / "logs"
-        self._failing = False  # whether the last write failed and was logged
+        # Whether the last write failed and was logged.
+        self._failing = False
         self._writer = _Writer()
         self.submit = self._writer.submit
-        self._hangs = False  # whether a caller has waited for the thread in vain
+        # Whether a caller timed out waiting for the thread.
+        self._hangs = False
         self._pending = 0
         self._info: RunInfo | None = None
         self._copies = LocalCopies(run_dir, copies_gb)
@@ -157,7 +160,8 @@ class RunArchive:
             before = None
         starts = (*(before.starts if before is not None else ()), start)
         self._info = RunInfo(run_id=config.run_id, secrets=tuple(secret_settings(config)), starts=starts)
-        is_local = is_loopback(config.runtime.agents_host or "")  # the URL of a local runtime lets callers run code
+        # The URL of a local runtime lets callers run code.
+        is_local = is_loopback(config.runtime.agents_host or "")
         self.try_to_write(self.run_dir / CONFIG, settings_yaml(config).encode(), private=is_local)
         self._write_info(self._info)
 
@@ -176,7 +180,8 @@ class RunArchive:
         """Renew the time of `run.json`, by which readers on other machines know that this process runs."""
 
         def renew() -> None:
-            with contextlib.suppress(OSError):  # only this sign of life is lost
+            # If this fails, only the heartbeat is lost.
+            with contextlib.suppress(OSError):
                 os.utime(self.run_dir / _INFO)
 
         self.submit(renew)
@@ -240,7 +245,8 @@ class RunArchive:
         return self.submit(self._write_pending, rollout.step, path, data)
 
     def _write_pending(self, step: int, path: Path, data: bytes) -> bool:
-        self._pending -= 1  # a count that is briefly off by one only shifts the limit
+        # A count that is briefly off by one only shifts the limit.
+        self._pending -= 1
         written = self._write_copy(step, path, data)
         self._hangs = False
         return written
@@ -357,7 +363,8 @@ class RunArchive:
         """Return the steps that were running when their records were last written, with that time in Unix seconds."""
         found = {}
         for step in self._steps_with(_RUNNING):
-            with contextlib.suppress(FileNotFoundError):  # the step has just ended
+            # The file is missing if the step has just ended.
+            with contextlib.suppress(FileNotFoundError):
                 written_at = self._step_file(step, _RUNNING).stat().st_mtime
                 ended = self._step_file(step, _RECORDS)
                 if not ended.is_file() or ended.stat().st_mtime < written_at:

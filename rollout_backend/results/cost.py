@@ -13,7 +13,8 @@ from rollout_backend.config import AgentCoreConfig, RolloutConfig
 from rollout_backend.core.formats import dollars
 from rollout_backend.results.summary import NO_USAGE, StepSummary, Usage
 
-_RATES = {"V1": (0.0895, 0.00945), "V2": (0.1276, 0.0169)}  # per vCPU-hour and GB-hour, by AgentCore platform
+# Prices per vCPU-hour and GB-hour, by AgentCore platform.
+_RATES = {"V1": (0.0895, 0.00945), "V2": (0.1276, 0.0169)}
 LEFT_OUT = "storage, logs, data transfer, NAT and load balancers"
 
 
@@ -80,7 +81,8 @@ class Prices:
             return None
         runtime = config.runtime if isinstance(config.runtime, AgentCoreConfig) else None
         platform = prices.platform or (runtime and runtime.named_platform) or "V1"
-        vcpu_hour, gb_hour = _RATES.get(platform, _RATES["V2"])  # a later platform gets the newest known rates
+        # A later platform gets the newest known rates.
+        vcpu_hour, gb_hour = _RATES.get(platform, _RATES["V2"])
         on_instances = runtime is not None and runtime.capacity_provider is not None
         if on_instances:
             vcpu_hour = gb_hour = 0.0

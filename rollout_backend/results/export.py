@@ -175,7 +175,8 @@ class _Table:
 
 
 def _open(path: Path, schema: pa.Schema, to: TableFormat) -> _Writer:
-    path = path.absolute()  # pyarrow takes a relative one with a colon for a URL
+    # pyarrow parses a relative path with a colon as a URL.
+    path = path.absolute()
     if to == "parquet":
         writer: _Writer = pyarrow.parquet.ParquetWriter(path, schema, compression="zstd")
     elif to == "csv":

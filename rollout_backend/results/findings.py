@@ -208,11 +208,15 @@ def show_command(rollout_id: str) -> str:
 
 
 _SLOW_TAIL, _LONG_WAIT, _LOW_CACHE_HIT = 0.25, 0.25, 0.3
-_LONG_QUEUE = 0.25  # fraction of the running requests
-_IDLE = 0.5  # fraction of the time
+# Fraction of the running requests.
+_LONG_QUEUE = 0.25
+# Fraction of the time.
+_IDLE = 0.5
 _LISTED = 5
-_LAST_REQUESTS = 2  # requests of a session that is being stopped
-_LENGTH_ADVICE = {  # by the reason why rollouts were cut off
+# A session that is being stopped may still send this many requests.
+_LAST_REQUESTS = 2
+# By the reason why rollouts were cut off.
+_LENGTH_ADVICE = {
     "straggler": "group.straggler_factor: raise it",
     "target_reached": "group.oversample, group.target_groups",
     "collection_deadline": "timeouts.collection_s: raise it",

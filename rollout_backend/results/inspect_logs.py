@@ -90,7 +90,8 @@ def export_inspect_logs(run_dir: Path, out: Path) -> dict[Path, int]:
             written[part] = step.summary.planned
         for part in written:
             key = part.stem.rpartition("_")[2]
-            for earlier in out.glob(f"*_{key}.eval"):  # the log of an earlier execution has another time in its name
+            # The log of an earlier execution has another time in its name.
+            for earlier in out.glob(f"*_{key}.eval"):
                 earlier.unlink()
         return {part.replace(out / part.name): samples for part, samples in written.items()}
 
@@ -118,7 +119,8 @@ class _Step:
 
     def _spec(self, summary: StepSummary) -> EvalSpec:
         run, step, start = self._run, self._step, self._start
-        key = uuid.uuid5(uuid.NAMESPACE_URL, f"{run.run_id}/{step.step}").hex[:22]  # a repeated export has the same
+        # A repeated export has the same key.
+        key = uuid.uuid5(uuid.NAMESPACE_URL, f"{run.run_id}/{step.step}").hex[:22]
         per_task = Counter(record.task_id for record in self._records)
         sampling = run.config.sampling if run.config is not None else None
         return EvalSpec(
@@ -161,7 +163,8 @@ class _Step:
 
     def _samples(self) -> Iterator[EvalSample]:
         tasks, epochs = dict[str, dict[str, Any]](), Counter[str]()
-        with contextlib.suppress(ConfigError):  # the logs then lack payloads
+        # Without the tasks, the logs lack payloads.
+        with contextlib.suppress(ConfigError):
             tasks = self._archive.read_tasks(self._step.step)
         for record in self._records:
             epochs[record.task_id] += 1

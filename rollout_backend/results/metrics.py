@@ -33,7 +33,8 @@ from rollout_backend.serving.supervisor import ServingEvent
 
 _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _MINUTES = (1, 5, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200)
-_OTHER = "other"  # replaces reasons that agents chose
+# Replaces reasons that agents chose.
+_OTHER = "other"
 _SHUTDOWN_S = 1.0
 
 
@@ -116,7 +117,8 @@ class RunMetrics:
         self._gateway_errors = counter("rollout_gateway_errors_total", "Error responses to model calls.", ("code",))
         self._steps: dict[int, _Seen] = {}
         self._services, self._gateways = _Seen(), _Seen()
-        self._rollouts.labels(Outcome.COMPLETED, "")  # series that exist from the start
+        # Create the series that must exist from the start.
+        self._rollouts.labels(Outcome.COMPLETED, "")
         for call in ("invoke", "stop"):
             for answer in ("granted", "throttled"):
                 self._runtime_calls.labels(call, answer)

@@ -48,15 +48,18 @@ class StepTotals:
         self.failures: dict[tuple[Outcome, str], FailureCount] = {}
         self.rewards = 0
         self.reward_sum = 0.0
-        self.trainable = self.wasted = NO_USAGE  # usage of the ended rollouts
+        self.trainable = self.wasted = NO_USAGE
         self.turns = 0
         self.cut_replies = 0
         self.sampled_tokens = self.trained_tokens = 0
-        self.spread: dict[str, bool] = {}  # whether the rewards of each task's settled, usable group differ
-        self.seconds: list[float] = []  # sorted durations of the rollouts that delivered a result
+        # Whether the rewards differ in a task's settled, usable group, by task.
+        self.spread: dict[str, bool] = {}
+        # Sorted durations of the rollouts that delivered a result.
+        self.seconds: list[float] = []
         self._records = records
-        self._seen = 0  # of the settled rollouts
-        self._rewards: dict[str, list[float]] = {}  # by task
+        # Number of settled rollouts already counted.
+        self._seen = 0
+        self._rewards: dict[str, list[float]] = {}
 
     def update(self) -> None:
         """Add everything that was settled since the last call."""
@@ -90,7 +93,7 @@ class StepTotals:
         seconds = duration(record)
         if delivered and seconds is not None:
             insort(self.seconds, seconds)
-        for failure in count_failures([record]):  # none, if the rollout completed
+        for failure in count_failures([record]):
             key = failure.outcome, failure.reason
             first = self.failures.get(key)
             self.failures[key] = failure if first is None else replace(first, number=first.number + 1)
@@ -185,7 +188,8 @@ class Progress:
         """Add up the current steps. `now` is the ledgers' clock, `loop_now` the event loop's time."""
         phases: dict[str, int] = dict.fromkeys(Phase, 0)
         outcomes: dict[str, int] = {}
-        running: list[tuple[float, str, float | None]] = []  # the first one of each step, with its deadline
+        # The first running rollout of each step, with its deadline.
+        running: list[tuple[float, str, float | None]] = []
         rates: list[tuple[CallRate | None, CallRate | None]] = []
         for ledger, totals in steps:
             totals.update()
@@ -272,7 +276,8 @@ class FirstCall:
 
     def observe(self, now: float, running: int, stats: GatewayStats) -> None:
         """Update `arrived` and `warning`. `now` is in seconds of any monotonic clock; `running` counts agents."""
-        refused = stats.errors.keys() - {"not_found"}  # a load balancer's health check may cause this error
+        # A load balancer's health check may cause this error.
+        refused = stats.errors.keys() - {"not_found"}
         if stats.calls or stats.calls_in_flight or refused:
             self.arrived, self.warning = True, ""
         if self.arrived or not running:

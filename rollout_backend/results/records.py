@@ -161,11 +161,12 @@ class StepRecords:
         """`received` are the results that have settled rollouts; more are appended while the step runs."""
         self.ledger = ledger
         self.received = received
-        self.settled: list[RolloutRecord] = []  # in the order of settlement
+        self.settled: list[RolloutRecord] = []
         self._log_of = log_of
-        self._lines: list[str] = []  # of the settled rollouts
+        self._lines: list[str] = []
         self._results: dict[str, ResultSummary] = {}
-        self._summarized = 0  # of those received
+        # Number of received results that are summarized.
+        self._summarized = 0
 
     def update(self) -> None:
         """Add the rollouts that were settled since the last call."""
@@ -186,7 +187,8 @@ class StepRecords:
         self.update()
         for i, record in enumerate(self.settled):
             usable = self.ledger.groups[record.task_id].usable
-            if record.group_usable is not usable:  # later rollouts determine this field
+            # Later rollouts can change this field.
+            if record.group_usable is not usable:
                 record = self.settled[i] = record.model_copy(update={"group_usable": usable})
             elif i < len(self._lines):
                 continue

@@ -127,7 +127,8 @@ def _seal_check(archive: RunArchive) -> tuple[SealCheck, str]:
         raise ConfigError(f"{archive.run_dir}/run.json cannot be read: {error}") from None
     if not config.gateway.require_seal:
         return lambda rollout: None, "the run has no seals (gateway.require_seal=false)"
-    given = info is not None and "gateway.secret" in info.secrets  # set by the user and not stored
+    # Whether the user set the secret, which is then not stored.
+    given = info is not None and "gateway.secret" in info.secrets
     if not (config.gateway.secret is not None if given else secret_file(config).is_file()):
         text = "seals match; their signatures were not verified, because the run's secret is not here"
         return check_without_secret, text

@@ -114,7 +114,8 @@ def read_run(run_dir: Path, known: Mapping[int, StepData] | None = None) -> RunD
     running, by_verl, state = archive.running_steps(), _is_by_verl(archive), run_state(archive)
     for step in sorted({*archive.steps(), *running}, key=order_of):
         before = (known or {}).get(step)
-        with contextlib.suppress(FileNotFoundError):  # a running step that has just ended without a record
+        # A file is missing if a running step has just ended without a record.
+        with contextlib.suppress(FileNotFoundError):
             if before is not None and step not in running and before.changed_at == archive.changed_at(step):
                 found[step] = before
             else:
@@ -237,7 +238,8 @@ def changed_settings(config: BaseModel) -> Iterator[tuple[str, str]]:
         default = about.get_default(call_default_factory=False)
         if isinstance(value, SecretStr):
             yield name, "(secret)"
-        elif name.rpartition(".")[2] == "endpoint_url" and value is not None:  # its path may let callers run code
+        elif name.rpartition(".")[2] == "endpoint_url" and value is not None:
+            # The URL's path may let callers run code.
             yield name, urlsplit(value)._replace(path="", query="").geturl()
         elif value != default and not (default is PydanticUndefined and not value) and name != "run_id":
             yield name, str(value)
@@ -285,7 +287,8 @@ def summarize_run(folder: Path) -> RunOverview:
     reward_sum = 0.0
     ended = {*archive.steps()}
     for step in steps:
-        if step not in ended:  # it is running, or was killed
+        # The step is running, or was killed.
+        if step not in ended:
             planned += _planned(archive, step) or 0
             completed += len(archive.results(step))
             continue

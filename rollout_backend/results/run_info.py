@@ -25,7 +25,8 @@ from rollout_backend.config import RolloutConfig
 from rollout_backend.run_lease import LeaseHolder
 
 RunState = Literal["running", "ended", "interrupted", "failed", "killed", "silent"]
-RUNS_S = 60.0  # the run directory of a running process is written every few seconds
+# A running process writes to its run directory every few seconds.
+RUNS_S = 60.0
 StartedBy = Literal["run", "local", "demo", "verl", "python"]
 
 _PACKAGES = ("rollout-backend", "renderers", "sglang", "sglang-router", "smg", "torch", "transformers", "verl")
@@ -191,7 +192,8 @@ def _engine_version(config: RolloutConfig) -> str | None:
     python = config.serving.python
     if python is None and config.serving.device == "cpu":
         python = engine_python(cache_dir(), config.serving.engine)
-    if python is None:  # the engine runs with this interpreter
+    if python is None:
+        # The engine runs with this interpreter.
         return None
     path = [str(each) for each in python.parent.parent.glob("lib/python*/site-packages")]
     names = {config.serving.engine, CPU_ENGINES[config.serving.engine].distribution}

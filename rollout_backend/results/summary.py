@@ -17,8 +17,10 @@ from agent_wrapper.contract import Outcome
 from rollout_backend.core.ledger import LedgerEntry
 from rollout_backend.results.records import RolloutRecord
 
-_MIN_TASKS = 5  # minimum for a confidence interval
-TAIL = 0.95  # fraction of a step's rollouts after which its tail begins
+# Minimum number of tasks for a confidence interval.
+_MIN_TASKS = 5
+# The tail of a step begins after this fraction of its rollouts.
+TAIL = 0.95
 
 
 class Learning(StrEnum):
@@ -100,7 +102,8 @@ class Seconds:
         return self.total - self.waiting
 
 
-PHASES = {  # the fields of Seconds
+# Keys are the fields of `Seconds`.
+PHASES = {
     "waiting": "waiting for an invoke",
     "starting": "session start",
     "model": "model calls",
@@ -348,11 +351,13 @@ def seconds_of(record: RolloutRecord) -> Seconds:
     end = record.settled_at
     if end is None:
         return Seconds()
-    if record.invoked_at is None:  # it ended before an invoke, or its result is from before a restart
+    if record.invoked_at is None:
+        # The rollout ended before an invoke, or its result is from before a restart.
         return Seconds(waiting=max(0.0, end - record.planned_at) if record.result is None else 0.0)
     first = record.invoked_at if record.first_invoked_at is None else record.first_invoked_at
     waiting, before = max(0.0, first - record.planned_at), max(0.0, record.invoked_at - first)
-    accepted = record.invoked_at if record.accepted_at is None else record.accepted_at  # by an earlier manager
+    # An earlier manager may have recorded when the rollout was accepted.
+    accepted = record.invoked_at if record.accepted_at is None else record.accepted_at
     starting, work = max(0.0, accepted - record.invoked_at), max(0.0, end - accepted)
     if record.result is None:
         return Seconds(waiting=waiting, starting=starting, lost=before + work)

@@ -14,9 +14,12 @@ from rollout_backend.core import formats
 from rollout_backend.results.records import RolloutRecord
 from rollout_backend.results.summary import Learning, TaskRewards, duration, percentiles, span
 
-WIDTH = 1110  # of a full-width chart
-SERIES_WIDTH, HEIGHT = 500.0, 150.0  # of a chart over time or steps
-SHADES = 10  # shades for rewards, besides the one for the lowest
+# Width of a full-width chart.
+WIDTH = 1110
+# Size of a chart over time or steps.
+SERIES_WIDTH, HEIGHT = 500.0, 150.0
+# Shades for rewards, in addition to the one for the lowest.
+SHADES = 10
 _BINS, _POINTS, _DOTS = 24, 160, 2000
 
 
@@ -43,7 +46,7 @@ def heatmap(tasks: Sequence[TaskRewards], place: dict[str, int]) -> dict[str, An
     return {
         # One path per class: a shade, or how a rollout without a reward ended.
         "paths": [(name, "".join(cells)) for name, cells in sorted(paths.items())],
-        "columns": [  # with names, unless there are too many
+        "columns": [
             {"task_id": task.task_id, "x": number * pitch + size / 2, "teaches": task.learning is Learning.MIXED}
             for number, task in enumerate(tasks if named else ())
         ],
@@ -51,7 +54,8 @@ def heatmap(tasks: Sequence[TaskRewards], place: dict[str, int]) -> dict[str, An
         "height": math.ceil(len(tasks) / per_band) * band_height,
         "low": low,
         "high": high,
-        "grid": {  # by which a script finds the rollout at a place
+        # A script uses the grid to find the rollout at a position.
+        "grid": {
             "cells": [[place[record.rollout_id] for record in task.records] for task in tasks],
             "pitch": pitch,
             "size": size,
@@ -85,12 +89,14 @@ def timeline(records: Sequence[RolloutRecord], place: dict[str, int]) -> dict[st
         paths[css].append(f"M{at(start):g} {y}H{max(at(end), at(start) + 0.8):g}")
     ends = sorted(each.settled_at for each in shown if each.settled_at is not None)
     return {
-        "paths": [(name, "".join(lines)) for name, lines in sorted(paths.items())],  # a class and its lines
+        "paths": [(name, "".join(lines)) for name, lines in sorted(paths.items())],
         "pitch": pitch,
         "height": height,
         "seconds": seconds,
-        "ramp": at(max((each.invoked_at or began for each in shown), default=began)),  # x of the last invoke
-        "tail": at(ends[max(0, int(len(ends) * 0.95) - 1)] if ends else ended),  # x at which 95 % had ended
+        # The x coordinate of the last invoke.
+        "ramp": at(max((each.invoked_at or began for each in shown), default=began)),
+        # The x coordinate at which 95 % of the rollouts had ended.
+        "tail": at(ends[max(0, int(len(ends) * 0.95) - 1)] if ends else ended),
         "grid": {"lines": [place[record.rollout_id] for record in shown], "linePitch": pitch},
     }
 
@@ -211,13 +217,15 @@ def histogram(values: Sequence[float]) -> dict[str, Any] | None:
     high = high if high > low else low + 1
     counts, edges = np.histogram(values, _BINS, (low, high))
     return {
-        "bars": [  # height from 0 to 1, count, range
+        # Height from 0 to 1, count, range.
+        "bars": [
             (number / max(counts), number, f"{formats.number(start)} to {formats.number(end)}")
             for number, (start, end) in zip(counts.tolist(), pairwise(edges), strict=True)
         ],
         "low": low,
         "high": high,
-        "marks": [  # name, value, and its position from 0 to 1
+        # Name, value, position from 0 to 1.
+        "marks": [
             (name, value, (value - low) / (high - low))
             for name, value in zip(("p50", "p95"), percentiles(values, 50, 95), strict=True)
         ],

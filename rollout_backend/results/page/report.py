@@ -77,17 +77,20 @@ def write_report(run_dir: Path, against: Path | None = None, known: dict[int, St
                 continue
             left -= step.summary.planned
             _write(page, "step.html", step_context(run, step, against=other, text=text, steps_link=f"../{NAME}"))
-            os.utime(page, (began, began))  # later changes are not in it
+            # The page lacks changes made after this time.
+            os.utime(page, (began, began))
         links[step.step] = link
     _write(path, "training.html", training_context(run, links, other))
     return path
 
 
 def _is_current(page: Path, step: StepData, run_dir: Path) -> bool:
-    settings = run_dir / CONFIG  # pages show the settings, and prices affect the numbers
+    # Pages show the settings, and prices affect the numbers.
+    settings = run_dir / CONFIG
     changed_at = max(step.changed_at, settings.stat().st_mtime if settings.is_file() else 0.0)
     if not step.overview.has_report and not step.runs:
-        changed_at = max(changed_at, step.changed_at + RUNS_S)  # an older page says that the step is running
+        # An older page says that the step is running.
+        changed_at = max(changed_at, step.changed_at + RUNS_S)
     return page.is_file() and page.stat().st_mtime > changed_at
 
 
@@ -95,7 +98,8 @@ def try_to_write_report(run_dir: Path) -> Path | None:
     """Write the report of a run. Log a warning and return None if that fails."""
     try:
         return write_report(run_dir)
-    except Exception as error:  # a report must never end a run
+    except Exception as error:
+        # A report must never end a run.
         log.warning("the report of %s could not be written: %s", run_dir, error)
         return None
 
@@ -152,8 +156,9 @@ class ReportServer:
         self._known: dict[int, StepData] = {}
         self._rendering = asyncio.Lock()
         self._version = ""
-        self._error = ""  # why there is no page
-        self._next_at = 0.0  # monotonic seconds
+        self._error = ""
+        # In seconds of the monotonic clock.
+        self._next_at = 0.0
 
     async def version(self, request: web.Request) -> web.Response:
         """Return the version that a page would have now."""
@@ -208,7 +213,8 @@ class ReportServer:
             try:
                 about = path.stat()
                 state.append((path.name, about.st_mtime_ns, about.st_size))
-            except FileNotFoundError:  # being replaced or removed at this moment
+            except FileNotFoundError:
+                # The file is being replaced or removed.
                 continue
         written = archive.running_steps().values()
         runs = [time.time() < written_at + RUNS_S for written_at in written]

@@ -164,7 +164,8 @@ def _ranked(records: Sequence[RolloutRecord], tasks: Sequence[TaskRewards]) -> I
     for measure in measures:
         ordered = sorted(known, key=measure)
         yield from (*ordered[:_EXTREMES], *ordered[-_EXTREMES:])
-    for task in tasks:  # one rollout per reward, so that right and wrong ones can be compared
+    # Yield one rollout per reward, to compare right and wrong ones.
+    for task in tasks:
         yield from {record.reward: record for record in task.records if record.result is not None}.values()
     yield from known
 

@@ -22,7 +22,8 @@ from rollout_backend.results.summary import Learning, StepSummary, add
 from rollout_backend.results.task_totals import REWARD
 
 _MAX_TASKS, _MAX_CELLS, _FINDINGS = 200, 20_000, 8
-_RANGES = 4  # of steps with one finding
+# Maximum number of step ranges listed for one finding.
+_RANGES = 4
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ def training_context(run: RunData, links: Mapping[int, str], against: RunData | 
     began, ended = min(each.began for each in summaries), max(each.ended for each in summaries)
     left_out: Counter[str] = sum((Counter(each.left_out) for each in summaries), Counter())
     gaps = [max(0.0, after.began - before.ended) for before, after in pairwise(summaries)]
-    timed = [*zip(steps, [*gaps, 0.0], strict=True)]  # each step, with the time until the next
+    # Each step, with the time until the next one.
+    timed = [*zip(steps, [*gaps, 0.0], strict=True)]
     longest = max(step.summary.seconds + gap for step, gap in timed) or 1.0
     reasons = [reason for reason, _ in left_out.most_common()]
     most_lost = max(sum(each.left_out.values()) for each in summaries)
@@ -155,7 +157,8 @@ def _curve(
 
     drawn = [(x(number), band) for number, band in enumerate(bands) if band is not None]
     edge = [*((at, y(band[1])) for at, band in drawn), *((at, y(band[0])) for at, band in reversed(drawn))]
-    dots = [  # x, y, label, link
+    # The x and y coordinates, label and link.
+    dots = [
         (x(number), y(value), f"step {steps[number].data.name}: {formats.number(value)}", steps[number].link)
         for number, value in enumerate(values)
         if value is not None

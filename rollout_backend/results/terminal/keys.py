@@ -15,7 +15,8 @@ import tty
 from collections.abc import Callable
 from typing import Any, TextIO
 
-_saved: dict[int, list[Any]] = {}  # original modes of the terminals being read, by file descriptor
+# Original modes of the terminals being read, by file descriptor.
+_saved: dict[int, list[Any]] = {}
 
 
 def restore_terminals() -> None:
@@ -42,9 +43,11 @@ class Keys:
                 return
             self._fd = stream.fileno()
             _saved[self._fd] = termios.tcgetattr(self._fd)
-            tty.setcbreak(self._fd, termios.TCSANOW)  # Ctrl-C still interrupts
+            # Ctrl-C still interrupts in this mode.
+            tty.setcbreak(self._fd, termios.TCSANOW)
             asyncio.get_running_loop().add_reader(self._fd, self._read)
-        except (AttributeError, ValueError, OSError, termios.error):  # no input, or a closed one
+        except (AttributeError, ValueError, OSError, termios.error):
+            # There is no input, or it is closed.
             _restore(self._fd)
             return
         self.reading = True
@@ -71,12 +74,13 @@ def _in_foreground(fd: int) -> bool:
     """Return whether this process may use the terminal: the kernel stops background processes that do."""
     try:
         return os.tcgetpgrp(fd) == os.getpgrp()
-    except OSError:  # not this process's controlling terminal, or no job control
+    except OSError:
+        # This is not the process's controlling terminal, or there is no job control.
         return True
 
 
 def _restore(fd: int) -> None:
     mode = _saved.pop(fd, None)
     if mode is not None and _in_foreground(fd):
-        with contextlib.suppress(termios.error):  # the terminal was closed
+        with contextlib.suppress(termios.error):
             termios.tcsetattr(fd, termios.TCSANOW, mode)

@@ -24,9 +24,11 @@ from rollout_backend.serving.model_serving import RunPhase
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_POINTS = 8
 _MAX_POINTS = 512
-_RATE_S = 10.0  # period over which the current rate is measured
+# Period over which the current rate is measured.
+_RATE_S = 10.0
 _MAX_FINDINGS = 3
-_MAX_LISTED = 12  # maximum number of lines for failures, or for engines
+# Maximum number of lines for failures, or for engines.
+_MAX_LISTED = 12
 _NAMES = {
     Outcome.COMPLETED: ("done", "green"),
     Outcome.AGENT_ERROR: ("agent error", "yellow"),
@@ -62,7 +64,8 @@ class History:
         tokens = self.points[-1].tokens if self.points else 0
         if progress.gateway is not None:
             sampled = progress.gateway.sampled_tokens
-            if self.points:  # a restarted gateway counts from 0
+            if self.points:
+                # A restarted gateway counts from 0.
                 tokens += max(0, sampled - self._gateway_tokens)
             self._gateway_tokens = sampled
         reward_sum = (progress.mean_reward or 0.0) * progress.rewards

@@ -45,7 +45,8 @@ log = logging.getLogger(__name__)
 Style = Literal["normal", "quiet", "verbose", "json"]
 
 _FAILURES_SHOWN = 10
-_MESSAGE_LINES = 15  # of a failure's message, which is often the end of a log
+# Limit for a failure's message, which is often the end of a log.
+_MESSAGE_LINES = 15
 _DESCRIPTIONS = {
     RunPhase.CHECK: "checking this machine, bucket, runtime and queue",
     RunPhase.ENGINES: "starting engines and router",
@@ -70,7 +71,8 @@ class RunOutput:
         self._keys = Keys(self._on_key)
         self._stopping = False
         self._began: dict[RunPhase, float] = {}
-        self._shown = Snapshot()  # but for its phases
+        # `_snapshot` adds the phases.
+        self._shown = Snapshot()
         self._failures: set[tuple[Outcome, str]] = set()
 
     def begin(self, config: RolloutConfig, *, tasks: int, rollouts: int, agent: Mapping[str, str] | None) -> None:
@@ -145,9 +147,11 @@ class RunOutput:
         """End the output, but not the run, if it cannot be written: a full disk, a closed terminal or pipe."""
         try:
             yield
-        except (OSError, SystemExit) as error:  # Rich exits when a pipe is closed
+        except (OSError, SystemExit) as error:
+            # Rich exits when a pipe is closed.
             self.console.quiet = True
-            with suppress(OSError), open(os.devnull, "wb") as null:  # so that flushing its buffer does not fail again
+            # Flushing the buffer must not fail again.
+            with suppress(OSError), open(os.devnull, "wb") as null:
                 os.dup2(null.fileno(), self.console.file.fileno())
             cause = error.__context__ if isinstance(error, SystemExit) else error
             log.warning("the run goes on without output, which cannot be written: %s", cause)
@@ -171,7 +175,8 @@ class RunOutput:
                 await showing
             except asyncio.CancelledError:
                 pass
-            except Exception:  # a display must never end a run
+            except Exception:
+                # A display must never end a run.
                 log.warning("the progress of the run could not be shown", exc_info=True)
             self._keys.stop()
             if self._live is not None:
@@ -184,7 +189,8 @@ class RunOutput:
         while True:
             if [*self._began][-1:] == [RunPhase.ROLLOUTS]:
                 progress = await read()
-                if progress.planned:  # the step has begun and not ended
+                # `planned` is 0 before and after a step.
+                if progress.planned:
                     now = time.monotonic()
                     self._shown = replace(self._shown, progress=progress)
                     self._shown.history.add(now, progress)
@@ -204,7 +210,8 @@ class RunOutput:
             self._shown = replace(self._shown, details=not self._shown.details)
         elif key == "f":
             self._shown = replace(self._shown, failures=not self._shown.failures)
-        elif key == "q" and not self._stopping:  # a second interrupt would skip the clean-up
+        elif key == "q" and not self._stopping:
+            # A second interrupt would skip the clean-up.
             self._stopping = True
             os.kill(os.getpid(), signal.SIGINT)
         self._refresh()

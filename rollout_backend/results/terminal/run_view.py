@@ -42,8 +42,10 @@ from rollout_backend.results.terminal.live_view import one_line, sentence
 from rollout_backend.results.terminal.view import plain_table, print_text, print_wrapped, when
 from rollout_backend.serving.model_serving import RunPhase
 
-STEPS = 20  # number of steps in the table of a run
-_TASKS = 5  # number of tasks in the table of a step; --json lists all
+# Number of steps in the table of a run.
+STEPS = 20
+# Number of tasks in the table of a step; --json lists all.
+_TASKS = 5
 MARKS = {Level.BAD: "!", Level.WARNING: "!", Level.NOTE: "-"}
 _MAX_LINES = 12
 _COPIED = ("read", "report", "again")

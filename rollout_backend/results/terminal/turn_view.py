@@ -19,7 +19,8 @@ from rollout_backend.results.records import replies_by_turn
 from rollout_backend.results.summary import mean
 from rollout_backend.results.terminal.view import print_messages, print_text
 
-_UNLIKELY = 5  # number of unlikely tokens that are listed
+# Number of unlikely tokens to list.
+_UNLIKELY = 5
 
 
 @dataclass(frozen=True)

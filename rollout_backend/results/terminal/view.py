@@ -32,10 +32,13 @@ if TYPE_CHECKING:
     from rollout_backend.results.rescoring import Rescoring
 
 _FAILURES_SHOWN = 10
-_TASKS_SHOWN = 10  # of a comparison
-_RESCORED_SHOWN = 20  # rollouts without a new reward
+# Number of tasks to list in a comparison.
+_TASKS_SHOWN = 10
+# Number of rollouts without a new reward to list.
+_RESCORED_SHOWN = 20
 _MAX_MESSAGE = 160
-_RULE_WIDTH = 80  # used in a pipe, where the console has no width
+# Used in a pipe, where the console has no width.
+_RULE_WIDTH = 80
 _YEAR_10000 = 253_402_300_800
 
 
@@ -249,7 +252,8 @@ def _print_failure(console: Console, message: str, reason: str) -> None:
 
 
 def _print_panel(console: Console, text: str, title: str, style: str = "none") -> None:
-    if not console.is_terminal:  # a pipe has no width for a box
+    if not console.is_terminal:
+        # A pipe has no width for a box.
         console.print(f"--- {readable(title)}\n{readable(text)}", markup=False, highlight=False, soft_wrap=True)
         return
     align: AlignMethod = "left" if style == "none" else "center"
@@ -263,7 +267,8 @@ def print_text(console: Console, text: str | Text, style: str | None = None) -> 
 
 def print_wrapped(console: Console, mark: Text, text: str | Text, style: str = "") -> None:
     """Print text behind a mark. On a terminal, break it at words, and indent its further lines like the first."""
-    if not console.is_terminal:  # tools that read a pipe need whole lines
+    if not console.is_terminal:
+        # Tools that read a pipe need whole lines.
         print_text(console, Text.assemble(mark, text), style)
         return
     table = Table.grid()
